@@ -1,0 +1,67 @@
+# The two that a newcomer runs: make demo, make test. `make help` lists the rest.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test quick check format proto proto-check test-system test-gpu bench clean
+
+help:  ## what can be made here
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "membroker needs Python 3.11 or later; say which with: make PYTHON=python3.12 …"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
+	  || { echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)  ## the main job in a minute: trade, refusal, death (no GPU, no root)
+	$(BIN)/membroker demo
+
+test: $(STAMP)  ## every test that needs neither root nor a GPU
+	$(BIN)/python -m pytest -m "not root and not gpu"
+
+quick: $(STAMP)  ## the heart of the tests, in under a minute
+	$(BIN)/python -m pytest -m "not root and not gpu and not slow" -x -q
+
+test-system: $(STAMP)  ## the tests that need root
+	$(BIN)/python -m pytest -m root
+
+check: $(STAMP) proto-check  ## format, lint, types, import contracts, stale stubs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## write the format that `check` wants
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# The generator lives in an environment of its own: code from this version loads on every later protobuf.
+.venv-proto/.installed: pyproject.toml
+	@test -x .venv-proto/bin/python || $(PYTHON) -m venv .venv-proto
+	.venv-proto/bin/pip install --quiet --disable-pip-version-check \
+	  "grpcio-tools==1.71.2" "mypy-protobuf==3.6.0" "googleapis-common-protos>=1.66"
+	@touch $@
+
+PROTOS := $(wildcard proto/membroker/v1/*.proto)
+define GENERATE
+	. .venv-proto/bin/activate && python -m grpc_tools.protoc -I proto \
+	  -I "$$(python -c 'import google.rpc, pathlib; print(pathlib.Path(list(google.rpc.__path__)[0]).parents[1])')" \
+	  --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
+	find $(1)/membroker/v1 -name '*_pb2_grpc.py*' | xargs grep -L 'class .*Stub' | xargs -r rm
+endef
+
+proto: .venv-proto/.installed  ## generate the stubs from proto/
+	$(call GENERATE,client)
+
+proto-check: .venv-proto/.installed  ## fail when the committed stubs are stale
+	@rm -rf .venv-proto/out && mkdir -p .venv-proto/out
+	$(call GENERATE,.venv-proto/out)
+	diff -r -x '__pycache__' -x '__init__.py' .venv-proto/out/membroker/v1 client/membroker/v1
+
+clean:  ## remove what make made
+	rm -rf .venv .venv-proto .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""membrokerd: the one process that owns the memory lent on a GPU."""

@@ -1,0 +1,1 @@
+"""membroker: borrow GPU memory from a broker."""

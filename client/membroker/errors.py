@@ -1,0 +1,173 @@
+"""What the library raises: typed, with the numbers, and with what to do about it.
+
+Owns the one table from the wire's reasons to classes. Must never decide by the text of a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from google.rpc.status_pb2 import Status
+
+DOMAIN = "membroker"
+
+
+class MembrokerError(Exception):
+    """Base of all that membroker raises on its own account.
+
+    `reason` is the broker's ErrorReason without its prefix (`MODEL_LIMIT`), or empty for what the library itself
+    found; `metadata` has the numbers behind the sentence, as text.
+    """
+
+    def __init__(self, message: str, reason: str = "", metadata: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.metadata = dict(metadata or {})
+
+
+class OutOfMemory(MembrokerError, MemoryError):
+    """The broker lends no more. `level` says who refused: `model`, `tenant`, `capacity` or `device`.
+
+    `requested`, `available` and `limit` are bytes at that level; `available` is what a smaller request could have
+    got at that moment, `limit` is None where the level has no number of its own (a card that strangers filled).
+    """
+
+    @property
+    def level(self) -> str:
+        """Which of the limits refused."""
+        return self.metadata.get("level", "")
+
+    @property
+    def requested(self) -> int:
+        """Bytes asked for."""
+        return int(self.metadata.get("requested_bytes", 0))
+
+    @property
+    def available(self) -> int:
+        """Bytes that this level would still have granted."""
+        return int(self.metadata.get("available_bytes", 0))
+
+    @property
+    def limit(self) -> int | None:
+        """The limit of this level, in bytes."""
+        text = self.metadata.get("limit_bytes")
+        return None if text is None else int(text)
+
+
+class BrokerUnavailable(MembrokerError, ConnectionError):
+    """No broker answers. The message says which of the possible things is wrong, and the command that mends it."""
+
+
+class InvalidRequest(MembrokerError, ValueError):
+    """An argument that no broker would accept: a size, a count, a name."""
+
+
+class InvalidPageSize(InvalidRequest):
+    """A page size is not a power of two, or below the granularity."""
+
+
+class InvalidOffset(InvalidRequest):
+    """A range of a pool lies outside its virtual capacity, or its sum overflows."""
+
+
+class AlreadyMapped(MembrokerError):
+    """A page of the range is backed already."""
+
+
+class NotMapped(MembrokerError):
+    """A page of the range is not backed."""
+
+
+class NotFound(MembrokerError, LookupError):
+    """The name or id is not known to the broker, at least not as this session's."""
+
+
+class ModelNotFound(NotFound):
+    """No such model at this tenant, or this session has not registered it."""
+
+
+class ModelConflict(MembrokerError):
+    """The model is registered with other numbers than the ones given."""
+
+
+class ModelAlreadyExists(MembrokerError):
+    """`exclusive=True` was asked, and the model is there."""
+
+
+class ModelInUse(MembrokerError):
+    """The model can't end: it is charged for memory, or another session uses it."""
+
+
+class AccessDenied(MembrokerError, PermissionError):
+    """The endpoint does not admit this process, or the call needs another endpoint."""
+
+
+class ProtocolError(MembrokerError):
+    """Library and broker do not understand each other: another version, or a defect of one of them."""
+
+
+class TooMany(MembrokerError):
+    """A bound of the broker is reached: sessions, models, extents or calls in flight."""
+
+
+class DescriptorLimit(MembrokerError, OSError):
+    """This process, or the broker, has no file descriptor left. Raise RLIMIT_NOFILE (`ulimit -n`)."""
+
+
+class DeviceFailure(MembrokerError):
+    """The broker's driver failed. The message has the driver's own words."""
+
+
+class ClosedError(MembrokerError):
+    """The object is closed, or belongs to the process that this one was forked from."""
+
+
+_CLASSES: dict[str, type[MembrokerError]] = {
+    "MODEL_LIMIT": OutOfMemory,
+    "TENANT_LIMIT": OutOfMemory,
+    "CAPACITY": OutOfMemory,
+    "DEVICE_FULL": OutOfMemory,
+    "DRIVER_FAILED": DeviceFailure,
+    "DESCRIPTORS_EXHAUSTED": DescriptorLimit,
+    "DELIVERY_FAILED": BrokerUnavailable,
+    "LOCATION_UNAVAILABLE": InvalidRequest,
+    "INVALID_SIZE": InvalidRequest,
+    "INVALID_COUNT": InvalidRequest,
+    "INVALID_NAME": InvalidRequest,
+    "INVALID_ARGUMENT": InvalidRequest,
+    "INVALID_PAGE_TOKEN": InvalidRequest,
+    "MODEL_NOT_FOUND": ModelNotFound,
+    "MODEL_CONFLICT": ModelConflict,
+    "MODEL_EXISTS": ModelAlreadyExists,
+    "MODEL_IN_USE": ModelInUse,
+    "EXTENT_NOT_FOUND": NotFound,
+    "TENANT_NOT_FOUND": NotFound,
+    "TOO_MANY_SESSIONS": TooMany,
+    "TOO_MANY_MODELS": TooMany,
+    "TOO_MANY_REQUESTS": TooMany,
+    "TOO_MANY_EXTENTS": TooMany,
+    "TOKEN_REQUIRED": AccessDenied,
+    "TOKEN_REJECTED": AccessDenied,
+    "ENDPOINT_FORBIDDEN": AccessDenied,
+    "PEER_UNKNOWN": AccessDenied,
+    "OBSERVER": AccessDenied,
+    "UNSUPPORTED_VERSION": ProtocolError,
+    "PROTOCOL_VIOLATION": ProtocolError,
+    "REQUEST_ID_IN_USE": ProtocolError,
+    "STOPPING": BrokerUnavailable,
+    "INTERNAL": MembrokerError,
+}
+
+
+def from_status(status: Status) -> MembrokerError:
+    """Return the exception for a broker's Status, by the ErrorInfo in its details."""
+    from google.rpc.error_details_pb2 import ErrorInfo
+
+    info = ErrorInfo()
+    for detail in status.details:
+        if detail.Is(ErrorInfo.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
+            kind = _CLASSES.get(info.reason, MembrokerError)
+            return kind(status.message, info.reason, dict(info.metadata))
+    return MembrokerError(status.message)

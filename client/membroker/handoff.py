@@ -1,0 +1,119 @@
+"""Frames and descriptors on a handoff socket: one packet, one frame, and up to 64 descriptors beside it.
+
+The only file that touches SCM_RIGHTS; library and daemon both stand on it. It owns no connection and no state, and
+must never decide anything: what a frame means is its callers' business.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from membroker.v1 import handoff_pb2 as pb
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 65_536
+MAX_DESCRIPTORS = 64
+"""Descriptors in one packet. The kernel allows 253; a packet is also the unit in which the broker takes turns."""
+MAX_IDS_PER_FRAME = 4_096
+MAX_EXTENTS_PER_CALL = 65_536
+WINDOW = 2
+"""Deliveries of one session that may be unacknowledged. Without it a peer that never reads would fill the kernel's
+table of descriptors in flight, which is counted per user of the *sender*, so for every session at once."""
+
+_DESCRIPTOR = array.array("i").itemsize
+_CONTROL_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR)
+
+
+class EndOfConnection(Exception):
+    """The other end is gone, or sent a packet of no bytes, which SEQPACKET cannot tell from it."""
+
+
+class BrokenPacket(Exception):
+    """What arrived is no frame: too long, not decodable, or with descriptors that nobody asked for."""
+
+
+class Packet(NamedTuple):
+    """One frame and its descriptors. `truncated`: the kernel dropped descriptors (RLIMIT_NOFILE)."""
+
+    frame: pb.Frame
+    descriptors: list[int]
+    truncated: bool
+
+
+def encode(frame: pb.Frame) -> bytes:
+    """Return the frame as the bytes of one packet."""
+    data = frame.SerializeToString()
+    assert 0 < len(data) <= MAX_FRAME_BYTES, f"a frame of {len(data)} bytes"
+    return data
+
+
+def decode(data: bytes | memoryview) -> pb.Frame:
+    """Return the frame in `data`. Raises `BrokenPacket` when there is none, or a frame of an unknown kind."""
+    try:
+        frame = pb.Frame.FromString(bytes(data))
+    except DecodeError as error:
+        raise BrokenPacket("the packet is not a frame") from error
+    if frame.WhichOneof("kind") is None:
+        raise BrokenPacket("the frame is of no kind that this version knows")
+    return frame
+
+
+def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
+    """Send one packet. The descriptors stay open and the caller's; raises what `sendmsg` raises."""
+    assert len(descriptors) <= MAX_DESCRIPTORS
+    control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    connection.sendmsg([data], control, socket.MSG_NOSIGNAL)
+
+
+def receive(connection: socket.socket) -> Packet:
+    """Receive one packet with its descriptors (CLOEXEC), which are the caller's to close.
+
+    Raises `EndOfConnection`, `BrokenPacket` (what came with it is closed), and what `recvmsg` raises.
+    """
+    data, control, flags, _ = connection.recvmsg(MAX_FRAME_BYTES, _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC)
+    descriptors = _descriptors_in(control)
+    try:
+        if flags & socket.MSG_TRUNC:
+            raise BrokenPacket(f"the packet is longer than {MAX_FRAME_BYTES} bytes")
+        if not data:
+            raise EndOfConnection
+        return Packet(decode(data), descriptors, bool(flags & socket.MSG_CTRUNC))
+    except BaseException:
+        close_all(descriptors)
+        raise
+
+
+def receive_without_descriptors(connection: socket.socket, buffer: bytearray) -> pb.Frame:
+    """Receive one packet into `buffer`, of MAX_FRAME_BYTES, taking no descriptor whatever was sent.
+
+    Without a control buffer the kernel installs none of a stranger's descriptors here and says so.
+    Raises as `receive`, and `BrokenPacket` for a packet that carried descriptors.
+    """
+    count, _, flags, _ = connection.recvmsg_into([buffer])
+    if flags & socket.MSG_TRUNC:
+        raise BrokenPacket(f"the packet is longer than {MAX_FRAME_BYTES} bytes")
+    if flags & socket.MSG_CTRUNC:
+        raise BrokenPacket("the packet carries descriptors")
+    if not count:
+        raise EndOfConnection
+    return decode(memoryview(buffer)[:count])
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close each descriptor."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _descriptors_in(control: list[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in control:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % _DESCRIPTOR])
+    return list(found)

@@ -1,0 +1,168 @@
+"""The contract of a driver: physical memory, descriptors, addresses, mappings, and what the device says it has.
+
+`CudaDriver` and `HostDriver` both obey it and pass one conformance suite (`membroker.testing.check_driver`).
+It follows CUDA's virtual memory management, with CUDA's limits: an extent is mapped whole, at offset 0, and
+whole mappings are unmapped. This module owns names and types only; it must never import a driver.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Location(enum.Enum):
+    """Where an extent's memory stands."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class AccessFlags(enum.Enum):
+    """What a mapping allows (`CUmemAccess_flags`). READ guards against accidents; it is no security boundary."""
+
+    NONE = 0
+    READ = 1
+    READ_WRITE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """What a driver knows of its device.
+
+    `uuid` is NVML's text for a card and `host` for the twin; `granularity` is in bytes and every extent and
+    every reservation is a multiple of it.
+    """
+
+    uuid: str
+    name: str
+    driver: str
+    granularity: int
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """What a location has, in bytes, as the device itself shows it: `used` is by anybody, not only by us."""
+
+    total: int
+    free: int
+
+    @property
+    def used(self) -> int:
+        """Bytes of the location that are in use by anybody."""
+        return self.total - self.free
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A driver's reference to one extent inside this process. It keeps the memory until it is released."""
+
+    value: int
+    size: int
+    location: Location
+
+
+class DriverError(Exception):
+    """A driver call failed.
+
+    `call` is the call (`cuMemCreate`, `memfd_create`), `name` the driver's own name for the error
+    (`CUDA_ERROR_OUT_OF_MEMORY`, `ENOMEM`), `code` its number.
+    """
+
+    def __init__(self, call: str, name: str, code: int, hint: str = "") -> None:
+        self.call, self.name, self.code, self.hint = call, name, code, hint
+        super().__init__(f"{call} failed: {name} ({code})" + (f": {hint}" if hint else ""))
+
+
+class DriverOutOfMemory(DriverError):
+    """The device or the system has no memory for this call."""
+
+
+class DriverLimit(DriverError):
+    """The driver or the kernel ran out of something that is not memory: mappings, descriptors, watches.
+
+    Freeing memory does not help; raising the limit that `hint` names does.
+    """
+
+
+class DriverUnavailable(DriverError):
+    """There is no such device, or it cannot do what a broker needs. `hint` says what to do about it."""
+
+
+class Driver(Protocol):
+    """One device, seen from one process. Every method may be called from any thread.
+
+    Sizes, addresses and alignments are in bytes. Every failure is a `DriverError` and leaves nothing behind.
+    """
+
+    @property
+    def device(self) -> DeviceInfo:
+        """The device that this driver speaks to."""
+        ...
+
+    def create(self, size: int, location: Location = Location.DEVICE) -> Handle:
+        """Create an extent of `size` bytes (a multiple of the granularity), zero-filled and exportable."""
+        ...
+
+    def export(self, handle: Handle) -> int:
+        """Return a new descriptor (CLOEXEC, the caller closes it) that keeps the extent and can be sent on."""
+        ...
+
+    def import_extent(self, descriptor: int, size: int, location: Location = Location.DEVICE) -> Handle:
+        """Return a handle to the extent behind `descriptor`, which stays open and the caller's.
+
+        `size` is what the broker said; a descriptor of another size, or of no extent, is refused where the
+        driver can tell (CUDA tells at `map`).
+        """
+        ...
+
+    def release(self, handle: Handle) -> None:
+        """Drop this reference. The memory lives while a descriptor or a mapping keeps it, in any process."""
+        ...
+
+    def reserve(self, size: int, alignment: int = 0) -> int:
+        """Reserve `size` bytes of addresses with nothing behind them and return the first."""
+        ...
+
+    def unreserve(self, address: int, size: int) -> None:
+        """Give a whole reservation back. Nothing in it may be mapped."""
+        ...
+
+    def map(self, address: int, handle: Handle) -> None:
+        """Bind the whole extent to `address`, inside a reservation and over nothing mapped. No access yet."""
+        ...
+
+    def set_access(self, address: int, size: int, access: AccessFlags) -> None:
+        """Set what [address, address + size) allows; it must cover whole mappings, side by side."""
+        ...
+
+    def unmap(self, address: int, size: int) -> None:
+        """Unbind the whole mappings that fill [address, address + size). Never part of one.
+
+        Does not wait for work that uses the memory: `synchronize` first.
+        """
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for all the work this process has given to the device."""
+        ...
+
+    def memory(self, location: Location) -> MemoryInfo | None:
+        """Return what the location has, or None where the driver cannot say.
+
+        The figure is the device's own: it follows the birth and death of every extent, in whatever process.
+        """
+        ...
+
+    def abandon(self) -> None:
+        """In a forked child: drop every mapping, address and descriptor inherited from the parent.
+
+        A child that keeps them keeps its dead parent's memory. The driver is unusable afterwards.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what the driver itself holds. Extents that are mapped or exported stay."""
+        ...

@@ -1,0 +1,76 @@
+"""Sizes: parse what people write, round to the granularity, print what people read.
+
+Owns every conversion between bytes, text and granules; must never touch a device.
+"""
+
+from __future__ import annotations
+
+import re
+
+MIB = 1 << 20
+GIB = 1 << 30
+MAX_BYTES = (1 << 63) - 1
+"""The largest size the wire can carry (`int64 *_bytes`)."""
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+_TEXT = re.compile(r"\s*(\d{1,20})(?:\.(\d{1,9}))?\s*([A-Za-z]*)\s*")
+
+
+def parse_size(size: int | str) -> int:
+    """Return `size` in bytes; text is a number and a unit, as in `"8GiB"`, `"1.5 GiB"` or `"500MB"`.
+
+    Raises `ValueError` for a negative number, an unknown unit, a fraction of a byte, or more than 2^63-1;
+    `TypeError` for anything but an int or a str.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise TypeError(f'a size is an int of bytes or text such as "8GiB", not {type(size).__name__}')
+    value = _parse_text(size) if isinstance(size, str) else size
+    if not 0 <= value <= MAX_BYTES:
+        raise ValueError(f"a size must be between 0 and 2^63-1 bytes, not {size!r}")
+    return value
+
+
+def _parse_text(text: str) -> int:
+    match = _TEXT.fullmatch(text)
+    unit = _UNITS.get(match[3].upper()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f'cannot read {text!r} as a size: write a number and a unit, such as "8GiB" or "500MB"')
+    whole, fraction = match[1], match[2] or ""
+    scaled = int(whole + fraction) * unit
+    value, rest = divmod(scaled, 10 ** len(fraction))
+    if rest:
+        raise ValueError(f"{text!r} is not a whole number of bytes")
+    return value
+
+
+def round_up(size: int, granularity: int) -> int:
+    """Return the smallest multiple of `granularity` that is at least `size`, both in bytes."""
+    return -(-size // granularity) * granularity
+
+
+def is_power_of_two(value: int) -> bool:
+    """Say whether `value` is a power of two (zero and negatives are not)."""
+    return value > 0 and value & (value - 1) == 0
+
+
+def format_size(size: int) -> str:
+    """Return `size` bytes as people read it: `"8.0 GiB"`, `"48.0 MiB"`, `"512 B"`."""
+    if abs(size) < 1024:
+        return f"{size} B"
+    value = float(size)
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        value /= 1024
+        if abs(value) < 1024 or unit == "PiB":
+            return f"{value:.1f} {unit}"
+    raise AssertionError("unreachable")
