@@ -147,7 +147,6 @@ _CLASSES: dict[str, type[MembrokerError]] = {
     "TOO_MANY_SESSIONS": TooMany,
     "TOO_MANY_MODELS": TooMany,
     "TOO_MANY_REQUESTS": TooMany,
-    "TOO_MANY_EXTENTS": TooMany,
     "TOKEN_REQUIRED": AccessDenied,
     "TOKEN_REJECTED": AccessDenied,
     "ENDPOINT_FORBIDDEN": AccessDenied,

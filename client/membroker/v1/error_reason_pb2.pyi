@@ -76,7 +76,6 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """--- Bounds. Retry: after something of the same kind ended. ---"""
     ERROR_REASON_TOO_MANY_MODELS: _ErrorReason.ValueType  # 61
     ERROR_REASON_TOO_MANY_REQUESTS: _ErrorReason.ValueType  # 62
-    ERROR_REASON_TOO_MANY_EXTENTS: _ErrorReason.ValueType  # 63
     ERROR_REASON_TOKEN_REQUIRED: _ErrorReason.ValueType  # 80
     """--- Identity and protocol. Retry: no. ---
 
@@ -165,7 +164,6 @@ ERROR_REASON_TOO_MANY_SESSIONS: ErrorReason.ValueType  # 60
 """--- Bounds. Retry: after something of the same kind ended. ---"""
 ERROR_REASON_TOO_MANY_MODELS: ErrorReason.ValueType  # 61
 ERROR_REASON_TOO_MANY_REQUESTS: ErrorReason.ValueType  # 62
-ERROR_REASON_TOO_MANY_EXTENTS: ErrorReason.ValueType  # 63
 ERROR_REASON_TOKEN_REQUIRED: ErrorReason.ValueType  # 80
 """--- Identity and protocol. Retry: no. ---
 

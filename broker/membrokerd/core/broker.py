@@ -1,0 +1,249 @@
+"""The machine: `step(event, now)` decides, changes the ledger by facts, and says what the world must do.
+
+Sessions and models are here; lending is in `lending`, the dead are in `settling`. A request that is refused changes
+nothing but the count of refusals.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from . import effects as fx
+from . import events as ev
+from . import facts as ft
+from . import policy
+from .denied import Denied, Reason, deny
+from .ledger import Ledger, ModelRow, SessionRow
+from .lending import Lending
+from .settling import Settling
+
+_COUNTER_BITS = 40
+_COUNTER_MAX = (1 << _COUNTER_BITS) - 1
+
+
+class Step(NamedTuple):
+    """What one event led to: what the world must do, and what changed in the books."""
+
+    effects: list[fx.Effect]
+    facts: list[ft.Fact]
+
+
+class Broker:
+    """The books, the rules and the calls in flight of one device.
+
+    `epoch` is a number that no earlier daemon of this device had; ids are (epoch, counter), so none comes twice.
+    """
+
+    def __init__(self, rules: policy.Rules, epoch: int) -> None:
+        assert 0 < epoch < 1 << 24
+        self.rules = rules
+        self.ledger = Ledger(rules.capacities)
+        self.denials: Counter[tuple[ev.ModelName, Reason]] = Counter()
+        self.stopping = False
+        self._next_id = epoch << _COUNTER_BITS
+        self._effects: list[fx.Effect] = []
+        self._facts: list[ft.Fact] = []
+        self.lending = Lending(self)
+        self.settling = Settling(self)
+
+    def step(self, event: ev.Event, now: int) -> Step:
+        """Take one event at `now` (nanoseconds of CLOCK_BOOTTIME) and return what follows from it."""
+        self._effects, self._facts = [], []
+        _HANDLERS[type(event)](self, event, now)
+        return Step(self._effects, self._facts)
+
+    # --- what the parts of the core share ---
+
+    def emit(self, effect: fx.Effect) -> None:
+        """Ask something of the world."""
+        self._effects.append(effect)
+
+    def record(self, fact: ft.Fact) -> None:
+        """Change the books."""
+        self.ledger.apply(fact)
+        self._facts.append(fact)
+
+    def take_ids(self, count: int) -> range:
+        """Return `count` ids that were never used."""
+        first = self._next_id
+        self._next_id += count
+        assert self._next_id & _COUNTER_MAX >= first & _COUNTER_MAX, "the counter of this epoch is used up"
+        return range(first, first + count)
+
+    def answer(self, call: int, result: fx.Result | Denied, name: ev.ModelName | None = None) -> None:
+        """Answer a call; a refusal is counted for the model that it concerns."""
+        if isinstance(result, Denied) and name in self.ledger.models:
+            assert name is not None
+            self.denials[name, result.reason] += 1
+        self.emit(fx.Answer(call, result))
+
+    def refuse_request(self, session: int, request_id: int) -> Denied | None:
+        """Return why no request of this session may be taken now, or None."""
+        row = self.ledger.sessions.get(session)
+        if row is None or row.state not in ("open", "detached"):
+            return deny(Reason.TOKEN_REJECTED)
+        if self.stopping:
+            return deny(Reason.STOPPING)
+        if self.lending.in_flight(session, request_id):
+            return deny(Reason.REQUEST_ID_IN_USE, request_id=request_id)
+        return None
+
+    def find_model(self, session: int, name: ev.ModelName) -> ModelRow | Denied:
+        """Return the model if this session registered it. Others' models are as unknown as none."""
+        row = self.ledger.sessions[session]
+        if name not in row.models:
+            return deny(Reason.MODEL_NOT_FOUND, model=str(name))
+        return self.ledger.models[name]
+
+    def end_session(self, row: SessionRow) -> None:
+        """Drop a session that is charged nothing any more."""
+        self.record(ft.SessionEnded(row.session))
+        self.lending.forget(row.session)
+        self.emit(fx.Forget(row.session))
+
+    # --- sessions ---
+
+    def _open_session(self, event: ev.OpenSession, now: int) -> None:
+        denied = self._refuse_session(event)
+        if denied:
+            self.answer(event.call, denied)
+            return
+        session = self.take_ids(1)[0]
+        self.record(
+            ft.SessionBegan(
+                session, event.tenant, event.pid, event.uid, event.process, event.observer, event.client, now
+            )
+        )
+        self.lending.begin(session)
+        self.answer(event.call, fx.SessionOpened(session))
+
+    def _refuse_session(self, event: ev.OpenSession) -> Denied | None:
+        if self.stopping:
+            return deny(Reason.STOPPING)
+        rows = self.ledger.sessions.values()
+        if len(rows) >= self.rules.max_sessions:
+            return deny(Reason.TOO_MANY_SESSIONS, limit=self.rules.max_sessions, of="broker")
+        mine = sum(1 for row in rows if row.process == event.process and row.state != "releasing")
+        if mine >= self.rules.max_sessions_per_process:
+            return deny(Reason.TOO_MANY_SESSIONS, limit=self.rules.max_sessions_per_process, of="process")
+        return None
+
+    def _connection_lost(self, event: ev.ConnectionLost, now: int) -> None:
+        row = self.ledger.sessions.get(event.session)
+        if row is not None and row.state in ("open", "leaving"):
+            self.record(ft.SessionMoved(row.session, "connection lost", now))
+
+    def _goodbye(self, event: ev.Goodbye, now: int) -> None:
+        denied = self.refuse_request(event.session, event.request_id)
+        row = self.ledger.sessions.get(event.session)
+        if denied or row is None or row.state != "open":
+            self.answer(event.call, denied or deny(Reason.TOKEN_REJECTED))
+            return
+        self.record(ft.SessionMoved(row.session, "goodbye", now))
+        self.answer(event.call, fx.Done())
+        self.lending.give_up(row)
+        self.lending.finish_leaving(row, now)
+
+    # --- models ---
+
+    def _register_model(self, event: ev.RegisterModel, now: int) -> None:
+        denied = self.refuse_request(event.session, event.request_id) or self._refuse_model(event)
+        if denied:
+            self.answer(event.call, denied, event.name)
+            return
+        if event.name not in self.ledger.models:
+            virtual = event.virtual_capacity
+            self.record(ft.ModelBegan(event.name, virtual, dict(event.limits)))
+        if event.name not in self.ledger.sessions[event.session].models:
+            self.record(ft.ModelJoined(event.name, event.session))
+        self.answer(event.call, fx.Registered(event.name))
+
+    def _refuse_model(self, event: ev.RegisterModel) -> Denied | None:
+        row = self.ledger.models.get(event.name)
+        if self.ledger.sessions[event.session].observer:
+            return deny(Reason.OBSERVER)
+        if event.name.tenant != self.ledger.sessions[event.session].tenant:
+            return deny(Reason.MODEL_NOT_FOUND, model=str(event.name))
+        if not policy.valid_model_name(event.name.model):
+            return deny(Reason.INVALID_NAME, name=event.name.model)
+        for size in [*event.limits.values(), event.virtual_capacity or 0]:
+            if not 0 <= size <= policy.MAX_BYTES:
+                return deny(Reason.INVALID_SIZE, size_bytes=size, granularity_bytes=self.rules.granularity)
+        if row is None:
+            return self._refuse_new_model(event)
+        if event.exclusive:
+            return deny(Reason.MODEL_EXISTS, model=str(event.name))
+        return _conflict(row, event)
+
+    def _refuse_new_model(self, event: ev.RegisterModel) -> Denied | None:
+        limit = self.rules.max_models_per_tenant
+        if sum(1 for name in self.ledger.models if name.tenant == event.name.tenant) >= limit:
+            return deny(Reason.TOO_MANY_MODELS, limit=limit, tenant=event.name.tenant)
+        return None
+
+    def _unregister_model(self, event: ev.UnregisterModel, now: int) -> None:
+        denied = self.refuse_request(event.session, event.request_id) or self._refuse_leaving(event)
+        if denied:
+            self.answer(event.call, denied, event.name)
+            return
+        self.record(ft.ModelLeft(event.name, event.session, now))
+        self.end_model_if_idle(self.ledger.models[event.name])
+        self.answer(event.call, fx.Done())
+
+    def _refuse_leaving(self, event: ev.UnregisterModel) -> Denied | None:
+        found = self.find_model(event.session, event.name)
+        if isinstance(found, Denied):
+            return found
+        row = self.ledger.sessions[event.session]
+        used = sum(charge.bytes for (name, _), charge in row.charges.items() if name == event.name)
+        return deny(Reason.MODEL_IN_USE, model=str(event.name), used_bytes=used) if used else None
+
+    def end_model_if_idle(self, row: ModelRow) -> None:
+        """End a model that nobody uses and that is charged nothing."""
+        if not row.sessions and not row.used():
+            self.record(ft.ModelEnded(row.name))
+            for key in [key for key in self.denials if key[0] == row.name]:
+                del self.denials[key]
+
+    def _set_quota(self, event: ev.SetQuota, now: int) -> None:
+        if event.location not in self.rules.capacities:
+            self.answer(event.call, deny(Reason.LOCATION_UNAVAILABLE, location=event.location))
+        elif event.limit is not None and not 0 <= event.limit <= policy.MAX_BYTES:
+            self.answer(event.call, deny(Reason.INVALID_SIZE, size_bytes=event.limit, granularity_bytes=1))
+        else:
+            self.record(ft.QuotaSet(event.tenant, event.model, event.location, event.limit))
+            self.answer(event.call, fx.Done())
+
+
+def _conflict(row: ModelRow, event: ev.RegisterModel) -> Denied | None:
+    """Return the first number that differs from what the model's first worker asked for."""
+    asked: list[tuple[str, int | None, int | None]] = [
+        ("virtual_capacity", event.virtual_capacity, row.virtual_capacity),
+        *((f"{where} limit", limit, row.limits.get(where)) for where, limit in event.limits.items()),
+    ]
+    for what, mine, theirs in asked:
+        if mine is not None and mine != theirs:
+            there = "nothing" if theirs is None else theirs
+            return deny(Reason.MODEL_CONFLICT, model=str(row.name), what=what, asked=mine, registered=there)
+    return None
+
+
+_HANDLERS: dict[type, Callable[[Broker, Any, int], None]] = {
+    ev.OpenSession: Broker._open_session,
+    ev.ConnectionLost: Broker._connection_lost,
+    ev.ProcessDied: lambda broker, event, now: broker.settling.process_died(event, now),
+    ev.Goodbye: Broker._goodbye,
+    ev.RegisterModel: Broker._register_model,
+    ev.UnregisterModel: Broker._unregister_model,
+    ev.Allocate: lambda broker, event, now: broker.lending.allocate(event),
+    ev.Release: lambda broker, event, now: broker.lending.release(event),
+    ev.Declare: lambda broker, event, now: broker.lending.declare(event),
+    ev.Acknowledge: lambda broker, event, now: broker.lending.acknowledge(event),
+    ev.Made: lambda broker, event, now: broker.lending.made(event, now),
+    ev.NotMade: lambda broker, event, now: broker.lending.not_made(event, now),
+    ev.NotDelivered: lambda broker, event, now: broker.lending.not_delivered(event, now),
+    ev.Audit: lambda broker, event, now: broker.settling.audit(event, now),
+    ev.SetQuota: Broker._set_quota,
+}

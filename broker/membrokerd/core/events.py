@@ -1,0 +1,198 @@
+"""What the core is told: requests of sessions, outcomes of effects, and what the device shows.
+
+Frozen values; sizes in bytes, times nowhere (time is `step`'s argument). `call` is the edge's own number for a
+question that wants an answer and is never looked into; `request_id` is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Location = Literal["device", "host"]
+LOCATIONS: tuple[Location, ...] = ("device", "host")
+
+Seen = Mapping[Location, int | None]
+"""Bytes of each location that the device shows in use, by anybody; None where it cannot say."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ModelName:
+    """A model: its tenant and its own name."""
+
+    tenant: str
+    model: str
+
+    def __str__(self) -> str:
+        return f"tenants/{self.tenant}/models/{self.model}"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """A process said Hello at a tenant's endpoint. `process` is equal for all sessions of one process."""
+
+    call: int
+    tenant: str
+    pid: int
+    uid: int
+    process: str
+    observer: bool
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLost:
+    """A session's handoff connection is gone. Its process may live."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessDied:
+    """A session's process is dead. `seen` was read after that became known."""
+
+    session: int
+    seen: Seen
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """A session ends by its own word; what it still holds is taken as given back."""
+
+    call: int
+    session: int
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterModel:
+    """Register or join a model. What is None, or not in `limits`, is left to what is there."""
+
+    call: int
+    session: int
+    request_id: int
+    name: ModelName
+    virtual_capacity: int | None
+    limits: Mapping[Location, int]
+    exclusive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UnregisterModel:
+    """Leave a model."""
+
+    call: int
+    session: int
+    request_id: int
+    name: ModelName
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """Borrow `count` extents of `extent_bytes`."""
+
+    call: int
+    session: int
+    request_id: int
+    name: ModelName
+    location: Location
+    extent_bytes: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give extents back, by the session's word."""
+
+    call: int
+    session: int
+    request_id: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Declare:
+    """The whole declaration of a session for a model and a location."""
+
+    call: int
+    session: int
+    request_id: int
+    name: ModelName
+    location: Location
+    declared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """A packet's descriptors are imported and closed, or closed unused."""
+
+    session: int
+    request_id: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A packet's extents exist, and its descriptors are queued on the session's connection."""
+
+    session: int
+    request_id: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotMade:
+    """None of a packet's extents exists any more: the gate, the driver or the connection refused."""
+
+    session: int
+    request_id: int
+    part: int
+    reason: str
+    numbers: Mapping[str, int | str]
+
+
+@dataclass(frozen=True, slots=True)
+class NotDelivered:
+    """A packet was queued and never sent: its connection broke first. Its descriptors are closed."""
+
+    session: int
+    request_id: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What the device shows now. Comes each second, and every 10 ms while bytes are releasing."""
+
+    seen: Seen
+
+
+@dataclass(frozen=True, slots=True)
+class SetQuota:
+    """Command a limit for a model, or for a tenant (`model` is None); None ends the command."""
+
+    call: int
+    tenant: str
+    model: str | None
+    location: Location
+    limit: int | None
+
+
+Event = (
+    OpenSession
+    | ConnectionLost
+    | ProcessDied
+    | Goodbye
+    | RegisterModel
+    | UnregisterModel
+    | Allocate
+    | Release
+    | Declare
+    | Acknowledge
+    | Made
+    | NotMade
+    | NotDelivered
+    | Audit
+    | SetQuota
+)

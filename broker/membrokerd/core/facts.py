@@ -1,0 +1,129 @@
+"""What changed in the books: one frozen value per change, in the order of the changes.
+
+The ledger changes through facts alone, so replaying them gives the same ledger. Sizes in bytes, times in
+nanoseconds of CLOCK_BOOTTIME.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .events import Location, ModelName
+
+
+@dataclass(frozen=True, slots=True)
+class SessionBegan:
+    session: int
+    tenant: str
+    pid: int
+    uid: int
+    process: str
+    observer: bool
+    client: str
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionMoved:
+    """The session's lifecycle took a step. With "process died" all it is charged turns to releasing."""
+
+    session: int
+    cause: str
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """The session's row is gone; it was charged nothing any more."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBegan:
+    name: ModelName
+    virtual_capacity: int | None
+    limits: Mapping[Location, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelJoined:
+    name: ModelName
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLeft:
+    name: ModelName
+    session: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEnded:
+    name: ModelName
+
+
+@dataclass(frozen=True, slots=True)
+class Debited:
+    """The extents `first` to `first + count - 1` are charged to the session and its model."""
+
+    session: int
+    name: ModelName
+    location: Location
+    extent_bytes: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Credited:
+    """These extents of the session are charged no more."""
+
+    session: int
+    ids: tuple[int, ...] | range
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeclarationSet:
+    """The session's declaration for a model and a location is now this."""
+
+    session: int
+    name: ModelName
+    location: Location
+    declared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocationSettled:
+    """All that a dead session was charged at a location is credited. `proven`: the device showed it free."""
+
+    session: int
+    location: Location
+    proven: bool
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaSet:
+    tenant: str
+    model: str | None
+    location: Location
+    limit: int | None
+
+
+Fact = (
+    SessionBegan
+    | SessionMoved
+    | SessionEnded
+    | ModelBegan
+    | ModelJoined
+    | ModelLeft
+    | ModelEnded
+    | Debited
+    | Credited
+    | DeclarationSet
+    | LocationSettled
+    | QuotaSet
+)

@@ -1,0 +1,320 @@
+"""The books: who is charged for what, at which location. Changed by facts, and by nothing else.
+
+A row for each session, model and tenant, and totals for each location, all running sums; `check` compares them with
+each other, `recount` with every single extent. Holds no rule: whether a debit is allowed is `policy`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import facts, lifecycles
+from .events import LOCATIONS, Location, ModelName
+
+
+@dataclass(slots=True)
+class Loan:
+    """What all extents of one debit have in common."""
+
+    name: ModelName
+    location: Location
+    extent_bytes: int
+
+
+@dataclass(slots=True)
+class Charge:
+    """Bytes and extents that somebody is charged; `declared` is part of `bytes`."""
+
+    bytes: int = 0
+    extents: int = 0
+    declared: int = 0
+
+
+@dataclass(slots=True)
+class SessionRow:
+    """One session. `extents` are lent to it one by one; `charges` are their sums, declarations included."""
+
+    session: int
+    tenant: str
+    pid: int
+    uid: int
+    process: str
+    observer: bool
+    client: str
+    began_at: int
+    state: str = "open"
+    died_at: int = 0
+    models: set[ModelName] = field(default_factory=set)
+    extents: dict[int, Loan] = field(default_factory=dict)
+    charges: dict[tuple[ModelName, Location], Charge] = field(default_factory=dict)
+
+    def charged(self, location: Location) -> int:
+        """Bytes that the session is charged at a location."""
+        return sum(charge.bytes for (_, where), charge in self.charges.items() if where == location)
+
+
+@dataclass(slots=True)
+class ModelCharge(Charge):
+    """A model's charge at one location, with its history."""
+
+    peak: int = 0
+    releasing: int = 0
+
+
+@dataclass(slots=True)
+class ModelRow:
+    """One model: what its first worker asked for, who uses it, what it is charged."""
+
+    name: ModelName
+    virtual_capacity: int | None
+    limits: Mapping[Location, int]
+    sessions: set[int] = field(default_factory=set)
+    charges: dict[Location, ModelCharge] = field(default_factory=dict)
+    allocations: int = 0
+    releases: int = 0
+    idle_since: int = 0
+
+    def used(self) -> int:
+        """Bytes that the model is charged at all locations together."""
+        return sum(charge.bytes for charge in self.charges.values())
+
+
+@dataclass(slots=True)
+class Total:
+    """A location: capacity = lent + releasing + free."""
+
+    capacity: int
+    lent: int = 0
+    releasing: int = 0
+    stock: int = 0
+
+    @property
+    def charged(self) -> int:
+        """What limits hold for."""
+        return self.lent + self.releasing
+
+    @property
+    def free(self) -> int:
+        """Capacity neither lent nor releasing."""
+        return self.capacity - self.lent - self.releasing
+
+
+class Ledger:
+    """The books of one device. Read the rows freely; change them through `apply` alone."""
+
+    def __init__(self, capacities: Mapping[Location, int]) -> None:
+        self.totals = {location: Total(capacity) for location, capacity in capacities.items()}
+        self.sessions: dict[int, SessionRow] = {}
+        self.models: dict[ModelName, ModelRow] = {}
+        self.tenants: dict[tuple[str, Location], int] = {}
+        self.quotas: dict[tuple[str, str | None, Location], int] = {}
+        self.revision = 0
+
+    def apply(self, fact: facts.Fact) -> None:
+        """Change the books by one fact and raise the revision."""
+        _APPLY[type(fact)](self, fact)
+        self.revision += 1
+
+    def tenant_charged(self, tenant: str, location: Location) -> int:
+        """Bytes that a tenant is charged at a location."""
+        return self.tenants.get((tenant, location), 0)
+
+    # --- one method for each fact ---
+
+    def _session_began(self, fact: facts.SessionBegan) -> None:
+        assert fact.session not in self.sessions
+        self.sessions[fact.session] = SessionRow(
+            fact.session, fact.tenant, fact.pid, fact.uid, fact.process, fact.observer, fact.client, fact.at
+        )
+
+    def _session_moved(self, fact: facts.SessionMoved) -> None:
+        row = self.sessions[fact.session]
+        row.state = lifecycles.move(lifecycles.SESSION, row.state, fact.cause)
+        if row.state != "releasing":
+            return
+        row.died_at = fact.at
+        for (name, location), charge in row.charges.items():
+            self.totals[location].lent -= charge.bytes
+            self.totals[location].releasing += charge.bytes
+            self.models[name].charges[location].releasing += charge.bytes
+        self._leave_all(row, fact.at)
+
+    def _session_ended(self, fact: facts.SessionEnded) -> None:
+        row = self.sessions.pop(fact.session)
+        assert not row.extents, "a session ended that is still charged"
+        assert not any(charge.bytes for charge in row.charges.values()), "a session ended that is still charged"
+        self._leave_all(row, row.began_at)
+
+    def _model_began(self, fact: facts.ModelBegan) -> None:
+        assert fact.name not in self.models
+        charges = {location: ModelCharge() for location in self.totals}
+        self.models[fact.name] = ModelRow(fact.name, fact.virtual_capacity, dict(fact.limits), charges=charges)
+
+    def _model_joined(self, fact: facts.ModelJoined) -> None:
+        self.models[fact.name].sessions.add(fact.session)
+        self.sessions[fact.session].models.add(fact.name)
+
+    def _model_left(self, fact: facts.ModelLeft) -> None:
+        self.sessions[fact.session].models.discard(fact.name)
+        self._leave(fact.name, fact.session, fact.at)
+
+    def _model_ended(self, fact: facts.ModelEnded) -> None:
+        row = self.models.pop(fact.name)
+        assert not row.used(), "a model ended that is still charged"
+        assert not row.sessions, "a model ended that is still used"
+
+    def _debited(self, fact: facts.Debited) -> None:
+        row = self.sessions[fact.session]
+        loan = Loan(fact.name, fact.location, fact.extent_bytes)
+        row.extents.update(dict.fromkeys(range(fact.first, fact.first + fact.count), loan))
+        self._charge(row, loan.name, loan.location, loan.extent_bytes * fact.count, fact.count)
+        self.models[fact.name].allocations += fact.count
+
+    def _credited(self, fact: facts.Credited) -> None:
+        row = self.sessions[fact.session]
+        lifecycles.move(lifecycles.EXTENT, "releasing" if row.state == "releasing" else "lent", fact.cause)
+        counts: dict[int, int] = {}
+        loans: dict[int, Loan] = {}
+        for extent in fact.ids:
+            loan = row.extents.pop(extent)
+            loans[id(loan)] = loan
+            counts[id(loan)] = counts.get(id(loan), 0) + 1
+        for key, loan in loans.items():
+            self._credit_extents(row, loan.name, loan.location, loan.extent_bytes * counts[key], counts[key])
+
+    def _declaration_set(self, fact: facts.DeclarationSet) -> None:
+        row = self.sessions[fact.session]
+        charge = row.charges.setdefault((fact.name, fact.location), Charge())
+        change = fact.declared_bytes - charge.declared
+        charge.declared += change
+        self.models[fact.name].charges[fact.location].declared += change
+        self._charge(row, fact.name, fact.location, change, 0)
+
+    def _location_settled(self, fact: facts.LocationSettled) -> None:
+        row = self.sessions[fact.session]
+        lifecycles.move(lifecycles.EXTENT, row.state, "settled")
+        row.extents = {key: loan for key, loan in row.extents.items() if loan.location != fact.location}
+        for (name, location), charge in row.charges.items():
+            if location == fact.location:
+                self.models[name].charges[location].declared -= charge.declared
+                charge.declared = 0
+                self._credit_extents(row, name, location, charge.bytes, charge.extents)
+
+    def _quota_set(self, fact: facts.QuotaSet) -> None:
+        key = (fact.tenant, fact.model, fact.location)
+        if fact.limit is None:
+            self.quotas.pop(key, None)
+        else:
+            self.quotas[key] = fact.limit
+
+    # --- the sums ---
+
+    def _credit_extents(self, row: SessionRow, name: ModelName, location: Location, size: int, extents: int) -> None:
+        self._charge(row, name, location, -size, -extents)
+        self.models[name].releases += extents
+
+    def _charge(self, row: SessionRow, name: ModelName, location: Location, change: int, extents: int) -> None:
+        """Move every running sum by `change` bytes: the one place where a charge changes."""
+        charge = row.charges.setdefault((name, location), Charge())
+        model = self.models[name].charges[location]
+        for one in (charge, model):
+            one.bytes += change
+            one.extents += extents
+        total = self.totals[location]
+        if row.state == "releasing":
+            total.releasing += change
+            model.releasing += change
+        else:
+            total.lent += change
+        model.peak = max(model.peak, model.bytes)
+        key = (row.tenant, location)
+        self.tenants[key] = self.tenants.get(key, 0) + change
+        if not self.tenants[key]:
+            del self.tenants[key]
+
+    def _leave_all(self, row: SessionRow, at: int) -> None:
+        for name in row.models:
+            self._leave(name, row.session, at)
+        row.models.clear()
+
+    def _leave(self, name: ModelName, session: int, at: int) -> None:
+        model = self.models[name]
+        model.sessions.discard(session)
+        if not model.sessions:
+            model.idle_since = at
+
+    # --- the invariants ---
+
+    def check(self) -> None:
+        """Assert that the running sums agree with each other. Cost grows with models and tenants, not extents."""
+        for location, total in self.totals.items():
+            models = [model.charges[location] for model in self.models.values()]
+            tenants = sum(size for (_, where), size in self.tenants.items() if where == location)
+            _same("lent + releasing, by model", total.charged, sum(charge.bytes for charge in models))
+            _same("releasing, by model", total.releasing, sum(charge.releasing for charge in models))
+            _same("lent + releasing, by tenant", total.charged, tenants)
+            assert total.lent >= 0, total
+            assert total.releasing >= 0, total
+            assert total.charged + total.stock <= total.capacity, total
+
+    def recount(self) -> None:
+        """Assert that every running sum is what its single extents and declarations add up to."""
+        self.check()
+        seen: set[int] = set()
+        for row in self.sessions.values():
+            assert seen.isdisjoint(row.extents), "an extent has two owners"
+            seen.update(row.extents)
+            _recount_session(row)
+            for (name, _), charge in row.charges.items():
+                assert name in self.models or not charge.bytes, f"{name} ended and is charged"
+        for location, total in self.totals.items():
+            charged = sum(row.charged(location) for row in self.sessions.values())
+            dead = sum(row.charged(location) for row in self.sessions.values() if row.state == "releasing")
+            _same("lent + releasing, by session", total.charged, charged)
+            _same("releasing, by session", total.releasing, dead)
+
+
+def _recount_session(row: SessionRow) -> None:
+    by_charge: dict[tuple[ModelName, Location], Charge] = {}
+    for loan in row.extents.values():
+        sums = by_charge.setdefault((loan.name, loan.location), Charge())
+        sums.bytes += loan.extent_bytes
+        sums.extents += 1
+    for key, charge in row.charges.items():
+        sums = by_charge.pop(key, Charge())
+        _same(f"session {row.session}'s bytes", charge.bytes, sums.bytes + charge.declared)
+        _same(f"session {row.session}'s extents", charge.extents, sums.extents)
+    assert not by_charge, "extents without a charge"
+
+
+def _same(what: str, left: int, right: int) -> None:
+    assert left == right, f"{what}: {left} != {right}"
+
+
+_APPLY: dict[type, Callable[[Ledger, Any], None]] = {
+    facts.SessionBegan: Ledger._session_began,
+    facts.SessionMoved: Ledger._session_moved,
+    facts.SessionEnded: Ledger._session_ended,
+    facts.ModelBegan: Ledger._model_began,
+    facts.ModelJoined: Ledger._model_joined,
+    facts.ModelLeft: Ledger._model_left,
+    facts.ModelEnded: Ledger._model_ended,
+    facts.Debited: Ledger._debited,
+    facts.Credited: Ledger._credited,
+    facts.DeclarationSet: Ledger._declaration_set,
+    facts.LocationSettled: Ledger._location_settled,
+    facts.QuotaSet: Ledger._quota_set,
+}
+
+
+def replay(capacities: Mapping[Location, int], story: Iterable[facts.Fact]) -> Ledger:
+    """Return the ledger that these facts make, from nothing."""
+    ledger = Ledger(capacities)
+    for fact in story:
+        ledger.apply(fact)
+    return ledger
+
+
+__all__ = ["LOCATIONS", "Charge", "Ledger", "Loan", "ModelCharge", "ModelRow", "SessionRow", "Total", "replay"]

@@ -1,0 +1,320 @@
+"""Lending: debit, packets on their way, the window, releases and declarations.
+
+Debit first, credit last: the books are charged for a whole Allocate before the first create, and credited for what
+was not made. A call goes out in packets of 64 extents, at most two of a session unacknowledged; what a session has
+on its way is kept here, not in the ledger, because none of it outlives the daemon.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from . import effects as fx
+from . import events as ev
+from . import facts as ft
+from . import lifecycles, policy
+from .denied import Denied, Reason, deny
+from .ledger import ModelRow, SessionRow
+
+if TYPE_CHECKING:
+    from .broker import Broker
+
+
+@dataclass(slots=True)
+class Call:
+    """One Allocate in flight: its extents in packets, by part."""
+
+    call: int
+    request_id: int
+    name: ev.ModelName
+    location: ev.Location
+    extent_bytes: int
+    ids: range
+    states: list[str]
+    issued: int = 0
+    failure: Denied | None = None
+
+    def packet(self, part: int) -> range:
+        """Return the ids of a part."""
+        return self.ids[part * policy.PACKET_EXTENTS : (part + 1) * policy.PACKET_EXTENTS]
+
+    def is_made(self, extent: int) -> bool:
+        """Say whether this extent of the call exists already."""
+        return self.states[(extent - self.ids.start) // policy.PACKET_EXTENTS] not in ("waiting", "making")
+
+    def move(self, part: int, cause: str) -> None:
+        """Take a packet one step along its lifecycle."""
+        self.states[part] = lifecycles.move(lifecycles.PACKET, self.states[part], cause)
+
+    @property
+    def done(self) -> bool:
+        """Every packet has been made or given up."""
+        return self.issued == len(self.states) and "making" not in self.states
+
+    @property
+    def settled(self) -> bool:
+        """Done, and nothing of it is on its way any more."""
+        return self.done and "unacknowledged" not in self.states
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one session has on its way. `calls` holds answered ones too, until their last packet is acknowledged."""
+
+    calls: dict[int, Call] = field(default_factory=dict)
+    queue: deque[Call] = field(default_factory=deque)
+    window: int = 0
+    unanswered: set[int] = field(default_factory=set)
+
+
+class Lending:
+    """The calls of all sessions."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._traffic: dict[int, Traffic] = {}
+        self.making: dict[ev.Location, int] = dict.fromkeys(broker.rules.capacities, 0)
+        """Bytes debited of which the device need not show anything yet."""
+
+    def begin(self, session: int) -> None:
+        """A session has nothing on its way."""
+        self._traffic[session] = Traffic()
+
+    def forget(self, session: int) -> None:
+        """A session ended."""
+        del self._traffic[session]
+
+    def in_flight(self, session: int, request_id: int) -> bool:
+        """Say whether a request of this id is unanswered, or its packets are still unacknowledged."""
+        return request_id in self._traffic[session].calls
+
+    def making_of(self, session: int) -> bool:
+        """Say whether packets of the session are being made."""
+        return any("making" in call.states for call in self._traffic[session].calls.values())
+
+    # --- allocate ---
+
+    def allocate(self, event: ev.Allocate) -> None:
+        """Debit the whole call, then send it out in packets."""
+        denied = self._refuse_allocate(event)
+        if denied:
+            self._broker.answer(event.call, denied, event.name)
+            return
+        ids = self._broker.take_ids(event.count)
+        fact = ft.Debited(event.session, event.name, event.location, event.extent_bytes, ids.start, event.count)
+        self._broker.record(fact)
+        self.making[event.location] += event.extent_bytes * event.count
+        parts = -(-event.count // policy.PACKET_EXTENTS)
+        call = Call(
+            event.call, event.request_id, event.name, event.location, event.extent_bytes, ids, ["waiting"] * parts
+        )
+        traffic = self._traffic[event.session]
+        traffic.calls[event.request_id] = call
+        traffic.unanswered.add(event.request_id)
+        traffic.queue.append(call)
+        self._issue(event.session)
+
+    def _refuse_allocate(self, event: ev.Allocate) -> Denied | None:
+        broker = self._broker
+        denied = broker.refuse_request(event.session, event.request_id)
+        if denied:
+            return denied
+        found = self._find(event.session, event.name)
+        if isinstance(found, Denied):
+            return found
+        traffic = self._traffic[event.session]
+        if len(traffic.unanswered) >= broker.rules.max_calls_per_session:
+            return deny(Reason.TOO_MANY_REQUESTS, limit=broker.rules.max_calls_per_session)
+        return policy.check_extents(broker.rules, event.location, event.extent_bytes, event.count) or policy.admit(
+            broker.ledger, broker.rules, event.name, event.location, event.extent_bytes * event.count
+        )
+
+    def _find(self, session: int, name: ev.ModelName) -> ModelRow | Denied:
+        if self._broker.ledger.sessions[session].observer:
+            return deny(Reason.OBSERVER)
+        return self._broker.find_model(session, name)
+
+    def _issue(self, session: int) -> None:
+        """Send packets out while the session's window is open, call by call."""
+        traffic = self._traffic[session]
+        while traffic.queue and traffic.window < policy.WINDOW:
+            call = traffic.queue[0]
+            part = call.issued
+            call.move(part, "issued")
+            call.issued += 1
+            traffic.window += 1
+            if call.issued == len(call.states):
+                traffic.queue.popleft()
+            self._broker.emit(
+                fx.Make(
+                    session,
+                    call.request_id,
+                    part,
+                    len(call.states),
+                    call.packet(part),
+                    call.extent_bytes,
+                    call.location,
+                )
+            )
+
+    # --- outcomes ---
+
+    def made(self, event: ev.Made, now: int) -> None:
+        """A packet is on its way to its session."""
+        call = self._traffic[event.session].calls[event.request_id]
+        call.move(event.part, "made")
+        self._made_or_not(call, event.part)
+        self._conclude(event.session, call, now)
+
+    def not_made(self, event: ev.NotMade, now: int) -> None:
+        """Credit a packet that could not be made, give up the packets behind it, and end the call with the reason."""
+        traffic = self._traffic[event.session]
+        call = traffic.calls[event.request_id]
+        call.move(event.part, "not made")
+        traffic.window -= 1
+        call.failure = call.failure or Denied(Reason(event.reason), {"model": str(call.name), **event.numbers})
+        self._made_or_not(call, event.part)
+        self._broker.record(ft.Credited(event.session, call.packet(event.part), "not made"))
+        self._abandon(event.session, call)
+        self._conclude(event.session, call, now)
+
+    def not_delivered(self, event: ev.NotDelivered, now: int) -> None:
+        """Credit a packet that its broken connection never took."""
+        traffic = self._traffic.get(event.session)
+        if traffic is None:
+            return
+        call = traffic.calls[event.request_id]
+        call.move(event.part, "not delivered")
+        traffic.window -= 1
+        row = self._broker.ledger.sessions[event.session]
+        ids = tuple(extent for extent in call.packet(event.part) if extent in row.extents)
+        self._broker.record(ft.Credited(event.session, ids, "not delivered"))
+        call.failure = call.failure or deny(Reason.DELIVERY_FAILED, model=str(call.name))
+        self._abandon(event.session, call)
+        self._conclude(event.session, call, now)
+
+    def acknowledge(self, event: ev.Acknowledge) -> None:
+        """Open the window by one packet; an acknowledgement of nothing ends the connection."""
+        traffic = self._traffic.get(event.session)
+        call = traffic.calls.get(event.request_id) if traffic else None
+        if traffic is None or call is None or not self._acknowledgeable(call, event.part):
+            self._broker.emit(fx.Disconnect(event.session, "it acknowledged a packet that it was not sent"))
+            return
+        call.move(event.part, "acknowledged")
+        traffic.window -= 1
+        self._drop_if_settled(traffic, call)
+        self._issue(event.session)
+
+    @staticmethod
+    def _acknowledgeable(call: Call, part: int) -> bool:
+        return 0 <= part < len(call.states) and call.states[part] == "unacknowledged"
+
+    def give_up(self, row: SessionRow) -> None:
+        """The session is going or dead: credit every packet that nobody has begun to make."""
+        for call in list(self._traffic[row.session].calls.values()):
+            if call.request_id in self._traffic[row.session].unanswered:
+                call.failure = call.failure or deny(Reason.DELIVERY_FAILED, model=str(call.name))
+                self._abandon(row.session, call)
+
+    def finish_leaving(self, row: SessionRow, now: int) -> None:
+        """End a session that said Goodbye, once none of its packets is being made."""
+        if row.state != "leaving" or self.making_of(row.session):
+            return
+        if row.extents:
+            self._broker.record(ft.Credited(row.session, tuple(row.extents), "goodbye"))
+        for (name, location), charge in list(row.charges.items()):
+            if charge.declared:
+                self._broker.record(ft.DeclarationSet(row.session, name, location, 0))
+        self._broker.record(ft.SessionMoved(row.session, "last packet", now))
+        self._broker.end_session(row)
+
+    def _abandon(self, session: int, call: Call) -> None:
+        """Give up the packets of a call that still wait."""
+        waiting = call.ids[call.issued * policy.PACKET_EXTENTS :]
+        for part in range(call.issued, len(call.states)):
+            call.move(part, "given up")
+        call.issued = len(call.states)
+        traffic = self._traffic[session]
+        if call in traffic.queue:
+            traffic.queue.remove(call)
+        if waiting:
+            self.making[call.location] -= call.extent_bytes * len(waiting)
+            self._broker.record(ft.Credited(session, waiting, "not made"))
+
+    def _made_or_not(self, call: Call, part: int) -> None:
+        self.making[call.location] -= call.extent_bytes * len(call.packet(part))
+
+    def _conclude(self, session: int, call: Call, now: int) -> None:
+        """Answer a call whose every packet is decided, and let the next one go."""
+        traffic = self._traffic[session]
+        if call.done and call.request_id in traffic.unanswered:
+            traffic.unanswered.discard(call.request_id)
+            result = call.failure or fx.Allocated(len(call.ids), call.extent_bytes)
+            self._broker.answer(call.call, result, call.name)
+        self._drop_if_settled(traffic, call)
+        row = self._broker.ledger.sessions[session]
+        if row.state in ("open", "detached"):
+            self._issue(session)
+        else:
+            self.finish_leaving(row, now)
+
+    @staticmethod
+    def _drop_if_settled(traffic: Traffic, call: Call) -> None:
+        if call.settled:
+            traffic.calls.pop(call.request_id, None)
+
+    # --- release and declare ---
+
+    def release(self, event: ev.Release) -> None:
+        """Credit extents by the session's word: all of them, or none."""
+        denied = self._refuse_release(event)
+        if denied:
+            self._broker.answer(event.call, denied)
+            return
+        extents = self._broker.ledger.sessions[event.session].extents
+        size = sum(extents[extent].extent_bytes for extent in event.ids)
+        self._broker.record(ft.Credited(event.session, event.ids, "released"))
+        self._broker.answer(event.call, fx.Released(size))
+
+    def _refuse_release(self, event: ev.Release) -> Denied | None:
+        denied = self._broker.refuse_request(event.session, event.request_id)
+        if denied:
+            return denied
+        if not 0 < len(event.ids) <= policy.MAX_RELEASE:
+            return deny(Reason.INVALID_COUNT, count=len(event.ids), max_count=policy.MAX_RELEASE)
+        if len(set(event.ids)) != len(event.ids):
+            return deny(Reason.INVALID_ARGUMENT, what="an extent id stands twice in the release")
+        extents = self._broker.ledger.sessions[event.session].extents
+        unmade = [call for call in self._traffic[event.session].calls.values() if not call.done]
+        for extent in event.ids:
+            if extent not in extents or any(extent in call.ids and not call.is_made(extent) for call in unmade):
+                return deny(Reason.EXTENT_NOT_FOUND, extent=extent)
+        return None
+
+    def declare(self, event: ev.Declare) -> None:
+        """Set a declaration; more is admitted like a debit, less is credited by the session's word."""
+        denied = self._refuse_declare(event)
+        if denied:
+            self._broker.answer(event.call, denied, event.name)
+            return
+        fact = ft.DeclarationSet(event.session, event.name, event.location, event.declared_bytes)
+        self._broker.record(fact)
+        self._broker.answer(event.call, fx.Declared(event.declared_bytes))
+
+    def _refuse_declare(self, event: ev.Declare) -> Denied | None:
+        broker = self._broker
+        denied = broker.refuse_request(event.session, event.request_id)
+        if denied:
+            return denied
+        found = self._find(event.session, event.name)
+        if isinstance(found, Denied):
+            return found
+        if not broker.rules.capacities.get(event.location):
+            return deny(Reason.LOCATION_UNAVAILABLE, location=event.location)
+        if not 0 <= event.declared_bytes <= policy.MAX_BYTES:
+            return deny(Reason.INVALID_SIZE, size_bytes=event.declared_bytes, granularity_bytes=1)
+        charge = broker.ledger.sessions[event.session].charges.get((event.name, event.location))
+        more = event.declared_bytes - (charge.declared if charge else 0)
+        return policy.admit(broker.ledger, broker.rules, event.name, event.location, more) if more > 0 else None

@@ -1,0 +1,81 @@
+"""What may follow what, as tables: the documentation's diagrams are drawn from these, and every move is checked here.
+
+`TABLE[state][cause]` is the next state. An illegal move is a bug of the core, never an answer to a caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+Lifecycle = Mapping[str, Mapping[str, str]]
+
+SESSION: Final[Lifecycle] = {
+    "open": {
+        "connection lost": "detached",
+        "goodbye": "leaving",
+        "process died": "releasing",
+    },
+    # Goodbye was said while packets of a call were still being made; it ends when they are.
+    "leaving": {
+        "last packet": "ended",
+        "connection lost": "leaving",
+        "process died": "releasing",
+    },
+    # The process lives and keeps its mappings: it stays charged.
+    "detached": {
+        "process died": "releasing",
+    },
+    # Charged until the device shows the bytes free.
+    "releasing": {
+        "settled": "ended",
+    },
+    "ended": {},
+}
+
+EXTENT: Final[Lifecycle] = {
+    "lent": {
+        "released": "credited",
+        "not made": "credited",
+        "not delivered": "credited",
+        "goodbye": "credited",
+        "holder died": "releasing",
+    },
+    "releasing": {
+        "not made": "credited",
+        "not delivered": "credited",
+        "settled": "credited",
+    },
+    "credited": {},
+}
+
+PACKET: Final[Lifecycle] = {
+    "waiting": {
+        "issued": "making",
+        "given up": "credited",
+    },
+    "making": {
+        "made": "unacknowledged",
+        "not made": "credited",
+    },
+    "unacknowledged": {
+        "acknowledged": "delivered",
+        "not delivered": "credited",
+    },
+    "delivered": {},
+    "credited": {},
+}
+
+ALL: Final[Mapping[str, Lifecycle]] = {"session": SESSION, "extent": EXTENT, "packet": PACKET}
+
+
+class IllegalMove(AssertionError):
+    """The core tried a move that its table does not have. Nothing happened."""
+
+
+def move(table: Lifecycle, state: str, cause: str) -> str:
+    """Return the state that follows `state` on `cause`; raises `IllegalMove` when the table has none."""
+    following = table[state].get(cause)
+    if following is None:
+        raise IllegalMove(f"no {cause!r} from {state!r}")
+    return following

@@ -1,0 +1,104 @@
+"""The rules: who may borrow what. Pure functions over the books; nothing here changes anything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .denied import Denied, Reason, deny
+from .events import Location, ModelName
+from .ledger import Ledger
+
+PACKET_EXTENTS = 64
+"""Extents in one packet: the unit of creating, delivering and taking turns."""
+WINDOW = 2
+"""Packets of one session that may be on their way at once."""
+MAX_COUNT = 65_536
+"""Extents in one Allocate."""
+MAX_RELEASE = 4_096
+"""Ids in one Release."""
+MAX_BYTES = (1 << 63) - 1
+
+_MODEL = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the configuration says, in bytes, nanoseconds and counts. `limits` of a tenant have no model."""
+
+    granularity: int
+    capacities: Mapping[Location, int]
+    limits: Mapping[tuple[str, str | None, Location], int] = field(default_factory=dict)
+    settle_ns: int = 10_000_000_000
+    model_grace_ns: int = 60_000_000_000
+    max_sessions: int = 128
+    max_sessions_per_process: int = 16
+    max_models_per_tenant: int = 256
+    max_calls_per_session: int = 16
+
+
+def valid_model_name(name: str) -> bool:
+    """Say whether `name` is [a-z0-9] and then at most 62 of [a-z0-9._-]."""
+    return _MODEL.fullmatch(name) is not None
+
+
+def model_limit(ledger: Ledger, rules: Rules, name: ModelName, location: Location) -> int | None:
+    """Return the model's limit in force: the smaller of what was asked and what is commanded, or else configured."""
+    row = ledger.models.get(name)
+    asked = row.limits.get(location) if row else None
+    ruled = _ruled(ledger, rules, name.tenant, name.model, location)
+    both = [limit for limit in (asked, ruled) if limit is not None]
+    return min(both) if both else None
+
+
+def tenant_limit(ledger: Ledger, rules: Rules, tenant: str, location: Location) -> int | None:
+    """Return the tenant's limit in force: what is commanded, or else configured."""
+    return _ruled(ledger, rules, tenant, None, location)
+
+
+def _ruled(ledger: Ledger, rules: Rules, tenant: str, model: str | None, location: Location) -> int | None:
+    key = (tenant, model, location)
+    return ledger.quotas.get(key, rules.limits.get(key))
+
+
+def admit(ledger: Ledger, rules: Rules, name: ModelName, location: Location, size: int) -> Denied | None:
+    """Return why a debit of `size` bytes is refused, or None: the model's limit, the tenant's, the capacity."""
+    total = ledger.totals[location]
+    used = ledger.models[name].charges[location].bytes
+    tenant_used = ledger.tenant_charged(name.tenant, location)
+    levels = (
+        (Reason.MODEL_LIMIT, "model", used, model_limit(ledger, rules, name, location)),
+        (Reason.TENANT_LIMIT, "tenant", tenant_used, tenant_limit(ledger, rules, name.tenant, location)),
+        (Reason.CAPACITY, "capacity", total.charged, total.capacity),
+    )
+    for reason, level, charged, limit in levels:
+        if limit is not None and charged + size > limit:
+            return deny(
+                reason,
+                level=level,
+                model=str(name),
+                location=location,
+                requested_bytes=size,
+                used_bytes=charged,
+                available_bytes=max(0, limit - charged),
+                limit_bytes=limit,
+            )
+    return None
+
+
+def check_extents(rules: Rules, location: Location, extent_bytes: int, count: int) -> Denied | None:
+    """Return what is wrong with the shape of an Allocate, before any arithmetic is done with it."""
+    capacity = rules.capacities.get(location)
+    if not capacity:
+        return deny(Reason.LOCATION_UNAVAILABLE, location=location)
+    if not 0 < extent_bytes <= MAX_BYTES or extent_bytes % rules.granularity:
+        return deny(Reason.INVALID_SIZE, size_bytes=extent_bytes, granularity_bytes=rules.granularity)
+    if not 0 < count <= MAX_COUNT:
+        return deny(Reason.INVALID_COUNT, count=count, max_count=MAX_COUNT)
+    return None
+
+
+def gate(free: int | None, size: int, reserve: int) -> bool:
+    """Say whether the device itself can hold `size` more bytes and keep `reserve` free (None: it cannot say)."""
+    return free is None or free - size >= reserve

@@ -1,0 +1,123 @@
+"""Settling: a dead session's bytes are charged until the device shows them free, or a limit of time has passed.
+
+Neither the end of a connection nor the death of a process is the end of its memory: a forked child, or a packet that
+nobody read, can keep it. Only the device's own figure is proof, and from that figure alone the rule is made. What
+the device has used beyond the books is `unaccounted`; when a dead session's memory goes, it falls by that session's
+bytes, and then the session is credited whole. So each death takes a reference to fall from, and each credit moves the
+references of all other deaths to what is then seen: one fall pays once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import events as ev
+from . import facts as ft
+from .ledger import SessionRow
+
+if TYPE_CHECKING:
+    from .broker import Broker
+
+
+@dataclass(slots=True)
+class Death:
+    """A dead session's bytes at one location. `reference` is None where the device cannot say."""
+
+    session: int
+    location: ev.Location
+    died_at: int
+    reference: int | None
+
+
+class Settling:
+    """The deaths that are not settled, newest last, and what the last audit saw."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._deaths: list[Death] = []
+        self._used: dict[ev.Location, int | None] = dict.fromkeys(broker.rules.capacities)
+        self._at_audit: dict[ev.Location, int | None] = dict.fromkeys(broker.rules.capacities)
+
+    @property
+    def waiting(self) -> bool:
+        """Bytes are releasing: the device is to be asked often."""
+        return bool(self._deaths)
+
+    def unaccounted(self, location: ev.Location) -> int | None:
+        """Return what the device has used beyond the books, in bytes and signed; None where it cannot say.
+
+        A debit of which nothing may exist yet is not expected of the device.
+        """
+        used = self._used[location]
+        if used is None:
+            return None
+        total = self._broker.ledger.totals[location]
+        return used - (total.charged + total.stock - self._broker.lending.making[location])
+
+    def process_died(self, event: ev.ProcessDied, now: int) -> None:
+        """Turn a session's charges to releasing, and take the references that their end is known by."""
+        row = self._broker.ledger.sessions.get(event.session)
+        if row is None or row.state == "releasing":
+            return
+        self._see(event.seen)
+        references = {location: self._reference(location) for location in self._used}
+        self._broker.record(ft.SessionMoved(row.session, "process died", now))
+        self._broker.lending.give_up(row)
+        for location, reference in references.items():
+            self._deaths.append(Death(row.session, location, now, reference))
+        self._settle(now)
+
+    def _reference(self, location: ev.Location) -> int | None:
+        known = [size for size in (self.unaccounted(location), self._at_audit[location]) if size is not None]
+        return max(known) if known else None
+
+    def audit(self, event: ev.Audit, now: int) -> None:
+        """Take what the device shows, credit who is shown gone, and end what has been idle for its grace."""
+        self._see(event.seen)
+        self._settle(now)
+        self._at_audit = {location: self.unaccounted(location) for location in self._used}
+        grace = self._broker.rules.model_grace_ns
+        for row in list(self._broker.ledger.models.values()):
+            if not row.sessions and now - row.idle_since >= grace:
+                self._broker.end_model_if_idle(row)
+
+    def _see(self, seen: ev.Seen) -> None:
+        for location in self._used:
+            self._used[location] = seen.get(location)
+
+    def _settle(self, now: int) -> None:
+        """Credit deaths, newest first, until none of them is due."""
+        while True:
+            due = next((death for death in reversed(self._deaths) if self._is_due(death, now)), None)
+            if due is None:
+                return
+            self._credit(due, now)
+
+    def _is_due(self, death: Death, now: int) -> bool:
+        row = self._broker.ledger.sessions[death.session]
+        if self._broker.lending.making_of(row.session):
+            return False
+        charged = row.charged(death.location)
+        return not charged or self._proven(death, charged) or now - death.died_at >= self._broker.rules.settle_ns
+
+    def _proven(self, death: Death, charged: int) -> bool:
+        unaccounted = self.unaccounted(death.location)
+        return death.reference is not None and unaccounted is not None and unaccounted <= death.reference - charged
+
+    def _credit(self, death: Death, now: int) -> None:
+        row = self._broker.ledger.sessions[death.session]
+        charged = row.charged(death.location)
+        self._deaths.remove(death)
+        if charged:
+            proven = self._proven(death, charged)
+            self._broker.record(ft.LocationSettled(row.session, death.location, proven))
+            for other in self._deaths:
+                if other.location == death.location:
+                    other.reference = self.unaccounted(death.location)
+        if not any(other.session == row.session for other in self._deaths):
+            self._end(row, now)
+
+    def _end(self, row: SessionRow, now: int) -> None:
+        self._broker.record(ft.SessionMoved(row.session, "settled", now))
+        self._broker.end_session(row)

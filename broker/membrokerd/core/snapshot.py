@@ -1,0 +1,144 @@
+"""One consistent look at the books, as values: for listings, metrics and logs. Sizes in bytes, times in nanoseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import policy
+from .events import Location, ModelName
+from .ledger import ModelRow, SessionRow
+
+if TYPE_CHECKING:
+    from .broker import Broker
+
+
+@dataclass(frozen=True, slots=True)
+class LocationView:
+    """One location. `unaccounted` is signed here; None where the device cannot say."""
+
+    location: Location
+    capacity: int
+    lent: int
+    releasing: int
+    stock: int
+    free: int
+    unaccounted: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLocationView:
+    """A model's charge at one location; `limit` is the one in force."""
+
+    location: Location
+    used: int
+    peak: int
+    releasing: int
+    declared: int
+    extents: int
+    limit: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """One model."""
+
+    name: ModelName
+    virtual_capacity: int
+    locations: tuple[ModelLocationView, ...]
+    sessions: int
+    allocations: int
+    releases: int
+    denials: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """One session; `locations` are (location, bytes, extents)."""
+
+    session: int
+    tenant: str
+    state: str
+    pid: int
+    uid: int
+    observer: bool
+    client: str
+    models: tuple[ModelName, ...]
+    locations: tuple[tuple[Location, int, int], ...]
+    began_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The books at one revision."""
+
+    revision: int
+    locations: tuple[LocationView, ...]
+    models: tuple[ModelView, ...]
+    sessions: tuple[SessionView, ...]
+
+
+def take(broker: Broker) -> Snapshot:
+    """Return the books as they stand, models by name, sessions in the order they began."""
+    ledger = broker.ledger
+    locations = tuple(
+        LocationView(where, t.capacity, t.lent, t.releasing, t.stock, t.free, broker.settling.unaccounted(where))
+        for where, t in ledger.totals.items()
+    )
+    denials: dict[ModelName, dict[str, int]] = {}
+    for (name, reason), count in broker.denials.items():
+        denials.setdefault(name, {})[reason] = count
+    return Snapshot(
+        ledger.revision,
+        locations,
+        tuple(_model(broker, row, denials.get(row.name, {})) for _, row in sorted(ledger.models.items())),
+        tuple(_session(row) for row in ledger.sessions.values()),
+    )
+
+
+def _model(broker: Broker, row: ModelRow, denials: Mapping[str, int]) -> ModelView:
+    return ModelView(
+        row.name,
+        virtual_capacity(broker, row),
+        tuple(
+            ModelLocationView(
+                where,
+                charge.bytes,
+                charge.peak,
+                charge.releasing,
+                charge.declared,
+                charge.extents,
+                policy.model_limit(broker.ledger, broker.rules, row.name, where),
+            )
+            for where, charge in row.charges.items()
+        ),
+        len(row.sessions),
+        row.allocations,
+        row.releases,
+        denials,
+    )
+
+
+def virtual_capacity(broker: Broker, row: ModelRow) -> int:
+    """Return the addresses that a pool of this model reserves by default: as registered, else the capacity."""
+    return row.virtual_capacity or broker.ledger.totals["device"].capacity
+
+
+def _session(row: SessionRow) -> SessionView:
+    sums: dict[Location, tuple[int, int]] = {}
+    for (_, where), charge in row.charges.items():
+        size, extents = sums.get(where, (0, 0))
+        sums[where] = (size + charge.bytes, extents + charge.extents)
+    return SessionView(
+        row.session,
+        row.tenant,
+        row.state,
+        row.pid,
+        row.uid,
+        row.observer,
+        row.client,
+        tuple(sorted(row.models)),
+        tuple((where, size, extents) for where, (size, extents) in sums.items()),
+        row.began_at,
+    )
