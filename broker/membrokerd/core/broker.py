@@ -97,9 +97,9 @@ class Broker:
             return deny(Reason.MODEL_NOT_FOUND, model=str(name))
         return self.ledger.models[name]
 
-    def end_session(self, row: SessionRow) -> None:
+    def end_session(self, row: SessionRow, now: int) -> None:
         """Drop a session that is charged nothing any more."""
-        self.record(ft.SessionEnded(row.session))
+        self.record(ft.SessionEnded(row.session, now))
         self.lending.forget(row.session)
         self.emit(fx.Forget(row.session))
 
@@ -168,9 +168,13 @@ class Broker:
             return deny(Reason.MODEL_NOT_FOUND, model=str(event.name))
         if not policy.valid_model_name(event.name.model):
             return deny(Reason.INVALID_NAME, name=event.name.model)
-        for size in [*event.limits.values(), event.virtual_capacity or 0]:
+        for location, size in event.limits.items():
+            if location not in self.rules.capacities:
+                return deny(Reason.LOCATION_UNAVAILABLE, location=location)
             if not 0 <= size <= policy.MAX_BYTES:
-                return deny(Reason.INVALID_SIZE, size_bytes=size, granularity_bytes=self.rules.granularity)
+                return deny(Reason.INVALID_SIZE, size_bytes=size, granularity_bytes=1)
+        if event.virtual_capacity is not None and not 0 < event.virtual_capacity <= policy.MAX_BYTES:
+            return deny(Reason.INVALID_SIZE, size_bytes=event.virtual_capacity, granularity_bytes=1)
         if row is None:
             return self._refuse_new_model(event)
         if event.exclusive:

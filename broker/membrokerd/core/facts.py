@@ -14,6 +14,8 @@ from .events import Location, ModelName
 
 @dataclass(frozen=True, slots=True)
 class SessionBegan:
+    """A process opened a session."""
+
     session: int
     tenant: str
     pid: int
@@ -38,10 +40,13 @@ class SessionEnded:
     """The session's row is gone; it was charged nothing any more."""
 
     session: int
+    at: int
 
 
 @dataclass(frozen=True, slots=True)
 class ModelBegan:
+    """A model was registered, with what its first worker asked for."""
+
     name: ModelName
     virtual_capacity: int | None
     limits: Mapping[Location, int]
@@ -49,12 +54,16 @@ class ModelBegan:
 
 @dataclass(frozen=True, slots=True)
 class ModelJoined:
+    """A session registered a model that is there."""
+
     name: ModelName
     session: int
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLeft:
+    """A session unregistered a model."""
+
     name: ModelName
     session: int
     at: int
@@ -62,6 +71,8 @@ class ModelLeft:
 
 @dataclass(frozen=True, slots=True)
 class ModelEnded:
+    """A model that nobody uses and that is charged nothing is gone."""
+
     name: ModelName
 
 
@@ -107,6 +118,8 @@ class LocationSettled:
 
 @dataclass(frozen=True, slots=True)
 class QuotaSet:
+    """A limit was commanded for a model, or for a tenant (`model` is None); None ends the command."""
+
     tenant: str
     model: str | None
     location: Location

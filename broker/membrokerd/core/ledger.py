@@ -145,7 +145,7 @@ class Ledger:
         row = self.sessions.pop(fact.session)
         assert not row.extents, "a session ended that is still charged"
         assert not any(charge.bytes for charge in row.charges.values()), "a session ended that is still charged"
-        self._leave_all(row, row.began_at)
+        self._leave_all(row, fact.at)
 
     def _model_began(self, fact: facts.ModelBegan) -> None:
         assert fact.name not in self.models

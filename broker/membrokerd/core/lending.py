@@ -228,7 +228,7 @@ class Lending:
             if charge.declared:
                 self._broker.record(ft.DeclarationSet(row.session, name, location, 0))
         self._broker.record(ft.SessionMoved(row.session, "last packet", now))
-        self._broker.end_session(row)
+        self._broker.end_session(row, now)
 
     def _abandon(self, session: int, call: Call) -> None:
         """Give up the packets of a call that still wait."""

@@ -44,6 +44,14 @@ class Settling:
         """Bytes are releasing: the device is to be asked often."""
         return bool(self._deaths)
 
+    def shown(self, location: ev.Location) -> int | None:
+        """Return `unaccounted` as it was when the device was last asked: figures of one moment, for people."""
+        return self._at_audit[location]
+
+    def used(self, location: ev.Location) -> int | None:
+        """Return the bytes that the device last showed in use, by anybody."""
+        return self._used[location]
+
     def unaccounted(self, location: ev.Location) -> int | None:
         """Return what the device has used beyond the books, in bytes and signed; None where it cannot say.
 
@@ -120,4 +128,4 @@ class Settling:
 
     def _end(self, row: SessionRow, now: int) -> None:
         self._broker.record(ft.SessionMoved(row.session, "settled", now))
-        self._broker.end_session(row)
+        self._broker.end_session(row, now)

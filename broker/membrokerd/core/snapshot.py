@@ -83,7 +83,7 @@ def take(broker: Broker) -> Snapshot:
     """Return the books as they stand, models by name, sessions in the order they began."""
     ledger = broker.ledger
     locations = tuple(
-        LocationView(where, t.capacity, t.lent, t.releasing, t.stock, t.free, broker.settling.unaccounted(where))
+        LocationView(where, t.capacity, t.lent, t.releasing, t.stock, t.free, broker.settling.shown(where))
         for where, t in ledger.totals.items()
     )
     denials: dict[ModelName, dict[str, int]] = {}
