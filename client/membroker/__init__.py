@@ -1,1 +1,118 @@
-"""membroker: borrow GPU memory from a broker."""
+"""membroker: borrow GPU memory from a broker.
+
+    import membroker
+
+    with membroker.connect() as client:
+        model = client.register_model("llama-7b", virtual_capacity="64GiB", limit="8GiB")
+        with model.pool(page_size="2MiB") as pool:
+            address = pool.allocate(0, "1GiB")
+
+Owns the list of public names, and where each is found when it is first used (PEP 562). It must never import
+grpc, protobuf, torch or cuda: a program that only imports membroker pays for none of them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from membroker.buffer import Buffer
+    from membroker.client import Client, connect
+    from membroker.errors import (
+        AccessDenied,
+        AlreadyMapped,
+        BrokerUnavailable,
+        ClosedError,
+        DescriptorLimit,
+        DeviceFailure,
+        InvalidOffset,
+        InvalidPageSize,
+        InvalidRequest,
+        MembrokerError,
+        ModelAlreadyExists,
+        ModelConflict,
+        ModelInUse,
+        ModelNotFound,
+        NotFound,
+        NotMapped,
+        OutOfMemory,
+        ProtocolError,
+        TooMany,
+    )
+    from membroker.model import Model
+    from membroker.pool import VirtualMemoryPool
+    from membroker.types import (
+        DeviceStatus,
+        LocationBooks,
+        MemoryStats,
+        ModelBooks,
+        ModelStatus,
+        SessionBooks,
+        SessionStatus,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AccessDenied",
+    "AlreadyMapped",
+    "BrokerUnavailable",
+    "Buffer",
+    "Client",
+    "ClosedError",
+    "DescriptorLimit",
+    "DeviceFailure",
+    "DeviceStatus",
+    "InvalidOffset",
+    "InvalidPageSize",
+    "InvalidRequest",
+    "LocationBooks",
+    "MembrokerError",
+    "MemoryStats",
+    "Model",
+    "ModelAlreadyExists",
+    "ModelBooks",
+    "ModelConflict",
+    "ModelInUse",
+    "ModelNotFound",
+    "ModelStatus",
+    "NotFound",
+    "NotMapped",
+    "OutOfMemory",
+    "ProtocolError",
+    "SessionBooks",
+    "SessionStatus",
+    "TooMany",
+    "VirtualMemoryPool",
+    "__version__",
+    "connect",
+]
+
+_ELSEWHERE = {
+    "Buffer": "buffer",
+    "Client": "client",
+    "DeviceStatus": "types",
+    "LocationBooks": "types",
+    "MemoryStats": "types",
+    "Model": "model",
+    "ModelBooks": "types",
+    "ModelStatus": "types",
+    "SessionBooks": "types",
+    "SessionStatus": "types",
+    "VirtualMemoryPool": "pool",
+    "connect": "client",
+}
+"""The module of each public name; all others are errors."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'membroker' has no attribute {name!r}")
+    value = getattr(import_module(f"membroker.{_ELSEWHERE.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

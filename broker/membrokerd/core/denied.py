@@ -13,42 +13,38 @@ from dataclasses import dataclass, field
 class Reason(enum.StrEnum):
     """Why. The names of `membroker.v1.ErrorReason`; a test holds the two together."""
 
-    MODEL_LIMIT = enum.auto()
-    TENANT_LIMIT = enum.auto()
-    CAPACITY = enum.auto()
-    DEVICE_FULL = enum.auto()
-    DRIVER_FAILED = enum.auto()
-    DESCRIPTORS_EXHAUSTED = enum.auto()
-    DELIVERY_FAILED = enum.auto()
-    LOCATION_UNAVAILABLE = enum.auto()
-    INVALID_SIZE = enum.auto()
-    INVALID_COUNT = enum.auto()
-    INVALID_NAME = enum.auto()
-    INVALID_ARGUMENT = enum.auto()
-    INVALID_PAGE_TOKEN = enum.auto()
-    MODEL_NOT_FOUND = enum.auto()
-    MODEL_CONFLICT = enum.auto()
-    MODEL_EXISTS = enum.auto()
-    MODEL_IN_USE = enum.auto()
-    EXTENT_NOT_FOUND = enum.auto()
-    TENANT_NOT_FOUND = enum.auto()
-    TOO_MANY_SESSIONS = enum.auto()
-    TOO_MANY_MODELS = enum.auto()
-    TOO_MANY_REQUESTS = enum.auto()
-    TOKEN_REQUIRED = enum.auto()
-    TOKEN_REJECTED = enum.auto()
-    ENDPOINT_FORBIDDEN = enum.auto()
-    PEER_UNKNOWN = enum.auto()
-    UNSUPPORTED_VERSION = enum.auto()
-    PROTOCOL_VIOLATION = enum.auto()
-    REQUEST_ID_IN_USE = enum.auto()
-    OBSERVER = enum.auto()
-    STOPPING = enum.auto()
-    INTERNAL = enum.auto()
-
-    @staticmethod
-    def _generate_next_value_(name: str, start: int, count: int, last_values: list[str]) -> str:
-        return name
+    MODEL_LIMIT = "MODEL_LIMIT"
+    TENANT_LIMIT = "TENANT_LIMIT"
+    CAPACITY = "CAPACITY"
+    DEVICE_FULL = "DEVICE_FULL"
+    DRIVER_FAILED = "DRIVER_FAILED"
+    DESCRIPTORS_EXHAUSTED = "DESCRIPTORS_EXHAUSTED"
+    DELIVERY_FAILED = "DELIVERY_FAILED"
+    LOCATION_UNAVAILABLE = "LOCATION_UNAVAILABLE"
+    INVALID_SIZE = "INVALID_SIZE"
+    INVALID_COUNT = "INVALID_COUNT"
+    INVALID_NAME = "INVALID_NAME"
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    INVALID_PAGE_TOKEN = "INVALID_PAGE_TOKEN"
+    MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
+    MODEL_CONFLICT = "MODEL_CONFLICT"
+    MODEL_EXISTS = "MODEL_EXISTS"
+    MODEL_IN_USE = "MODEL_IN_USE"
+    EXTENT_NOT_FOUND = "EXTENT_NOT_FOUND"
+    TENANT_NOT_FOUND = "TENANT_NOT_FOUND"
+    TOO_MANY_SESSIONS = "TOO_MANY_SESSIONS"
+    TOO_MANY_MODELS = "TOO_MANY_MODELS"
+    TOO_MANY_REQUESTS = "TOO_MANY_REQUESTS"
+    TOKEN_REQUIRED = "TOKEN_REQUIRED"
+    TOKEN_REJECTED = "TOKEN_REJECTED"
+    ENDPOINT_FORBIDDEN = "ENDPOINT_FORBIDDEN"
+    PEER_UNKNOWN = "PEER_UNKNOWN"
+    UNSUPPORTED_VERSION = "UNSUPPORTED_VERSION"
+    PROTOCOL_VIOLATION = "PROTOCOL_VIOLATION"
+    REQUEST_ID_IN_USE = "REQUEST_ID_IN_USE"
+    OBSERVER = "OBSERVER"
+    STOPPING = "STOPPING"
+    INTERNAL = "INTERNAL"
 
 
 @dataclass(frozen=True, slots=True)

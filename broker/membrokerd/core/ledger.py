@@ -136,6 +136,8 @@ class Ledger:
             return
         row.died_at = fact.at
         for (name, location), charge in row.charges.items():
+            if not charge.bytes:
+                continue  # its model may have ended
             self.totals[location].lent -= charge.bytes
             self.totals[location].releasing += charge.bytes
             self.models[name].charges[location].releasing += charge.bytes
@@ -197,7 +199,7 @@ class Ledger:
         lifecycles.move(lifecycles.EXTENT, row.state, "settled")
         row.extents = {key: loan for key, loan in row.extents.items() if loan.location != fact.location}
         for (name, location), charge in row.charges.items():
-            if location == fact.location:
+            if location == fact.location and charge.bytes:
                 self.models[name].charges[location].declared -= charge.declared
                 charge.declared = 0
                 self._credit_extents(row, name, location, charge.bytes, charge.extents)

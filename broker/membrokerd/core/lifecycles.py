@@ -75,7 +75,7 @@ class IllegalMove(AssertionError):
 
 def move(table: Lifecycle, state: str, cause: str) -> str:
     """Return the state that follows `state` on `cause`; raises `IllegalMove` when the table has none."""
-    following = table[state].get(cause)
+    following = table.get(state, {}).get(cause)
     if following is None:
         raise IllegalMove(f"no {cause!r} from {state!r}")
     return following

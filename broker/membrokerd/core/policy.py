@@ -30,6 +30,7 @@ class Rules:
     granularity: int
     capacities: Mapping[Location, int]
     limits: Mapping[tuple[str, str | None, Location], int] = field(default_factory=dict)
+    anchor_bytes: int = 0
     settle_ns: int = 10_000_000_000
     model_grace_ns: int = 60_000_000_000
     max_sessions: int = 128

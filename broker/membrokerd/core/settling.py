@@ -61,7 +61,8 @@ class Settling:
         if used is None:
             return None
         total = self._broker.ledger.totals[location]
-        return used - (total.charged + total.stock - self._broker.lending.making[location])
+        anchor = self._broker.rules.anchor_bytes if location == "device" else 0
+        return used - (total.charged + total.stock + anchor - self._broker.lending.making[location])
 
     def process_died(self, event: ev.ProcessDied, now: int) -> None:
         """Turn a session's charges to releasing, and take the references that their end is known by."""

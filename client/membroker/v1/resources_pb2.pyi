@@ -61,6 +61,7 @@ class Device(google.protobuf.message.Message):
     START_TIME_FIELD_NUMBER: builtins.int
     SESSIONS_FIELD_NUMBER: builtins.int
     DETACHED_SESSIONS_FIELD_NUMBER: builtins.int
+    METRICS_URL_FIELD_NUMBER: builtins.int
     uuid: builtins.str
     """NVML's UUID ("GPU-…"), or "host"."""
     product: builtins.str
@@ -79,6 +80,8 @@ class Device(google.protobuf.message.Message):
     """Sessions that are open or detached, observers left out."""
     detached_sessions: builtins.int
     """Sessions whose process lives and whose connection is gone. They are still charged."""
+    metrics_url: builtins.str
+    """Where Prometheus may scrape: "http://127.0.0.1:9710/metrics". Empty when metrics are off."""
     @property
     def locations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LocationBooks]:
         """The books of each location that this broker lends at."""
@@ -99,9 +102,10 @@ class Device(google.protobuf.message.Message):
         start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         sessions: builtins.int = ...,
         detached_sessions: builtins.int = ...,
+        metrics_url: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["detached_sessions", b"detached_sessions", "driver", b"driver", "granularity_bytes", b"granularity_bytes", "locations", b"locations", "pid", b"pid", "product", b"product", "revision", b"revision", "sessions", b"sessions", "start_time", b"start_time", "uuid", b"uuid", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detached_sessions", b"detached_sessions", "driver", b"driver", "granularity_bytes", b"granularity_bytes", "locations", b"locations", "metrics_url", b"metrics_url", "pid", b"pid", "product", b"product", "revision", b"revision", "sessions", b"sessions", "start_time", b"start_time", "uuid", b"uuid", "version", b"version"]) -> None: ...
 
 global___Device = Device
 

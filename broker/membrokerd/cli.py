@@ -1,0 +1,88 @@
+"""The command `membrokerd`: read the configuration, open the device, serve until SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+from membroker.vmm import DriverError
+
+from . import __version__, logs
+from .config import ConfigError, load
+
+_EPILOG = """\
+examples:
+  membrokerd                                   a usable GPU, else the host driver; one endpoint, each uid a tenant
+  membrokerd --driver host --capacity 8GiB     no GPU: the host twin, for trying things out
+  membrokerd --config /etc/membroker/membrokerd.toml
+  membrokerd --config FILE --check-config      say what is wrong with FILE, and start nothing
+
+Workers find the endpoint by MEMBROKER_ENDPOINT, or where it is by default. `membroker doctor` says whether this
+machine can run a broker; `membroker status` shows what a running one lends."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the daemon; returns its exit status: 0 after SIGTERM, 1 when it cannot start, 2 for a wrong command line."""
+    parser = _parser()
+    options = vars(parser.parse_args(arguments))
+    path: Path | None = options.pop("config")
+    only_check: bool = options.pop("check_config")
+    try:
+        config = load(path, options)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if only_check:
+        print(f"{path or 'the defaults'}: good")
+        return 0
+    logs.configure(config.log)
+    return _serve(config)
+
+
+def _serve(config: Any) -> int:
+    # Imported late: a wrong configuration is told without gRPC and a driver.
+    from .daemon import Daemon
+    from .device import DeviceError, plan
+    from .home import HomeError
+
+    try:
+        made = plan(config)
+        device = made.driver.device
+        logs.log("device", driver=device.driver, uuid=device.uuid, product=device.name, capacity=made.capacities)
+        asyncio.run(Daemon(config, made).run())
+    except (HomeError, DeviceError, DriverError) as error:
+        print(f"membrokerd: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="membrokerd",
+        description="Own the memory of one GPU and lend it to the processes of many tenants.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"membrokerd {__version__}")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; what stands here goes before it")
+    parser.add_argument("--check-config", action="store_true", help="read the configuration, say what is wrong, exit")
+    parser.add_argument("--driver", choices=("auto", "host", "cuda"), help="auto: a usable GPU, else the host twin")
+    parser.add_argument("--device", type=_device, metavar="N|UUID", help="which GPU: its ordinal or its UUID")
+    parser.add_argument("--capacity", metavar="SIZE", help='what may be lent, as in "64GiB"; default: all but headroom')
+    parser.add_argument("--headroom", metavar="SIZE", help="what of the device is never lent")
+    parser.add_argument("--runtime-directory", metavar="DIR", help="where the endpoints' sockets are")
+    parser.add_argument("--metrics-port", type=int, dest="metrics.port", metavar="PORT", help="0: a free one")
+    parser.add_argument("--log-format", choices=("text", "json"), dest="log.format")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), dest="log.level")
+    return parser
+
+
+def _device(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""Builds all parts of the daemon, starts them in order, and stops them in the other.
+
+The only module that knows every other. It decides nothing about memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import signal
+import socket
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from membroker.v1 import admin_pb2_grpc, broker_pb2_grpc
+from membroker.vmm import format_size
+from membroker.vmm.host import holders
+
+from . import __version__, logs
+from .config import Config, TenantConfig
+from .core import snapshot
+from .core.broker import Broker
+from .device import Plan
+from .dispatch import Dispatcher
+from .executor import Executor
+from .handoff.listener import Listener, Traffic
+from .home import Home, HomeError, Ownership, clear_private
+from .limits import IN_FLIGHT_PER_SESSION, raise_descriptor_limit, sessions_for
+from .loop import Loop
+from .metrics import Metrics, MetricsView
+from .metrics_server import MetricsServer
+from .rpc.admin_service import AdminService
+from .rpc.broker_service import BrokerService
+from .rpc.server import serve
+from .rpc.views import Views
+
+METRICS_PORT = 9710
+VIEW_SECONDS = 0.5
+"""How long a scrape waits for the event loop before it answers with the view before."""
+STOP_SECONDS = 5.0
+DEFAULT_MAX_SESSIONS = 1024
+
+
+class Daemon:
+    """One device's broker, from start to stop."""
+
+    def __init__(self, config: Config, plan: Plan) -> None:
+        self._config = config
+        self._plan = plan
+        self._traffic = Traffic()
+        self._endpoints: list[Path] = []
+        self._last_view: MetricsView | None = None
+        self._metrics = Metrics(self)
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT."""
+        async with AsyncExitStack() as stack:
+            await self._start(stack)
+            stop = asyncio.Event()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, stop.set)
+            _notify(f"READY=1\nSTATUS=lending {format_size(self._plan.capacities['device'])}")
+            logs.log("ready", pid=os.getpid(), metrics=self._views.metrics_url or "off")
+            await stop.wait()
+            _notify("STOPPING=1")
+            logs.log("stopping")
+            await self._loop.stop(STOP_SECONDS)
+        logs.log("stopped")
+
+    # --- start, in order; the stack stops in the other ---
+
+    async def _start(self, stack: AsyncExitStack) -> None:
+        plan, config = self._plan, self._config
+        self._home = Home(config.runtime_directory, plan.directory)
+        self._warn_of_predecessor()
+        clear_private(self._home)
+        stack.callback(plan.driver.close)
+        executor = Executor(plan.driver, plan.gate_reserve, self._observe_driver)
+        stack.callback(executor.stop)
+        anchor = executor.drop_anchor()
+        rules = plan.rules(config, anchor, self._max_sessions())
+        self._loop = Loop(Broker(rules, self._home.next_epoch()), executor, config.audit_seconds)
+        self._loop.figures = executor.figures()
+        self._dispatcher = Dispatcher(self._loop, self._observe_request)
+        self._views = Views(
+            self._loop, plan.driver.device, {str(where): size for where, size in plan.headroom.items()}, __version__
+        )
+        stack.callback(lambda: self._home.close(self._endpoints))
+        executor.start(asyncio.get_running_loop())
+        self._start_metrics(stack)
+        self._loop.start()
+        await self._open_endpoints(stack)
+
+    def _max_sessions(self) -> int:
+        descriptors = raise_descriptor_limit()
+        possible = sessions_for(descriptors)
+        wanted = self._config.max_sessions
+        if wanted is not None and wanted > possible:
+            raise HomeError(
+                f"max_sessions = {wanted} needs a limit of {wanted * IN_FLIGHT_PER_SESSION + 1} descriptors and this "
+                f"process may have {descriptors}: raise it (LimitNOFILE=, ulimit -n), or set max_sessions = {possible}"
+            )
+        sessions = min(possible, DEFAULT_MAX_SESSIONS) if wanted is None else wanted
+        logs.log("limits", descriptors=descriptors, max_sessions=sessions)
+        return sessions
+
+    def _warn_of_predecessor(self) -> None:
+        """Say who may still hold memory that an earlier daemon lent: these books begin empty."""
+        if not self._home.had_predecessor():
+            return
+        device = self._plan.driver.device
+        if device.driver == "host":
+            found = [(pid, name, size) for pid, name, size in holders(os.geteuid()) if pid != os.getpid()]
+        else:
+            # Only the CUDA driver has this; on a card NVML alone knows who is there.
+            processes = getattr(self._plan.driver, "compute_processes")()  # noqa: B009
+            found = [(pid, "", size) for pid, size in processes if pid != os.getpid()]
+        for pid, name, size in found:
+            logs.warn(
+                "an earlier daemon's worker may still hold memory; until it ends it counts as unaccounted",
+                pid=pid,
+                command=name,
+                holds=format_size(size),
+            )
+
+    def _start_metrics(self, stack: AsyncExitStack) -> None:
+        metrics = self._config.metrics
+        if not metrics.enabled:
+            return
+        port = METRICS_PORT + self._plan.driver.device.index if metrics.port is None else metrics.port
+        try:
+            server = MetricsServer(metrics.address, port, self._metrics.registry, lambda: "", self._unready)
+        except OSError as error:
+            raise HomeError(
+                f"cannot serve metrics on {metrics.address}:{port}: {error.strerror}; "
+                "choose another with --metrics-port (0 for a free one), or metrics.enabled = false"
+            ) from error
+        server.start()
+        stack.callback(server.close)
+        self._views.metrics_url = f"http://{metrics.address}:{server.port}/metrics"
+
+    async def _open_endpoints(self, stack: AsyncExitStack) -> None:
+        if self._config.uid_tenants:
+            mode = 0o666 if os.geteuid() == 0 else 0o660
+            await self._open_tenant(stack, "default", None, TenantConfig(mode=mode))
+        for name, tenant in self._config.tenants.items():
+            await self._open_tenant(stack, name, name, tenant)
+        admin = self._home.endpoint("admin", mode=0o700)
+        self._endpoints.append(admin)
+        service = AdminService(self._loop, self._views, frozenset(self._config.tenants))
+        server = await serve(
+            self._home,
+            admin / "grpc.sock",
+            Ownership(mode=0o600),
+            "membroker.v1.AdminService",
+            lambda server: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, server),
+            self._observe_request,
+        )
+        stack.push_async_callback(server.stop, 1.0)
+
+    async def _open_tenant(self, stack: AsyncExitStack, name: str, tenant: str | None, config: TenantConfig) -> None:
+        directory = self._home.endpoint("tenants", name)
+        self._endpoints.append(directory)
+        ownership = Ownership(
+            -1 if config.owner is None else config.owner,
+            -1 if config.group is None else config.group,
+            0o660 if config.mode is None else config.mode,
+        )
+        service = BrokerService(name, self._dispatcher, self._views)
+        server = await serve(
+            self._home,
+            directory / "grpc.sock",
+            ownership,
+            "membroker.v1.BrokerService",
+            lambda server: broker_pb2_grpc.add_BrokerServiceServicer_to_server(service, server),
+            self._observe_request,
+        )
+        stack.push_async_callback(server.stop, 1.0)
+        sock = self._home.listen(directory / "handoff.sock", ownership)
+        device = self._plan.driver.device
+        listener = Listener(sock, name, tenant, config.uids, self._dispatcher, device, self._traffic)
+        stack.callback(listener.close)
+        logs.log("endpoint open", tenant=tenant or "each uid", directory=str(directory))
+
+    # --- metrics ---
+
+    def view(self) -> MetricsView:
+        """Return what a scrape shows; called on the HTTP server's threads, so the event loop is asked for it."""
+        answer: concurrent.futures.Future[MetricsView] = concurrent.futures.Future()
+        self._loop.call_threadsafe(lambda: answer.set_result(self._take_view()))
+        try:
+            self._last_view = answer.result(VIEW_SECONDS)
+        except TimeoutError:
+            if self._last_view is None:
+                raise
+        return self._last_view
+
+    def _take_view(self) -> MetricsView:
+        return MetricsView(
+            snapshot=snapshot.take(self._loop.broker),
+            memory={where: self._loop.figures.get(where) for where in self._plan.capacities},
+            memory_descriptors_open=self._traffic.descriptors + 1,
+            device=self._plan.driver.device,
+            version=__version__,
+            refused=dict(self._traffic.refused),
+            notices_dropped=self._traffic.notices_dropped,
+            headroom=dict(self._plan.headroom),
+            gate_reserve={"device": self._plan.gate_reserve},
+        )
+
+    def _unready(self) -> str:
+        return "stopping" if self._loop.broker.stopping else ""
+
+    def _observe_driver(self, call: str, seconds: float) -> None:
+        self._metrics.driver_calls.observe(seconds, call)
+
+    def _observe_request(self, method: str, transport: str, seconds: float) -> None:
+        self._metrics.requests.observe(seconds, method, transport)
+
+
+def _notify(state: str) -> None:
+    """Tell systemd, if it started us (sd_notify(3))."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    target = "\0" + address[1:] if address.startswith("@") else address
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        try:
+            sock.sendto(state.encode(), target)
+        except OSError as error:
+            logs.warn("cannot notify systemd", socket=address, error=error.strerror)

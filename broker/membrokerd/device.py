@@ -1,0 +1,133 @@
+"""Which device this daemon owns, and how much of it may be lent: the driver, its sizes, the rules they lead to.
+
+Opens the driver; decides sizes once, at the start. Must never be asked again while the daemon runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from membroker.vmm import Driver, DriverUnavailable, Location, format_size, open_driver
+from membroker.vmm.sizes import GIB, MIB
+
+from .config import Config
+from .core import policy
+from .core.events import Location as CoreLocation
+
+HOST_GRANULARITY = 2 * MIB
+HOST_DEFAULT_CAPACITY = GIB
+CUDA_HEADROOM = 2 * GIB
+"""For the contexts of workers (some 500 MiB each on an H200), the gate's reserve and the anchor."""
+CUDA_GATE_RESERVE = 256 * MIB
+
+
+class DeviceError(Exception):
+    """The device cannot be used as configured. The message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The driver, and what may be lent of its device; sizes in bytes."""
+
+    driver: Driver
+    directory: str
+    capacities: Mapping[CoreLocation, int]
+    headroom: Mapping[CoreLocation, int]
+    gate_reserve: int
+
+    def rules(self, config: Config, anchor: int, max_sessions: int) -> policy.Rules:
+        """Return the core's rules."""
+        limits: dict[tuple[str, str | None, CoreLocation], int] = {}
+        for tenant, row in config.tenants.items():
+            _put(limits, tenant, None, row.limit, row.host_limit)
+            for model, one in row.models.items():
+                _put(limits, tenant, model, one.limit, one.host_limit)
+        return policy.Rules(
+            granularity=self.driver.device.granularity,
+            capacities=self.capacities,
+            limits=limits,
+            anchor_bytes=anchor,
+            settle_ns=int(config.settle_seconds * 1e9),
+            model_grace_ns=int(config.model_grace_seconds * 1e9),
+            max_sessions=max_sessions,
+            max_models_per_tenant=config.max_models_per_tenant,
+        )
+
+
+def _put(
+    limits: dict[tuple[str, str | None, CoreLocation], int],
+    tenant: str,
+    model: str | None,
+    device: int | None,
+    host: int | None,
+) -> None:
+    if device is not None:
+        limits[tenant, model, "device"] = device
+    if host is not None:
+        limits[tenant, model, "host"] = host
+
+
+def plan(config: Config) -> Plan:
+    """Open the driver and say what may be lent; raises `DeviceError` or `DriverUnavailable`."""
+    if config.driver == "host":
+        return _plan_host(config)
+    if config.driver == "cuda":
+        return _plan_cuda(config)
+    try:
+        return _plan_cuda(config)
+    except DriverUnavailable:
+        return _plan_host(config)
+
+
+def _plan_host(config: Config) -> Plan:
+    beside = (config.headroom or 0) + HOST_GRANULARITY
+    total = config.host_driver_total
+    if total is None:
+        total = (config.capacity or HOST_DEFAULT_CAPACITY) + beside
+    capacity = config.capacity if config.capacity is not None else total - beside
+    _check_capacity(capacity, total, beside)
+    driver = open_driver("host", total_bytes=total, host_bytes=max(config.host_capacity, HOST_GRANULARITY))
+    return Plan(
+        driver, "host", _capacities(capacity, config), {"device": config.headroom or 0}, config.gate_reserve or 0
+    )
+
+
+def _plan_cuda(config: Config) -> Plan:
+    driver = open_driver("cuda", config.device)
+    try:
+        info = driver.memory(Location.DEVICE)
+        if info is None:
+            raise DeviceError("NVML does not say how much memory the device has: install the driver's NVML library")
+        granularity = driver.device.granularity
+        headroom = CUDA_HEADROOM if config.headroom is None else config.headroom
+        beside = headroom + granularity
+        capacity = config.capacity
+        if capacity is None:
+            capacity = (info.total - beside) // granularity * granularity
+        _check_capacity(capacity, info.total, beside)
+    except BaseException:
+        driver.close()
+        raise
+    reserve = CUDA_GATE_RESERVE if config.gate_reserve is None else config.gate_reserve
+    return Plan(driver, _directory(driver.device.uuid), _capacities(capacity, config), {"device": headroom}, reserve)
+
+
+def _capacities(capacity: int, config: Config) -> dict[CoreLocation, int]:
+    capacities: dict[CoreLocation, int] = {"device": capacity}
+    if config.host_capacity:
+        capacities["host"] = config.host_capacity
+    return capacities
+
+
+def _check_capacity(capacity: int, total: int, beside: int) -> None:
+    if not 0 < capacity <= total - beside:
+        raise DeviceError(
+            f"a capacity of {format_size(capacity)} does not fit: the device has {format_size(total)}, of which "
+            f"{format_size(beside)} are headroom and anchor; lower `capacity` or `headroom`"
+        )
+
+
+def _directory(uuid: str) -> str:
+    """Return the device's directory: `gpu-` and the first 8 hex digits of its UUID."""
+    return "gpu-" + uuid.partition("-")[2].replace("-", "")[:8].lower()

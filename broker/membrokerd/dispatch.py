@@ -1,0 +1,91 @@
+"""One dispatcher for both transports: a session's request in, a response or a refusal out.
+
+Also the register of tokens: which session a token speaks for, and at which endpoint it does. Tokens are kept as
+hashes only, and never printed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+
+from . import logs
+from .core import effects as fx
+from .core.denied import Denied, Reason, deny
+from .loop import Loop
+from .rpc import convert
+
+Respond = Callable[[fx.Result | Denied], None]
+ObserveRequest = Callable[[str, str, float], None]
+"""Told of each answered request: its method, its transport, and its seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a token stands for."""
+
+    session: int
+    tenant: str
+    endpoint: str
+
+
+class Dispatcher:
+    """Turns requests into questions to the core."""
+
+    def __init__(self, loop: Loop, observe: ObserveRequest) -> None:
+        self.loop = loop
+        self._observe = observe
+        self._tickets: dict[bytes, Ticket] = {}
+        self._hashes: dict[int, bytes] = {}
+        loop.on_forget.append(self._forget)
+
+    def issue_token(self, session: int, tenant: str, endpoint: str) -> str:
+        """Return a new secret that speaks for `session` at `endpoint`."""
+        token = secrets.token_urlsafe(32)
+        digest = _digest(token)
+        self._tickets[digest] = Ticket(session, tenant, endpoint)
+        self._hashes[session] = digest
+        return token
+
+    def find(self, token: str, endpoint: str) -> Ticket:
+        """Return what a token stands for at this endpoint, or raise `Refused`."""
+        if not token:
+            raise convert.Refused(deny(Reason.TOKEN_REQUIRED))
+        ticket = self._tickets.get(_digest(token))
+        if ticket is None or ticket.endpoint != endpoint:
+            raise convert.Refused(deny(Reason.TOKEN_REJECTED))
+        return ticket
+
+    def request(
+        self, session: int, tenant: str, request_id: int, message: Message, transport: str, respond: Respond
+    ) -> None:
+        """Put a request to the core; `respond` gets its result or refusal, now or later."""
+        start = time.perf_counter()
+        method = type(message).DESCRIPTOR.name.removesuffix("Request")
+
+        def reply(result: fx.Result | Denied) -> None:
+            self._observe(method, transport, time.perf_counter() - start)
+            if isinstance(result, Denied):
+                logs.log_denied(session, method, result)
+            respond(result)
+
+        try:
+            make_event = convert.to_event(session, tenant, request_id, message)
+        except convert.Refused as refused:
+            reply(refused.denied)
+            return
+        self.loop.ask(make_event, reply)
+
+    def _forget(self, session: int) -> None:
+        digest = self._hashes.pop(session, None)
+        if digest is not None:
+            del self._tickets[digest]
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()

@@ -1,0 +1,292 @@
+"""One handoff connection: frames in, frames and descriptors out, and the watch on the process behind it.
+
+Owns the socket, the queue of packets that the socket would not take yet, and the pidfd. While that queue is not empty
+nothing is read, so a peer that does not read cannot make the broker work or grow. Decides nothing about memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from google.protobuf.message import Message
+from membroker import handoff
+from membroker.v1 import handoff_pb2 as pb
+
+from .. import logs
+from ..core import effects as fx
+from ..core import events as ev
+from ..core.denied import Denied, Reason, deny
+from ..rpc.convert import LOCATION_NUMBERS, from_result, session_name
+from ..rpc.errors import to_status
+from .peer import Peer
+
+if TYPE_CHECKING:
+    from .listener import Listener
+
+FRAMES_PER_TURN = 8
+"""Frames that are taken from one connection before the others have their turn."""
+MAX_CLIENT_NAME = 128
+_REPLY_FIELDS = {fx.Allocated: "allocate", fx.Released: "release", fx.Declared: "declare"}
+
+
+class _Outgoing(NamedTuple):
+    data: bytes
+    descriptors: list[int]
+    delivery: tuple[int, int] | None
+
+
+class Connection:
+    """A connection, from its accept to its end; it has a session once its Hello was answered."""
+
+    def __init__(self, listener: Listener, sock: socket.socket, peer: Peer) -> None:
+        self._listener = listener
+        self._dispatcher = listener.dispatcher
+        self._loop = listener.dispatcher.loop
+        self._io = asyncio.get_running_loop()
+        self._sock = sock
+        self._peer = peer
+        self._notices: socket.socket | None = None
+        self._session: int | None = None
+        self._tenant = ""
+        self._outgoing: deque[_Outgoing] = deque()
+        self._closed = False
+        self._closing = False
+        self._io.add_reader(sock, self._readable)
+
+    @property
+    def session(self) -> int | None:
+        """The session that this connection is of, if it has said Hello."""
+        return self._session
+
+    # --- in ---
+
+    def _readable(self) -> None:
+        for _ in range(FRAMES_PER_TURN):
+            if self._closed or self._outgoing:
+                return
+            try:
+                frame = handoff.receive_without_descriptors(self._sock, self._listener.buffer)
+            except BlockingIOError:
+                return
+            except handoff.EndOfConnection:
+                self.close("the other end closed it")
+                return
+            except handoff.BrokenPacket as error:
+                self._violated(0, str(error))
+                return
+            except OSError as error:
+                self.close(error.strerror or "broken")
+                return
+            self._take(frame)
+
+    def _take(self, frame: pb.Frame) -> None:
+        kind = frame.WhichOneof("kind")
+        if kind == "hello":
+            self._hello(frame)
+        elif self._session is None:
+            self._violated(frame.request_id, f"the first frame must be a Hello, not {kind}")
+        elif kind == "ack":
+            self._loop.tell(ev.Acknowledge(self._session, frame.request_id, frame.ack.part))
+        elif kind in ("allocate", "release", "declare"):
+            self._request(frame, self._session, getattr(frame, kind))
+        elif kind == "goodbye":
+            self._goodbye(frame.request_id, self._session)
+        else:
+            self._violated(frame.request_id, f"a client does not send {kind}")
+
+    def _request(self, frame: pb.Frame, session: int, message: Message) -> None:
+        request_id = frame.request_id
+        quiet = frame.WhichOneof("kind") == "release" and frame.release.no_reply
+
+        def respond(result: fx.Result | Denied) -> None:
+            if not quiet:
+                self._reply(request_id, result)
+            elif isinstance(result, Denied):
+                self.notify(pb.Frame(request_id=request_id, notice=pb.Notice(release_refused=to_status(result))))
+
+        self._dispatcher.request(session, self._tenant, request_id, message, "handoff", respond)
+
+    def _hello(self, frame: pb.Frame) -> None:
+        hello, request_id = frame.hello, frame.request_id
+        if self._session is not None:
+            self._violated(request_id, "Hello was said already")
+            return
+        if hello.protocol_version != handoff.PROTOCOL_VERSION:
+            versions = {"version": hello.protocol_version, "supported": handoff.PROTOCOL_VERSION}
+            self._refuse(request_id, deny(Reason.UNSUPPORTED_VERSION, **versions))
+            return
+        tenant = self._listener.tenant_of(self._peer)
+        client = "".join(letter for letter in hello.client if letter.isprintable())[:MAX_CLIENT_NAME]
+        peer, observer = self._peer, hello.observer
+        self._loop.ask(
+            lambda call: ev.OpenSession(call, tenant, peer.pid, peer.uid, peer.identity, observer, client),
+            lambda result: self._opened(request_id, tenant, result),
+        )
+
+    def _opened(self, request_id: int, tenant: str, result: fx.Result | Denied) -> None:
+        if isinstance(result, Denied):
+            self._refuse(request_id, result)
+            return
+        assert isinstance(result, fx.SessionOpened)
+        self._session, self._tenant = result.session, tenant
+        self._loop.links[result.session] = self
+        self._listener.greeted(self)
+        self._io.add_reader(self._peer.pidfd, self._process_died)
+        try:
+            self._welcome(request_id, result.session)
+        except OSError as error:
+            self.close(f"no descriptor left to greet it: {error.strerror}")
+
+    def _welcome(self, request_id: int, session: int) -> None:
+        self._notices, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._notices.setblocking(False)
+        device = self._listener.device
+        capacities = self._loop.broker.rules.capacities
+        welcome = pb.Welcome(
+            session=session_name(session),
+            token=self._dispatcher.issue_token(session, self._tenant, self._listener.endpoint),
+            tenant=f"tenants/{self._tenant}",
+            device_uuid=device.uuid,
+            driver=device.driver,
+            granularity_bytes=device.granularity,
+            protocol_version=handoff.PROTOCOL_VERSION,
+        )
+        for location, capacity in capacities.items():
+            welcome.capacities.add(location=LOCATION_NUMBERS[location], limit_bytes=capacity)
+        self._send(pb.Frame(request_id=request_id, welcome=welcome), [theirs.detach()])
+
+    def _goodbye(self, request_id: int, session: int) -> None:
+        def respond(result: fx.Result | Denied) -> None:
+            if isinstance(result, Denied):
+                self._reply(request_id, result)
+            else:
+                self._closing = True
+                self._send(pb.Frame(request_id=request_id, reply=pb.Reply(goodbye=pb.GoodbyeResponse())))
+
+        self._loop.ask(lambda call: ev.Goodbye(call, session, request_id), respond)
+
+    def _refuse(self, request_id: int, denied: Denied) -> None:
+        """Answer with a refusal and end the connection once it is sent."""
+        logs.log("connection refused", endpoint=self._listener.endpoint, pid=self._peer.pid, reason=denied.reason.value)
+        self._listener.count_refused(denied.reason)
+        self._closing = True
+        self._reply(request_id, denied)
+
+    def _violated(self, request_id: int, what: str) -> None:
+        self._refuse(request_id, deny(Reason.PROTOCOL_VIOLATION, what=what))
+
+    # --- out ---
+
+    def deliver(self, make: fx.Make, descriptors: list[int]) -> None:
+        """Queue one packet of a call; its descriptors are closed here, sent or not."""
+        delivery = pb.Delivery(part=make.part, parts=make.parts, extent_bytes=make.extent_bytes, extent_ids=make.ids)
+        self._listener.count_descriptors(len(descriptors))
+        frame = pb.Frame(request_id=make.request_id, delivery=delivery)
+        self._send(frame, descriptors, (make.request_id, make.part))
+
+    def notify(self, frame: pb.Frame) -> None:
+        """Say something on the broker's own account; what a full socket does not take is dropped and counted."""
+        if self._notices is None:
+            return
+        try:
+            handoff.send(self._notices, handoff.encode(frame))
+        except OSError:
+            self._listener.count_dropped_notice()
+
+    def disconnect(self, why: str) -> None:
+        """End the connection because its peer broke the protocol."""
+        self._violated(0, why)
+
+    def _reply(self, request_id: int, result: fx.Result | Denied) -> None:
+        reply = pb.Reply()
+        if isinstance(result, Denied):
+            reply.error.CopyFrom(to_status(result))
+        else:
+            getattr(reply, _REPLY_FIELDS[type(result)]).CopyFrom(from_result(result))
+        self._send(pb.Frame(request_id=request_id, reply=reply))
+
+    def _send(
+        self, frame: pb.Frame, descriptors: list[int] | None = None, delivery: tuple[int, int] | None = None
+    ) -> None:
+        outgoing = _Outgoing(handoff.encode(frame), descriptors or [], delivery)
+        if self._closed:
+            self._drop(outgoing)
+            return
+        self._outgoing.append(outgoing)
+        if len(self._outgoing) == 1:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what is queued; wait for the socket when it is full, and read nothing until it is not."""
+        while self._outgoing and not self._closed:
+            outgoing = self._outgoing[0]
+            try:
+                handoff.send(self._sock, outgoing.data, outgoing.descriptors)
+            except BlockingIOError:
+                self._io.remove_reader(self._sock)
+                self._io.add_writer(self._sock, self._flush)
+                return
+            except OSError as error:
+                self.close(error.strerror or "broken")
+                return
+            self._outgoing.popleft()
+            self._close_descriptors(outgoing)
+        if self._closed:
+            return
+        self._io.remove_writer(self._sock)
+        if self._closing:
+            self.close("done")
+        else:
+            self._io.add_reader(self._sock, self._readable)
+
+    def _close_descriptors(self, outgoing: _Outgoing) -> None:
+        handoff.close_all(outgoing.descriptors)
+        if outgoing.delivery:
+            self._listener.count_descriptors(-len(outgoing.descriptors))
+
+    def _drop(self, outgoing: _Outgoing) -> None:
+        """Close a packet that will never be sent; the core credits what was in it."""
+        self._close_descriptors(outgoing)
+        if outgoing.delivery and self._session is not None:
+            session, (request_id, part) = self._session, outgoing.delivery
+            self._io.call_soon(self._loop.tell, ev.NotDelivered(session, request_id, part))
+
+    # --- the end ---
+
+    def close(self, why: str) -> None:
+        """End the connection. The session, if there is one, is charged on: its process may live."""
+        if self._closed:
+            return
+        self._closed = True
+        self._io.remove_reader(self._sock)
+        self._io.remove_writer(self._sock)
+        self._sock.close()
+        if self._notices is not None:
+            self._notices.close()
+        while self._outgoing:
+            self._drop(self._outgoing.popleft())
+        self._listener.ended(self)
+        if self._session is None:
+            self.forget_process()
+            return
+        if self._loop.links.get(self._session) is self:
+            del self._loop.links[self._session]
+        logs.debug("connection ended", session=session_name(self._session), why=why)
+        self._loop.tell(ev.ConnectionLost(self._session))
+
+    def _process_died(self) -> None:
+        assert self._session is not None
+        self.forget_process()
+        self._loop.process_died(self._session)
+        self.close("its process died")
+
+    def forget_process(self) -> None:
+        """Stop watching the process: it is dead, or its session has ended."""
+        if self._peer.pidfd in self._listener.watched:
+            self._listener.watched.discard(self._peer.pidfd)
+            self._io.remove_reader(self._peer.pidfd)
+            os.close(self._peer.pidfd)

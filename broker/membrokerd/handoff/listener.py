@@ -1,0 +1,159 @@
+"""The handoff socket of one endpoint: accepts, attests, and keeps the connections that it accepted.
+
+Bounds how many may stay without a Hello, and for how long. Decides nothing about memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections import Counter
+
+from membroker import handoff
+from membroker.v1 import handoff_pb2 as pb
+from membroker.vmm import DeviceInfo
+
+from .. import logs
+from ..core.denied import Reason
+from ..dispatch import Dispatcher
+from ..rpc.errors import to_status
+from .connection import Connection
+from .peer import Peer, Unattested, attest
+
+ACCEPTS_PER_TURN = 32
+MAX_SILENT = 64
+"""Connections of one endpoint that have not said Hello. The oldest makes room for the newest."""
+HELLO_SECONDS = 5.0
+PAUSE_SECONDS = 0.1
+"""How long accepting rests when the process has no descriptor left."""
+
+
+class Traffic:
+    """What all listeners count together."""
+
+    def __init__(self) -> None:
+        self.refused: Counter[str] = Counter()
+        self.notices_dropped = 0
+        self.descriptors = 0
+
+
+class Listener:
+    """One endpoint's door."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        endpoint: str,
+        tenant: str | None,
+        uids: frozenset[int],
+        dispatcher: Dispatcher,
+        device: DeviceInfo,
+        traffic: Traffic,
+    ) -> None:
+        self.endpoint = endpoint
+        self.dispatcher = dispatcher
+        self.device = device
+        self.buffer = bytearray(handoff.MAX_FRAME_BYTES)
+        self.watched: set[int] = set()
+        self._sock = sock
+        self._tenant = tenant
+        self._uids = uids
+        self._traffic = traffic
+        self._silent: dict[Connection, asyncio.TimerHandle] = {}
+        self._greeted: dict[int, Connection] = {}
+        self._io = asyncio.get_running_loop()
+        dispatcher.loop.on_forget.append(self._forget)
+        self._io.add_reader(sock, self._acceptable)
+
+    def tenant_of(self, peer: Peer) -> str:
+        """Return who is charged: the endpoint's tenant, or where it has none, one for each uid."""
+        return self._tenant or f"uid-{peer.uid}"
+
+    def _acceptable(self) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                connection, _ = self._sock.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                logs.log("cannot accept", endpoint=self.endpoint, error=error.strerror)
+                self._traffic.refused[Reason.DESCRIPTORS_EXHAUSTED] += 1
+                self._io.remove_reader(self._sock)
+                self._io.call_later(PAUSE_SECONDS, self._resume)
+                return
+            self._accept(connection)
+
+    def _resume(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._io.add_reader(self._sock, self._acceptable)
+
+    def _accept(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        try:
+            peer = attest(sock, self._uids)
+        except Unattested as error:
+            self._turn_away(sock, error)
+            return
+        except OSError as error:
+            logs.log("cannot attest", endpoint=self.endpoint, error=error.strerror)
+            sock.close()
+            return
+        self.watched.add(peer.pidfd)
+        connection = Connection(self, sock, peer)
+        self._silent[connection] = self._io.call_later(HELLO_SECONDS, connection.close, "it said no Hello")
+        if len(self._silent) > MAX_SILENT:
+            next(iter(self._silent)).close("too many connections said no Hello")
+
+    def _turn_away(self, sock: socket.socket, error: Unattested) -> None:
+        self.count_refused(error.denied.reason)
+        logs.log("connection refused", endpoint=self.endpoint, reason=error.denied.reason.value)
+        reply = pb.Frame(reply=pb.Reply(error=to_status(error.denied)))
+        try:
+            handoff.send(sock, handoff.encode(reply))
+        except OSError:
+            logs.debug("it did not wait for the answer", endpoint=self.endpoint)
+        sock.close()
+
+    # --- what connections report ---
+
+    def greeted(self, connection: Connection) -> None:
+        """A connection has a session."""
+        self._silent.pop(connection).cancel()
+        assert connection.session is not None
+        self._greeted[connection.session] = connection
+
+    def ended(self, connection: Connection) -> None:
+        """A connection is closed. Its process is watched on while its session is charged."""
+        timer = self._silent.pop(connection, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _forget(self, session: int) -> None:
+        connection = self._greeted.pop(session, None)
+        if connection is not None:
+            connection.forget_process()
+
+    def count_refused(self, reason: Reason) -> None:
+        """Count a connection that was refused."""
+        self._traffic.refused[reason.value] += 1
+
+    def count_dropped_notice(self) -> None:
+        """Count a notice that its session did not make room for."""
+        self._traffic.notices_dropped += 1
+
+    def count_descriptors(self, change: int) -> None:
+        """Count memory descriptors that are open while they are being delivered."""
+        self._traffic.descriptors += change
+
+    def close(self) -> None:
+        """Accept nobody any more, and end every connection."""
+        self._io.remove_reader(self._sock)
+        self._sock.close()
+        for connection in [*self._silent, *self._greeted.values()]:
+            connection.notify(pb.Frame(notice=pb.Notice(stopping=pb.Stopping())))
+            connection.close("the broker stops")
+        for pidfd in self.watched:
+            self._io.remove_reader(pidfd)
+            os.close(pidfd)
+        self.watched.clear()

@@ -1,0 +1,134 @@
+"""The daemon's place on disk: the device's directory, its lock, its epoch, and the sockets of its endpoints.
+
+Owns paths, modes and owners. Sockets are bound in `state/`, which nobody else can enter, given their owner and mode,
+and only then renamed into their endpoint: none is ever reachable with the wrong mode, and since a server knows only
+the path that it bound, an old daemon's stop can't unlink its successor's socket. Must never touch a device.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_PATH_BYTES = 107
+"""The longest path of a Unix socket: `sockaddr_un` has 108 bytes, the last is a zero."""
+_EPOCH_MAX = (1 << 24) - 1
+
+
+class HomeError(Exception):
+    """The daemon cannot live here. The message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Who may open a socket: -1 leaves the owner or the group as it is."""
+
+    uid: int = -1
+    gid: int = -1
+    mode: int = 0o660
+
+
+class Home:
+    """`<runtime>/<device>`, locked by this process until it exits."""
+
+    def __init__(self, runtime: Path, device: str) -> None:
+        self.root = runtime / device
+        self.state = self.root / "state"
+        self._lock = self._take()
+
+    def _take(self) -> int:
+        try:
+            self.state.mkdir(parents=True, exist_ok=True)
+            self.state.chmod(0o700)
+            lock = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise HomeError(
+                f"cannot use {self.root}: {error.strerror}; choose another with --runtime-directory DIR"
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.read(lock, 64).decode(errors="replace").strip() or "unknown"
+            os.close(lock)
+            raise HomeError(
+                f"a membrokerd already owns this device ({self.root}): process {owner}; "
+                f"stop it first (kill {owner}), or own another device with --device"
+            ) from error
+        os.ftruncate(lock, 0)
+        os.write(lock, f"{os.getpid()}\n".encode())
+        return lock
+
+    def next_epoch(self) -> int:
+        """Return a number that no earlier daemon of this device had. It is on disk before it is used."""
+        path = self.state / "epoch"
+        last = int(path.read_text()) if path.exists() else 0
+        if last >= _EPOCH_MAX:
+            raise HomeError(f"{path} has reached {_EPOCH_MAX}, the last epoch; remove it after a reboot")
+        fresh = self.state / "epoch.new"
+        with fresh.open("w") as file:
+            file.write(f"{last + 1}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.rename(path)
+        return last + 1
+
+    def had_predecessor(self) -> bool:
+        """Say whether an earlier daemon of this device lived here since the directory was made."""
+        return (self.state / "epoch").exists()
+
+    def endpoint(self, *parts: str, mode: int = 0o755) -> Path:
+        """Return the directory of an endpoint (`tenants`, NAME or `admin`), made if need be."""
+        directory = self.root.joinpath(*parts)
+        longest = directory / "handoff.sock"
+        for path in (longest, self.private("grpc")):
+            if len(os.fsencode(path)) > MAX_PATH_BYTES:
+                raise HomeError(
+                    f"the path {path} is longer than the {MAX_PATH_BYTES} bytes that a Unix socket may have; "
+                    "choose a shorter --runtime-directory"
+                )
+        directory.mkdir(parents=True, exist_ok=True)
+        directory.chmod(mode)
+        return directory
+
+    def private(self, kind: str) -> Path:
+        """Return a path for a socket that nobody else can reach yet."""
+        return self.state / f"{kind}-{secrets.token_hex(4)}"
+
+    def publish(self, private: Path, public: Path, ownership: Ownership) -> None:
+        """Give a bound socket its owner and mode, and put it where tenants look, over what a dead daemon left."""
+        private.chmod(ownership.mode)
+        if (ownership.uid, ownership.gid) != (-1, -1):
+            os.chown(private, ownership.uid, ownership.gid)
+        private.rename(public)
+
+    def listen(self, public: Path, ownership: Ownership) -> socket.socket:
+        """Return a listening, non-blocking SEQPACKET socket at `public`."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            private = self.private("handoff")
+            listener.bind(os.fspath(private))
+            listener.listen(1024)
+            self.publish(private, public, ownership)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def close(self, endpoints: list[Path]) -> None:
+        """Take the sockets away. The lock itself is held until the process exits."""
+        for endpoint in endpoints:
+            for name in ("handoff.sock", "grpc.sock"):
+                with suppress(FileNotFoundError):
+                    (endpoint / name).unlink()
+
+
+def clear_private(home: Home) -> None:
+    """Remove the sockets that a dead daemon bound and never published."""
+    for kind in ("grpc", "handoff"):
+        for path in home.state.glob(f"{kind}-*"):
+            path.unlink()

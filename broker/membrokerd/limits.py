@@ -1,0 +1,36 @@
+"""The process's own limits: descriptors, and how many sessions they are enough for."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+from membroker.handoff import MAX_DESCRIPTORS, WINDOW
+
+OPEN_PER_SESSION = 5
+"""A session's connection, pidfd and notices, a gRPC connection, and one to spare."""
+OPEN_BESIDE = 64
+"""The daemon's own: listeners, gRPC, the lock, the anchor, logs."""
+IN_FLIGHT_PER_SESSION = WINDOW * MAX_DESCRIPTORS + 1
+"""The kernel counts descriptors in flight per user of the sender, against the same limit."""
+
+
+def raise_descriptor_limit() -> int:
+    """Raise RLIMIT_NOFILE as far as this process may, and return what it is now."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = hard
+    if os.geteuid() == 0:
+        wanted = max(hard, int(Path("/proc/sys/fs/nr_open").read_text()))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, wanted))
+    except (OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def sessions_for(descriptors: int) -> int:
+    """Return how many sessions this many descriptors are enough for."""
+    in_flight = (descriptors - 1) // IN_FLIGHT_PER_SESSION
+    kept_open = (descriptors - OPEN_BESIDE - 1) // OPEN_PER_SESSION
+    return max(0, min(in_flight, kept_open))

@@ -1,0 +1,176 @@
+"""The one place where events meet the core and effects meet the world.
+
+Everything here runs on the event loop's thread. It owns the clock, the calls that wait for an answer, and the links
+to sessions' connections; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from membroker.handoff import close_all
+from membroker.vmm import MemoryInfo
+
+from . import logs
+from .core import effects as fx
+from .core import events as ev
+from .core.broker import Broker
+from .core.denied import Denied
+from .executor import Executor, Failure, Figures
+
+Reply = Callable[[fx.Result | Denied], None]
+RELEASING_AUDIT_SECONDS = 0.01
+
+
+class Link(Protocol):
+    """A session's connection, as far as effects need it."""
+
+    def deliver(self, make: fx.Make, descriptors: list[int]) -> None:
+        """Queue a packet; the descriptors are the link's from now on."""
+        ...
+
+    def disconnect(self, why: str) -> None:
+        """Close the connection."""
+        ...
+
+
+class Loop:
+    """Feeds the core and carries out what it says."""
+
+    def __init__(self, broker: Broker, executor: Executor, audit_seconds: float) -> None:
+        self.broker = broker
+        self.executor = executor
+        self.links: dict[int, Link] = {}
+        self.on_forget: list[Callable[[int], None]] = []
+        self.figures: Figures = {}
+        self._audit_seconds = audit_seconds
+        self._calls = itertools.count(1)
+        self._replies: dict[int, Reply] = {}
+        self._making = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._io = asyncio.get_running_loop()
+        self._audit_timer: asyncio.TimerHandle | None = None
+        self._look_pending = False
+
+    # --- events in ---
+
+    def ask(self, make_event: Callable[[int], ev.Event], reply: Reply) -> None:
+        """Put a question to the core; `reply` is called once, now or later, with a result or a refusal."""
+        call = next(self._calls)
+        self._replies[call] = reply
+        self.tell(make_event(call))
+
+    def tell(self, event: ev.Event) -> None:
+        """Give the core an event and carry out what follows."""
+        step = self.broker.step(event, clock())
+        for fact in step.facts:
+            logs.log_fact(fact)
+        for effect in step.effects:
+            self._carry_out(effect)
+        if self.broker.settling.waiting:
+            self._schedule_audit(RELEASING_AUDIT_SECONDS)
+
+    def call_threadsafe(self, work: Callable[[], None]) -> None:
+        """Run `work` on the event loop's thread; may be called from any thread."""
+        self._io.call_soon_threadsafe(work)
+
+    def process_died(self, session: int) -> None:
+        """A session's process is dead: look at the device, then tell the core."""
+        self.executor.look(lambda figures: self._died(session, figures))
+
+    def _died(self, session: int, figures: Figures) -> None:
+        self.figures = figures
+        self.tell(ev.ProcessDied(session, seen(figures)))
+
+    # --- the audit ---
+
+    def start(self) -> None:
+        """Begin to audit the device."""
+        self._audit()
+
+    def _audit(self) -> None:
+        self._audit_timer = None
+        if not self._look_pending:
+            self._look_pending = True
+            self.executor.look(self._audited)
+
+    def _audited(self, figures: Figures) -> None:
+        self._look_pending = False
+        self.figures = figures
+        self.tell(ev.Audit(seen(figures)))
+        waiting = self.broker.settling.waiting
+        self._schedule_audit(RELEASING_AUDIT_SECONDS if waiting else self._audit_seconds)
+
+    def _schedule_audit(self, seconds: float) -> None:
+        timer = self._audit_timer
+        if timer is not None and timer.when() <= self._io.time() + seconds:
+            return
+        if timer is not None:
+            timer.cancel()
+        self._audit_timer = self._io.call_later(seconds, self._audit)
+
+    # --- effects out ---
+
+    def _carry_out(self, effect: fx.Effect) -> None:
+        match effect:
+            case fx.Answer():
+                self._replies.pop(effect.call)(effect.result)
+            case fx.Make():
+                self._making += 1
+                self._idle.clear()
+                self.executor.make(effect, lambda outcome: self._made(effect, outcome))
+            case fx.Disconnect():
+                link = self.links.get(effect.session)
+                if link is not None:
+                    link.disconnect(effect.why)
+            case fx.Forget():
+                for forget in self.on_forget:
+                    forget(effect.session)
+
+    def _made(self, make: fx.Make, outcome: list[int] | Failure) -> None:
+        self._making -= 1
+        if not self._making:
+            self._idle.set()
+        if isinstance(outcome, Failure):
+            self.tell(ev.NotMade(make.session, make.request_id, make.part, outcome.reason, outcome.numbers))
+            return
+        link = self.links.get(make.session)
+        if link is None:
+            close_all(outcome)
+            numbers: dict[str, int | str] = {"location": make.location}
+            self.tell(ev.NotMade(make.session, make.request_id, make.part, "DELIVERY_FAILED", numbers))
+            return
+        # The packet is queued before the core hears of it: the answer that may follow stands behind it.
+        link.deliver(make, outcome)
+        self.tell(ev.Made(make.session, make.request_id, make.part))
+
+    # --- the end ---
+
+    async def stop(self, seconds: float) -> None:
+        """Take no more requests, and wait for the packets that are being made."""
+        self.broker.stopping = True
+        if self._audit_timer is not None:
+            self._audit_timer.cancel()
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            logs.log("stopping with packets unmade", packets=self._making)
+
+
+def clock() -> int:
+    """Return CLOCK_BOOTTIME in nanoseconds: it never goes back, and counts while the machine sleeps."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+def seen(figures: Figures) -> dict[ev.Location, int | None]:
+    """Return what the core wants to know of the device's figures: bytes in use."""
+    return {where: _used(figures.get(where)) for where in ev.LOCATIONS}
+
+
+def _used(info: MemoryInfo | None) -> int | None:
+    return info.used if info else None

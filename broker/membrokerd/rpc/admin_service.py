@@ -1,0 +1,70 @@
+"""AdminService: what an operator asks. Who can open the admin endpoint's socket is one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from membroker.v1 import admin_pb2 as pb
+from membroker.v1 import admin_pb2_grpc, broker_pb2, resources_pb2
+
+from ..core import effects as fx
+from ..core import events as ev
+from ..core.denied import Denied, Reason, deny
+from ..loop import Loop
+from . import convert
+from .convert import LOCATION_NUMBERS, Refused
+from .views import Views
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
+    """The whole device's service. `tenants` are the configured ones; empty where each uid is a tenant."""
+
+    def __init__(self, loop: Loop, views: Views, tenants: frozenset[str]) -> None:
+        self._loop = loop
+        self._views = views
+        self._tenants = tenants
+
+    async def GetDevice(self, request: broker_pb2.GetDeviceRequest, context: Any) -> resources_pb2.Device:
+        """Return the device and its books."""
+        return self._views.get_device()
+
+    async def ListModels(self, request: broker_pb2.ListModelsRequest, context: Any) -> broker_pb2.ListModelsResponse:
+        """Return a page of everybody's models."""
+        return self._views.list_models(request)
+
+    async def ListSessions(
+        self, request: broker_pb2.ListSessionsRequest, context: Any
+    ) -> broker_pb2.ListSessionsResponse:
+        """Return a page of everybody's sessions."""
+        return self._views.list_sessions(request)
+
+    async def SetQuota(self, request: pb.SetQuotaRequest, context: Any) -> pb.Quota:
+        """Command a limit, or end a command."""
+        tenant, model = convert.parse_quota_name(request.name)
+        if self._tenants and tenant not in self._tenants:
+            raise Refused(deny(Reason.TENANT_NOT_FOUND, tenant=tenant))
+        location = convert.parse_location(request.location)
+        limit = request.limit_bytes if request.HasField("limit_bytes") else None
+        answer: asyncio.Future[fx.Result | Denied] = asyncio.get_running_loop().create_future()
+        self._loop.ask(lambda call: ev.SetQuota(call, tenant, model, location, limit), answer.set_result)
+        result = await answer
+        if isinstance(result, Denied):
+            raise Refused(result)
+        return self._quota(tenant, model, location)
+
+    async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
+        """Return what is commanded."""
+        keys = sorted(self._loop.broker.ledger.quotas, key=lambda key: (key[0], key[1] or "", key[2]))
+        return pb.ListQuotasResponse(quotas=[self._quota(*key) for key in keys])
+
+    def _quota(self, tenant: str, model: str | None, location: ev.Location) -> pb.Quota:
+        ledger = self._loop.broker.ledger
+        if model is None:
+            name, used = f"tenants/{tenant}", ledger.tenant_charged(tenant, location)
+        else:
+            name = f"tenants/{tenant}/models/{model}"
+            row = ledger.models.get(ev.ModelName(tenant, model))
+            used = row.charges[location].bytes if row else 0
+        limit = ledger.quotas.get((tenant, model, location))
+        return pb.Quota(name=name, location=LOCATION_NUMBERS[location], limit_bytes=limit, used_bytes=used)

@@ -1,0 +1,87 @@
+"""BrokerService: what a tenant asks at its own endpoint, each call with the token of a session."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from membroker.v1 import broker_pb2 as pb
+from membroker.v1 import broker_pb2_grpc, resources_pb2
+
+from ..core import effects as fx
+from ..core import snapshot
+from ..core.denied import Denied
+from ..core.events import ModelName
+from ..dispatch import Dispatcher, Ticket
+from .convert import Refused, from_model, from_result
+from .views import Views
+
+TOKEN_KEY = "membroker-token"
+
+
+class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
+    """One endpoint's service."""
+
+    def __init__(self, endpoint: str, dispatcher: Dispatcher, views: Views) -> None:
+        self._endpoint = endpoint
+        self._dispatcher = dispatcher
+        self._views = views
+
+    async def RegisterModel(self, request: pb.RegisterModelRequest, context: Any) -> resources_pb2.Model:
+        """Register or join a model."""
+        result = await self._ask(request, context)
+        assert isinstance(result, fx.Registered)
+        return self._model(result.name)
+
+    async def UnregisterModel(self, request: pb.UnregisterModelRequest, context: Any) -> pb.UnregisterModelResponse:
+        """Leave a model."""
+        await self._ask(request, context)
+        return pb.UnregisterModelResponse()
+
+    async def AllocateExtents(self, request: pb.AllocateExtentsRequest, context: Any) -> pb.AllocateExtentsResponse:
+        """Borrow extents; their descriptors went to the session's handoff socket before this returns."""
+        return from_result(await self._ask(request, context))  # type: ignore[no-any-return]
+
+    async def ReleaseExtents(self, request: pb.ReleaseExtentsRequest, context: Any) -> pb.ReleaseExtentsResponse:
+        """Give extents back."""
+        return from_result(await self._ask(request, context))  # type: ignore[no-any-return]
+
+    async def DeclareMemory(self, request: pb.DeclareMemoryRequest, context: Any) -> pb.DeclareMemoryResponse:
+        """Say what the session allocates itself."""
+        return from_result(await self._ask(request, context))  # type: ignore[no-any-return]
+
+    async def GetDevice(self, request: pb.GetDeviceRequest, context: Any) -> resources_pb2.Device:
+        """Return the device and its books."""
+        self._ticket(context)
+        return self._views.get_device()
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        """Return a page of the tenant's own models."""
+        return self._views.list_models(request, self._ticket(context).tenant)
+
+    async def ListSessions(self, request: pb.ListSessionsRequest, context: Any) -> pb.ListSessionsResponse:
+        """Return a page of the tenant's own sessions."""
+        return self._views.list_sessions(request, self._ticket(context).tenant)
+
+    def _ticket(self, context: Any) -> Ticket:
+        metadata = dict(context.invocation_metadata())
+        return self._dispatcher.find(str(metadata.get(TOKEN_KEY, "")), self._endpoint)
+
+    async def _ask(self, request: Any, context: Any) -> fx.Result:
+        ticket = self._ticket(context)
+        answer: asyncio.Future[fx.Result | Denied] = asyncio.get_running_loop().create_future()
+
+        def respond(result: fx.Result | Denied) -> None:
+            # A caller that gave up has cancelled the future; what it asked for is done all the same.
+            if not answer.done():
+                answer.set_result(result)
+
+        self._dispatcher.request(ticket.session, ticket.tenant, request.request_id, request, "grpc", respond)
+        result = await answer
+        if isinstance(result, Denied):
+            raise Refused(result)
+        return result
+
+    def _model(self, name: ModelName) -> resources_pb2.Model:
+        rows = snapshot.take(self._dispatcher.loop.broker).models
+        return from_model(next(row for row in rows if row.name == name))

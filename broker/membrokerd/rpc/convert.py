@@ -1,0 +1,215 @@
+"""Between the wire and the core: messages to events, results and views to messages. Nothing is decided here."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+from membroker.v1 import broker_pb2 as bpb
+from membroker.v1 import resources_pb2 as rpb
+from membroker.vmm import DeviceInfo, MemoryInfo
+
+from ..core import effects as fx
+from ..core import events as ev
+from ..core.denied import Denied, Reason, deny
+from ..core.snapshot import LocationView, ModelView, SessionView, Snapshot
+
+_MODEL_NAME = re.compile(r"tenants/([a-z0-9-]{1,24})/models/([a-z0-9][a-z0-9._-]{0,62})")
+_QUOTA_NAME = re.compile(r"tenants/([a-z0-9-]{1,24})(?:/models/([a-z0-9][a-z0-9._-]{0,62}))?")
+_LOCATIONS: Mapping[int, ev.Location] = {
+    rpb.LOCATION_UNSPECIFIED: "device",
+    rpb.LOCATION_DEVICE: "device",
+    rpb.LOCATION_HOST: "host",
+}
+LOCATION_NUMBERS: Mapping[str, rpb.Location.ValueType] = {"device": rpb.LOCATION_DEVICE, "host": rpb.LOCATION_HOST}
+_STATES: Mapping[str, rpb.Session.State.ValueType] = {
+    "open": rpb.Session.OPEN,
+    "leaving": rpb.Session.OPEN,
+    "detached": rpb.Session.DETACHED,
+    "releasing": rpb.Session.RELEASING,
+}
+
+MakeEvent = Callable[[int], ev.Event]
+
+
+class Refused(Exception):
+    """A request that is refused before, or by, the core."""
+
+    def __init__(self, denied: Denied) -> None:
+        super().__init__(denied.reason)
+        self.denied = denied
+
+
+def parse_model(name: str) -> ev.ModelName:
+    """Return the model that `tenants/{tenant}/models/{model}` names, or raise `Refused`."""
+    match = _MODEL_NAME.fullmatch(name)
+    if match is None:
+        raise Refused(deny(Reason.INVALID_NAME, name=name[:200]))
+    return ev.ModelName(match[1], match[2])
+
+
+def parse_quota_name(name: str) -> tuple[str, str | None]:
+    """Return the tenant, and the model or None, that a quota is for, or raise `Refused`."""
+    match = _QUOTA_NAME.fullmatch(name)
+    if match is None:
+        raise Refused(deny(Reason.INVALID_NAME, name=name[:200]))
+    return match[1], match[2]
+
+
+def parse_location(number: int) -> ev.Location:
+    """Return the location of this number, or raise `Refused`; unspecified is the device."""
+    location = _LOCATIONS.get(number)
+    if location is None:
+        raise Refused(deny(Reason.INVALID_ARGUMENT, what=f"there is no location {number}"))
+    return location
+
+
+def to_event(session: int, tenant: str, request_id: int, request: Message) -> MakeEvent:
+    """Return the event of a session's request, wanting only the number of its call; raises `Refused`."""
+    match request:
+        case bpb.AllocateExtentsRequest():
+            name, location = parse_model(request.model), parse_location(request.location)
+            size, count = request.extent_bytes, request.count
+            return lambda call: ev.Allocate(call, session, request_id, name, location, size, count)
+        case bpb.ReleaseExtentsRequest():
+            ids = tuple(request.extent_ids)
+            return lambda call: ev.Release(call, session, request_id, ids)
+        case bpb.DeclareMemoryRequest():
+            name, location = parse_model(request.model), parse_location(request.location)
+            declared = request.declared_bytes
+            return lambda call: ev.Declare(call, session, request_id, name, location, declared)
+        case bpb.RegisterModelRequest():
+            return _registration(session, tenant, request_id, request)
+        case bpb.UnregisterModelRequest():
+            name = parse_model(request.name)
+            return lambda call: ev.UnregisterModel(call, session, request_id, name)
+        case _:
+            raise AssertionError(f"no event for {type(request).__name__}")
+
+
+def _registration(session: int, tenant: str, request_id: int, request: bpb.RegisterModelRequest) -> MakeEvent:
+    name = parse_model(f"tenants/{tenant}/models/{request.model_id}")
+    virtual = request.virtual_capacity_bytes if request.HasField("virtual_capacity_bytes") else None
+    limits: dict[ev.Location, int] = {}
+    for limit in request.limits:
+        location = parse_location(limit.location)
+        if location in limits:
+            raise Refused(deny(Reason.INVALID_ARGUMENT, what=f"two limits for the {location} memory"))
+        limits[location] = limit.limit_bytes
+    exclusive = request.exclusive
+    return lambda call: ev.RegisterModel(call, session, request_id, name, virtual, limits, exclusive)
+
+
+def from_result(result: fx.Result) -> Any:
+    """Return the response of a call that moved memory."""
+    match result:
+        case fx.Allocated():
+            return bpb.AllocateExtentsResponse(count=result.count, extent_bytes=result.extent_bytes)
+        case fx.Released():
+            return bpb.ReleaseExtentsResponse(released_bytes=result.released_bytes)
+        case fx.Declared():
+            return bpb.DeclareMemoryResponse(declared_bytes=result.declared_bytes)
+        case _:
+            raise AssertionError(f"no response for {result}")
+
+
+def from_device(
+    snapshot: Snapshot,
+    device: DeviceInfo,
+    figures: Mapping[str, MemoryInfo | None],
+    headroom: Mapping[str, int],
+    *,
+    version: str,
+    pid: int,
+    start_time: float,
+    metrics_url: str,
+) -> rpb.Device:
+    """Return the device and its books."""
+    workers = [row for row in snapshot.sessions if not row.observer]
+    return rpb.Device(
+        uuid=device.uuid,
+        product=device.name,
+        driver=device.driver,
+        granularity_bytes=device.granularity,
+        locations=[_books(row, figures.get(row.location), headroom.get(row.location, 0)) for row in snapshot.locations],
+        revision=snapshot.revision,
+        version=version,
+        pid=pid,
+        start_time=_timestamp(start_time),
+        metrics_url=metrics_url,
+        sessions=sum(row.state in ("open", "detached") for row in workers),
+        detached_sessions=sum(row.state == "detached" for row in workers),
+    )
+
+
+def _books(row: LocationView, info: MemoryInfo | None, headroom: int) -> rpb.LocationBooks:
+    books = rpb.LocationBooks(
+        location=LOCATION_NUMBERS[row.location],
+        capacity_bytes=row.capacity,
+        lent_bytes=row.lent,
+        releasing_bytes=row.releasing,
+        stock_bytes=row.stock,
+        free_bytes=row.free,
+        headroom_bytes=headroom,
+    )
+    if row.unaccounted is not None:
+        books.unaccounted_bytes = max(0, row.unaccounted)
+    if info is not None:
+        books.device_total_bytes, books.device_used_bytes = info.total, info.used
+    return books
+
+
+def from_model(row: ModelView) -> rpb.Model:
+    """Return a model's row as a message."""
+    return rpb.Model(
+        name=str(row.name),
+        virtual_capacity_bytes=row.virtual_capacity,
+        sessions=row.sessions,
+        allocations_total=row.allocations,
+        releases_total=row.releases,
+        denials_total=dict(row.denials),
+        books=[
+            rpb.ModelBooks(
+                location=LOCATION_NUMBERS[one.location],
+                used_bytes=one.used,
+                peak_bytes=one.peak,
+                releasing_bytes=one.releasing,
+                declared_bytes=one.declared,
+                limit_bytes=one.limit,
+                extents=one.extents,
+            )
+            for one in row.locations
+        ],
+    )
+
+
+def session_name(session: int) -> str:
+    """Return the resource name of a session."""
+    return f"sessions/{session:x}"
+
+
+def from_session(row: SessionView, now_ns: int) -> rpb.Session:
+    """Return a session's row as a message; `now_ns` is CLOCK_BOOTTIME."""
+    return rpb.Session(
+        name=session_name(row.session),
+        tenant=f"tenants/{row.tenant}",
+        state=_STATES[row.state],
+        pid=row.pid,
+        uid=row.uid,
+        observer=row.observer,
+        client=row.client,
+        models=[str(name) for name in row.models],
+        books=[
+            rpb.SessionBooks(location=LOCATION_NUMBERS[where], used_bytes=size, extents=extents)
+            for where, size, extents in row.locations
+        ],
+        create_time=_timestamp(time.time() - (now_ns - row.began_at) / 1e9),
+    )
+
+
+def _timestamp(seconds: float) -> Timestamp:
+    return Timestamp(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))

@@ -1,0 +1,149 @@
+"""The one table from a refusal to a `google.rpc.Status`: its code, its sentence, and whether a retry can help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.code_pb2 import Code
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, PreconditionFailure, QuotaFailure, RetryInfo
+from google.rpc.status_pb2 import Status
+from membroker.vmm import format_size
+
+from ..core.denied import Denied, Reason
+
+DOMAIN = "membroker"
+RETRY_SECONDS = 1
+"""What RetryInfo suggests where a retry can help: long enough not to hammer, short enough to be of use."""
+
+
+class _Row(NamedTuple):
+    code: int
+    sentence: str
+    retry: bool = False
+
+
+_LEVEL = "{of} may hold {limit} of {location} memory and holds {used}: {requested} more does not fit, {available} does"
+
+_TABLE: Mapping[Reason, _Row] = {
+    Reason.MODEL_LIMIT: _Row(Code.RESOURCE_EXHAUSTED, "the model " + _LEVEL, retry=True),
+    Reason.TENANT_LIMIT: _Row(Code.RESOURCE_EXHAUSTED, "the tenant of " + _LEVEL, retry=True),
+    Reason.CAPACITY: _Row(
+        Code.RESOURCE_EXHAUSTED,
+        "the broker lends {limit} of {location} memory in all and {used} is out: {requested} more for {of} does not "
+        "fit, {available} does",
+        retry=True,
+    ),
+    Reason.DEVICE_FULL: _Row(
+        Code.RESOURCE_EXHAUSTED,
+        "the books allow {requested} more for {of}, but the device itself has not enough free {location} memory: "
+        "something uses memory that this broker did not lend (`membroker status` shows it as unaccounted){says}",
+        retry=True,
+    ),
+    Reason.DRIVER_FAILED: _Row(Code.INTERNAL, "the driver failed{says}", retry=True),
+    Reason.DESCRIPTORS_EXHAUSTED: _Row(
+        Code.RESOURCE_EXHAUSTED, "the broker ran out of something that is not memory{says}", retry=True
+    ),
+    Reason.DELIVERY_FAILED: _Row(
+        Code.UNAVAILABLE, "the session's handoff connection is gone, so its descriptors cannot be delivered"
+    ),
+    Reason.LOCATION_UNAVAILABLE: _Row(
+        Code.FAILED_PRECONDITION, "this broker lends no {location} memory (`host_capacity` in its configuration)"
+    ),
+    Reason.INVALID_SIZE: _Row(
+        Code.INVALID_ARGUMENT, "{size_bytes} bytes is no size here: it must be positive and a multiple of {granularity}"
+    ),
+    Reason.INVALID_COUNT: _Row(Code.INVALID_ARGUMENT, "a count must be between 1 and {max_count}, not {count}"),
+    Reason.INVALID_NAME: _Row(
+        Code.INVALID_ARGUMENT,
+        "{name!r} is no name: a model is [a-z0-9] and then at most 62 of [a-z0-9._-], and stands behind "
+        "tenants/TENANT/models/",
+    ),
+    Reason.INVALID_ARGUMENT: _Row(Code.INVALID_ARGUMENT, "{what}"),
+    Reason.INVALID_PAGE_TOKEN: _Row(Code.INVALID_ARGUMENT, "the page token is not one that this broker gave out"),
+    Reason.MODEL_NOT_FOUND: _Row(Code.NOT_FOUND, "this session has registered no model {of}"),
+    Reason.MODEL_CONFLICT: _Row(
+        Code.FAILED_PRECONDITION,
+        "{of} is registered with {what} {registered}, not {asked}: leave the number out to join it as it is",
+    ),
+    Reason.MODEL_EXISTS: _Row(Code.ALREADY_EXISTS, "{of} is registered already"),
+    Reason.MODEL_IN_USE: _Row(
+        Code.FAILED_PRECONDITION, "{of} is still charged {used} through this session: give that back first"
+    ),
+    Reason.EXTENT_NOT_FOUND: _Row(Code.NOT_FOUND, "extent {extent} is not lent to this session"),
+    Reason.TENANT_NOT_FOUND: _Row(Code.NOT_FOUND, "there is no tenant {tenant!r} in the broker's configuration"),
+    Reason.TOO_MANY_SESSIONS: _Row(
+        Code.RESOURCE_EXHAUSTED, "the {of} has {limit} sessions, which is its bound", retry=True
+    ),
+    Reason.TOO_MANY_MODELS: _Row(
+        Code.RESOURCE_EXHAUSTED, "the tenant {tenant} has {limit} models, which is its bound", retry=True
+    ),
+    Reason.TOO_MANY_REQUESTS: _Row(
+        Code.RESOURCE_EXHAUSTED, "the session has {limit} allocations in flight, which is its bound", retry=True
+    ),
+    Reason.TOKEN_REQUIRED: _Row(
+        Code.UNAUTHENTICATED,
+        "the call carries no `membroker-token`: open a session on this endpoint's handoff.sock, which gives one out",
+    ),
+    Reason.TOKEN_REJECTED: _Row(
+        Code.UNAUTHENTICATED, "the token is unknown here: its session has ended, or it belongs to another endpoint"
+    ),
+    Reason.ENDPOINT_FORBIDDEN: _Row(
+        Code.PERMISSION_DENIED, "uid {uid} is not among the uids that this endpoint's configuration admits"
+    ),
+    Reason.PEER_UNKNOWN: _Row(
+        Code.PERMISSION_DENIED, "the kernel cannot say which process is at the other end: {what}"
+    ),
+    Reason.UNSUPPORTED_VERSION: _Row(
+        Code.FAILED_PRECONDITION, "the client speaks protocol version {version}, this broker speaks {supported}"
+    ),
+    Reason.PROTOCOL_VIOLATION: _Row(Code.INVALID_ARGUMENT, "{what}"),
+    Reason.REQUEST_ID_IN_USE: _Row(Code.ALREADY_EXISTS, "a request with the id {request_id} is still in flight"),
+    Reason.OBSERVER: _Row(Code.PERMISSION_DENIED, "an observer reads the books and borrows nothing"),
+    Reason.STOPPING: _Row(Code.UNAVAILABLE, "the broker is stopping", retry=True),
+    Reason.INTERNAL: _Row(Code.INTERNAL, "a fault of the broker, written in its log; the books are unchanged"),
+}
+assert set(_TABLE) == set(Reason)
+
+
+def to_status(denied: Denied) -> Status:
+    """Return the Status of a refusal: its sentence, an ErrorInfo with the numbers, and the standard details."""
+    row = _TABLE[denied.reason]
+    status = Status(code=row.code, message=row.sentence.format_map(_Words(denied.numbers)))
+    metadata = {key: str(value) for key, value in denied.numbers.items()}
+    status.details.add().Pack(ErrorInfo(reason=denied.reason.value, domain=DOMAIN, metadata=metadata))
+    detail = _standard_detail(row, denied, status.message)
+    if detail is not None:
+        status.details.add().Pack(detail)
+    if row.retry:
+        status.details.add().Pack(RetryInfo(retry_delay=Duration(seconds=RETRY_SECONDS)))
+    return status
+
+
+def _standard_detail(row: _Row, denied: Denied, sentence: str) -> Any:
+    subject = str(denied.numbers.get("model", denied.numbers.get("tenant", "")))
+    if row.code == Code.RESOURCE_EXHAUSTED:
+        return QuotaFailure(violations=[QuotaFailure.Violation(subject=subject, description=sentence)])
+    if row.code == Code.INVALID_ARGUMENT:
+        return BadRequest(field_violations=[BadRequest.FieldViolation(description=sentence)])
+    if row.code == Code.FAILED_PRECONDITION:
+        violation = PreconditionFailure.Violation(type=denied.reason.value, subject=subject, description=sentence)
+        return PreconditionFailure(violations=[violation])
+    return None
+
+
+class _Words(dict[str, object]):
+    """The numbers of a refusal as a sentence wants them: sizes in units, absences as words."""
+
+    def __init__(self, numbers: Mapping[str, int | str]) -> None:
+        super().__init__(numbers)
+        for key, value in numbers.items():
+            if key.endswith("_bytes") and isinstance(value, int):
+                self[key.removesuffix("_bytes")] = format_size(value)
+        self.setdefault("of", numbers.get("model", "it"))
+        says = numbers.get("driver_says")
+        self["says"] = f": {says}" if says else ""
+
+    def __missing__(self, key: str) -> object:
+        return f"<{key}>"

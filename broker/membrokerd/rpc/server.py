@@ -1,0 +1,48 @@
+"""gRPC servers, one for each endpoint: a server cannot tell its sockets apart, and the socket is the identity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from ..home import Home, Ownership
+from .guard import Guard
+
+MAX_MESSAGE_BYTES = 256 * 1024
+"""Far above the largest request (4,096 ids), far below what could hurt."""
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", 16 * 1024),
+    ("grpc.max_concurrent_streams", 128),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.so_reuseport", 0),
+]
+
+
+async def serve(
+    home: Home,
+    public: Path,
+    ownership: Ownership,
+    service: str,
+    register: Callable[[grpc.aio.Server], None],
+    observe: Callable[[str, str, float], None],
+) -> grpc.aio.Server:
+    """Start a server at `public` with one of our services, health and reflection."""
+    server = grpc.aio.server(interceptors=[Guard(observe)], options=_OPTIONS)
+    register(server)
+    status = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    private = home.private("grpc")
+    server.add_insecure_port(f"unix:{private}")
+    await server.start()
+    home.publish(private, public, ownership)
+    for name in ("", service):
+        await status.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return server

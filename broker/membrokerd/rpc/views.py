@@ -1,0 +1,75 @@
+"""What both services show: the device, models and sessions, in pages, of one tenant or of all."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from membroker.v1 import broker_pb2 as pb
+from membroker.v1 import resources_pb2 as rpb
+from membroker.vmm import DeviceInfo
+
+from ..core import snapshot
+from ..core.denied import Reason, deny
+from ..loop import Loop, clock
+from . import convert
+
+DEFAULT_PAGE = 100
+MAX_PAGE = 1000
+
+_Row = TypeVar("_Row")
+
+
+@dataclass(slots=True)
+class Views:
+    """The books as messages."""
+
+    loop: Loop
+    device: DeviceInfo
+    headroom: Mapping[str, int]
+    version: str
+    metrics_url: str = ""
+    start_time: float = field(default_factory=time.time)
+
+    def get_device(self) -> rpb.Device:
+        """Return the device and its books."""
+        return convert.from_device(
+            snapshot.take(self.loop.broker),
+            self.device,
+            self.loop.figures,
+            self.headroom,
+            version=self.version,
+            pid=os.getpid(),
+            start_time=self.start_time,
+            metrics_url=self.metrics_url,
+        )
+
+    def list_models(self, request: pb.ListModelsRequest, tenant: str | None = None) -> pb.ListModelsResponse:
+        """Return a page of models, by name; `tenant` None is everybody's."""
+        rows = [row for row in snapshot.take(self.loop.broker).models if tenant in (None, row.name.tenant)]
+        page, token = _page(rows, lambda row: str(row.name), request.page_size, request.page_token)
+        return pb.ListModelsResponse(models=map(convert.from_model, page), next_page_token=token)
+
+    def list_sessions(self, request: pb.ListSessionsRequest, tenant: str | None = None) -> pb.ListSessionsResponse:
+        """Return a page of sessions, in the order they began; `tenant` None is everybody's."""
+        rows = [row for row in snapshot.take(self.loop.broker).sessions if tenant in (None, row.tenant)]
+        page, token = _page(rows, lambda row: f"{row.session:016x}", request.page_size, request.page_token)
+        now = clock()
+        sessions = [convert.from_session(row, now) for row in page]
+        return pb.ListSessionsResponse(sessions=sessions, next_page_token=token)
+
+
+def _page(rows: Sequence[_Row], key: Callable[[_Row], str], size: int, token: str) -> tuple[list[_Row], str]:
+    """Return the rows behind `token`, which is the key of the last row of the page before, and the next token.
+
+    A row that ended in the meantime does not matter: the page goes on behind where it was.
+    """
+    if size < 0 or len(token) > 256:
+        raise convert.Refused(deny(Reason.INVALID_PAGE_TOKEN))
+    wanted = min(size or DEFAULT_PAGE, MAX_PAGE)
+    behind = sorted((row for row in rows if key(row) > token), key=key)
+    page = behind[:wanted]
+    return page, key(page[-1]) if len(behind) > wanted else ""

@@ -1,0 +1,114 @@
+"""`Buffer`: one contiguous extent, mapped in this process.
+
+Owns nothing but a `Holding`: memory and addresses are given back by that, when the buffer is closed, or garbage,
+and no view of it is left. It must never round the size that it tells: `size` is what was asked.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from membroker.convert import bytes_of, location_of
+from membroker.errors import InvalidRequest
+from membroker.holding import Holding, Placing
+from membroker.region import device_failures
+from membroker.source import Source
+from membroker.vmm.driver import Location
+from membroker.vmm.sizes import MAX_BYTES, round_up
+
+
+class Buffer:
+    """`size` bytes at `address`, borrowed from a source. A context manager. `Model.allocate` makes it.
+
+    The memory is zero when it is fresh, as measured on cards and by nature on the host twin; no contract says so.
+    """
+
+    def __init__(self, source: Source, size: int | str, location: Location | str = Location.DEVICE) -> None:
+        self._size = bytes_of("a buffer", size, at_least=1)
+        self._location = location_of(location)
+        granularity = source.driver.device.granularity
+        self._extent_size = round_up(self._size, granularity)
+        if self._extent_size > MAX_BYTES:
+            raise InvalidRequest(f"a buffer of {size!r} rounds up to more than 2^63-1 bytes")
+        with device_failures(), ExitStack() as undo:
+            self._holding = Holding(source, self._extent_size, "buffer")
+            undo.callback(self._holding.end)
+            self._borrow()
+            undo.pop_all()
+        self._on_host = source.driver.device.driver == "host"
+        self._holding.owned_by(self)
+
+    def _borrow(self) -> None:
+        with self._holding.in_use():
+            placing = Placing(self._holding.region, 0)
+            self._holding.source.borrow(self._extent_size, 1, self._location, placing)
+            self._holding.extents.update(placing.extents)
+
+    @property
+    def address(self) -> int:
+        """The first byte's address, in this process. Raises `ClosedError`."""
+        self._holding.check_open()
+        return self._holding.region.address
+
+    @property
+    def size(self) -> int:
+        """Bytes, as asked."""
+        return self._size
+
+    @property
+    def extent_size(self) -> int:
+        """Bytes that are mapped and charged: `size`, rounded up to the device's granularity."""
+        return self._extent_size
+
+    @property
+    def location(self) -> str:
+        """`device` or `host`."""
+        return self._location.value
+
+    @property
+    def closed(self) -> bool:
+        """Whether the buffer was closed."""
+        return self._holding.closed
+
+    def view(self) -> memoryview:
+        """Return the bytes as a writable memoryview, on the host driver; it keeps the buffer's memory.
+
+        Raises `InvalidRequest` on a card, whose memory the processor cannot read, and `ClosedError`.
+        """
+        if not self._on_host:
+            raise InvalidRequest("only the host driver's memory can be viewed: use __cuda_array_interface__ on a card")
+        with self._holding.in_use():
+            return self._holding.views.make(self, self._holding.region.address, self._size)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The bytes as a CUDA array of uint8. Whoever takes it keeps the buffer; closing it pulls the memory away.
+
+        Only on a card: `AttributeError` elsewhere, as the protocol wants.
+        """
+        if self._on_host:
+            raise AttributeError("the host driver's memory is no CUDA array: use view()")
+        return {"shape": (self._size,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+    def close(self) -> None:
+        """Unmap the memory and give it back. Idempotent; raises nothing when the broker is away.
+
+        On a card it waits for the work that this process has given to the device. With living views it happens when
+        the last of them is gone, as with a tensor's storage.
+        """
+        with device_failures():
+            self._holding.end()
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"at {self._holding.region.address:#x}"
+        return f"<membroker.Buffer of {self._size} bytes, {state}>"

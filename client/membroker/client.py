@@ -1,0 +1,190 @@
+"""`connect` and `Client`: what a worker begins with.
+
+Owns the public side of a session: registering models and reading the books. It must never show a message of the
+wire, nor do what a `Session`, a `Model` or a pool does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from membroker import convert
+from membroker.endpoint import find_endpoint
+from membroker.model import Model
+from membroker.session import CONTROL_SECONDS, Session
+from membroker.types import DeviceStatus, ModelStatus, SessionStatus
+from membroker.v1 import broker_pb2 as pb
+from membroker.vmm.driver import Driver, Location
+
+PAGE = 1000
+"""How many entries of a listing one call asks for: the most that a broker gives."""
+
+
+def connect(
+    endpoint: str | os.PathLike[str] | None = None,
+    *,
+    transport: str = "handoff",
+    observer: bool = False,
+    client: str | None = None,
+    timeout: float = 5.0,
+    driver: Driver | None = None,
+) -> Client:
+    """Open a session with the broker at `endpoint` and return its client, which ends it.
+
+    `endpoint` is a directory; without it MEMBROKER_ENDPOINT, else the only broker of this machine.
+    `transport="grpc"` borrows by gRPC calls, which are slower; descriptors come on the handoff socket in any case.
+    An `observer` reads the books and borrows nothing. `client` is what people see in `membroker sessions`, by
+    default the program's name. `timeout`, in seconds, bounds the greeting and the goodbye. `driver` replaces the
+    driver of the broker's device and stays the caller's.
+
+    Raises `BrokerUnavailable` or `AccessDenied` with what is wrong and the command that mends it,
+    `InvalidRequest`, `ProtocolError`, `TooMany` or `DescriptorLimit`.
+    """
+    session = Session(
+        find_endpoint(endpoint),
+        transport=transport,
+        observer=observer,
+        client=client if client is not None else _program(),
+        timeout=timeout,
+        driver=driver,
+    )
+    return Client(session)
+
+
+def _program() -> str:
+    return os.path.basename(sys.argv[0] if sys.argv else "") or os.path.basename(sys.executable) or "python"
+
+
+class Client:
+    """One session of this process with one broker. Thread-safe. `connect()` makes it."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def session(self) -> str:
+        """The name of this session, `sessions/{session}`."""
+        return self._session.welcome.session
+
+    @property
+    def tenant(self) -> str:
+        """The tenant as which this process entered, `tenants/{tenant}`."""
+        return self._session.welcome.tenant
+
+    @property
+    def endpoint(self) -> Path:
+        """The directory of the endpoint."""
+        return self._session.endpoint
+
+    @property
+    def device_uuid(self) -> str:
+        """The device's UUID as NVML writes it, or `host`."""
+        return self._session.welcome.device_uuid
+
+    @property
+    def driver(self) -> str:
+        """The kind of the device's driver, `cuda` or `host`."""
+        return self._session.welcome.driver
+
+    @property
+    def granularity(self) -> int:
+        """Every extent is a multiple of this many bytes."""
+        return self._session.welcome.granularity_bytes
+
+    @property
+    def capacities(self) -> dict[str, int]:
+        """The bytes that the broker may lend, by location."""
+        limits = self._session.welcome.capacities
+        return {convert.location_name(limit.location): limit.limit_bytes for limit in limits}
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, or this process was forked from the client's."""
+        return self._session.closed
+
+    def register_model(
+        self,
+        name: str,
+        *,
+        virtual_capacity: int | str | None = None,
+        limit: int | str | None = None,
+        host_limit: int | str | None = None,
+        exclusive: bool = False,
+    ) -> Model:
+        """Register the model `name` of this tenant, or join it; nothing is charged by this.
+
+        `virtual_capacity` is how many bytes of addresses its pools reserve by default, `limit` and `host_limit`
+        the most that it may be charged at the device and at the host: bytes, or text such as `"8GiB"`. A limit
+        can lower what the broker's configuration allows, never raise it. A number left out joins whatever is there.
+
+        Raises `ModelConflict` when it is registered with other numbers, `ModelAlreadyExists` when `exclusive`
+        and it is registered at all, `InvalidRequest`, `TooMany`, `AccessDenied` (an observer), `BrokerUnavailable`.
+        """
+        asked = {Location.DEVICE: ("limit", limit), Location.HOST: ("host_limit", host_limit)}
+        request = pb.RegisterModelRequest(
+            model_id=name,
+            limits=[
+                convert.limit(location, convert.bytes_of(what, size))
+                for location, (what, size) in asked.items()
+                if size is not None
+            ],
+            exclusive=exclusive,
+        )
+        if virtual_capacity is not None:
+            request.virtual_capacity_bytes = convert.bytes_of("virtual_capacity", virtual_capacity, at_least=1)
+        self._session.check_open()
+        request.request_id = self._session.connection.new_request_id()
+        return Model(self._session, self._call("RegisterModel", request))
+
+    def device(self) -> DeviceStatus:
+        """Return the device and its books, as they are now."""
+        return convert.device(self._call("GetDevice", pb.GetDeviceRequest()))
+
+    def models(self) -> list[ModelStatus]:
+        """Return this tenant's models, by name."""
+        pages = _pages(lambda token: self._call("ListModels", pb.ListModelsRequest(page_size=PAGE, page_token=token)))
+        return [model for page in pages for model in convert.models(page.models)]
+
+    def sessions(self) -> list[SessionStatus]:
+        """Return this tenant's sessions, in the order they began."""
+        pages = _pages(
+            lambda token: self._call("ListSessions", pb.ListSessionsRequest(page_size=PAGE, page_token=token))
+        )
+        return [session for page in pages for session in convert.sessions(page.sessions)]
+
+    def close(self) -> None:
+        """Give back all that this client's pools and buffers hold, and end the session. Idempotent.
+
+        Raises nothing when the broker is away. Memory that has living views, and with it the session, stays until
+        the last view is gone; no call is possible meanwhile.
+        """
+        self._session.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<membroker.Client {self.session} of {self.tenant} at {self.endpoint}>"
+
+    def _call(self, method: str, request: Any) -> Any:
+        self._session.check_open()
+        return self._session.calls.call(method, request, CONTROL_SECONDS)
+
+
+def _pages(ask: Callable[[str], Any]) -> Iterable[Any]:
+    """Yield the pages of a listing, the first by an empty token."""
+    page = ask("")
+    yield page
+    while page.next_page_token:
+        page = ask(page.next_page_token)
+        yield page

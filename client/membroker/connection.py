@@ -1,0 +1,405 @@
+"""The handoff connection of one session: calls, and the descriptors that come with their answers.
+
+Owns the call socket. The thread that calls reads the socket itself, one thread at a time, and hands the others
+what is theirs: a thread for reading would double the round trip. It must never map anything or know what an
+extent is for, never keep a descriptor when a delivery has been handled, and never be shared with a forked child.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from google.protobuf.message import Message
+
+from membroker import handoff
+from membroker.errors import (
+    BrokerUnavailable,
+    ClosedError,
+    DescriptorLimit,
+    MembrokerError,
+    ProtocolError,
+    from_status,
+)
+from membroker.handshake import DESCRIPTORS_SHORT
+from membroker.v1 import broker_pb2
+from membroker.v1 import handoff_pb2 as pb
+
+logger = logging.getLogger("membroker")
+
+Outcome = Message | MembrokerError
+"""The end of a call: the response, or the refusal as it will be raised."""
+
+
+class DeliveryHandler(Protocol):
+    """Takes the descriptors of one call."""
+
+    def receive(self, extent_ids: Sequence[int], descriptors: Sequence[int]) -> None:
+        """Import the extents of one delivery. The descriptors are closed afterwards, whatever happens."""
+        ...
+
+    def undo(self) -> None:
+        """Drop all that was received: the call has failed, and its extents are released after this."""
+        ...
+
+
+class _Nothing:
+    """The handler of a call that brings no descriptors."""
+
+    def receive(self, extent_ids: Sequence[int], descriptors: Sequence[int]) -> None:
+        raise ProtocolError(f"{len(descriptors)} descriptors came with an answer that has none")
+
+    def undo(self) -> None:
+        return
+
+
+class _Call:
+    """One call in flight. `beside`: its answer comes by gRPC, beside this connection."""
+
+    __slots__ = ("beside", "deadline", "dry", "extent_ids", "inbox", "keep", "outcome", "request_id", "sent")
+
+    def __init__(self, request_id: int, *, beside: bool = False, deadline: float | None = None) -> None:
+        self.request_id = request_id
+        self.beside = beside
+        self.deadline = deadline
+        self.inbox: deque[handoff.Packet] = deque()
+        self.extent_ids: list[int] = []
+        self.outcome: Outcome | None = None
+        self.sent: list[int] = []
+        self.dry = False
+        self.keep = False
+
+    def is_over(self) -> bool:
+        """Say whether the answer is there, and every delivery that precedes it."""
+        if self.outcome is None or not self.beside:
+            return self.outcome is not None
+        if isinstance(self.outcome, broker_pb2.AllocateExtentsResponse):
+            return len(self.extent_ids) >= self.outcome.count
+        return self.dry
+
+    def patience(self) -> float | None:
+        """Return how many milliseconds to wait for the next packet; None for ever."""
+        if isinstance(self.outcome, MembrokerError):
+            return 0
+        return None if self.deadline is None else max(0.0, (self.deadline - time.monotonic()) * 1000)
+
+
+class Connection:
+    """A connected handoff socket, after the Welcome. `later` does work in another thread (see `Background`)."""
+
+    def __init__(self, connection: socket.socket, name: str, later: Callable[[Callable[[], None]], None]) -> None:
+        self._socket = connection
+        self._name = name
+        self._later = later
+        self._request_ids = itertools.count(2)  # 1 was the Hello
+        self._calls: dict[int, _Call] = {}
+        self._changed = threading.Condition(threading.Lock())
+        self._reader: int | None = None
+        self._end: tuple[type[MembrokerError], str] | None = None
+        self._stopping = ""
+        self._nudged, self._nudge = socket.socketpair()
+        self._nudged.setblocking(False)
+        self._nudge.setblocking(False)
+
+    # Calls
+
+    def new_request_id(self) -> int:
+        """Return an id that no other call of this session has."""
+        return next(self._request_ids)
+
+    def call(self, frame: pb.Frame, handler: DeliveryHandler | None = None, timeout: float | None = None) -> Message:
+        """Send `frame` and return its response, after `handler` has taken every delivery.
+
+        When this raises, `handler` has undone all it took, and all extents of the call are released, at the
+        latest when the broker answers. Raises the broker's refusal, `BrokerUnavailable`, `DescriptorLimit`, and
+        what `handler` raises.
+        """
+        call = self._begin(_Call(self.new_request_id(), deadline=timeout and time.monotonic() + timeout))
+        frame.request_id = call.request_id
+        data = handoff.encode(frame)
+        return self._conduct(call, handler or _Nothing(), lambda: self._send(data, call.sent))
+
+    def call_beside(self, start: Callable[[int, Callable[[Outcome], None]], None], handler: DeliveryHandler) -> Message:
+        """As `call`, for a call that is made elsewhere and whose descriptors come here.
+
+        `start(request_id, finish)` begins it; `finish(outcome)` is called once, by any thread.
+        """
+        call = self._begin(_Call(self.new_request_id(), beside=True))
+
+        def begin() -> None:
+            start(call.request_id, lambda outcome: self._finish(call, outcome))
+            call.sent.append(1)
+
+        return self._conduct(call, handler, begin)
+
+    def release(self, extent_ids: Iterable[int]) -> None:
+        """Say that extents are given back, without waiting for an answer; a refusal comes as a notice."""
+        ids = list(dict.fromkeys(extent_ids))
+        for first in range(0, len(ids), handoff.MAX_IDS_PER_FRAME):
+            some = ids[first : first + handoff.MAX_IDS_PER_FRAME]
+            request = broker_pb2.ReleaseExtentsRequest(extent_ids=some, no_reply=True)
+            self._send(handoff.encode(pb.Frame(request_id=self.new_request_id(), release=request)), [])
+
+    # The end
+
+    def heard(self, notice: pb.Notice) -> None:
+        """Take a notice of the broker."""
+        kind = notice.WhichOneof("kind")
+        if kind == "stopping":
+            self._stopping = " (it had said that it stops)"
+            logger.info("the broker stops; what is mapped stays valid")
+        elif kind == "release_refused":
+            logger.warning("the broker refused a release: %s", notice.release_refused.message)
+
+    def say_goodbye(self, timeout: float) -> None:
+        """End the session at the broker, when it still listens; wait `timeout` seconds for its word."""
+        with suppress(MembrokerError):
+            self.call(pb.Frame(goodbye=pb.Goodbye()), timeout=timeout)
+
+    def close(self) -> None:
+        """Close the socket. Calls in flight, and later ones, raise `ClosedError`."""
+        self._break(ClosedError, "the client is closed")
+        with self._changed:
+            # A descriptor's number can be reused the moment it is closed: nobody may be reading from it.
+            self._changed.wait_for(lambda: self._reader is None, timeout=5)
+        self._close_sockets()
+
+    def abandon(self) -> None:
+        """In a forked child: close the inherited sockets. Takes no lock; never a shutdown, which the parent feels."""
+        self._end = (ClosedError, "this client belongs to the process that this one was forked from")
+        self._changed = threading.Condition(threading.Lock())
+        self._reader = None
+        for call in self._calls.values():
+            _close_packets(call.inbox)
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        for connection in (self._socket, self._nudged, self._nudge):
+            connection.close()
+
+    def _break(self, kind: type[MembrokerError], why: str) -> None:
+        with self._changed:
+            if self._end is None:
+                self._end = (kind, why)
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+            self._changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._end is not None:
+            kind, why = self._end
+            raise kind(why)
+
+    # One call, from its begin to its end
+
+    def _begin(self, call: _Call) -> _Call:
+        self._check_open()
+        self._calls[call.request_id] = call
+        return call
+
+    def _conduct(self, call: _Call, handler: DeliveryHandler, start: Callable[[], None]) -> Message:
+        try:
+            start()
+            while self._wait(call):
+                self._take(call, handler)
+            if isinstance(call.outcome, MembrokerError):
+                raise call.outcome
+        except Exception:
+            self._undo(call, handler)
+            self._abandon(call)
+            raise
+        except BaseException:
+            # An interrupted caller wants to go on at once: the rest comes when the broker answers.
+            self._resign(None)
+            try:
+                self._undo(call, handler)
+            finally:
+                self._later(lambda: self._abandon(call))
+            raise
+        del self._calls[call.request_id]
+        assert call.outcome is not None
+        return call.outcome
+
+    def _undo(self, call: _Call, handler: DeliveryHandler) -> None:
+        """Let the handler unmap; what it could not unmap is not released either."""
+        call.keep = True
+        handler.undo()
+        call.keep = False
+
+    def _abandon(self, call: _Call) -> None:
+        """Close and acknowledge what still comes for a call that was given up, and release all of it at its end."""
+        try:
+            with suppress(MembrokerError):
+                while call.sent and self._wait(call):
+                    self._take(call, None)
+                if not call.keep:
+                    self.release(call.extent_ids)
+        finally:
+            self._calls.pop(call.request_id, None)
+            _close_packets(call.inbox)
+
+    def _take(self, call: _Call, handler: DeliveryHandler | None) -> None:
+        """Handle the oldest delivery of a call; without a handler, close it unused. Acknowledge it in any case."""
+        packet = call.inbox[0]
+        delivery = packet.frame.delivery
+        call.extent_ids.extend(delivery.extent_ids)
+        try:
+            if handler is not None:
+                _check_whole(packet)
+                handler.receive(delivery.extent_ids, packet.descriptors)
+        finally:
+            _close(packet)
+            call.inbox.popleft()
+            self._acknowledge(call.request_id, delivery.part)
+
+    def _acknowledge(self, request_id: int, part: int) -> None:
+        self._send(handoff.encode(pb.Frame(request_id=request_id, ack=pb.Ack(part=part))), [])
+
+    def _finish(self, call: _Call, outcome: Outcome) -> None:
+        """Take the outcome of a call that was made beside; any thread."""
+        with self._changed:
+            call.outcome = outcome
+            self._changed.notify_all()
+        # Its thread may be the one that waits for the socket. Full or closed: it is awake, or gone.
+        with suppress(OSError):
+            self._nudge.send(b"\0")
+
+    def _send(self, data: bytes, sent: list[int]) -> None:
+        """Send one packet; `sent` is no longer empty once the kernel has it."""
+        self._check_open()
+        try:
+            # In one step of the interpreter: an interrupt comes before the packet is sent, or after it is noted.
+            sent.extend(map(self._socket.send, (data,), (socket.MSG_NOSIGNAL,)))
+        except OSError as error:
+            self._lose(error)
+            self._check_open()
+
+    # Reading: one thread at a time, for all
+
+    def _wait(self, call: _Call) -> bool:
+        """Return True when `call` has a delivery to take, False when it is over."""
+        while True:
+            with self._changed:
+                while not self._my_turn(call):
+                    self._changed.wait(None if call.deadline is None else max(0.0, call.deadline - time.monotonic()))
+                if call.inbox or call.is_over():
+                    return bool(call.inbox)
+                self._reader = threading.get_ident()
+            self._read(call)
+
+    def _my_turn(self, call: _Call) -> bool:
+        """Say whether `call` has something, or may read the socket. Raises when there is nothing to wait for."""
+        if call.inbox or call.is_over():
+            return True
+        self._check_open()
+        if call.deadline is not None and time.monotonic() >= call.deadline:
+            raise BrokerUnavailable(f"the broker at {self._name} did not answer in time")
+        return self._reader is None
+
+    def _read(self, call: _Call) -> None:
+        """Read one packet and hand it to its call. A call with more to wait for than the socket polls first."""
+        packet = None
+        try:
+            if (not call.beside and call.deadline is None) or self._readable(call):
+                packet = handoff.receive(self._socket)
+        except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
+            self._lose(error)
+        finally:
+            self._resign(packet)
+
+    def _readable(self, call: _Call) -> bool:
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        poller.register(self._nudged, select.POLLIN)
+        failed = isinstance(call.outcome, MembrokerError)
+        ready = {descriptor for descriptor, _ in poller.poll(call.patience())}
+        if self._nudged.fileno() in ready:
+            self._nudged.recv(4096)
+        if self._socket.fileno() in ready:
+            return True
+        # The deliveries of a call were sent before its answer: with that known and nothing here, none is missing.
+        call.dry = failed
+        return False
+
+    def _resign(self, packet: handoff.Packet | None) -> None:
+        """Stop being the reader, if this thread is, after handing on what it has read."""
+        stray = None
+        with self._changed:
+            if self._reader != threading.get_ident():
+                return
+            if packet is not None and not self._route(packet):
+                stray = packet
+            self._reader = None
+            self._changed.notify_all()
+        if stray is not None:
+            self._refuse(stray)
+
+    def _route(self, packet: handoff.Packet) -> bool:
+        """Hand a packet to its call; False when no call waits for it. The lock is held."""
+        call = self._calls.get(packet.frame.request_id)
+        kind = packet.frame.WhichOneof("kind")
+        if call is None or kind not in ("delivery", "reply"):
+            return False
+        if kind == "delivery":
+            call.inbox.append(packet)
+        else:
+            call.outcome = _outcome(packet.frame.reply)
+        return True
+
+    def _refuse(self, packet: handoff.Packet) -> None:
+        """Drop what no call waits for; extents in it are given back."""
+        _close(packet)
+        if packet.frame.WhichOneof("kind") != "delivery":
+            logger.warning("the broker sent a frame that nobody waits for: %s", packet.frame.WhichOneof("kind"))
+            return
+        with suppress(MembrokerError):
+            self._acknowledge(packet.frame.request_id, packet.frame.delivery.part)
+            self.release(packet.frame.delivery.extent_ids)
+
+    def _lose(self, error: Exception) -> None:
+        """Note that the connection is lost, and why."""
+        if isinstance(error, handoff.BrokenPacket):
+            self._break(ProtocolError, f"the broker at {self._name} sent what is no frame: {error}")
+        self._break(
+            BrokerUnavailable,
+            f"the broker at {self._name} is gone{self._stopping}: what is mapped stays valid; "
+            "start it again (`membrokerd`) and connect anew",
+        )
+
+
+def _outcome(reply: pb.Reply) -> Outcome:
+    result = reply.WhichOneof("result")
+    if result == "error":
+        return from_status(reply.error)
+    if result is None:
+        return ProtocolError("the broker answered with nothing that this version knows")
+    response: Message = getattr(reply, result)
+    return response
+
+
+def _check_whole(packet: handoff.Packet) -> None:
+    """Raise unless every extent of a delivery came with its descriptor."""
+    ids = packet.frame.delivery.extent_ids
+    if packet.truncated:
+        raise DescriptorLimit(f"{len(packet.descriptors)} of {len(ids)} descriptors arrived: {DESCRIPTORS_SHORT}")
+    if len(ids) != len(packet.descriptors):
+        raise ProtocolError(f"{len(packet.descriptors)} descriptors came for {len(ids)} extents")
+
+
+def _close(packet: handoff.Packet) -> None:
+    """Close the descriptors of a packet; each is forgotten first, so that none is closed twice."""
+    while packet.descriptors:
+        handoff.close_all([packet.descriptors.pop()])
+
+
+def _close_packets(packets: deque[handoff.Packet]) -> None:
+    while packets:
+        _close(packets.popleft())

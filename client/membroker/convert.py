@@ -1,0 +1,145 @@
+"""The wire's messages as the library's values, and the library's words as the wire's.
+
+Owns one function for each message that a user gets to see. It must never make a call or decide anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC
+
+from membroker.errors import InvalidRequest
+from membroker.types import (
+    DeviceStatus,
+    LocationBooks,
+    ModelBooks,
+    ModelStatus,
+    SessionBooks,
+    SessionStatus,
+)
+from membroker.v1 import resources_pb2 as pb
+from membroker.vmm.driver import Location
+from membroker.vmm.sizes import parse_size
+
+_TO_WIRE = {Location.DEVICE: pb.LOCATION_DEVICE, Location.HOST: pb.LOCATION_HOST}
+
+
+def location_of(location: Location | str) -> Location:
+    """Return `"device"` or `"host"` as a `Location`; raises `InvalidRequest` for anything else."""
+    try:
+        return Location(location)
+    except ValueError:
+        raise InvalidRequest(f'a location is "device" or "host", not {location!r}') from None
+
+
+def bytes_of(what: str, size: int | str, at_least: int = 0) -> int:
+    """Return a size of a user in bytes; `what` names it in the `InvalidRequest` that this raises."""
+    try:
+        value = parse_size(size)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"{what}: {error}") from error
+    if value < at_least:
+        raise InvalidRequest(f"{what} must be at least {at_least} bytes, not {size!r}")
+    return value
+
+
+def location_to_wire(location: Location) -> pb.Location.ValueType:
+    """Return the wire's number for a location."""
+    return _TO_WIRE[location]
+
+
+def location_name(location: pb.Location.ValueType) -> str:
+    """Return `"device"` or `"host"` for the wire's number."""
+    return pb.Location.Name(location).removeprefix("LOCATION_").lower()
+
+
+def limit(location: Location, size: int) -> pb.Limit:
+    """Return a limit of `size` bytes at a location."""
+    return pb.Limit(location=_TO_WIRE[location], limit_bytes=size)
+
+
+def device(message: pb.Device) -> DeviceStatus:
+    """Return a device and its books."""
+    return DeviceStatus(
+        uuid=message.uuid,
+        product=message.product,
+        driver=message.driver,
+        granularity=message.granularity_bytes,
+        locations={books.location: books for books in map(_location_books, message.locations)},
+        revision=message.revision,
+        version=message.version,
+        pid=message.pid,
+        start_time=message.start_time.ToDatetime(UTC),
+        sessions=message.sessions,
+        detached_sessions=message.detached_sessions,
+    )
+
+
+def _location_books(message: pb.LocationBooks) -> LocationBooks:
+    return LocationBooks(
+        location=location_name(message.location),
+        capacity=message.capacity_bytes,
+        lent=message.lent_bytes,
+        releasing=message.releasing_bytes,
+        stock=message.stock_bytes,
+        free=message.free_bytes,
+        headroom=message.headroom_bytes,
+        unaccounted=message.unaccounted_bytes if message.HasField("unaccounted_bytes") else None,
+        device_total=message.device_total_bytes if message.HasField("device_total_bytes") else None,
+        device_used=message.device_used_bytes if message.HasField("device_used_bytes") else None,
+    )
+
+
+def models(messages: Iterable[pb.Model]) -> list[ModelStatus]:
+    """Return models and their books."""
+    return [model(message) for message in messages]
+
+
+def model(message: pb.Model) -> ModelStatus:
+    """Return a model and its books."""
+    return ModelStatus(
+        name=message.name,
+        virtual_capacity=message.virtual_capacity_bytes,
+        books={books.location: books for books in map(_model_books, message.books)},
+        sessions=message.sessions,
+        allocations_total=message.allocations_total,
+        releases_total=message.releases_total,
+        denials_total=dict(message.denials_total),
+    )
+
+
+def _model_books(message: pb.ModelBooks) -> ModelBooks:
+    return ModelBooks(
+        location=location_name(message.location),
+        used=message.used_bytes,
+        peak=message.peak_bytes,
+        releasing=message.releasing_bytes,
+        declared=message.declared_bytes,
+        limit=message.limit_bytes if message.HasField("limit_bytes") else None,
+        extents=message.extents,
+    )
+
+
+def sessions(messages: Iterable[pb.Session]) -> list[SessionStatus]:
+    """Return sessions and their books."""
+    return [session(message) for message in messages]
+
+
+def session(message: pb.Session) -> SessionStatus:
+    """Return a session and its books."""
+    return SessionStatus(
+        name=message.name,
+        tenant=message.tenant,
+        state=pb.Session.State.Name(message.state).lower(),
+        pid=message.pid,
+        uid=message.uid,
+        observer=message.observer,
+        client=message.client,
+        models=tuple(message.models),
+        books={books.location: books for books in map(_session_books, message.books)},
+        create_time=message.create_time.ToDatetime(UTC),
+    )
+
+
+def _session_books(message: pb.SessionBooks) -> SessionBooks:
+    return SessionBooks(location_name(message.location), message.used_bytes, message.extents)

@@ -1,0 +1,198 @@
+"""Which endpoint to enter, how to connect to it, and what is wrong when that fails.
+
+Owns the search for an endpoint's directory and the sentence for each way in which it can be unusable. It must
+never speak a word of the protocol, and never mend anything itself: the sentence names the command that does.
+"""
+
+from __future__ import annotations
+
+import errno
+import grp
+import os
+import pwd
+import socket
+import stat
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from membroker.errors import AccessDenied, BrokerUnavailable, InvalidRequest, MembrokerError
+
+VARIABLE = "MEMBROKER_ENDPOINT"
+MAX_PATH_BYTES = 107
+"""The longest path of a Unix socket: `sockaddr_un` has 108 bytes, the last is a zero."""
+
+_START = "start one with `membrokerd`"
+
+
+def find_endpoint(endpoint: str | os.PathLike[str] | None = None, env: Mapping[str, str] = os.environ) -> Path:
+    """Return the directory of the endpoint to enter, absolute.
+
+    The argument, else MEMBROKER_ENDPOINT, else `tenants/default` of the only device under
+    `$XDG_RUNTIME_DIR/membroker`, else under `/run/membroker`. Raises `BrokerUnavailable` where there is no
+    device, and `InvalidRequest` where there are several, with their directories.
+    """
+    chosen = os.fspath(endpoint) if endpoint is not None else env.get(VARIABLE, "")
+    if chosen:
+        return Path(chosen).absolute()
+    return default_device(env) / "tenants" / "default"
+
+
+def default_device(env: Mapping[str, str] = os.environ) -> Path:
+    """Return the runtime directory of the only device whose broker could be reached without being told which."""
+    looked = runtime_directories(env)
+    for runtime in looked:
+        devices = _devices_in(runtime)
+        if len(devices) > 1:
+            listed = ", ".join(str(device / "tenants" / "default") for device in devices)
+            raise InvalidRequest(
+                f"{runtime} has {len(devices)} devices: choose an endpoint with "
+                f"connect(endpoint=…) or {VARIABLE}=…, of {listed}"
+            )
+        if devices:
+            return devices[0]
+    raise BrokerUnavailable(
+        f"no broker was found under {' or '.join(map(str, looked))}: {_START}, "
+        f"or name its endpoint's directory with {VARIABLE}=…"
+    )
+
+
+def runtime_directories(env: Mapping[str, str] = os.environ) -> list[Path]:
+    """Return the directories in which brokers keep their endpoints, the user's own first."""
+    own = env.get("XDG_RUNTIME_DIR", "")
+    return [Path(own, "membroker")] * bool(own) + [Path("/run/membroker")]
+
+
+def _devices_in(runtime: Path) -> list[Path]:
+    try:
+        return sorted(entry for entry in runtime.iterdir() if (entry / "tenants").is_dir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise diagnose(runtime, error) from error
+
+
+def open_socket(path: Path, timeout: float) -> socket.socket:
+    """Connect to the handoff socket at `path` and return it, blocking for at most `timeout` seconds a call.
+
+    Raises `BrokerUnavailable`, `AccessDenied` or `InvalidRequest` with what is wrong and the command that mends it.
+    """
+    check_path(path)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        set_timeout(connection, timeout)
+        connection.connect(os.fspath(path))
+    except OSError as error:
+        connection.close()
+        raise diagnose(path, error) from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def set_timeout(connection: socket.socket, timeout: float) -> None:
+    """Let the kernel end each blocking call after `timeout` seconds (EAGAIN); 0 for never.
+
+    Python's own timeout makes the socket non-blocking, and such a connect fails at once when the queue is full.
+    """
+    value = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, value)
+
+
+def check_path(path: Path) -> None:
+    """Raise `InvalidRequest` for a path that the kernel does not take as a socket's address."""
+    length = len(os.fsencode(path))
+    if length > MAX_PATH_BYTES:
+        raise InvalidRequest(
+            f"the path of a socket has at most {MAX_PATH_BYTES} bytes and {path} has {length}: "
+            "choose a shorter runtime directory, or name the endpoint through a symbolic link with a short path"
+        )
+
+
+def diagnose(path: Path, error: OSError) -> MembrokerError:
+    """Return the exception for a socket at `path` that could not be connected to, by what the file system shows."""
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return AccessDenied(_denied(path))
+    if error.errno == errno.ENOENT:
+        return BrokerUnavailable(_absent(path))
+    if error.errno == errno.ENOTDIR:
+        return BrokerUnavailable(f"{_first(path, _is_no_directory)} is not a directory: {_name_endpoint(path)}")
+    if error.errno == errno.ECONNREFUSED:
+        return BrokerUnavailable(_refused(path))
+    if error.errno == errno.EPROTOTYPE:
+        return BrokerUnavailable(f"{path} is a socket of another kind, not a broker's: {_name_endpoint(path)}")
+    if error.errno in (errno.EAGAIN, errno.ETIMEDOUT):
+        return BrokerUnavailable(silent(path))
+    return BrokerUnavailable(f"cannot connect to {path}: {error.strerror} ({errno.errorcode.get(error.errno or 0)})")
+
+
+def silent(path: Path) -> str:
+    """Return the sentence for a broker that accepts nobody or says nothing in the time allowed."""
+    return (
+        f"the broker at {path} does not answer: it is stopped or overloaded. Look at it with "
+        "`pgrep -a membrokerd`, continue a stopped one with `kill -CONT`, or give connect() a longer timeout"
+    )
+
+
+def _refused(path: Path) -> str:
+    if not stat.S_ISSOCK(os.stat(path).st_mode):
+        return f"{path} is not a socket: {_name_endpoint(path)}"
+    return f"nobody listens at {path}: the broker is dead and left its socket behind; {_START}, which replaces it"
+
+
+def _absent(path: Path) -> str:
+    missing = _first(path, lambda part: not part.exists()) or path
+    if missing.is_symlink():
+        return f"{missing} is a symbolic link to nothing: {_name_endpoint(path)}"
+    if missing == path:
+        return f"{path.parent} has no {path.name}: no broker has this endpoint open. Is membrokerd running? {_START}"
+    return f"{missing} does not exist. Is membrokerd running, with this tenant? {_START}, or {_name_endpoint(path)}"
+
+
+def _denied(path: Path) -> str:
+    closed = _first(path.parent, lambda part: not os.access(part, os.X_OK, effective_ids=True)) or path
+    found = os.stat(closed) if closed.parent == closed or os.access(closed.parent, os.X_OK) else None
+    if found is None:
+        return f"permission denied: {closed}, for user {_user(os.geteuid())}"
+    owner, group = _user(found.st_uid), _group(found.st_gid)
+    mine = ", ".join(_group(gid) for gid in sorted({os.getegid(), *os.getgroups()}))
+    return (
+        f"permission denied: {closed} belongs to {owner}, group {group}, mode {stat.S_IMODE(found.st_mode):04o}, and "
+        f"this process runs as {_user(os.geteuid())}, groups {mine}. {_admission(found)}"
+    )
+
+
+def _admission(found: os.stat_result) -> str:
+    if found.st_mode & (stat.S_IXGRP if stat.S_ISDIR(found.st_mode) else stat.S_IWGRP):
+        name = _group(found.st_gid).split()[0]
+        return f"Join the group with `usermod -aG {name} {_user(os.geteuid()).split()[0]}` and log in again"
+    return f"Enter through your own tenant's endpoint ({VARIABLE}=…), or ask its owner to admit you"
+
+
+def _first(path: Path, wrong: Callable[[Path], bool]) -> Path | None:
+    """Return the first part of `path`, from the root down, of which `wrong` is true."""
+    return next((part for part in (*reversed(path.parents), path) if wrong(part)), None)
+
+
+def _is_no_directory(part: Path) -> bool:
+    return part.exists() and not part.is_dir()
+
+
+def _name_endpoint(path: Path) -> str:
+    return f"name the endpoint's directory, which has {path.name} in it, with connect(endpoint=…) or {VARIABLE}=…"
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"
+
+
+def _group(gid: int) -> str:
+    try:
+        return f"{grp.getgrgid(gid).gr_name} (gid {gid})"
+    except KeyError:
+        return f"gid {gid}"

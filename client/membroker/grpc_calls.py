@@ -1,0 +1,123 @@
+"""gRPC: the calls of BrokerService at one endpoint, with their errors as the library's.
+
+Owns a channel, made at the first call, and the translation of an RpcError. It must never stream (a streaming call
+that races the interpreter's exit can hang for ever), never retry, and never touch the channel in a forked child.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.message import DecodeError, Message
+from google.rpc.status_pb2 import Status
+
+from membroker.endpoint import check_path
+from membroker.errors import BrokerUnavailable, MembrokerError, from_status
+
+if TYPE_CHECKING:
+    import grpc
+
+    from membroker.connection import Outcome
+
+TOKEN_METADATA = "membroker-token"
+STATUS_METADATA = "grpc-status-details-bin"
+_OPTIONS = (
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 200),
+)
+# Channels of a forked child's parent: never collected here, because ending one runs gRPC's code.
+_inherited: list[object] = []
+
+
+class GrpcCalls:
+    """Unary calls at `<endpoint>/grpc.sock` with a session's token; `service` makes the stub of a channel."""
+
+    def __init__(
+        self, socket_path: Path, token: str = "", service: Callable[[grpc.Channel], Any] | None = None
+    ) -> None:
+        self._path = socket_path
+        self._metadata = ((TOKEN_METADATA, token),) if token else ()
+        self._service = service
+        self._lock = threading.Lock()
+        self._channel: grpc.Channel | None = None
+        self._stub: Any = None
+
+    def call(self, method: str, request: Message, timeout: float | None = None) -> Any:
+        """Make the call and return its response; `timeout` in seconds.
+
+        Raises the broker's refusal, typed, and `BrokerUnavailable` when no broker answers.
+        """
+        import grpc
+
+        try:
+            return getattr(self._open(), method)(request, metadata=self._metadata, timeout=timeout)
+        except grpc.RpcError as error:
+            raise self._translate(error) from error
+
+    def start(self, method: str, request: Message, finish: Callable[[Outcome], None]) -> None:
+        """Begin the call; `finish` gets the response or the error, in a thread of gRPC's."""
+        future = getattr(self._open(), method).future(request, metadata=self._metadata)
+        future.add_done_callback(lambda done: finish(self._outcome(done)))
+
+    def _outcome(self, future: Any) -> Outcome:
+        import grpc
+
+        try:
+            response: Message = future.result()
+        except grpc.RpcError as error:
+            return self._translate(error)
+        except grpc.FutureCancelledError:
+            return BrokerUnavailable(f"the call at {self._path} was cancelled: its client is closed")
+        return response
+
+    def close(self) -> None:
+        """Close the channel; calls in flight are cancelled."""
+        with self._lock:
+            channel, self._channel, self._stub = self._channel, None, None
+        if channel is not None:
+            channel.close()
+
+    def abandon(self) -> None:
+        """In a forked child: let go without a call into gRPC, which does not survive a fork."""
+        _inherited.extend((self._channel, self._stub))
+        self._channel = self._stub = None
+
+    def _open(self) -> Any:
+        with self._lock:
+            if self._stub is None:
+                import grpc
+
+                check_path(self._path)
+                self._channel = grpc.insecure_channel(f"unix:{self._path}", options=_OPTIONS)
+                self._stub = (self._service or _broker_service)(self._channel)
+            return self._stub
+
+    def _translate(self, error: Any) -> MembrokerError:
+        import grpc
+
+        for key, value in error.trailing_metadata() or ():
+            if key == STATUS_METADATA:
+                try:
+                    return from_status(Status.FromString(value))
+                except DecodeError:
+                    break
+        code, details = error.code(), error.details()
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+            return BrokerUnavailable(
+                f"the broker at {self._path} does not answer ({code.name}: {details}): "
+                "see that it runs (`pgrep -a membrokerd`), start it with `membrokerd`, and connect anew"
+            )
+        return MembrokerError(f"{code.name}: {details}")
+
+
+def _broker_service(channel: grpc.Channel) -> Any:
+    from membroker.v1.broker_pb2_grpc import BrokerServiceStub
+
+    return BrokerServiceStub(channel)

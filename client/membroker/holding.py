@@ -1,0 +1,122 @@
+"""`Holding`: what one pool or one buffer holds, and how all of it is given back, exactly once.
+
+Owns a region, the ids of the extents in it, and the count of who still uses it: calls that run, and views that
+live. It outlives the pool or buffer that the user sees, and must never refer to it: a finalizer gives it back.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from membroker.errors import ClosedError
+from membroker.region import Region
+from membroker.source import Source
+from membroker.views import Views
+from membroker.vmm.driver import Handle
+
+
+class Holding:
+    """A region of `size` bytes and the extents in it, `extents` by offset in bytes.
+
+    `end` gives everything back as soon as nobody uses it. After a fork the child's copy is `abandoned`: it
+    belongs to the parent, and touching its lock could wait for ever.
+    """
+
+    def __init__(self, source: Source, size: int, what: str) -> None:
+        self.source = source
+        self.what = what
+        self.region = Region(source.driver, size)
+        self.views = Views(self._used_less)
+        self.extents: dict[int, int] = {}
+        self.abandoned = False
+        self._lock = threading.Lock()
+        self._uses = 0
+        self._ending = False
+        self._ended = False
+        source.enrol(self)
+
+    def owned_by(self, owner: object) -> None:
+        """End when `owner`, the object that the user has, is garbage. At exit the client does it in order."""
+        weakref.finalize(owner, self.source.later, self.end).atexit = False
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` when this is given back, or inherited over a fork. Takes no lock."""
+        if self.abandoned:
+            raise ClosedError(f"this {self.what} belongs to the process that this one was forked from")
+        if self._ending:
+            raise ClosedError(f"this {self.what} is closed")
+
+    @property
+    def closed(self) -> bool:
+        """Whether this is given back, or will be when the last view of it is gone."""
+        return self._ending or self.abandoned
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Hold off the end during a call."""
+        self.check_open()
+        with self._lock:
+            self.check_open()
+            self._uses += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._uses -= 1
+            if self._ending:
+                self.end()
+
+    def end(self) -> None:
+        """Give everything back, now, or once the last call has returned and the last view is gone."""
+        if self.abandoned:
+            return
+        with self._lock:
+            self._ending = True
+            if self._ended or self._uses or self.views.any():
+                return
+            self._ended = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        try:
+            if self.extents:
+                self.source.driver.synchronize()
+            self.region.close()
+            extent_ids, self.extents = list(self.extents.values()), {}
+            if extent_ids:
+                self.source.give_back(extent_ids)
+        finally:
+            self.source.dismiss(self)
+
+    def _used_less(self) -> None:
+        """A view died, in whatever thread: if it was the last to wait for, another thread does the work."""
+        if self._ending and not self.abandoned:
+            self.source.later(self.end)
+
+
+class Placing:
+    """Maps extents side by side from `offset` on, as they come, and remembers them (a `Placement`)."""
+
+    def __init__(self, region: Region, offset: int) -> None:
+        self._region = region
+        self._start = offset
+        self._end = offset
+        self.extents: dict[int, int] = {}
+
+    def place(self, extent_ids: Sequence[int], handles: Sequence[Handle]) -> None:
+        """Map the extents behind the ones before them."""
+        end = self._end + self._region.bind(self._end, handles)
+        for extent_id, handle in zip(extent_ids, handles, strict=True):
+            self.extents[self._end] = extent_id
+            self._end += handle.size
+        assert self._end == end
+
+    def undo(self) -> None:
+        """Unmap them all. Nobody has used them yet, so there is no work to wait for."""
+        if self._end > self._start:
+            self._region.unbind(self._start, self._end - self._start)
+            self._end = self._start
+            self.extents.clear()

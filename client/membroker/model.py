@@ -1,0 +1,187 @@
+"""`Model`: a registered workload, from which pools and buffers borrow.
+
+Owns the model's name and numbers, and is the broker's `Source`: it asks for extents, imports their descriptors,
+and gives ids back. It must never map anything: what it imports goes to a `Placement`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+
+from membroker import convert
+from membroker.buffer import Buffer
+from membroker.errors import BrokerUnavailable, ClosedError, InvalidRequest, ModelNotFound
+from membroker.handoff import MAX_EXTENTS_PER_CALL
+from membroker.holding import Holding
+from membroker.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
+from membroker.session import CONTROL_SECONDS, Session
+from membroker.source import Placement
+from membroker.types import ModelStatus
+from membroker.v1 import broker_pb2 as pb
+from membroker.v1 import resources_pb2
+from membroker.vmm.driver import Driver, Location
+from membroker.vmm.sizes import format_size
+
+
+class Model:
+    """A model of this tenant, as this session registered it. Thread-safe. `Client.register_model` makes it."""
+
+    def __init__(self, session: Session, registered: resources_pb2.Model) -> None:
+        self._session = session
+        self._registered = convert.model(registered)
+
+    @property
+    def resource_name(self) -> str:
+        """`tenants/{tenant}/models/{model}`."""
+        return self._registered.name
+
+    @property
+    def name(self) -> str:
+        """The model's own name."""
+        return self._registered.name.rpartition("/")[2]
+
+    @property
+    def virtual_capacity(self) -> int:
+        """How many bytes of addresses a pool reserves unless it asks otherwise."""
+        return self._registered.virtual_capacity
+
+    @property
+    def limit(self) -> int | None:
+        """The limit at the device that was in force at registration, in bytes; `stats` has today's."""
+        return self._limit("device")
+
+    @property
+    def host_limit(self) -> int | None:
+        """The limit at the host that was in force at registration, in bytes."""
+        return self._limit("host")
+
+    def _limit(self, location: str) -> int | None:
+        books = self._registered.books.get(location)
+        return books.limit if books else None
+
+    def pool(
+        self,
+        page_size: int | str = DEFAULT_PAGE_SIZE,
+        virtual_capacity: int | str | None = None,
+        location: Location | str = Location.DEVICE,
+    ) -> VirtualMemoryPool:
+        """Reserve addresses for `virtual_capacity` bytes (the model's, unless given) and return the pool.
+
+        No memory is borrowed yet. Raises `InvalidPageSize` unless `page_size` is a power of two and at least the
+        granularity, `InvalidRequest`, and `DeviceFailure` when the addresses cannot be had.
+        """
+        self._session.check_open()
+        capacity = self.virtual_capacity if virtual_capacity is None else virtual_capacity
+        return VirtualMemoryPool(self, capacity, page_size, location)
+
+    def allocate(self, size: int | str, location: Location | str = Location.DEVICE) -> Buffer:
+        """Borrow one contiguous extent of at least `size` bytes and return it mapped.
+
+        Raises `OutOfMemory` with the numbers and the level that refused, `InvalidRequest`, `DeviceFailure`,
+        `DescriptorLimit`, `BrokerUnavailable`; nothing is mapped or charged then.
+        """
+        self._session.check_open()
+        return Buffer(self, size, location)
+
+    def declare(self, size: int | str, location: Location | str = Location.DEVICE) -> None:
+        """Say how many bytes in all this process allocates for the model by itself, and is charged for.
+
+        Its CUDA context, workspaces, memory that it must export. Replaces what was declared before; 0 ends it.
+        Raises `OutOfMemory` when a limit refuses, and then the declaration before stays.
+        """
+        request = pb.DeclareMemoryRequest(
+            model=self.resource_name,
+            location=convert.location_to_wire(convert.location_of(location)),
+            declared_bytes=convert.bytes_of("a declaration", size),
+        )
+        self._session.check_open()
+        self._session.transport.declare(request)
+
+    def unregister(self) -> None:
+        """Leave the model; it ends with the last session that leaves it. Raises `ModelInUse` while it is charged."""
+        self._session.check_open()
+        request_id = self._session.connection.new_request_id()
+        request = pb.UnregisterModelRequest(request_id=request_id, name=self.resource_name)
+        self._session.calls.call("UnregisterModel", request, CONTROL_SECONDS)
+
+    def stats(self) -> ModelStatus:
+        """Return the model's books as the broker has them now, those of all its sessions together."""
+        self._session.check_open()
+        token = ""
+        while True:
+            request = pb.ListModelsRequest(page_size=1000, page_token=token)
+            page = self._session.calls.call("ListModels", request, CONTROL_SECONDS)
+            for model in page.models:
+                if model.name == self.resource_name:
+                    return convert.model(model)
+            token = page.next_page_token
+            if not token:
+                raise ModelNotFound(f"{self.resource_name} is not registered any more")
+
+    def __repr__(self) -> str:
+        return f"<membroker.Model {self.resource_name}>"
+
+    # The source of pools and buffers
+
+    @property
+    def driver(self) -> Driver:
+        """The driver of the broker's device, in this process."""
+        return self._session.driver
+
+    def enrol(self, holding: Holding) -> None:
+        """Let the client end this holding when it closes."""
+        self._session.enrol(holding)
+
+    def dismiss(self, holding: Holding) -> None:
+        """Forget a holding that was given back."""
+        self._session.dismiss(holding)
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Do `work` in the background thread; for finalizers."""
+        self._session.later(work)
+
+    def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
+        """Borrow extents from the broker and place them, part by part as they come. All or nothing."""
+        if count > MAX_EXTENTS_PER_CALL:
+            raise InvalidRequest(
+                f"{count} extents of {format_size(extent_bytes)} are more than one request may have "
+                f"({MAX_EXTENTS_PER_CALL}): take larger pages, or fewer at a time"
+            )
+        self._session.check_open()
+        request = pb.AllocateExtentsRequest(
+            model=self.resource_name,
+            location=convert.location_to_wire(location),
+            extent_bytes=extent_bytes,
+            count=count,
+        )
+        self._session.transport.allocate(request, _Importing(self.driver, extent_bytes, location, placement))
+
+    def give_back(self, extent_ids: Sequence[int]) -> None:
+        """Release extents. A broker that is gone needs no telling: what it lent ends with the mapping."""
+        with suppress(BrokerUnavailable, ClosedError):
+            self._session.transport.release(extent_ids)
+
+
+class _Importing:
+    """Imports the descriptors of each delivery, and lets the placement map them (a `DeliveryHandler`)."""
+
+    def __init__(self, driver: Driver, extent_bytes: int, location: Location, placement: Placement) -> None:
+        self._driver = driver
+        self._extent_bytes = extent_bytes
+        self._location = location
+        self._placement = placement
+
+    def receive(self, extent_ids: Sequence[int], descriptors: Sequence[int]) -> None:
+        """Import and map one delivery. The mappings alone keep the memory afterwards."""
+        with ExitStack() as imported:
+            handles = []
+            for descriptor in descriptors:
+                handle = self._driver.import_extent(descriptor, self._extent_bytes, self._location)
+                imported.callback(self._driver.release, handle)
+                handles.append(handle)
+            self._placement.place(extent_ids, handles)
+
+    def undo(self) -> None:
+        """Unmap what was mapped."""
+        self._placement.undo()

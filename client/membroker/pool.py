@@ -1,0 +1,278 @@
+"""`VirtualMemoryPool`: many addresses, and memory behind the ones that are used.
+
+Owns which page of the pool is backed by which extent. It knows a `Source` and a `Region`, never a broker, and must
+never hold its lock during a call of the source or the driver: two borrowers that wait for each other would stand
+still.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from membroker.convert import bytes_of, location_of
+from membroker.errors import (
+    AlreadyMapped,
+    InvalidOffset,
+    InvalidPageSize,
+    InvalidRequest,
+    NotMapped,
+)
+from membroker.holding import Holding, Placing
+from membroker.region import device_failures
+from membroker.source import Source
+from membroker.types import MemoryStats
+from membroker.vmm.driver import Location
+from membroker.vmm.sizes import MAX_BYTES, MIB, format_size, is_power_of_two, round_up
+
+DEFAULT_PAGE_SIZE = 64 * MIB
+
+
+class VirtualMemoryPool:
+    """Addresses for `virtual_capacity` bytes, backed page by page on demand. Thread-safe, and a context manager.
+
+    Offsets and sizes are in bytes (sizes may be text, such as `"8GiB"`) and need no alignment: a call works on
+    every page that its range touches. What is charged is whole pages. `virtual_capacity` is rounded up to whole
+    pages; nothing but the process's address space limits it.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        virtual_capacity: int | str,
+        page_size: int | str = DEFAULT_PAGE_SIZE,
+        location: Location | str = Location.DEVICE,
+    ) -> None:
+        self._page_size = _check_page_size(page_size, source.driver.device.granularity)
+        self._location = location_of(location)
+        self._capacity = round_up(bytes_of("virtual_capacity", virtual_capacity, at_least=1), self._page_size)
+        if self._capacity > MAX_BYTES:
+            raise InvalidRequest(f"a virtual capacity of {virtual_capacity!r} rounds up to more than 2^63-1 bytes")
+        with device_failures():
+            self._holding = Holding(source, self._capacity, "pool")
+        self._on_host = source.driver.device.driver == "host"
+        # By page number: the pages that a running call maps or unmaps.
+        self._pending: set[int] = set()
+        self._lock = threading.Lock()
+        self._holding.owned_by(self)
+
+    # What it is
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of addresses."""
+        return self._capacity
+
+    @property
+    def base_address(self) -> int:
+        """The address of offset 0, in this process; it stays the same as long as the pool is open."""
+        self._holding.check_open()
+        return self._holding.region.address
+
+    @property
+    def page_size(self) -> int:
+        """Bytes of a page: the step in which the pool grows and shrinks."""
+        return self._page_size
+
+    @property
+    def physical_memory_usage(self) -> int:
+        """Bytes of memory behind the addresses: whole pages."""
+        return len(self._holding.extents) * self._page_size
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pool was closed."""
+        return self._holding.closed
+
+    def is_mapped(self, offset: int) -> bool:
+        """Say whether the byte at `offset` is backed. Raises `InvalidOffset` outside the pool."""
+        self._holding.check_open()
+        page = self._touched(offset, 1).start
+        with self._lock:
+            return self._is_backed(page) and page not in self._pending
+
+    def stats(self) -> MemoryStats:
+        """Return the pool's numbers at this moment."""
+        self._holding.check_open()
+        with self._lock:
+            backed = sorted(self._holding.extents)
+        return MemoryStats(
+            virtual_capacity=self._capacity,
+            physical_usage=len(backed) * self._page_size,
+            mapped_pages=len(backed),
+            fragmentation_ratio=_fragmentation(backed, self._page_size, self._capacity),
+        )
+
+    # Backing addresses
+
+    def allocate(self, offset: int, size: int | str) -> int:
+        """Back every page that [offset, offset + size) touches, and return the address of `offset`.
+
+        All or nothing: when it raises, nothing is mapped or charged that was not before. Raises `InvalidOffset`
+        beyond the capacity, `InvalidRequest` for a size of 0, `AlreadyMapped` when a page is backed already or
+        another thread is at it, `OutOfMemory` with the level that refused, `DeviceFailure`, `DescriptorLimit`,
+        `BrokerUnavailable`, `ClosedError`.
+        """
+        self._holding.check_open()
+        pages = self._touched(offset, size)
+        self._back(lambda: pages)
+        return self._holding.region.address + offset
+
+    def grow(self, size: int | str) -> int:
+        """Back the first `size` bytes after the highest backed page, and return their address.
+
+        Holes below are left as they are. A page that another thread is backing counts as backed, so threads that
+        grow at once get neighbouring ranges. Raises as `allocate`.
+        """
+        self._holding.check_open()
+        length = bytes_of("a size", size, at_least=1)
+        pages = self._back(lambda: self._touched(self._top(), length))
+        return self._holding.region.address + pages.start * self._page_size
+
+    def _back(self, choose: Callable[[], range]) -> range:
+        with device_failures(), self._holding.in_use(), self._claim(choose, self._check_unmapped) as pages:
+            placing = Placing(self._holding.region, pages.start * self._page_size)
+            source = self._holding.source
+            source.borrow(self._page_size, len(pages), self._location, placing)
+            try:
+                self._commit(placing)
+            except BaseException:
+                extent_ids = list(placing.extents.values())
+                placing.undo()
+                source.give_back(extent_ids)
+                raise
+        return pages
+
+    def _commit(self, placing: Placing) -> None:
+        with self._lock:
+            self._holding.check_open()
+            self._holding.extents.update(placing.extents)
+
+    def deallocate(self, offset: int, size: int | str) -> None:
+        """Give back every page that [offset, offset + size) touches. Their addresses stay the pool's.
+
+        Waits once for the work that this process has given to the device, because unmapping does not. Raises
+        `NotMapped` when a page is not backed, `BufferError` while a view of the range is alive, `InvalidOffset`
+        and `InvalidRequest`; nothing has changed then. When the broker is away the memory is given back all the same.
+        """
+        self._holding.check_open()
+        touched = self._touched(offset, size)
+        with device_failures(), self._holding.in_use(), self._claim(lambda: touched, self._check_removable) as pages:
+            start, length = pages.start * self._page_size, len(pages) * self._page_size
+            self._holding.source.driver.synchronize()
+            self._holding.region.unbind(start, length)
+            with self._lock:
+                extent_ids = [self._holding.extents.pop(page * self._page_size) for page in pages]
+        self._holding.source.give_back(extent_ids)
+
+    def view(self, offset: int, size: int | str) -> memoryview:
+        """Return [offset, offset + size) as a writable memoryview, on the host driver.
+
+        While it lives, or anything made from it, the range cannot be deallocated, and a closed pool keeps its memory.
+        Raises `NotMapped` when a page is not backed, and `InvalidRequest` on a card.
+        """
+        if not self._on_host:
+            raise InvalidRequest("only the host driver's memory can be viewed: wrap the address on a card")
+        self._holding.check_open()
+        pages, length = self._touched(offset, size), bytes_of("a size", size)
+        with self._holding.in_use(), self._lock:
+            self._check_mapped(pages)
+            return self._holding.views.make(self, self._holding.region.address + offset, length)
+
+    def close(self) -> None:
+        """Unmap and give back everything, addresses too. Idempotent; raises nothing when the broker is away.
+
+        With living views, or calls in other threads, it happens when the last of them has ended.
+        """
+        with device_failures():
+            self._holding.end()
+
+    def __enter__(self) -> VirtualMemoryPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        used, all_of_it = format_size(self.physical_memory_usage), format_size(self._capacity)
+        return f"<membroker.VirtualMemoryPool of {all_of_it}, {used} backed{', closed' * self.closed}>"
+
+    # Pages
+
+    def _touched(self, offset: int, size: int | str) -> range:
+        """Return the numbers of the pages that [offset, offset + size) touches, after checking both."""
+        length = bytes_of("a size", size, at_least=1)
+        if isinstance(offset, bool) or not isinstance(offset, int):
+            raise InvalidOffset(f"an offset is an int of bytes, not {type(offset).__name__}")
+        # Compared without a sum, as a language with 64-bit integers has to.
+        if not 0 <= offset < self._capacity or length > self._capacity - offset:
+            raise InvalidOffset(
+                f"{length} bytes at offset {offset} do not lie in the pool's virtual capacity of {self._capacity} bytes"
+            )
+        return range(offset // self._page_size, (offset + length - 1) // self._page_size + 1)
+
+    @contextmanager
+    def _claim(self, choose: Callable[[], range], check: Callable[[range], None]) -> Iterator[range]:
+        """Keep all other calls off some pages, after `check` agreed, while the lock is not held."""
+        with self._lock:
+            pages = choose()
+            check(pages)
+            self._pending.update(pages)
+        try:
+            yield pages
+        finally:
+            with self._lock:
+                self._pending.difference_update(pages)
+
+    def _is_backed(self, page: int) -> bool:
+        return page * self._page_size in self._holding.extents
+
+    def _top(self) -> int:
+        """Return the offset behind the highest page that is backed or pending. The lock is held."""
+        highest = max(self._holding.extents, default=-self._page_size)
+        return max(highest, max(self._pending, default=-1) * self._page_size) + self._page_size
+
+    def _check_unmapped(self, pages: range) -> None:
+        for page in pages:
+            if page in self._pending or self._is_backed(page):
+                by = "is being changed by another call" if page in self._pending else "is mapped already"
+                raise AlreadyMapped(f"the page at offset {page * self._page_size} {by}")
+
+    def _check_mapped(self, pages: range) -> None:
+        for page in pages:
+            if page in self._pending or not self._is_backed(page):
+                raise NotMapped(f"the page at offset {page * self._page_size} is not mapped")
+
+    def _check_removable(self, pages: range) -> None:
+        self._check_mapped(pages)
+        start, length = pages.start * self._page_size, len(pages) * self._page_size
+        if self._holding.views.any_in(self._holding.region.address + start, length):
+            raise BufferError(f"a view of [{start}, {start + length}) is still alive: release it first")
+
+
+def _check_page_size(page_size: int | str, granularity: int) -> int:
+    try:
+        value = bytes_of("a page size", page_size)
+    except InvalidRequest as error:
+        raise InvalidPageSize(str(error)) from error
+    if not is_power_of_two(value) or value < granularity:
+        raise InvalidPageSize(
+            f"a page size is a power of two and at least {format_size(granularity)}, the device's granularity, "
+            f"not {page_size!r}"
+        )
+    return value
+
+
+def _fragmentation(backed: list[int], page_size: int, capacity: int) -> float:
+    """Return 1 - largest free run / free addresses, for the offsets of the backed pages in order."""
+    free = capacity - len(backed) * page_size
+    if not free:
+        return 0.0
+    ends = [-page_size, *backed]
+    starts = [*backed, capacity]
+    largest = max(start - end - page_size for end, start in zip(ends, starts, strict=True))
+    return 1 - largest / free

@@ -1,0 +1,78 @@
+"""`Region`: a range of addresses with extents bound into it, in this process.
+
+Owns one reservation and the table of what is mapped where in it. Knows a driver and nothing of brokers, ids or
+pages, and must never wait for work on the device: who unmaps has synchronised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from membroker.errors import DescriptorLimit, DeviceFailure
+from membroker.vmm.driver import AccessFlags, Driver, DriverError, DriverLimit, Handle
+
+
+@contextmanager
+def device_failures() -> Iterator[None]:
+    """Turn a driver's error into `DeviceFailure`, or `DescriptorLimit` where descriptors ran out."""
+    try:
+        yield
+    except DriverError as error:
+        out_of_descriptors = isinstance(error, DriverLimit) and error.name == "EMFILE"
+        raise (DescriptorLimit if out_of_descriptors else DeviceFailure)(str(error)) from error
+
+
+class Region:
+    """`size` bytes of addresses from `address`, reserved until `close`.
+
+    Offsets and sizes are in bytes. Not for two threads in the same part of it at once: different parts are fine.
+    Failures are the driver's (`DriverError`) and leave nothing behind.
+    """
+
+    def __init__(self, driver: Driver, size: int) -> None:
+        self._driver = driver
+        self._extents: dict[int, int] = {}
+        self.size = size
+        self.address = driver.reserve(size)
+
+    def bind(self, offset: int, handles: Sequence[Handle], access: AccessFlags = AccessFlags.READ_WRITE) -> int:
+        """Map whole extents side by side from `offset` on, all or none, and return how many bytes that is."""
+        end = offset
+        with ExitStack() as undo:
+            for handle in handles:
+                self._driver.map(self.address + end, handle)
+                undo.callback(self._driver.unmap, self.address + end, handle.size)
+                end += handle.size
+            self._driver.set_access(self.address + offset, end - offset, access)
+            self._note(offset, handles)
+            undo.pop_all()
+        return end - offset
+
+    def _note(self, offset: int, handles: Sequence[Handle]) -> None:
+        for handle in handles:
+            self._extents[offset] = handle.size
+            offset += handle.size
+
+    def unbind(self, offset: int, size: int) -> None:
+        """Unmap the whole extents that fill [offset, offset + size), in one call of the driver."""
+        self._driver.unmap(self.address + offset, size)
+        end = offset + size
+        while offset < end:
+            offset += self._extents.pop(offset)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Return what is mapped as (offset, size) of each run without a gap, in order."""
+        runs: list[tuple[int, int]] = []
+        for offset, size in sorted(self._extents.items()):
+            if runs and sum(runs[-1]) == offset:
+                runs[-1] = (runs[-1][0], runs[-1][1] + size)
+            else:
+                runs.append((offset, size))
+        return runs
+
+    def close(self) -> None:
+        """Unmap everything, run by run, and give the addresses back."""
+        for offset, size in self.runs():
+            self.unbind(offset, size)
+        self._driver.unreserve(self.address, self.size)

@@ -1,0 +1,188 @@
+"""One session: its connection, its background thread, its driver, and what is held of it.
+
+Owns the order of the beginning and of the end: nothing is told to the broker as given back before it is unmapped.
+It must never be referred to by the background thread, so that a client that was forgotten ends by itself, and in
+a forked child it lets go of everything without a lock, a call or a frame.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from membroker.background import Background
+from membroker.connection import Connection
+from membroker.errors import ClosedError, DescriptorLimit, InvalidRequest
+from membroker.grpc_calls import GrpcCalls
+from membroker.handoff import PROTOCOL_VERSION
+from membroker.handshake import DESCRIPTORS_SHORT, open_session
+from membroker.holding import Holding
+from membroker.region import device_failures
+from membroker.transport import GrpcTransport, HandoffTransport, Transport
+from membroker.v1 import handoff_pb2 as pb
+from membroker.vmm import open_driver
+from membroker.vmm.driver import Driver, DriverError
+
+logger = logging.getLogger("membroker")
+
+CONTROL_SECONDS = 30.0
+"""How long a control call (registration, listings) may take."""
+
+
+class _Link:
+    """What a session holds of the outside world, apart from it: the last one to go can be a finalizer's work."""
+
+    def __init__(self, endpoint: Path, hello: pb.Hello, timeout: float) -> None:
+        path = endpoint / "handoff.sock"
+        self.timeout = timeout
+        self.driver: Driver | None = None
+        self.owns_driver = True
+        connection, notices, self.welcome = open_session(path, hello, timeout)
+        with ExitStack() as undo:
+            undo.callback(connection.close)
+            undo.callback(notices.close)
+            try:
+                self.connection = Connection(connection, str(path), lambda work: self.background.later(work))
+                undo.callback(self.connection.close)
+                self.background = Background(notices, self.connection.heard)
+            except OSError as error:
+                raise DescriptorLimit(DESCRIPTORS_SHORT) from error
+            self.calls = GrpcCalls(endpoint / "grpc.sock", self.welcome.token)
+            undo.pop_all()
+
+    def end(self) -> None:
+        """Say goodbye and close everything."""
+        self.connection.say_goodbye(self.timeout)
+        self.connection.close()
+        self.calls.close()
+        self.background.stop()
+        if self.driver is not None and self.owns_driver:
+            self.driver.close()
+
+    def abandon(self) -> None:
+        """In a forked child: close what was inherited; the parent feels nothing of it."""
+        self.connection.abandon()
+        self.background.abandon()
+        self.calls.abandon()
+        if self.driver is not None:
+            self.driver.abandon()
+
+
+class Session:
+    """An open session at `endpoint`. Raises what `open_session` raises, and then has left nothing behind."""
+
+    def __init__(
+        self, endpoint: Path, *, transport: str, observer: bool, client: str, timeout: float, driver: Driver | None
+    ) -> None:
+        if transport not in ("handoff", "grpc"):
+            raise InvalidRequest(f'a transport is "handoff" or "grpc", not {transport!r}')
+        hello = pb.Hello(protocol_version=PROTOCOL_VERSION, observer=observer, client=client[:128])
+        self.endpoint = endpoint
+        self._lock = threading.Lock()
+        self._closed = self._ended = self._forked = False
+        self._holdings: set[Holding] = set()
+        self._link = _Link(endpoint, hello, timeout)
+        self._link.driver, self._link.owns_driver = driver, driver is None
+        self.welcome = self._link.welcome
+        self.connection, self.calls = self._link.connection, self._link.calls
+        self.transport: Transport = HandoffTransport(self.connection)
+        if transport == "grpc":
+            self.transport = GrpcTransport(self.connection, self.calls)
+        self._forgotten = weakref.finalize(self, self._link.background.later, self._link.end)
+        self._forgotten.atexit = False
+        _living.add(self)
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` when the client is closed, or was inherited over a fork. Takes no lock."""
+        if self._forked:
+            raise ClosedError("this client belongs to the process that this one was forked from: connect() anew")
+        if self._closed:
+            raise ClosedError("this client is closed")
+
+    @property
+    def closed(self) -> bool:
+        """Whether the session has ended, or ends when the last view is gone."""
+        return self._closed or self._forked
+
+    @property
+    def driver(self) -> Driver:
+        """The driver of the broker's device, opened at the first need. Raises `DeviceFailure`."""
+        self.check_open_or_ending()
+        if self._link.driver is None:
+            with self._lock, device_failures():
+                if self._link.driver is None:
+                    self._link.driver = open_driver(self.welcome.driver, self.welcome.device_uuid, context=True)
+        return self._link.driver
+
+    def check_open_or_ending(self) -> None:
+        """Raise `ClosedError` once there is nothing left to work with; while closing, holdings still unmap."""
+        if self._forked or self._ended:
+            self.check_open()
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Do `work` in the background thread."""
+        self._link.background.later(work)
+
+    def enrol(self, holding: Holding) -> None:
+        """Know of what is held."""
+        self._holdings.add(holding)
+
+    def dismiss(self, holding: Holding) -> None:
+        """Forget what was given back; the last one ends a session whose close waited for it."""
+        self._holdings.discard(holding)
+        if self._closed and not self._holdings:
+            self.later(self._end)
+
+    def close(self) -> None:
+        """Give everything back and end the session; what has living views ends with the last of them."""
+        with self._lock:
+            if self._closed or self._forked:
+                return
+            self._closed = True
+        for holding in list(self._holdings):
+            try:
+                holding.end()
+            except DriverError:
+                logger.exception("the driver failed to unmap what a closed client held")
+        if not self._holdings:
+            self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._ended or self._forked:
+                return
+            self._ended = True
+        self._forgotten.detach()
+        self._link.end()
+
+    def abandon(self) -> None:
+        """In a forked child: from now on everything of this session raises `ClosedError`."""
+        self._forked = True
+        self._forgotten.detach()
+        for holding in self._holdings:
+            holding.abandoned = True
+        self._link.abandon()
+
+
+_living: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for session in list(_living):
+        session.close()
+
+
+def _abandon_all() -> None:
+    for session in list(_living):
+        session.abandon()
+    _living.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_abandon_all)

@@ -1,0 +1,59 @@
+"""Where a pool or a buffer gets its extents from: the contract between them and who lends.
+
+Owns two protocols. A `Model` is a source (over the broker), an in-process source is another; pools and buffers
+know nothing else of either. It must never hold state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from membroker.vmm.driver import Driver, Handle, Location
+
+if TYPE_CHECKING:
+    from membroker.holding import Holding
+
+
+class Placement(Protocol):
+    """What a borrower does with extents as they come."""
+
+    def place(self, extent_ids: Sequence[int], handles: Sequence[Handle]) -> None:
+        """Map the next extents, in order. The handles are the source's, which releases them afterwards."""
+        ...
+
+    def undo(self) -> None:
+        """Unmap all that was placed. Called at most once, after a failure, and before the source gives back."""
+        ...
+
+
+class Source(Protocol):
+    """Lends extents. Every method may be called from any thread."""
+
+    @property
+    def driver(self) -> Driver:
+        """The device in which the extents are mapped."""
+        ...
+
+    def enrol(self, holding: Holding) -> None:
+        """Know of what is held of this source, so that a client that closes can end it."""
+        ...
+
+    def dismiss(self, holding: Holding) -> None:
+        """Forget what was given back."""
+        ...
+
+    def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
+        """Borrow `count` extents and place them, part by part.
+
+        All or nothing: on any failure, of `placement` too, it calls `undo`, gives back everything and raises.
+        """
+        ...
+
+    def give_back(self, extent_ids: Sequence[int]) -> None:
+        """Give extents back that are unmapped. Raises nothing when the lender is gone: so are its books."""
+        ...
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Do `work` soon, in another thread. May be called by a finalizer, so it takes no lock and sends nothing."""
+        ...

@@ -1,0 +1,380 @@
+"""The promises of a driver as checks: what every `Driver` must do, on a card and on its host twin.
+
+Owns the conformance suite. `check_driver(make_driver)` runs it all; `CHECKS` is the same as a tuple, one
+function for each promise, to be given to `pytest.mark.parametrize`. It must never look inside a driver: a
+check calls what the contract has, and starts processes of its own. Bytes are moved by `write` and `read`.
+
+`make_driver` is called in other processes too, so it must be picklable: a function of an importable module, or
+`functools.partial(open_driver, "host")`. Nothing else may use the device's memory while a check runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+
+from membroker._testing import (
+    DEADLINE_SECONDS,
+    PATTERN,
+    TRUTH_BYTES,
+    CheckableDriver,
+    MakeDriver,
+    child_process,
+    closed_descriptor,
+    create_and_send,
+    expect,
+    exported,
+    extent,
+    follow_one_extent,
+    import_and_map,
+    keep_descriptor,
+    keep_mapping,
+    map_extent,
+    mapped,
+    mapped_handle,
+    open_descriptors,
+    opened,
+    refused,
+    release_at,
+    reserved,
+    used_bytes,
+    wait_until,
+    work,
+)
+from membroker.vmm.driver import AccessFlags, DriverOutOfMemory, Handle, Location
+from membroker.vmm.sizes import is_power_of_two, round_up
+
+__all__ = ["CHECKS", "CheckableDriver", "MakeDriver", "check_driver", "wait_until"]
+
+_ERROR_NAME = re.compile(r"CUDA_ERROR_\w+|NVML_ERROR_\w+|E[A-Z0-9]+")
+
+
+def check_driver(make_driver: MakeDriver) -> None:
+    """Run every check, each on a driver of its own; raise `AssertionError` at the first broken promise."""
+    for check in CHECKS:
+        check(make_driver)
+
+
+# The promises, one function each
+
+
+def sizes_are_granules(make_driver: MakeDriver) -> None:
+    """The granularity is a power of two, and nothing is created or reserved that is no multiple of it."""
+    with opened(make_driver) as driver:
+        granule = driver.device.granularity
+        expect(is_power_of_two(granule), f"a granularity of {granule} bytes")
+        for size in (0, 1, granule - 1, granule + 1, -granule, 1 << 63, 1 << 70):
+            refused(f"create({size})", driver.create, size)
+            refused(f"reserve({size})", driver.reserve, size)
+
+
+def fresh_memory_is_zero(make_driver: MakeDriver) -> None:
+    """A new extent reads as zero, also right after another of that size was written and released."""
+    with opened(make_driver) as driver:
+        size = 2 * driver.device.granularity
+        for _ in range(3):
+            with mapped(driver, size) as (address, _handle):
+                expect(driver.read(address, size) == bytes(size), "a fresh extent holds bytes that are not zero")
+                driver.write(address, b"\xff" * size)
+
+
+def host_memory_works_like_the_devices(make_driver: MakeDriver) -> None:
+    """An extent at the host location is created, exported, imported, mapped, written and read."""
+    with opened(make_driver) as driver, mapped(driver, driver.device.granularity, Location.HOST) as held:
+        address, handle = held
+        driver.write(address, b"host")
+        with exported(driver, handle) as descriptor:
+            imported = driver.import_extent(descriptor, handle.size, Location.HOST)
+        with mapped_handle(driver, imported) as alias:
+            expect(driver.read(alias, 4) == b"host", "an imported host extent shows other bytes")
+
+
+def reservations_are_aligned(make_driver: MakeDriver) -> None:
+    """A reservation begins at a multiple of the granularity, or of the alignment that was asked for."""
+    with opened(make_driver) as driver:
+        granule = driver.device.granularity
+        for alignment in (0, granule, 16 * granule):
+            with reserved(driver, 3 * granule, alignment) as address:
+                expect(address % max(alignment, granule) == 0, f"{address:#x} is not aligned to {alignment}")
+
+
+def a_reservation_is_given_back_whole(make_driver: MakeDriver) -> None:
+    """Part of a reservation cannot be given back, and none in which something is mapped."""
+    with opened(make_driver) as driver:
+        granule = driver.device.granularity
+        with reserved(driver, 4 * granule) as address:
+            refused("unreserve of a part", driver.unreserve, address, granule)
+            refused("unreserve from the middle", driver.unreserve, address + granule, 3 * granule)
+            with extent(driver, granule) as handle:
+                driver.map(address + granule, handle)
+                refused("unreserve under a mapping", driver.unreserve, address, 4 * granule)
+                driver.unmap(address + granule, granule)
+
+
+def an_extent_is_mapped_whole_in_a_reservation(make_driver: MakeDriver) -> None:
+    """No map over the end of a reservation, outside of all, at an odd address, or of part of an extent."""
+    with opened(make_driver) as driver:
+        granule = driver.device.granularity
+        with extent(driver, 2 * granule) as handle, reserved(driver, 2 * granule) as address:
+            refused("map over the end of the reservation", driver.map, address + granule, handle)
+            refused("map at an unaligned address", driver.map, address + granule // 2, handle)
+            refused("map outside of any reservation", driver.map, granule, handle)
+            with exported(driver, handle) as descriptor:
+                refused("map of half an extent", import_and_map, driver, descriptor, granule, address)
+            driver.map(address, handle)
+            driver.unmap(address, 2 * granule)
+
+
+def nothing_is_mapped_over_a_mapping(make_driver: MakeDriver) -> None:
+    """A map that touches a mapping is refused, and the mapping keeps its bytes."""
+    with opened(make_driver) as driver:
+        granule = driver.device.granularity
+        with (
+            reserved(driver, 4 * granule) as address,
+            extent(driver, 2 * granule) as first,
+            extent(driver, 2 * granule) as second,
+        ):
+            map_extent(driver, address + granule, first)
+            driver.write(address + granule, b"first")
+            for place in (address, address + granule, address + 2 * granule):
+                refused("map over a mapping", driver.map, place, second)
+            expect(driver.read(address + granule, 5) == b"first", "a refused map changed what was mapped")
+            driver.unmap(address + granule, 2 * granule)
+
+
+def whole_mappings_are_unmapped(make_driver: MakeDriver) -> None:
+    """Part of a mapping is never unmapped; several whole ones are, in one call, and can be mapped again."""
+    with opened(make_driver) as driver, ExitStack() as stack:
+        granule = driver.device.granularity
+        address = stack.enter_context(reserved(driver, 4 * granule))
+        handles = [stack.enter_context(extent(driver, 2 * granule)) for _ in range(2)]
+        for place, handle in zip((address, address + 2 * granule), handles, strict=True):
+            map_extent(driver, place, handle)
+        driver.write(address, b"still here")
+        refused("unmap of half a mapping", driver.unmap, address, granule)
+        refused("unmap of one and a half mappings", driver.unmap, address, 3 * granule)
+        refused("unmap of a mapping's second half", driver.unmap, address + granule, granule)
+        expect(driver.read(address, 10) == b"still here", "a refused unmap unmapped something")
+        driver.unmap(address, 4 * granule)
+        refused("unmap of what is not mapped", driver.unmap, address, 4 * granule)
+        driver.map(address + granule, handles[0])
+        driver.unmap(address + granule, 2 * granule)
+
+
+def one_extent_is_mapped_many_times(make_driver: MakeDriver) -> None:
+    """Two mappings of one extent show the same bytes (aliasing)."""
+    with opened(make_driver) as driver, mapped(driver, driver.device.granularity) as (address, handle):
+        with mapped_handle(driver, handle, keep=True) as alias:
+            driver.write(address, b"one")
+            expect(driver.read(alias, 3) == b"one", "the alias shows other bytes")
+            driver.write(alias, b"two")
+        expect(driver.read(address, 3) == b"two", "bytes written through the alias are lost")
+
+
+def access_is_as_it_was_set(make_driver: MakeDriver) -> None:
+    """A fresh mapping allows nothing; READ allows no write; a range with a hole is refused unchanged."""
+    with opened(make_driver) as driver, ExitStack() as stack:
+        granule = driver.device.granularity
+        address = stack.enter_context(reserved(driver, 3 * granule))
+        for number in range(2):
+            driver.map(address + number * granule, stack.enter_context(extent(driver, granule)))
+        refused("read of a mapping without access", driver.read, address, 1)
+        driver.set_access(address, 2 * granule, AccessFlags.READ_WRITE)
+        driver.write(address + granule, b"bytes")
+        driver.set_access(address, 2 * granule, AccessFlags.READ)
+        expect(driver.read(address + granule, 5) == b"bytes", "READ does not allow a read")
+        refused("write to a read-only mapping", driver.write, address, b"x")
+        refused("access to a hole", driver.set_access, address, 3 * granule, AccessFlags.READ_WRITE)
+        refused("write after a refused set_access", driver.write, address, b"x")
+        driver.unmap(address, 2 * granule)
+
+
+def a_mapping_keeps_the_memory(make_driver: MakeDriver) -> None:
+    """After the release of its handle an extent lives in its mapping, and the handle is gone."""
+    with opened(make_driver) as driver, reserved(driver, driver.device.granularity) as address:
+        handle = driver.create(driver.device.granularity)
+        map_extent(driver, address, handle)
+        driver.write(address, b"kept")
+        driver.release(handle)
+        expect(driver.read(address, 4) == b"kept", "the mapping lost its bytes with the handle")
+        refused("a second release", driver.release, handle)
+        refused("export of a released handle", driver.export, handle)
+        refused("map of a released handle", driver.map, address, handle)
+        driver.unmap(address, driver.device.granularity)
+
+
+def a_descriptor_keeps_the_memory(make_driver: MakeDriver) -> None:
+    """An exported descriptor is CLOEXEC, the caller's own, outlives the handle, and survives its import."""
+    with opened(make_driver) as driver:
+        with mapped(driver, driver.device.granularity) as (address, handle):
+            driver.write(address, b"kept")
+            descriptor = driver.export(handle)
+        try:
+            expect(not os.get_inheritable(descriptor), "an exported descriptor would leak through exec")
+            for _ in range(2):
+                imported = driver.import_extent(descriptor, driver.device.granularity)
+                with mapped_handle(driver, imported) as alias:
+                    expect(driver.read(alias, 4) == b"kept", "the descriptor lost the bytes")
+        finally:
+            os.close(descriptor)
+
+
+def a_descriptor_outlives_its_creator(make_driver: MakeDriver) -> None:
+    """An extent whose creator was killed is imported from its descriptor with its bytes."""
+    with opened(make_driver) as driver, child_process(create_and_send, make_driver) as child:
+        descriptor = child.receive_descriptor()
+        child.kill()
+        try:
+            handle = driver.import_extent(descriptor, driver.device.granularity)
+        finally:
+            os.close(descriptor)
+        with mapped_handle(driver, handle) as address:
+            expect(driver.read(address, len(PATTERN)) == PATTERN, "a dead creator's bytes are lost")
+
+
+def an_imported_extent_is_not_exported(make_driver: MakeDriver) -> None:
+    """CUDA cannot export what was imported, so no driver may: a worker's code would break on a card."""
+    with opened(make_driver) as driver, extent(driver, driver.device.granularity) as handle:
+        with exported(driver, handle) as descriptor:
+            imported = driver.import_extent(descriptor, handle.size)
+        refused("export of an imported extent", driver.export, imported)
+        driver.release(imported)
+
+
+def a_foreign_descriptor_is_refused(make_driver: MakeDriver) -> None:
+    """A pipe, a file and a closed descriptor are no extents: refused at import, or at the latest at map."""
+    with opened(make_driver) as driver, tempfile.TemporaryFile() as file, ExitStack() as stack:
+        size = driver.device.granularity
+        file.truncate(size)
+        ends = os.pipe()
+        for end in ends:
+            stack.callback(os.close, end)
+        address = stack.enter_context(reserved(driver, size))
+        for descriptor in (ends[0], file.fileno(), closed_descriptor()):
+            refused("a foreign descriptor", import_and_map, driver, descriptor, size, address)
+
+
+def memory_follows_births_and_deaths(make_driver: MakeDriver) -> None:
+    """The device's figure falls only when the last holder in any process is gone, and then it does fall."""
+    for keep in (keep_descriptor, keep_mapping):
+        with opened(make_driver) as driver:
+            if driver.memory(Location.DEVICE) is None:
+                return
+            follow_one_extent(driver, keep, make_driver)
+
+
+def too_much_is_out_of_memory(make_driver: MakeDriver) -> None:
+    """More than the device has is `DriverOutOfMemory`, changes no figure, and less works afterwards."""
+    with opened(make_driver) as driver:
+        memory = driver.memory(Location.DEVICE)
+        if memory is None:
+            return
+        size = round_up(memory.total, driver.device.granularity) + driver.device.granularity
+        error = refused("create of more than the device has", driver.create, size)
+        expect(isinstance(error, DriverOutOfMemory), f"{error!r} is no DriverOutOfMemory")
+        expect(used_bytes(driver) - memory.used < TRUTH_BYTES // 2, "a refused create took memory")
+        with mapped(driver, driver.device.granularity) as (address, _handle):
+            driver.write(address, b"works")
+
+
+def errors_carry_the_drivers_names(make_driver: MakeDriver) -> None:
+    """Every error says which call failed and the driver's own name and number for it."""
+    with opened(make_driver) as driver:
+        granule = driver.device.granularity
+        unknown = Handle(1 << 62, granule, Location.DEVICE)
+        failures = (
+            refused("create", driver.create, 1),
+            refused("release", driver.release, unknown),
+            refused("export", driver.export, unknown),
+            refused("map", driver.map, granule, unknown),
+            refused("unmap", driver.unmap, granule, granule),
+            refused("set_access", driver.set_access, granule, granule, AccessFlags.READ),
+            refused("unreserve", driver.unreserve, granule, granule),
+        )
+        for error in failures:
+            expect(bool(error.call) and error.code != 0, f"{error!r} names no call or no code")
+            expect(bool(_ERROR_NAME.fullmatch(error.name)), f"{error.name!r} is no driver's name")
+
+
+def a_failure_leaves_nothing_behind(make_driver: MakeDriver) -> None:
+    """Refused calls, many times, leave as many descriptors, as much memory and the same mappings as before."""
+    with opened(make_driver) as driver, mapped(driver, driver.device.granularity) as (address, handle):
+        size = handle.size
+        with exported(driver, handle) as descriptor, tempfile.TemporaryFile() as file:
+            calls: tuple[Callable[[], object], ...] = (
+                partial(driver.create, size + 1),
+                partial(driver.create, 1 << 60),
+                partial(driver.import_extent, descriptor, size + 1),
+                partial(import_and_map, driver, file.fileno(), size, address),
+                partial(driver.map, address, handle),
+            )
+            for call in calls:
+                refused("a call that cannot work", call)
+            before, used = open_descriptors(), used_bytes(driver)
+            for call in calls * 20:
+                refused("a call that cannot work", call)
+            expect(open_descriptors() == before, "refused calls left descriptors open")
+            expect(used_bytes(driver) - used < TRUTH_BYTES // 2, "refused calls left memory in use")
+        driver.write(address, b"works")
+
+
+def threads_work_side_by_side(make_driver: MakeDriver) -> None:
+    """Threads create, map, write and release at once, each sees its own bytes, and all is given back."""
+    with opened(make_driver) as driver, ThreadPoolExecutor(8) as pool:
+        used = used_bytes(driver)
+        for finished in [pool.submit(work, driver, bytes([number])) for number in range(8)]:
+            finished.result(DEADLINE_SECONDS)
+        wait_until(lambda: used_bytes(driver) <= used + TRUTH_BYTES // 2, "the threads' memory is given back")
+
+
+def one_of_two_releases_wins(make_driver: MakeDriver) -> None:
+    """Of two threads that release the same handle exactly one is refused."""
+    with opened(make_driver) as driver, ThreadPoolExecutor(2) as pool:
+        for _ in range(50):
+            handle, start = driver.create(driver.device.granularity), threading.Barrier(2)
+            outcomes = [pool.submit(release_at, driver, handle, start) for _ in range(2)]
+            expect(sum(each.result(DEADLINE_SECONDS) for each in outcomes) == 1, "a handle was released twice")
+
+
+def a_closed_driver_refuses(make_driver: MakeDriver) -> None:
+    """After `close` every call is a `DriverError`; closing again is nothing."""
+    driver = make_driver()
+    handle = driver.create(driver.device.granularity)
+    driver.close()
+    driver.close()
+    refused("create on a closed driver", driver.create, handle.size)
+    refused("export on a closed driver", driver.export, handle)
+    refused("memory of a closed driver", driver.memory, Location.DEVICE)
+
+
+CHECKS: tuple[Callable[[MakeDriver], None], ...] = (
+    sizes_are_granules,
+    fresh_memory_is_zero,
+    host_memory_works_like_the_devices,
+    reservations_are_aligned,
+    a_reservation_is_given_back_whole,
+    an_extent_is_mapped_whole_in_a_reservation,
+    nothing_is_mapped_over_a_mapping,
+    whole_mappings_are_unmapped,
+    one_extent_is_mapped_many_times,
+    access_is_as_it_was_set,
+    a_mapping_keeps_the_memory,
+    a_descriptor_keeps_the_memory,
+    a_descriptor_outlives_its_creator,
+    an_imported_extent_is_not_exported,
+    a_foreign_descriptor_is_refused,
+    memory_follows_births_and_deaths,
+    too_much_is_out_of_memory,
+    errors_carry_the_drivers_names,
+    a_failure_leaves_nothing_behind,
+    threads_work_side_by_side,
+    one_of_two_releases_wins,
+    a_closed_driver_refuses,
+)
+"""Every promise; each is called with `make_driver` and raises `AssertionError` where it is broken."""

@@ -1,0 +1,120 @@
+"""What the library tells about memory, as plain values: nothing of the wire shows through.
+
+Owns frozen dataclasses with sizes in bytes. It must never import protobuf, nor hold anything that is alive:
+each value is what was true when it was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStats:
+    """A pool at one moment.
+
+    `virtual_capacity` and `physical_usage` are bytes: addresses reserved, and memory behind them (whole pages).
+    `fragmentation_ratio` is external fragmentation of the addresses, 1 - largest free run / free addresses: 0.0
+    when what is free lies in one piece, or nothing is free. It says nothing about the device's memory, which
+    cannot fragment: pages lie anywhere.
+    """
+
+    virtual_capacity: int
+    physical_usage: int
+    mapped_pages: int
+    fragmentation_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class LocationBooks:
+    """The broker's books of one location, and what the device itself shows; all in bytes.
+
+    `capacity` = `lent` + `releasing` + `free`. What the device cannot say is None.
+    """
+
+    location: str
+    capacity: int
+    lent: int
+    releasing: int
+    stock: int
+    free: int
+    headroom: int
+    unaccounted: int | None
+    device_total: int | None
+    device_used: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStatus:
+    """The device of a broker, and its books by location (`"device"`, `"host"`)."""
+
+    uuid: str
+    product: str
+    driver: str
+    granularity: int
+    locations: Mapping[str, LocationBooks]
+    revision: int
+    version: str
+    pid: int
+    start_time: datetime
+    sessions: int
+    detached_sessions: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBooks:
+    """What a model is charged at one location, in bytes. `limit` is None where only the levels above it hold."""
+
+    location: str
+    used: int
+    peak: int
+    releasing: int
+    declared: int
+    limit: int | None
+    extents: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """A model of this tenant, its books by location, and its counters since it began.
+
+    `denials_total` counts refusals by the broker's reason, such as `MODEL_LIMIT`.
+    """
+
+    name: str
+    virtual_capacity: int
+    books: Mapping[str, ModelBooks]
+    sessions: int
+    allocations_total: int
+    releases_total: int
+    denials_total: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionBooks:
+    """What a session is charged at one location, in bytes and extents."""
+
+    location: str
+    used: int
+    extents: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStatus:
+    """One connect() of one process. `state` is `open`, `detached` or `releasing`.
+
+    `pid` is as the broker sees it, 0 where it cannot; `client` is what the process calls itself, never trusted.
+    """
+
+    name: str
+    tenant: str
+    state: str
+    pid: int
+    uid: int
+    observer: bool
+    client: str
+    models: tuple[str, ...]
+    books: Mapping[str, SessionBooks]
+    create_time: datetime

@@ -1,0 +1,86 @@
+"""The memory calls of libc that the host twin needs, as functions that raise `OSError` with the call's errno.
+
+Owns the ctypes prototypes and the protection and sealing constants. It must never decide anything: rules stand
+in `_addresses`, the truth in `_watch`, and the translation into `DriverError` in `host`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+PROT_NONE, PROT_READ, PROT_READ_WRITE = 0, 1, 3
+IN_DELETE_SELF, IN_Q_OVERFLOW = 0x400, 0x4000
+
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
+_FAILED = ctypes.c_void_p(-1).value
+
+# A CDLL releases the GIL during each call, so a large munmap stops no other thread of the interpreter.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_longlong,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.inotify_init1.argtypes = [ctypes.c_int]
+_libc.inotify_add_watch.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32]
+
+
+def mmap_nothing(size: int, address: int = 0) -> int:
+    """Map `size` bytes of addresses with nothing behind them; `address` 0 lets the kernel choose.
+
+    At an `address` it replaces what is mapped there, in one step: no other thread's mapping can slip in.
+    """
+    flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | (_MAP_FIXED if address else 0)
+    return _mmap(address, size, flags, -1)
+
+
+def mmap_file(address: int, size: int, descriptor: int) -> None:
+    """Map the first `size` bytes of `descriptor` at exactly `address`, shared, with no access yet."""
+    _mmap(address, size, _MAP_SHARED | _MAP_FIXED, descriptor)
+
+
+def _mmap(address: int, size: int, flags: int, descriptor: int) -> int:
+    result = _libc.mmap(address, size, PROT_NONE, flags, descriptor, 0)
+    if result is None or result == _FAILED:
+        _raise_errno()
+    return int(result)
+
+
+def munmap(address: int, size: int) -> None:
+    """Unmap [address, address + size)."""
+    if _libc.munmap(address, size):
+        _raise_errno()
+
+
+def mprotect(address: int, size: int, protection: int) -> None:
+    """Set what [address, address + size) allows (`PROT_*`)."""
+    if _libc.mprotect(address, size, protection):
+        _raise_errno()
+
+
+def inotify_init() -> int:
+    """Return a new inotify descriptor, non-blocking and CLOEXEC."""
+    descriptor: int = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    if descriptor < 0:
+        _raise_errno()
+    return descriptor
+
+
+def inotify_add_watch(inotify: int, path: str, mask: int) -> int:
+    """Watch the file at `path` for the events of `mask` and return the watch's number."""
+    watch: int = _libc.inotify_add_watch(inotify, os.fsencode(path), mask)
+    if watch < 0:
+        _raise_errno()
+    return watch
+
+
+def _raise_errno() -> None:
+    code = ctypes.get_errno()
+    raise OSError(code, os.strerror(code))

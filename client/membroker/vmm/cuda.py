@@ -1,0 +1,362 @@
+"""`CudaDriver`: one NVIDIA card by CUDA's virtual memory management. The only file that names `cuMem*`.
+
+Owns the driver's handles of this process and the translation of its errors. It must never create a context
+for a broker: that costs the card 518 MiB in each process, and a sticky error of a context takes its process
+down. Measured on a card of its own: `cuInit` and `cuDeviceGet` are enough to create, export and release.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import uuid
+from contextlib import ExitStack
+from typing import Any
+
+from membroker.vmm._nvml import INSTALL_HINT, NvmlDevice
+from membroker.vmm.driver import (
+    AccessFlags,
+    DeviceInfo,
+    DriverError,
+    DriverOutOfMemory,
+    DriverUnavailable,
+    Handle,
+    Location,
+    MemoryInfo,
+)
+
+_INVALID = ("CUDA_ERROR_INVALID_VALUE", 1)
+_OUT_OF_MEMORY = 2
+_NOT_SUPPORTED = ("CUDA_ERROR_NOT_SUPPORTED", 801)
+# One counter for all drivers of the process: a handle of one driver is unknown to every other.
+_handle_values = itertools.count(1)
+
+
+class CudaDriver:
+    """The card `device`: an ordinal of this process (CUDA_VISIBLE_DEVICES counts), or NVML's UUID of it.
+
+    `context=False` is the broker's use: extents are created, exported and released, and nothing is mapped for
+    work. `context=True` is the worker's: the primary context, which its frameworks share, is retained and
+    made current on each thread that calls. Raises `DriverUnavailable`, which says what is missing.
+    """
+
+    def __init__(self, device: int | str = 0, context: bool = False) -> None:
+        _refuse_wsl()
+        self._cuda = _load_bindings()
+        self._pid = os.getpid()
+        self._closed = False
+        self._handles: dict[Handle, Any] = {}
+        self._threads = threading.local()
+        with ExitStack() as undo:
+            self._ordinal = self._find(device)
+            self._check_abilities()
+            self._nvml = NvmlDevice(self._uuid_text(self._ordinal))
+            undo.callback(self._nvml.close)
+            self._properties = {location: self._extent_properties(location) for location in Location}
+            self._device = self._describe()
+            self._context = self._call("cuDevicePrimaryCtxRetain", self._ordinal) if context else None
+            undo.pop_all()
+
+    @property
+    def device(self) -> DeviceInfo:
+        """The card; `index` is NVML's, which no environment variable changes."""
+        return self._device
+
+    # Extents and descriptors
+
+    def create(self, size: int, location: Location = Location.DEVICE) -> Handle:
+        """Create an extent, exportable as a descriptor, and on the card RDMA-capable where the card is."""
+        self._enter("cuMemCreate")
+        _check_size(size, self._device.granularity, "cuMemCreate")
+        return self._book(self._call("cuMemCreate", size, self._properties[location], 0), size, location)
+
+    def export(self, handle: Handle) -> int:
+        """Return a new descriptor (CLOEXEC). CUDA refuses an imported extent: pass its descriptor on instead."""
+        self._enter("cuMemExportToShareableHandle")
+        extent = self._extent(handle, "cuMemExportToShareableHandle")
+        kind = self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        return int(self._call("cuMemExportToShareableHandle", extent, kind, 0))
+
+    def import_extent(self, descriptor: int, size: int, location: Location = Location.DEVICE) -> Handle:
+        """Return a handle to the extent behind `descriptor`. A wrong `size` shows at `map`."""
+        self._enter("cuMemImportFromShareableHandle")
+        _check_size(size, self._device.granularity, "cuMemImportFromShareableHandle")
+        kind = self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        return self._book(self._call("cuMemImportFromShareableHandle", descriptor, kind), size, location)
+
+    def release(self, handle: Handle) -> None:
+        """Drop this reference. The last one in any process frees the memory: 5 ms for 8 GiB."""
+        self._enter("cuMemRelease")
+        extent = self._extent(handle, "cuMemRelease")
+        # Taken out first, in one step: of two threads that release the same handle one is refused here.
+        if self._handles.pop(handle, None) is None:
+            raise _unknown(handle, "cuMemRelease")
+        self._call("cuMemRelease", extent)
+
+    # Addresses and mappings
+
+    def reserve(self, size: int, alignment: int = 0) -> int:
+        """Reserve `size` bytes of addresses; 16 TiB in one call cost nothing."""
+        self._enter("cuMemAddressReserve")
+        _check_size(size, self._device.granularity, "cuMemAddressReserve")
+        return int(self._call("cuMemAddressReserve", size, alignment, 0, 0))
+
+    def unreserve(self, address: int, size: int) -> None:
+        """Give a whole reservation back."""
+        self._enter("cuMemAddressFree")
+        self._call("cuMemAddressFree", address, size)
+
+    def map(self, address: int, handle: Handle) -> None:
+        """Bind the extent to `address`; nothing may touch it until `set_access`."""
+        self._enter("cuMemMap")
+        self._call("cuMemMap", address, handle.size, 0, self._extent(handle, "cuMemMap"), 0)
+
+    def set_access(self, address: int, size: int, access: AccessFlags) -> None:
+        """Set what this card may do with whole mappings, of the card's own memory or of the host's."""
+        self._enter("cuMemSetAccess")
+        grant = self._cuda.CUmemAccessDesc()
+        grant.location = self._own_location()
+        grant.flags = self._cuda.CUmemAccess_flags(access.value)
+        self._call("cuMemSetAccess", address, size, [grant], 1)
+
+    def unmap(self, address: int, size: int) -> None:
+        """Unbind whole mappings. Does not wait for kernels: `synchronize` first, or the card faults (Xid 31)."""
+        self._enter("cuMemUnmap")
+        self._call("cuMemUnmap", address, size)
+
+    def synchronize(self) -> None:
+        """Wait for this process's work on the card; without a context there is none."""
+        self._enter("cuCtxSynchronize")
+        if self._context is not None:
+            self._call("cuCtxSynchronize")
+
+    # Bytes
+
+    def view(self, address: int, size: int) -> memoryview:
+        """Refuse: the interpreter cannot read a card's memory. Use `read` and `write`, or a framework."""
+        hint = f"{size} bytes at {address:#x} are the card's: copy them with read(), or use a framework"
+        raise DriverError("view", *_NOT_SUPPORTED, hint)
+
+    def write(self, address: int, data: bytes) -> None:
+        """Copy `data` to mapped bytes and wait; for tests and small headers. Needs `context=True`."""
+        self._check_access(address, len(data), AccessFlags.READ_WRITE, "cuMemcpyHtoD")
+        self._call("cuMemcpyHtoD", address, data, len(data))
+
+    def read(self, address: int, size: int) -> bytes:
+        """Return a copy of mapped bytes; for tests and small headers. Needs `context=True`."""
+        self._check_access(address, size, AccessFlags.READ, "cuMemcpyDtoH")
+        data = bytearray(size)
+        self._call("cuMemcpyDtoH", data, address, size)
+        return bytes(data)
+
+    def _check_access(self, address: int, size: int, needed: AccessFlags, call: str) -> None:
+        """Raise unless both ends of the range allow `needed`.
+
+        Asked before the copy, because a copy that faults on the card ends the context of the whole process.
+        """
+        self._enter(call)
+        if size <= 0:
+            raise DriverError(call, *_INVALID, f"{size} bytes are not a range")
+        for end in (address, address + size - 1):
+            flags = int(self._call("cuMemGetAccess", self._own_location(), end))
+            if flags & needed.value != needed.value:
+                raise DriverError(call, *_INVALID, f"{end:#x} does not allow {needed.name}")
+
+    # The device's own figures
+
+    def memory(self, location: Location) -> MemoryInfo | None:
+        """Return what NVML shows for the card; None for the host, where CUDA keeps no such figure."""
+        self._check_usable("nvmlDeviceGetMemoryInfo")
+        return self._nvml.memory() if location is Location.DEVICE else None
+
+    def compute_processes(self) -> list[tuple[int, int]]:
+        """Return (pid, bytes used) as NVML shows them. They name suspects; no book entry is made from them.
+
+        A dead process stays listed while a child holds its descriptors, and memory that only a descriptor
+        keeps is listed for nobody.
+        """
+        self._check_usable("nvmlDeviceGetComputeRunningProcesses")
+        return self._nvml.compute_processes()
+
+    # The end
+
+    def abandon(self) -> None:
+        """In a forked child: close every inherited descriptor of the card without calling CUDA.
+
+        CUDA does not survive a fork, so any call could hang; its mappings are not inherited. While the
+        descriptors are open the dead parent's memory and its whole context stay on the card.
+        """
+        self._closed = True
+        self._handles = {}
+        close_descriptors("/dev/nvidia")
+
+    def close(self) -> None:
+        """Release the handles, NVML, and this driver's reference to the primary context.
+
+        Where nobody else retains the context it ends here, and with it what was computing: close last.
+        """
+        if self._closed:
+            return
+        self._enter("cuDevicePrimaryCtxRelease")
+        self._closed = True
+        with ExitStack() as steps:
+            steps.callback(self._nvml.close)
+            if self._context is not None:
+                steps.callback(self._call, "cuDevicePrimaryCtxRelease", self._ordinal)
+            while self._handles:
+                steps.callback(self._call, "cuMemRelease", self._handles.popitem()[1])
+
+    # Finding and describing the card
+
+    def _find(self, device: int | str) -> Any:
+        try:
+            self._call("cuInit", 0)
+        # The bindings load libcuda at their first call and raise a RuntimeError of their own without it.
+        except RuntimeError as error:
+            hint = "there is no NVIDIA driver here (libcuda.so.1); the host twin needs none"
+            raise DriverUnavailable("cuInit", "MISSING", 0, hint) from error
+        except DriverError as error:
+            raise DriverUnavailable(error.call, error.name, error.code, "CUDA does not start here") from error
+        if isinstance(device, str):
+            return self._find_uuid(device)
+        try:
+            return self._call("cuDeviceGet", device)
+        except DriverError as error:
+            hint = f"there is no card number {device}: this process sees {self._call('cuDeviceGetCount')}"
+            raise DriverUnavailable(error.call, error.name, error.code, hint) from error
+
+    def _find_uuid(self, text: str) -> Any:
+        seen = []
+        for number in range(self._call("cuDeviceGetCount")):
+            ordinal = self._call("cuDeviceGet", number)
+            seen.append(self._uuid_text(ordinal))
+            if text.lower().removeprefix("gpu-").removeprefix("mig-") == seen[-1]:
+                return ordinal
+        hint = f"no card {text} among those that this process sees: {', '.join(seen) or 'none'}"
+        raise DriverUnavailable("cuDeviceGetUuid", "CUDA_ERROR_INVALID_DEVICE", 101, hint)
+
+    def _uuid_text(self, ordinal: Any) -> str:
+        # In CUDA 12 only the second version names a MIG slice instead of its card; 13 has that one alone.
+        call = "cuDeviceGetUuid_v2" if hasattr(self._cuda, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+        return str(uuid.UUID(bytes=bytes(self._call(call, ordinal).bytes)))
+
+    def _attribute(self, name: str) -> int:
+        attribute = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self._call("cuDeviceGetAttribute", attribute, self._ordinal))
+
+    def _check_abilities(self) -> None:
+        for name, lack in (
+            ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "virtual memory management"),
+            ("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "extents as file descriptors"),
+        ):
+            if not self._attribute(name):
+                hint = f"this card, or its driver, has no {lack}, which a broker needs"
+                raise DriverUnavailable("cuDeviceGetAttribute", *_NOT_SUPPORTED, hint)
+
+    def _own_location(self) -> Any:
+        location = self._cuda.CUmemLocation()
+        location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = int(self._ordinal)
+        return location
+
+    def _extent_properties(self, location: Location) -> Any:
+        cuda = self._cuda
+        properties = cuda.CUmemAllocationProp()
+        properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        properties.requestedHandleTypes = kind
+        if location is Location.HOST:
+            host = cuda.CUmemLocation()
+            host.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA
+            # The node beside the card; -1 on a machine that has only one.
+            host.id = max(0, self._attribute("HOST_NUMA_ID"))
+            properties.location = host
+        else:
+            properties.location = self._own_location()
+            # Decided at creation and never later, so it is asked for wherever the card can.
+            rdma = self._attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")
+            properties.allocFlags.gpuDirectRDMACapable = int(bool(rdma))
+        return properties
+
+    def _describe(self) -> DeviceInfo:
+        kind = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        properties = self._properties[Location.DEVICE]
+        granularity = int(self._call("cuMemGetAllocationGranularity", properties, kind))
+        nvml = self._nvml
+        return DeviceInfo(nvml.uuid, nvml.name, nvml.driver_version, granularity, nvml.index)
+
+    # Shared by the calls above
+
+    def _enter(self, call: str) -> None:
+        """Raise where the driver is unusable, and make the context current on a thread that is new to it."""
+        self._check_usable(call)
+        if self._context is not None and not getattr(self._threads, "ready", False):
+            self._call("cuCtxSetCurrent", self._context)
+            self._threads.ready = True
+
+    def _check_usable(self, call: str) -> None:
+        if self._closed:
+            raise DriverError(call, "CUDA_ERROR_DEINITIALIZED", 4, "this driver is closed")
+        if self._pid != os.getpid():
+            hint = "CUDA does not survive a fork: start processes with spawn"
+            raise DriverError(call, "CUDA_ERROR_NOT_INITIALIZED", 3, hint)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Call the driver's function `name`, and return what it returns or raise what it says."""
+        result, *values = getattr(self._cuda, name)(*arguments)
+        if int(result):
+            kind = DriverOutOfMemory if int(result) == _OUT_OF_MEMORY else DriverError
+            raise kind(name, self._error_name(result), int(result))
+        return values[0] if values else None
+
+    def _error_name(self, result: Any) -> str:
+        status, name = self._cuda.cuGetErrorName(result)
+        return f"CUDA_ERROR_{int(result)}" if int(status) or not name else str(name, "ascii")
+
+    def _book(self, extent: Any, size: int, location: Location) -> Handle:
+        handle = Handle(next(_handle_values), size, location)
+        self._handles[handle] = extent
+        return handle
+
+    def _extent(self, handle: Handle, call: str) -> Any:
+        extent = self._handles.get(handle)
+        if extent is None:
+            raise _unknown(handle, call)
+        return extent
+
+
+def close_descriptors(prefix: str) -> None:
+    """Close every descriptor of this process whose file's path begins with `prefix`."""
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{entry}").startswith(prefix):
+                os.close(int(entry))
+        # The descriptor that listed the directory is closed again by now.
+        except FileNotFoundError:
+            continue
+
+
+def _unknown(handle: Handle, call: str) -> DriverError:
+    return DriverError(call, *_INVALID, f"handle {handle.value} was released, or is another driver's")
+
+
+def _check_size(size: int, granularity: int, call: str) -> None:
+    # The bindings raise an OverflowError of their own for a size that the driver could not be told.
+    if not 0 < size < 1 << 63 or size % granularity:
+        raise DriverError(call, *_INVALID, f"a size is a positive multiple of {granularity} bytes, not {size}")
+
+
+def _load_bindings() -> Any:
+    try:
+        import cuda.bindings.driver as bindings
+    except ImportError as error:
+        raise DriverUnavailable("import cuda.bindings", "MISSING", 0, INSTALL_HINT) from error
+    return bindings
+
+
+def _refuse_wsl() -> None:
+    with open("/proc/version", encoding="utf-8", errors="replace") as version:
+        if "microsoft" in version.read().lower():
+            hint = "WSL passes no memory between processes as descriptors: use Linux itself, or the host twin"
+            raise DriverUnavailable("/proc/version", *_NOT_SUPPORTED, hint)

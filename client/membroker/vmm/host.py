@@ -1,0 +1,373 @@
+"""`HostDriver`: the host twin of a card. Extents are memfds, addresses are mmaps, the rules are CUDA's.
+
+Owns the handles and the addresses of one process on the twin. It enforces in code what CUDA enforces in the
+driver, so that what passes here passes there, and it must never be kinder than a card: no sub-range maps, no
+partial unmaps, no second export of an imported extent, no overcommitment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import itertools
+import os
+import stat
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from membroker.vmm import _libc
+from membroker.vmm._addresses import AddressTable
+from membroker.vmm._errors import driver_call, invalid
+from membroker.vmm._mappings import MappingBudget
+from membroker.vmm._watch import ExtentWatch
+from membroker.vmm.driver import (
+    AccessFlags,
+    DeviceInfo,
+    DriverError,
+    DriverOutOfMemory,
+    Handle,
+    Location,
+    MemoryInfo,
+)
+from membroker.vmm.sizes import GIB, MAX_BYTES, MIB, is_power_of_two
+
+GRANULARITY = 2 * MIB
+"""A card's granularity, in bytes, so that the twin refuses the same sizes."""
+
+EXTENT_NAME = "membroker-extent"
+"""Every extent's memfd has this name: /proc/PID/maps shows `/memfd:membroker-extent`."""
+
+_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+# F_SEAL_SEAL too: otherwise any holder could seal the memory against its owner's writes.
+_SEALS = _FIXED_SIZE | fcntl.F_SEAL_SEAL
+_PROTECTIONS = {
+    AccessFlags.NONE: _libc.PROT_NONE,
+    AccessFlags.READ: _libc.PROT_READ,
+    AccessFlags.READ_WRITE: _libc.PROT_READ_WRITE,
+}
+# One counter for all drivers of the process: a handle of one driver is unknown to every other.
+_handle_values = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    descriptor: int
+    imported: bool
+
+
+class HostDriver:
+    """A device of `total_bytes` and a host of `host_bytes`, both made of this machine's ordinary memory.
+
+    The totals are figures, not reservations: memory is taken when it is first written. `stranger_bytes` of
+    the device count as used by somebody else, and may be changed at any time. `watch` takes up the extents
+    that an earlier process created; without it, the driver counts the ones that it creates itself.
+    """
+
+    def __init__(
+        self,
+        total_bytes: int = 16 * GIB,
+        host_bytes: int = 16 * GIB,
+        stranger_bytes: int = 0,
+        *,
+        watch: ExtentWatch | None = None,
+    ) -> None:
+        self.stranger_bytes = stranger_bytes
+        self.watch = watch or ExtentWatch()
+        self._totals = {Location.DEVICE: total_bytes, Location.HOST: host_bytes}
+        self._device = DeviceInfo("host", "host memory twin", "host", GRANULARITY)
+        self._handles: dict[Handle, _Extent] = {}
+        self._addresses = AddressTable()
+        self._budget = MappingBudget()
+        self._pid = os.getpid()
+        self._closed = False
+        # Births and deaths of extents have a lock of their own: they never wait for a long unmap.
+        self._lock, self._birth_lock = threading.Lock(), threading.Lock()
+
+    @property
+    def device(self) -> DeviceInfo:
+        """The twin: uuid `host`, granularity 2 MiB."""
+        return self._device
+
+    # Extents and descriptors
+
+    def create(self, size: int, location: Location = Location.DEVICE) -> Handle:
+        """Create a zero-filled memfd of `size` bytes whose size nobody can change.
+
+        Raises `DriverOutOfMemory` where the location has less than `size` left, as a card does.
+        """
+        self._check_usable("memfd_create")
+        _check_granules(size, "memfd_create")
+        with ExitStack() as undo:
+            with driver_call("memfd_create"):
+                descriptor = os.memfd_create(EXTENT_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            undo.callback(os.close, descriptor)
+            with driver_call("ftruncate"):
+                os.ftruncate(descriptor, size)
+            with driver_call("fcntl"):
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            with self._birth_lock:
+                self._check_room(size, location)
+                self.watch.add(descriptor, size, location)
+            handle = self._book(descriptor, size, location, imported=False)
+            undo.pop_all()
+        return handle
+
+    def export(self, handle: Handle) -> int:
+        """Return a new descriptor of the extent. An imported one cannot be exported again, as on a card."""
+        self._check_usable("dup")
+        with self._lock:
+            extent = self._extent(handle, "dup")
+            if extent.imported:
+                raise invalid("dup", "an imported extent cannot be exported again: pass its descriptor on instead")
+            return _duplicate(extent.descriptor)
+
+    def import_extent(self, descriptor: int, size: int, location: Location = Location.DEVICE) -> Handle:
+        """Return a handle to the memfd behind `descriptor`, which must be sealed at exactly `size` bytes."""
+        self._check_usable("dup")
+        _check_granules(size, "dup")
+        with ExitStack() as undo:
+            own = _duplicate(descriptor)
+            undo.callback(os.close, own)
+            _check_extent(own, size)
+            handle = self._book(own, size, location, imported=True)
+            undo.pop_all()
+        return handle
+
+    def release(self, handle: Handle) -> None:
+        """Close this reference. The kernel frees the memory with the last descriptor and mapping anywhere."""
+        self._check_usable("close")
+        with self._lock:
+            extent = self._extent(handle, "close")
+            del self._handles[handle]
+        os.close(extent.descriptor)
+
+    # Addresses and mappings
+
+    def reserve(self, size: int, alignment: int = 0) -> int:
+        """Reserve `size` bytes of addresses at a multiple of `alignment` (at least the granularity)."""
+        self._check_usable("mmap")
+        _check_granules(size, "mmap")
+        if alignment and not is_power_of_two(alignment):
+            raise invalid("mmap", f"an alignment is a power of two, not {alignment}")
+        with driver_call("mmap"):
+            address = _reserve_aligned(size, max(alignment, GRANULARITY))
+        with self._lock:
+            self._addresses.add_reservation(address, size)
+        return address
+
+    def unreserve(self, address: int, size: int) -> None:
+        """Give a whole reservation back."""
+        self._check_usable("munmap")
+        with self._lock:
+            self._addresses.check_reservation(address, size, "munmap")
+            with driver_call("munmap"):
+                _libc.munmap(address, size)
+            self._addresses.drop_reservation(address)
+
+    def map(self, address: int, handle: Handle) -> None:
+        """Bind the extent to `address`; nothing may touch it until `set_access`."""
+        self._check_usable("mmap")
+        if address % GRANULARITY:
+            raise invalid("mmap", f"{address:#x} is not a multiple of {GRANULARITY} bytes")
+        with self._lock:
+            extent = self._extent(handle, "mmap")
+            self._addresses.check_free(address, handle.size, "mmap")
+            self._budget.spend("mmap")
+            with driver_call("mmap"):
+                _libc.mmap_file(address, handle.size, extent.descriptor)
+            self._addresses.add_mapping(address, handle.size)
+
+    def set_access(self, address: int, size: int, access: AccessFlags) -> None:
+        """Set what whole mappings allow; on failure they allow what they did before."""
+        self._check_usable("mprotect")
+        with self._lock, ExitStack() as undo:
+            mappings = self._addresses.whole_mappings(address, size, "mprotect")
+            for mapping in mappings:
+                with driver_call("mprotect"):
+                    _libc.mprotect(mapping.address, mapping.size, _PROTECTIONS[access])
+                undo.callback(_libc.mprotect, mapping.address, mapping.size, _PROTECTIONS[mapping.access])
+            for mapping in mappings:
+                mapping.access = access
+            undo.pop_all()
+
+    def unmap(self, address: int, size: int) -> None:
+        """Unbind whole mappings; their addresses stay reserved."""
+        self._check_usable("mmap")
+        with self._lock:
+            mappings = self._addresses.whole_mappings(address, size, "mmap")
+            with driver_call("mmap"):
+                _libc.mmap_nothing(size, address)
+            self._addresses.drop_mappings(mappings)
+
+    # Bytes
+
+    def view(self, address: int, size: int) -> memoryview:
+        """Return the mapped bytes [address, address + size), writable where every one of them is.
+
+        The view keeps nothing mapped: touching it after an unmap kills the process. The caller keeps the
+        mapping's owner alive for as long as the view is used.
+        """
+        self._check_usable("view")
+        with self._lock:
+            access = self._addresses.allows(address, size, "view")
+        if access is AccessFlags.NONE:
+            raise DriverError("view", "EACCES", errno.EACCES, f"[{address:#x}, +{size}) allows no access")
+        view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        return view if access is AccessFlags.READ_WRITE else view.toreadonly()
+
+    def write(self, address: int, data: bytes) -> None:
+        """Copy `data` to mapped bytes; for tests and small headers."""
+        view = self.view(address, len(data))
+        if view.readonly:
+            raise DriverError("write", "EACCES", errno.EACCES, f"[{address:#x}, +{len(data)}) is read-only")
+        view[:] = data
+
+    def read(self, address: int, size: int) -> bytes:
+        """Return a copy of mapped bytes; for tests and small headers."""
+        return bytes(self.view(address, size))
+
+    def synchronize(self) -> None:
+        """Return at once: the twin has no work that runs beside the caller."""
+        self._check_usable("synchronize")
+
+    # The device's own figures
+
+    def memory(self, location: Location) -> MemoryInfo:
+        """Return the location's total and what no living extent of this driver uses, in whatever process."""
+        self._check_usable("memory")
+        with self._birth_lock:
+            return self._memory(location)
+
+    def _memory(self, location: Location) -> MemoryInfo:
+        used = self.watch.used(location)
+        if location is Location.DEVICE:
+            used += self.stranger_bytes
+        total = self._totals[location]
+        return MemoryInfo(total, max(0, total - used))
+
+    def _check_room(self, size: int, location: Location) -> None:
+        free = self._memory(location).free
+        if size > free:
+            hint = f"{size} bytes were asked of the {location.value}, {free} are free"
+            raise DriverOutOfMemory("memfd_create", "ENOMEM", errno.ENOMEM, hint)
+
+    # The end
+
+    def abandon(self) -> None:
+        """In a forked child: unmap and close what was inherited, under new locks.
+
+        Another thread of the parent may have held the old ones at the fork, and no thread is left to let go.
+        """
+        self._lock, self._birth_lock = threading.Lock(), threading.Lock()
+        self._closed = True
+        for address, size in self._addresses.reservations:
+            _libc.munmap(address, size)
+        self._addresses = AddressTable()
+        self._close_handles()
+
+    def close(self) -> None:
+        """Drop every handle and the watch. Mappings and exported descriptors stay, and keep their memory."""
+        if self._closed:
+            return
+        self._check_usable("close")
+        with self._lock, self._birth_lock:
+            self._closed = True
+            self._close_handles()
+
+    def _close_handles(self) -> None:
+        extents, self._handles = self._handles, {}
+        for extent in extents.values():
+            os.close(extent.descriptor)
+        self.watch.close()
+
+    # Shared by the calls above
+
+    def _check_usable(self, call: str) -> None:
+        if self._closed:
+            raise DriverError(call, "EBADF", errno.EBADF, "this driver is closed")
+        if self._pid != os.getpid():
+            hint = "this driver was made before a fork: a child abandons it and makes its own"
+            raise DriverError(call, "ECHILD", errno.ECHILD, hint)
+
+    def _book(self, descriptor: int, size: int, location: Location, *, imported: bool) -> Handle:
+        handle = Handle(next(_handle_values), size, location)
+        with self._lock:
+            self._handles[handle] = _Extent(descriptor, imported)
+        return handle
+
+    def _extent(self, handle: Handle, call: str) -> _Extent:
+        extent = self._handles.get(handle)
+        if extent is None:
+            raise invalid(call, f"handle {handle.value} was released, or is another driver's")
+        return extent
+
+
+def holders(uid: int) -> list[tuple[int, str, int]]:
+    """Return the processes of user `uid` that map extents, as (pid, command, bytes mapped).
+
+    An extent mapped at several addresses counts once. Processes that cannot be read, or that end meanwhile,
+    are left out; so is who holds only a descriptor. The figure names suspects and is never booked.
+    """
+    found = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdecimal():
+            continue
+        try:
+            if os.stat(entry.path).st_uid == uid and (size := _mapped_bytes(entry.path)):
+                found.append((int(entry.name), _command(entry.path), size))
+        except OSError:
+            continue
+    return sorted(found)
+
+
+def _mapped_bytes(process: str) -> int:
+    marker, extents = f"/memfd:{EXTENT_NAME}".encode(), {}
+    with open(f"{process}/maps", "rb") as maps:
+        for line in maps:
+            if marker in line:
+                addresses, _access, offset, _device, inode, _path = line.split(maxsplit=5)
+                first, last = addresses.split(b"-")
+                extents[inode, offset] = int(last, 16) - int(first, 16)
+    return sum(extents.values())
+
+
+def _command(process: str) -> str:
+    with open(f"{process}/comm", encoding="utf-8", errors="replace") as comm:
+        return comm.read().strip()
+
+
+def _check_granules(size: int, call: str) -> None:
+    if not 0 < size <= MAX_BYTES or size % GRANULARITY:
+        raise invalid(call, f"a size is a positive multiple of {GRANULARITY} bytes, not {size}")
+
+
+def _duplicate(descriptor: int) -> int:
+    with driver_call("dup"):
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 0)
+
+
+def _check_extent(descriptor: int, size: int) -> None:
+    """Raise unless `descriptor` is a memfd of `size` bytes that nobody can shrink under a mapping (SIGBUS)."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+        raise invalid("fstat", f"the descriptor is no extent of {size} bytes")
+    with driver_call("fcntl"):
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    if seals & _FIXED_SIZE != _FIXED_SIZE:
+        raise invalid("fcntl", "the descriptor is no extent: its size is not sealed")
+
+
+def _reserve_aligned(size: int, alignment: int) -> int:
+    """Reserve with room to spare, then give back what lies before the aligned address and behind the end."""
+    with ExitStack() as undo:
+        start = _libc.mmap_nothing(size + alignment)
+        undo.callback(_libc.munmap, start, size + alignment)
+        address = -(-start // alignment) * alignment
+        if address > start:
+            _libc.munmap(start, address - start)
+        if start + alignment > address:
+            _libc.munmap(address + size, start + alignment - address)
+        undo.pop_all()
+    return address

@@ -1,0 +1,128 @@
+"""The tables of lifecycles: closed, reachable, drawn in docs/lifecycles.md, and the only moves there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from membrokerd.core import facts as ft
+from membrokerd.core import lifecycles
+from membrokerd.core.events import ModelName
+from membrokerd.core.ledger import Ledger
+from membrokerd.core.lending import Call
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "lifecycles.md"
+FIRST = {"session": "open", "extent": "lent", "packet": "waiting"}
+LAST = {"session": {"ended"}, "extent": {"credited"}, "packet": {"delivered", "credited"}}
+SENTENCES = {
+    "session": "One `connect()` of one process: it outlives its connection, and it is charged until its end.",
+    "extent": "A piece of memory that was lent: charged until its borrower's word, or the device, says it is free.",
+    "packet": "Up to 64 extents of a call on their way: at most two of a session are made and not acknowledged.",
+}
+MODEL = ModelName("t", "m")
+
+tables = pytest.mark.parametrize("table", lifecycles.ALL)
+
+
+def draw() -> str:
+    """Return docs/lifecycles.md: a sentence and a Mermaid state diagram for each table."""
+    parts = [
+        "# Lifecycles",
+        "",
+        "Drawn from `broker/membrokerd/core/lifecycles.py` by `tests/broker/core/test_lifecycles.py`; with",
+        "`MEMBROKER_REWRITE=1` that test writes this page. A move that is not drawn here is a bug and raises.",
+    ]
+    for name, table in lifecycles.ALL.items():
+        arrows = [
+            f"    {state} --> {following}: {cause}"
+            for state, moves in table.items()
+            for cause, following in moves.items()
+        ]
+        ends = [f"    {state} --> [*]" for state, moves in table.items() if not moves]
+        diagram = ["```mermaid", "stateDiagram-v2", f"    [*] --> {next(iter(table))}", *arrows, *ends, "```"]
+        parts += ["", f"## {name.capitalize()}", "", SENTENCES[name], "", *diagram]
+    return "\n".join(parts) + "\n"
+
+
+def test_the_document_is_what_the_tables_say(golden: Callable[[Path, str], None]) -> None:
+    golden(DOCUMENT, draw())
+
+
+@tables
+def test_a_table_is_closed(table: str) -> None:
+    """Each move leads to a state that the table knows."""
+    states = lifecycles.ALL[table]
+    assert {following for moves in states.values() for following in moves.values()} <= set(states)
+
+
+@tables
+def test_every_state_is_reachable(table: str) -> None:
+    states = lifecycles.ALL[table]
+    reached, new = set(), {FIRST[table]}
+    while new:
+        reached |= new
+        new = {following for state in new for following in states[state].values()} - reached
+    assert reached == set(states)
+
+
+@tables
+def test_every_state_can_end_and_only_the_last_stay(table: str) -> None:
+    """No state is a trap: from each there is a way to an end, and an end has no way out."""
+    states = lifecycles.ALL[table]
+    assert next(iter(states)) == FIRST[table]
+    assert {state for state, moves in states.items() if not moves} == LAST[table]
+    ending = set(LAST[table])
+    for _ in states:
+        ending |= {state for state, moves in states.items() if ending & set(moves.values())}
+    assert ending == set(states)
+
+
+@tables
+def test_every_other_move_raises(table: str) -> None:
+    """Every pair of state and cause: a move of the table, or IllegalMove."""
+    states = lifecycles.ALL[table]
+    causes = {cause for moves in states.values() for cause in moves} | {"no such cause"}
+    for state, moves in states.items():
+        for cause in causes:
+            if cause in moves:
+                assert lifecycles.move(states, state, cause) == moves[cause]
+            else:
+                with pytest.raises(lifecycles.IllegalMove, match=f"{cause}.*{state}"):
+                    lifecycles.move(states, state, cause)
+
+
+def lent() -> Ledger:
+    ledger = Ledger({"device": 64})
+    ledger.apply(ft.SessionBegan(1, "t", 1, 0, "p", False, "test", 0))
+    ledger.apply(ft.ModelBegan(MODEL, None, {}))
+    ledger.apply(ft.ModelJoined(MODEL, 1))
+    ledger.apply(ft.Debited(1, MODEL, "device", 2, 10, 3))
+    return ledger
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        ft.SessionMoved(1, "settled", 5),
+        ft.SessionMoved(1, "last packet", 5),
+        ft.Credited(1, (10, 11), "settled"),
+        ft.Credited(1, (10, 11), "no such cause"),
+        ft.LocationSettled(1, "device", True),
+    ],
+    ids=str,
+)
+def test_an_illegal_fact_changes_nothing(fact: ft.Fact, books: Callable[[Ledger], object]) -> None:
+    """A living session's bytes are not settled, and no byte is credited without a cause: the books stand."""
+    ledger = lent()
+    before = books(ledger)
+    with pytest.raises(lifecycles.IllegalMove):
+        ledger.apply(fact)
+    assert books(ledger) == before
+
+
+def test_an_illegal_move_of_a_packet_changes_nothing() -> None:
+    call = Call(1, 1, MODEL, "device", 2, range(10, 13), ["waiting"])
+    with pytest.raises(lifecycles.IllegalMove):
+        call.move(0, "made")
+    assert call.states == ["waiting"]

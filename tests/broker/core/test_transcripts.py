@@ -1,0 +1,318 @@
+"""The core as stories: each file in transcripts/ is a script, and after every command what followed from it.
+
+A command stands before `----`, its outcome behind it: effects, then facts (+), then one line of books (=). Sizes are
+in MiB, ids count from the epoch's first (#1), times are seconds. MEMBROKER_REWRITE=1 writes the outcomes anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from membrokerd.core import effects as fx
+from membrokerd.core import events as ev
+from membrokerd.core import facts as ft
+from membrokerd.core import policy
+from membrokerd.core.broker import Broker
+from membrokerd.core.denied import Denied
+from membrokerd.core.ledger import replay
+
+MIB = 1 << 20
+SECOND = 1_000_000_000
+BASE = 1 << 40
+FILES = sorted(Path(__file__).with_name("transcripts").glob("*.txt"))
+OUTCOMES = (ev.Made, ev.NotMade, ev.NotDelivered)
+
+
+class Script:
+    """One transcript in play: a broker, its clock, and the names that the script gave."""
+
+    def __init__(self, books: Callable[[Any], Any]) -> None:
+        self.books = books
+        self.now = 0
+        self.rules = policy.Rules(granularity=2 * MIB, capacities={"device": 64 * MIB, "host": 0})
+        self.broker = Broker(self.rules, epoch=1)
+        self.sessions: dict[str, int] = {}
+        self.tenants: dict[str, str] = {}
+        self.names: dict[int, str] = {}
+        self.calls: dict[int, str] = {}
+        self.facts: list[ft.Fact] = []
+
+    # --- commands: each is named by the first word of its line ---
+
+    def do(self, line: str) -> list[str] | None:
+        """Carry one command out and return its outcome, or None for a command that has none."""
+        words = line.split()
+        options = dict(word.split("=", 1) for word in words[1:] if "=" in word)
+        rest = [word for word in words[1:] if "=" not in word]
+        event = getattr(self, f"do_{words[0]}")(*rest, **options)
+        return None if event is None else self.play(event)
+
+    def do_rules(self, **options: str) -> None:
+        """Begin anew: device= host= settle= grace= sessions= per_process= models= calls= limits=tenant[/model]:MiB."""
+        capacities: dict[ev.Location, int] = {
+            "device": mib(options.pop("device", "64")),
+            "host": mib(options.pop("host", "0")),
+        }
+        limits: dict[tuple[str, str | None, ev.Location], int] = {}
+        for item in filter(None, options.pop("limits", "").split(",")):
+            who, size = item.split(":")
+            tenant, _, model = who.partition("/")
+            limits[tenant, model or None, "device"] = mib(size)
+        fields = {
+            "settle": ("settle_ns", SECOND),
+            "grace": ("model_grace_ns", SECOND),
+            "sessions": ("max_sessions", 1),
+            "per_process": ("max_sessions_per_process", 1),
+            "models": ("max_models_per_tenant", 1),
+            "calls": ("max_calls_per_session", 1),
+        }
+        numbers = {fields[key][0]: int(value) * fields[key][1] for key, value in options.items()}
+        self.rules = policy.Rules(granularity=2 * MIB, capacities=capacities, limits=limits, **numbers)
+        self.broker = Broker(self.rules, epoch=1)
+
+    def do_at(self, seconds: str) -> None:
+        """Let the clock show this."""
+        assert float(seconds) * SECOND >= self.now, "time goes forward"
+        self.now = int(float(seconds) * SECOND)
+
+    def do_stop(self) -> None:
+        """The daemon begins to stop."""
+        self.broker.stopping = True
+
+    def do_open(self, name: str, observer: str = "", tenant: str = "t", process: str = "") -> ev.Event:
+        self.tenants[name] = tenant
+        pid = 100 + len(self.sessions)
+        return ev.OpenSession(
+            self.call(f"open {name}"), tenant, pid, 1000, process or name, bool(observer), "transcript"
+        )
+
+    def do_lost(self, name: str) -> ev.Event:
+        return ev.ConnectionLost(self.sessions[name])
+
+    def do_died(self, name: str, **seen: str) -> ev.Event:
+        return ev.ProcessDied(self.sessions[name], self.seen(seen))
+
+    def do_audit(self, **seen: str) -> ev.Event:
+        return ev.Audit(self.seen(seen))
+
+    def do_bye(self, name: str, request: str) -> ev.Event:
+        return ev.Goodbye(self.call(f"{request} of {name}"), self.session(name), int(request))
+
+    def do_register(
+        self, name: str, request: str, model: str, exclusive: str = "", limit: str = "", virtual: str = ""
+    ) -> ev.Event:
+        where, _, size = limit.partition(":")
+        limits: Any = {where: mib(size)} if limit else {}
+        return ev.RegisterModel(
+            self.call(f"{request} of {name}"),
+            self.session(name),
+            int(request),
+            self.model(name, model),
+            mib(virtual) if virtual else None,
+            limits,
+            bool(exclusive),
+        )
+
+    def do_unregister(self, name: str, request: str, model: str) -> ev.Event:
+        call = self.call(f"{request} of {name}")
+        return ev.UnregisterModel(call, self.session(name), int(request), self.model(name, model))
+
+    def do_allocate(
+        self, name: str, request: str, model: str, count: str, times: str, size: str, where: Any = "device"
+    ) -> ev.Event:
+        call = self.call(f"{request} of {name}")
+        return ev.Allocate(
+            call, self.session(name), int(request), self.model(name, model), where, mib(size), int(count)
+        )
+
+    def do_release(self, name: str, request: str, ids: str) -> ev.Event:
+        call = self.call(f"{request} of {name}")
+        return ev.Release(call, self.session(name), int(request), tuple(parse_ids(ids)))
+
+    def do_declare(self, name: str, request: str, model: str, size: str, where: Any = "device") -> ev.Event:
+        call = self.call(f"{request} of {name}")
+        return ev.Declare(call, self.session(name), int(request), self.model(name, model), where, mib(size))
+
+    def do_ack(self, name: str, request: str, part: str) -> ev.Event:
+        return ev.Acknowledge(self.session(name), int(request), int(part))
+
+    def do_made(self, name: str, request: str, part: str) -> ev.Event:
+        return ev.Made(self.sessions[name], int(request), int(part))
+
+    def do_notmade(self, name: str, request: str, part: str, reason: str, **numbers: str) -> ev.Event:
+        sizes: dict[str, int | str] = {key: mib(value) for key, value in numbers.items()}
+        return ev.NotMade(self.sessions[name], int(request), int(part), reason, sizes)
+
+    def do_notdelivered(self, name: str, request: str, part: str) -> ev.Event:
+        return ev.NotDelivered(self.sessions[name], int(request), int(part))
+
+    def do_quota(self, who: str, size: str, where: Any = "device") -> ev.Event:
+        tenant, _, model = who.partition("/")
+        limit = None if size == "none" else mib(size)
+        return ev.SetQuota(self.call(f"quota {who}"), tenant, model or None, where, limit)
+
+    # --- one step ---
+
+    def play(self, event: ev.Event) -> list[str]:
+        """Take one step and hold it to what every step must keep."""
+        before = self.books(self.broker.ledger)
+        step = self.broker.step(event, self.now)
+        self.facts += step.facts
+        for effect in step.effects:
+            if isinstance(effect, fx.Answer) and isinstance(effect.result, fx.SessionOpened):
+                self.name(effect)
+        self.broker.ledger.recount()
+        assert self.broker.ledger.revision == before[0] + len(step.facts)
+        if not isinstance(event, OUTCOMES) and any(map(is_refusal, step.effects)):
+            assert not isinstance(event, ev.Goodbye) or is_refusal(step.effects[0])
+            if is_refusal(step.effects[0]):
+                assert not step.facts, "a refusal changed something"
+                assert self.books(self.broker.ledger) == before, "a refusal changed the ledger"
+        effects = [self.effect(effect) for effect in step.effects]
+        return [*effects, *(f"+ {self.plain(fact)}" for fact in step.facts), self.summary()]
+
+    def name(self, opened: fx.Answer) -> None:
+        assert isinstance(opened.result, fx.SessionOpened)
+        name = self.calls[opened.call].removeprefix("open ")
+        self.sessions[name] = opened.result.session
+        self.names[opened.result.session] = name
+
+    def call(self, what: str) -> int:
+        self.calls[len(self.calls) + 1] = what
+        return len(self.calls)
+
+    def session(self, name: str) -> int:
+        """Return a session's id; `nobody` has one that is unknown to the broker."""
+        return -1 if name == "nobody" else self.sessions[name]
+
+    def model(self, session: str, model: str) -> ev.ModelName:
+        tenant, slash, own = model.rpartition("/")
+        return ev.ModelName(tenant if slash else self.tenants.get(session, "t"), own)
+
+    def seen(self, shown: Mapping[str, str]) -> ev.Seen:
+        return {where: mib(shown[where]) if where in shown else None for where in ev.LOCATIONS}
+
+    # --- in plain text ---
+
+    def effect(self, effect: fx.Effect) -> str:
+        if isinstance(effect, fx.Make):
+            part = f"part {effect.part} of {effect.parts}"
+            what = f"{ids_text(effect.ids)} x {size_text(effect.extent_bytes)} at {effect.location}"
+            return f"make for {effect.request_id} of {self.names[effect.session]}, {part}: {what}"
+        if isinstance(effect, fx.Answer):
+            call = self.calls[effect.call]
+            if isinstance(effect.result, Denied):
+                return f"refuse {call}: {effect.result.reason} {self.fields(effect.result.numbers.items())}".rstrip()
+            return f"answer {call}: {self.plain(effect.result)}"
+        return self.plain(effect)
+
+    def plain(self, value: Any) -> str:
+        pairs = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return f"{type(value).__name__} {self.fields(pairs)}".rstrip()
+
+    def fields(self, pairs: Iterable[tuple[str, Any]]) -> str:
+        return " ".join(f"{key}={self.text(key, value)}" for key, value in pairs if key not in ("pid", "uid", "client"))
+
+    def text(self, key: str, value: Any) -> str:
+        if key == "session":
+            return self.names.get(value, str(value))
+        if key in ("extent", "first"):
+            return ids_text([value])
+        if key == "ids":
+            return ids_text(value)
+        if key == "at":
+            return f"{value / SECOND:g}s"
+        if key == "name" and isinstance(value, ev.ModelName):
+            return f"{value.tenant}/{value.model}"
+        if key == "limits":
+            return ",".join(f"{where}:{size_text(size)}" for where, size in value.items()) or "none"
+        if key == "limit" and isinstance(value, int) and 0 < value < MIB:
+            return str(value)
+        if isinstance(value, int) and not isinstance(value, bool) and key not in ("count", "max_count", "request_id"):
+            return size_text(value)
+        return repr(value) if isinstance(value, str) and " " in value else str(value)
+
+    def summary(self) -> str:
+        """The books in one line: totals, models, sessions with what they are charged."""
+        ledger = self.broker.ledger
+        totals = [
+            f"{where} {size_text(t.lent)} lent {size_text(t.releasing)} releasing {size_text(t.free)} free"
+            f" {size_text(self.broker.lending.making[where])} making"
+            for where, t in ledger.totals.items()
+            if t.capacity
+        ]
+        models = [f"{name.tenant}/{name.model} {size_text(row.used())}" for name, row in ledger.models.items()]
+        sessions = [
+            f"{self.names[row.session]} {row.state} {size_text(sum(map(row.charged, ledger.totals)))}"
+            for row in ledger.sessions.values()
+        ]
+        parts = (f"= {ledger.revision}", *totals, ", ".join(models) or "no models", ", ".join(sessions) or "nobody")
+        return " | ".join(parts)
+
+
+def is_refusal(effect: fx.Effect) -> bool:
+    return isinstance(effect, fx.Answer) and isinstance(effect.result, Denied)
+
+
+def mib(text: str) -> int:
+    """Return bytes: MiB unless the text ends with B."""
+    return int(text[:-1]) if text.endswith("B") else int(text) * MIB
+
+
+def size_text(size: int) -> str:
+    return str(size // MIB) if size % MIB == 0 else f"{size}B"
+
+
+def parse_ids(text: str) -> Iterator[int]:
+    for item in text.split(",") if text != "none" else ():
+        first, _, last = item.replace("#", "").partition("..")
+        yield from (BASE + number for number in range(int(first), int(last or first) + 1))
+
+
+def ids_text(ids: Iterable[int]) -> str:
+    runs: list[list[int]] = []
+    for number in (extent - BASE for extent in ids):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"#{a}" if a == b else f"#{a}..{b}" for a, b in runs) or "none"
+
+
+def retell(text: str, script: Script) -> str:
+    """Return the transcript with every outcome as it is now."""
+    out: list[str] = []
+    in_outcome = False
+    for line in text.splitlines():
+        in_outcome = line == "----" or (in_outcome and bool(line))
+        if in_outcome or not line:
+            continue
+        if line.startswith("#") and out and out[-1] != "":
+            out.append("")
+        out.append(line)
+        outcome = None if line.startswith("#") else script.do(line)
+        if outcome is not None:
+            out += ["----", *outcome, ""]
+    return "\n".join(out).rstrip("\n") + "\n"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_transcript(path: Path, golden: Callable[[Path, str], None], books: Callable[[Any], Any]) -> None:
+    """A script gives what stands in its file, to the letter, and its facts alone give the same ledger."""
+    script = Script(books)
+    golden(path, retell(path.read_text(), script))
+    assert books(replay(script.rules.capacities, script.facts)) == books(script.broker.ledger)
+
+
+def test_every_reason_of_the_core_is_told() -> None:
+    """Every reason that the core's own code refuses with stands in a transcript."""
+    core = Path(policy.__file__).parent
+    used = {name for file in core.glob("*.py") for name in re.findall(r"Reason\.([A-Z_]+)", file.read_text())}
+    told = {word for path in FILES for word in re.findall(r"^refuse [^:]*: ([A-Z_]+)", path.read_text(), re.MULTILINE)}
+    assert used
+    assert used <= told, f"no transcript shows {sorted(used - told)}"

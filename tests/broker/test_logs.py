@@ -1,0 +1,158 @@
+"""What the log says: one line an event, whatever a peer calls itself, and never a token."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import logging
+import typing
+from collections.abc import Callable, Iterator
+
+import pytest
+from membrokerd import logs
+from membrokerd.core import facts as ft
+from membrokerd.core.denied import Reason, deny
+from membrokerd.core.events import ModelName
+
+NAME = ModelName("acme", "llama-7b")
+FACTS: tuple[ft.Fact, ...] = (
+    ft.SessionBegan(26, "acme", 4711, 1000, "pidfd:99", False, "vllm 0.9", 5),
+    ft.SessionMoved(26, "connection lost", 6),
+    ft.SessionEnded(26, 7),
+    ft.ModelBegan(NAME, None, {"device": 1 << 30}),
+    ft.ModelJoined(NAME, 26),
+    ft.ModelLeft(NAME, 26, 8),
+    ft.ModelEnded(NAME),
+    ft.Debited(26, NAME, "device", 2 << 20, 1, 4),
+    ft.Credited(26, range(1, 5), "released"),
+    ft.DeclarationSet(26, NAME, "device", 500),
+    ft.LocationSettled(26, "device", True),
+    ft.QuotaSet("acme", None, "device", None),
+)
+
+Capture = Callable[..., io.StringIO]
+
+
+@pytest.fixture
+def capture() -> Iterator[Capture]:
+    """Return a function that sets the log up into a text, and puts pytest's own handlers back afterwards."""
+    root, own = logging.getLogger(), logging.getLogger("membrokerd")
+    before = root.handlers, root.level, own.level
+
+    def begin(format: str = "json", level: str = "debug") -> io.StringIO:
+        stream = io.StringIO()
+        logs.setup(format, level, stream)
+        return stream
+
+    yield begin
+    root.handlers = before[0]
+    root.setLevel(before[1])
+    own.setLevel(before[2])
+
+
+def test_every_fact_is_one_line_and_lifecycles_are_info(capture: Capture) -> None:
+    """An operator follows sessions and models at INFO, and adds the single debits with DEBUG."""
+    assert {type(fact) for fact in FACTS} == set(typing.get_args(ft.Fact))
+    out = capture("json", "info")
+    for fact in FACTS:
+        logs.log_fact(fact)
+    events = [json.loads(line)["event"] for line in out.getvalue().splitlines()]
+    assert events == [
+        "session began",
+        "session moved",
+        "session ended",
+        "model began",
+        "model joined",
+        "model left",
+        "model ended",
+        "session settled",
+        "quota set",
+    ]
+    out = capture("json", "debug")
+    for fact in FACTS:
+        logs.log_fact(fact)
+    assert len(out.getvalue().splitlines()) == len(FACTS)
+
+
+def test_json_has_the_data_in_fields(capture: Capture) -> None:
+    out = capture("json")
+    logs.log_fact(FACTS[0])
+    line = json.loads(out.getvalue())
+    assert line.pop("time").endswith("Z")
+    assert line == {
+        "level": "info",
+        "event": "session began",
+        "session": "sessions/1a",
+        "tenant": "acme",
+        "pid": 4711,
+        "uid": 1000,
+        "observer": False,
+        "client": "vllm 0.9",
+    }
+
+
+def test_text_is_for_people(capture: Capture) -> None:
+    out = capture("text")
+    logs.log("listening", endpoint="/run/membroker/host/tenants/acme", port=9710, limit=None, why="two words")
+    time, _, rest = out.getvalue().rstrip("\n").partition(" ")
+    assert time.endswith("Z")
+    assert rest == 'INFO listening endpoint=/run/membroker/host/tenants/acme port=9710 limit=null why="two words"'
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+@pytest.mark.parametrize("client", ["a\nERROR forged", 'q"uote', "\x1b[31mred", "a\u2028b", "k=v"])
+def test_a_client_cannot_forge_a_line(capture: Capture, format: str, client: str) -> None:
+    """What a process calls itself is a tenant's text: quoted, on its line, without terminal codes."""
+    out = capture(format)
+    logs.log_fact(dataclasses.replace(typing.cast("ft.SessionBegan", FACTS[0]), client=client))
+    text = out.getvalue().rstrip("\n")
+    assert len(text.splitlines()) == 1
+    assert text.isprintable()
+
+
+def test_no_token_can_be_logged(capture: Capture) -> None:
+    """No fact carries one, a refusal's numbers lose one, and a field that is named for one is a bug."""
+    capture()
+    for kind in typing.get_args(ft.Fact):
+        assert not [field.name for field in dataclasses.fields(kind) if "token" in field.name]
+    for say in (logs.log, logs.debug, logs.warn):
+        with pytest.raises(AssertionError, match="secret"):
+            say("session began", token="s3cret")
+    out = capture("json", "debug")
+    logs.log_denied(26, "Allocate", deny(Reason.TOKEN_REJECTED, token="s3cret"))
+    assert "s3cret" not in out.getvalue()
+    assert json.loads(out.getvalue())["reason"] == "TOKEN_REJECTED"
+
+
+def test_a_fault_says_where_on_one_line(capture: Capture) -> None:
+    out = capture("text", "info")
+    try:
+        raise KeyError("gone")
+    except KeyError as error:
+        logs.fault(error, method="ListModels")
+    (line,) = out.getvalue().splitlines()
+    assert "ERROR fault method=ListModels" in line
+    assert "test_logs.py" in line
+
+
+def test_other_libraries_records_are_lines_too(capture: Capture) -> None:
+    """asyncio and gRPC log through the same handler, from WARNING on; their tracebacks are a field."""
+    out = capture("json", "debug")
+    logging.getLogger("asyncio").debug("not this")
+    try:
+        raise ValueError("x")
+    except ValueError:
+        logging.getLogger("asyncio").exception("a task failed %s", "twice")
+    (line,) = [json.loads(each) for each in out.getvalue().splitlines()]
+    assert (line["event"], line["logger"], line["level"]) == ("a task failed twice", "asyncio", "error")
+    assert "ValueError: x" in line["traceback"]
+
+
+def test_a_refusal_is_debug_with_its_numbers(capture: Capture) -> None:
+    out = capture("json", "info")
+    logs.log_denied(26, "Allocate", deny(Reason.MODEL_LIMIT, limit_bytes=5))
+    assert out.getvalue() == ""
+    out = capture("json", "debug")
+    logs.log_denied(26, "Allocate", deny(Reason.MODEL_LIMIT, limit_bytes=5))
+    assert json.loads(out.getvalue())["limit_bytes"] == 5

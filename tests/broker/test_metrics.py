@@ -1,0 +1,299 @@
+"""What a scrape says: of one moment, in the books' own figures, and gone with what it spoke of."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from membroker.vmm.driver import DeviceInfo, MemoryInfo
+from membrokerd import metrics, metrics_server
+from membrokerd.core.events import ModelName
+from membrokerd.core.snapshot import LocationView, ModelLocationView, ModelView, SessionView, Snapshot
+from membrokerd.metrics import Metrics, MetricsView
+from membrokerd.metrics_server import MetricsServer
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+MIB = 1 << 20
+UUID = "GPU-12345678-0000-0000-0000-000000000000"
+
+
+def model(tenant: str, name: str, used: int, limit: int | None = None, **denials: int) -> ModelView:
+    at_device = ModelLocationView("device", used, used + MIB, 0, 0, used // (2 * MIB), limit)
+    at_host = ModelLocationView("host", 0, 0, 0, 0, 0, None)
+    return ModelView(ModelName(tenant, name), 64 << 30, (at_device, at_host), 1, 7, 3, denials)
+
+
+def session(number: int, state: str, observer: bool = False) -> SessionView:
+    return SessionView(number, "acme", state, 100 + number, 1000, observer, "a test", (), (), 0)
+
+
+def books(*models: ModelView, releasing: int = 0, unaccounted: int | None = 0) -> Snapshot:
+    charged = sum(each.locations[0].used for each in models)
+    capacity = 256 * MIB
+    device = LocationView("device", capacity, charged - releasing, releasing, 0, capacity - charged, unaccounted)
+    host = LocationView("host", 0, 0, 0, 0, 0, None)
+    return Snapshot(1, (device, host), models, ())
+
+
+class Source:
+    """A daemon whose view a test can change."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.now = MetricsView(
+            snapshot,
+            {"device": MemoryInfo(1 << 30, 1 << 29), "host": None},
+            3,
+            DeviceInfo(UUID, "a card", "cuda", 2 * MIB),
+            "0.1.0",
+            headroom={"device": 2 << 30},
+            gate_reserve={"device": 256 * MIB},
+        )
+        self.views = 0
+
+    def view(self) -> MetricsView:
+        self.views += 1
+        return self.now
+
+
+Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(made: Metrics) -> Series:
+    text = generate_latest(made.registry).decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def values(series: Series, name: str, **labels: str) -> list[float]:
+    return [value for (found, has), value in series.items() if found == name and labels.items() <= dict(has).items()]
+
+
+def test_the_models_sum_is_the_devices_figure_and_one_scrape_takes_one_view() -> None:
+    """What an operator adds up is what the device says, also while a dead worker's bytes are releasing."""
+    source = Source(books(model("acme", "a", 40 * MIB), model("acme", "b", 24 * MIB), releasing=8 * MIB))
+    series = scrape(Metrics(source))
+    lent = values(series, "membroker_device_lent_bytes", location="device")
+    releasing = values(series, "membroker_device_releasing_bytes", location="device")
+    assert sum(values(series, "membroker_model_used_bytes", location="device")) == lent[0] + releasing[0] == 64 * MIB
+    assert values(series, "membroker_device_free_bytes", location="device") == [192 * MIB]
+    assert source.views == 1
+
+
+def test_a_models_series_begin_at_zero_and_end_with_it() -> None:
+    """A model that has borrowed nothing shows zeros; one that ended shows nothing, its counters neither."""
+    source = Source(books(model("acme", "a", 0)))
+    made = Metrics(source)
+    before = scrape(made)
+    assert values(before, "membroker_model_used_bytes", model="a", location="device") == [0]
+    assert values(before, "membroker_model_extents", model="a", location="host") == [0]
+    source.now = replace(source.now, snapshot=books())
+    after = scrape(made)
+    assert not [name for name, labels in after if ("model", "a") in labels]
+    assert values(after, "membroker_device_lent_bytes", location="device") == [0]
+
+
+def test_a_limit_that_does_not_exist_is_no_series() -> None:
+    """Neither 0 nor infinity: a dashboard divides by it."""
+    series = scrape(Metrics(Source(books(model("acme", "a", 0, limit=8 * MIB), model("acme", "b", 0)))))
+    assert values(series, "membroker_model_limit_bytes", model="a") == [8 * MIB]
+    assert values(series, "membroker_model_limit_bytes", model="b") == []
+
+
+@pytest.mark.parametrize(("signed", "shown"), [(-5, [0]), (7 * MIB, [7 * MIB]), (None, [])])
+def test_unaccounted_is_shown_as_at_least_zero(signed: int | None, shown: list[float]) -> None:
+    """Signed in the core; a device that cannot say shows nothing."""
+    series = scrape(Metrics(Source(books(unaccounted=signed))))
+    assert values(series, "membroker_device_unaccounted_bytes", location="device") == shown
+
+
+def test_what_the_device_cannot_say_is_no_series() -> None:
+    series = scrape(Metrics(Source(books())))
+    assert values(series, "membroker_device_memory_used_bytes", location="device") == [1 << 29]
+    assert values(series, "membroker_device_memory_total_bytes", location="host") == []
+
+
+def test_sessions_are_counted_by_state_without_observers() -> None:
+    snapshot = replace(books(), sessions=(session(1, "open"), session(2, "detached"), session(3, "open", True)))
+    series = scrape(Metrics(Source(snapshot)))
+    counts = {state: values(series, "membroker_sessions", state=state) for state in metrics.SESSION}
+    assert counts == {"open": [1], "leaving": [0], "detached": [1], "releasing": [0], "ended": []}
+
+
+def test_counters_have_their_reasons() -> None:
+    source = Source(books(model("acme", "a", 0, MODEL_LIMIT=4)))
+    source.now = replace(source.now, refused={"TOO_MANY_SESSIONS": 2}, notices_dropped=5)
+    series = scrape(Metrics(source))
+    assert values(series, "membroker_model_denials_total", reason="MODEL_LIMIT", tenant="acme", model="a") == [4]
+    assert values(series, "membroker_model_allocations_total", model="a") == [7]
+    assert values(series, "membroker_connections_refused_total", reason="TOO_MANY_SESSIONS") == [2]
+    assert values(series, "membroker_notices_dropped_total") == [5]
+
+
+def test_every_series_names_the_gpu_and_every_name_is_in_the_table() -> None:
+    made = Metrics(Source(books(model("acme", "a", 4 * MIB, limit=8 * MIB, CAPACITY=1))))
+    made.driver_calls.observe(1e-4, "cuMemCreate")
+    made.requests.observe(1e-5, "AllocateExtents", "handoff")
+    series = scrape(made)
+    assert all(dict(labels)["gpu_uuid"] == UUID for _, labels in series)
+    stems = {name.removesuffix(end) for name, _ in series for end in ("_bucket", "_count", "_sum")}
+    missing = {spec.name for spec in metrics.ALL.values()} - {name for name, _ in series} - stems
+    assert missing == {"membroker_connections_refused_total"}, "no reason has been counted here"
+
+
+def test_histograms_count_in_buckets_up_to_a_second() -> None:
+    made = Metrics(Source(books()))
+    for seconds in (4e-6, 5e-6, 0.3, 2.0):
+        made.driver_calls.observe(seconds, "cuMemCreate")
+    series = scrape(made)
+    buckets = {le: values(series, "membroker_driver_call_seconds_bucket", le=le) for le in ("5e-06", "1.0", "+Inf")}
+    assert buckets == {"5e-06": [2], "1.0": [3], "+Inf": [4]}
+    assert values(series, "membroker_driver_call_seconds_count") == [4]
+    assert values(series, "membroker_driver_call_seconds_sum") == [pytest.approx(2.300009)]
+
+
+def test_histograms_lose_nothing_between_threads() -> None:
+    made = Metrics(Source(books()))
+
+    def work() -> None:
+        for _ in range(2_000):
+            made.requests.observe(1e-5, "AllocateExtents", "handoff")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert values(scrape(made), "membroker_request_seconds_count") == [8_000]
+
+
+def test_promtool_finds_nothing_to_mend() -> None:
+    """Prometheus's own linter over a full scrape."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
+    made = Metrics(Source(books(model("acme", "a", 4 * MIB, limit=8 * MIB, CAPACITY=1))))
+    made.driver_calls.observe(1e-4, "cuMemCreate")
+    made.requests.observe(1e-5, "AllocateExtents", "handoff")
+    done = subprocess.run([promtool, "check", "metrics"], input=generate_latest(made.registry), capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+# --- HTTP ---
+
+
+class Trouble:
+    """The two states of a daemon, as a test sets them."""
+
+    def __init__(self) -> None:
+        self.healthy = self.ready = ""
+
+
+@pytest.fixture
+def trouble() -> Trouble:
+    return Trouble()
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source(books(model("acme", "a", 4 * MIB)))
+
+
+@pytest.fixture
+def server(source: Source, trouble: Trouble) -> Iterator[MetricsServer]:
+    made = MetricsServer("127.0.0.1", 0, Metrics(source).registry, lambda: trouble.healthy, lambda: trouble.ready)
+    made.start()
+    yield made
+    made.close()
+
+
+def get(server: MetricsServer, path: str, accept: str = "*/*") -> tuple[int, str, str]:
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", headers={"Accept": accept})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, answer.headers["Content-Type"], answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers["Content-Type"], error.read().decode()
+
+
+def test_metrics_are_served_in_the_format_that_was_asked_for(server: MetricsServer) -> None:
+    status, kind, body = get(server, "/metrics")
+    assert (status, kind.split(";")[0]) == (200, "text/plain")
+    assert f'membroker_model_virtual_bytes{{gpu_uuid="{UUID}",model="a",tenant="acme"}}' in body
+    status, kind, body = get(server, "/metrics?x=1", "application/openmetrics-text; version=1.0.0")
+    assert (status, kind.split(";")[0]) == (200, "application/openmetrics-text")
+    assert body.endswith("# EOF\n")
+
+
+def test_health_and_readiness_say_why_not(server: MetricsServer, trouble: Trouble) -> None:
+    assert get(server, "/healthz")[::2] == (200, "ok\n")
+    trouble.ready = "starting"
+    assert get(server, "/readyz")[::2] == (503, "starting\n")
+    assert get(server, "/healthz")[0] == 200
+    assert get(server, "/")[0] == get(server, "/metrics/")[0] == 404
+
+
+def test_a_view_that_does_not_come_is_a_503(server: MetricsServer, source: Source) -> None:
+    """A daemon whose loop hangs says so; the scrape fails instead of waiting for ever."""
+
+    def hang() -> MetricsView:
+        raise TimeoutError
+
+    source.view = hang  # type: ignore[method-assign]
+    assert get(server, "/metrics")[0] == 503
+
+
+def test_slow_clients_are_bounded_and_cut(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that connect and drip bytes fill the table, and a scrape passes once their time is over."""
+    monkeypatch.setattr(metrics_server, "DEADLINE_SECONDS", 1.0)
+    slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(metrics_server.MAX_CONNECTIONS)]
+    for client in slow:
+        client.sendall(b"GET /metr")
+    threads = threading.active_count()
+    assert threads <= metrics_server.MAX_CONNECTIONS + 8
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as late:
+        assert late.recv(1) == b"", "one too many is closed at once"
+    for client in slow:
+        client.settimeout(20)
+        assert client.recv(1) == b"", "cut at the deadline, though it never fell silent for long"
+        client.close()
+    until = time.monotonic() + 20
+    while (answer := _try(server)) != 200:
+        assert time.monotonic() < until, answer
+
+
+def _try(server: MetricsServer) -> int | str:
+    try:
+        return get(server, "/metrics")[0]
+    except OSError as error:
+        return str(error)
+
+
+def test_close_ends_at_once_beside_a_client_that_says_nothing(source: Source) -> None:
+    """A stop is not delayed by who is connected, and closing twice, or before the start, is fine."""
+    made = MetricsServer("127.0.0.1", 0, Metrics(source).registry, lambda: "", lambda: "")
+    made.start()
+    with socket.create_connection(("127.0.0.1", made.port), timeout=20) as silent:
+        silent.sendall(b"GET")
+        began = time.monotonic()
+        made.close()
+        assert time.monotonic() - began < 3
+    made.close()
+    MetricsServer("127.0.0.1", 0, Metrics(source).registry, lambda: "", lambda: "").close()
+
+
+def test_a_taken_port_is_an_error(server: MetricsServer, source: Source) -> None:
+    with pytest.raises(OSError, match="in use"):
+        MetricsServer("127.0.0.1", server.port, Metrics(source).registry, lambda: "", lambda: "")

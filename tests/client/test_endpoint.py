@@ -1,0 +1,206 @@
+"""connect() that fails says which of the possible things is wrong, and the command that mends it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import membroker
+from membroker import endpoint
+from membroker.errors import AccessDenied, BrokerUnavailable, InvalidRequest
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A short directory that every user can enter, unlike pytest's own."""
+    with tempfile.TemporaryDirectory(prefix="mb-") as directory:
+        os.chmod(directory, 0o755)
+        yield Path(directory)
+
+
+def listening(path: Path, kind: int = socket.SOCK_SEQPACKET, backlog: int = 8) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, kind)
+    listener.bind(str(path))
+    listener.listen(backlog)
+    return listener
+
+
+def why(directory: Path, timeout: float = 5.0) -> str:
+    with pytest.raises(BrokerUnavailable) as caught:
+        membroker.connect(directory, timeout=timeout)
+    return str(caught.value)
+
+
+class TestChoice:
+    """Which endpoint, when nobody says."""
+
+    def test_the_argument_comes_first(self, place: Path) -> None:
+        assert endpoint.find_endpoint(place / "a", {"MEMBROKER_ENDPOINT": "/b"}) == place / "a"
+
+    def test_then_the_variable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        env = {"MEMBROKER_ENDPOINT": "/run/x/tenants/t", "XDG_RUNTIME_DIR": "/nowhere"}
+        assert endpoint.find_endpoint(None, env) == Path("/run/x/tenants/t")
+
+    def test_a_relative_one_is_made_absolute(self) -> None:
+        """gRPC and the handoff must mean the same place, also after the program changes its directory."""
+        assert endpoint.find_endpoint("here") == Path.cwd() / "here"
+
+    def test_then_the_only_device_of_the_user(self, place: Path) -> None:
+        (place / "membroker" / "host" / "tenants").mkdir(parents=True)
+        (place / "membroker" / "membroker.lock").touch()
+        found = endpoint.find_endpoint(None, {"XDG_RUNTIME_DIR": str(place)})
+        assert found == place / "membroker" / "host" / "tenants" / "default"
+
+    def test_several_devices_are_listed(self, place: Path) -> None:
+        """A machine with two cards: guessing one would put a model on the wrong card."""
+        for device in ("gpu-1234abcd", "gpu-99999999"):
+            (place / "membroker" / device / "tenants").mkdir(parents=True)
+        with pytest.raises(InvalidRequest) as caught:
+            endpoint.find_endpoint(None, {"XDG_RUNTIME_DIR": str(place)})
+        message = str(caught.value)
+        assert "gpu-1234abcd/tenants/default" in message
+        assert "gpu-99999999/tenants/default" in message
+        assert "MEMBROKER_ENDPOINT" in message
+
+    def test_no_device_at_all(self, place: Path) -> None:
+        if Path("/run/membroker").exists():
+            pytest.skip("this machine runs a broker")
+        with pytest.raises(BrokerUnavailable, match="start one with `membrokerd`"):
+            endpoint.find_endpoint(None, {"XDG_RUNTIME_DIR": str(place)})
+
+
+class TestDiagnosis:
+    """Each way in which an endpoint can be unusable."""
+
+    def test_no_directory(self, place: Path) -> None:
+        message = why(place / "gpu-1" / "tenants" / "a")
+        assert f"{place / 'gpu-1'} does not exist" in message
+        assert "Is membrokerd running" in message
+        assert "`membrokerd`" in message
+
+    def test_no_socket(self, place: Path) -> None:
+        assert f"{place} has no handoff.sock" in why(place)
+
+    def test_dangling_link(self, place: Path) -> None:
+        (place / "link").symlink_to(place / "gone")
+        assert f"{place / 'link'} is a symbolic link to nothing" in why(place / "link")
+
+    def test_not_a_directory(self, place: Path) -> None:
+        (place / "file").touch()
+        assert f"{place / 'file'} is not a directory" in why(place / "file")
+
+    def test_not_a_socket(self, place: Path) -> None:
+        (place / "handoff.sock").touch()
+        assert "is not a socket" in why(place)
+
+    def test_a_socket_of_another_kind(self, place: Path) -> None:
+        with listening(place / "handoff.sock", socket.SOCK_STREAM):
+            assert "socket of another kind" in why(place)
+
+    def test_the_daemon_is_dead(self, place: Path) -> None:
+        """kill -9: the file of its socket remained, and nobody listens."""
+        listening(place / "handoff.sock").close()
+        message = why(place)
+        assert "the broker is dead" in message
+        assert "`membrokerd`" in message
+
+    def test_the_daemon_is_stopped(self, place: Path) -> None:
+        """kill -STOP, or a debugger: the kernel accepts for it and nothing is ever said."""
+        with listening(place / "handoff.sock"):
+            message = why(place, timeout=0.05)
+        assert "does not answer" in message
+        assert "kill -CONT" in message
+
+    def test_the_queue_of_connections_is_full(self, place: Path) -> None:
+        with listening(place / "handoff.sock", backlog=0), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
+            one.connect(str(place / "handoff.sock"))
+            assert "does not answer" in why(place, timeout=0.05)
+
+    def test_it_hangs_up(self, place: Path) -> None:
+        """It stops at this very moment."""
+        with listening(place / "handoff.sock") as listener:
+            thread = threading.Thread(target=lambda: listener.accept()[0].close())
+            thread.start()
+            message = why(place)
+            thread.join()
+        assert "closed the connection without an answer" in message
+
+    def test_it_speaks_another_language(self, place: Path) -> None:
+        """MEMBROKER_ENDPOINT names some other program's socket."""
+        with listening(place / "handoff.sock") as listener:
+
+            def talk() -> None:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.send(b"\xff\xffHTTP/1.1")
+
+            thread = threading.Thread(target=talk)
+            thread.start()
+            with pytest.raises(membroker.ProtocolError, match="no broker of this protocol"):
+                membroker.connect(place)
+            thread.join()
+
+    def test_a_path_that_is_too_long(self, place: Path) -> None:
+        long = place / ("x" * 110)
+        long.mkdir()
+        with pytest.raises(InvalidRequest, match="at most 107 bytes"):
+            membroker.connect(long)
+
+    def test_anything_else_is_named(self, place: Path) -> None:
+        message = str(endpoint.diagnose(place, OSError(errno.ENOMEM, "Cannot allocate memory")))
+        assert "Cannot allocate memory" in message
+        assert "ENOMEM" in message
+
+
+class TestDenied:
+    """Another tenant's endpoint, seen by a user who may not enter."""
+
+    def denied(self, directory: Path) -> str:
+        """Return what an ordinary user is told: ourselves, or as root user nobody."""
+        script = (
+            "import os, sys, membroker\n"
+            "connect = membroker.connect\n"
+            "if os.geteuid() == 0:\n    os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)\n"
+            "try:\n    connect(sys.argv[1])\n"
+            "except membroker.AccessDenied as error:\n    print(error)\n"
+        )
+        command = [sys.executable, "-c", script, str(directory)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    def test_a_socket_of_others(self, place: Path) -> None:
+        """Mode 0660, and the user is not in its group: he learns which group, and how to join it."""
+        with listening(place / "handoff.sock"):
+            os.chmod(place / "handoff.sock", 0o060 if os.geteuid() else 0o660)
+            message = self.denied(place)
+        assert f"permission denied: {place / 'handoff.sock'} belongs to" in message
+        assert f"uid {os.geteuid()}" in message
+        assert f"gid {os.getegid()}" in message
+        assert "mode 0" in message
+        assert "this process runs as" in message
+        assert "usermod -aG" in message
+
+    def test_a_directory_of_others(self, place: Path) -> None:
+        (place / "tenant").mkdir()
+        with listening(place / "tenant" / "handoff.sock"):
+            os.chmod(place / "tenant", 0o000 if os.geteuid() else 0o700)
+            message = self.denied(place / "tenant")
+            os.chmod(place / "tenant", 0o700)
+        assert f"permission denied: {place / 'tenant'} belongs to" in message
+        assert "your own tenant's endpoint" in message
+
+    def test_it_is_a_permission_error(self, place: Path) -> None:
+        (place / "handoff.sock").touch()
+        error = endpoint.diagnose(place / "handoff.sock", PermissionError(errno.EACCES, "Permission denied"))
+        assert isinstance(error, AccessDenied)
+        assert isinstance(error, PermissionError)

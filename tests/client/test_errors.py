@@ -1,0 +1,82 @@
+"""A broker's Status becomes the exception that fits, by its reason and never by its text."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+import membroker
+from membroker import errors
+from membroker.v1 import error_reason_pb2
+
+REASONS = [
+    name.removeprefix("ERROR_REASON_")
+    for name in error_reason_pb2.ErrorReason.keys()  # noqa: SIM118 - an enum wrapper, not a dict
+    if name != "ERROR_REASON_UNSPECIFIED"
+]
+
+
+def status(message: str, reason: str = "", domain: str = "membroker", **metadata: str) -> status_pb2.Status:
+    info = any_pb2.Any()
+    info.Pack(error_details_pb2.ErrorInfo(reason=reason, domain=domain, metadata=metadata))
+    other = any_pb2.Any()
+    other.Pack(error_details_pb2.RetryInfo())
+    return status_pb2.Status(code=8, message=message, details=[other, info])
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_every_reason_has_a_class(reason: str) -> None:
+    """A reason that the proto has and the table has not would reach users as a bare MembrokerError."""
+    error = errors.from_status(status("no", reason))
+    assert error.reason == reason
+    assert str(error) == "no"
+    assert reason == "INTERNAL" or type(error) is not errors.MembrokerError
+
+
+def test_out_of_memory_tells_the_numbers() -> None:
+    """A scheduler reads from the exception how much smaller its request must be, without parsing a sentence."""
+    numbers = {"level": "model", "requested_bytes": "8", "available_bytes": "5", "limit_bytes": "100"}
+    error = errors.from_status(status("the model's limit", "MODEL_LIMIT", **numbers))
+    assert isinstance(error, membroker.OutOfMemory)
+    assert isinstance(error, MemoryError)
+    assert (error.level, error.requested, error.available, error.limit) == ("model", 8, 5, 100)
+
+
+def test_a_level_without_a_limit() -> None:
+    """A card that strangers filled has no limit to tell."""
+    error = errors.from_status(status("full", "DEVICE_FULL", level="device", requested_bytes="8"))
+    assert isinstance(error, membroker.OutOfMemory)
+    assert (error.level, error.available, error.limit) == ("device", 0, None)
+
+
+@pytest.mark.parametrize("unknown", [status("x", "FROM_A_LATER_BROKER"), status("x", "MODEL_LIMIT", domain="other")])
+def test_an_unknown_reason(unknown: status_pb2.Status) -> None:
+    """A newer broker, or another service's error: still an error, with its message."""
+    error = errors.from_status(unknown)
+    assert type(error) is membroker.MembrokerError
+    assert str(error) == "x"
+
+
+def test_no_details() -> None:
+    assert str(errors.from_status(status_pb2.Status(code=2, message="plain"))) == "plain"
+
+
+@pytest.mark.parametrize(
+    ("mine", "builtin"),
+    [
+        (membroker.OutOfMemory, MemoryError),
+        (membroker.BrokerUnavailable, ConnectionError),
+        (membroker.AccessDenied, PermissionError),
+        (membroker.InvalidRequest, ValueError),
+        (membroker.InvalidPageSize, membroker.InvalidRequest),
+        (membroker.InvalidOffset, membroker.InvalidRequest),
+        (membroker.NotFound, LookupError),
+        (membroker.DescriptorLimit, OSError),
+    ],
+)
+def test_errors_are_also_the_builtin_ones(mine: type[Exception], builtin: type[Exception]) -> None:
+    """Code that never heard of membroker, such as a framework's retry on MemoryError, catches them."""
+    assert issubclass(mine, builtin)
+    assert issubclass(mine, membroker.MembrokerError)
+    assert str(mine("a sentence")) == "a sentence"

@@ -1,0 +1,410 @@
+"""The pool's promises, over a lender in this process and the host driver: no broker, the same code."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from membroker.errors import (
+    AlreadyMapped,
+    ClosedError,
+    DeviceFailure,
+    InvalidOffset,
+    InvalidPageSize,
+    InvalidRequest,
+    NotMapped,
+    OutOfMemory,
+)
+from membroker.pool import VirtualMemoryPool
+from tests.client.lender import MIB, PAGE, Lender
+
+
+@pytest.fixture
+def lender() -> Iterator[Lender]:
+    """A lender that has everything back at the end, by its books and by the device."""
+    lender = Lender()
+    yield lender
+    gc.collect()
+    lender.settle()
+    assert lender.lent == {}
+    assert lender.used_bytes == 0
+    assert lender.holdings == set()
+
+
+@pytest.fixture
+def pool(lender: Lender) -> Iterator[VirtualMemoryPool]:
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE) as pool:
+        yield pool
+
+
+def state(pool: VirtualMemoryPool, lender: Lender) -> tuple[object, ...]:
+    """All that a refusal must leave as it was."""
+    return pool.stats(), [pool.is_mapped(page * PAGE) for page in range(64)], dict(lender.lent), lender.used_bytes
+
+
+class TestSeed:
+    """What candle-cuda-vmm's tests ask of its pool."""
+
+    def test_new_pool(self, pool: VirtualMemoryPool) -> None:
+        """A worker makes a pool for its whole KV cache; that costs no memory."""
+        assert pool.capacity == 64 * PAGE
+        assert pool.page_size == PAGE
+        assert pool.base_address % PAGE == 0
+        assert pool.physical_memory_usage == 0
+        assert not pool.is_mapped(0)
+
+    @pytest.mark.parametrize("page_size", [0, 1, 4096, MIB, 3 * MIB, PAGE + 1, "1MiB", -PAGE, "a page"])
+    def test_invalid_page_size(self, lender: Lender, page_size: int | str) -> None:
+        """Somebody takes the kernel's page size for the card's; the message says what the card wants."""
+        with pytest.raises(InvalidPageSize):
+            VirtualMemoryPool(lender, 64 * PAGE, page_size)
+
+    def test_allocate_and_deallocate(self, pool: VirtualMemoryPool, lender: Lender) -> None:
+        """A cache grows by four pages, is written, and shrinks again: the memory is the device's again at once."""
+        address = pool.allocate(0, 4 * PAGE)
+        assert address == pool.base_address
+        pool.view(0, 4 * PAGE)[:] = b"\x5a" * (4 * PAGE)
+        assert pool.physical_memory_usage == lender.used_bytes == lender.lent_bytes == 4 * PAGE
+        pool.deallocate(0, 4 * PAGE)
+        assert pool.physical_memory_usage == lender.used_bytes == lender.lent_bytes == 0
+
+    def test_address_is_base_plus_offset(self, pool: VirtualMemoryPool) -> None:
+        assert pool.allocate(3 * PAGE + 5, 10) == pool.base_address + 3 * PAGE + 5
+
+    def test_already_mapped_changes_nothing(self, pool: VirtualMemoryPool, lender: Lender) -> None:
+        """Two layers compute overlapping ranges: the second is told, and the first keeps its bytes."""
+        pool.allocate(2 * PAGE, PAGE)
+        pool.view(2 * PAGE, 4)[:] = b"keep"
+        before = state(pool, lender)
+        with pytest.raises(AlreadyMapped):
+            pool.allocate(0, 4 * PAGE)
+        assert state(pool, lender) == before
+        assert bytes(pool.view(2 * PAGE, 4)) == b"keep"
+
+    def test_not_mapped_changes_nothing(self, pool: VirtualMemoryPool, lender: Lender) -> None:
+        """A range is freed twice, in part: nothing of it is unmapped the second time."""
+        pool.allocate(0, 4 * PAGE)
+        pool.deallocate(PAGE, PAGE)
+        before = state(pool, lender)
+        with pytest.raises(NotMapped):
+            pool.deallocate(0, 4 * PAGE)
+        with pytest.raises(NotMapped):
+            pool.view(0, 4 * PAGE)
+        assert state(pool, lender) == before
+
+    def test_stats(self, pool: VirtualMemoryPool) -> None:
+        """External fragmentation: what share of the free addresses lies outside the largest free run."""
+        assert pool.stats().fragmentation_ratio == 0.0
+        pool.allocate(16 * PAGE, 16 * PAGE)
+        stats = pool.stats()
+        assert (stats.virtual_capacity, stats.physical_usage, stats.mapped_pages) == (64 * PAGE, 16 * PAGE, 16)
+        assert stats.fragmentation_ratio == pytest.approx(1 - 32 / 48)
+        pool.allocate(0, 16 * PAGE)
+        assert pool.stats().fragmentation_ratio == 0.0
+        pool.allocate(32 * PAGE, 32 * PAGE)
+        assert pool.stats().fragmentation_ratio == 0.0
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "pages"),
+    [(0, 1, 1), (PAGE - 1, 2, 2), (PAGE, PAGE, 1), (PAGE + 1, PAGE, 2), (5, 2 * PAGE, 3), (PAGE // 2, PAGE // 2, 1)],
+)
+def test_every_touched_page_is_backed(pool: VirtualMemoryPool, offset: int, size: int, pages: int) -> None:
+    """A tensor that is not aligned is backed to its last byte, and counted by pages, not by its rounded size."""
+    pool.allocate(offset, size)
+    assert pool.physical_memory_usage == pages * PAGE
+    assert pool.is_mapped(offset)
+    assert pool.is_mapped(offset + size - 1)
+    pool.view(offset, size)[:] = b"x" * size
+    pool.deallocate(offset, size)
+    assert pool.physical_memory_usage == 0
+
+
+@pytest.mark.parametrize(
+    ("offset", "size"),
+    [
+        (-1, 1),
+        (64 * PAGE, 1),
+        (64 * PAGE - 1, 2),
+        (0, 64 * PAGE + 1),
+        (2**64 - 1, 2),
+        (2**63 - 1, 2**63 - 1),
+        (1, 2**63 - 1),
+        (True, 1),
+        (0.0, 1),
+    ],
+)
+def test_ranges_outside_the_pool(pool: VirtualMemoryPool, lender: Lender, offset: int, size: int) -> None:
+    """offset + size that would overflow 64 bits is refused like any other range beyond the capacity."""
+    before = state(pool, lender)
+    for call in (pool.allocate, pool.deallocate, pool.view):
+        with pytest.raises(InvalidOffset):
+            call(offset, size)
+    assert state(pool, lender) == before
+
+
+@pytest.mark.parametrize("size", [0, -1, 2**63, "", "-1MiB", "1.5B", None, 1.5])
+def test_sizes_that_are_none(pool: VirtualMemoryPool, lender: Lender, size: int) -> None:
+    before = state(pool, lender)
+    for call in (pool.allocate, pool.deallocate, pool.view):
+        with pytest.raises(InvalidRequest):
+            call(0, size)
+    with pytest.raises(InvalidRequest):
+        pool.grow(size)
+    assert state(pool, lender) == before
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 2**63, 2**63 - 1, "much"])
+def test_capacities_that_are_none(lender: Lender, capacity: int | str) -> None:
+    with pytest.raises(InvalidRequest):
+        VirtualMemoryPool(lender, capacity, PAGE)
+
+
+def test_addresses_that_cannot_be_had(lender: Lender) -> None:
+    """More addresses than the processor has: the device says no, and nothing is held."""
+    with pytest.raises(DeviceFailure):
+        VirtualMemoryPool(lender, 2**62, PAGE)
+
+
+def test_capacity_is_rounded_to_pages(lender: Lender) -> None:
+    with VirtualMemoryPool(lender, PAGE + 1, "2MiB") as pool:
+        assert pool.capacity == 2 * PAGE
+        pool.allocate(0, "4MiB")
+
+
+class TestAllOrNothing:
+    """A growth that cannot be completed leaves the pool, the books and the device as they were."""
+
+    def test_refused_at_once(self, pool: VirtualMemoryPool, lender: Lender) -> None:
+        pool.allocate(0, PAGE)
+        lender.capacity = 4 * PAGE
+        before = state(pool, lender)
+        with pytest.raises(OutOfMemory):
+            pool.allocate(PAGE, 4 * PAGE)
+        assert state(pool, lender) == before
+        pool.allocate(PAGE, 3 * PAGE)
+
+    @pytest.mark.parametrize("pages", [0, 1, 3, 4, 7])
+    @pytest.mark.parametrize("failure", [OutOfMemory("full"), KeyboardInterrupt(), DeviceFailure("broken")])
+    def test_the_lender_fails_at_page_k(self, lender: Lender, pages: int, failure: BaseException) -> None:
+        """The card is full, or somebody presses Ctrl-C, with some pages mapped already."""
+        lender.part = 2
+        with VirtualMemoryPool(lender, 64 * PAGE, PAGE) as pool:
+            pool.allocate(0, PAGE)
+            before = state(pool, lender)
+            lender.fails_after, lender.failure = pages, failure
+            with pytest.raises(type(failure)):
+                pool.allocate(PAGE, 8 * PAGE)
+            assert state(pool, lender) == before
+            lender.fails_after = None
+            pool.allocate(PAGE, 8 * PAGE)
+
+    @pytest.mark.parametrize("mappings", range(6))
+    def test_the_driver_fails_at_map_k(self, lender: Lender, mappings: int) -> None:
+        """The process runs out of mappings half-way (vm.max_map_count)."""
+        lender.part = 2
+        with VirtualMemoryPool(lender, 64 * PAGE, PAGE) as pool:
+            before = state(pool, lender)
+            lender.driver.maps_left = mappings
+            with pytest.raises(DeviceFailure, match="ENOMEM"):
+                pool.allocate(0, 6 * PAGE)
+            assert state(pool, lender) == before
+            lender.driver.maps_left = None
+            pool.allocate(0, 6 * PAGE)
+
+    def test_unmapping_fails(self, lender: Lender) -> None:
+        """The device is lost while a range is given back: what is still mapped is not called given back."""
+        with VirtualMemoryPool(lender, 64 * PAGE, PAGE) as pool:
+            pool.allocate(0, 2 * PAGE)
+            before = state(pool, lender)
+            lender.driver.lost = True
+            with pytest.raises(DeviceFailure, match="ILLEGAL_ADDRESS"):
+                pool.deallocate(0, 2 * PAGE)
+            assert state(pool, lender) == before
+            lender.driver.lost = False
+
+
+class TestGrow:
+    def test_grows_behind_the_highest_page(self, pool: VirtualMemoryPool) -> None:
+        """A cache that only ever appends, with a hole from an earlier request that is left alone."""
+        assert pool.grow(PAGE + 1) == pool.base_address
+        assert pool.grow(1) == pool.base_address + 2 * PAGE
+        pool.deallocate(0, PAGE)
+        assert pool.grow("2MiB") == pool.base_address + 3 * PAGE
+        assert not pool.is_mapped(0)
+
+    def test_beyond_the_capacity(self, pool: VirtualMemoryPool, lender: Lender) -> None:
+        pool.grow(63 * PAGE)
+        before = state(pool, lender)
+        with pytest.raises(InvalidOffset):
+            pool.grow(PAGE + 1)
+        assert state(pool, lender) == before
+        pool.grow(PAGE)
+        with pytest.raises(InvalidOffset):
+            pool.grow(1)
+
+    def test_many_threads_grow_at_once(self, pool: VirtualMemoryPool) -> None:
+        """Sixteen decoding threads append to one pool: each gets its own range, and together they have no hole."""
+        addresses: list[int] = []
+        threads = [threading.Thread(target=lambda: addresses.append(pool.grow(3 * PAGE))) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(addresses) == [pool.base_address + 3 * PAGE * step for step in range(16)]
+        assert pool.stats().mapped_pages == 48
+
+
+class TestThreads:
+    def test_no_lock_is_held_while_borrowing(self, pool: VirtualMemoryPool, lender: Lender) -> None:
+        """One thread waits for memory that only another can free: it must be able to."""
+        pool.allocate(0, PAGE)
+        waiting, go_on = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            waiting.set()
+            assert go_on.wait(30)
+
+        lender.before_borrow = wait
+        borrower = threading.Thread(target=pool.allocate, args=(PAGE, PAGE))
+        borrower.start()
+        assert waiting.wait(30)
+        lender.before_borrow = lambda: None
+        pool.deallocate(0, PAGE)
+        assert not pool.is_mapped(PAGE)
+        with pytest.raises(AlreadyMapped, match="another call"):
+            pool.allocate(PAGE, PAGE)
+        with pytest.raises(NotMapped):
+            pool.deallocate(PAGE, PAGE)
+        go_on.set()
+        borrower.join()
+        assert pool.is_mapped(PAGE)
+
+    def test_closed_while_borrowing(self, lender: Lender) -> None:
+        """The server shuts down while a request still waits for memory: what arrives is given back."""
+        pool = VirtualMemoryPool(lender, 64 * PAGE, PAGE)
+        pool.allocate(0, PAGE)
+        waiting, go_on = threading.Event(), threading.Event()
+        raised: list[type[BaseException]] = []
+
+        def wait() -> None:
+            waiting.set()
+            assert go_on.wait(30)
+
+        def borrow() -> None:
+            try:
+                pool.allocate(PAGE, PAGE)
+            except ClosedError as error:
+                raised.append(type(error))
+
+        lender.before_borrow = wait
+        borrower = threading.Thread(target=borrow)
+        borrower.start()
+        assert waiting.wait(30)
+        pool.close()
+        with pytest.raises(ClosedError):
+            pool.allocate(4 * PAGE, PAGE)
+        go_on.set()
+        borrower.join()
+        assert raised == [ClosedError]
+        assert lender.used_bytes == 0
+
+    def test_racing_for_one_page(self, pool: VirtualMemoryPool) -> None:
+        """Many threads want the same page and give it back: exactly one has it at a time."""
+        errors: list[BaseException] = []
+        owned = threading.Semaphore(1)
+
+        def churn() -> None:
+            try:
+                for _ in range(100):
+                    try:
+                        pool.allocate(0, PAGE)
+                    except AlreadyMapped:
+                        continue
+                    assert owned.acquire(blocking=False)
+                    owned.release()
+                    pool.deallocate(0, PAGE)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=churn) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        assert pool.physical_memory_usage == 0
+
+
+class TestViews:
+    def test_a_viewed_range_cannot_be_deallocated(self, pool: VirtualMemoryPool, lender: Lender) -> None:
+        """A slice is still in somebody's hands: unmapping under it would kill the process."""
+        pool.allocate(0, 4 * PAGE)
+        part = pool.view(PAGE, 16)[2:4]
+        before = state(pool, lender)
+        with pytest.raises(BufferError):
+            pool.deallocate(0, 4 * PAGE)
+        assert state(pool, lender) == before
+        pool.deallocate(2 * PAGE, 2 * PAGE)
+        part[:] = b"ok"
+        del part
+        pool.deallocate(0, 2 * PAGE)
+
+    def test_a_view_keeps_a_closed_pool(self, lender: Lender) -> None:
+        """A program closes its pool and reads its results afterwards; the memory goes when they do."""
+        pool = VirtualMemoryPool(lender, 64 * PAGE, PAGE)
+        pool.allocate(0, PAGE)
+        view = pool.view(0, 5)
+        view[:] = b"hello"
+        pool.close()
+        assert pool.closed
+        with pytest.raises(ClosedError):
+            pool.view(0, 1)
+        assert bytes(view) == b"hello"
+        assert lender.used_bytes == PAGE
+        del view
+        lender.settle()
+        assert lender.used_bytes == lender.lent_bytes == 0
+
+    def test_a_view_keeps_a_forgotten_pool(self, lender: Lender) -> None:
+        """Nobody has the pool any more, but a numpy array over it; it must not lose its memory."""
+        pool = VirtualMemoryPool(lender, 64 * PAGE, PAGE)
+        pool.allocate(0, PAGE)
+        view = pool.view(0, 5)
+        del pool
+        gc.collect()
+        lender.settle()
+        view[:] = b"hello"
+        assert lender.used_bytes == PAGE
+        del view
+        gc.collect()
+        lender.settle()
+        assert lender.used_bytes == 0
+
+
+class TestEnd:
+    def test_close_gives_everything_back(self, lender: Lender) -> None:
+        pool = VirtualMemoryPool(lender, 64 * PAGE, PAGE)
+        pool.allocate(0, 3 * PAGE)
+        pool.allocate(10 * PAGE, PAGE)
+        pool.close()
+        assert lender.used_bytes == lender.lent_bytes == 0
+        pool.close()
+        for call in (pool.allocate, pool.deallocate, pool.view):
+            with pytest.raises(ClosedError):
+                call(0, PAGE)
+        for no_call in (lambda: pool.base_address, lambda: pool.is_mapped(0), pool.stats, lambda: pool.grow(1)):
+            with pytest.raises(ClosedError):
+                no_call()
+
+    def test_a_forgotten_pool_gives_everything_back(self, lender: Lender) -> None:
+        pool = VirtualMemoryPool(lender, 64 * PAGE, PAGE)
+        pool.allocate(0, 3 * PAGE)
+        del pool
+        gc.collect()
+        assert lender.used_bytes == 3 * PAGE, "a finalizer itself must not unmap: it may run under any lock"
+        lender.settle()
+        assert lender.used_bytes == lender.lent_bytes == 0

@@ -1,0 +1,305 @@
+"""The real `CudaDriver` on the real cuda-bindings, over a card made of memfds: no GPU is needed.
+
+What a fake cannot show (costs, scrubbing, contexts' bytes, faults) stands in tests/gpu. Each piece of code runs in
+a process of its own, because the loader finds the fake libraries through LD_LIBRARY_PATH, read when it starts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from membroker.testing import CHECKS
+
+from tests.fakes import build_fake_cuda
+
+if os.environ.get("MEMBROKER_REQUIRE_FAKE_CUDA") != "1":
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+
+FAKE_UUID = "66616b65-2d63-7564-612d-636172642d30"
+
+_PRELUDE = """
+import ctypes, functools, json, os, sys, threading
+import pytest
+from membroker.vmm import *
+from membroker.vmm.cuda import CudaDriver
+GRANULE = 2 << 20
+fake = ctypes.CDLL("libcuda.so.1")
+"""
+
+_RUN_CHECKS = """
+import traceback
+from membroker.testing import CHECKS
+make_driver, results = functools.partial(open_driver, "cuda", context=True), {}
+for check in CHECKS:
+    try:
+        check(make_driver)
+        results[check.__name__] = ""
+    except Exception:
+        results[check.__name__] = traceback.format_exc()
+print(json.dumps(results))
+"""
+
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run a piece of code beside the fake libraries, on a card of its own, and return what it prints."""
+    libraries = build_fake_cuda(tmp_path_factory.mktemp("fake_cuda"))
+    if libraries is None:
+        pytest.skip("no C compiler (gcc or cc) to build the fake libcuda with")
+
+    def run_code(code: str, **environment: str) -> str:
+        own = {"LD_LIBRARY_PATH": str(libraries), "FAKE_CUDA_CARD": uuid.uuid4().hex[:12], **environment}
+        command = [sys.executable, "-c", _PRELUDE + textwrap.dedent(code)]
+        done = subprocess.run(
+            command, env={**os.environ, **own}, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run_code
+
+
+@pytest.fixture(scope="module")
+def results(run: Run) -> dict[str, str]:
+    loaded: dict[str, str] = json.loads(run(_RUN_CHECKS))
+    return loaded
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
+def test_a_card_keeps_a_drivers_promises(results: dict[str, str], name: str) -> None:
+    assert results[name] == "", results[name]
+
+
+def test_the_broker_never_makes_a_context(run: Run) -> None:
+    """A context is 518 MiB of the card in each process that has one, and a sticky error away from death."""
+    run("""
+        driver = CudaDriver()
+        handle = driver.create(GRANULE)
+        os.close(driver.export(handle))
+        driver.memory(Location.DEVICE)
+        driver.synchronize()
+        driver.release(handle)
+        assert fake.fake_cuda_contexts() == 0
+        driver.close()
+    """)
+
+
+def test_a_worker_retains_one_context_and_lets_it_go(run: Run) -> None:
+    run("""
+        driver = CudaDriver(context=True)
+        assert fake.fake_cuda_contexts() == 1
+        driver.create(GRANULE)
+        driver.close()
+        driver.close()
+        assert fake.fake_cuda_contexts() == 0
+        assert not any("memfd:fake" in os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")
+                       if os.path.islink(f"/proc/self/fd/{n}"))
+    """)
+
+
+def test_the_context_is_current_on_each_thread_that_calls(run: Run) -> None:
+    run("""
+        driver = CudaDriver(context=True)
+        handle, address = driver.create(GRANULE), driver.reserve(GRANULE)
+        driver.map(address, handle)
+        driver.set_access(address, GRANULE, AccessFlags.READ_WRITE)
+        seen = []
+        thread = threading.Thread(target=lambda: (driver.write(address, b"x"), driver.synchronize(), seen.append(1)))
+        thread.start(); thread.join()
+        assert seen == [1]
+    """)
+
+
+def test_without_a_context_bytes_cannot_be_copied(run: Run) -> None:
+    run("""
+        driver = CudaDriver()
+        handle, address = driver.create(GRANULE), driver.reserve(GRANULE)
+        driver.map(address, handle)
+        driver.set_access(address, GRANULE, AccessFlags.READ_WRITE)
+        with pytest.raises(DriverError) as caught:
+            driver.read(address, 1)
+        assert (caught.value.call, caught.value.name, caught.value.code) == (
+            "cuMemcpyDtoH", "CUDA_ERROR_INVALID_CONTEXT", 201)
+    """)
+
+
+def test_the_card_is_described_and_found_by_its_uuid(run: Run) -> None:
+    """Ordinals move with CUDA_VISIBLE_DEVICES; the UUID, and NVML's index, do not."""
+    run(f"""
+        info = CudaDriver().device
+        assert info == DeviceInfo("GPU-{FAKE_UUID}", "Fake card", "1.2.3", GRANULE, 3), info
+        assert CudaDriver(info.uuid).device == info
+        assert CudaDriver(info.uuid.upper()).device == info
+        for other in ("GPU-00000000-0000-0000-0000-000000000000", "", 7, -1):
+            with pytest.raises(DriverUnavailable, match="no card") as caught:
+                CudaDriver(other)
+    """)
+
+
+def test_a_slice_of_a_card_has_its_own_uuid_and_its_cards_index(run: Run) -> None:
+    code = f"""
+        info = CudaDriver("MIG-{FAKE_UUID}").device
+        assert (info.uuid, info.index) == ("MIG-{FAKE_UUID}", 3), info
+    """
+    run(code, FAKE_CUDA_MIG="1")
+
+
+def test_extents_are_made_for_rdma_where_the_card_can(run: Run) -> None:
+    """`gpuDirectRDMACapable` is decided at creation and never later; host memory is not asked for it."""
+    code = """
+        driver = CudaDriver()
+        driver.create(GRANULE, Location.HOST)
+        assert fake.fake_cuda_rdma() == 0
+        driver.create(GRANULE)
+        print(fake.fake_cuda_rdma())
+    """
+    assert run(code) == "1\n"
+    assert run(code, FAKE_CUDA_LACKS="110") == "0\n"
+
+
+@pytest.mark.parametrize(("attribute", "lack"), [("102", "virtual memory management"), ("103", "file descriptors")])
+def test_a_card_that_cannot_lend_is_refused(run: Run, attribute: str, lack: str) -> None:
+    code = f"""
+        with pytest.raises(DriverUnavailable, match="{lack}"):
+            CudaDriver()
+    """
+    run(code, FAKE_CUDA_LACKS=attribute)
+
+
+def test_a_driver_that_does_not_start_is_said_with_its_name(run: Run) -> None:
+    code = """
+        with pytest.raises(DriverUnavailable) as caught:
+            open_driver("cuda")
+        assert (caught.value.call, caught.value.name) == ("cuInit", "CUDA_ERROR_NO_DEVICE")
+    """
+    run(code, FAKE_CUDA_INIT="100")
+
+
+def test_an_error_that_the_driver_has_no_name_for_keeps_its_number(run: Run) -> None:
+    code = """
+        with pytest.raises(DriverUnavailable) as caught:
+            CudaDriver()
+        assert (caught.value.name, caught.value.code) == ("CUDA_ERROR_304", 304)
+    """
+    run(code, FAKE_CUDA_INIT="304")
+
+
+def test_missing_packages_are_said_with_what_to_install(run: Run) -> None:
+    run("""
+        for name in ("pynvml", "cuda.bindings.driver"):
+            kept = sys.modules.pop(name, None)
+            sys.modules[name] = None
+            with pytest.raises(DriverUnavailable, match=r"pip install membroker\\[cuda\\]"):
+                CudaDriver()
+            del sys.modules[name]
+    """)
+
+
+def test_wsl_is_refused(run: Run) -> None:
+    run("""
+        import io
+        from membroker.vmm import cuda
+        cuda.open = lambda *a, **k: io.StringIO("Linux version 5.15.167.4-microsoft-standard-WSL2")
+        with pytest.raises(DriverUnavailable, match="WSL"):
+            CudaDriver()
+    """)
+
+
+def test_a_construction_that_fails_leaves_no_context_and_no_nvml(run: Run) -> None:
+    """NVML does not know the card: what was started before is stopped again."""
+    run("""
+        import pynvml
+        pynvml.nvmlDeviceGetHandleByUUID = lambda uuid: (_ for _ in ()).throw(pynvml.NVMLError(6))
+        with pytest.raises(DriverUnavailable) as caught:
+            CudaDriver(context=True)
+        assert caught.value.name == "NVML_ERROR_NOT_FOUND"
+        assert fake.fake_cuda_contexts() == 0
+        with pytest.raises(pynvml.NVMLError_Uninitialized):
+            pynvml.nvmlShutdown()
+    """)
+
+
+def test_the_devices_figure_is_nvmls_and_the_hosts_is_unknown(run: Run) -> None:
+    run("""
+        driver = CudaDriver()
+        handle = driver.create(3 * GRANULE)
+        assert driver.memory(Location.DEVICE) == MemoryInfo(16 << 30, (16 << 30) - 3 * GRANULE)
+        assert driver.memory(Location.HOST) is None
+        driver.release(handle)
+        assert driver.memory(Location.DEVICE).used == 0
+    """)
+
+
+def test_processes_that_compute_are_listed_as_suspects(run: Run) -> None:
+    run("""
+        driver = CudaDriver()
+        assert driver.compute_processes() == []
+        handle, address = driver.create(2 * GRANULE), driver.reserve(2 * GRANULE)
+        driver.map(address, handle)
+        assert driver.compute_processes() == [(os.getpid(), 2 * GRANULE)]
+    """)
+
+
+def test_the_interpreter_has_no_view_of_a_cards_memory(run: Run) -> None:
+    run("""
+        with pytest.raises(DriverError, match="CUDA_ERROR_NOT_SUPPORTED"):
+            CudaDriver().view(GRANULE, 1)
+    """)
+
+
+def test_after_a_fork_calls_raise_and_abandon_calls_no_cuda(run: Run) -> None:
+    """CUDA in a forked child can hang; abandoning only closes descriptors."""
+    run("""
+        driver = CudaDriver(context=True)
+        child = os.fork()
+        if child == 0:
+            try:
+                with pytest.raises(DriverError, match="CUDA_ERROR_NOT_INITIALIZED"):
+                    driver.create(GRANULE)
+                driver._cuda = None
+                driver.abandon()
+                with pytest.raises(DriverError, match="CUDA_ERROR_DEINITIALIZED"):
+                    driver.create(GRANULE)
+                driver.close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    """)
+
+
+def test_abandoning_closes_the_cards_descriptors_and_no_others(tmp_path: Path) -> None:
+    from membroker.vmm.cuda import close_descriptors
+
+    nvidia, other = tmp_path / "nvidiactl", tmp_path / "other"
+    nvidia.touch()
+    other.touch()
+    gone, kept = os.open(nvidia, os.O_RDONLY), os.open(other, os.O_RDONLY)
+    close_descriptors(f"{tmp_path}/nvidia")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(gone)
+    os.close(kept)
+
+
+def test_a_machine_without_a_driver_gets_a_sentence() -> None:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        pass
+    else:
+        pytest.skip("this machine has a libcuda")
+    code = "from membroker.vmm import open_driver; open_driver('cuda')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "DriverUnavailable: cuInit failed: MISSING (0): there is no NVIDIA driver here" in done.stderr

@@ -1,0 +1,493 @@
+"""The host twin: CUDA's promises, and what only the twin has to show: the truth about memory without a card."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+from membroker._testing import TRUTH_BYTES, child_process, keep_descriptor, keep_mapping
+from membroker.testing import CHECKS, MakeDriver, check_driver, wait_until
+from membroker.vmm import (
+    AccessFlags,
+    DriverError,
+    DriverLimit,
+    DriverOutOfMemory,
+    Handle,
+    Location,
+    _libc,
+    open_driver,
+)
+from membroker.vmm._watch import ExtentWatch
+from membroker.vmm.host import GRANULARITY, HostDriver, holders
+from membroker.vmm.sizes import round_up
+
+make_host = partial(open_driver, "host")
+
+
+@pytest.fixture
+def driver() -> Iterator[HostDriver]:
+    driver = HostDriver()
+    yield driver
+    driver.abandon()
+
+
+def used(driver: HostDriver, location: Location = Location.DEVICE) -> int:
+    return driver.memory(location).used
+
+
+def mapped(driver: HostDriver, size: int = GRANULARITY) -> tuple[int, Handle]:
+    handle, address = driver.create(size), driver.reserve(size)
+    driver.map(address, handle)
+    driver.set_access(address, size, AccessFlags.READ_WRITE)
+    return address, handle
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def forked(body: Callable[[], None]) -> Iterator[tuple[int, Callable[[], None]]]:
+    """Fork; the child waits for the word, runs `body`, says so, and waits for its end."""
+    word, answer = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(word[1])
+            os.read(word[0], 1)
+            body()
+            os.write(answer[1], b"d")
+            os.read(word[0], 1)
+            status = 0
+        finally:
+            os._exit(status)
+
+    def run_body() -> None:
+        os.write(word[1], b"g")
+        assert os.read(answer[0], 1) == b"d"
+
+    os.close(answer[1])
+    try:
+        yield child, run_body
+    finally:
+        for descriptor in (word[0], word[1], answer[0]):
+            os.close(descriptor)
+        os.waitpid(child, 0)
+
+
+# The contract
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_twin_keeps_a_drivers_promises(check: Callable[[MakeDriver], None]) -> None:
+    check(make_host)
+
+
+def test_check_driver_runs_the_whole_suite_and_stops_at_a_broken_promise() -> None:
+    check_driver(make_host)
+
+    class Generous(HostDriver):
+        def create(self, size: int, location: Location = Location.DEVICE) -> Handle:
+            return super().create(round_up(max(size, 1), GRANULARITY), location)
+
+    with pytest.raises(AssertionError, match=r"not refused: create\(0\)"):
+        check_driver(Generous)
+
+
+def test_the_twin_says_what_it_is(driver: HostDriver) -> None:
+    info = driver.device
+    assert (info.uuid, info.name, info.granularity) == ("host", "host memory twin", 2 << 20)
+
+
+def test_locations_have_totals_of_their_own() -> None:
+    driver = HostDriver(total_bytes=4 * GRANULARITY, host_bytes=2 * GRANULARITY)
+    driver.create(2 * GRANULARITY, Location.HOST)
+    assert driver.memory(Location.HOST).free == 0
+    assert driver.memory(Location.DEVICE).free == 4 * GRANULARITY
+    with pytest.raises(DriverOutOfMemory) as caught:
+        driver.create(GRANULARITY, Location.HOST)
+    assert (caught.value.name, caught.value.code) == ("ENOMEM", errno.ENOMEM)
+    driver.close()
+
+
+# The truth about memory
+
+
+@pytest.mark.parametrize("keep", [keep_mapping, keep_descriptor])
+def test_a_killed_borrowers_memory_stays_until_it_is_dead(driver: HostDriver, keep: Callable[..., None]) -> None:
+    """A worker is killed with SIGKILL; its bytes count until then, and not a byte is left after."""
+    with child_process(keep, make_host) as child:
+        child.wait_for_reply()
+        handle = driver.create(TRUTH_BYTES)
+        descriptor = driver.export(handle)
+        child.send_descriptor(descriptor)
+        child.wait_for_reply()
+        os.close(descriptor)
+        driver.release(handle)
+        assert used(driver) == TRUTH_BYTES
+        child.kill()
+        wait_until(lambda: used(driver) == 0, "the dead worker's memory is back")
+
+
+def test_a_forked_child_keeps_its_parents_memory_until_it_abandons_the_driver(driver: HostDriver) -> None:
+    """A worker forks and lets go; its child holds the mapping and the handle, until the fork hook runs."""
+    address, handle = mapped(driver)
+    spare = driver.create(GRANULARITY)
+    with forked(driver.abandon) as (_child, run_abandon):
+        driver.unmap(address, GRANULARITY)
+        driver.release(handle)
+        driver.release(spare)
+        assert used(driver) == 2 * GRANULARITY
+        run_abandon()
+        wait_until(lambda: used(driver) == 0, "the child that abandoned its driver holds nothing")
+    driver.create(GRANULARITY)
+    assert used(driver) == GRANULARITY, "the child's abandon closed its parent's watch"
+
+
+def test_abandon_does_not_wait_for_a_thread_that_was_not_forked(driver: HostDriver) -> None:
+    """Another thread of the parent is inside the driver at the fork: in the child nobody unlocks."""
+    mapped(driver)
+    with driver._lock, driver._birth_lock, forked(driver.abandon) as (_child, run_abandon):
+        run_abandon()
+
+
+def test_a_forked_childs_calls_raise_and_leave_the_parents_events_alone(driver: HostDriver) -> None:
+    """Reading the inherited inotify descriptor would take deaths from the parent."""
+
+    def body() -> None:
+        for call in (partial(driver.memory, Location.DEVICE), partial(driver.create, GRANULARITY), driver.close):
+            with pytest.raises(DriverError, match="ECHILD"):
+                call()
+
+    driver.create(GRANULARITY)
+    with forked(body) as (_child, run_body):
+        run_body()
+
+
+def test_a_queued_packet_keeps_the_memory(driver: HostDriver) -> None:
+    """A worker that never reads its socket holds what was sent to it, until the socket goes."""
+    handle = driver.create(GRANULARITY)
+    descriptor = driver.export(handle)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        with ours:
+            socket.send_fds(ours, [b"x"], [descriptor])
+        os.close(descriptor)
+        driver.release(handle)
+        assert used(driver) == GRANULARITY
+    wait_until(lambda: used(driver) == 0, "the unread packet is gone")
+
+
+def test_more_deaths_at_once_than_the_queue_holds_are_recounted(
+    driver: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker with thousands of extents dies: the kernel drops events, and the figure is exact all the same."""
+    queue = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
+    count = queue // 2 + 1000  # each death is two events: IN_DELETE_SELF and IN_IGNORED
+    if count > 50_000:
+        pytest.skip(f"fs.inotify.max_queued_events is {queue}: more mappings than a process may have")
+    big = HostDriver(total_bytes=1 << 50)
+    survivor = big.create(GRANULARITY)
+    address = big.reserve(count * GRANULARITY)
+    for number in range(count):
+        handle = big.create(GRANULARITY)
+        big.map(address + number * GRANULARITY, handle)
+        big.release(handle)
+    assert used(big) == (count + 1) * GRANULARITY
+    recounts, recount = [], ExtentWatch._recount
+
+    def counted(watch: ExtentWatch, descriptor: int) -> None:
+        recounts.append(descriptor)
+        recount(watch, descriptor)
+
+    monkeypatch.setattr(ExtentWatch, "_recount", counted)
+    big.unmap(address, count * GRANULARITY)
+    wait_until(lambda: used(big) == GRANULARITY, "only the survivor is left")
+    assert recounts, "the queue did not overflow: this test shows nothing"
+    big.release(survivor)
+    wait_until(lambda: used(big) == 0, "events are followed again after an overflow")
+    big.close()
+
+
+def test_a_successor_takes_up_the_watch_and_sees_what_died_meanwhile(driver: HostDriver) -> None:
+    """The daemon restarts: the descriptor store kept its inotify descriptor and its table."""
+    first = HostDriver()
+    kept, dying = first.create(GRANULARITY), first.create(2 * GRANULARITY)
+    kept_descriptor, dying_descriptor = first.export(kept), first.export(dying)
+    assert first.watch.descriptor is not None
+    stored, entries = os.dup(first.watch.descriptor), first.watch.entries
+    first.close()
+    os.close(dying_descriptor)
+    second = HostDriver(watch=ExtentWatch(stored, entries))
+    wait_until(lambda: used(second) == GRANULARITY, "what died while no daemon ran is not counted")
+    os.close(kept_descriptor)
+    wait_until(lambda: used(second) == 0, "later deaths are seen too")
+    second.close()
+
+
+def test_a_stranger_takes_memory_that_nobody_borrowed() -> None:
+    """Somebody calls cudaMalloc beside the broker: the device is full before the books are."""
+    driver = HostDriver(total_bytes=8 * GRANULARITY, stranger_bytes=6 * GRANULARITY)
+    assert driver.memory(Location.DEVICE).free == 2 * GRANULARITY
+    with pytest.raises(DriverOutOfMemory):
+        driver.create(4 * GRANULARITY)
+    driver.stranger_bytes = 0
+    driver.create(4 * GRANULARITY)
+    driver.stranger_bytes = 100 * GRANULARITY
+    assert driver.memory(Location.DEVICE).free == 0
+    assert driver.memory(Location.HOST).used == 0
+    driver.close()
+
+
+def test_holders_are_named_with_the_bytes_they_map(driver: HostDriver) -> None:
+    """An operator asks who holds what; an extent mapped twice by one process counts once."""
+    descriptor = driver.export(driver.create(TRUTH_BYTES))
+    with child_process(keep_mapping, make_host) as child:
+        child.wait_for_reply()
+        child.send_descriptor(descriptor)
+        child.wait_for_reply()
+        name = Path(f"/proc/{child.pid}/comm").read_text().strip()
+        assert (child.pid, name, TRUTH_BYTES) in holders(os.getuid())
+        assert holders(os.getuid() + 1) == []
+    os.close(descriptor)
+    assert child.pid not in [pid for pid, _name, _size in holders(os.getuid())]
+
+    def own() -> int:
+        return sum(size for pid, _name, size in holders(os.getuid()) if pid == os.getpid())
+
+    before = own()
+    _address, handle = mapped(driver, 2 * GRANULARITY)
+    driver.map(driver.reserve(2 * GRANULARITY), handle)
+    assert own() - before == 2 * GRANULARITY
+
+
+# What a holder of a descriptor can and cannot do
+
+
+def test_a_holder_cannot_change_the_size_or_the_seals(driver: HostDriver) -> None:
+    """A tenant that could shrink an extent would kill every process that maps it (SIGBUS)."""
+    descriptor = driver.export(driver.create(GRANULARITY))
+    for size in (0, 2 * GRANULARITY):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, size)
+    for seal in (fcntl.F_SEAL_WRITE, fcntl.F_SEAL_SEAL):
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seal)
+    os.close(descriptor)
+
+
+def test_a_memfd_that_could_shrink_is_refused(driver: HostDriver) -> None:
+    """A liar passes a memfd of the right size, to cut it under the reader later."""
+    descriptor = os.memfd_create("membroker-extent", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, GRANULARITY)
+    before = open_descriptors()
+    with pytest.raises(DriverError, match="not sealed"):
+        driver.import_extent(descriptor, GRANULARITY)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    with pytest.raises(DriverError, match="no extent of"):
+        driver.import_extent(descriptor, 2 * GRANULARITY)
+    assert open_descriptors() == before
+    driver.import_extent(descriptor, GRANULARITY)
+    os.close(descriptor)
+
+
+def test_extents_are_found_by_their_name_in_proc(driver: HostDriver) -> None:
+    mapped(driver)
+    assert "/memfd:membroker-extent" in Path("/proc/self/maps").read_text()
+
+
+# Views
+
+
+def test_a_view_shows_the_mapped_bytes_across_mappings(driver: HostDriver) -> None:
+    address = driver.reserve(2 * GRANULARITY)
+    for number in range(2):
+        driver.map(address + number * GRANULARITY, driver.create(GRANULARITY))
+    driver.set_access(address, 2 * GRANULARITY, AccessFlags.READ_WRITE)
+    view = driver.view(address + GRANULARITY - 2, 4)
+    view[:] = b"both"
+    assert (view.format, view.readonly) == ("B", False)
+    assert driver.read(address + GRANULARITY, 2) == b"th"
+
+
+def test_a_view_is_as_weak_as_its_weakest_mapping(driver: HostDriver) -> None:
+    address = driver.reserve(3 * GRANULARITY)
+    for number in range(2):
+        driver.map(address + number * GRANULARITY, driver.create(GRANULARITY))
+    driver.set_access(address, GRANULARITY, AccessFlags.READ_WRITE)
+    with pytest.raises(DriverError, match="EACCES"):
+        driver.view(address, GRANULARITY + 1)
+    driver.set_access(address + GRANULARITY, GRANULARITY, AccessFlags.READ)
+    assert driver.view(address, GRANULARITY + 1).readonly
+    assert not driver.view(address, GRANULARITY).readonly
+    for size in (0, -1, 2 * GRANULARITY + 1):
+        with pytest.raises(DriverError, match="EINVAL"):
+            driver.view(address, size)
+
+
+# Failures undo themselves, and limits have names
+
+
+def test_access_is_set_on_whole_mappings_only(driver: HostDriver) -> None:
+    address, _handle = mapped(driver, 2 * GRANULARITY)
+    for place, size in ((address, GRANULARITY), (address + GRANULARITY, GRANULARITY), (address, 0)):
+        with pytest.raises(DriverError, match="EINVAL"):
+            driver.set_access(place, size, AccessFlags.NONE)
+    driver.write(address, b"still writable")
+
+
+def test_access_that_fails_half_way_is_as_before(driver: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = driver.reserve(2 * GRANULARITY)
+    for number in range(2):
+        driver.map(address + number * GRANULARITY, driver.create(GRANULARITY))
+    real = _libc.mprotect
+
+    def second_fails(place: int, size: int, protection: int) -> None:
+        if place != address:
+            raise OSError(errno.EACCES, "Permission denied")
+        real(place, size, protection)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_libc, "mprotect", second_fails)
+        with pytest.raises(DriverError, match="mprotect failed: EACCES"):
+            driver.set_access(address, 2 * GRANULARITY, AccessFlags.READ_WRITE)
+    with pytest.raises(DriverError, match="EACCES"):
+        driver.read(address, 1)
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    assert "---s" in next(line for line in lines if line.startswith(f"{address:x}-"))
+
+
+def test_a_read_only_descriptor_fails_at_set_access_and_unmaps_cleanly(driver: HostDriver) -> None:
+    """A descriptor that was opened again for reading only can be mapped, and never written through."""
+    descriptor = driver.export(driver.create(GRANULARITY))
+    read_only = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+    handle, address = driver.import_extent(read_only, GRANULARITY), driver.reserve(GRANULARITY)
+    driver.map(address, handle)
+    with pytest.raises(DriverError, match="mprotect failed: EACCES"):
+        driver.set_access(address, GRANULARITY, AccessFlags.READ_WRITE)
+    driver.set_access(address, GRANULARITY, AccessFlags.READ)
+    driver.unmap(address, GRANULARITY)
+    driver.unreserve(address, GRANULARITY)
+    for each in (descriptor, read_only):
+        os.close(each)
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "limit"),
+    [
+        ("inotify_add_watch", errno.ENOSPC, "fs.inotify.max_user_watches"),
+        ("inotify_init", errno.EMFILE, "fs.inotify.max_user_instances"),
+    ],
+)
+def test_too_few_watches_is_a_limit_with_a_name(
+    driver: HostDriver, monkeypatch: pytest.MonkeyPatch, call: str, code: int, limit: str
+) -> None:
+    """On a machine with 128 inotify instances a user, the reason must not read as out of memory."""
+
+    def refuse(*_arguments: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    before = open_descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(_libc, call, refuse)
+        with pytest.raises(DriverLimit, match=limit):
+            driver.create(GRANULARITY)
+    assert open_descriptors() == before
+    assert used(driver) == 0
+    driver.create(GRANULARITY)
+    assert used(driver) == GRANULARITY
+
+
+def test_too_few_descriptors_is_a_limit_with_a_name(driver: HostDriver) -> None:
+    handle = driver.create(GRANULARITY)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        for call in (partial(driver.create, GRANULARITY), partial(driver.export, handle)):
+            with pytest.raises(DriverLimit, match="RLIMIT_NOFILE"):
+                call()
+    assert used(driver) == GRANULARITY
+
+
+def test_too_many_mappings_is_a_limit_with_a_name_and_a_way_back(driver: HostDriver) -> None:
+    """A pool of small pages grows to vm.max_map_count: it is told why, and can still give everything back."""
+    limit = int(Path("/proc/sys/vm/max_map_count").read_text())
+    if limit > 100_000:
+        pytest.skip(f"vm.max_map_count is {limit}: this would map for too long")
+    handle, address = driver.create(GRANULARITY), driver.reserve(limit * 2 * GRANULARITY)
+    places = [address + 2 * GRANULARITY * number for number in range(limit)]
+    done = []
+
+    def map_all() -> None:
+        for place in places:
+            driver.map(place, handle)
+            done.append(place)
+
+    with pytest.raises(DriverLimit, match=r"vm\.max_map_count"):
+        map_all()
+    assert len(done) > limit // 2 - 1000
+    for place in done:
+        driver.unmap(place, GRANULARITY)
+    driver.unreserve(address, limit * 2 * GRANULARITY)
+
+
+def test_the_inotify_instance_is_made_at_the_first_create(driver: HostDriver) -> None:
+    """A worker that only imports takes none of its user's 128 instances."""
+    descriptor = HostDriver()
+    assert driver.memory(Location.DEVICE).used == 0
+    assert driver.watch.descriptor is None
+    driver.create(GRANULARITY)
+    first = driver.watch.descriptor
+    driver.create(GRANULARITY)
+    assert first is not None
+    assert driver.watch.descriptor == first
+    descriptor.close()
+
+
+def test_closing_leaves_mappings_and_exported_descriptors(driver: HostDriver) -> None:
+    before = open_descriptors()
+    first = HostDriver()
+    address, handle = mapped(first)
+    first.write(address, b"kept")
+    descriptor = first.export(handle)
+    first.close()
+    assert open_descriptors() == before + 1
+    imported, alias = driver.import_extent(descriptor, GRANULARITY), driver.reserve(GRANULARITY)
+    driver.map(alias, imported)
+    driver.set_access(alias, GRANULARITY, AccessFlags.READ)
+    assert driver.read(alias, 4) == b"kept"
+    os.close(descriptor)
+
+
+# Opening
+
+
+def test_open_driver_knows_two_kinds() -> None:
+    with pytest.raises(ValueError, match="rocm"):
+        open_driver("rocm")
+    with pytest.raises(TypeError, match="total_bytes"):
+        open_driver("cuda", total_bytes=1)
+    driver = open_driver("host", total_bytes=GRANULARITY, stranger_bytes=0)
+    assert driver.memory(Location.DEVICE) is not None
+    driver.close()
+
+
+def test_the_package_imports_no_cuda() -> None:
+    """A worker on a machine without a card, or a test, pays nothing for CUDA."""
+    code = (
+        "import sys, membroker.vmm, membroker.testing; membroker.vmm.open_driver('host').close(); "
+        "sys.exit(any(name.split('.')[0] in ('cuda', 'pynvml', 'torch', 'grpc') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

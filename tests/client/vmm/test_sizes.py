@@ -1,0 +1,86 @@
+"""Sizes as people write them: what is read, what is refused, what is printed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from membroker.vmm.sizes import GIB, MAX_BYTES, MIB, format_size, is_power_of_two, parse_size, round_up
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (0, 0),
+        (5, 5),
+        ("0", 0),
+        ("512", 512),
+        ("512B", 512),
+        ("8GiB", 8 * GIB),
+        (" 8 gib ", 8 * GIB),
+        ("1.5 GiB", 3 * GIB // 2),
+        ("0.5MiB", MIB // 2),
+        ("500MB", 500_000_000),
+        ("1TiB", 1 << 40),
+        ("2KiB", 2048),
+        (MAX_BYTES, MAX_BYTES),
+        (str(MAX_BYTES), MAX_BYTES),
+    ],
+)
+def test_sizes_are_read(text: int | str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "GiB", "8 Gib b", "-1", "8G", "1e9", "8,5GiB", "0.3B", "1.5", "²", "9223372036854775808", "99999999TiB"],
+)
+def test_what_is_no_size_is_refused_with_a_sentence(text: str) -> None:
+    with pytest.raises(ValueError, match=r"size|bytes"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("size", [-1, MAX_BYTES + 1])
+def test_numbers_that_the_wire_cannot_carry_are_refused(size: int) -> None:
+    with pytest.raises(ValueError, match="between 0"):
+        parse_size(size)
+
+
+@pytest.mark.parametrize("size", [True, 1.0, None, b"8GiB"])
+def test_other_types_are_refused(size: object) -> None:
+    with pytest.raises(TypeError, match=type(size).__name__):
+        parse_size(size)  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 1 << 50), st.sampled_from([1, 4096, 2 * MIB, 64 * MIB, 3]))
+def test_rounding_up_is_the_smallest_multiple(size: int, granularity: int) -> None:
+    rounded = round_up(size, granularity)
+    assert rounded % granularity == 0
+    assert size <= rounded < size + granularity
+
+
+def test_powers_of_two() -> None:
+    assert [value for value in range(-4, 17) if is_power_of_two(value)] == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (512, "512 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (48 * MIB, "48.0 MiB"),
+        (8 * GIB, "8.0 GiB"),
+        (-2 * GIB, "-2.0 GiB"),
+        (MAX_BYTES, "8192.0 PiB"),
+    ],
+)
+def test_sizes_are_printed_as_people_read_them(size: int, text: str) -> None:
+    assert format_size(size) == text
+
+
+@given(st.integers(0, 1 << 40), st.sampled_from(["KiB", "MiB", "B"]))
+def test_a_whole_number_of_units_is_exact(number: int, unit: str) -> None:
+    factor = {"B": 1, "KiB": 1024, "MiB": MIB}[unit]
+    assert parse_size(f"{number} {unit}") == number * factor

@@ -1,0 +1,318 @@
+/* A card without a card: the part of libcuda and NVML that membroker calls, over memfds.
+ *
+ * Built into libcuda.so.1 and libnvidia-ml.so.1 and found through LD_LIBRARY_PATH, so that the real CudaDriver
+ * runs on the real cuda-bindings. Both libraries tell one truth and keep none: they look into /proc for who holds
+ * a memfd named after this card, so a death in any process shows by itself (a queued packet does not). CUDA's
+ * rules are refused with CUDA's numbers. It must never be kinder than a card.
+ *
+ * FAKE_CUDA_CARD names the card (one for each test run), FAKE_CUDA_INIT is what cuInit returns, FAKE_CUDA_LACKS a
+ * device attribute that is 0, FAKE_CUDA_MIG makes the device a slice. fake_cuda_contexts() and fake_cuda_rdma() tell
+ * a test what was asked for.
+ */
+#define _GNU_SOURCE
+#include <ctype.h>
+#include <dirent.h>
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+typedef unsigned long long u64;
+enum { OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NO_CONTEXT = 201, INVALID_DEVICE = 101, NOT_FOUND = 500, NOT_SUPPORTED = 801 };
+#define GRANULE (2ull << 20)
+#define TOTAL (16ull << 30)
+#define MAX_RANGES 4096
+#define MAX_HELD 4096
+
+struct location { int type, id; };
+struct properties { int type, handle_types; struct location location; void *unused; unsigned char compression, rdma; unsigned short usage; unsigned char reserved[4]; };
+struct grant { struct location location; int flags; };
+struct extent { int fd, imported; u64 size; };
+struct range { u64 address, size; int flags; };
+struct table { struct range rows[MAX_RANGES]; int count; };
+struct held { u64 inode, size; int pid; };
+
+static struct table reservations, mappings;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static int contexts, last_rdma, nvml_users;
+static __thread void *current_context;
+static char the_context;
+
+#define LOCKED(body) do { pthread_mutex_lock(&lock); int result_ = (body); pthread_mutex_unlock(&lock); return result_; } while (0)
+
+int fake_cuda_contexts(void) { return contexts; }
+int fake_cuda_rdma(void) { return last_rdma; }
+
+/* The truth: who holds what, from /proc. */
+
+static const char *card(void) {
+    static char name[64];
+    const char *env = getenv("FAKE_CUDA_CARD");
+    snprintf(name, sizeof name, "fake-cuda-%s", env ? env : "0");
+    return name;
+}
+
+static int add(struct held *held, int count, int pid, u64 inode, u64 size) {
+    for (int i = 0; i < count; i++)
+        if (held[i].inode == inode && held[i].pid == pid) return count;
+    if (count == MAX_HELD) abort();
+    held[count] = (struct held){inode, size, pid};
+    return count + 1;
+}
+
+/* Fill `held` with each extent that some process maps or has open; `per_process` 1 lists mappings of each process. */
+static int look(struct held *held, int per_process) {
+    char path[600], line[4096], marker[80];
+    int count = 0;
+    snprintf(marker, sizeof marker, "/memfd:%s (", card());
+    DIR *processes = opendir("/proc");
+    for (struct dirent *process; (process = readdir(processes));) {
+        if (!isdigit(process->d_name[0])) continue;
+        int pid = per_process ? atoi(process->d_name) : 0;
+        snprintf(path, sizeof path, "/proc/%s/maps", process->d_name);
+        FILE *maps = fopen(path, "re");
+        while (maps && fgets(line, sizeof line, maps)) {
+            u64 first, last, inode;
+            if (strstr(line, marker) && sscanf(line, "%llx-%llx %*s %*s %*s %llu", &first, &last, &inode) == 3)
+                count = add(held, count, pid, inode, last - first);
+        }
+        if (maps) fclose(maps);
+        snprintf(path, sizeof path, "/proc/%s/fd", process->d_name);
+        DIR *files = per_process ? NULL : opendir(path);
+        for (struct dirent *file; files && (file = readdir(files));) {
+            struct stat status;
+            snprintf(path, sizeof path, "/proc/%s/fd/%s", process->d_name, file->d_name);
+            ssize_t length = readlink(path, line, sizeof line - 1);
+            if (length < 0) continue;
+            line[length] = 0;
+            if (strstr(line, marker) && !stat(path, &status)) count = add(held, count, pid, status.st_ino, status.st_size);
+        }
+        if (files) closedir(files);
+    }
+    closedir(processes);
+    return count;
+}
+
+static u64 used(void) {
+    static struct held held[MAX_HELD];
+    u64 sum = 0;
+    for (int i = look(held, 0); i-- > 0;) sum += held[i].size;
+    return sum;
+}
+
+/* Ranges of addresses. */
+
+static struct range *overlap(struct table *table, u64 address, u64 size) {
+    for (int i = 0; i < table->count; i++) {
+        struct range *row = &table->rows[i];
+        if (address < row->address + row->size && row->address < address + size) return row;
+    }
+    return NULL;
+}
+
+static void drop(struct table *table, struct range *row) { *row = table->rows[--table->count]; }
+
+/* Say whether whole mappings fill the range, side by side. */
+static int whole(u64 address, u64 size) {
+    for (u64 at = address; at < address + size;) {
+        struct range *row = overlap(&mappings, at, 1);
+        if (!row || row->address != at || at + row->size > address + size) return 0;
+        at += row->size;
+    }
+    return size > 0;
+}
+
+/* libcuda: the device. */
+
+int cuInit(unsigned flags) { const char *code = getenv("FAKE_CUDA_INIT"); return code ? atoi(code) : OK; }
+int cuDeviceGetCount(int *count) { *count = 1; return OK; }
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal == 0 ? OK : INVALID_DEVICE; }
+int cuDeviceGetUuid(char *uuid, int device) { memcpy(uuid, "fake-cuda-card-0", 16); return OK; }
+
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    const char *lacks = getenv("FAKE_CUDA_LACKS");
+    *value = lacks && atoi(lacks) == attribute ? 0 : attribute == 134 ? -1 : 1;
+    return OK;
+}
+
+int cuGetErrorName(int code, const char **name) {
+    *name = code == OK ? "CUDA_SUCCESS" : code == INVALID ? "CUDA_ERROR_INVALID_VALUE" : code == OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY"
+        : code == NO_CONTEXT ? "CUDA_ERROR_INVALID_CONTEXT" : code == INVALID_DEVICE ? "CUDA_ERROR_INVALID_DEVICE"
+        : code == NOT_SUPPORTED ? "CUDA_ERROR_NOT_SUPPORTED" : code == 100 ? "CUDA_ERROR_NO_DEVICE" : NULL;
+    return *name ? OK : INVALID;
+}
+
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &the_context; LOCKED((contexts++, OK)); }
+int cuDevicePrimaryCtxRelease(int device) { LOCKED(contexts ? (contexts--, OK) : INVALID); }
+int cuCtxSetCurrent(void *context) { current_context = context; return OK; }
+int cuCtxSynchronize(void) { return current_context ? OK : NO_CONTEXT; }
+
+/* libcuda: extents. */
+
+int cuMemGetAllocationGranularity(size_t *granule, const struct properties *properties, int option) { *granule = GRANULE; return OK; }
+
+static int create(u64 *handle, u64 size, const struct properties *properties) {
+    if (!size || size % GRANULE || properties->type != 1 || properties->handle_types != 1) return INVALID;
+    /* 1 is the device and 3 a host's NUMA node, which must be given as one. */
+    if ((properties->location.type != 1 && properties->location.type != 3) || properties->location.id != 0) return INVALID;
+    if (size > TOTAL || used() + size > TOTAL) return OUT_OF_MEMORY;
+    int fd = memfd_create(card(), MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, size)) return OUT_OF_MEMORY;
+    struct extent *extent = malloc(sizeof *extent);
+    *extent = (struct extent){fd, 0, size};
+    last_rdma = properties->rdma;
+    *handle = (u64)extent;
+    return OK;
+}
+int cuMemCreate(u64 *handle, size_t size, const struct properties *properties, u64 flags) { LOCKED(create(handle, size, properties)); }
+
+int cuMemRelease(u64 handle) {
+    struct extent *extent = (struct extent *)handle;
+    close(extent->fd);
+    free(extent);
+    return OK;
+}
+
+int cuMemExportToShareableHandle(void *descriptor, u64 handle, int type, u64 flags) {
+    struct extent *extent = (struct extent *)handle;
+    if (extent->imported) return INVALID;
+    *(int *)descriptor = fcntl(extent->fd, F_DUPFD_CLOEXEC, 0);
+    return OK;
+}
+
+int cuMemImportFromShareableHandle(u64 *handle, void *descriptor, int type) {
+    char path[64], name[128] = "";
+    struct stat status;
+    snprintf(path, sizeof path, "/proc/self/fd/%d", (int)(long)descriptor);
+    if (readlink(path, name, sizeof name - 1) < 0 || !strstr(name, card()) || fstat((int)(long)descriptor, &status)) return INVALID;
+    struct extent *extent = malloc(sizeof *extent);
+    *extent = (struct extent){fcntl((int)(long)descriptor, F_DUPFD_CLOEXEC, 0), 1, status.st_size};
+    *handle = (u64)extent;
+    return OK;
+}
+
+/* libcuda: addresses. */
+
+static int reserve(u64 *address, u64 size, u64 alignment) {
+    u64 step = alignment > GRANULE ? alignment : GRANULE;
+    if (!size || size % GRANULE || step & (step - 1) || reservations.count == MAX_RANGES) return INVALID;
+    void *start = mmap(NULL, size + step, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (start == MAP_FAILED) return OUT_OF_MEMORY;
+    *address = ((u64)start + step - 1) / step * step;
+    munmap(start, *address - (u64)start);
+    munmap((void *)(*address + size), (u64)start + step - *address);
+    reservations.rows[reservations.count++] = (struct range){*address, size, 0};
+    return OK;
+}
+int cuMemAddressReserve(u64 *address, size_t size, size_t alignment, u64 wanted, u64 flags) { LOCKED(reserve(address, size, alignment)); }
+
+static int unreserve(u64 address, u64 size) {
+    struct range *row = overlap(&reservations, address, 1);
+    if (!row || row->address != address || row->size != size || overlap(&mappings, address, size)) return INVALID;
+    munmap((void *)address, size);
+    drop(&reservations, row);
+    return OK;
+}
+int cuMemAddressFree(u64 address, size_t size) { LOCKED(unreserve(address, size)); }
+
+static int map(u64 address, u64 size, u64 offset, struct extent *extent) {
+    struct range *row = overlap(&reservations, address, 1);
+    if (offset || size != extent->size) return NOT_SUPPORTED;
+    if (address % GRANULE || !row || address + size > row->address + row->size || overlap(&mappings, address, size)) return INVALID;
+    if (mappings.count == MAX_RANGES) return OUT_OF_MEMORY;
+    mmap((void *)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, extent->fd, 0);
+    mappings.rows[mappings.count++] = (struct range){address, size, 0};
+    return OK;
+}
+int cuMemMap(u64 address, size_t size, size_t offset, u64 handle, u64 flags) { LOCKED(map(address, size, offset, (struct extent *)handle)); }
+
+static int unmap(u64 address, u64 size) {
+    if (!whole(address, size)) return INVALID;
+    mmap((void *)address, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    for (struct range *row; (row = overlap(&mappings, address, size));) drop(&mappings, row);
+    return OK;
+}
+int cuMemUnmap(u64 address, size_t size) { LOCKED(unmap(address, size)); }
+
+static int set_access(u64 address, u64 size, const struct grant *grant) {
+    if (!whole(address, size) || grant->location.type != 1) return INVALID;
+    mprotect((void *)address, size, grant->flags == 3 ? PROT_READ | PROT_WRITE : grant->flags == 1 ? PROT_READ : PROT_NONE);
+    for (u64 at = address; at < address + size;) {
+        struct range *row = overlap(&mappings, at, 1);
+        row->flags = grant->flags;
+        at += row->size;
+    }
+    return OK;
+}
+int cuMemSetAccess(u64 address, size_t size, const struct grant *grant, size_t count) { LOCKED(set_access(address, size, grant)); }
+
+static int get_access(u64 *flags, u64 address) {
+    struct range *row = overlap(&mappings, address, 1);
+    *flags = row ? row->flags : 0;
+    return row ? OK : INVALID;
+}
+int cuMemGetAccess(u64 *flags, const struct location *location, u64 address) { LOCKED(get_access(flags, address)); }
+
+int cuMemcpyHtoD(u64 to, const void *from, size_t size) { if (!current_context) return NO_CONTEXT; memcpy((void *)to, from, size); return OK; }
+int cuMemcpyDtoH(void *to, u64 from, size_t size) { if (!current_context) return NO_CONTEXT; memcpy(to, (void *)from, size); return OK; }
+
+int cuGetProcAddress_v2(const char *name, void **function, int version, u64 flags, int *found) {
+    Dl_info self;
+    dladdr((void *)cuInit, &self);
+    void *library = dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+    *function = dlsym(library, name);
+    if (found) *found = *function ? 0 : 1;
+    return *function ? OK : NOT_FOUND;
+}
+
+/* NVML. */
+
+struct memory { u64 total, free, used; };
+struct process { unsigned pid; u64 used; unsigned instance, compute; };
+enum { NVML_UNINITIALIZED = 1, NVML_INVALID_ARGUMENT = 2, NVML_NOT_FOUND = 6, NVML_INSUFFICIENT_SIZE = 7 };
+static char the_card, the_slice;
+
+int nvmlInitWithFlags(unsigned flags) { LOCKED((nvml_users++, OK)); }
+int nvmlShutdown(void) { LOCKED(nvml_users ? (nvml_users--, OK) : NVML_UNINITIALIZED); }
+const char *nvmlErrorString(int code) { return code == NVML_NOT_FOUND ? "Not Found" : "an error of the fake"; }
+int nvmlDeviceGetName(void *device, char *name, unsigned length) { snprintf(name, length, "Fake card"); return OK; }
+int nvmlSystemGetDriverVersion(char *version, unsigned length) { snprintf(version, length, "1.2.3"); return OK; }
+int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(void *slice, void **device) { *device = &the_card; return OK; }
+int nvmlDeviceGetIndex(void *device, unsigned *index) { *index = 3; return device == &the_card ? OK : NVML_INVALID_ARGUMENT; }
+
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
+    int slice = getenv("FAKE_CUDA_MIG") != NULL;
+    *device = slice ? &the_slice : &the_card;
+    if (!nvml_users) return NVML_UNINITIALIZED;
+    /* The bytes of cuDeviceGetUuid. */
+    return !strcmp(uuid + 4, "66616b65-2d63-7564-612d-636172642d30") && !strncmp(uuid, slice ? "MIG-" : "GPU-", 4) ? OK : NVML_NOT_FOUND;
+}
+
+static int memory_info(struct memory *memory) {
+    if (!nvml_users) return NVML_UNINITIALIZED;
+    u64 taken = used();
+    *memory = (struct memory){TOTAL, TOTAL - taken, taken};
+    return OK;
+}
+int nvmlDeviceGetMemoryInfo(void *device, struct memory *memory) { LOCKED(memory_info(memory)); }
+
+static int processes(unsigned *count, struct process *infos) {
+    static struct held held[MAX_HELD];
+    unsigned room = infos ? *count : 0, listed = 0;
+    int found = look(held, 1);
+    for (int i = 0; i < found; i++) {
+        unsigned at = 0;
+        while (at < listed && infos[at].pid != (unsigned)held[i].pid) at++;
+        if (at == room) return *count = found, NVML_INSUFFICIENT_SIZE;
+        if (at == listed) infos[listed++] = (struct process){held[i].pid, 0, 0, 0};
+        infos[at].used += held[i].size;
+    }
+    *count = listed;
+    return OK;
+}
+int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, struct process *infos) { LOCKED(processes(count, infos)); }
