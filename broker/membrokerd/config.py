@@ -7,6 +7,7 @@ once. It must never look at a device: what depends on the driver stays None here
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import tomllib
@@ -20,6 +21,7 @@ from .core.policy import valid_model_name
 
 DEFAULT_METRICS_PORT = 9710
 _TENANT = re.compile(r"[a-z0-9-]{1,24}")
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class ConfigError(ValueError):
@@ -277,16 +279,19 @@ def _bounds(config: Config) -> Iterator[tuple[str, int | None, str, int | None]]
         left = max(0, config.host_driver_total - (config.headroom or 0))
         yield "capacity", config.capacity, "host_driver_total less headroom", left
     for name, tenant in config.tenants.items():
-        path = f"tenants.{name}"
+        path = _join("tenants", name)
         yield f"{path}.limit", tenant.limit, "capacity", config.capacity
         yield f"{path}.host_limit", tenant.host_limit, "host_capacity", config.host_capacity
         for own, model in tenant.models.items():
+            own_path = _join(f"{path}.models", own)
             above = ("capacity", config.capacity) if tenant.limit is None else (f"{path}.limit", tenant.limit)
-            yield f"{path}.models.{own}.limit", model.limit, *above
+            yield f"{own_path}.limit", model.limit, *above
             host = (f"{path}.host_limit", tenant.host_limit)
             host_above = ("host_capacity", config.host_capacity) if tenant.host_limit is None else host
-            yield f"{path}.models.{own}.host_limit", model.host_limit, *host_above
+            yield f"{own_path}.host_limit", model.host_limit, *host_above
 
 
 def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
+    """Return the key path as TOML writes it: what is no bare key is quoted."""
+    quoted = key if _BARE_KEY.fullmatch(key) else json.dumps(key)
+    return f"{path}.{quoted}" if path else quoted

@@ -131,7 +131,7 @@ def test_the_command_line_wins_and_is_named_when_it_is_wrong(tmp_path: Path) -> 
         ("tenants = 1", "tenants: is a table of tables: write [tenants.NAME]"),
         ("tenants.acme = 1", "tenants.acme: is a table: write [tenants.acme]"),
         ("[tenants.Acme]", "tenants.Acme: a tenant's name is 1 to 24 of [a-z0-9-]"),
-        ('[tenants."../up"]', "tenants.../up: a tenant's name is 1 to 24 of [a-z0-9-]"),
+        ('[tenants."../up"]', 'tenants."../up": a tenant\'s name is 1 to 24 of [a-z0-9-]'),
         ('[tenants."a\\nb"]', "a tenant's name is 1 to 24 of [a-z0-9-]"),
         ("[tenants.abcdefghijklmnopqrstuvwxy]", "a tenant's name is 1 to 24 of [a-z0-9-]"),
         ("[tenants.a]\nuids = [1, true]", "tenants.a.uids: write a list of user ids"),

@@ -213,10 +213,12 @@ class Lending:
 
     def give_up(self, row: SessionRow) -> None:
         """The session is going or dead: credit every packet that nobody has begun to make."""
-        for call in list(self._traffic[row.session].calls.values()):
-            if call.request_id in self._traffic[row.session].unanswered:
+        traffic = self._traffic[row.session]
+        for call in list(traffic.calls.values()):
+            if call.request_id in traffic.unanswered:
                 call.failure = call.failure or deny(Reason.DELIVERY_FAILED, model=str(call.name))
                 self._abandon(row.session, call)
+                self._answer_if_done(traffic, call)
 
     def finish_leaving(self, row: SessionRow, now: int) -> None:
         """End a session that said Goodbye, once none of its packets is being made."""
@@ -249,16 +251,19 @@ class Lending:
     def _conclude(self, session: int, call: Call, now: int) -> None:
         """Answer a call whose every packet is decided, and let the next one go."""
         traffic = self._traffic[session]
-        if call.done and call.request_id in traffic.unanswered:
-            traffic.unanswered.discard(call.request_id)
-            result = call.failure or fx.Allocated(len(call.ids), call.extent_bytes)
-            self._broker.answer(call.call, result, call.name)
+        self._answer_if_done(traffic, call)
         self._drop_if_settled(traffic, call)
         row = self._broker.ledger.sessions[session]
         if row.state in ("open", "detached"):
             self._issue(session)
         else:
             self.finish_leaving(row, now)
+
+    def _answer_if_done(self, traffic: Traffic, call: Call) -> None:
+        if call.done and call.request_id in traffic.unanswered:
+            traffic.unanswered.discard(call.request_id)
+            result = call.failure or fx.Allocated(len(call.ids), call.extent_bytes)
+            self._broker.answer(call.call, result, call.name)
 
     @staticmethod
     def _drop_if_settled(traffic: Traffic, call: Call) -> None:

@@ -117,6 +117,8 @@ class World:
             case fx.Forget(session):
                 worker = self.workers.pop(session)
                 assert not worker.makes, "a session is forgotten whose packets are being made"
+                for packet in worker.sent:
+                    self.drop(set(packet.ids))
 
     def call(self, session: int) -> int:
         self.calls += 1
@@ -149,11 +151,11 @@ class World:
         deeds: list[tuple[Callable[[], None], float]] = [
             (self.audit, 6),
             (self.open, 4),
-            (self.outcome, 30),
-            (self.acknowledge, 25),
+            (self.outcome, 35),
+            (self.acknowledge, 18),
             (self.register, 6),
             (self.unregister, 1),
-            (self.allocate, 18),
+            (self.allocate, 22),
             (self.release, 16),
             (self.declare, 5),
             (self.lose_one, 0.7),
@@ -174,10 +176,11 @@ class World:
         return self.random.choice(fitting) if fitting else None
 
     def request(self, worker: Worker) -> tuple[int, int, int]:
-        """Return (call, session, request id) of a new request; now and then with an old request's id."""
+        """Return (call, session, request id) of a new request; now and then with an id that is in use."""
         worker.requests += 1
-        again = self.random.random() < 0.02
-        request_id = self.random.randint(1, worker.requests) if again else worker.requests
+        request_id = worker.requests
+        if (worker.makes or worker.sent) and self.random.random() < 0.02:
+            request_id = self.random.choice(worker.makes + worker.sent).request_id
         return self.call(worker.session), worker.session, request_id
 
     def model(self, worker: Worker) -> ev.ModelName:
@@ -285,7 +288,7 @@ class World:
             self.send(ev.Declare(*self.request(worker), self.model(worker), self.where(), size))
 
     def lose_one(self) -> None:
-        busy = self.random.random() < 0.5
+        busy = self.random.random() < 0.8
         worker = self.any_worker(lambda worker: worker.connected and (worker.sent or not busy))
         if worker:
             self.lose(worker)

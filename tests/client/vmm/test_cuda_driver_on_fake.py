@@ -231,6 +231,18 @@ def test_a_construction_that_fails_leaves_no_context_and_no_nvml(run: Run) -> No
     """)
 
 
+def test_a_construction_that_fails_after_nvml_stops_it_again(run: Run) -> None:
+    run("""
+        import pynvml
+        import cuda.bindings.driver as bindings
+        bindings.cuMemGetAllocationGranularity = lambda *_: (bindings.CUresult.CUDA_ERROR_UNKNOWN, 0)
+        with pytest.raises(DriverError, match="cuMemGetAllocationGranularity failed: CUDA_ERROR_999"):
+            CudaDriver(context=True)
+        with pytest.raises(pynvml.NVMLError_Uninitialized):
+            pynvml.nvmlShutdown()
+    """)
+
+
 def test_the_devices_figure_is_nvmls_and_the_hosts_is_unknown(run: Run) -> None:
     run("""
         driver = CudaDriver()

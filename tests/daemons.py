@@ -1,0 +1,179 @@
+"""Real daemons for tests: started as a user would, in a directory of their own, and waited for without sleeping."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from membroker.v1 import admin_pb2_grpc, broker_pb2
+
+_T = TypeVar("_T")
+MIB = 1 << 20
+DEADLINE_SECONDS = 30.0
+DEFAULTS: Mapping[str, Any] = {
+    "driver": "host",
+    "capacity": "256MiB",
+    "settle_seconds": 10.0,
+    "metrics": {"port": 0},
+    "tenants": {"red": {}, "blue": {}},
+}
+
+
+def until(what: Callable[[], _T], seconds: float = DEADLINE_SECONDS) -> _T:
+    """Return the first true value of `what`, or fail after `seconds`. For states that nothing announces."""
+    end = time.monotonic() + seconds
+    while True:
+        value = what()
+        if value:
+            return value
+        assert time.monotonic() < end, "it did not become true in time"
+        time.sleep(0.005)
+
+
+class Daemon:
+    """A running membrokerd. `config` are TOML keys above DEFAULTS."""
+
+    def __init__(self, directory: Path, config: Mapping[str, Any] | None = None, descriptors: int | None = None):
+        self.directory = directory
+        self.log_path = directory / "log"
+        self.config = {**DEFAULTS, **(config or {})}
+        device = "host"
+        self.root = directory / "run" / device
+        self._start(descriptors)
+
+    def _start(self, descriptors: int | None) -> None:
+        path = self.directory / "membrokerd.toml"
+        path.write_text(to_toml({"runtime_directory": str(self.directory / "run"), **self.config}))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
+            address = self.directory / "notify"
+            address.unlink(missing_ok=True)
+            notified.bind(str(address))
+            command = [sys.executable, "-m", "membrokerd.cli", "--config", str(path), "--log-level", "debug"]
+            if descriptors is not None:
+                limit = f"import resource,sys,os;resource.setrlimit(resource.RLIMIT_NOFILE,({descriptors},)*2)"
+                command = [sys.executable, "-c", f"{limit};os.execv(sys.argv[1],sys.argv[1:])", *command]
+            with self.log_path.open("ab") as log:
+                environment = {**os.environ, "NOTIFY_SOCKET": str(address)}
+                self.process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)
+            self._wait_until_ready(notified)
+
+    def _wait_until_ready(self, notified: socket.socket) -> None:
+        end = time.monotonic() + DEADLINE_SECONDS
+        while not select.select([notified], [], [], 0.05)[0]:
+            assert self.process.poll() is None, f"membrokerd did not start:\n{self.log()}"
+            assert time.monotonic() < end, f"membrokerd did not become ready:\n{self.log()}"
+
+    def endpoint(self, tenant: str = "red") -> Path:
+        """Return the directory of a tenant's endpoint."""
+        return self.root / "tenants" / tenant
+
+    @property
+    def admin(self) -> Path:
+        """Return the directory of the admin endpoint."""
+        return self.root / "admin"
+
+    def log(self) -> str:
+        """Return what the daemon wrote."""
+        return self.log_path.read_text()
+
+    @contextmanager
+    def admin_stub(self) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
+        """Yield AdminService of this daemon."""
+        with grpc.insecure_channel(f"unix:{self.admin}/grpc.sock") as channel:
+            yield admin_pb2_grpc.AdminServiceStub(channel)
+
+    def device(self) -> Any:
+        """Return the Device message."""
+        with self.admin_stub() as stub:
+            return stub.GetDevice(broker_pb2.GetDeviceRequest(), wait_for_ready=True, timeout=DEADLINE_SECONDS)
+
+    def books(self) -> Any:
+        """Return the books of the device's own memory."""
+        return self.device().locations[0]
+
+    def sessions(self) -> list[Any]:
+        """Return every session that is no observer."""
+        with self.admin_stub() as stub:
+            return list(stub.ListSessions(broker_pb2.ListSessionsRequest(page_size=1000)).sessions)
+
+    def models(self) -> list[Any]:
+        """Return every model."""
+        with self.admin_stub() as stub:
+            return list(stub.ListModels(broker_pb2.ListModelsRequest(page_size=1000)).models)
+
+    def metrics(self) -> str:
+        """Return a scrape."""
+        with urllib.request.urlopen(self.device().metrics_url, timeout=10) as answer:
+            return str(answer.read().decode())
+
+    def descriptors(self) -> int:
+        """Return how many descriptors the daemon has open."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def resident_bytes(self) -> int:
+        """Return the daemon's resident memory that is its own (no memfd pages)."""
+        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+        raise AssertionError("no RssAnon")
+
+    def stop(self) -> int:
+        """Send SIGTERM and return the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(DEADLINE_SECONDS)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.process.kill()
+        self.process.wait(DEADLINE_SECONDS)
+
+
+@contextmanager
+def running(config: Mapping[str, Any] | None = None, descriptors: int | None = None) -> Iterator[Daemon]:
+    """Run a daemon; at the end it must still answer, and stop with status 0, unless the test ended it itself."""
+    directory = Path(tempfile.mkdtemp(prefix="mb-"))
+    daemon = None
+    try:
+        daemon = Daemon(directory, config, descriptors)
+        yield daemon
+        if daemon.process.poll() is None:
+            assert daemon.stop() == 0, daemon.log()
+            assert "a fault of the broker" not in daemon.log(), daemon.log()
+            assert "Traceback" not in daemon.log(), daemon.log()
+    finally:
+        if daemon is not None:
+            with suppress(ProcessLookupError):
+                daemon.process.kill()
+            daemon.process.wait()
+        shutil.rmtree(directory)
+
+
+def to_toml(document: Mapping[str, Any]) -> str:
+    """Write a configuration: plain values first, then tables."""
+    text = _table(document, "")
+    assert tomllib.loads(text) == json.loads(json.dumps(document))
+    return text
+
+
+def _table(table: Mapping[str, Any], name: str) -> str:
+    plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
+    lines = [f"[{name}]"] if name else []
+    lines += [f"{key} = {json.dumps(value)}" for key, value in plain.items()]
+    inner = (_table(value, f"{name}.{key}" if name else key) for key, value in table.items() if key not in plain)
+    return "\n".join([*lines, *inner, ""])
