@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check format proto proto-check test-system test-gpu bench clean
+.PHONY: help demo test quick check format proto proto-check test-system test-gpu clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,6 +29,10 @@ quick: $(STAMP)  ## the heart of the tests, in under a minute
 
 test-system: $(STAMP)  ## the tests that need root
 	$(BIN)/python -m pytest -m root
+
+# On the machine with the card, with its own python3 and packages: nothing is installed.
+test-gpu:  ## the tests that need a real NVIDIA GPU, with this machine's own python3
+	PYTHONPATH=client:broker:$$PYTHONPATH python3 -m pytest -p no:cacheprovider -m gpu tests/gpu
 
 check: $(STAMP) proto-check  ## format, lint, types, import contracts, stale stubs
 	$(BIN)/ruff format --check .

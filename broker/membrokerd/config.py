@@ -19,7 +19,6 @@ from typing import Any
 from .config_values import KEYS, Check, nearest, size_text
 from .core.policy import valid_model_name
 
-DEFAULT_METRICS_PORT = 9710
 _TENANT = re.compile(r"[a-z0-9-]{1,24}")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -34,15 +33,11 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MetricsConfig:
-    """Where Prometheus finds the figures."""
+    """Where Prometheus finds the figures. `port` 0 is any free one, None 9710 and the number of the card."""
 
     enabled: bool = True
     address: str = "127.0.0.1"
     port: int | None = None
-
-    def port_for(self, device_index: int) -> int:
-        """Return the port to listen on: 0 is any free one, and by default each card of a host has its own."""
-        return DEFAULT_METRICS_PORT + device_index if self.port is None else self.port
 
 
 @dataclass(frozen=True, slots=True)

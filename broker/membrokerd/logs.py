@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from .config import LogConfig
 from .core import facts as ft
 from .core.denied import Denied
 from .rpc.convert import session_name
@@ -26,14 +27,17 @@ _SECRET = re.compile(r"token|secret|password")
 Fields = Mapping[str, Any]
 
 
-def setup(format: str = "text", level: str = "info", stream: TextIO | None = None) -> None:
-    """Send every log line of this process to `stream` (None: stderr), as `text` or `json`, from `level` on."""
+def configure(config: LogConfig, stream: TextIO | None = None) -> None:
+    """Send every log line of this process to `stream` (None: stderr), as configured.
+
+    What other libraries log comes from WARNING on: their chatter has no fields and is nobody's event.
+    """
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(_Formatter({"text": _text_line, "json": _json_line}[format]))
+    handler.setFormatter(_Formatter({"text": _text_line, "json": _json_line}[config.format]))
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
-    _LOGGER.setLevel(level.upper())
+    _LOGGER.setLevel(config.level.upper())
 
 
 def log(event: str, /, **fields: Any) -> None:
@@ -53,7 +57,7 @@ def warn(event: str, /, **fields: Any) -> None:
 
 def fault(error: BaseException, /, **fields: Any) -> None:
     """Say that the daemon itself is at fault, with where."""
-    _emit(logging.ERROR, "fault", {**fields, "error": repr(error), "traceback": _trace(error)})
+    _emit(logging.ERROR, "a fault of the broker", {**fields, "error": repr(error), "traceback": _trace(error)})
 
 
 def log_denied(session: int, method: str, denied: Denied) -> None:

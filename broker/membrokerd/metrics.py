@@ -160,18 +160,10 @@ class Metrics:
 
     def __init__(self, source: MetricsSource) -> None:
         self._source = source
-        self._driver_calls = Histogram(DRIVER_CALLS)
-        self._requests = Histogram(REQUESTS)
+        self.driver_calls = Histogram(DRIVER_CALLS)
+        self.requests = Histogram(REQUESTS)
         self.registry = CollectorRegistry()
         self.registry.register(self)
-
-    def observe_driver_call(self, call: str, seconds: float) -> None:
-        """Count one call of the driver."""
-        self._driver_calls.observe(seconds, call)
-
-    def observe_request(self, method: str, transport: str, seconds: float) -> None:
-        """Count one answered request; `transport` is `handoff` or `grpc`."""
-        self._requests.observe(seconds, method, transport)
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: names are unique by the table, and a view may not be there yet."""
@@ -185,8 +177,8 @@ class Metrics:
         for model in view.snapshot.models:
             _add_model(families, model)
         yield from families.all()
-        yield self._driver_calls.collect(view.device.uuid)
-        yield self._requests.collect(view.device.uuid)
+        yield self.driver_calls.collect(view.device.uuid)
+        yield self.requests.collect(view.device.uuid)
 
 
 class _Families:

@@ -213,8 +213,10 @@ class Connection:
             if isinstance(call.outcome, MembrokerError):
                 raise call.outcome
         except Exception:
-            self._undo(call, handler)
-            self._abandon(call)
+            try:
+                self._undo(call, handler)
+            finally:
+                self._abandon(call)
             raise
         except BaseException:
             # An interrupted caller wants to go on at once: the rest comes when the broker answers.

@@ -35,8 +35,7 @@ def test_no_file_at_all_is_a_broker_in_which_each_uid_is_a_tenant() -> None:
     assert (found.driver, found.device, found.capacity, found.headroom) == ("auto", 0, None, None)
     assert (found.settle_seconds, found.audit_seconds, found.model_grace_seconds) == (10.0, 1.0, 60.0)
     assert found.uid_tenants
-    assert found.metrics.enabled
-    assert [found.metrics.port_for(index) for index in (0, 3)] == [9710, 9713]
+    assert found.metrics == config.MetricsConfig(True, "127.0.0.1", None)
 
 
 def test_the_runtime_directory_of_root_is_where_everybody_looks() -> None:
@@ -78,7 +77,7 @@ def test_a_whole_file_is_read(tmp_path: Path) -> None:
     found = load(write(tmp_path, text), {})
     assert (found.driver, found.capacity, found.host_driver_total) == ("host", 256 * MIB, GIB)
     assert (found.headroom, found.gate_reserve, found.settle_seconds, found.max_sessions) == (64 * MIB, MIB, 2.0, 40)
-    assert found.metrics.port_for(5) == 0
+    assert found.metrics.port == 0
     assert found.log == config.LogConfig("json", "info")
     assert not found.uid_tenants
     acme = found.tenants["acme"]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from membrokerd import logs
+from membrokerd.config import LogConfig
 from membrokerd.core import facts as ft
 from membrokerd.core.denied import Reason, deny
 from membrokerd.core.events import ModelName
@@ -42,7 +43,7 @@ def capture() -> Iterator[Capture]:
 
     def begin(format: str = "json", level: str = "debug") -> io.StringIO:
         stream = io.StringIO()
-        logs.setup(format, level, stream)
+        logs.configure(LogConfig(format, level), stream)
         return stream
 
     yield begin
@@ -132,7 +133,7 @@ def test_a_fault_says_where_on_one_line(capture: Capture) -> None:
     except KeyError as error:
         logs.fault(error, method="ListModels")
     (line,) = out.getvalue().splitlines()
-    assert "ERROR fault method=ListModels" in line
+    assert "ERROR a fault of the broker method=ListModels" in line
     assert "test_logs.py" in line
 
 

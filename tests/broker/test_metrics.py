@@ -143,8 +143,8 @@ def test_counters_have_their_reasons() -> None:
 
 def test_every_series_names_the_gpu_and_every_name_is_in_the_table() -> None:
     made = Metrics(Source(books(model("acme", "a", 4 * MIB, limit=8 * MIB, CAPACITY=1))))
-    made.observe_driver_call("cuMemCreate", 1e-4)
-    made.observe_request("AllocateExtents", "handoff", 1e-5)
+    made.driver_calls.observe(1e-4, "cuMemCreate")
+    made.requests.observe(1e-5, "AllocateExtents", "handoff")
     series = scrape(made)
     assert all(dict(labels)["gpu_uuid"] == UUID for _, labels in series)
     stems = {name.removesuffix(end) for name, _ in series for end in ("_bucket", "_count", "_sum")}
@@ -155,7 +155,7 @@ def test_every_series_names_the_gpu_and_every_name_is_in_the_table() -> None:
 def test_histograms_count_in_buckets_up_to_a_second() -> None:
     made = Metrics(Source(books()))
     for seconds in (4e-6, 5e-6, 0.3, 2.0):
-        made.observe_driver_call("cuMemCreate", seconds)
+        made.driver_calls.observe(seconds, "cuMemCreate")
     series = scrape(made)
     buckets = {le: values(series, "membroker_driver_call_seconds_bucket", le=le) for le in ("5e-06", "1.0", "+Inf")}
     assert buckets == {"5e-06": [2], "1.0": [3], "+Inf": [4]}
@@ -168,7 +168,7 @@ def test_histograms_lose_nothing_between_threads() -> None:
 
     def work() -> None:
         for _ in range(2_000):
-            made.observe_request("AllocateExtents", "handoff", 1e-5)
+            made.requests.observe(1e-5, "AllocateExtents", "handoff")
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -184,8 +184,8 @@ def test_promtool_finds_nothing_to_mend() -> None:
     if promtool is None:
         pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
     made = Metrics(Source(books(model("acme", "a", 4 * MIB, limit=8 * MIB, CAPACITY=1))))
-    made.observe_driver_call("cuMemCreate", 1e-4)
-    made.observe_request("AllocateExtents", "handoff", 1e-5)
+    made.driver_calls.observe(1e-4, "cuMemCreate")
+    made.requests.observe(1e-5, "AllocateExtents", "handoff")
     done = subprocess.run([promtool, "check", "metrics"], input=generate_latest(made.registry), capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 

@@ -28,6 +28,7 @@ class FlakyDriver(HostDriver):
         super().__init__()
         self.maps_left: int | None = None
         self.lost = False
+        self.before_synchronize: Callable[[], None] = lambda: None
         self.map_failure: BaseException = DriverError("mmap", "ENOMEM", errno.ENOMEM, "vm.max_map_count")
 
     def map(self, address: int, handle: Handle) -> None:
@@ -42,6 +43,7 @@ class FlakyDriver(HostDriver):
         super().set_access(address, size, access)
 
     def synchronize(self) -> None:
+        self.before_synchronize()
         self._check_alive("cuCtxSynchronize")
         super().synchronize()
 

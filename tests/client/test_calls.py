@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
-
 from membroker import handoff
 from membroker.connection import Connection, Outcome
 from membroker.errors import (
@@ -141,7 +140,7 @@ class Caller(threading.Thread):
     def run(self) -> None:
         try:
             self.result = self._work()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
             self.error = error
 
     def end(self) -> Caller:
@@ -234,6 +233,23 @@ class TestCall:
         broker.deliver(request_id, 1)
         broker.hear("ack")
         broker.refuse(request_id, "DEVICE_FULL")
+        assert "lost" in str(caller.end().error)
+        assert broker.hears_nothing()
+
+    def test_undo_fails_in_mid_call(self, pair: tuple[Connection, Broker]) -> None:
+        """As before, with more to come: that is closed and acknowledged, so that the window stays open for others."""
+
+        class Stuck(Taker):
+            def undo(self) -> None:
+                raise RuntimeError("the device is lost")
+
+        connection, broker = pair
+        caller = Caller(lambda: connection.call(allocate(), Stuck(1, OutOfMemory("no more"))))
+        request_id = broker.hear("allocate").request_id
+        for part in (0, 1):
+            broker.deliver(request_id, part + 1, part=part)
+            broker.hear("ack")
+        broker.reply(request_id, 2)
         assert "lost" in str(caller.end().error)
         assert broker.hears_nothing()
 

@@ -12,9 +12,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import membroker
+import pytest
 from membroker import endpoint
 from membroker.errors import AccessDenied, BrokerUnavailable, InvalidRequest
 
@@ -170,7 +169,8 @@ class TestDenied:
         script = (
             "import os, sys, membroker\n"
             "connect = membroker.connect\n"
-            "if os.geteuid() == 0:\n    os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)\n"
+            "if os.geteuid() == 0:\n"
+            "    os.setgroups([]); os.setresgid(*[65534] * 3); os.setresuid(*[65534] * 3)\n"
             "try:\n    connect(sys.argv[1])\n"
             "except membroker.AccessDenied as error:\n    print(error)\n"
         )

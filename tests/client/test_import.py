@@ -5,9 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 import membroker
+import pytest
 
 HEAVY = ("grpc", "google", "torch", "cuda", "numpy", "cupy", "rich")
 

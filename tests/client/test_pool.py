@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-
 from membroker.errors import (
     AlreadyMapped,
     ClosedError,
@@ -19,6 +18,7 @@ from membroker.errors import (
     OutOfMemory,
 )
 from membroker.pool import VirtualMemoryPool
+
 from tests.client.lender import MIB, PAGE, Lender
 
 
@@ -312,6 +312,30 @@ class TestThreads:
         assert raised == [ClosedError]
         assert lender.used_bytes == 0
 
+    def test_deallocated_twice_at_once(self, pool: VirtualMemoryPool, lender: Lender) -> None:
+        """Two threads free the same range while the first waits for the device: nothing is left for the second."""
+        pool.allocate(0, 2 * PAGE)
+        waiting, go_on = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            waiting.set()
+            assert go_on.wait(30)
+
+        lender.driver.before_synchronize = wait
+        first = threading.Thread(target=pool.deallocate, args=(0, 2 * PAGE))
+        first.start()
+        assert waiting.wait(30)
+        lender.driver.before_synchronize = lambda: None
+        with pytest.raises(NotMapped):
+            pool.deallocate(PAGE, PAGE)
+        with pytest.raises(NotMapped):
+            pool.view(PAGE, 1)
+        with pytest.raises(AlreadyMapped):
+            pool.allocate(0, 1)
+        go_on.set()
+        first.join()
+        assert pool.physical_memory_usage == 0
+
     def test_racing_for_one_page(self, pool: VirtualMemoryPool) -> None:
         """Many threads want the same page and give it back: exactly one has it at a time."""
         errors: list[BaseException] = []
@@ -327,7 +351,7 @@ class TestThreads:
                     assert owned.acquire(blocking=False)
                     owned.release()
                     pool.deallocate(0, PAGE)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
                 errors.append(error)
 
         threads = [threading.Thread(target=churn) for _ in range(8)]

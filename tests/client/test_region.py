@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
 from membroker.region import Region
 from membroker.vmm.driver import DriverError, Handle, Location
 from membroker.vmm.host import HostDriver
+
 from tests.client.lender import PAGE, FlakyDriver
 
 
