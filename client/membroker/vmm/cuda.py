@@ -11,6 +11,7 @@ import itertools
 import os
 import threading
 import uuid
+from bisect import bisect_right, insort
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,6 +26,7 @@ from membroker.vmm.driver import (
     Location,
     MemoryInfo,
 )
+from membroker.vmm.sizes import MAX_BYTES
 
 _INVALID = ("CUDA_ERROR_INVALID_VALUE", 1)
 _OUT_OF_MEMORY = 2
@@ -47,6 +49,8 @@ class CudaDriver:
         self._pid = os.getpid()
         self._closed = False
         self._handles: dict[Handle, Any] = {}
+        self._reservations: list[tuple[int, int]] = []
+        self._reservations_lock = threading.Lock()
         self._threads = threading.local()
         with ExitStack() as undo:
             self._ordinal = self._find(device)
@@ -100,17 +104,32 @@ class CudaDriver:
         """Reserve `size` bytes of addresses; 16 TiB in one call cost nothing."""
         self._enter("cuMemAddressReserve")
         _check_size(size, self._device.granularity, "cuMemAddressReserve")
-        return int(self._call("cuMemAddressReserve", size, alignment, 0, 0))
+        address = int(self._call("cuMemAddressReserve", size, alignment, 0, 0))
+        with self._reservations_lock:
+            insort(self._reservations, (address, size))
+        return address
 
     def unreserve(self, address: int, size: int) -> None:
         """Give a whole reservation back."""
         self._enter("cuMemAddressFree")
         self._call("cuMemAddressFree", address, size)
+        with self._reservations_lock:
+            self._reservations.remove((address, size))
 
     def map(self, address: int, handle: Handle) -> None:
         """Bind the extent to `address`; nothing may touch it until `set_access`."""
         self._enter("cuMemMap")
+        self._check_reserved(address, handle.size)
         self._call("cuMemMap", address, handle.size, 0, self._extent(handle, "cuMemMap"), 0)
+
+    def _check_reserved(self, address: int, size: int) -> None:
+        """Refuse what the card does not: it maps over the end of a reservation (seen on an H200, 580.159)."""
+        with self._reservations_lock:
+            place = bisect_right(self._reservations, (address, MAX_BYTES)) - 1
+            start, length = self._reservations[place] if place >= 0 else (0, 0)
+        if address + size > start + length:
+            hint = f"{size} bytes at {address:#x} do not lie inside one reservation"
+            raise DriverError("cuMemMap", "CUDA_ERROR_INVALID_VALUE", 1, hint)
 
     def set_access(self, address: int, size: int, access: AccessFlags) -> None:
         """Set what this card may do with whole mappings, of the card's own memory or of the host's."""

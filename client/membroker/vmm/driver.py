@@ -141,6 +141,8 @@ class Driver(Protocol):
     def unmap(self, address: int, size: int) -> None:
         """Unbind the whole mappings that fill [address, address + size). Never part of one.
 
+        Where nothing is mapped the twin refuses; a card does nothing and says nothing (seen on an H200, 580.159).
+
         Does not wait for work that uses the memory: `synchronize` first.
         """
         ...

@@ -1,0 +1,174 @@
+"""Where a command reads the books: a tenant's own at its endpoint, everybody's at the admin endpoint.
+
+Owns the choice between the two and the calls of AdminService. It must never print.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from membroker import convert
+from membroker.client import PAGE, connect
+from membroker.endpoint import VARIABLE, check_path, default_device, diagnose, find_endpoint
+from membroker.errors import AccessDenied, BrokerUnavailable, InvalidRequest
+from membroker.grpc_calls import GrpcCalls
+from membroker.types import DeviceStatus, ModelStatus, SessionStatus
+from membroker.v1 import admin_pb2, broker_pb2
+from membroker.v1.admin_pb2_grpc import AdminServiceStub
+from membroker.vmm.driver import Location
+
+CALL_SECONDS = 10.0
+
+
+class Books(Protocol):
+    """What both endpoints show."""
+
+    def device(self) -> DeviceStatus:
+        """Return the device and its books."""
+        ...
+
+    def models(self) -> list[ModelStatus]:
+        """Return the models that this endpoint may see."""
+        ...
+
+    def sessions(self) -> list[SessionStatus]:
+        """Return the sessions that this endpoint may see."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """A commanded limit; `limit` is None where the command has ended."""
+
+    name: str
+    location: str
+    limit: int | None
+    used: int
+
+
+class Admin:
+    """AdminService at one device's admin endpoint. Raises the library's errors."""
+
+    def __init__(self, path: Path) -> None:
+        _knock(path)
+        self._calls = GrpcCalls(path, service=AdminServiceStub)
+
+    def device(self) -> DeviceStatus:
+        """Return the device and its books."""
+        return convert.device(self._call("GetDevice", broker_pb2.GetDeviceRequest()))
+
+    def models(self) -> list[ModelStatus]:
+        """Return everybody's models, by tenant and name."""
+        return convert.models(self._pages("ListModels", broker_pb2.ListModelsRequest, lambda page: page.models))
+
+    def sessions(self) -> list[SessionStatus]:
+        """Return everybody's sessions, in the order they began."""
+        return convert.sessions(self._pages("ListSessions", broker_pb2.ListSessionsRequest, lambda page: page.sessions))
+
+    def set_quota(self, name: str, location: Location, limit: int | None) -> Quota:
+        """Command a limit in bytes for `tenants/…` or `tenants/…/models/…`; None ends the command."""
+        request = admin_pb2.SetQuotaRequest(name=name, location=convert.location_to_wire(location), limit_bytes=limit)
+        return _quota(self._call("SetQuota", request))
+
+    def quotas(self) -> list[Quota]:
+        """Return the limits in force by command."""
+        return [_quota(quota) for quota in self._call("ListQuotas", admin_pb2.ListQuotasRequest()).quotas]
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._calls.close()
+
+    def _call(self, method: str, request: Any) -> Any:
+        return self._calls.call(method, request, CALL_SECONDS)
+
+    def _pages(self, method: str, request: Any, rows: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+        token = ""
+        while True:
+            page = self._call(method, request(page_size=PAGE, page_token=token))
+            yield from rows(page)
+            if not (token := page.next_page_token):
+                return
+
+
+def _quota(message: admin_pb2.Quota) -> Quota:
+    limit = message.limit_bytes if message.HasField("limit_bytes") else None
+    return Quota(message.name, convert.location_name(message.location), limit, message.used_bytes)
+
+
+@contextmanager
+def open_books(endpoint: str | None, admin: bool, env: Mapping[str, str] = os.environ) -> Iterator[Books]:
+    """Yield the books of a tenant's endpoint, or with `admin` the whole device's.
+
+    An operator who can enter the admin endpoint and no tenant's gets the admin's. Raises the library's errors.
+    """
+    if admin:
+        with open_admin(endpoint, env) as found:
+            yield found
+        return
+    try:
+        client = connect(find_endpoint(endpoint, env), observer=True, client="membroker (command)")
+    except (BrokerUnavailable, AccessDenied):
+        if endpoint or env.get(VARIABLE):
+            raise
+        with _admin_instead(env) as found:
+            yield found
+        return
+    with client:
+        yield client
+
+
+@contextmanager
+def _admin_instead(env: Mapping[str, str]) -> Iterator[Admin]:
+    """Yield the default device's admin endpoint, or raise again why the tenant's could not be entered."""
+    try:
+        found = Admin(admin_socket(None, env))
+    except (BrokerUnavailable, AccessDenied, InvalidRequest):
+        found = None
+    if found is None:
+        raise  # noqa: PLE0704 - the tenant's error, which is being handled by the caller
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@contextmanager
+def open_admin(endpoint: str | None, env: Mapping[str, str] = os.environ) -> Iterator[Admin]:
+    """Yield the admin endpoint of the device whose tenant's endpoint this is. Raises the library's errors."""
+    found = Admin(admin_socket(endpoint, env))
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def admin_socket(endpoint: str | None, env: Mapping[str, str] = os.environ) -> Path:
+    """Return the admin socket of the device of `endpoint`, which may also be the admin directory itself."""
+    chosen = endpoint or env.get(VARIABLE, "")
+    if not chosen:
+        return default_device(env) / "admin" / "grpc.sock"
+    directory = Path(chosen).absolute()
+    if directory.name != "admin":
+        if directory.parent.name != "tenants":
+            raise InvalidRequest(
+                f"{directory} is no endpoint of a device's directory, so its admin endpoint cannot be found from it: "
+                "name that with --endpoint, as in /run/membroker/gpu-12345678/admin"
+            )
+        directory = directory.parent.parent / "admin"
+    return directory / "grpc.sock"
+
+
+def _knock(path: Path) -> None:
+    """Raise what is wrong with a socket, by what the file system shows; gRPC would say UNAVAILABLE for all of it."""
+    check_path(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            connection.connect(os.fspath(path))
+        except OSError as error:
+            raise diagnose(path, error) from error

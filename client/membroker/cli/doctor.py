@@ -1,0 +1,271 @@
+"""`membroker doctor`: whether this machine can run a broker, by trying what a broker does.
+
+Owns the checks. Each tries the thing itself where it can, instead of guessing from a version, says what it found,
+and what to do when that is not good. It must never leave anything behind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import platform
+import resource
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from membroker.cli import tables
+from membroker.cli.admin import open_books
+from membroker.endpoint import MAX_PATH_BYTES, VARIABLE
+from membroker.errors import AccessDenied, BrokerUnavailable, MembrokerError
+from membroker.handoff import MAX_DESCRIPTORS, WINDOW
+from membroker.vmm import open_driver
+from membroker.vmm.driver import DriverError, DriverUnavailable, Location
+from membroker.vmm.sizes import MIB, format_size
+
+DESCRIPTORS_PER_SESSION = WINDOW * MAX_DESCRIPTORS + 1
+FEW_SESSIONS = 16
+DEFAULT_MAPPINGS = 65_530
+FEW_WATCHES = 8_192
+LONGEST_ENDPOINT = "gpu-12345678/tenants/" + "n" * 24 + "/handoff.sock"
+SHORTEST_ENDPOINT = "gpu-12345678/tenants/default/handoff.sock"
+SO_PEERPIDFD = 77
+BROKER_PACKAGES = {
+    "prometheus_client": "prometheus-client",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+}
+
+Status = Literal["ok", "warn", "fail"]
+_COLUMNS = ("", "check", "found", "what to do")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at. `advice` is empty when it is good."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+def run_doctor(endpoint: str | None, *, as_json: bool) -> int:
+    """Print every check; return 1 when one fails, else 0."""
+    checks = examine(endpoint)
+    if as_json:
+        tables.print_json(checks, sys.stdout)
+    else:
+        for check in checks:
+            advice = f"\n      {check.advice}" if check.advice else ""
+            print(tables.printable(f"{check.status:4}  {check.name}: {check.found}") + advice)
+    return int(any(check.status == "fail" for check in checks))
+
+
+def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[Check]:
+    """Return every check of this machine, as this user."""
+    if sys.platform != "linux":
+        return [Check("system", "fail", sys.platform, "membroker needs Linux: memfd, pidfd and SCM_RIGHTS")]
+    looks: tuple[tuple[str, Callable[[], Check]], ...] = (
+        ("python", lambda: check_python(sys.version_info[:3])),
+        ("peers", check_peers),
+        ("processes", check_process_identity),
+        ("descriptors", lambda: check_descriptors(descriptor_limit())),
+        ("mappings", lambda: check_mappings(_sysctl("vm/max_map_count"))),
+        ("inotify", lambda: check_inotify(_sysctl("fs/inotify/max_user_watches"))),
+        ("sealed memory", check_memfd),
+        ("host twin", check_host_twin),
+        ("gpu", check_gpu),
+        ("packages", check_packages),
+        ("runtime directory", lambda: check_runtime_directory(env, os.geteuid())),
+        ("broker", lambda: check_broker(endpoint, env)),
+    )
+    return [_look(name, look) for name, look in looks]
+
+
+def _look(name: str, look: Callable[[], Check]) -> Check:
+    """Return the check, also when it could not be made."""
+    try:
+        return look()
+    except OSError as error:
+        return Check(name, "fail", f"could not be looked at: {error}", "run the doctor outside of this sandbox")
+
+
+# --- This process and this kernel ---
+
+
+def check_python(version: tuple[int, int, int]) -> Check:
+    """Python 3.11 is the first with a TOML reader."""
+    found = ".".join(map(str, version))
+    if version >= (3, 11, 0):
+        return Check("python", "ok", found)
+    return Check("python", "fail", found, "install Python 3.11 or later")
+
+
+def check_peers() -> Check:
+    """SO_PEERPIDFD (Linux 6.5): who is at the other end, free of pid reuse, across pid namespaces."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        try:
+            os.close(ours.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD))
+        except OSError:
+            return Check(
+                "peers",
+                "warn",
+                f"kernel {platform.release()} has no SO_PEERPIDFD",
+                "Linux 6.5 has it; below, the broker knows peers by pid and start time, in its own pid namespace only",
+            )
+    return Check("peers", "ok", f"kernel {platform.release()} has SO_PEERPIDFD")
+
+
+def check_process_identity() -> Check:
+    """Linux 6.9 gives each process's pidfd an inode of its own; before, all such descriptors share one."""
+    process, other = os.pidfd_open(os.getpid()), os.eventfd(0)
+    try:
+        own = os.fstat(process).st_dev != os.fstat(other).st_dev
+    finally:
+        os.close(process)
+        os.close(other)
+    if own:
+        return Check("processes", "ok", "a pidfd's inode names its process")
+    advice = "Linux 6.9 has it; below, the broker tells processes apart by pid and start time"
+    return Check("processes", "warn", f"kernel {platform.release()}: pidfds have no inode of their own", advice)
+
+
+def descriptor_limit() -> int:
+    """Return how many descriptors a daemon of this user could have: root may raise the hard limit."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return max(hard, _sysctl("fs/nr_open")) if os.geteuid() == 0 else hard
+
+
+def check_descriptors(limit: int) -> Check:
+    """The kernel counts descriptors in flight, 128 a session, against the broker's RLIMIT_NOFILE."""
+    sessions = max(0, limit - 1) // DESCRIPTORS_PER_SESSION
+    found = f"a limit of {limit:,} is enough for {sessions:,} sessions"
+    advice = f"raise it: LimitNOFILE= in the unit, `ulimit -n` in a shell; {DESCRIPTORS_PER_SESSION} for each session"
+    status: Status = "fail" if not sessions else "warn" if sessions < FEW_SESSIONS else "ok"
+    return Check("descriptors", status, found, "" if status == "ok" else advice)
+
+
+def check_mappings(limit: int) -> Check:
+    """On the host twin each extent that a worker maps is one of its process's mappings."""
+    found = f"a process may map {limit:,} extents of the host twin"
+    if limit >= DEFAULT_MAPPINGS:
+        return Check("mappings", "ok", found)
+    return Check("mappings", "warn", found, f"sysctl vm.max_map_count={DEFAULT_MAPPINGS}, or use larger pages")
+
+
+def check_inotify(watches: int) -> Check:
+    """The host twin watches each extent that it made, to see it die."""
+    found = f"the host twin may have {watches:,} extents"
+    if watches >= FEW_WATCHES:
+        return Check("inotify", "ok", found)
+    return Check("inotify", "warn", found, "sysctl fs.inotify.max_user_watches=65536 (a card needs none)")
+
+
+def check_memfd() -> Check:
+    """Sealed memory files: what the host twin's extents are."""
+    descriptor = os.memfd_create("membroker-doctor", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, 4096)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        os.ftruncate(descriptor, 8192)
+    except PermissionError:
+        return Check("sealed memory", "ok", "memory files keep the size they are sealed at")
+    finally:
+        os.close(descriptor)
+    return Check(
+        "sealed memory", "fail", "a sealed memory file could be grown", "use a kernel that honours F_SEAL_GROW"
+    )
+
+
+def check_host_twin() -> Check:
+    """One extent, from birth to death, as the daemon would make it."""
+    try:
+        driver = open_driver("host", total_bytes=64 * MIB)
+        try:
+            handle = driver.create(driver.device.granularity)
+            held = driver.memory(Location.DEVICE)
+            driver.release(handle)
+            freed = driver.memory(Location.DEVICE)
+        finally:
+            driver.close()
+    except DriverError as error:
+        return Check("host twin", "fail", str(error), error.hint or "see the call's manual page for this error")
+    if held is None or freed is None or held.used - freed.used != 2 * MIB:
+        return Check("host twin", "fail", f"an extent of 2 MiB shows as {held} and {freed}", "report this as a bug")
+    return Check("host twin", "ok", "an extent was made, seen and freed")
+
+
+# --- The card, the packages, the place, the broker ---
+
+
+def check_gpu() -> Check:
+    """A card is used where there is a usable one; none is no fault."""
+    try:
+        driver = open_driver("cuda")
+    except DriverUnavailable as error:
+        if not any(Path("/dev").glob("nvidia[0-9]*")):
+            return Check("gpu", "ok", "no GPU: the host driver will be used")
+        return Check("gpu", "warn", f"the GPU is not usable: {error}", error.hint or "see `nvidia-smi`")
+    except DriverError as error:
+        return Check("gpu", "warn", f"the GPU is not usable: {error}", error.hint or "see `nvidia-smi`")
+    try:
+        memory, device = driver.memory(Location.DEVICE), driver.device
+    finally:
+        driver.close()
+    if memory is None:
+        return Check("gpu", "warn", f"{device.name} does not say its memory", "install the driver's NVML library")
+    return Check(
+        "gpu", "ok", f"{device.name} {device.uuid}, {format_size(memory.free)} of {format_size(memory.total)} free"
+    )
+
+
+def check_packages() -> Check:
+    """A daemon needs more than the library does."""
+    missing = [package for module, package in BROKER_PACKAGES.items() if importlib.util.find_spec(module) is None]
+    if not missing:
+        return Check("packages", "ok", "all that membrokerd imports is installed")
+    return Check("packages", "fail", f"missing: {', '.join(missing)}", "pip install 'membroker[broker]'")
+
+
+def check_runtime_directory(env: Mapping[str, str], uid: int) -> Check:
+    """A daemon makes its sockets there; a socket's path ends at 107 bytes."""
+    own = env.get("XDG_RUNTIME_DIR", "")
+    if uid and not own:
+        advice = "set XDG_RUNTIME_DIR to a directory of yours, or start membrokerd with --runtime-directory DIR"
+        return Check("runtime directory", "fail", "XDG_RUNTIME_DIR is not set", advice)
+    directory = Path(own, "membroker") if uid else Path("/run/membroker")
+    if len(os.fsencode(directory / SHORTEST_ENDPOINT)) > MAX_PATH_BYTES:
+        advice = f"a socket's path has at most {MAX_PATH_BYTES} bytes: choose a shorter one with --runtime-directory"
+        return Check("runtime directory", "fail", f"{directory} is too long", advice)
+    existing = next(part for part in (directory, *directory.parents) if part.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        advice = f"make {directory} as root and give it to this user, or choose another with --runtime-directory"
+        return Check("runtime directory", "fail", f"{existing} cannot be written to", advice)
+    if len(os.fsencode(directory / LONGEST_ENDPOINT)) > MAX_PATH_BYTES:
+        return Check("runtime directory", "warn", f"{directory} is long", "tenants with long names will not fit")
+    return Check("runtime directory", "ok", str(directory))
+
+
+def check_broker(endpoint: str | None, env: Mapping[str, str]) -> Check:
+    """Whether one runs and lets this user in. None at all is no fault, unless it was asked for by name."""
+    try:
+        with open_books(endpoint, False, env) as books:
+            device = books.device()
+    except (BrokerUnavailable, AccessDenied) as error:
+        if endpoint or env.get(VARIABLE):
+            return Check("broker", "fail", str(error), "see the sentence above; `membrokerd --help` starts a broker")
+        return Check("broker", "ok", "none can be entered yet; start one with `membrokerd`")
+    except MembrokerError as error:
+        return Check("broker", "warn", str(error), "name the endpoint with --endpoint DIR")
+    capacity = ", ".join(f"{format_size(books.capacity)} ({where})" for where, books in device.locations.items())
+    return Check("broker", "ok", f"membrokerd {device.version} on {device.uuid} lends {capacity}")
+
+
+def _sysctl(name: str) -> int:
+    return int(Path("/proc/sys", name).read_text())

@@ -1,0 +1,251 @@
+"""The command `membroker`: what a person, or a script, asks about a broker.
+
+Owns the command line. Errors are one sentence on stderr and exit status 1, a wrong command line is 2; there are
+no tracebacks, and nothing here may change a book but `quota set`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from membroker import __version__
+from membroker.cli import tables
+from membroker.cli.admin import open_admin, open_books
+from membroker.cli.doctor import run_doctor
+from membroker.convert import location_of
+from membroker.errors import MembrokerError
+from membroker.vmm.driver import DriverError
+from membroker.vmm.sizes import format_size, parse_size
+
+_NAME = re.compile(r"(?:tenants/)?([a-z0-9-]{1,24})(?:/(?:models/)?([a-z0-9][a-z0-9._-]{0,62}))?")
+
+_ENDPOINTS = """\
+A tenant's endpoint shows that tenant's own books; the admin endpoint, which only the operator can enter, shows
+everybody's. The endpoint is --endpoint DIR, else MEMBROKER_ENDPOINT, else the only broker of this machine."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["demo"]:
+        # By name, when it is asked for: the demo starts a daemon and brings all that a daemon needs.
+        return int(import_module("membroker.cli.demo").main(given[1:]))
+    options = _parser().parse_args(given)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except (MembrokerError, DriverError) as error:
+        print(f"membroker: {tables.printable(str(error))}", file=sys.stderr)
+    except BrokenPipeError:
+        # The reader left (`membroker models | head`): nothing more can be said, at exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        print(f"membroker: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        return 130
+    return 1
+
+
+# --- Commands ---
+
+
+def _status(options: argparse.Namespace) -> int:
+    with open_books(options.endpoint, options.admin) as books:
+        device = books.device()
+    if options.json:
+        tables.print_json(device, sys.stdout)
+    else:
+        shown = [tables.device_table(device), tables.locations_table(device.locations.values())]
+        tables.print_tables(shown, sys.stdout)
+    return 0
+
+
+def _models(options: argparse.Namespace) -> int:
+    with open_books(options.endpoint, options.admin) as books:
+        while True:
+            _show_models(books.models(), options)
+            if options.watch is None:
+                return 0
+            time.sleep(options.watch)
+
+
+def _show_models(models: list[tables.ModelStatus], options: argparse.Namespace) -> None:
+    if options.json:
+        tables.print_json(models, sys.stdout)
+        return
+    if options.watch is not None and sys.stdout.isatty():
+        sys.stdout.write("\x1b[H\x1b[J")
+    tables.print_tables([tables.models_table(models)], sys.stdout)
+
+
+def _sessions(options: argparse.Namespace) -> int:
+    with open_books(options.endpoint, options.admin) as books:
+        sessions = books.sessions()
+    if options.json:
+        tables.print_json(sessions, sys.stdout)
+    else:
+        tables.print_tables([tables.sessions_table(sessions)], sys.stdout)
+    return 0
+
+
+def _quota_set(options: argparse.Namespace) -> int:
+    with open_admin(options.endpoint) as admin:
+        quota = admin.set_quota(options.name, location_of(options.location), options.limit[0])
+    if options.json:
+        tables.print_json(quota, sys.stdout)
+        return 0
+    limit = "as configured" if quota.limit is None else format_size(quota.limit)
+    print(f"{tables.short_name(quota.name)} at the {quota.location}: limit {limit}, used {format_size(quota.used)}")
+    if quota.limit is not None and quota.used > quota.limit:
+        print("it uses more than that: nothing is taken away, and nothing more is lent until it gives some back")
+    return 0
+
+
+def _quota_list(options: argparse.Namespace) -> int:
+    with open_admin(options.endpoint) as admin:
+        quotas = admin.quotas()
+    if options.json:
+        tables.print_json(quotas, sys.stdout)
+    else:
+        tables.print_tables([tables.quotas_table(quotas)], sys.stdout)
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    return run_doctor(options.endpoint, as_json=options.json)
+
+
+# --- The command line ---
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="membroker",
+        description="Ask a GPU memory broker what it lends, to whom, and change a limit.",
+        epilog="examples:\n  membroker demo\n  membroker doctor\n  membroker status\n  membroker models --watch 1\n"
+        "  membroker quota set acme/llama-7b --limit 8GiB\n\n"
+        f"{_ENDPOINTS}\n`membroker COMMAND --help` has more. The daemon is another command, `membrokerd`.",
+    )
+    parser.add_argument("--version", action="version", version=f"membroker {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_books(commands)
+    _add_quota(commands)
+    doctor = _add(commands, "doctor", _doctor, "whether this machine can run a broker, and what to do about it", "")
+    doctor.epilog = (
+        "Exit status 0 unless something fails.\n\nexamples:\n  membroker doctor\n  membroker doctor --json\n"
+        "  membroker doctor --endpoint /run/membroker/gpu-12345678/tenants/acme    can I enter this one?"
+    )
+    commands.add_parser("demo", help="two tenants trade a card's memory, in a minute, without a GPU")
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help keeps its lines, and that takes no shortened options."""
+
+    def __init__(self, **settings: object) -> None:
+        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(**settings, allow_abbrev=False)  # type: ignore[arg-type]
+
+
+_Commands = argparse._SubParsersAction  # argparse has no public name for it
+
+
+def _add(
+    commands: _Commands[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    examples: str,
+) -> argparse.ArgumentParser:
+    """Add a command with what all have: its endpoint, --json, and examples in its help."""
+    parser = commands.add_parser(
+        name, help=summary, description=f"{summary[:1].upper()}{summary[1:]}.", epilog=f"examples:\n{examples}"
+    )
+    parser.add_argument("--endpoint", metavar="DIR", help="an endpoint's directory")
+    parser.add_argument("--json", action="store_true", help="JSON, sizes in bytes")
+    parser.set_defaults(command=run)
+    return parser
+
+
+def _add_books(commands: _Commands[argparse.ArgumentParser]) -> None:
+    status = _add(
+        commands, "status", _status, "the device, its books, and what it shows itself", "  membroker status\n"
+    )
+    models = _add(
+        commands,
+        "models",
+        _models,
+        "who is charged how much, against which limit",
+        "  membroker models\n  membroker models --admin --watch 1\n  membroker models --json | jq '.[].books.device'\n",
+    )
+    models.add_argument("--watch", metavar="SECONDS", type=_seconds, help="show it again and again, until Ctrl-C")
+    sessions = _add(
+        commands,
+        "sessions",
+        _sessions,
+        "the processes that are connected, and what they hold",
+        "  membroker sessions\n",
+    )
+    for parser in (status, models, sessions):
+        parser.add_argument("--admin", action="store_true", help="everybody's books, at the device's admin endpoint")
+        parser.epilog = f"{parser.epilog}\n{_ENDPOINTS}"
+
+
+def _add_quota(commands: _Commands[argparse.ArgumentParser]) -> None:
+    quota = commands.add_parser(
+        "quota",
+        help="see and command limits, at the admin endpoint",
+        description="See and command limits, at the admin endpoint.",
+        epilog="examples:\n  membroker quota list\n  membroker quota set acme --limit 32GiB",
+    )
+    actions = quota.add_subparsers(metavar="ACTION", required=True)
+    _add(actions, "list", _quota_list, "the limits in force by command", "  membroker quota list\n")
+    change = _add(
+        actions,
+        "set",
+        _quota_set,
+        "command a limit, from now on and until the daemon ends",
+        "  membroker quota set acme --limit 32GiB                a tenant\n"
+        "  membroker quota set acme/llama-7b --limit 8GiB        one of its models\n"
+        "  membroker quota set acme --limit none                 what is configured holds again\n",
+    )
+    change.add_argument("name", metavar="NAME", type=_name, help="TENANT or TENANT/MODEL")
+    change.add_argument("--limit", metavar="SIZE|none", type=_limit, required=True, help='as in "8GiB"')
+    change.add_argument("--location", choices=("device", "host"), default="device")
+
+
+def _name(text: str) -> str:
+    match = _NAME.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no TENANT or TENANT/MODEL, as in acme or acme/llama-7b")
+    return f"tenants/{match[1]}" + (f"/models/{match[2]}" if match[2] else "")
+
+
+def _limit(text: str) -> tuple[int | None]:
+    # In a tuple: argparse takes a bare None for an option that was not given.
+    if text == "none":
+        return (None,)
+    try:
+        return (parse_size(text),)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or none") from error
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.05 <= value <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.05 to 86400")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

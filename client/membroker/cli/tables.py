@@ -1,0 +1,189 @@
+"""The books as aligned tables: with lines and colour on a terminal, plain text for everything else.
+
+Owns what a column is called and how a number is written. Other people's text (a session's own name) is shown
+without markup and without control characters: it could paint the operator's terminal.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from membroker.cli.admin import Quota
+from membroker.types import DeviceStatus, LocationBooks, ModelBooks, ModelStatus, SessionStatus
+from membroker.vmm.sizes import format_size
+
+NONE = "-"
+PLAIN_COLUMNS = 10_000
+"""Width of what is no terminal: nothing is ever folded or cut there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Column names (those that begin with `>` are numbers, to the right) and rows of text."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    empty: str = ""
+
+
+def models_table(models: Iterable[ModelStatus]) -> Table:
+    """Return a row for each model and location; locations that it never used and has no limit for are left out."""
+    columns = ("tenant", "model", "where", ">virtual", ">used", ">peak", ">limit", ">extents", ">sessions", ">refusals")
+    rows = [_model_row(model, books) for model in models for books in model.books.values() if _worth_showing(books)]
+    return Table(columns, rows, "no models are registered")
+
+
+def _worth_showing(books: ModelBooks) -> bool:
+    return books.location == "device" or bool(books.peak) or books.limit is not None
+
+
+def _model_row(model: ModelStatus, books: ModelBooks) -> list[str]:
+    _, tenant, _, name = model.name.split("/")
+    return [
+        tenant,
+        name,
+        books.location,
+        format_size(model.virtual_capacity),
+        format_size(books.used),
+        format_size(books.peak),
+        _size(books.limit),
+        str(books.extents),
+        str(model.sessions),
+        str(sum(model.denials_total.values())),
+    ]
+
+
+def sessions_table(sessions: Iterable[SessionStatus]) -> Table:
+    """Return a row for each session."""
+    columns = ("session", "tenant", "state", ">pid", ">uid", ">used", ">extents", "since", "models", "client")
+    return Table(columns, [_session_row(session) for session in sessions], "no sessions are open")
+
+
+def _session_row(session: SessionStatus) -> list[str]:
+    return [
+        session.name.removeprefix("sessions/"),
+        session.tenant.removeprefix("tenants/"),
+        session.state + (" (observer)" if session.observer else ""),
+        str(session.pid or NONE),
+        str(session.uid),
+        format_size(sum(books.used for books in session.books.values())),
+        str(sum(books.extents for books in session.books.values())),
+        _time(session.create_time),
+        " ".join(name.rpartition("/")[2] for name in session.models) or NONE,
+        session.client,
+    ]
+
+
+def device_table(device: DeviceStatus) -> Table:
+    """Return what the device is, one thing a row."""
+    sessions = str(device.sessions) + (f", {device.detached_sessions} detached" if device.detached_sessions else "")
+    return Table(
+        ("device", ""),
+        [
+            ["uuid", device.uuid],
+            ["product", device.product],
+            ["driver", device.driver],
+            ["granularity", format_size(device.granularity)],
+            ["membrokerd", f"{device.version}, pid {device.pid}, since {_time(device.start_time)}"],
+            ["metrics", device.metrics_url or "off"],
+            ["sessions", sessions],
+        ],
+    )
+
+
+def locations_table(locations: Iterable[LocationBooks]) -> Table:
+    """Return the books of each location, and what the device itself shows."""
+    columns = ("where", ">capacity", ">lent", ">releasing", ">free", ">unaccounted", ">headroom", ">used of total")
+    return Table(columns, [_location_row(books) for books in locations])
+
+
+def _location_row(books: LocationBooks) -> list[str]:
+    seen = books.device_total is not None and books.device_used is not None
+    return [
+        books.location,
+        format_size(books.capacity),
+        format_size(books.lent),
+        format_size(books.releasing),
+        format_size(books.free),
+        _size(books.unaccounted),
+        format_size(books.headroom),
+        f"{_size(books.device_used)} of {_size(books.device_total)}" if seen else NONE,
+    ]
+
+
+def quotas_table(quotas: Iterable[Quota]) -> Table:
+    """Return the commanded limits."""
+    rows = [[short_name(quota.name), quota.location, _size(quota.limit), format_size(quota.used)] for quota in quotas]
+    return Table(("name", "where", ">limit", ">used"), rows, "no limit is commanded; what is configured holds")
+
+
+def short_name(name: str) -> str:
+    """Return `acme` for `tenants/acme`, `acme/llama` for `tenants/acme/models/llama`."""
+    return name.removeprefix("tenants/").replace("/models/", "/")
+
+
+def _size(value: int | None) -> str:
+    return NONE if value is None else format_size(value)
+
+
+def _time(value: datetime) -> str:
+    return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+# --- Printing ---
+
+
+def print_tables(tables: Iterable[Table], stream: TextIO) -> None:
+    """Write tables with an empty line between them."""
+    stream.write("\n".join(render(table, stream) for table in tables))
+    stream.flush()
+
+
+def render(table: Table, stream: TextIO) -> str:
+    """Return a table as `stream` should show it, each line ended."""
+    if not table.rows and table.empty:
+        return table.empty + "\n"
+    terminal = stream.isatty()
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=None if terminal else PLAIN_COLUMNS, emoji=False)
+    console.print(_rich(table, terminal))
+    return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
+
+
+def _rich(table: Table, terminal: bool) -> RichTable:
+    made = RichTable(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in table.columns:
+        number = column.startswith(">")
+        made.add_column(Text(column.lstrip(">")), justify="right" if number else "left", no_wrap=not terminal)
+    for row in table.rows:
+        made.add_row(*(Text(printable(cell)) for cell in row))
+    return made
+
+
+def printable(text: str) -> str:
+    """Return text that a terminal shows and does not obey."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+
+
+def print_json(value: Any, stream: TextIO) -> None:
+    """Write one JSON document on a line: the library's values by their own names, sizes in bytes, times in UTC."""
+    stream.write(json.dumps(value, default=_json_value) + "\n")
+    stream.flush()
+
+
+def _json_value(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, datetime):
+        return value.isoformat()
+    raise TypeError(f"no JSON for {type(value).__name__}")
