@@ -16,10 +16,13 @@ from typing import Any
 
 
 class Views:
-    """The living views of one holding. `gone` is called after each death, from any thread; it takes no lock."""
+    """The living views of one holding. `gone`, a method of it, is called after each death, from any thread.
+
+    It is kept weakly: a cycle would leave a client that was forgotten to the garbage collector's leisure.
+    """
 
     def __init__(self, gone: Callable[[], None]) -> None:
-        self._gone = gone
+        self._gone = weakref.WeakMethod(gone)
         self._numbers = itertools.count()
         self._living: dict[int, tuple[weakref.ref[Any], int, int]] = {}
 
@@ -43,4 +46,6 @@ class Views:
 
     def _forget(self, number: int, _reference: weakref.ref[Any]) -> None:
         self._living.pop(number, None)
-        self._gone()
+        gone = self._gone()
+        if gone is not None:
+            gone()

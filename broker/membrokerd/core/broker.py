@@ -74,17 +74,17 @@ class Broker:
 
     def answer(self, call: int, result: fx.Result | Denied, name: ev.ModelName | None = None) -> None:
         """Answer a call; a refusal is counted for the model that it concerns."""
-        if isinstance(result, Denied) and name in self.ledger.models:
+        if isinstance(result, Denied) and result.reason is not Reason.MODEL_NOT_FOUND and name in self.ledger.models:
             assert name is not None
             self.denials[name, result.reason] += 1
         self.emit(fx.Answer(call, result))
 
-    def refuse_request(self, session: int, request_id: int) -> Denied | None:
-        """Return why no request of this session may be taken now, or None."""
+    def refuse_request(self, session: int, request_id: int, *, gives_back: bool = False) -> Denied | None:
+        """Return why no request of this session may be taken now, or None. Giving back is taken to the last."""
         row = self.ledger.sessions.get(session)
         if row is None or row.state not in ("open", "detached"):
             return deny(Reason.TOKEN_REJECTED)
-        if self.stopping:
+        if self.stopping and not gives_back:
             return deny(Reason.STOPPING)
         if self.lending.in_flight(session, request_id):
             return deny(Reason.REQUEST_ID_IN_USE, request_id=request_id)
@@ -134,9 +134,10 @@ class Broker:
         row = self.ledger.sessions.get(event.session)
         if row is not None and row.state in ("open", "leaving"):
             self.record(ft.SessionMoved(row.session, "connection lost", now))
+            self.lending.give_up(row)
 
     def _goodbye(self, event: ev.Goodbye, now: int) -> None:
-        denied = self.refuse_request(event.session, event.request_id)
+        denied = self.refuse_request(event.session, event.request_id, gives_back=True)
         row = self.ledger.sessions.get(event.session)
         if denied or row is None or row.state != "open":
             self.answer(event.call, denied or deny(Reason.TOKEN_REJECTED))

@@ -14,7 +14,11 @@ Location = Literal["device", "host"]
 LOCATIONS: tuple[Location, ...] = ("device", "host")
 
 Seen = Mapping[Location, int | None]
-"""Bytes of each location that the device shows in use, by anybody; None where it cannot say."""
+"""Bytes of each location that the device shows in use, by anybody; None where it cannot say.
+
+Read between packets, never while one is made, and told after the outcome of every packet that was made before: so the
+core knows which of its debits the figure can show.
+"""
 
 
 @dataclass(frozen=True, slots=True, order=True)

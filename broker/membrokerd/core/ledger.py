@@ -45,7 +45,6 @@ class SessionRow:
     client: str
     began_at: int
     state: str = "open"
-    died_at: int = 0
     models: set[ModelName] = field(default_factory=set)
     extents: dict[int, Loan] = field(default_factory=dict)
     charges: dict[tuple[ModelName, Location], Charge] = field(default_factory=dict)
@@ -134,7 +133,7 @@ class Ledger:
         row.state = lifecycles.move(lifecycles.SESSION, row.state, fact.cause)
         if row.state != "releasing":
             return
-        row.died_at = fact.at
+        lifecycles.move(lifecycles.EXTENT, "lent", "holder died")
         for (name, location), charge in row.charges.items():
             if not charge.bytes:
                 continue  # its model may have ended

@@ -124,6 +124,8 @@ class Lending:
         found = self._find(event.session, event.name)
         if isinstance(found, Denied):
             return found
+        if broker.ledger.sessions[event.session].state != "open":
+            return deny(Reason.DELIVERY_FAILED, model=str(event.name))
         traffic = self._traffic[event.session]
         if len(traffic.unanswered) >= broker.rules.max_calls_per_session:
             return deny(Reason.TOO_MANY_REQUESTS, limit=broker.rules.max_calls_per_session)
@@ -190,7 +192,8 @@ class Lending:
         traffic.window -= 1
         row = self._broker.ledger.sessions[event.session]
         ids = tuple(extent for extent in call.packet(event.part) if extent in row.extents)
-        self._broker.record(ft.Credited(event.session, ids, "not delivered"))
+        if ids:
+            self._broker.record(ft.Credited(event.session, ids, "not delivered"))
         call.failure = call.failure or deny(Reason.DELIVERY_FAILED, model=str(call.name))
         self._abandon(event.session, call)
         self._conclude(event.session, call, now)
@@ -284,7 +287,7 @@ class Lending:
         self._broker.answer(event.call, fx.Released(size))
 
     def _refuse_release(self, event: ev.Release) -> Denied | None:
-        denied = self._broker.refuse_request(event.session, event.request_id)
+        denied = self._broker.refuse_request(event.session, event.request_id, gives_back=True)
         if denied:
             return denied
         if not 0 < len(event.ids) <= policy.MAX_RELEASE:

@@ -3,8 +3,10 @@
 Neither the end of a connection nor the death of a process is the end of its memory: a forked child, or a packet that
 nobody read, can keep it. Only the device's own figure is proof, and from that figure alone the rule is made. What
 the device has used beyond the books is `unaccounted`; when a dead session's memory goes, it falls by that session's
-bytes, and then the session is credited whole. So each death takes a reference to fall from, and each credit moves the
-references of all other deaths to what is then seen: one fall pays once.
+bytes, and then the session is credited whole. So each death takes a reference to fall from. A credit raises
+`unaccounted` again by what it paid, so that one fall pays once; several workers that die together are settled
+together. What can credit a death early is a stranger's fall of at least its size while its memory is still held; the
+books are then wrong until the holder ends, which shows as unaccounted, and the device gate stands behind them.
 """
 
 from __future__ import annotations
@@ -119,11 +121,7 @@ class Settling:
         charged = row.charged(death.location)
         self._deaths.remove(death)
         if charged:
-            proven = self._proven(death, charged)
-            self._broker.record(ft.LocationSettled(row.session, death.location, proven))
-            for other in self._deaths:
-                if other.location == death.location:
-                    other.reference = self.unaccounted(death.location)
+            self._broker.record(ft.LocationSettled(row.session, death.location, self._proven(death, charged)))
         if not any(other.session == row.session for other in self._deaths):
             self._end(row, now)
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from membroker import convert
-from membroker.client import PAGE, connect
+from membroker.client import PAGE, Client, connect
 from membroker.endpoint import VARIABLE, check_path, default_device, diagnose, find_endpoint
 from membroker.errors import AccessDenied, BrokerUnavailable, InvalidRequest
 from membroker.grpc_calls import GrpcCalls
@@ -39,6 +39,10 @@ class Books(Protocol):
 
     def sessions(self) -> list[SessionStatus]:
         """Return the sessions that this endpoint may see."""
+        ...
+
+    def close(self) -> None:
+        """Let the endpoint go."""
         ...
 
 
@@ -107,45 +111,32 @@ def open_books(endpoint: str | None, admin: bool, env: Mapping[str, str] = os.en
 
     An operator who can enter the admin endpoint and no tenant's gets the admin's. Raises the library's errors.
     """
-    if admin:
-        with open_admin(endpoint, env) as found:
-            yield found
-        return
-    try:
-        client = connect(find_endpoint(endpoint, env), observer=True, client="membroker (command)")
-    except (BrokerUnavailable, AccessDenied):
-        if endpoint or env.get(VARIABLE):
-            raise
-        with _admin_instead(env) as found:
-            yield found
-        return
-    with client:
-        yield client
-
-
-@contextmanager
-def _admin_instead(env: Mapping[str, str]) -> Iterator[Admin]:
-    """Yield the default device's admin endpoint, or raise again why the tenant's could not be entered."""
-    try:
-        found = Admin(admin_socket(None, env))
-    except (BrokerUnavailable, AccessDenied, InvalidRequest):
-        found = None
-    if found is None:
-        raise  # noqa: PLE0704 - the tenant's error, which is being handled by the caller
-    try:
+    with closing(Admin(admin_socket(endpoint, env)) if admin else _enter(endpoint, env)) as found:
         yield found
-    finally:
-        found.close()
+
+
+def _enter(endpoint: str | None, env: Mapping[str, str]) -> Client | Admin:
+    try:
+        return connect(find_endpoint(endpoint, env), observer=True, client="membroker (command)")
+    except (BrokerUnavailable, AccessDenied):
+        found = None if endpoint or env.get(VARIABLE) else _default_admin(env)
+        if found is None:
+            raise
+        return found
+
+
+def _default_admin(env: Mapping[str, str]) -> Admin | None:
+    try:
+        return Admin(admin_socket(None, env))
+    except (BrokerUnavailable, AccessDenied):
+        return None
 
 
 @contextmanager
 def open_admin(endpoint: str | None, env: Mapping[str, str] = os.environ) -> Iterator[Admin]:
     """Yield the admin endpoint of the device whose tenant's endpoint this is. Raises the library's errors."""
-    found = Admin(admin_socket(endpoint, env))
-    try:
+    with closing(Admin(admin_socket(endpoint, env))) as found:
         yield found
-    finally:
-        found.close()
 
 
 def admin_socket(endpoint: str | None, env: Mapping[str, str] = os.environ) -> Path:

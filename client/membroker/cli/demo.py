@@ -244,7 +244,7 @@ def _trade(stage: Stage, red: Worker, blue: Worker) -> int:
             time.sleep(0.02)  # for the eye: so that a person can follow the table
         checked = sum(worker.tell("finish all")["checked"] for worker in (red, blue))
     books = [row.books[0] for row in stage.broker.models().values()]
-    peaks = sum(one.peak_bytes for one in books)
+    peaks: int = sum(one.peak_bytes for one in books)
     claim(peaks > CAPACITY, f"the peaks add up to {format_size(peaks)}, which proves no trade")
     claim(not any(one.used_bytes for one in books), "something was not given back")
     stage.say(f"{checked} pages were checked. Their peaks add up to {format_size(peaks)}, on {format_size(CAPACITY)}.")

@@ -31,6 +31,7 @@ DESCRIPTORS_PER_SESSION = WINDOW * MAX_DESCRIPTORS + 1
 FEW_SESSIONS = 16
 DEFAULT_MAPPINGS = 65_530
 FEW_WATCHES = 8_192
+FEW_INSTANCES = 16
 LONGEST_ENDPOINT = "gpu-12345678/tenants/" + "n" * 24 + "/handoff.sock"
 SHORTEST_ENDPOINT = "gpu-12345678/tenants/default/handoff.sock"
 SO_PEERPIDFD = 77
@@ -41,7 +42,6 @@ BROKER_PACKAGES = {
 }
 
 Status = Literal["ok", "warn", "fail"]
-_COLUMNS = ("", "check", "found", "what to do")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,10 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[C
         ("processes", check_process_identity),
         ("descriptors", lambda: check_descriptors(descriptor_limit())),
         ("mappings", lambda: check_mappings(_sysctl("vm/max_map_count"))),
-        ("inotify", lambda: check_inotify(_sysctl("fs/inotify/max_user_watches"))),
+        (
+            "inotify",
+            lambda: check_inotify(_sysctl("fs/inotify/max_user_watches"), _sysctl("fs/inotify/max_user_instances")),
+        ),
         ("sealed memory", check_memfd),
         ("host twin", check_host_twin),
         ("gpu", check_gpu),
@@ -159,12 +162,13 @@ def check_mappings(limit: int) -> Check:
     return Check("mappings", "warn", found, f"sysctl vm.max_map_count={DEFAULT_MAPPINGS}, or use larger pages")
 
 
-def check_inotify(watches: int) -> Check:
-    """The host twin watches each extent that it made, to see it die."""
-    found = f"the host twin may have {watches:,} extents"
-    if watches >= FEW_WATCHES:
+def check_inotify(watches: int, instances: int) -> Check:
+    """The host twin watches each extent that it made, to see it die: one watch each, one instance a daemon."""
+    found = f"the host twin may have {watches:,} extents, this user {instances:,} daemons of it"
+    if watches >= FEW_WATCHES and instances >= FEW_INSTANCES:
         return Check("inotify", "ok", found)
-    return Check("inotify", "warn", found, "sysctl fs.inotify.max_user_watches=65536 (a card needs none)")
+    advice = "sysctl fs.inotify.max_user_watches=65536 fs.inotify.max_user_instances=128 (a card needs none)"
+    return Check("inotify", "warn", found, advice)
 
 
 def check_memfd() -> Check:

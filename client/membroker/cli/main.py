@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from typing import TYPE_CHECKING
 
 from membroker import __version__
 from membroker.cli import tables
@@ -20,6 +20,7 @@ from membroker.cli.admin import open_admin, open_books
 from membroker.cli.doctor import run_doctor
 from membroker.convert import location_of
 from membroker.errors import MembrokerError
+from membroker.types import ModelStatus
 from membroker.vmm.driver import DriverError
 from membroker.vmm.sizes import format_size, parse_size
 
@@ -32,11 +33,7 @@ everybody's. The endpoint is --endpoint DIR, else MEMBROKER_ENDPOINT, else the o
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["demo"]:
-        # By name, when it is asked for: the demo starts a daemon and brings all that a daemon needs.
-        return int(import_module("membroker.cli.demo").main(given[1:]))
-    options = _parser().parse_args(given)
+    options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     try:
         return command(options)
@@ -75,7 +72,7 @@ def _models(options: argparse.Namespace) -> int:
             time.sleep(options.watch)
 
 
-def _show_models(models: list[tables.ModelStatus], options: argparse.Namespace) -> None:
+def _show_models(models: list[ModelStatus], options: argparse.Namespace) -> None:
     if options.json:
         tables.print_json(models, sys.stdout)
         return
@@ -121,6 +118,13 @@ def _doctor(options: argparse.Namespace) -> int:
     return run_doctor(options.endpoint, as_json=options.json)
 
 
+def _demo(options: argparse.Namespace) -> int:
+    # Imported when it is asked for: the demo starts a daemon, and brings what that takes.
+    from membroker.cli.demo import main as demo
+
+    return demo()
+
+
 # --- The command line ---
 
 
@@ -141,7 +145,10 @@ def _parser() -> argparse.ArgumentParser:
         "Exit status 0 unless something fails.\n\nexamples:\n  membroker doctor\n  membroker doctor --json\n"
         "  membroker doctor --endpoint /run/membroker/gpu-12345678/tenants/acme    can I enter this one?"
     )
-    commands.add_parser("demo", help="two tenants trade a card's memory, in a minute, without a GPU")
+    summary = "two tenants trade a card's memory, in a minute, without a GPU"
+    demo = commands.add_parser("demo", help=summary, description=f"{summary[:1].upper()}{summary[1:]}.")
+    demo.epilog = "It starts a daemon and workers of its own, and touches no other.\n\nexample:\n  membroker demo"
+    demo.set_defaults(command=_demo)
     return parser
 
 
@@ -153,11 +160,13 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**settings, allow_abbrev=False)  # type: ignore[arg-type]
 
 
-_Commands = argparse._SubParsersAction  # argparse has no public name for it
+if TYPE_CHECKING:
+    # argparse has no public name for what add_subparsers returns.
+    _Commands = argparse._SubParsersAction[_Parser]
 
 
 def _add(
-    commands: _Commands[argparse.ArgumentParser],
+    commands: _Commands,
     name: str,
     run: Callable[[argparse.Namespace], int],
     summary: str,
@@ -173,7 +182,7 @@ def _add(
     return parser
 
 
-def _add_books(commands: _Commands[argparse.ArgumentParser]) -> None:
+def _add_books(commands: _Commands) -> None:
     status = _add(
         commands, "status", _status, "the device, its books, and what it shows itself", "  membroker status\n"
     )
@@ -197,7 +206,7 @@ def _add_books(commands: _Commands[argparse.ArgumentParser]) -> None:
         parser.epilog = f"{parser.epilog}\n{_ENDPOINTS}"
 
 
-def _add_quota(commands: _Commands[argparse.ArgumentParser]) -> None:
+def _add_quota(commands: _Commands) -> None:
     quota = commands.add_parser(
         "quota",
         help="see and command limits, at the admin endpoint",

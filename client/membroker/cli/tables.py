@@ -23,8 +23,8 @@ from membroker.types import DeviceStatus, LocationBooks, ModelBooks, ModelStatus
 from membroker.vmm.sizes import format_size
 
 NONE = "-"
-PLAIN_COLUMNS = 10_000
-"""Width of what is no terminal: nothing is ever folded or cut there."""
+COLUMNS = 10_000
+"""Numbers are never cut or folded to fit; a terminal that is too narrow wraps the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,6 @@ def device_table(device: DeviceStatus) -> Table:
             ["driver", device.driver],
             ["granularity", format_size(device.granularity)],
             ["membrokerd", f"{device.version}, pid {device.pid}, since {_time(device.start_time)}"],
-            ["metrics", device.metrics_url or "off"],
             ["sessions", sessions],
         ],
     )
@@ -155,7 +154,7 @@ def render(table: Table, stream: TextIO) -> str:
         return table.empty + "\n"
     terminal = stream.isatty()
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=None if terminal else PLAIN_COLUMNS, emoji=False)
+    console = Console(file=out, force_terminal=terminal, width=COLUMNS, emoji=False)
     console.print(_rich(table, terminal))
     return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
 
@@ -164,7 +163,7 @@ def _rich(table: Table, terminal: bool) -> RichTable:
     made = RichTable(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in table.columns:
         number = column.startswith(">")
-        made.add_column(Text(column.lstrip(">")), justify="right" if number else "left", no_wrap=not terminal)
+        made.add_column(Text(column.lstrip(">")), justify="right" if number else "left", no_wrap=True)
     for row in table.rows:
         made.add_row(*(Text(printable(cell)) for cell in row))
     return made

