@@ -9,7 +9,7 @@ import pytest
 from tests.daemons import Daemon, running
 
 
-@pytest.fixture()
+@pytest.fixture
 def daemon() -> Iterator[Daemon]:
     """A daemon of its own: host driver, 256 MiB, the tenants red and blue."""
     with running() as one:

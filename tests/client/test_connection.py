@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 import membroker
+import pytest
 from membroker import client as client_module
+
 from tests.daemons import Daemon, until
 
 MIB = 1 << 20

@@ -233,8 +233,8 @@ def _trade(stage: Stage, red: Worker, blue: Worker) -> int:
     numbers = random.Random(SEED)
     with stage.scene("Trade: what one gives back, the other takes") as show:
         stage.say(
-            "Each reserves 64 GiB of addresses. Requests come in bursts; each holds pages of the cache, writes a pattern "
-            "into every page, and checks it before the page goes back."
+            "Each reserves 64 GiB of addresses. Requests come in bursts; each holds pages of the cache, writes a "
+            "pattern into every page, and checks it before the page goes back."
         )
         running: dict[Worker, list[tuple[int, int]]] = {red: [], blue: []}
         for step in range(STEPS):
