@@ -13,6 +13,7 @@ from typing import Any
 from membroker.convert import bytes_of, location_of
 from membroker.errors import InvalidRequest
 from membroker.holding import Holding, Placing
+from membroker.interrupts import HeldOff
 from membroker.region import device_failures
 from membroker.source import Source
 from membroker.vmm.driver import Location
@@ -32,13 +33,13 @@ class Buffer:
         self._extent_size = round_up(self._size, granularity)
         if self._extent_size > MAX_BYTES:
             raise InvalidRequest(f"a buffer of {size!r} rounds up to more than 2^63-1 bytes")
-        with device_failures(), ExitStack() as undo:
+        with HeldOff(), device_failures(), ExitStack() as undo:
             self._holding = Holding(source, self._extent_size, "buffer")
             undo.callback(self._holding.end)
             self._borrow()
             undo.pop_all()
+            self._holding.owned_by(self)
         self._on_host = source.driver.device.driver == "host"
-        self._holding.owned_by(self)
 
     def _borrow(self) -> None:
         with self._holding.in_use():

@@ -15,8 +15,9 @@ from typing import Any
 
 from membroker import convert
 from membroker.endpoint import find_endpoint
+from membroker.grpc_calls import CONTROL_SECONDS
 from membroker.model import Model
-from membroker.session import CONTROL_SECONDS, Session
+from membroker.session import Session
 from membroker.types import DeviceStatus, ModelStatus, SessionStatus
 from membroker.v1 import broker_pb2 as pb
 from membroker.vmm.driver import Driver, Location

@@ -30,6 +30,7 @@ from membroker.errors import (
     from_status,
 )
 from membroker.handshake import DESCRIPTORS_SHORT
+from membroker.interrupts import Waiting, is_held_off
 from membroker.v1 import broker_pb2
 from membroker.v1 import handoff_pb2 as pb
 
@@ -85,11 +86,14 @@ class _Call:
             return len(self.extent_ids) >= self.outcome.count
         return self.dry
 
+    def seconds_left(self) -> float | None:
+        """Return how long the answer may still take; None for ever."""
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
     def patience(self) -> float | None:
         """Return how many milliseconds to wait for the next packet; None for ever."""
-        if isinstance(self.outcome, MembrokerError):
-            return 0
-        return None if self.deadline is None else max(0.0, (self.deadline - time.monotonic()) * 1000)
+        seconds = 0 if isinstance(self.outcome, MembrokerError) else self.seconds_left()
+        return None if seconds is None else seconds * 1000
 
 
 class Connection:
@@ -278,8 +282,9 @@ class Connection:
         """Send one packet; `sent` is no longer empty once the kernel has it."""
         self._check_open()
         try:
-            # In one step of the interpreter: an interrupt comes before the packet is sent, or after it is noted.
-            sent.extend(map(self._socket.send, (data,), (socket.MSG_NOSIGNAL,)))
+            with Waiting():
+                # In one step of the interpreter: an interrupt comes before the packet is sent, or after it is noted.
+                sent.extend(map(self._socket.send, (data,), (socket.MSG_NOSIGNAL,)))
         except OSError as error:
             self._lose(error)
             self._check_open()
@@ -291,7 +296,8 @@ class Connection:
         while True:
             with self._changed:
                 while not self._my_turn(call):
-                    self._changed.wait(None if call.deadline is None else max(0.0, call.deadline - time.monotonic()))
+                    with Waiting():
+                        self._changed.wait(call.seconds_left())
                 if call.inbox or call.is_over():
                     return bool(call.inbox)
                 self._reader = threading.get_ident()
@@ -307,10 +313,14 @@ class Connection:
         return self._reader is None
 
     def _read(self, call: _Call) -> None:
-        """Read one packet and hand it to its call. A call with more to wait for than the socket polls first."""
+        """Read one packet and hand it to its call.
+
+        A call that waits for more than the socket polls first, and so does one that may be interrupted: a poll that
+        is interrupted has lost nothing, while a packet that was just received would be.
+        """
         packet = None
         try:
-            if (not call.beside and call.deadline is None) or self._readable(call):
+            if not (call.beside or call.deadline or is_held_off()) or self._readable(call):
                 packet = handoff.receive(self._socket)
         except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
             self._lose(error)
@@ -322,7 +332,8 @@ class Connection:
         poller.register(self._socket, select.POLLIN)
         poller.register(self._nudged, select.POLLIN)
         failed = isinstance(call.outcome, MembrokerError)
-        ready = {descriptor for descriptor, _ in poller.poll(call.patience())}
+        with Waiting():
+            ready = {descriptor for descriptor, _ in poller.poll(call.patience())}
         if self._nudged.fileno() in ready:
             self._nudged.recv(4096)
         if self._socket.fileno() in ready:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from membroker.connection import Outcome
 
+CONTROL_SECONDS = 30.0
+"""How long a call that moves no memory may take."""
+
 TOKEN_METADATA = "membroker-token"
 STATUS_METADATA = "grpc-status-details-bin"
 _OPTIONS = (

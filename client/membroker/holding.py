@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from membroker.errors import ClosedError
+from membroker.interrupts import HeldOff
 from membroker.region import Region
 from membroker.source import Source
 from membroker.views import Views
@@ -73,12 +74,16 @@ class Holding:
         """Give everything back, now, or once the last call has returned and the last view is gone."""
         if self.abandoned:
             return
+        with HeldOff():
+            if self._is_last():
+                self._give_back()
+
+    def _is_last(self) -> bool:
+        """Say, once, that nobody uses this any more."""
         with self._lock:
             self._ending = True
-            if self._ended or self._uses or self.views.any():
-                return
-            self._ended = True
-        self._give_back()
+            self._ended, was_ended = self._ended or not (self._uses or self.views.any()), self._ended
+            return self._ended and not was_ended
 
     def _give_back(self) -> None:
         try:

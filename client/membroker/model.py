@@ -12,10 +12,11 @@ from contextlib import ExitStack, suppress
 from membroker import convert
 from membroker.buffer import Buffer
 from membroker.errors import BrokerUnavailable, ClosedError, InvalidRequest, ModelNotFound
+from membroker.grpc_calls import CONTROL_SECONDS
 from membroker.handoff import MAX_EXTENTS_PER_CALL
 from membroker.holding import Holding
 from membroker.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
-from membroker.session import CONTROL_SECONDS, Session
+from membroker.session import Session
 from membroker.source import Placement
 from membroker.types import ModelStatus
 from membroker.v1 import broker_pb2 as pb

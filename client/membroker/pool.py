@@ -21,6 +21,7 @@ from membroker.errors import (
     NotMapped,
 )
 from membroker.holding import Holding, Placing
+from membroker.interrupts import HeldOff
 from membroker.region import device_failures
 from membroker.source import Source
 from membroker.types import MemoryStats
@@ -132,7 +133,12 @@ class VirtualMemoryPool:
         return self._holding.region.address + pages.start * self._page_size
 
     def _back(self, choose: Callable[[], range]) -> range:
-        with device_failures(), self._holding.in_use(), self._claim(choose, self._check_unmapped) as pages:
+        with (
+            HeldOff(),
+            device_failures(),
+            self._holding.in_use(),
+            self._claim(choose, self._check_unmapped) as pages,
+        ):
             placing = Placing(self._holding.region, pages.start * self._page_size)
             source = self._holding.source
             source.borrow(self._page_size, len(pages), self._location, placing)
@@ -159,13 +165,17 @@ class VirtualMemoryPool:
         """
         self._holding.check_open()
         touched = self._touched(offset, size)
-        with device_failures(), self._holding.in_use(), self._claim(lambda: touched, self._check_removable) as pages:
+        with HeldOff(), device_failures(), self._holding.in_use():
+            self._holding.source.give_back(self._unbind(touched))
+
+    def _unbind(self, touched: range) -> list[int]:
+        """Unmap pages, and return the ids of their extents."""
+        with self._claim(lambda: touched, self._check_removable) as pages:
             start, length = pages.start * self._page_size, len(pages) * self._page_size
             self._holding.source.driver.synchronize()
             self._holding.region.unbind(start, length)
             with self._lock:
-                extent_ids = [self._holding.extents.pop(page * self._page_size) for page in pages]
-        self._holding.source.give_back(extent_ids)
+                return [self._holding.extents.pop(page * self._page_size) for page in pages]
 
     def view(self, offset: int, size: int | str) -> memoryview:
         """Return [offset, offset + size) as a writable memoryview, on the host driver.

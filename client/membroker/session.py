@@ -31,9 +31,6 @@ from membroker.vmm.driver import Driver, DriverError
 
 logger = logging.getLogger("membroker")
 
-CONTROL_SECONDS = 30.0
-"""How long a control call (registration, listings) may take."""
-
 
 class _Link:
     """What a session holds of the outside world, apart from it: the last one to go can be a finalizer's work."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from membroker.connection import Connection, DeliveryHandler, Outcome
-from membroker.grpc_calls import GrpcCalls
+from membroker.grpc_calls import CONTROL_SECONDS, GrpcCalls
 from membroker.handoff import MAX_IDS_PER_FRAME
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1.handoff_pb2 import Frame
@@ -72,9 +72,10 @@ class GrpcTransport:
         for first in range(0, len(extent_ids), MAX_IDS_PER_FRAME):
             some = extent_ids[first : first + MAX_IDS_PER_FRAME]
             request_id = self._connection.new_request_id()
-            self._calls.call("ReleaseExtents", pb.ReleaseExtentsRequest(request_id=request_id, extent_ids=some))
+            request = pb.ReleaseExtentsRequest(request_id=request_id, extent_ids=some)
+            self._calls.call("ReleaseExtents", request, CONTROL_SECONDS)
 
     def declare(self, request: pb.DeclareMemoryRequest) -> None:
         """Declare by one call."""
         request.request_id = self._connection.new_request_id()
-        self._calls.call("DeclareMemory", request)
+        self._calls.call("DeclareMemory", request, CONTROL_SECONDS)

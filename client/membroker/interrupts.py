@@ -1,0 +1,91 @@
+"""Ctrl-C, held off while memory changes hands, and let through wherever a call only waits.
+
+Python raises KeyboardInterrupt between any two instructions of the main thread: between an extent's arrival and
+its note in the books, too. Owns SIGINT's handler for the moments of a borrow or a give-back, and only where it is
+Python's own; a program's own handler is left alone, and so is every other thread. It must never swallow an
+interrupt: one that was held off is raised at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+
+
+class _State:
+    """Touched by the main thread only."""
+
+    depth = 0
+    waiting = False
+    pending = False
+
+
+def _handle(_number: int, _frame: FrameType | None) -> None:
+    if _State.waiting:
+        _State.waiting = False
+        raise KeyboardInterrupt
+    _State.pending = True
+
+
+class HeldOff:
+    """A block in which an interrupt is raised only inside `Waiting`, or at the end of the outermost such block."""
+
+    __slots__ = ("_active",)
+
+    def __enter__(self) -> None:
+        self._active = threading.current_thread() is threading.main_thread() and (
+            _State.depth > 0 or signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
+        if self._active:
+            if not _State.depth:
+                signal.signal(signal.SIGINT, _handle)
+            _State.depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._active:
+            return
+        _State.depth -= 1
+        if _State.depth:
+            return
+        pending, _State.pending = _State.pending, False
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if pending and kind is not KeyboardInterrupt:
+            raise KeyboardInterrupt
+
+
+class Waiting:
+    """A block of a `HeldOff` that only waits: an interrupt is raised at once. Nothing to lose may happen in it."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        if is_held_off():
+            _State.waiting = True
+            if _State.pending:
+                _State.waiting = _State.pending = False
+                raise KeyboardInterrupt
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if is_held_off():
+            _State.waiting = False
+
+
+def is_held_off() -> bool:
+    """Say whether this thread holds off interrupts now."""
+    return _State.depth > 0 and threading.current_thread() is threading.main_thread()
+
+
+def _restore() -> None:
+    """In a forked child: the block may have been another thread's, which did not come along."""
+    if _State.depth:
+        _State.depth, _State.waiting, _State.pending = 0, False, False
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+os.register_at_fork(after_in_child=_restore)

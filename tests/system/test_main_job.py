@@ -1,0 +1,291 @@
+"""The main job, end to end: borrow, map, grow, be refused at each limit, give back, and the next one takes it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from membroker.v1 import admin_pb2, resources_pb2
+
+from tests.daemons import MIB, Daemon, running, until
+from tests.system.workers import PAGE, Worker, is_clean, until_clean, worker, workers
+
+
+def used(daemon: Daemon, name: str) -> int:
+    """What a model is charged at the device, by the admin's books."""
+    return {model.name: model.books[0].used_bytes for model in daemon.models()}[name]
+
+
+def test_a_worker_borrows_writes_grows_and_gives_back(daemon: Daemon, transport: str) -> None:
+    """An engine starts: it reserves far more addresses than it needs, backs some, uses them, and shuts down.
+
+    The books, the device's own figure and the pool agree at every step; the pages that come back are fresh.
+    """
+    at_start = daemon.descriptors()
+    with worker() as engine:
+        engine.connect(daemon, transport=transport)
+        engine.do("model = client.register_model('llama', virtual_capacity='64GiB', limit='64MiB')")
+        engine.do("pool = model.pool(page_size='2MiB')")
+        assert daemon.books().lent_bytes == 0
+        assert engine.ask("pool.allocate(0, 8 * MIB) == pool.base_address")
+        engine.do("view = pool.view(0, 8 * MIB); view[:5] = b'hello'; view[-5:] = b'world'")
+        assert engine.ask("pool.grow(4 * MIB) == pool.base_address + 8 * MIB")
+        engine.do("pool.view(6 * MIB, 4 * MIB)[2 * MIB - 1 : 2 * MIB + 1] = b'!?'")  # across the seam
+        assert engine.ask("[bytes(view[:5]).decode(), bytes(view[-1:]).decode()]") == ["hello", "!"]
+        assert used(daemon, "tenants/red/models/llama") == 12 * MIB == daemon.books().lent_bytes
+        until(lambda: daemon.books().device_used_bytes == 14 * MIB)
+        engine.do("view.release(); pool.deallocate(0, 8 * MIB)")
+        until(lambda: daemon.books().lent_bytes == 4 * MIB)
+        assert engine.ask("[pool.is_mapped(0), pool.is_mapped(8 * MIB)]") == [False, True]
+        engine.do("pool.allocate(0, 8 * MIB)")
+        assert engine.ask("bytes(pool.view(0, 5)) == bytes(5)"), "lent again what somebody had written"
+        engine.do("buffer = model.allocate('5MiB'); buffer.view()[:4] = b'last'")
+        assert engine.ask("[buffer.size, buffer.extent_size]") == [5 * MIB, 6 * MIB]
+        assert daemon.books().lent_bytes == 18 * MIB
+        stats = engine.ask("(lambda m: [m.books['device'].used, m.books['device'].peak, m.allocations_total])(model.stats())")
+        assert stats == [18 * MIB, 18 * MIB, 4 + 2 + 4 + 1]
+        engine.do("buffer.close(); pool.close(); client.close()")
+        until_clean(daemon, at_start)
+        assert engine.finish() == 0
+
+
+def test_each_level_refuses_with_its_numbers(transport: str) -> None:
+    """A greedy model runs into its own limit, then its tenant's, then the card's, and is told which and how much.
+
+    A refusal changes nothing: what the numbers call available is granted right afterwards.
+    """
+    tenants = {"red": {"limit": "48MiB", "models": {"small": {"limit": "16MiB"}}}, "blue": {}}
+    with running({"capacity": "64MiB", "tenants": tenants}) as daemon, workers(2) as (red, blue):
+        red.connect(daemon, "red", transport)
+        blue.connect(daemon, "blue", transport)
+        red.do("small = client.register_model('small', virtual_capacity='1GiB', limit='12MiB').pool('2MiB')")
+        red.do("large = client.register_model('large', virtual_capacity='1GiB').pool('2MiB')")
+        blue.do("other = client.register_model('other', virtual_capacity='1GiB').pool('2MiB')")
+        red.do("small.allocate(0, 8 * MIB)")
+
+        model = red.refused("small.grow(6 * MIB)")
+        assert (model.error, model.reason) == ("OutOfMemory", "MODEL_LIMIT")
+        assert model.numbers == ("model", 6 * MIB, 4 * MIB, 12 * MIB)
+        assert "small" in model.message
+        assert "12 MiB" in model.message
+
+        tenant = red.refused("large.allocate(0, 42 * MIB)")
+        assert (tenant.reason, tenant.numbers) == ("TENANT_LIMIT", ("tenant", 42 * MIB, 40 * MIB, 48 * MIB))
+        red.do("large.allocate(0, 40 * MIB)")
+
+        device = blue.refused("other.allocate(0, 18 * MIB)")
+        assert (device.reason, device.numbers) == ("CAPACITY", ("capacity", 18 * MIB, 16 * MIB, 64 * MIB))
+        assert blue.ask("[other.is_mapped(0), other.physical_memory_usage]") == [False, 0]
+        blue.do("other.allocate(0, 16 * MIB)")
+        assert daemon.books().free_bytes == 0
+
+        denials = {model.name: dict(model.denials_total) for model in daemon.models()}
+        assert denials == {
+            "tenants/red/models/small": {"MODEL_LIMIT": 1},
+            "tenants/red/models/large": {"TENANT_LIMIT": 1},
+            "tenants/blue/models/other": {"CAPACITY": 1},
+        }
+
+
+def test_what_one_tenant_gives_back_the_other_takes(daemon: Daemon, transport: str) -> None:
+    """By day one tenant has the card, by night the other; neither sees the other's books, models or bytes."""
+    with workers(2) as (red, blue):
+        red.connect(daemon, "red", transport)
+        blue.connect(daemon, "blue", transport)
+        for each in (red, blue):
+            each.do("pool = client.register_model('m', virtual_capacity='1GiB').pool('2MiB')")
+        for day, night in [(red, blue), (blue, red), (red, blue)]:
+            day.do("pool.allocate(0, 256 * MIB); pool.view(0, 256 * MIB)[100 * MIB : 100 * MIB + 6] = b'secret'")
+            assert night.refused("pool.allocate(0, PAGE)").numbers == ("capacity", 2 * MIB, 0, 256 * MIB)
+            day.do("pool.deallocate(0, 256 * MIB)")
+            until(lambda: daemon.books().lent_bytes == 0)
+            night.do("pool.allocate(0, 256 * MIB)")
+            assert night.ask("bytes(pool.view(100 * MIB, 6)) == bytes(6)"), "one tenant read what another wrote"
+            night.do("pool.deallocate(0, 256 * MIB)")
+            until(lambda: daemon.books().lent_bytes == 0)
+        assert red.ask("[m.name for m in client.models()]") == ["tenants/red/models/m"]
+        assert blue.ask("[s.tenant for s in client.sessions()]") == ["tenants/blue"]
+
+
+def test_workers_join_a_model_lower_its_limit_and_take_it_for_themselves(daemon: Daemon, transport: str) -> None:
+    """Two ranks of one engine share a model's limit; a third with other numbers, or alone, is told so."""
+    with workers(2) as (first, second):
+        for each in (first, second):
+            each.connect(daemon, transport=transport)
+        first.do("model = client.register_model('llama', virtual_capacity='1GiB', limit='16MiB')")
+        second.do("model = client.register_model('llama')")
+        assert second.ask("[model.limit, model.virtual_capacity]") == [16 * MIB, 1024 * MIB]
+        first.do("buffer = model.allocate('10MiB')")
+        refused = second.refused("model.allocate('8MiB')")
+        assert refused.numbers == ("model", 8 * MIB, 6 * MIB, 16 * MIB)
+        second.do("buffer = model.allocate('6MiB')")
+        assert second.ask("(lambda m: [m.sessions, m.books['device'].used])(model.stats())") == [2, 16 * MIB]
+
+        conflict = second.refused("client.register_model('llama', limit='32MiB')")
+        assert (conflict.error, conflict.reason) == ("ModelConflict", "MODEL_CONFLICT")
+        assert second.refused("client.register_model('llama', exclusive=True)").error == "ModelAlreadyExists"
+        second.do("mine = client.register_model('mine', exclusive=True)")
+        assert second.refused("model.unregister()").error == "ModelInUse"
+        second.do("mine.unregister()")
+        assert [model.name for model in daemon.models()] == ["tenants/red/models/llama"]
+
+
+def test_a_worker_lowers_what_is_configured_and_never_raises_it(transport: str) -> None:
+    """The operator allows a model 32 MiB. A worker may ask for less; asking for more gets it no more."""
+    tenants = {"red": {"models": {"m": {"limit": "32MiB"}, "n": {"limit": "32MiB"}}}}
+    with running({"tenants": tenants}) as daemon, worker() as engine:
+        engine.connect(daemon, transport=transport)
+        engine.do("lower = client.register_model('m', limit='8MiB')")
+        engine.do("higher = client.register_model('n', limit='200MiB')")
+        assert engine.ask("[lower.limit, higher.limit]") == [8 * MIB, 32 * MIB]
+        assert engine.refused("lower.allocate('10MiB')").numbers == ("model", 10 * MIB, 8 * MIB, 8 * MIB)
+        assert engine.refused("higher.allocate('34MiB')").numbers == ("model", 34 * MIB, 32 * MIB, 32 * MIB)
+        engine.do("buffer = higher.allocate('32MiB')")
+
+
+def test_declared_memory_is_charged_and_credited(daemon: Daemon, transport: str) -> None:
+    """An engine's CUDA context is its own allocation; declared, it counts against limits like everything else.
+
+    It ends with a smaller declaration, with 0, or with the process, killed or not.
+    """
+    at_start = daemon.descriptors()
+    with worker() as engine:
+        engine.connect(daemon, transport=transport)
+        engine.do("model = client.register_model('m', limit='64MiB'); model.declare(50_000_001)")
+        books = engine.ask("(lambda b: [b.used, b.declared, b.extents])(model.stats().books['device'])")
+        assert books == [50_000_001, 50_000_001, 0]
+        assert daemon.books().lent_bytes == 50_000_001
+        refused = engine.refused("model.declare('65MiB')")
+        assert refused.numbers is not None
+        assert refused.numbers[::3] == ("model", 64 * MIB)
+        assert used(daemon, "tenants/red/models/m") == 50_000_001, "a refused declaration changed the one before"
+        left = 64 * MIB - 50_000_001
+        assert engine.refused("model.allocate('16MiB')").numbers == ("model", 16 * MIB, left, 64 * MIB)
+        engine.do("model.declare('48MiB'); buffer = model.allocate('16MiB')")
+        engine.do("model.declare(0)")
+        assert daemon.books().lent_bytes == 16 * MIB
+        engine.do("model.declare('20MiB')")
+        assert daemon.books().lent_bytes == 36 * MIB
+        engine.kill()
+    until_clean(daemon, at_start)
+
+
+def test_an_operator_changes_limits_while_workers_run(daemon: Daemon, transport: str) -> None:
+    """A platform squeezes a running model to place another, and lets it go again: from the next debit on.
+
+    What is lent stays lent, above the new limit too; nothing is available then, which is never less than 0.
+    """
+    with daemon.admin_stub() as admin, worker() as engine:
+
+        def command(name: str, limit: int | None) -> admin_pb2.Quota:
+            location = resources_pb2.LOCATION_DEVICE
+            request = admin_pb2.SetQuotaRequest(name=name, location=location, limit_bytes=limit)
+            return admin.SetQuota(request, timeout=10)
+
+        engine.connect(daemon, transport=transport)
+        engine.do("pool = client.register_model('m', virtual_capacity='1GiB').pool('2MiB'); pool.allocate(0, 32 * MIB)")
+        quota = command("tenants/red/models/m", 16 * MIB)
+        assert (quota.limit_bytes, quota.used_bytes) == (16 * MIB, 32 * MIB)
+        assert engine.refused("pool.grow(PAGE)").numbers == ("model", PAGE, 0, 16 * MIB)
+        engine.do("pool.deallocate(12 * MIB, 20 * MIB)")
+        engine.do("pool.grow(4 * MIB)")
+        assert engine.refused("pool.grow(PAGE)").numbers == ("model", PAGE, 0, 16 * MIB)
+        command("tenants/red", 20 * MIB)
+        command("tenants/red/models/m", None)
+        engine.do("pool.grow(4 * MIB)")
+        assert engine.refused("pool.grow(PAGE)").numbers == ("tenant", PAGE, 0, 20 * MIB)
+        command("tenants/red", None)
+        engine.do("pool.grow(236 * MIB)")
+        assert engine.refused("pool.grow(PAGE)").numbers == ("capacity", PAGE, 0, 256 * MIB)
+
+
+@pytest.mark.parametrize("kind", ["pool", "buffer"])
+def test_two_workers_race_for_the_last_bytes_and_one_wins(daemon: Daemon, transport: str, kind: str) -> None:
+    """Two engines grow at the same moment and one page is left: one has it, the other is told, every time.
+
+    One of each round's two sizes fits only alone; both asked, both in flight at once.
+    """
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    choose = random.Random(seed)
+    takes = {
+        "pool": "held = pool.allocate(0, {size})",
+        "buffer": "held = model.allocate({size})",
+    }
+    gives = {"pool": "pool.deallocate(0, {size})", "buffer": "held.close()"}
+    with workers(3) as racers:
+        for number, each in enumerate(racers):
+            each.connect(daemon, ["red", "blue", "blue"][number], transport)
+            each.do(f"model = client.register_model('m{number}', virtual_capacity='1GiB'); pool = model.pool('2MiB')")
+        first, second, third = racers
+        third.do("pool.allocate(0, 200 * MIB)")
+        left = 56 * MIB
+        wins = {first: 0, second: 0}
+        for _ in range(40):
+            sizes = {each: choose.randrange(left // 2 + PAGE, left + PAGE, PAGE) for each in (first, second)}
+            for each, size in choose.sample(sorted(sizes.items(), key=lambda item: item[0].pid), 2):
+                each.begin(takes[kind].format(size=size))
+            won = [each for each in (first, second) if took(each, sizes[each], left)]
+            assert len(won) == 1, f"{len(won)} won"
+            winner = won[0]
+            wins[winner] += 1
+            assert daemon.books().lent_bytes == 200 * MIB + sizes[winner]
+            winner.do(gives[kind].format(size=sizes[winner]))
+            until(lambda: daemon.books().lent_bytes == 200 * MIB)
+        print(f"wins {list(wins.values())}")
+
+
+def took(racer: Worker, size: int, left: int) -> bool:
+    """Hear how a race ended for one: a refusal must name the bytes, and never more than the loser could not have."""
+    from tests.system.workers import Refused
+
+    try:
+        racer.result()
+    except Refused as refused:
+        assert refused.reason == "CAPACITY", refused
+        assert refused.numbers is not None
+        level, requested, available, limit = refused.numbers
+        assert (level, requested, limit) == ("capacity", size, 256 * MIB)
+        assert available < size
+        assert available < left
+        return False
+    return True
+
+
+def test_a_burst_is_all_or_nothing_while_others_come_and_go(daemon: Daemon, transport: str) -> None:
+    """Four engines of two tenants grow by many packets at once, far over what is there, again and again.
+
+    Whoever is refused has nothing of the attempt left, and at the end every byte is back.
+    """
+    at_start = daemon.descriptors()
+    burst = (
+        "granted = refused = 0\n"
+        "for size in (70, 130, 100, 180, 150, 66) * 3:\n"
+        "    try:\n"
+        "        pool.allocate(0, size * MIB)\n"
+        "    except membroker.OutOfMemory:\n"
+        "        refused += 1\n"
+        "        assert pool.physical_memory_usage == 0\n"
+        "        continue\n"
+        "    granted += 1\n"
+        "    for at in range(0, size * MIB, PAGE):\n"
+        "        pool.view(at, 8)[:] = at.to_bytes(8, 'little')\n"
+        "    assert all(bytes(pool.view(at, 8)) == at.to_bytes(8, 'little') for at in range(0, size * MIB, PAGE))\n"
+        "    pool.deallocate(0, size * MIB)\n"
+        "answer = [granted, refused]\n"
+    )
+    with workers(4) as engines:
+        for number, each in enumerate(engines):
+            each.connect(daemon, ["red", "blue"][number % 2], transport)
+            each.do(f"pool = client.register_model('m{number}', virtual_capacity='1GiB').pool('2MiB')")
+        for each in engines:
+            each.begin(burst)
+        outcomes = [each.result() for each in engines]
+        assert all(granted + refused == 18 for granted, refused in outcomes)
+        assert sum(granted for granted, _ in outcomes) > 0
+        assert sum(refused for _, refused in outcomes) > 0, "nobody was ever short: the test does not show anything"
+        until(lambda: daemon.books().lent_bytes == 0)
+        for each in engines:
+            assert each.finish() == 0
+    until_clean(daemon, at_start)
+    assert is_clean(daemon)
