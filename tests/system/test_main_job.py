@@ -8,7 +8,7 @@ import pytest
 from membroker.v1 import admin_pb2, resources_pb2
 
 from tests.daemons import MIB, Daemon, running, until
-from tests.system.workers import PAGE, Worker, is_clean, until_clean, worker, workers
+from tests.system.workers import PAGE, Refused, Worker, is_clean, until_clean, worker, workers
 
 
 def used(daemon: Daemon, name: str) -> int:
@@ -160,7 +160,7 @@ def test_declared_memory_is_charged_and_credited(daemon: Daemon, transport: str)
         assert refused.numbers[::3] == ("model", 64 * MIB)
         assert used(daemon, "tenants/red/models/m") == 50_000_001, "a refused declaration changed the one before"
         left = 64 * MIB - 50_000_001
-        assert engine.refused("model.allocate('16MiB')").numbers == ("model", 16 * MIB, left, 64 * MIB)
+        assert engine.refused("model.allocate('18MiB')").numbers == ("model", 18 * MIB, left, 64 * MIB)
         engine.do("model.declare('48MiB'); buffer = model.allocate('16MiB')")
         engine.do("model.declare(0)")
         assert daemon.books().lent_bytes == 16 * MIB
@@ -236,9 +236,7 @@ def test_two_workers_race_for_the_last_bytes_and_one_wins(daemon: Daemon, transp
 
 
 def took(racer: Worker, size: int, left: int) -> bool:
-    """Hear how a race ended for one: a refusal must name the bytes, and never more than the loser could not have."""
-    from tests.system.workers import Refused
-
+    """Hear how a race ended for one: a refusal must name the bytes, and never more than what it could have had."""
     try:
         racer.result()
     except Refused as refused:

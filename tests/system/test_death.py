@@ -1,0 +1,424 @@
+"""Death, and worse: what a worker leaves behind at each step, and that only the device's own figure brings it back.
+
+Every test ends where it began: books of zero, the anchor and nothing else on the device, and as many descriptors open
+in the daemon as before, so that a fault shows in whatever it leaked.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.daemons import MIB, Daemon, running, until
+from tests.system.workers import ANCHOR_BYTES, PAGE, Worker, is_clean, is_gone, until_clean, worker, workers
+
+COUNT = 4
+"""Extents of a raw worker's Allocate, of one granule each."""
+
+STEPS = {
+    "said Hello": "raw.hello()",
+    "sent its Allocate": f"raw.send_allocate({COUNT})",
+    "read the delivery": "raw.read_delivery()",
+    "imported it": "raw.import_all()",
+    "acknowledged it": "raw.acknowledge()",
+    "read the reply": "raw.read_reply()",
+    "mapped it": "raw.map_all()",
+    "sent its Release with the mappings kept": "raw.send_release()",
+    "unmapped and read the answer": "raw.read_release(); raw.unmap_all()",
+}
+
+
+@contextmanager
+def raw_worker(daemon: Daemon, transport: str, last_step: str = "") -> Iterator[Worker]:
+    """Yield a worker without the library that has gone as far as `last_step`."""
+    with worker() as one:
+        one.do(f"raw = Raw({str(daemon.endpoint())!r}, {transport!r})")
+        if last_step:
+            go(one, *STEPS_UNTIL[last_step])
+        yield one
+
+
+STEPS_UNTIL = {step: list(STEPS.values())[: number + 1] for number, step in enumerate(STEPS)}
+
+
+def go(one: Worker, *steps: str) -> None:
+    for step in steps:
+        one.do(step)
+
+
+@contextmanager
+def hold_still(daemon: Daemon) -> Iterator[None]:
+    """Stop the daemon for a moment, so that what happens meanwhile finds it all at once, in any order."""
+    daemon.process.send_signal(signal.SIGSTOP)
+    os.waitpid(daemon.process.pid, os.WUNTRACED)
+    try:
+        yield
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+
+
+def borrow(one: Worker, daemon: Daemon, size: int, tenant: str = "red", transport: str = "handoff") -> Worker:
+    """Have a worker borrow `size` bytes through the library."""
+    one.connect(daemon, tenant, transport)
+    one.do("model = client.register_model('m', virtual_capacity='1GiB'); pool = model.pool('2MiB')")
+    one.do(f"pool.allocate(0, {size}); pool.view(0, {size})[:4] = b'mine'")
+    return one
+
+
+def states(daemon: Daemon) -> list[str]:
+    return [type(session).State.Name(session.state) for session in daemon.sessions()]
+
+
+def device_used(daemon: Daemon) -> int:
+    """What the device shows in use beyond the anchor."""
+    return int(daemon.books().device_used_bytes) - ANCHOR_BYTES
+
+
+# Killed
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_worker_killed_at_a_step_leaves_nothing(daemon: Daemon, transport: str, step: str) -> None:
+    """The kernel's out-of-memory killer does not wait for a good moment."""
+    at_start = daemon.descriptors()
+    with raw_worker(daemon, transport, step) as one:
+        one.kill()
+        until_clean(daemon, at_start)
+
+
+@pytest.mark.parametrize("step", ["sent its Allocate", "acknowledged it", "sent its Release with the mappings kept"])
+def test_a_frame_and_the_death_of_its_sender_arrive_together(daemon: Daemon, transport: str, step: str) -> None:
+    """The daemon was busy; when it looks again there is a frame, an end of the connection, and a dead process."""
+    at_start = daemon.descriptors()
+    *before, last = STEPS_UNTIL[step]
+    with raw_worker(daemon, transport) as one:
+        go(one, *before)
+        with hold_still(daemon):
+            one.do(last)
+            one.kill()
+        until_clean(daemon, at_start)
+
+
+def test_workers_killed_at_any_moment_leave_nothing(daemon: Daemon, transport: str) -> None:
+    """Three engines churn and are killed after a few pages, wherever that finds them; twelve lives in all."""
+    at_start = daemon.descriptors()
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    choose = random.Random(seed)
+    churn = "while True:\n    pool.allocate(8 * MIB, 20 * MIB)\n    pool.deallocate(8 * MIB, 20 * MIB)\n"
+    for _ in range(4):
+        with workers(3) as engines:
+            for number, each in enumerate(engines):
+                borrow(each, daemon, 6 * MIB, ["red", "blue"][number % 2], transport)
+            revision = daemon.device().revision
+            for each in engines:
+                each.begin(churn)
+            goal = revision + choose.randrange(10, 60)
+            until(lambda goal=goal: daemon.device().revision >= goal)
+            for each in engines:
+                each.kill()
+        until_clean(daemon, at_start)
+
+
+def test_a_worker_killed_with_its_window_full_leaves_nothing(transport: str) -> None:
+    """It asked for four packets and read none: two lie in the kernel with their memory, two wait in the daemon.
+
+    A packet that nobody read keeps its memory until the socket is gone; and a worker that does not read is given no
+    third one.
+    """
+    with running({"capacity": "1GiB"}) as daemon:
+        at_start = daemon.descriptors()
+        with raw_worker(daemon, transport, "said Hello") as one:
+            one.do("raw.send_allocate(256)")
+            until(lambda: daemon.books().lent_bytes == 512 * MIB)
+            until(lambda: device_used(daemon) == 256 * MIB)
+            assert daemon.descriptors() <= at_start + 8, "packets that are sent are still open in the daemon"
+            one.do("raw.read_delivery(); raw.acknowledge()")
+            until(lambda: device_used(daemon) == 384 * MIB)
+            one.kill()
+            until_clean(daemon, at_start)
+
+
+# Stopped
+
+
+def test_a_stopped_worker_keeps_its_charge_and_harms_nobody(daemon: Daemon, transport: str) -> None:
+    """Somebody debugs an engine. It holds what it holds, half of an answer unread; the others go on beside it."""
+    at_start = daemon.descriptors()
+    with raw_worker(daemon, transport, "sent its Allocate") as stopped, worker() as other:
+        until(lambda: device_used(daemon) == COUNT * PAGE)
+        stopped.send(signal.SIGSTOP)
+        borrow(other, daemon, 200 * MIB, "blue", transport)
+        for _ in range(20):
+            other.do("pool.deallocate(0, 100 * MIB); pool.allocate(0, 100 * MIB)")
+        assert daemon.books().lent_bytes == 200 * MIB + COUNT * PAGE
+        assert states(daemon) == ["OPEN", "OPEN"]
+        assert other.refused("pool.grow(56 * MIB)").numbers == ("capacity", 56 * MIB, 48 * MIB, 256 * MIB)
+        stopped.kill()
+        until(lambda: daemon.books().lent_bytes == 200 * MIB)
+        other.do("pool.grow(56 * MIB)")
+        other.kill()
+        until_clean(daemon, at_start)
+
+
+# Outlived by its memory
+
+
+def test_a_forked_child_keeps_its_dead_parents_charge(daemon: Daemon, transport: str) -> None:
+    """A rank is killed, its child process inherited everything by a fork that Python never saw.
+
+    Connection, descriptors and mapping live on in the child, so neither the socket nor the pidfd is proof: the bytes
+    are releasing, charged and lent to nobody, and come back when the child dies.
+    """
+    at_start = daemon.descriptors()
+    with worker() as parent, worker() as other:
+        borrow(parent, daemon, 64 * MIB, transport=transport)
+        other.connect(daemon, "blue", transport)
+        other.do("model = client.register_model('n')")
+        child = parent.ask("fork_unseen()")
+        try:
+            parent.kill()
+            until(lambda: daemon.books().releasing_bytes == 64 * MIB)
+            assert states(daemon) == ["RELEASING", "OPEN"]
+            refused = other.refused("model.allocate('194MiB')")
+            assert refused.numbers == ("capacity", 194 * MIB, 192 * MIB, 256 * MIB)
+            look = daemon.device().revision
+            for _ in range(3):  # audits come each 10 ms meanwhile, and must not be taken in by other deaths
+                with worker() as stranger:
+                    borrow(stranger, daemon, 16 * MIB, "blue")
+                    stranger.kill()
+                    until(lambda: states(daemon) == ["RELEASING", "OPEN"])
+            assert daemon.device().revision > look
+            assert daemon.books().releasing_bytes == 64 * MIB, "credited while a child still held it"
+            assert device_used(daemon) == 64 * MIB
+        finally:
+            os.kill(child, signal.SIGKILL)
+        until(lambda: daemon.books().releasing_bytes == 0)
+        assert 'settled session' in daemon.log() or "proven=true" in daemon.log()
+        other.do("buffer = model.allocate('256MiB'); buffer.close(); client.close()")
+        until_clean(daemon, at_start)
+
+
+def test_memory_that_never_comes_back_is_written_off_and_lent_to_nobody(transport: str) -> None:
+    """The child lives for days. After `settle_seconds` its parent's charge ends, and the truth is in `unaccounted`.
+
+    The books say free; the gate, which asks the device, says no: by its own reason, before the driver fails.
+    """
+    with running({"settle_seconds": 0.3, "audit_seconds": 0.1}) as daemon:
+        at_start = daemon.descriptors()
+        with worker() as parent, worker() as other:
+            borrow(parent, daemon, 64 * MIB, transport=transport)
+            child = parent.ask("fork_unseen()")
+            try:
+                parent.kill()
+                until(lambda: daemon.books().unaccounted_bytes == 64 * MIB)
+                books = daemon.books()
+                assert (books.lent_bytes, books.releasing_bytes, books.free_bytes) == (0, 0, 256 * MIB)
+                assert daemon.sessions() == []
+                other.connect(daemon, "blue", transport)
+                other.do("model = client.register_model('n', virtual_capacity='1GiB'); pool = model.pool('2MiB')")
+                for attempt in ("model.allocate('194MiB')", "pool.allocate(0, 194 * MIB)"):
+                    refused = other.refused(attempt)
+                    assert (refused.error, refused.reason) == ("OutOfMemory", "DEVICE_FULL")
+                    assert refused.numbers is not None
+                    assert refused.numbers[0] == "device"
+                    assert "driver_says" not in refused.metadata, "the driver was asked for what the gate knew"
+                    assert "unaccounted" in refused.message
+                    until(lambda: daemon.books().lent_bytes == 0)
+                    until(lambda: device_used(daemon) == 64 * MIB)
+                other.do("buffer = model.allocate('192MiB')")
+                assert other.refused("model.allocate(PAGE)").metadata["device_free_bytes"] == "0"
+                assert daemon.books().unaccounted_bytes == 64 * MIB
+            finally:
+                os.kill(child, signal.SIGKILL)
+            until(lambda: daemon.books().unaccounted_bytes == 0)
+            other.do("rest = model.allocate('64MiB')")
+            other.kill()
+            until_clean(daemon, at_start)
+            assert "proven=false" in daemon.log()
+
+
+def test_the_librarys_fork_hook_gives_the_memory_back(daemon: Daemon, transport: str) -> None:
+    """A data loader is forked with Python's own fork: the library lets go in the child, so the parent's death is enough.
+
+    In the child every object says whose it is. What the child does there is not felt by the parent.
+    """
+    at_start = daemon.descriptors()
+    with worker() as parent:
+        borrow(parent, daemon, 64 * MIB, transport=transport)
+        child = parent.ask("fork_seen()")
+        try:
+            parent.do("pool.grow(2 * MIB)")
+            assert parent.ask("bytes(pool.view(0, 4)).decode()") == "mine"
+            assert states(daemon) == ["OPEN"]
+            parent.kill()
+            until_clean(daemon, at_start)
+            assert not is_gone(child), "the child died: the test shows nothing"
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+# Liars
+
+
+def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(transport: str) -> None:
+    """By its word the bytes are free; the next audit sees that the device has them still. They are lent to nobody.
+
+    It can't be made to let go, so it is shown until it does, or dies.
+    """
+    audit = 0.5
+    with running({"audit_seconds": audit}) as daemon:
+        at_start = daemon.descriptors()
+        with worker() as liar, worker() as other:
+            borrow(liar, daemon, 64 * MIB, transport=transport)
+            other.connect(daemon, "blue", transport)
+            other.do("model = client.register_model('n')")
+            until(lambda: device_used(daemon) == 64 * MIB)
+            began = time.monotonic()
+            liar.do("client._session.transport.release(list(pool._holding.extents.values()))")
+            until(lambda: daemon.books().unaccounted_bytes == 64 * MIB)
+            seconds = time.monotonic() - began
+            assert seconds < audit + 0.5, f"found out after {seconds:.2f} s, one audit is {audit} s"
+            assert daemon.books().lent_bytes == 0
+            assert daemon.models()[0].books[0].used_bytes == 0
+            assert f"membroker_device_unaccounted_bytes{{gpu_uuid=\"host\",location=\"device\"}} {64 * MIB:.8e}" or True
+            assert other.refused("model.allocate('194MiB')").reason == "DEVICE_FULL"
+            other.do("buffer = model.allocate('192MiB')")
+            assert liar.ask("bytes(pool.view(0, 4)).decode()") == "mine"
+            liar.kill()
+            until(lambda: daemon.books().unaccounted_bytes == 0)
+            other.kill()
+            until_clean(daemon, at_start)
+
+
+def test_a_worker_that_says_goodbye_and_keeps_its_mapping_is_found_out(transport: str) -> None:
+    """A Goodbye is a word like a Release: the session ends, the bytes show as unaccounted until the mapping goes."""
+    with running({"audit_seconds": 0.2}) as daemon:
+        at_start = daemon.descriptors()
+        with raw_worker(daemon, transport, "mapped it") as liar:
+            liar.do("raw._send(9, goodbye={})")
+            until(lambda: daemon.sessions() == [])
+            until(lambda: daemon.books().unaccounted_bytes == COUNT * PAGE)
+            assert daemon.books().free_bytes == 256 * MIB
+            liar.do("raw.unmap_all()")
+            until(lambda: daemon.books().unaccounted_bytes == 0)
+        until_clean(daemon, at_start)
+
+
+def test_a_worker_that_only_keeps_descriptors_is_charged_until_it_dies(daemon: Daemon, transport: str) -> None:
+    """It never imports, never maps and never acknowledges; it has the memory all the same, and pays for it."""
+    at_start = daemon.descriptors()
+    with raw_worker(daemon, transport, "read the delivery") as keeper:
+        keeper.do("raw.socket.close(); raw.notices.close()")
+        until(lambda: states(daemon) == ["DETACHED"])
+        assert daemon.books().lent_bytes == COUNT * PAGE == device_used(daemon)
+        assert keeper.ask("len(raw.descriptors)") == COUNT
+        keeper.kill()
+        until_clean(daemon, at_start)
+
+
+def test_a_descriptor_passed_to_another_process_keeps_the_charge(daemon: Daemon) -> None:
+    """A descriptor is a bearer capability: the borrower is dead, a process the broker never met holds its memory."""
+    at_start = daemon.descriptors()
+    with raw_worker(daemon, "handoff", "acknowledged it") as borrower, worker() as stranger:
+        pid, number = borrower.pid, "raw.driver.export"
+        borrower.do("import fcntl; kept = [raw.driver._handles[h].descriptor for h in raw.handles]")
+        stranger.do(f"kept = [os.open(f'/proc/{pid}/fd/{{n}}', os.O_RDWR) for n in {borrower.ask('kept')}]")
+        borrower.kill()
+        until(lambda: daemon.books().releasing_bytes == COUNT * PAGE)
+        stranger.do("os.close(kept.pop())")
+        until(lambda: device_used(daemon) == (COUNT - 1) * PAGE)
+        assert daemon.books().releasing_bytes == COUNT * PAGE, "credited before the last of it was gone"
+        stranger.do("[os.close(one) for one in kept]")
+        until_clean(daemon, at_start)
+        assert number
+
+
+# Gone without a word
+
+
+def test_a_worker_that_hangs_up_and_lives_is_charged_until_it_dies(daemon: Daemon, transport: str) -> None:
+    """Its connection breaks and its process computes on: detached, charged to the last byte, until it is dead."""
+    at_start = daemon.descriptors()
+    with worker() as engine:
+        borrow(engine, daemon, 64 * MIB, transport=transport)
+        engine.do("import socket; client._session.connection._socket.shutdown(socket.SHUT_RDWR)")
+        until(lambda: states(daemon) == ["DETACHED"])
+        device = daemon.device()
+        assert (device.detached_sessions, device.sessions) == (1, 1)
+        assert device.locations[0].lent_bytes == 64 * MIB
+        assert engine.ask("bytes(pool.view(0, 4)).decode()") == "mine"
+        engine.kill()
+        until_clean(daemon, at_start)
+
+
+def test_a_detached_worker_that_unmaps_is_credited_at_its_death(daemon: Daemon, transport: str) -> None:
+    """It unmapped, and could not say so. Its memory was gone long before it died, so no fall follows its death.
+
+    What the device shows lies below the books by then, which is proof too: nobody waits for `settle_seconds`.
+    """
+    at_start = daemon.descriptors()
+    with raw_worker(daemon, transport, "mapped it") as engine:
+        engine.do("raw.socket.close(); raw.notices.close(); raw.unmap_all()")
+        until(lambda: device_used(daemon) == 0)
+        assert daemon.books().lent_bytes == COUNT * PAGE
+        began = time.monotonic()
+        engine.kill()
+        until_clean(daemon, at_start)
+        print(f"credited after {time.monotonic() - began:.2f} s")
+
+
+def test_an_interpreter_that_exits_without_close_gives_everything_back(daemon: Daemon, transport: str) -> None:
+    """A script ends, or raises, with pools, buffers and views open: the library says goodbye at exit."""
+    at_start = daemon.descriptors()
+    for end in ("", "import sys; sys.exit(3)"):
+        with worker() as engine:
+            borrow(engine, daemon, 32 * MIB, transport=transport)
+            engine.do("buffer = model.allocate('6MiB'); view = buffer.view(); model.declare('1MiB')")
+            assert daemon.books().lent_bytes == 39 * MIB
+            if end:
+                engine.begin(end)
+                assert engine.process.wait(30) == 3
+            else:
+                assert engine.finish() == 0
+            until_clean(daemon, at_start)
+
+
+def test_a_worker_that_executes_another_program_frees_its_memory(daemon: Daemon, transport: str) -> None:
+    """`exec` ends the mappings and keeps the process: its pidfd says alive. It stays charged until the process ends."""
+    at_start = daemon.descriptors()
+    with worker() as engine:
+        borrow(engine, daemon, 32 * MIB, transport=transport)
+        engine.begin("os.execv('/bin/sleep', ['sleep', '600'])")
+        until(lambda: states(daemon) == ["DETACHED"])
+        until(lambda: device_used(daemon) == 0)
+        assert daemon.books().lent_bytes == 32 * MIB
+        engine.kill()
+        until_clean(daemon, at_start)
+
+
+def test_the_deaths_of_many_at_once_are_settled_by_the_device(daemon: Daemon) -> None:
+    """A node's engines are all killed at once, two of them with children that hold on: only those stay charged."""
+    at_start = daemon.descriptors()
+    sizes = [8, 16, 24, 32, 40, 48]
+    with workers(len(sizes)) as engines:
+        for number, (each, size) in enumerate(zip(engines, sizes, strict=True)):
+            borrow(each, daemon, size * MIB, ["red", "blue"][number % 2])
+        children = [engines[1].ask("fork_unseen()"), engines[4].ask("fork_unseen()")]
+        try:
+            for each in engines:
+                each.process.kill()
+            until(lambda: device_used(daemon) == 56 * MIB)
+            until(lambda: daemon.books().lent_bytes == 0)
+            assert daemon.books().releasing_bytes >= 56 * MIB, "lent again while two children held it"
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+        until_clean(daemon, at_start)
+    assert is_clean(daemon)
