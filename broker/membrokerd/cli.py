@@ -51,7 +51,13 @@ def _serve(config: Any) -> int:
     try:
         made = plan(config)
         device = made.driver.device
-        logs.log("device", driver=device.driver, uuid=device.uuid, product=device.name, capacity=made.capacities)
+        logs.log(
+            "device",
+            driver=f"{device.driver} {device.driver_version}".strip(),
+            uuid=device.uuid,
+            product=device.name,
+            capacity_bytes=made.capacities["device"],
+        )
         asyncio.run(Daemon(config, made).run())
     except (HomeError, DeviceError, DriverError) as error:
         print(f"membrokerd: {error}", file=sys.stderr)

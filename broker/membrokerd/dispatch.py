@@ -69,7 +69,8 @@ class Dispatcher:
         method = type(message).DESCRIPTOR.name.removesuffix("Request")
 
         def reply(result: fx.Result | Denied) -> None:
-            self._observe(method, transport, time.perf_counter() - start)
+            if transport == "handoff":  # a gRPC call is timed whole, by its guard
+                self._observe(method, transport, time.perf_counter() - start)
             if isinstance(result, Denied):
                 logs.log_denied(session, method, result)
             respond(result)

@@ -22,6 +22,7 @@ from typing import TypeVar
 from membroker.handoff import close_all
 from membroker.vmm import Driver, DriverError, DriverLimit, DriverOutOfMemory, Location, MemoryInfo
 
+from . import logs
 from .core import policy
 from .core.denied import Reason
 from .core.effects import Make
@@ -76,11 +77,18 @@ class Executor:
 
     def look(self, done: Callable[[Figures], None]) -> None:
         """Read what the device shows; `done` gets it after the outcome of every packet asked for before."""
-        self._submit(self.figures, done)
+        self._submit(self._look, done)
 
     def figures(self) -> dict[str, MemoryInfo | None]:
         """Return what each location shows now."""
         return {location.value: self._figure(location) for location in Location}
+
+    def _look(self) -> dict[str, MemoryInfo | None]:
+        try:
+            return self.figures()
+        except Exception as error:  # noqa: BLE001 - as above: a card that fell off the bus answers no question
+            logs.warn("the device does not say what it has", error=str(error))
+            return {location.value: None for location in Location}
 
     def stop(self) -> None:
         """Finish the jobs that are queued, then end the thread and let the anchor go."""
@@ -129,17 +137,24 @@ class Executor:
             exhausted = error.errno in (errno.EMFILE, errno.ENFILE)
             reason = Reason.DESCRIPTORS_EXHAUSTED if exhausted else Reason.DRIVER_FAILED
             return Failure(reason, {**_numbers(make), "driver_says": str(error)})
+        except Exception as error:  # noqa: BLE001 - this thread serves everybody and must outlive any driver's fault
+            logs.fault(error, call="make")
+            return Failure(Reason.INTERNAL, _numbers(make))
 
     def _full(self, make: Make, free: int) -> Failure:
         numbers = {"device_free_bytes": free, "available_bytes": max(0, free - self._reserve)}
         return Failure(Reason.DEVICE_FULL, {**_numbers(make), **numbers, "reserve_bytes": self._reserve})
 
     def _export_one(self, size: int, location: Location) -> int:
-        handle = self._timed("create", lambda: self._driver.create(size, location))
-        try:
-            return self._timed("export", lambda: self._driver.export(handle))
-        finally:
-            self._timed("release", lambda: self._driver.release(handle))
+        with ExitStack() as undo:
+            handle = self._timed("create", lambda: self._driver.create(size, location))
+            try:
+                descriptor = self._timed("export", lambda: self._driver.export(handle))
+                undo.callback(os.close, descriptor)
+            finally:
+                self._timed("release", lambda: self._driver.release(handle))
+            undo.pop_all()
+        return descriptor
 
     def _figure(self, location: Location) -> MemoryInfo | None:
         return self._timed("memory", lambda: self._driver.memory(location))

@@ -66,7 +66,10 @@ class Home:
     def next_epoch(self) -> int:
         """Return a number that no earlier daemon of this device had. It is on disk before it is used."""
         path = self.state / "epoch"
-        last = int(path.read_text()) if path.exists() else 0
+        try:
+            last = int(path.read_text()) if path.exists() else 0
+        except ValueError as error:
+            raise HomeError(f"{path} holds no number; remove it after a reboot") from error
         if last >= _EPOCH_MAX:
             raise HomeError(f"{path} has reached {_EPOCH_MAX}, the last epoch; remove it after a reboot")
         fresh = self.state / "epoch.new"

@@ -14,13 +14,13 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Protocol
 
 from google.protobuf.message import Message
 
 from membroker import handoff
+from membroker.calls import Call, DeliveryHandler, Nothing, Outcome
 from membroker.errors import (
     BrokerUnavailable,
     ClosedError,
@@ -36,65 +36,6 @@ from membroker.v1 import handoff_pb2 as pb
 
 logger = logging.getLogger("membroker")
 
-Outcome = Message | MembrokerError
-"""The end of a call: the response, or the refusal as it will be raised."""
-
-
-class DeliveryHandler(Protocol):
-    """Takes the descriptors of one call."""
-
-    def receive(self, extent_ids: Sequence[int], descriptors: Sequence[int]) -> None:
-        """Import the extents of one delivery. The descriptors are closed afterwards, whatever happens."""
-        ...
-
-    def undo(self) -> None:
-        """Drop all that was received: the call has failed, and its extents are released after this."""
-        ...
-
-
-class _Nothing:
-    """The handler of a call that brings no descriptors."""
-
-    def receive(self, extent_ids: Sequence[int], descriptors: Sequence[int]) -> None:
-        raise ProtocolError(f"{len(descriptors)} descriptors came with an answer that has none")
-
-    def undo(self) -> None:
-        return
-
-
-class _Call:
-    """One call in flight. `beside`: its answer comes by gRPC, beside this connection."""
-
-    __slots__ = ("beside", "deadline", "dry", "extent_ids", "inbox", "keep", "outcome", "request_id", "sent")
-
-    def __init__(self, request_id: int, *, beside: bool = False, deadline: float | None = None) -> None:
-        self.request_id = request_id
-        self.beside = beside
-        self.deadline = deadline
-        self.inbox: deque[handoff.Packet] = deque()
-        self.extent_ids: list[int] = []
-        self.outcome: Outcome | None = None
-        self.sent: list[int] = []
-        self.dry = False
-        self.keep = False
-
-    def is_over(self) -> bool:
-        """Say whether the answer is there, and every delivery that precedes it."""
-        if self.outcome is None or not self.beside:
-            return self.outcome is not None
-        if isinstance(self.outcome, broker_pb2.AllocateExtentsResponse):
-            return len(self.extent_ids) >= self.outcome.count
-        return self.dry
-
-    def seconds_left(self) -> float | None:
-        """Return how long the answer may still take; None for ever."""
-        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
-
-    def patience(self) -> float | None:
-        """Return how many milliseconds to wait for the next packet; None for ever."""
-        seconds = 0 if isinstance(self.outcome, MembrokerError) else self.seconds_left()
-        return None if seconds is None else seconds * 1000
-
 
 class Connection:
     """A connected handoff socket, after the Welcome. `later` does work in another thread (see `Background`)."""
@@ -104,7 +45,7 @@ class Connection:
         self._name = name
         self._later = later
         self._request_ids = itertools.count(2)  # 1 was the Hello
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, Call] = {}
         self._changed = threading.Condition(threading.Lock())
         self._reader: int | None = None
         self._end: tuple[type[MembrokerError], str] | None = None
@@ -126,17 +67,23 @@ class Connection:
         latest when the broker answers. Raises the broker's refusal, `BrokerUnavailable`, `DescriptorLimit`, and
         what `handler` raises.
         """
-        call = self._begin(_Call(self.new_request_id(), deadline=timeout and time.monotonic() + timeout))
+        call = self._begin(Call(self.new_request_id(), deadline=timeout and time.monotonic() + timeout))
         frame.request_id = call.request_id
         data = handoff.encode(frame)
-        return self._conduct(call, handler or _Nothing(), lambda: self._send(data, call.sent))
+
+        def begin() -> None:
+            # Acknowledgements and releases are never interrupted: the broker counts on them.
+            with Waiting():
+                self._send(data, call.sent)
+
+        return self._conduct(call, handler or Nothing(), begin)
 
     def call_beside(self, start: Callable[[int, Callable[[Outcome], None]], None], handler: DeliveryHandler) -> Message:
         """As `call`, for a call that is made elsewhere and whose descriptors come here.
 
         `start(request_id, finish)` begins it; `finish(outcome)` is called once, by any thread.
         """
-        call = self._begin(_Call(self.new_request_id(), beside=True))
+        call = self._begin(Call(self.new_request_id(), beside=True))
 
         def begin() -> None:
             start(call.request_id, lambda outcome: self._finish(call, outcome))
@@ -204,12 +151,12 @@ class Connection:
 
     # One call, from its begin to its end
 
-    def _begin(self, call: _Call) -> _Call:
+    def _begin(self, call: Call) -> Call:
         self._check_open()
         self._calls[call.request_id] = call
         return call
 
-    def _conduct(self, call: _Call, handler: DeliveryHandler, start: Callable[[], None]) -> Message:
+    def _conduct(self, call: Call, handler: DeliveryHandler, start: Callable[[], None]) -> Message:
         try:
             start()
             while self._wait(call):
@@ -234,13 +181,13 @@ class Connection:
         assert call.outcome is not None
         return call.outcome
 
-    def _undo(self, call: _Call, handler: DeliveryHandler) -> None:
+    def _undo(self, call: Call, handler: DeliveryHandler) -> None:
         """Let the handler unmap; what it could not unmap is not released either."""
         call.keep = True
         handler.undo()
         call.keep = False
 
-    def _abandon(self, call: _Call) -> None:
+    def _abandon(self, call: Call) -> None:
         """Close and acknowledge what still comes for a call that was given up, and release all of it at its end."""
         try:
             with suppress(MembrokerError):
@@ -252,7 +199,7 @@ class Connection:
             self._calls.pop(call.request_id, None)
             _close_packets(call.inbox)
 
-    def _take(self, call: _Call, handler: DeliveryHandler | None) -> None:
+    def _take(self, call: Call, handler: DeliveryHandler | None) -> None:
         """Handle the oldest delivery of a call; without a handler, close it unused. Acknowledge it in any case."""
         packet = call.inbox[0]
         delivery = packet.frame.delivery
@@ -269,7 +216,7 @@ class Connection:
     def _acknowledge(self, request_id: int, part: int) -> None:
         self._send(handoff.encode(pb.Frame(request_id=request_id, ack=pb.Ack(part=part))), [])
 
-    def _finish(self, call: _Call, outcome: Outcome) -> None:
+    def _finish(self, call: Call, outcome: Outcome) -> None:
         """Take the outcome of a call that was made beside; any thread."""
         with self._changed:
             call.outcome = outcome
@@ -282,16 +229,15 @@ class Connection:
         """Send one packet; `sent` is no longer empty once the kernel has it."""
         self._check_open()
         try:
-            with Waiting():
-                # In one step of the interpreter: an interrupt comes before the packet is sent, or after it is noted.
-                sent.extend(map(self._socket.send, (data,), (socket.MSG_NOSIGNAL,)))
+            # In one step of the interpreter: an interrupt comes before the packet is sent, or after it is noted.
+            sent.extend(map(self._socket.send, (data,), (socket.MSG_NOSIGNAL,)))
         except OSError as error:
             self._lose(error)
             self._check_open()
 
     # Reading: one thread at a time, for all
 
-    def _wait(self, call: _Call) -> bool:
+    def _wait(self, call: Call) -> bool:
         """Return True when `call` has a delivery to take, False when it is over."""
         while True:
             with self._changed:
@@ -303,7 +249,7 @@ class Connection:
                 self._reader = threading.get_ident()
             self._read(call)
 
-    def _my_turn(self, call: _Call) -> bool:
+    def _my_turn(self, call: Call) -> bool:
         """Say whether `call` has something, or may read the socket. Raises when there is nothing to wait for."""
         if call.inbox or call.is_over():
             return True
@@ -312,7 +258,7 @@ class Connection:
             raise BrokerUnavailable(f"the broker at {self._name} did not answer in time")
         return self._reader is None
 
-    def _read(self, call: _Call) -> None:
+    def _read(self, call: Call) -> None:
         """Read one packet and hand it to its call.
 
         A call that waits for more than the socket polls first, and so does one that may be interrupted: a poll that
@@ -327,7 +273,7 @@ class Connection:
         finally:
             self._resign(packet)
 
-    def _readable(self, call: _Call) -> bool:
+    def _readable(self, call: Call) -> bool:
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         poller.register(self._nudged, select.POLLIN)

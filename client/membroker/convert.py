@@ -72,6 +72,7 @@ def device(message: pb.Device) -> DeviceStatus:
         start_time=message.start_time.ToDatetime(UTC),
         sessions=message.sessions,
         detached_sessions=message.detached_sessions,
+        metrics_url=message.metrics_url,
     )
 
 

@@ -20,7 +20,7 @@ from membroker.errors import BrokerUnavailable, MembrokerError, from_status
 if TYPE_CHECKING:
     import grpc
 
-    from membroker.connection import Outcome
+    from membroker.calls import Outcome
 
 CONTROL_SECONDS = 30.0
 """How long a call that moves no memory may take."""

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 
 from membroker import convert
 from membroker.buffer import Buffer
-from membroker.errors import BrokerUnavailable, ClosedError, InvalidRequest, ModelNotFound
+from membroker.errors import AccessDenied, BrokerUnavailable, ClosedError, InvalidRequest, ModelNotFound
 from membroker.grpc_calls import CONTROL_SECONDS
 from membroker.handoff import MAX_EXTENTS_PER_CALL
 from membroker.holding import Holding
@@ -160,8 +160,13 @@ class Model:
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
         """Release extents. A broker that is gone needs no telling: what it lent ends with the mapping."""
-        with suppress(BrokerUnavailable, ClosedError):
-            self._session.transport.release(extent_ids)
+        try:
+            with suppress(BrokerUnavailable, ClosedError):
+                self._session.transport.release(extent_ids)
+        except AccessDenied as error:
+            # Another broker has taken its place, and answers by gRPC: it never lent this.
+            if error.reason != "TOKEN_REJECTED":
+                raise
 
 
 class _Importing:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from membroker.connection import Connection, DeliveryHandler, Outcome
+from membroker.calls import DeliveryHandler, Outcome
+from membroker.connection import Connection
 from membroker.grpc_calls import CONTROL_SECONDS, GrpcCalls
 from membroker.handoff import MAX_IDS_PER_FRAME
 from membroker.v1 import broker_pb2 as pb

@@ -61,6 +61,7 @@ class DeviceStatus:
     start_time: datetime
     sessions: int
     detached_sessions: int
+    metrics_url: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,15 @@ import logging
 import typing
 from collections.abc import Callable, Iterator
 
+import membroker
 import pytest
 from membrokerd import logs
 from membrokerd.config import LogConfig
 from membrokerd.core import facts as ft
 from membrokerd.core.denied import Reason, deny
 from membrokerd.core.events import ModelName
+
+from tests.daemons import Daemon
 
 NAME = ModelName("acme", "llama-7b")
 FACTS: tuple[ft.Fact, ...] = (
@@ -157,3 +160,16 @@ def test_a_refusal_is_debug_with_its_numbers(capture: Capture) -> None:
     out = capture("json", "debug")
     logs.log_denied(26, "Allocate", deny(Reason.MODEL_LIMIT, limit_bytes=5))
     assert json.loads(out.getvalue())["limit_bytes"] == 5
+
+
+def test_a_real_daemon_never_writes_a_sessions_token(daemon: Daemon) -> None:
+    """Hello, calls over both ways and a goodbye, all at DEBUG: what the worker was given stays between the two."""
+    with membroker.connect(daemon.endpoint("red"), transport="grpc") as client:
+        token = client._session.welcome.token
+        model = client.register_model("llama-7b")
+        with model.pool(page_size="2MiB") as pool:
+            pool.allocate(0, 4 << 20)
+    assert daemon.stop() == 0
+    assert "session began" in daemon.log()
+    assert token
+    assert token not in daemon.log()

@@ -15,7 +15,8 @@ import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from membroker import handoff
-from membroker.connection import Connection, Outcome
+from membroker.calls import Outcome
+from membroker.connection import Connection
 from membroker.errors import (
     BrokerUnavailable,
     ClosedError,

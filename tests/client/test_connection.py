@@ -482,29 +482,31 @@ client.close()
 client = connect()
 model = client.register_model("m")
 pool = model.pool(PAGE, "256MiB")
-hits = 0
-signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+hits, armed, buffers = 0, False, []
+signal.signal(signal.SIGALRM, lambda *_: armed and signal.raise_signal(signal.SIGINT))
 for turn in range(150):
-    signal.setitimer(signal.ITIMER_REAL, 0.0001 + 0.0001 * (turn % 60))
     try:
+        armed = True
+        signal.setitimer(signal.ITIMER_REAL, 0.0001 + 0.0001 * (turn % 60))
         try:
             pool.allocate(0, 20 * PAGE)
             pool.deallocate(0, 20 * PAGE)
-            buffer = model.allocate(1)
-            buffer.close()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            buffers.append(model.allocate(1))
+            buffers[-1].close()
+        except membroker.OutOfMemory:
+            pass  # calls given up before this one are still being given back
+        armed = False
     except KeyboardInterrupt:
+        armed = False
         hits += 1
-    except membroker.OutOfMemory:
-        pass  # calls given up before this one are still being given back
     mapped = pool.stats().mapped_pages
     assert mapped in (0, 20), mapped
     if mapped:
         pool.deallocate(0, 20 * PAGE)
+buffers.clear()
+gc.collect()
 say(hits)
 wait()
-gc.collect()
 assert "membroker-extent" not in open("/proc/self/maps").read()
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 say(len(os.listdir("/proc/self/fd")))

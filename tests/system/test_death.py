@@ -16,7 +16,17 @@ from contextlib import contextmanager
 import pytest
 
 from tests.daemons import MIB, Daemon, running, until
-from tests.system.workers import ANCHOR_BYTES, PAGE, Worker, is_clean, is_gone, until_clean, worker, workers
+from tests.system.workers import (
+    ANCHOR_BYTES,
+    PAGE,
+    Worker,
+    descriptors_at_start,
+    is_clean,
+    is_gone,
+    until_clean,
+    worker,
+    workers,
+)
 
 COUNT = 4
 """Extents of a raw worker's Allocate, of one granule each."""
@@ -86,7 +96,7 @@ def device_used(daemon: Daemon) -> int:
 @pytest.mark.parametrize("step", STEPS)
 def test_a_worker_killed_at_a_step_leaves_nothing(daemon: Daemon, transport: str, step: str) -> None:
     """The kernel's out-of-memory killer does not wait for a good moment."""
-    at_start = daemon.descriptors()
+    at_start = descriptors_at_start(daemon)
     with raw_worker(daemon, transport, step) as one:
         one.kill()
         until_clean(daemon, at_start)
@@ -95,7 +105,7 @@ def test_a_worker_killed_at_a_step_leaves_nothing(daemon: Daemon, transport: str
 @pytest.mark.parametrize("step", ["sent its Allocate", "acknowledged it", "sent its Release with the mappings kept"])
 def test_a_frame_and_the_death_of_its_sender_arrive_together(daemon: Daemon, transport: str, step: str) -> None:
     """The daemon was busy; when it looks again there is a frame, an end of the connection, and a dead process."""
-    at_start = daemon.descriptors()
+    at_start = descriptors_at_start(daemon)
     *before, last = STEPS_UNTIL[step]
     with raw_worker(daemon, transport) as one:
         go(one, *before)
@@ -107,7 +117,7 @@ def test_a_frame_and_the_death_of_its_sender_arrive_together(daemon: Daemon, tra
 
 def test_workers_killed_at_any_moment_leave_nothing(daemon: Daemon, transport: str) -> None:
     """Three engines churn and are killed after a few pages, wherever that finds them; twelve lives in all."""
-    at_start = daemon.descriptors()
+    at_start = descriptors_at_start(daemon)
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     choose = random.Random(seed)
@@ -133,7 +143,7 @@ def test_a_worker_killed_with_its_window_full_leaves_nothing(transport: str) -> 
     third one.
     """
     with running({"capacity": "1GiB"}) as daemon:
-        at_start = daemon.descriptors()
+        at_start = descriptors_at_start(daemon)
         with raw_worker(daemon, transport, "said Hello") as one:
             one.do("raw.send_allocate(256)")
             until(lambda: daemon.books().lent_bytes == 512 * MIB)
@@ -150,7 +160,7 @@ def test_a_worker_killed_with_its_window_full_leaves_nothing(transport: str) -> 
 
 def test_a_stopped_worker_keeps_its_charge_and_harms_nobody(daemon: Daemon, transport: str) -> None:
     """Somebody debugs an engine. It holds what it holds, half of an answer unread; the others go on beside it."""
-    at_start = daemon.descriptors()
+    at_start = descriptors_at_start(daemon)
     with raw_worker(daemon, transport, "sent its Allocate") as stopped, worker() as other:
         until(lambda: device_used(daemon) == COUNT * PAGE)
         stopped.send(signal.SIGSTOP)
@@ -176,7 +186,7 @@ def test_a_forked_child_keeps_its_dead_parents_charge(daemon: Daemon, transport:
     Connection, descriptors and mapping live on in the child, so neither the socket nor the pidfd is proof: the bytes
     are releasing, charged and lent to nobody, and come back when the child dies.
     """
-    at_start = daemon.descriptors()
+    at_start = descriptors_at_start(daemon)
     with worker() as parent, worker() as other:
         borrow(parent, daemon, 64 * MIB, transport=transport)
         other.connect(daemon, "blue", transport)
@@ -200,7 +210,7 @@ def test_a_forked_child_keeps_its_dead_parents_charge(daemon: Daemon, transport:
         finally:
             os.kill(child, signal.SIGKILL)
         until(lambda: daemon.books().releasing_bytes == 0)
-        assert 'settled session' in daemon.log() or "proven=true" in daemon.log()
+        assert "proven=false" not in daemon.log()
         other.do("buffer = model.allocate('256MiB'); buffer.close(); client.close()")
         until_clean(daemon, at_start)
 
@@ -211,7 +221,7 @@ def test_memory_that_never_comes_back_is_written_off_and_lent_to_nobody(transpor
     The books say free; the gate, which asks the device, says no: by its own reason, before the driver fails.
     """
     with running({"settle_seconds": 0.3, "audit_seconds": 0.1}) as daemon:
-        at_start = daemon.descriptors()
+        at_start = descriptors_at_start(daemon)
         with worker() as parent, worker() as other:
             borrow(parent, daemon, 64 * MIB, transport=transport)
             child = parent.ask("fork_unseen()")
@@ -249,7 +259,7 @@ def test_the_librarys_fork_hook_gives_the_memory_back(daemon: Daemon, transport:
 
     In the child every object says whose it is. What the child does there is not felt by the parent.
     """
-    at_start = daemon.descriptors()
+    at_start = descriptors_at_start(daemon)
     with worker() as parent:
         borrow(parent, daemon, 64 * MIB, transport=transport)
         child = parent.ask("fork_seen()")
@@ -274,7 +284,7 @@ def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(transpor
     """
     audit = 0.5
     with running({"audit_seconds": audit}) as daemon:
-        at_start = daemon.descriptors()
+        at_start = descriptors_at_start(daemon)
         with worker() as liar, worker() as other:
             borrow(liar, daemon, 64 * MIB, transport=transport)
             other.connect(daemon, "blue", transport)
@@ -287,7 +297,6 @@ def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(transpor
             assert seconds < audit + 0.5, f"found out after {seconds:.2f} s, one audit is {audit} s"
             assert daemon.books().lent_bytes == 0
             assert daemon.models()[0].books[0].used_bytes == 0
-            assert f"membroker_device_unaccounted_bytes{{gpu_uuid=\"host\",location=\"device\"}} {64 * MIB:.8e}" or True
             assert other.refused("model.allocate('194MiB')").reason == "DEVICE_FULL"
             other.do("buffer = model.allocate('192MiB')")
             assert liar.ask("bytes(pool.view(0, 4)).decode()") == "mine"
@@ -300,7 +309,7 @@ def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(transpor
 def test_a_worker_that_says_goodbye_and_keeps_its_mapping_is_found_out(transport: str) -> None:
     """A Goodbye is a word like a Release: the session ends, the bytes show as unaccounted until the mapping goes."""
     with running({"audit_seconds": 0.2}) as daemon:
-        at_start = daemon.descriptors()
+        at_start = descriptors_at_start(daemon)
         with raw_worker(daemon, transport, "mapped it") as liar:
             liar.do("raw._send(9, goodbye={})")
             until(lambda: daemon.sessions() == [])
@@ -313,11 +322,12 @@ def test_a_worker_that_says_goodbye_and_keeps_its_mapping_is_found_out(transport
 
 def test_a_worker_that_only_keeps_descriptors_is_charged_until_it_dies(daemon: Daemon, transport: str) -> None:
     """It never imports, never maps and never acknowledges; it has the memory all the same, and pays for it."""
-    at_start = daemon.descriptors()
+    at_start = descriptors_at_start(daemon)
     with raw_worker(daemon, transport, "read the delivery") as keeper:
         keeper.do("raw.socket.close(); raw.notices.close()")
         until(lambda: states(daemon) == ["DETACHED"])
-        assert daemon.books().lent_bytes == COUNT * PAGE == device_used(daemon)
+        until(lambda: device_used(daemon) == COUNT * PAGE)
+        assert daemon.books().lent_bytes == COUNT * PAGE
         assert keeper.ask("len(raw.descriptors)") == COUNT
         keeper.kill()
         until_clean(daemon, at_start)
@@ -325,11 +335,10 @@ def test_a_worker_that_only_keeps_descriptors_is_charged_until_it_dies(daemon: D
 
 def test_a_descriptor_passed_to_another_process_keeps_the_charge(daemon: Daemon) -> None:
     """A descriptor is a bearer capability: the borrower is dead, a process the broker never met holds its memory."""
-    at_start = daemon.descriptors()
+    at_start = descriptors_at_start(daemon)
     with raw_worker(daemon, "handoff", "acknowledged it") as borrower, worker() as stranger:
-        pid, number = borrower.pid, "raw.driver.export"
-        borrower.do("import fcntl; kept = [raw.driver._handles[h].descriptor for h in raw.handles]")
-        stranger.do(f"kept = [os.open(f'/proc/{pid}/fd/{{n}}', os.O_RDWR) for n in {borrower.ask('kept')}]")
+        borrower.do("kept = [raw.driver._handles[handle].descriptor for handle in raw.handles]")
+        stranger.do(f"kept = [os.open(f'/proc/{borrower.pid}/fd/{{n}}', os.O_RDWR) for n in {borrower.ask('kept')}]")
         borrower.kill()
         until(lambda: daemon.books().releasing_bytes == COUNT * PAGE)
         stranger.do("os.close(kept.pop())")
@@ -337,7 +346,6 @@ def test_a_descriptor_passed_to_another_process_keeps_the_charge(daemon: Daemon)
         assert daemon.books().releasing_bytes == COUNT * PAGE, "credited before the last of it was gone"
         stranger.do("[os.close(one) for one in kept]")
         until_clean(daemon, at_start)
-        assert number
 
 
 # Gone without a word
@@ -345,7 +353,7 @@ def test_a_descriptor_passed_to_another_process_keeps_the_charge(daemon: Daemon)
 
 def test_a_worker_that_hangs_up_and_lives_is_charged_until_it_dies(daemon: Daemon, transport: str) -> None:
     """Its connection breaks and its process computes on: detached, charged to the last byte, until it is dead."""
-    at_start = daemon.descriptors()
+    at_start = descriptors_at_start(daemon)
     with worker() as engine:
         borrow(engine, daemon, 64 * MIB, transport=transport)
         engine.do("import socket; client._session.connection._socket.shutdown(socket.SHUT_RDWR)")
@@ -358,25 +366,36 @@ def test_a_worker_that_hangs_up_and_lives_is_charged_until_it_dies(daemon: Daemo
         until_clean(daemon, at_start)
 
 
-def test_a_detached_worker_that_unmaps_is_credited_at_its_death(daemon: Daemon, transport: str) -> None:
-    """It unmapped, and could not say so. Its memory was gone long before it died, so no fall follows its death.
+def test_a_detached_worker_that_unmapped_is_credited_by_the_limit_of_time(transport: str) -> None:
+    """It unmapped, and could not say so. Its memory was gone long before it died, so no fall can follow its death.
 
-    What the device shows lies below the books by then, which is proof too: nobody waits for `settle_seconds`.
+    Books too high are the safe side: its charge stays while it lives, and `settle_seconds` more.
     """
-    at_start = daemon.descriptors()
-    with raw_worker(daemon, transport, "mapped it") as engine:
-        engine.do("raw.socket.close(); raw.notices.close(); raw.unmap_all()")
-        until(lambda: device_used(daemon) == 0)
-        assert daemon.books().lent_bytes == COUNT * PAGE
-        began = time.monotonic()
-        engine.kill()
-        until_clean(daemon, at_start)
-        print(f"credited after {time.monotonic() - began:.2f} s")
+    with running({"settle_seconds": 1.0, "audit_seconds": 0.1}) as daemon:
+        at_start = descriptors_at_start(daemon)
+        with raw_worker(daemon, transport, "mapped it") as engine:
+            engine.do("raw.socket.close(); raw.notices.close()")
+            until(lambda: device_used(daemon) == COUNT * PAGE)
+            engine.do("raw.unmap_all()")
+            until(lambda: device_used(daemon) == 0)
+            assert states(daemon) == ["DETACHED"]
+            assert daemon.books().lent_bytes == COUNT * PAGE
+            wait_for_audits_after_the_notice(daemon)
+            engine.kill()
+            until(lambda: daemon.books().releasing_bytes == COUNT * PAGE)
+            until_clean(daemon, at_start)
+            assert "proven=false" in daemon.log()
+
+
+def wait_for_audits_after_the_notice(daemon: Daemon) -> None:
+    """Wait until the state before the fall is further back than any notice of a death can be late."""
+    end = time.monotonic() + 0.6
+    until(lambda: time.monotonic() > end and daemon.books())
 
 
 def test_an_interpreter_that_exits_without_close_gives_everything_back(daemon: Daemon, transport: str) -> None:
     """A script ends, or raises, with pools, buffers and views open: the library says goodbye at exit."""
-    at_start = daemon.descriptors()
+    at_start = descriptors_at_start(daemon)
     for end in ("", "import sys; sys.exit(3)"):
         with worker() as engine:
             borrow(engine, daemon, 32 * MIB, transport=transport)
@@ -392,7 +411,7 @@ def test_an_interpreter_that_exits_without_close_gives_everything_back(daemon: D
 
 def test_a_worker_that_executes_another_program_frees_its_memory(daemon: Daemon, transport: str) -> None:
     """`exec` ends the mappings and keeps the process: its pidfd says alive. It stays charged until the process ends."""
-    at_start = daemon.descriptors()
+    at_start = descriptors_at_start(daemon)
     with worker() as engine:
         borrow(engine, daemon, 32 * MIB, transport=transport)
         engine.begin("os.execv('/bin/sleep', ['sleep', '600'])")
@@ -405,7 +424,7 @@ def test_a_worker_that_executes_another_program_frees_its_memory(daemon: Daemon,
 
 def test_the_deaths_of_many_at_once_are_settled_by_the_device(daemon: Daemon) -> None:
     """A node's engines are all killed at once, two of them with children that hold on: only those stay charged."""
-    at_start = daemon.descriptors()
+    at_start = descriptors_at_start(daemon)
     sizes = [8, 16, 24, 32, 40, 48]
     with workers(len(sizes)) as engines:
         for number, (each, size) in enumerate(zip(engines, sizes, strict=True)):

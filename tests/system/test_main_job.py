@@ -8,7 +8,7 @@ import pytest
 from membroker.v1 import admin_pb2, resources_pb2
 
 from tests.daemons import MIB, Daemon, running, until
-from tests.system.workers import PAGE, Refused, Worker, is_clean, until_clean, worker, workers
+from tests.system.workers import PAGE, Refused, Worker, descriptors_at_start, is_clean, until_clean, worker, workers
 
 
 def used(daemon: Daemon, name: str) -> int:
@@ -21,7 +21,7 @@ def test_a_worker_borrows_writes_grows_and_gives_back(daemon: Daemon, transport:
 
     The books, the device's own figure and the pool agree at every step; the pages that come back are fresh.
     """
-    at_start = daemon.descriptors()
+    at_start = descriptors_at_start(daemon)
     with worker() as engine:
         engine.connect(daemon, transport=transport)
         engine.do("model = client.register_model('llama', virtual_capacity='64GiB', limit='64MiB')")
@@ -67,7 +67,7 @@ def test_each_level_refuses_with_its_numbers(transport: str) -> None:
         assert (model.error, model.reason) == ("OutOfMemory", "MODEL_LIMIT")
         assert model.numbers == ("model", 6 * MIB, 4 * MIB, 12 * MIB)
         assert "small" in model.message
-        assert "12 MiB" in model.message
+        assert "12.0 MiB" in model.message
 
         tenant = red.refused("large.allocate(0, 42 * MIB)")
         assert (tenant.reason, tenant.numbers) == ("TENANT_LIMIT", ("tenant", 42 * MIB, 40 * MIB, 48 * MIB))
@@ -148,7 +148,7 @@ def test_declared_memory_is_charged_and_credited(daemon: Daemon, transport: str)
 
     It ends with a smaller declaration, with 0, or with the process, killed or not.
     """
-    at_start = daemon.descriptors()
+    at_start = descriptors_at_start(daemon)
     with worker() as engine:
         engine.connect(daemon, transport=transport)
         engine.do("model = client.register_model('m', limit='64MiB'); model.declare(50_000_001)")
@@ -255,7 +255,7 @@ def test_a_burst_is_all_or_nothing_while_others_come_and_go(daemon: Daemon, tran
 
     Whoever is refused has nothing of the attempt left, and at the end every byte is back.
     """
-    at_start = daemon.descriptors()
+    at_start = descriptors_at_start(daemon)
     burst = (
         "granted = refused = 0\n"
         "for size in (70, 130, 100, 180, 150, 66) * 3:\n"

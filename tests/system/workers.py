@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,13 @@ class Refused(Exception):
 class Worker:
     """A worker process. What it runs sees `membroker`, `MIB`, `PAGE` and what its earlier lines have named."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, user: int | None = None, environment: Mapping[str, str] | None = None) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.system.workers", *arguments],
+            [*as_user(user), sys.executable, "-m", "tests.system.workers"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
         )
         self.pid = self.process.pid
         self._heard = bytearray()
@@ -149,6 +149,17 @@ def worker() -> Iterator[Worker]:
         yield only
 
 
+def as_user(user: int | None) -> list[str]:
+    """Return what stands before a command that is to run as another user; None is this one.
+
+    It may read what root may, because root's interpreter often lies below /root.
+    """
+    if user is None:
+        return []
+    capabilities = ["--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
+    return ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *capabilities]
+
+
 # What tests look at
 
 
@@ -163,6 +174,13 @@ def state_of(pid: int) -> str:
 def is_gone(pid: int) -> bool:
     """Say whether a process is dead, reaped or not."""
     return state_of(pid) in ("", "Z", "X")
+
+
+def descriptors_at_start(daemon: Daemon) -> int:
+    """Return how many descriptors a daemon has open that has just started and served nobody."""
+    # Said after the socket is closed on which the daemon told that it is ready.
+    until(lambda: f" ready pid={daemon.process.pid} " in daemon.log())
+    return daemon.descriptors()
 
 
 def is_clean(daemon: Daemon) -> bool:

@@ -72,12 +72,17 @@ class Broker:
         assert self._next_id & _COUNTER_MAX >= first & _COUNTER_MAX, "the counter of this epoch is used up"
         return range(first, first + count)
 
-    def answer(self, call: int, result: fx.Result | Denied, name: ev.ModelName | None = None) -> None:
-        """Answer a call; a refusal is counted for the model that it concerns."""
-        if isinstance(result, Denied) and result.reason is not Reason.MODEL_NOT_FOUND and name in self.ledger.models:
-            assert name is not None
-            self.denials[name, result.reason] += 1
+    def answer(self, call: int, result: fx.Result | Denied) -> None:
+        """Answer a call."""
         self.emit(fx.Answer(call, result))
+
+    def refuse(self, call: int, denied: Denied, session: int, name: ev.ModelName) -> None:
+        """Refuse a call about a model, and count it there; a model of another tenant hears nothing of it."""
+        row = self.ledger.sessions.get(session)
+        own = row is not None and row.tenant == name.tenant and denied.reason is not Reason.MODEL_NOT_FOUND
+        if own and name in self.ledger.models:
+            self.denials[name, denied.reason] += 1
+        self.answer(call, denied)
 
     def refuse_request(self, session: int, request_id: int, *, gives_back: bool = False) -> Denied | None:
         """Return why no request of this session may be taken now, or None. Giving back is taken to the last."""
@@ -152,7 +157,7 @@ class Broker:
     def _register_model(self, event: ev.RegisterModel, now: int) -> None:
         denied = self.refuse_request(event.session, event.request_id) or self._refuse_model(event)
         if denied:
-            self.answer(event.call, denied, event.name)
+            self.refuse(event.call, denied, event.session, event.name)
             return
         if event.name not in self.ledger.models:
             virtual = event.virtual_capacity
@@ -191,7 +196,7 @@ class Broker:
     def _unregister_model(self, event: ev.UnregisterModel, now: int) -> None:
         denied = self.refuse_request(event.session, event.request_id) or self._refuse_leaving(event)
         if denied:
-            self.answer(event.call, denied, event.name)
+            self.refuse(event.call, denied, event.session, event.name)
             return
         self.record(ft.ModelLeft(event.name, event.session, now))
         self.end_model_if_idle(self.ledger.models[event.name])

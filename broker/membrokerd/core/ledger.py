@@ -158,7 +158,11 @@ class Ledger:
         self.sessions[fact.session].models.add(fact.name)
 
     def _model_left(self, fact: facts.ModelLeft) -> None:
-        self.sessions[fact.session].models.discard(fact.name)
+        row = self.sessions[fact.session]
+        row.models.discard(fact.name)
+        for location in self.totals:
+            charge = row.charges.pop((fact.name, location), None)
+            assert charge is None or not charge.bytes, "a session left a model that it is charged for"
         self._leave(fact.name, fact.session, fact.at)
 
     def _model_ended(self, fact: facts.ModelEnded) -> None:

@@ -100,7 +100,7 @@ class Lending:
         """Debit the whole call, then send it out in packets."""
         denied = self._refuse_allocate(event)
         if denied:
-            self._broker.answer(event.call, denied, event.name)
+            self._broker.refuse(event.call, denied, event.session, event.name)
             return
         ids = self._broker.take_ids(event.count)
         fact = ft.Debited(event.session, event.name, event.location, event.extent_bytes, ids.start, event.count)
@@ -215,13 +215,13 @@ class Lending:
         return 0 <= part < len(call.states) and call.states[part] == "unacknowledged"
 
     def give_up(self, row: SessionRow) -> None:
-        """The session is going or dead: credit every packet that nobody has begun to make."""
+        """The session is unreachable, going or dead: credit every packet that nobody has begun to make."""
         traffic = self._traffic[row.session]
         for call in list(traffic.calls.values()):
             if call.request_id in traffic.unanswered:
                 call.failure = call.failure or deny(Reason.DELIVERY_FAILED, model=str(call.name))
                 self._abandon(row.session, call)
-                self._answer_if_done(traffic, call)
+                self._answer_if_done(row.session, call)
 
     def finish_leaving(self, row: SessionRow, now: int) -> None:
         """End a session that said Goodbye, once none of its packets is being made."""
@@ -254,7 +254,7 @@ class Lending:
     def _conclude(self, session: int, call: Call, now: int) -> None:
         """Answer a call whose every packet is decided, and let the next one go."""
         traffic = self._traffic[session]
-        self._answer_if_done(traffic, call)
+        self._answer_if_done(session, call)
         self._drop_if_settled(traffic, call)
         row = self._broker.ledger.sessions[session]
         if row.state in ("open", "detached"):
@@ -262,11 +262,15 @@ class Lending:
         else:
             self.finish_leaving(row, now)
 
-    def _answer_if_done(self, traffic: Traffic, call: Call) -> None:
-        if call.done and call.request_id in traffic.unanswered:
-            traffic.unanswered.discard(call.request_id)
-            result = call.failure or fx.Allocated(len(call.ids), call.extent_bytes)
-            self._broker.answer(call.call, result, call.name)
+    def _answer_if_done(self, session: int, call: Call) -> None:
+        unanswered = self._traffic[session].unanswered
+        if not call.done or call.request_id not in unanswered:
+            return
+        unanswered.discard(call.request_id)
+        if call.failure:
+            self._broker.refuse(call.call, call.failure, session, call.name)
+        else:
+            self._broker.answer(call.call, fx.Allocated(len(call.ids), call.extent_bytes))
 
     @staticmethod
     def _drop_if_settled(traffic: Traffic, call: Call) -> None:
@@ -305,7 +309,7 @@ class Lending:
         """Set a declaration; more is admitted like a debit, less is credited by the session's word."""
         denied = self._refuse_declare(event)
         if denied:
-            self._broker.answer(event.call, denied, event.name)
+            self._broker.refuse(event.call, denied, event.session, event.name)
             return
         fact = ft.DeclarationSet(event.session, event.name, event.location, event.declared_bytes)
         self._broker.record(fact)

@@ -22,7 +22,7 @@ from ..core import events as ev
 from ..core.denied import Denied, Reason, deny
 from ..rpc.convert import LOCATION_NUMBERS, from_result, session_name
 from ..rpc.errors import to_status
-from .peer import Peer
+from .peer import Peer, hang_up
 
 if TYPE_CHECKING:
     from .listener import Listener
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 FRAMES_PER_TURN = 8
 """Frames that are taken from one connection before the others have their turn."""
 MAX_CLIENT_NAME = 128
+LINGER_SECONDS = 5.0
+"""How long the last answer of a connection may wait for a peer that does not read."""
 _REPLY_FIELDS = {fx.Allocated: "allocate", fx.Released: "release", fx.Declared: "declare"}
 
 
@@ -55,6 +57,7 @@ class Connection:
         self._outgoing: deque[_Outgoing] = deque()
         self._closed = False
         self._closing = False
+        self._watching = True
         self._io.add_reader(sock, self._readable)
 
     @property
@@ -81,7 +84,11 @@ class Connection:
             except OSError as error:
                 self.close(error.strerror or "broken")
                 return
-            self._take(frame)
+            try:
+                self._take(frame)
+            except Exception as error:  # noqa: BLE001 - the edge of the daemon: no frame may end it, or hang its sender
+                logs.fault(error, endpoint=self._listener.endpoint, pid=self._peer.pid)
+                self._refuse(frame.request_id, deny(Reason.INTERNAL))
 
     def _take(self, frame: pb.Frame) -> None:
         kind = frame.WhichOneof("kind")
@@ -164,8 +171,7 @@ class Connection:
             if isinstance(result, Denied):
                 self._reply(request_id, result)
             else:
-                self._closing = True
-                self._send(pb.Frame(request_id=request_id, reply=pb.Reply(goodbye=pb.GoodbyeResponse())))
+                self._last(pb.Frame(request_id=request_id, reply=pb.Reply(goodbye=pb.GoodbyeResponse())))
 
         self._loop.ask(lambda call: ev.Goodbye(call, session, request_id), respond)
 
@@ -173,8 +179,14 @@ class Connection:
         """Answer with a refusal and end the connection once it is sent."""
         logs.log("connection refused", endpoint=self._listener.endpoint, pid=self._peer.pid, reason=denied.reason.value)
         self._listener.count_refused(denied.reason)
+        self._last(_reply_frame(request_id, denied))
+
+    def _last(self, frame: pb.Frame) -> None:
+        """End the connection with this frame; a peer that never takes it loses it."""
         self._closing = True
-        self._reply(request_id, denied)
+        self._send(frame)
+        if not self._closed:
+            self._io.call_later(LINGER_SECONDS, self.close, "it did not take the last answer")
 
     def _violated(self, request_id: int, what: str) -> None:
         self._refuse(request_id, deny(Reason.PROTOCOL_VIOLATION, what=what))
@@ -202,12 +214,7 @@ class Connection:
         self._violated(0, why)
 
     def _reply(self, request_id: int, result: fx.Result | Denied) -> None:
-        reply = pb.Reply()
-        if isinstance(result, Denied):
-            reply.error.CopyFrom(to_status(result))
-        else:
-            getattr(reply, _REPLY_FIELDS[type(result)]).CopyFrom(from_result(result))
-        self._send(pb.Frame(request_id=request_id, reply=reply))
+        self._send(_reply_frame(request_id, result))
 
     def _send(
         self, frame: pb.Frame, descriptors: list[int] | None = None, delivery: tuple[int, int] | None = None
@@ -264,7 +271,7 @@ class Connection:
         self._closed = True
         self._io.remove_reader(self._sock)
         self._io.remove_writer(self._sock)
-        self._sock.close()
+        hang_up(self._sock)
         if self._notices is not None:
             self._notices.close()
         while self._outgoing:
@@ -285,8 +292,21 @@ class Connection:
         self.close("its process died")
 
     def forget_process(self) -> None:
-        """Stop watching the process: it is dead, or its session has ended."""
-        if self._peer.pidfd in self._listener.watched:
+        """Stop watching the process: it is dead, or its session has ended.
+
+        Both come, one after the other, and in between the number of the pidfd may be another connection's.
+        """
+        if self._watching:
+            self._watching = False
             self._listener.watched.discard(self._peer.pidfd)
             self._io.remove_reader(self._peer.pidfd)
             os.close(self._peer.pidfd)
+
+
+def _reply_frame(request_id: int, result: fx.Result | Denied) -> pb.Frame:
+    reply = pb.Reply()
+    if isinstance(result, Denied):
+        reply.error.CopyFrom(to_status(result))
+    else:
+        getattr(reply, _REPLY_FIELDS[type(result)]).CopyFrom(from_result(result))
+    return pb.Frame(request_id=request_id, reply=reply)

@@ -19,7 +19,7 @@ from ..core.denied import Reason
 from ..dispatch import Dispatcher
 from ..rpc.errors import to_status
 from .connection import Connection
-from .peer import Peer, Unattested, attest
+from .peer import Peer, Unattested, attest, hang_up
 
 ACCEPTS_PER_TURN = 32
 MAX_SILENT = 64
@@ -113,7 +113,7 @@ class Listener:
             handoff.send(sock, handoff.encode(reply))
         except OSError:
             logs.debug("it did not wait for the answer", endpoint=self.endpoint)
-        sock.close()
+        hang_up(sock)
 
     # --- what connections report ---
 

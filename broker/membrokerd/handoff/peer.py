@@ -10,6 +10,7 @@ import os
 import select
 import socket
 import struct
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from ..core.denied import Denied, Reason, deny
 
 _SO_PEERPIDFD = getattr(socket, "SO_PEERPIDFD", 77)
 _CREDENTIALS = struct.Struct("3i")
+_DRAINED_PACKETS = 64
 
 
 class Unattested(Exception):
@@ -66,14 +68,31 @@ def attest(connection: socket.socket, uids: frozenset[int]) -> Peer:
     return peer
 
 
+def hang_up(connection: socket.socket) -> None:
+    """Close a peer's socket so that it still reads what was said last.
+
+    Closing with packets unread makes the peer's next read fail with ECONNRESET, before the answer that is queued
+    for it. So what it sent is taken first, as far as is reasonable, and dropped.
+    """
+    with suppress(OSError):
+        for _ in range(_DRAINED_PACKETS):
+            if not connection.recv(1):
+                break
+    connection.close()
+
+
 def _identify(connection: socket.socket, pid: int) -> tuple[int, str]:
     try:
         pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
         os.set_inheritable(pidfd, False)
     except OSError:
         return _identify_by_pid(pid)
-    if _inodes_identify():
-        return pidfd, f"pidfd:{os.fstat(pidfd).st_ino}"
+    try:
+        if _inodes_identify():
+            return pidfd, f"pidfd:{os.fstat(pidfd).st_ino}"
+    except OSError:
+        os.close(pidfd)
+        raise
     return pidfd, f"pid:{pid}:{_start_time(pid)}"
 
 
@@ -109,9 +128,9 @@ def _inodes_identify() -> bool:
 
     Before, all anonymous descriptors share one inode, an eventfd's among them.
     """
-    pidfd, event = os.pidfd_open(os.getpid()), os.eventfd(0)
-    try:
+    with ExitStack() as opened:
+        pidfd = os.pidfd_open(os.getpid())
+        opened.callback(os.close, pidfd)
+        event = os.eventfd(0)
+        opened.callback(os.close, event)
         return os.fstat(pidfd).st_ino != os.fstat(event).st_ino
-    finally:
-        os.close(pidfd)
-        os.close(event)

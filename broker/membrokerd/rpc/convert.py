@@ -18,8 +18,10 @@ from ..core import events as ev
 from ..core.denied import Denied, Reason, deny
 from ..core.snapshot import LocationView, ModelView, SessionView, Snapshot
 
-_MODEL_NAME = re.compile(r"tenants/([a-z0-9-]{1,24})/models/([a-z0-9][a-z0-9._-]{0,62})")
+MODEL_NAME = re.compile(r"tenants/([a-z0-9-]{1,24})/models/([a-z0-9][a-z0-9._-]{0,62})")
 _QUOTA_NAME = re.compile(r"tenants/([a-z0-9-]{1,24})(?:/models/([a-z0-9][a-z0-9._-]{0,62}))?")
+_SHOWN_NAME = 100
+"""Of a malformed name, so much is shown: an error travels in gRPC metadata, of which a client takes 8 KiB."""
 _LOCATIONS: Mapping[int, ev.Location] = {
     rpb.LOCATION_UNSPECIFIED: "device",
     rpb.LOCATION_DEVICE: "device",
@@ -46,9 +48,9 @@ class Refused(Exception):
 
 def parse_model(name: str) -> ev.ModelName:
     """Return the model that `tenants/{tenant}/models/{model}` names, or raise `Refused`."""
-    match = _MODEL_NAME.fullmatch(name)
+    match = MODEL_NAME.fullmatch(name)
     if match is None:
-        raise Refused(deny(Reason.INVALID_NAME, name=name[:200]))
+        raise Refused(deny(Reason.INVALID_NAME, name=name[:_SHOWN_NAME]))
     return ev.ModelName(match[1], match[2])
 
 
@@ -56,7 +58,7 @@ def parse_quota_name(name: str) -> tuple[str, str | None]:
     """Return the tenant, and the model or None, that a quota is for, or raise `Refused`."""
     match = _QUOTA_NAME.fullmatch(name)
     if match is None:
-        raise Refused(deny(Reason.INVALID_NAME, name=name[:200]))
+        raise Refused(deny(Reason.INVALID_NAME, name=name[:_SHOWN_NAME]))
     return match[1], match[2]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc.status_pb2 import Status
 
 from .. import logs
@@ -37,6 +38,8 @@ class Guard(grpc.aio.ServerInterceptor):
         async def guarded(request: Any, context: Any) -> Any:
             start = time.perf_counter()
             try:
+                if request is None:
+                    raise Refused(deny(Reason.PROTOCOL_VIOLATION, what=f"the body is not a request of {name}"))
                 return await handler.unary_unary(request, context)
             except Refused as refused:
                 await _abort(context, to_status(refused.denied))
@@ -48,7 +51,14 @@ class Guard(grpc.aio.ServerInterceptor):
             finally:
                 self._observe(name, "grpc", time.perf_counter() - start)
 
-        return grpc.unary_unary_rpc_method_handler(guarded, handler.request_deserializer, handler.response_serializer)
+        def deserialize(body: bytes) -> Any:
+            # What is raised here gRPC logs as a fault of ours, with a traceback, and a stranger could fill the log.
+            try:
+                return handler.request_deserializer(body)
+            except DecodeError:
+                return None
+
+        return grpc.unary_unary_rpc_method_handler(guarded, deserialize, handler.response_serializer)
 
 
 async def _abort(context: Any, status: Status) -> None:

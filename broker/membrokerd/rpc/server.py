@@ -22,6 +22,7 @@ _OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.so_reuseport", 0),
+    ("grpc.max_allowed_incoming_connections", 50),
 ]
 
 

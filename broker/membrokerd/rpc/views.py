@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from . import convert
 
 DEFAULT_PAGE = 100
 MAX_PAGE = 1000
+_SESSION_KEY = re.compile(r"[0-9a-f]{16}")
 
 _Row = TypeVar("_Row")
 
@@ -50,24 +52,32 @@ class Views:
     def list_models(self, request: pb.ListModelsRequest, tenant: str | None = None) -> pb.ListModelsResponse:
         """Return a page of models, by name; `tenant` None is everybody's."""
         rows = [row for row in snapshot.take(self.loop.broker).models if tenant in (None, row.name.tenant)]
-        page, token = _page(rows, lambda row: str(row.name), request.page_size, request.page_token)
+        page, token = _page(rows, lambda row: str(row.name), convert.MODEL_NAME, request)
         return pb.ListModelsResponse(models=map(convert.from_model, page), next_page_token=token)
 
     def list_sessions(self, request: pb.ListSessionsRequest, tenant: str | None = None) -> pb.ListSessionsResponse:
         """Return a page of sessions, in the order they began; `tenant` None is everybody's."""
         rows = [row for row in snapshot.take(self.loop.broker).sessions if tenant in (None, row.tenant)]
-        page, token = _page(rows, lambda row: f"{row.session:016x}", request.page_size, request.page_token)
+        page, token = _page(rows, lambda row: f"{row.session:016x}", _SESSION_KEY, request)
         now = clock()
         sessions = [convert.from_session(row, now) for row in page]
         return pb.ListSessionsResponse(sessions=sessions, next_page_token=token)
 
 
-def _page(rows: Sequence[_Row], key: Callable[[_Row], str], size: int, token: str) -> tuple[list[_Row], str]:
-    """Return the rows behind `token`, which is the key of the last row of the page before, and the next token.
+def _page(
+    rows: Sequence[_Row],
+    key: Callable[[_Row], str],
+    grammar: re.Pattern[str],
+    request: pb.ListModelsRequest | pb.ListSessionsRequest,
+) -> tuple[list[_Row], str]:
+    """Return the rows behind the token, which is the key of the last row of the page before, and the next token.
 
     A row that ended in the meantime does not matter: the page goes on behind where it was.
     """
-    if size < 0 or len(token) > 256:
+    size, token = request.page_size, request.page_token
+    if size < 0:
+        raise convert.Refused(deny(Reason.INVALID_ARGUMENT, what=f"a page has at least one row, not {size}"))
+    if token and not grammar.fullmatch(token):
         raise convert.Refused(deny(Reason.INVALID_PAGE_TOKEN))
     wanted = min(size or DEFAULT_PAGE, MAX_PAGE)
     behind = sorted((row for row in rows if key(row) > token), key=key)

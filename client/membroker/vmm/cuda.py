@@ -303,7 +303,7 @@ class CudaDriver:
         properties = self._properties[Location.DEVICE]
         granularity = int(self._call("cuMemGetAllocationGranularity", properties, kind))
         nvml = self._nvml
-        return DeviceInfo(nvml.uuid, nvml.name, nvml.driver_version, granularity, nvml.index)
+        return DeviceInfo(nvml.uuid, nvml.name, "cuda", granularity, nvml.index, nvml.driver_version)
 
     # Shared by the calls above
 

@@ -31,8 +31,8 @@ class AccessFlags(enum.Enum):
 class DeviceInfo:
     """What a driver knows of its device.
 
-    `uuid` is NVML's text for a card and `host` for the twin; `granularity` is in bytes and every extent and
-    every reservation is a multiple of it.
+    `uuid` is NVML's text for a card and `host` for the twin; `driver` is `cuda` or `host`; `granularity` is in bytes
+    and every extent and every reservation is a multiple of it; `index` is NVML's; `driver_version` is NVIDIA's.
     """
 
     uuid: str
@@ -40,6 +40,7 @@ class DeviceInfo:
     driver: str
     granularity: int
     index: int = 0
+    driver_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,78 @@
+"""A call in flight on the handoff connection: what has come of it, and when it is over.
+
+Owns the state of one call and the contract for who takes its descriptors. It must never touch a socket or a lock:
+the connection does, and keeps this state under its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from google.protobuf.message import Message
+
+from membroker import handoff
+from membroker.errors import MembrokerError, ProtocolError
+from membroker.v1 import broker_pb2
+
+Outcome = Message | MembrokerError
+"""The end of a call: the response, or the refusal as it will be raised."""
+
+
+class DeliveryHandler(Protocol):
+    """Takes the descriptors of one call."""
+
+    def receive(self, extent_ids: Sequence[int], descriptors: Sequence[int]) -> None:
+        """Import the extents of one delivery. The descriptors are closed afterwards, whatever happens."""
+        ...
+
+    def undo(self) -> None:
+        """Drop all that was received: the call has failed, and its extents are released after this."""
+        ...
+
+
+class Nothing:
+    """The handler of a call that brings no descriptors."""
+
+    def receive(self, extent_ids: Sequence[int], descriptors: Sequence[int]) -> None:
+        """Refuse them."""
+        raise ProtocolError(f"{len(descriptors)} descriptors came with an answer that has none")
+
+    def undo(self) -> None:
+        """There is nothing to undo."""
+
+
+class Call:
+    """One call in flight. `beside`: its answer comes by gRPC, beside this connection."""
+
+    __slots__ = ("beside", "deadline", "dry", "extent_ids", "inbox", "keep", "outcome", "request_id", "sent")
+
+    def __init__(self, request_id: int, *, beside: bool = False, deadline: float | None = None) -> None:
+        self.request_id = request_id
+        self.beside = beside
+        self.deadline = deadline
+        self.inbox: deque[handoff.Packet] = deque()
+        self.extent_ids: list[int] = []
+        self.outcome: Outcome | None = None
+        self.sent: list[int] = []
+        self.dry = False
+        self.keep = False
+
+    def is_over(self) -> bool:
+        """Say whether the answer is there, and every delivery that precedes it."""
+        if self.outcome is None or not self.beside:
+            return self.outcome is not None
+        if isinstance(self.outcome, broker_pb2.AllocateExtentsResponse):
+            return len(self.extent_ids) >= self.outcome.count
+        return self.dry
+
+    def seconds_left(self) -> float | None:
+        """Return how long the answer may still take; None for ever."""
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def patience(self) -> float | None:
+        """Return how many milliseconds to wait for the next packet; None for ever."""
+        seconds = 0 if isinstance(self.outcome, MembrokerError) else self.seconds_left()
+        return None if seconds is None else seconds * 1000

@@ -1,0 +1,142 @@
+"""The daemon's place: one owner at a time, an epoch that never repeats, sockets that are right before they are seen."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from membrokerd.home import MAX_PATH_BYTES, Home, HomeError, Ownership, clear_private
+
+_OWN = """
+import pathlib, sys
+from membrokerd.home import Home, HomeError
+try:
+    home = Home(pathlib.Path(sys.argv[1]), "host")
+except HomeError as error:
+    print(f"refused: {error}", flush=True)
+else:
+    print(f"epoch {home.next_epoch()}", flush=True)
+    sys.stdin.read()
+"""
+
+
+def owner(runtime: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _OWN, str(runtime)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_a_second_daemon_is_told_who_the_first_is(tmp_path: Path) -> None:
+    """Two operators start one each; the second learns the pid and both ways out. A kill -9 lets go of the lock."""
+    with owner(tmp_path) as first:
+        assert said(first) == "epoch 1"
+        with owner(tmp_path) as second:
+            refused = said(second)
+        assert refused.startswith("refused: ")
+        assert str(first.pid) in refused
+        assert str(tmp_path / "host") in refused
+        assert "--device" in refused
+        first.kill()
+    with owner(tmp_path) as third:
+        assert said(third) == "epoch 2", "an epoch came twice, or was taken by the one that was refused"
+        third.communicate()
+
+
+def test_the_epoch_grows_and_survives(tmp_path: Path) -> None:
+    home = Home(tmp_path, "host")
+    assert not home.had_predecessor()
+    assert [home.next_epoch() for _ in range(3)] == [1, 2, 3]
+    assert home.had_predecessor()
+    assert (home.state / "epoch").read_text() == "3\n"
+    assert not (home.state / "epoch.new").exists()
+
+
+@pytest.mark.parametrize("text", ["", "x", "1.5", "16777215"])
+def test_an_epoch_that_cannot_be_raised_says_what_to_do(tmp_path: Path, text: str) -> None:
+    home = Home(tmp_path, "host")
+    (home.state / "epoch").write_text(text)
+    with pytest.raises(HomeError, match="remove it after a reboot"):
+        home.next_epoch()
+    assert (home.state / "epoch").read_text() == text
+
+
+def test_a_long_path_is_refused_with_the_path(tmp_path: Path) -> None:
+    """Linux cuts it off or fails in a way nobody understands; bytes count, not letters."""
+    for letter in ("r", "ü"):
+        runtime = tmp_path / (letter * (MAX_PATH_BYTES - 25))
+        home = Home(runtime, "host")
+        with pytest.raises(HomeError) as caught:
+            home.endpoint("tenants", "red")
+        assert str(runtime) in str(caught.value)
+        assert str(MAX_PATH_BYTES) in str(caught.value)
+        assert "--runtime-directory" in str(caught.value)
+        assert not (home.root / "tenants").exists()
+
+
+def test_a_path_of_just_that_length_works(tmp_path: Path) -> None:
+    """The longest path that is let through can also be bound, the private one before it included."""
+    tenant = "tenants/a/handoff.sock"
+    runtime = tmp_path / "x"
+    name = MAX_PATH_BYTES - len(os.fsencode(runtime)) - len("/" + tenant) - 1
+    if name < 1:
+        pytest.skip("the temporary directory's own path is too long for this")
+    home = Home(runtime, "d" * name)
+    directory = home.endpoint("tenants", "a")
+    assert len(os.fsencode(directory / "handoff.sock")) == MAX_PATH_BYTES
+    home.listen(directory / "handoff.sock", Ownership()).close()
+
+
+def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HomeError, match="--runtime-directory"):
+        Home(tmp_path / "file", "host")
+
+
+def test_a_socket_has_its_mode_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At no moment can anybody connect who may not: it is bound where nobody else comes in, and renamed at last."""
+    home = Home(tmp_path, "host")
+    assert stat.S_IMODE(home.state.stat().st_mode) == 0o700
+    directory = home.endpoint("tenants", "red")
+    public = directory / "handoff.sock"
+    seen: list[int] = []
+    rename = Path.rename
+
+    def watched(self: Path, target: Path) -> Path:
+        assert not public.exists()
+        assert self.parent == home.state
+        seen.append(stat.S_IMODE(self.stat().st_mode))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    with (
+        home.listen(public, Ownership(mode=0o640)) as listener,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client,
+    ):
+        assert seen == [0o640]
+        client.connect(str(public))
+        assert not listener.getblocking()
+
+
+def test_what_a_dead_daemon_left_is_replaced(tmp_path: Path) -> None:
+    """Its published socket is overwritten, its private ones are removed, and nothing else is."""
+    home = Home(tmp_path, "host")
+    public = home.endpoint("tenants", "red") / "handoff.sock"
+    home.listen(public, Ownership()).close()
+    for kind in ("grpc", "handoff"):
+        home.private(kind).touch()
+    (home.state / "epoch").write_text("4\n")
+    clear_private(home)
+    assert sorted(path.name for path in home.state.iterdir()) == ["epoch", "lock"]
+    with home.listen(public, Ownership()), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.connect(str(public))
+    home.close([public.parent, tmp_path / "never made"])
+    assert not public.exists()

@@ -1,0 +1,231 @@
+"""What stands in deploy/ is right by the tools that will read it, and by our own names."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from membrokerd import metrics
+from membrokerd.config import load
+from membrokerd.config_values import KEYS
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+TOML = DEPLOY / "membrokerd.toml"
+
+
+def tool(name: str, package: str) -> str:
+    """Return the path of a tool, or skip with one line that says how to get it."""
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed ({package})")
+    return found
+
+
+def check(*command: str | Path, cwd: Path | None = None) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def load_yaml(text: str) -> list[Any]:
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (pip install pyyaml)")
+    return [document for document in yaml.safe_load_all(text) if document is not None]
+
+
+# --- The annotated configuration ---
+
+
+def uncommented() -> str:
+    """Return the file with every key set: prose has a space after its #, a key has none."""
+    return re.sub(r"^#(?=[a-z_\[])", "", TOML.read_text(), flags=re.MULTILINE)
+
+
+def keys_in(document: dict[str, Any]) -> set[tuple[str, str]]:
+    def walk(table: dict[str, Any], path: str) -> Iterator[tuple[str, str]]:
+        for key, value in table.items():
+            if isinstance(value, dict):
+                inner = {"tenants": "tenants.NAME", "tenants.NAME.models": "tenants.NAME.models.MODEL"}
+                below = f"{path}.{key}" if path else key
+                if below in inner:
+                    for each in value.values():
+                        yield from walk(each, inner[below])
+                else:
+                    yield from walk(value, below)
+            else:
+                yield path, key
+
+    return set(walk(document, ""))
+
+
+def test_the_annotated_configuration_loads_as_it_is_and_with_every_key_set(tmp_path: Path) -> None:
+    assert load(TOML, {}, env={}, uid=0) == load(None, {}, env={}, uid=0), "what is set there are the defaults"
+    whole = tmp_path / "whole.toml"
+    whole.write_text(uncommented())
+    found = load(whole, {}, env={}, uid=0)
+    assert set(found.tenants) == {"acme"}
+    assert set(found.tenants["acme"].models) == {"llama-7b"}
+
+
+def test_the_annotated_configuration_names_every_key() -> None:
+    known = {(table, key) for table, keys in KEYS.items() for key in keys}
+    assert keys_in(tomllib.loads(uncommented())) == known
+
+
+# --- systemd ---
+
+
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    analyze = tool("systemd-analyze", "Debian: apt-get install systemd")
+    unit = tmp_path / "membrokerd.service"
+    text = (DEPLOY / "systemd" / "membrokerd.service").read_text()
+    # It looks whether the commands exist: ours is here, not where the unit expects an installation.
+    unit.write_text(text.replace("/opt/membroker/bin/membrokerd", f"{sys.executable} -m membrokerd.cli"))
+    # It has words about other units of this machine too; a mistake in ours has our path before it.
+    assert str(unit) not in check(analyze, "verify", "--man=no", unit)
+
+
+def test_the_unit_has_what_a_broker_needs_and_not_what_breaks_one() -> None:
+    text = (DEPLOY / "systemd" / "membrokerd.service").read_text()
+    settings = dict(re.findall(r"^([A-Za-z]+)=(.*)$", text, re.MULTILINE))
+    assert settings["Type"] == "notify"
+    assert settings["Restart"] == "always"
+    assert settings["StartLimitIntervalSec"] == "0"
+    assert int(settings["LimitNOFILE"]) >= 129 * 1024
+    assert settings["RuntimeDirectory"] == "membroker"
+    assert settings["ExecStartPre"].startswith("+-")
+    breaking = {"PrivateUsers", "PrivateDevices", "PrivateNetwork", "ProtectProc", "ProtectClock", "DevicePolicy"}
+    assert breaking.isdisjoint(settings)
+
+
+# --- Kubernetes ---
+
+
+def test_kustomize_builds_what_the_documents_say() -> None:
+    kubectl = tool("kubectl", "the Kubernetes client")
+    built = check(kubectl, "kustomize", DEPLOY / "kubernetes")
+    kinds = sorted(re.findall(r"^kind: (\w+)$", built, re.MULTILINE))
+    assert kinds == ["ConfigMap", "DaemonSet", "Namespace", "Pod"]
+    assert set(re.findall(r"^  namespace: (\S+)$", built, re.MULTILINE)) == {"membroker"}
+    (name,) = set(re.findall(r"^  name: (membrokerd-\w+)$", built, re.MULTILINE))
+    assert re.search(rf"configMap:\n\s+name: {name}$", built, re.MULTILINE), "the pods mount the generated name"
+
+
+def test_the_daemonset_needs_no_privilege_of_the_host() -> None:
+    (daemonset,) = load_yaml((DEPLOY / "kubernetes" / "daemonset.yaml").read_text())
+    assert daemonset["spec"]["updateStrategy"] == {"type": "OnDelete"}
+    pod = daemonset["spec"]["template"]["spec"]
+    assert {"hostPID", "hostIPC", "hostNetwork"}.isdisjoint(pod)
+    (container,) = pod["containers"]
+    assert not container["securityContext"].get("privileged")
+    for probe, path in (("livenessProbe", "/healthz"), ("readinessProbe", "/readyz"), ("startupProbe", "/readyz")):
+        assert container[probe]["httpGet"] == {"path": path, "port": "metrics"}
+    assert {volume["name"] for volume in pod["volumes"]} == {mount["name"] for mount in container["volumeMounts"]}
+
+
+def test_the_tenant_mounts_its_own_endpoint_read_only() -> None:
+    (pod,) = load_yaml((DEPLOY / "kubernetes" / "example-tenant.yaml").read_text())
+    (volume,) = pod["spec"]["volumes"]
+    assert re.fullmatch(r"/run/membroker/gpu-[0-9a-f]{8}/tenants/acme", volume["hostPath"]["path"])
+    (container,) = pod["spec"]["containers"]
+    (mount,) = container["volumeMounts"]
+    assert mount["readOnly"] is True
+    assert {"name": "MEMBROKER_ENDPOINT", "value": mount["mountPath"]} in container["env"]
+
+
+def test_the_cluster_configuration_fits_the_manifests() -> None:
+    found = load(DEPLOY / "kubernetes" / "membrokerd.toml", {}, env={}, uid=0)
+    daemonset = (DEPLOY / "kubernetes" / "daemonset.yaml").read_text()
+    assert f"containerPort: {found.metrics.port}" in daemonset
+    assert f"path: {found.runtime_directory}\n" in daemonset
+    tenant = (DEPLOY / "kubernetes" / "example-tenant.yaml").read_text()
+    assert f"supplementalGroups: [{found.tenants['acme'].group}]" in tenant
+
+
+# --- Docker ---
+
+
+def test_the_image_copies_what_the_wheel_is_made_of() -> None:
+    """The paths exist, the ignore file lets them through, and nothing is installed editable."""
+    text = (DEPLOY / "Dockerfile").read_text()
+    ignore = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    copied = [path for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for path in line.split()]
+    assert copied
+    for path in copied:
+        assert (DEPLOY.parent / path).exists(), path
+        assert f"!{path}" in ignore
+    assert "[broker,cuda]" in text
+    assert not re.search(r"pip install.*(-e|--editable)\b", text)
+    assert not re.search(r"https?://", text), "no registry is named: pip's own configuration decides"
+
+
+# --- Prometheus ---
+
+
+def test_alerts_speak_of_metrics_that_exist() -> None:
+    text = (DEPLOY / "prometheus" / "alerts.yml").read_text()
+    used = set(re.findall(r"\bmembroker_[a-z_]+", text))
+    assert used
+    assert used <= set(metrics.ALL)
+
+
+def test_alerts_select_labels_that_exist() -> None:
+    text = (DEPLOY / "prometheus" / "alerts.yml").read_text()
+    for name, label in re.findall(r"(membroker_\w+)\{(\w+)=", text):
+        assert label in metrics.ALL[name].labels
+
+
+def test_prometheus_accepts_the_configuration_and_the_rules() -> None:
+    promtool = tool("promtool", "Debian: apt-get install prometheus")
+    assert "SUCCESS" in check(promtool, "check", "rules", DEPLOY / "prometheus" / "alerts.yml")
+    assert "SUCCESS" in check(promtool, "check", "config", DEPLOY / "prometheus" / "scrape.yml")
+
+
+RULE_TESTS = """
+rule_files: [RULES]
+evaluation_interval: 1m
+tests:
+  - interval: 1m
+    input_series:
+      - {series: 'membroker_device_headroom_bytes{gpu_uuid="g",location="device"}', values: '2048x30'}
+      - {series: 'membroker_device_gate_reserve_bytes{gpu_uuid="g",location="device"}', values: '256x30'}
+      - {series: 'membroker_device_unaccounted_bytes{gpu_uuid="g",location="device"}', values: '1792x10 1793x20'}
+      - {series: 'membroker_model_denials_total{gpu_uuid="g",tenant="a",model="m",reason="DEVICE_FULL"}',
+         values: '_x5 1x25'}
+      - {series: 'membroker_model_denials_total{gpu_uuid="g",tenant="a",model="m",reason="MODEL_LIMIT"}',
+         values: '0+1x30'}
+      - {series: 'membroker_sessions{gpu_uuid="g",state="detached"}', values: '1x30'}
+    alert_rule_test:
+      - {eval_time: 10m, alertname: MembrokerUnaccounted, exp_alerts: []}
+      - eval_time: 14m
+        alertname: MembrokerUnaccounted
+        exp_alerts: [{exp_labels: {severity: warning, gpu_uuid: g, location: device}, exp_annotations: ANY}]
+      - {eval_time: 4m, alertname: MembrokerDeviceFull, exp_alerts: []}
+      - eval_time: 5m
+        alertname: MembrokerDeviceFull
+        exp_alerts: [{exp_labels: {severity: critical, gpu_uuid: g, tenant: a, model: m, reason: DEVICE_FULL},
+          exp_annotations: ANY}]
+      - {eval_time: 20m, alertname: MembrokerDeviceFull, exp_alerts: []}
+      - {eval_time: 9m, alertname: MembrokerSessionsDetached, exp_alerts: []}
+      - eval_time: 10m
+        alertname: MembrokerSessionsDetached
+        exp_alerts: [{exp_labels: {severity: warning, gpu_uuid: g, state: detached}, exp_annotations: ANY}]
+"""
+
+
+def test_alerts_fire_when_they_should_and_not_before(tmp_path: Path) -> None:
+    """The gate's reserve is part of the headroom; the very first DEVICE_FULL counts, and ten minutes later no more."""
+    promtool = tool("promtool", "Debian: apt-get install prometheus")
+    rules = tmp_path / "alerts.yml"
+    text = (DEPLOY / "prometheus" / "alerts.yml").read_text()
+    # promtool compares annotations word by word; what is tested here is when an alert fires.
+    rules.write_text(re.sub(r"^ +annotations:\n(?: {10}.*\n)+", "", text, flags=re.MULTILINE))
+    test = tmp_path / "test.yml"
+    test.write_text(RULE_TESTS.replace("RULES", str(rules)).replace("exp_annotations: ANY", "exp_annotations: {}"))
+    check(promtool, "test", "rules", test)

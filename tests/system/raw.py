@@ -1,0 +1,213 @@
+"""A bare client, without the library: what a stranger's program, or a broken one, can say to a broker.
+
+`Session` speaks frames on the handoff socket, `Asker` puts the same requests over either transport and hands back
+what was answered as it is, refusals as `google.rpc.Status`. Every read has a deadline, so a daemon that hangs fails
+the test.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.status_pb2 import Status
+from membroker import handoff
+from membroker.v1 import broker_pb2 as bpb
+from membroker.v1 import broker_pb2_grpc
+from membroker.v1 import handoff_pb2 as pb
+
+SECONDS = 10.0
+_ids = itertools.count(1)
+
+
+def info(status: Status) -> ErrorInfo:
+    """Return the ErrorInfo of a refusal, which must be there and be ours."""
+    found = ErrorInfo()
+    assert status.details, f"no details: {status}"
+    assert status.details[0].Unpack(found), status
+    assert found.domain == "membroker"
+    assert status.message, status
+    assert "<" not in status.message, status.message
+    return found
+
+
+def reason(answer: Any) -> str:
+    """Return why it was refused."""
+    assert isinstance(answer, Status), f"not refused: {answer}"
+    return str(info(answer).reason)
+
+
+class Connection:
+    """A handoff connection on which nothing was said yet."""
+
+    def __init__(self, endpoint: Path) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock.settimeout(SECONDS)
+        self.sock.connect(os.fspath(endpoint / "handoff.sock"))
+
+    def send(self, frame: pb.Frame) -> None:
+        """Send a frame."""
+        self.sock.send(frame.SerializeToString())
+
+    def send_bytes(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send a packet of anything."""
+        handoff.send(self.sock, data, descriptors)
+
+    def receive(self) -> handoff.Packet:
+        """Return the next packet; its descriptors are closed."""
+        packet = handoff.receive(self.sock)
+        handoff.close_all(packet.descriptors)
+        return packet
+
+    def last_words(self) -> Status | None:
+        """Read until the broker ends the connection, and return the refusal that it said last, if any."""
+        last = None
+        with suppress(handoff.EndOfConnection, ConnectionResetError):
+            while True:
+                frame = self.receive().frame
+                if frame.reply.HasField("error"):
+                    last = frame.reply.error
+        return last
+
+    def close(self) -> None:
+        """Hang up."""
+        self.sock.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Session(Connection):
+    """A connection whose Hello was answered. Ends with Goodbye, as long as the broker listens."""
+
+    def __init__(self, endpoint: Path, *, observer: bool = False, client: str = "raw") -> None:
+        super().__init__(endpoint)
+        self.endpoint = endpoint
+        try:
+            self.send(hello(observer=observer, client=client))
+            packet = handoff.receive(self.sock)
+            assert packet.frame.HasField("welcome"), packet.frame
+        except BaseException:
+            self.sock.close()
+            raise
+        self.welcome = packet.frame.welcome
+        self.token = self.welcome.token
+        self.notices = socket.socket(fileno=packet.descriptors[0])
+        self.notices.settimeout(SECONDS)
+
+    def answer(self, request_id: int, *, acknowledge: bool = True) -> tuple[Any, list[int]]:
+        """Return the Reply to a request, as its response or its Status, and the ids that were delivered before."""
+        ids: list[int] = []
+        while True:
+            frame = self.receive().frame
+            if frame.request_id != request_id:
+                continue
+            if frame.HasField("reply"):
+                kind = frame.reply.WhichOneof("result")
+                return getattr(frame.reply, kind), ids
+            ids += frame.delivery.extent_ids
+            if acknowledge:
+                self.send(pb.Frame(request_id=request_id, ack=pb.Ack(part=frame.delivery.part)))
+
+    def call(self, **kind: Any) -> Any:
+        """Send a request and return its response, or the Status that refuses it."""
+        request_id = next(_ids)
+        self.send(pb.Frame(request_id=request_id, **kind))
+        return self.answer(request_id)[0]
+
+    def borrow(self, model: str, size: int, count: int = 1) -> list[int]:
+        """Return the ids of extents that were granted."""
+        request_id = next(_ids)
+        self.send(pb.Frame(request_id=request_id, allocate=allocation(model, size, count)))
+        answer, ids = self.answer(request_id)
+        assert answer.count == count == len(ids), answer
+        return ids
+
+    def register(self, model: str) -> str:
+        """Register a model and return its resource name."""
+        answer = grpc_call(self.endpoint, self.token, "RegisterModel", bpb.RegisterModelRequest(model_id=model))
+        assert not isinstance(answer, Status), answer
+        return str(answer.name)
+
+    def close(self) -> None:
+        """Say Goodbye, if anybody listens, and close."""
+        with suppress(OSError, handoff.EndOfConnection):
+            self.send(pb.Frame(request_id=next(_ids), goodbye=pb.Goodbye()))
+            while True:
+                self.receive()
+        self.notices.close()
+        super().close()
+
+
+class Asker:
+    """Puts a session's requests by one transport. A delivery is acknowledged, whichever way it was asked for."""
+
+    def __init__(self, session: Session, transport: str) -> None:
+        self.session, self.transport = session, transport
+
+    def allocate(self, model: str, size: int, count: int, location: Any = 0) -> Any:
+        """AllocateExtents."""
+        return self._ask("allocate", "AllocateExtents", allocation(model, size, count, location))
+
+    def release(self, *ids: int) -> Any:
+        """ReleaseExtents."""
+        return self._ask("release", "ReleaseExtents", bpb.ReleaseExtentsRequest(extent_ids=ids))
+
+    def declare(self, model: str, size: int, location: Any = 0) -> Any:
+        """DeclareMemory."""
+        request = bpb.DeclareMemoryRequest(model=model, declared_bytes=size, location=location)
+        return self._ask("declare", "DeclareMemory", request)
+
+    def _ask(self, kind: str, method: str, request: Any) -> Any:
+        if self.transport == "handoff":
+            return self.session.call(**{kind: request})
+        request.request_id = next(_ids)
+        return grpc_call(self.session.endpoint, self.session.token, method, request)
+
+
+def hello(version: int = 1, *, observer: bool = False, client: str = "raw") -> pb.Frame:
+    """Return a Hello."""
+    return pb.Frame(request_id=next(_ids), hello=pb.Hello(protocol_version=version, observer=observer, client=client))
+
+
+def allocation(model: str, size: int, count: int = 1, location: Any = 0) -> bpb.AllocateExtentsRequest:
+    """Return an Allocate."""
+    return bpb.AllocateExtentsRequest(model=model, extent_bytes=size, count=count, location=location)
+
+
+def status_of(error: grpc.RpcError) -> Status | None:
+    """Return the rich status of a failed call; None when gRPC itself refused it."""
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            return Status.FromString(value)
+    return None
+
+
+def grpc_call(endpoint: Path, token: str | None, method: str, request: Any) -> Any:
+    """Return the response of one gRPC call at a tenant's endpoint, or the Status that refuses it."""
+    metadata = () if token is None else (("membroker-token", token),)
+    with grpc.insecure_channel(f"unix:{endpoint}/grpc.sock") as channel:
+        stub = broker_pb2_grpc.BrokerServiceStub(channel)
+        try:
+            return getattr(stub, method)(request, metadata=metadata, timeout=SECONDS)
+        except grpc.RpcError as error:
+            status = status_of(error)
+            if status is None:
+                raise
+            return status
+
+
+def is_readable(sock: socket.socket) -> bool:
+    """Say whether something arrived already."""
+    return bool(select.select([sock], [], [], 0)[0])

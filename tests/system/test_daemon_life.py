@@ -1,0 +1,313 @@
+"""The daemon's own life: it starts in any of its ways, ends in any of its ways, and workers compute on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from membroker.v1 import admin_pb2_grpc, broker_pb2
+
+from tests.daemons import DEFAULTS, MIB, Daemon, running, to_toml, until
+from tests.system.workers import PAGE, ROOT, Worker, as_user, descriptors_at_start, until_clean, worker, workers
+
+NOBODY = 65_534
+
+
+def borrow(one: Worker, daemon: Daemon, transport: str) -> Worker:
+    """Have a worker hold 24 MiB in a pool and 6 in a buffer, with something written in both."""
+    one.connect(daemon, transport=transport)
+    one.do("model = client.register_model('m', virtual_capacity='1GiB'); pool = model.pool('2MiB')")
+    one.do("pool.allocate(0, 24 * MIB); buffer = model.allocate('6MiB')")
+    one.do("view = pool.view(0, 24 * MIB); view[:4] = b'mine'; view[-4:] = b'last'; buffer.view()[:4] = b'also'")
+    return one
+
+
+def check_that_it_computes_on(one: Worker) -> None:
+    """The broker is away: what is mapped is read and written, calls say so, closing says nothing."""
+    assert one.ask("[bytes(view[:4]).decode(), bytes(view[-4:]).decode()]") == ["mine", "last"]
+    one.do("view[:] = bytes(range(256)) * (24 * MIB // 256); buffer.view()[:] = b'x' * (6 * MIB)")
+    assert one.ask("bytes(view[1000 : 1003]) == bytes([232, 233, 234])")
+    for call in (
+        "pool.grow(PAGE)",
+        "model.allocate(PAGE)",
+        "model.declare(PAGE)",
+        "model.stats()",
+        "client.register_model('n')",
+        "client.device()",
+    ):
+        refused = one.refused(call)
+        assert refused.error == "BrokerUnavailable", f"{call}: {refused}"
+        assert "membrokerd" in refused.message, "it does not say how to mend it"
+    assert one.ask("pool.physical_memory_usage") == 24 * MIB
+    one.do("view.release(); pool.deallocate(20 * MIB, 4 * MIB); assert not pool.is_mapped(20 * MIB)")
+    assert one.ask("len(membroker.vmm.host.holders(os.geteuid())) > 0")
+    one.do("pool.close(); buffer.close(); client.close(); client.close()")
+    assert one.ask("[pid for pid, *_ in membroker.vmm.host.holders(os.geteuid()) if pid == os.getpid()]") == []
+
+
+@contextmanager
+def successor(daemon: Daemon) -> Iterator[Daemon]:
+    """Start another daemon in the place of one that has ended; it must stop with status 0."""
+    second = Daemon(daemon.directory, daemon.config)
+    try:
+        yield second
+        assert second.stop() == 0, second.log()
+    finally:
+        second.kill()
+
+
+def refuse_to_start(*arguments: str, **environment: str) -> str:
+    """Run a membrokerd that must not start: it says why in a sentence, and exits 1. Returns the sentence."""
+    command = [sys.executable, "-m", "membrokerd.cli", "--driver", "host", *arguments]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=30, env={**os.environ, **environment}, check=False
+    )
+    assert ran.returncode == 1, f"status {ran.returncode}: {ran.stderr}"
+    assert "Traceback" not in ran.stderr
+    return ran.stderr.strip().splitlines()[-1]
+
+
+# Its end
+
+
+def test_sigterm_ends_it_at_once_and_workers_compute_on(daemon: Daemon, transport: str) -> None:
+    """The operator stops the daemon under two engines, one of them with half of an answer unread."""
+    with worker() as engine, worker() as reader:
+        borrow(engine, daemon, transport)
+        reader.do(f"raw = Raw({str(daemon.endpoint('blue'))!r}, {transport!r}); raw.hello(); raw.send_allocate(4)")
+        reader.do("raw.read_delivery(); raw.import_all(); raw.map_all()")
+        began = time.monotonic()
+        assert daemon.stop() == 0
+        seconds = time.monotonic() - began
+        assert seconds < 3, f"it took {seconds:.1f} s to stop"
+        assert "Traceback" not in daemon.log()
+        assert [path.name for path in daemon.root.rglob("*.sock")] == [], "it left sockets behind"
+        check_that_it_computes_on(engine)
+        assert reader.ask("raw.driver.read(raw.addresses[3], 4).decode()") == "mine"
+        assert engine.finish() == 0
+
+
+def test_sigkill_ends_it_and_workers_compute_on(daemon: Daemon, transport: str) -> None:
+    """The daemon crashes. Its workers feel nothing until they ask for something, and can close all the same."""
+    with worker() as engine:
+        borrow(engine, daemon, transport)
+        daemon.kill()
+        check_that_it_computes_on(engine)
+        assert engine.finish() == 0
+
+
+def test_a_call_in_flight_ends_when_the_daemon_dies(daemon: Daemon, transport: str) -> None:
+    """An engine churns, the daemon is killed under it: the call raises, nothing hangs, and it exits as it should."""
+    with worker() as engine:
+        engine.connect(daemon, transport=transport)
+        engine.do("pool = client.register_model('m', virtual_capacity='1GiB').pool('2MiB')")
+        revision = daemon.device().revision
+        engine.begin("while True:\n    pool.allocate(0, 64 * MIB)\n    pool.deallocate(0, 64 * MIB)\n")
+        until(lambda: daemon.device().revision > revision + 20)
+        daemon.kill()
+        with pytest.raises(Exception, match="BrokerUnavailable"):
+            engine.result()
+        engine.do("pool.close(); client.close()")
+        assert engine.finish() == 0
+
+
+# A new one in its place
+
+
+def test_a_new_daemon_takes_a_dead_ones_place_and_names_its_workers(daemon: Daemon, transport: str) -> None:
+    """After a crash the supervisor starts it anew: sockets are replaced, and the log names who still maps memory.
+
+    The books begin empty and no id comes twice; an old worker connects anew in the same process.
+    """
+    with workers(2) as (holder, idle):
+        borrow(holder, daemon, transport)
+        idle.connect(daemon)
+        first_session = holder.ask("client.session")
+        daemon.kill()
+        before = len(daemon.log())
+        with successor(daemon) as second:
+            at_start = descriptors_at_start(second)
+            said = [line for line in second.log()[before:].splitlines() if "an earlier daemon's worker" in line]
+            assert any(f"pid={holder.pid} " in line and "30.0 MiB" in line for line in said), said
+            assert not any(f"pid={idle.pid} " in line for line in said), said
+            assert second.books().lent_bytes == 0
+            assert holder.ask("bytes(view[:4]).decode()") == "mine"
+            assert holder.refused("pool.grow(PAGE)").error == "BrokerUnavailable"
+            holder.do("view.release(); pool.close(); buffer.close(); client.close()")
+            borrow(holder, second, transport)
+            assert holder.ask("client.session") != first_session
+            assert second.books().lent_bytes == 30 * MIB
+            holder.kill()
+            until_clean(second, at_start)
+
+
+def test_an_old_daemons_stop_leaves_its_successors_sockets(daemon: Daemon) -> None:
+    """A stop and a start overlap as little as they can: the lock is held until exit, and the new sockets stay."""
+    for _ in range(3):
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(30) == 0
+        with successor(daemon) as second, worker() as one:
+            one.connect(second)
+            one.do("client.register_model('m').allocate(PAGE).close(); client.close()")
+
+
+def test_a_second_daemon_for_the_device_refuses_and_names_the_first(daemon: Daemon) -> None:
+    """Somebody starts it twice. The second says whose device it is and harms nothing of the first."""
+    with worker() as engine:
+        borrow(engine, daemon, "handoff")
+        for _ in range(2):
+            said = refuse_to_start("--config", str(daemon.directory / "membrokerd.toml"))
+            assert f"process {daemon.process.pid};" in said
+            assert f"kill {daemon.process.pid}" in said
+        engine.do("pool.grow(PAGE); client.device()")
+        assert daemon.books().lent_bytes == 32 * MIB
+
+
+# Its start
+
+
+def test_a_runtime_path_that_no_socket_can_have_is_refused(tmp_path: Path) -> None:
+    """A Unix socket's path ends at 107 bytes. The sentence has the path, not an errno from inside gRPC."""
+    runtime = tmp_path / ("d" * 100)
+    said = refuse_to_start("--runtime-directory", str(runtime), "--metrics-port", "0")
+    assert str(runtime / "host" / "tenants" / "default" / "handoff.sock") in said
+    assert "107" in said
+    assert "--runtime-directory" in said
+
+
+def test_a_metrics_port_in_use_is_told_in_a_sentence(tmp_path: Path) -> None:
+    """Two exporters want one port. It says which, and what to do; it does not run without its metrics."""
+    with socket.create_server(("127.0.0.1", 0)) as other, tempfile.TemporaryDirectory(prefix="mb-") as runtime:
+        port = other.getsockname()[1]
+        said = refuse_to_start("--runtime-directory", runtime, "--metrics-port", str(port))
+    assert f"127.0.0.1:{port}" in said
+    assert "--metrics-port" in said
+
+
+def test_a_runtime_directory_that_cannot_be_made_is_told_in_a_sentence(tmp_path: Path) -> None:
+    """Its path goes through a file."""
+    (tmp_path / "file").touch()
+    said = refuse_to_start("--runtime-directory", str(tmp_path / "file" / "run"), "--metrics-port", "0")
+    assert str(tmp_path / "file" / "run") in said
+
+
+def test_sockets_and_directories_have_their_modes(daemon: Daemon) -> None:
+    """Who may enter is decided by the file system, so its modes are the security of the whole thing."""
+
+    def mode(*parts: str) -> tuple[str, bool]:
+        found = daemon.root.joinpath(*parts).stat()
+        return oct(stat.S_IMODE(found.st_mode)), stat.S_ISSOCK(found.st_mode)
+
+    for tenant in ("red", "blue"):
+        assert mode("tenants", tenant, "handoff.sock") == ("0o660", True)
+        assert mode("tenants", tenant, "grpc.sock") == ("0o660", True)
+        assert mode("tenants", tenant) == ("0o755", False)
+    assert mode("admin") == ("0o700", False)
+    assert mode("admin", "grpc.sock") == ("0o600", True)
+    assert mode("state") == ("0o700", False)
+    assert mode("state", "lock") == ("0o600", False)
+    assert sorted(path.name for path in daemon.admin.iterdir()) == ["grpc.sock"]
+    assert [path.name for path in (daemon.root / "state").iterdir() if path.is_socket()] == []
+
+
+def test_without_any_configuration_each_user_is_a_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`membrokerd` and nothing else, as a developer starts it; a worker needs to be told nothing either.
+
+    Started by root this runs as an ordinary user, because root's directory is /run/membroker: then two users enter.
+    """
+    user = NOBODY if os.geteuid() == 0 else None
+    if user is not None and shutil.which("setpriv") is None:
+        pytest.skip("no setpriv (util-linux) to become an ordinary user with")
+    runtime = Path(tempfile.mkdtemp(prefix="mb-"))
+    environment = {"XDG_RUNTIME_DIR": str(runtime), "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = str(ROOT)
+    if user is not None:
+        os.chown(runtime, user, user)
+    log = (runtime / "log").open("wb")
+    process = subprocess.Popen(
+        [*as_user(user), sys.executable, "-m", "membrokerd.cli", "--driver", "host", "--metrics-port", "0"],
+        stderr=log,
+        env={**os.environ, **environment},
+    )
+    try:
+        root = runtime / "membroker" / "host"
+        until(lambda: " ready " in (runtime / "log").read_text() or process.poll() is not None)
+        assert process.poll() is None, (runtime / "log").read_text()
+        assert sorted(path.name for path in (root / "tenants").iterdir()) == ["default"]
+        uids = {user if user is not None else os.geteuid(), os.geteuid()}
+        monkeypatch.delenv("MEMBROKER_ENDPOINT", raising=False)
+        entered = []
+        for uid in sorted(uids):
+            entered.append(Worker(uid if uid != os.geteuid() else None, environment))
+            entered[-1].do("client = membroker.connect()")
+            entered[-1].do("buffer = client.register_model('m').allocate('4MiB')")
+            assert entered[-1].ask("[client.tenant, len(client.models())]") == [f"tenants/uid-{uid}", 1]
+        with grpc.insecure_channel(f"unix:{root}/admin/grpc.sock") as channel:
+            stub = admin_pb2_grpc.AdminServiceStub(channel)
+            models = stub.ListModels(broker_pb2.ListModelsRequest(), timeout=10).models
+            url = stub.GetDevice(broker_pb2.GetDeviceRequest(), timeout=10).metrics_url
+        assert {model.name for model in models} == {f"tenants/uid-{uid}/models/m" for uid in uids}
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            assert f'tenant="uid-{os.geteuid()}"' in answer.read().decode()
+        for each in entered:
+            each.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        log.close()
+        shutil.rmtree(runtime)
+
+
+# What it says
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_no_token_is_ever_in_the_log(form: str) -> None:
+    """A token gives calls. Not at debug level, not when a call is refused, not when a wrong one is shown."""
+    with running({"log": {"format": form}}) as daemon, workers(2) as (raw, engine):
+        raw.do(f"raw = Raw({str(daemon.endpoint())!r}, 'grpc'); raw.hello(); raw.send_allocate(4)")
+        engine.connect(daemon, transport="grpc")
+        engine.do("model = client.register_model('other')")
+        engine.refused("model.allocate('1TiB')")
+        tokens = [raw.ask("raw.welcome.token"), engine.ask("client._session.welcome.token")]
+        raw.do("raw.endpoint = raw.endpoint.replace('red', 'blue')")
+        assert raw.refused("raw.send_allocate(1); raw.future.result()")
+        log = daemon.log()
+        assert "debug" in log.lower()
+        for token in tokens:
+            assert len(token) >= 32
+            assert not any(token[at : at + 8] in log for at in range(len(token) - 7)), "a token is in the log"
+        if form == "json":
+            assert all(json.loads(line) for line in log.splitlines())
+
+
+def test_defaults_of_this_module_are_a_configuration(tmp_path: Path) -> None:
+    """What these tests start is what a user could write: the check that the daemon offers agrees."""
+    path = tmp_path / "membrokerd.toml"
+    config: dict[str, Any] = {"runtime_directory": str(tmp_path), **DEFAULTS}
+    path.write_text(to_toml(config))
+    ran = subprocess.run(
+        [sys.executable, "-m", "membrokerd.cli", "--config", str(path), "--check-config"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert PAGE == 2 * MIB

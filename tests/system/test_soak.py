@@ -1,0 +1,130 @@
+"""The soak: twenty workers, tens of thousands of loans, and nothing left of it but a higher revision.
+
+The fault to find is the slow one: a descriptor for each export, a row for each session, a byte for each release.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.daemons import MIB, Daemon, running, until
+from tests.system.workers import Worker, descriptors_at_start, until_clean, workers
+
+pytestmark = pytest.mark.slow
+
+WORKERS = 20
+LOANS = {"handoff": 20_000, "grpc": 4_000}
+"""Allocations, each with its release, of all workers together."""
+WARM_UP = 0.1
+"""Of the loans, as a round before what is measured: threads, arenas and tables find their size."""
+RSS_GROWTH_BYTES = 3 * MIB
+"""What the daemon may have grown by afterwards. 100 bytes kept of each loan over the handoff would be 2 MiB."""
+
+LOOP = """
+import random
+choose = random.Random({seed})
+granted = refused = 0
+held = []
+def give_back():
+    what = held.pop(choose.randrange(len(held)))
+    if isinstance(what, tuple):
+        pool.deallocate(*what)
+    else:
+        what.close()
+while granted < {loans}:
+    while len(held) > choose.randrange(4):
+        give_back()
+    size = choose.choice((1, 1, 1, 2, 4)) * PAGE
+    offset = choose.randrange(0, pool.capacity - size, PAGE)
+    try:
+        if choose.random() < 0.3:
+            held.append(model.allocate(size - 1))
+            view = held[-1].view()
+        else:
+            pool.allocate(offset, size)
+            held.append((offset, size))
+            view = pool.view(offset, size)
+    except membroker.AlreadyMapped:
+        continue
+    except membroker.OutOfMemory:
+        refused += 1
+        while held:
+            give_back()
+        continue
+    assert view[:4] == bytes(4), "lent what somebody had written"
+    view[:4] = b'mine'
+    view.release()
+    granted += 1
+while held:
+    give_back()
+answer = [granted, refused]
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", LOANS)
+def test_the_daemon_is_as_it_was_after_thousands_of_loans(transport: str) -> None:
+    """Twenty engines of two tenants borrow, write, run into the capacity, give back and end, in two rounds.
+
+    After the first round, which warms up, the daemon has its size; after the second it has the same. Its
+    descriptors are exactly those of its start, after both.
+    """
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    with running({"capacity": "64MiB", "model_grace_seconds": 3600, "log": {"level": "info"}}) as daemon:
+        at_start = descriptors_at_start(daemon)
+        soak(daemon, transport, int(LOANS[transport] * WARM_UP), seed)
+        until_clean(daemon, at_start)
+        warm, revision = daemon.resident_bytes(), daemon.device().revision
+        began = time.monotonic()
+        soak(daemon, transport, LOANS[transport], seed + 1)
+        until_clean(daemon, at_start)
+        seconds, grown = time.monotonic() - began, daemon.resident_bytes() - warm
+        print(f"{LOANS[transport]} loans in {seconds:.1f} s; RssAnon {warm // 1024} KiB, grown by {grown // 1024} KiB")
+        assert grown < RSS_GROWTH_BYTES
+        assert daemon.device().revision - revision >= 2 * LOANS[transport], "a debit and a credit for each loan"
+        check_metrics(daemon, int(LOANS[transport] * (1 + WARM_UP)))
+
+
+def soak(daemon: Daemon, transport: str, loans: int, seed: int) -> None:
+    """Run one round to its end. Every tenth worker is killed instead of finishing, with what it holds by then."""
+    with workers(WORKERS) as engines:
+        for number, each in enumerate(engines):
+            each.connect(daemon, ["red", "blue"][number % 2], transport)
+            each.do(f"model = client.register_model('m{number}', virtual_capacity='512MiB'); pool = model.pool('2MiB')")
+        for number, each in enumerate(engines):
+            each.begin(LOOP.format(seed=seed * WORKERS + number, loans=loans // WORKERS))
+        outcomes = [each.result() for each in engines]
+        assert sum(granted for granted, _ in outcomes) == loans
+        assert sum(refused for _, refused in outcomes) > 0, "nobody was ever short: it was no contest"
+        end(engines)
+
+
+def end(engines: list[Worker]) -> None:
+    for number, each in enumerate(engines):
+        if number % 10 == 9:
+            each.do("last = model.allocate(PAGE)")
+            each.kill()
+        else:
+            assert each.finish() == 0
+
+
+def check_metrics(daemon: Daemon, loans: int) -> None:
+    """A scrape says the same as the books: everything given back, the sums equal, no loan forgotten."""
+    totals: dict[str, float] = {}
+    until(lambda: "membroker_device_lent_bytes" in daemon.metrics())
+    for family in text_string_to_metric_families(daemon.metrics()):
+        for sample in family.samples:
+            if sample.labels.get("location", "device") == "device":
+                totals[sample.name] = totals.get(sample.name, 0) + sample.value
+    assert totals["membroker_model_used_bytes"] == 0 == totals["membroker_device_lent_bytes"]
+    assert totals["membroker_device_releasing_bytes"] == totals["membroker_device_unaccounted_bytes"] == 0
+    assert totals["membroker_device_free_bytes"] == totals["membroker_device_capacity_bytes"] == 64 * MIB
+    assert totals["membroker_model_allocations_total"] == totals["membroker_model_releases_total"] >= loans
+    assert totals["membroker_model_denials_total"] > 0
+    assert totals["membroker_sessions"] == 0
+    assert totals["membroker_memory_descriptors_open"] == 1, "the anchor is all the memory that the broker holds"
