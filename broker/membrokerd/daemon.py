@@ -156,6 +156,7 @@ class Daemon:
             "membroker.v1.AdminService",
             lambda server: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, server),
             self._observe_request,
+            self._loop.broker.rules.max_sessions,
         )
         stack.push_async_callback(server.stop, 1.0)
 
@@ -175,6 +176,7 @@ class Daemon:
             "membroker.v1.BrokerService",
             lambda server: broker_pb2_grpc.add_BrokerServiceServicer_to_server(service, server),
             self._observe_request,
+            self._loop.broker.rules.max_sessions,
         )
         stack.push_async_callback(server.stop, 1.0)
         sock = self._home.listen(directory / "handoff.sock", ownership)

@@ -755,6 +755,21 @@ def test_many_that_say_nothing_make_room(scene: Scene) -> None:
     scene.unharmed()
 
 
+def test_idle_grpc_connections_of_one_tenant_leave_the_others_room() -> None:
+    """They cost their tenant nothing and the daemon a descriptor each: above a bound they are closed at once."""
+    with running({"max_sessions": 8}) as daemon, ExitStack() as stack:
+        before = daemon.descriptors()
+        for _ in range(200):
+            idle = stack.enter_context(socket.socket(socket.AF_UNIX))
+            idle.settimeout(raw.SECONDS)
+            idle.connect(str(daemon.endpoint("red") / "grpc.sock"))
+        with suppress(ConnectionResetError):
+            assert idle.recv(1) == b"", "greeted, though far above the bound"
+        until(lambda: daemon.descriptors() <= before + 8 + 16 + 8)
+        with Session(daemon.endpoint("blue")) as session:
+            session.register("m")
+
+
 def test_leaving_models_leaves_nothing_behind(scene: Scene) -> None:
     """A session that registers, declares and leaves under ever new names grows no table that anybody can see."""
     with Session(scene.daemon.endpoint()) as session:

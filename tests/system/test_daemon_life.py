@@ -23,7 +23,7 @@ import pytest
 from membroker.v1 import admin_pb2_grpc, broker_pb2
 
 from tests.daemons import DEFAULTS, MIB, Daemon, running, to_toml, until
-from tests.system.workers import PAGE, ROOT, Worker, as_user, descriptors_at_start, until_clean, worker, workers
+from tests.system.workers import PAGE, Worker, as_user, descriptors_at_start, until_clean, worker, workers
 
 NOBODY = 65_534
 
@@ -235,7 +235,6 @@ def test_without_any_configuration_each_user_is_a_tenant(monkeypatch: pytest.Mon
         pytest.skip("no setpriv (util-linux) to become an ordinary user with")
     runtime = Path(tempfile.mkdtemp(prefix="mb-"))
     environment = {"XDG_RUNTIME_DIR": str(runtime), "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = str(ROOT)
     if user is not None:
         os.chown(runtime, user, user)
     log = (runtime / "log").open("wb")

@@ -42,7 +42,9 @@ def test_a_worker_borrows_writes_grows_and_gives_back(daemon: Daemon, transport:
         engine.do("buffer = model.allocate('5MiB'); buffer.view()[:4] = b'last'")
         assert engine.ask("[buffer.size, buffer.extent_size]") == [5 * MIB, 6 * MIB]
         assert daemon.books().lent_bytes == 18 * MIB
-        stats = engine.ask("(lambda m: [m.books['device'].used, m.books['device'].peak, m.allocations_total])(model.stats())")
+        stats = engine.ask(
+            "(lambda m: [m.books['device'].used, m.books['device'].peak, m.allocations_total])(model.stats())"
+        )
         assert stats == [18 * MIB, 18 * MIB, 4 + 2 + 4 + 1]
         engine.do("buffer.close(); pool.close(); client.close()")
         until_clean(daemon, at_start)

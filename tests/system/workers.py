@@ -52,7 +52,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
+            env={**os.environ, "PYTHONPATH": python_path(), **(environment or {})},
         )
         self.pid = self.process.pid
         self._heard = bytearray()
@@ -147,6 +147,11 @@ def worker() -> Iterator[Worker]:
     """Yield one worker process."""
     with workers(1) as (only,):
         yield only
+
+
+def python_path() -> str:
+    """Return the PYTHONPATH of a worker: where this folder is, before what this process was given."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
 def as_user(user: int | None) -> list[str]:

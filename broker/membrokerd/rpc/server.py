@@ -12,6 +12,8 @@ from grpc_reflection.v1alpha import reflection
 from ..home import Home, Ownership
 from .guard import Guard
 
+CONNECTIONS_BESIDE = 16
+"""Connections of an endpoint above one for each session: health checks, and those that are just going."""
 MAX_MESSAGE_BYTES = 256 * 1024
 """Far above the largest request (4,096 ids), far below what could hurt."""
 
@@ -22,7 +24,6 @@ _OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.so_reuseport", 0),
-    ("grpc.max_allowed_incoming_connections", 50),
 ]
 
 
@@ -33,9 +34,14 @@ async def serve(
     service: str,
     register: Callable[[grpc.aio.Server], None],
     observe: Callable[[str, str, float], None],
+    max_sessions: int,
 ) -> grpc.aio.Server:
-    """Start a server at `public` with one of our services, health and reflection."""
-    server = grpc.aio.server(interceptors=[Guard(observe)], options=_OPTIONS)
+    """Start a server at `public` with one of our services, health and reflection.
+
+    Connections are bounded: one tenant's idle ones could otherwise take every descriptor from all others.
+    """
+    bound = ("grpc.max_allowed_incoming_connections", max_sessions + CONNECTIONS_BESIDE)
+    server = grpc.aio.server(interceptors=[Guard(observe)], options=[*_OPTIONS, bound])
     register(server)
     status = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, server)

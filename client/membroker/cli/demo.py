@@ -171,6 +171,11 @@ class Stage:
         """Narrate."""
         self.console.print(text)
 
+    def show_moment(self) -> None:
+        """Print the table where it cannot be live: a moment of a scene that its end does not show."""
+        if not self.console.is_terminal:
+            self.console.print(self.broker.table())
+
     @contextmanager
     def scene(self, title: str) -> Iterator[Callable[[], None]]:
         """Show the table while a scene runs; yields what to call for a fresh one."""
@@ -241,6 +246,8 @@ def _trade(stage: Stage, red: Worker, blue: Worker) -> int:
             for worker, phase in ((red, 0.0), (blue, 0.5)):
                 _serve(worker, running[worker], _load(step / STEPS + phase), step, numbers)
             show()
+            if step in (STEPS // 4, 3 * STEPS // 4):
+                stage.show_moment()
             time.sleep(0.02)  # for the eye: so that a person can follow the table
         checked = sum(worker.tell("finish all")["checked"] for worker in (red, blue))
     books = [row.books[0] for row in stage.broker.models().values()]
