@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 
 from tests.daemons import Daemon, running
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runtime_directory() -> Iterator[None]:
+    """A user without a login session has no XDG_RUNTIME_DIR, and CI may be one: lend it one."""
+    with tempfile.TemporaryDirectory(prefix="mb-xdg-") as directory, pytest.MonkeyPatch.context() as patch:
+        if "XDG_RUNTIME_DIR" not in os.environ:
+            patch.setenv("XDG_RUNTIME_DIR", directory)
+        yield
 
 
 @pytest.fixture
