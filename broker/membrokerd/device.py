@@ -51,8 +51,20 @@ class Plan:
             settle_ns=int(config.settle_seconds * 1e9),
             model_grace_ns=int(config.model_grace_seconds * 1e9),
             max_sessions=max_sessions,
+            max_sessions_per_tenant=_share(max_sessions, len(config.tenants)),
             max_models_per_tenant=config.max_models_per_tenant,
         )
+
+
+def _share(sessions: int, tenants: int) -> int | None:
+    """Return how many sessions one tenant may have, so that it cannot shut the others out.
+
+    Each other configured tenant keeps half of an equal share; where each uid is a tenant, the others keep a quarter.
+    """
+    if tenants == 1:
+        return None
+    kept = sessions // 4 if not tenants else (tenants - 1) * (sessions // (2 * tenants))
+    return max(1, sessions - kept)
 
 
 def _put(

@@ -71,7 +71,10 @@ class Loop:
         for fact in step.facts:
             logs.log_fact(fact)
         for effect in step.effects:
-            self._carry_out(effect)
+            try:
+                self._carry_out(effect)
+            except Exception as error:  # noqa: BLE001 - the books have changed: the effects behind must happen
+                logs.fault(error, effect=type(effect).__name__)
         if self.broker.settling.waiting:
             self._schedule_audit(RELEASING_AUDIT_SECONDS)
 

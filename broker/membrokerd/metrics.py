@@ -76,7 +76,7 @@ MEMORY_USED = Spec(
 )
 DESCRIPTORS = Spec("membroker_memory_descriptors_open", "gauge", "Descriptors of memory that the broker holds open.")
 SESSIONS = Spec("membroker_sessions", "gauge", "Sessions of workers, observers left out.", ("state",))
-REFUSED = Spec("membroker_connections_refused_total", "counter", "Connections and calls turned away.", ("reason",))
+REFUSED = Spec("membroker_connections_refused_total", "counter", "Handoff connections turned away.", ("reason",))
 NOTICES_DROPPED = Spec("membroker_notices_dropped_total", "counter", "Notices that a session was too slow to take.")
 DRIVER_CALLS = Spec("membroker_driver_call_seconds", "histogram", "Time of one driver call.", ("call",))
 REQUESTS = Spec(

@@ -32,7 +32,8 @@ _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
+    # Named for a pause, it is how long one attempt to connect may take: 50 ms failed calls on a busy machine.
+    ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 200),
 )
 # Channels of a forked child's parent: never collected here, because ending one runs gRPC's code.

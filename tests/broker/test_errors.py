@@ -42,7 +42,8 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.DELIVERY_FAILED: [{"model": MODEL}, {"model": MODEL, "location": "device"}],
     Reason.LOCATION_UNAVAILABLE: [{"location": "host"}],
     Reason.INVALID_SIZE: [
-        {"size_bytes": size, "granularity_bytes": 2 * MIB} for size in (-(1 << 63), 0, (1 << 63) - 1)
+        {"size_bytes": size, "least_bytes": 2 * MIB, "granularity_bytes": 2 * MIB}
+        for size in (-(1 << 63), 0, (1 << 63) - 1)
     ],
     Reason.INVALID_COUNT: [{"count": -1, "max_count": 65_536}],
     Reason.INVALID_NAME: [{"name": ""}, {"name": "a\n\x1b[2J{count}"}],
@@ -57,7 +58,11 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.MODEL_IN_USE: [{"model": MODEL, "used_bytes": 2 * MIB}],
     Reason.EXTENT_NOT_FOUND: [{"extent": (1 << 64) - 1}],
     Reason.TENANT_NOT_FOUND: [{"tenant": "green"}],
-    Reason.TOO_MANY_SESSIONS: [{"limit": 16, "of": "process"}, {"limit": 128, "of": "broker"}],
+    Reason.TOO_MANY_SESSIONS: [
+        {"limit": 16, "of": "process"},
+        {"limit": 128, "of": "broker"},
+        {"limit": 64, "of": "tenant"},
+    ],
     Reason.TOO_MANY_MODELS: [{"limit": 256, "tenant": "red"}],
     Reason.TOO_MANY_REQUESTS: [{"limit": 16}],
     Reason.TOKEN_REQUIRED: [{}],

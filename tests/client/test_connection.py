@@ -646,6 +646,8 @@ class TestExit:
     def test_exit_without_close(self, daemon: Daemon, transport: str, keeps: str) -> None:
         """A script just ends, with pools, buffers and views in its globals: no noise, no hang, nothing lent."""
         script = f"""
+import atexit
+atexit.register(lambda: say("closed:", client.closed))  # runs after the library's own, which comes later
 client = connect()
 model = client.register_model("m")
 pool = model.pool(PAGE)
@@ -657,6 +659,7 @@ say("end")
 """
         with worker(script, daemon, transport) as process:
             assert heard(process) == "end"
+            assert heard(process) == "closed: True"
             ends(process)
         until(lambda: is_settled(daemon) and not daemon.sessions())
 

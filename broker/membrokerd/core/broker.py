@@ -133,6 +133,9 @@ class Broker:
         mine = sum(1 for row in rows if row.process == event.process and row.state != "releasing")
         if mine >= self.rules.max_sessions_per_process:
             return deny(Reason.TOO_MANY_SESSIONS, limit=self.rules.max_sessions_per_process, of="process")
+        bound = self.rules.max_sessions_per_tenant
+        if bound is not None and sum(1 for row in rows if row.tenant == event.tenant) >= bound:
+            return deny(Reason.TOO_MANY_SESSIONS, limit=bound, of="tenant")
         return None
 
     def _connection_lost(self, event: ev.ConnectionLost, now: int) -> None:
@@ -178,9 +181,10 @@ class Broker:
             if location not in self.rules.capacities:
                 return deny(Reason.LOCATION_UNAVAILABLE, location=location)
             if not 0 <= size <= policy.MAX_BYTES:
-                return deny(Reason.INVALID_SIZE, size_bytes=size, granularity_bytes=1)
+                return deny(Reason.INVALID_SIZE, size_bytes=size, least_bytes=0, granularity_bytes=1)
         if event.virtual_capacity is not None and not 0 < event.virtual_capacity <= policy.MAX_BYTES:
-            return deny(Reason.INVALID_SIZE, size_bytes=event.virtual_capacity, granularity_bytes=1)
+            size = event.virtual_capacity
+            return deny(Reason.INVALID_SIZE, size_bytes=size, least_bytes=1, granularity_bytes=1)
         if row is None:
             return self._refuse_new_model(event)
         if event.exclusive:
@@ -221,7 +225,8 @@ class Broker:
         if event.location not in self.rules.capacities:
             self.answer(event.call, deny(Reason.LOCATION_UNAVAILABLE, location=event.location))
         elif event.limit is not None and not 0 <= event.limit <= policy.MAX_BYTES:
-            self.answer(event.call, deny(Reason.INVALID_SIZE, size_bytes=event.limit, granularity_bytes=1))
+            denied = deny(Reason.INVALID_SIZE, size_bytes=event.limit, least_bytes=0, granularity_bytes=1)
+            self.answer(event.call, denied)
         else:
             self.record(ft.QuotaSet(event.tenant, event.model, event.location, event.limit))
             self.answer(event.call, fx.Done())

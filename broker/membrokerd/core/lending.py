@@ -326,7 +326,7 @@ class Lending:
         if not broker.rules.capacities.get(event.location):
             return deny(Reason.LOCATION_UNAVAILABLE, location=event.location)
         if not 0 <= event.declared_bytes <= policy.MAX_BYTES:
-            return deny(Reason.INVALID_SIZE, size_bytes=event.declared_bytes, granularity_bytes=1)
+            return deny(Reason.INVALID_SIZE, size_bytes=event.declared_bytes, least_bytes=0, granularity_bytes=1)
         charge = broker.ledger.sessions[event.session].charges.get((event.name, event.location))
         more = event.declared_bytes - (charge.declared if charge else 0)
         return policy.admit(broker.ledger, broker.rules, event.name, event.location, more) if more > 0 else None

@@ -35,6 +35,7 @@ class Rules:
     model_grace_ns: int = 60_000_000_000
     max_sessions: int = 128
     max_sessions_per_process: int = 16
+    max_sessions_per_tenant: int | None = None
     max_models_per_tenant: int = 256
     max_calls_per_session: int = 16
 
@@ -94,7 +95,8 @@ def check_extents(rules: Rules, location: Location, extent_bytes: int, count: in
     if not capacity:
         return deny(Reason.LOCATION_UNAVAILABLE, location=location)
     if not 0 < extent_bytes <= MAX_BYTES or extent_bytes % rules.granularity:
-        return deny(Reason.INVALID_SIZE, size_bytes=extent_bytes, granularity_bytes=rules.granularity)
+        granule = rules.granularity
+        return deny(Reason.INVALID_SIZE, size_bytes=extent_bytes, least_bytes=granule, granularity_bytes=granule)
     if not 0 < count <= MAX_COUNT:
         return deny(Reason.INVALID_COUNT, count=count, max_count=MAX_COUNT)
     return None

@@ -55,6 +55,7 @@ class Connection:
         self._session: int | None = None
         self._tenant = ""
         self._outgoing: deque[_Outgoing] = deque()
+        self._blocked = False
         self._closed = False
         self._closing = False
         self._watching = True
@@ -177,8 +178,7 @@ class Connection:
 
     def _refuse(self, request_id: int, denied: Denied) -> None:
         """Answer with a refusal and end the connection once it is sent."""
-        logs.log("connection refused", endpoint=self._listener.endpoint, pid=self._peer.pid, reason=denied.reason.value)
-        self._listener.count_refused(denied.reason)
+        self._listener.refused(denied.reason, pid=self._peer.pid)
         self._last(_reply_frame(request_id, denied))
 
     def _last(self, frame: pb.Frame) -> None:
@@ -234,8 +234,10 @@ class Connection:
             try:
                 handoff.send(self._sock, outgoing.data, outgoing.descriptors)
             except BlockingIOError:
-                self._io.remove_reader(self._sock)
-                self._io.add_writer(self._sock, self._flush)
+                if not self._blocked:
+                    self._blocked = True
+                    self._io.remove_reader(self._sock)
+                    self._io.add_writer(self._sock, self._flush)
                 return
             except OSError as error:
                 self.close(error.strerror or "broken")
@@ -244,10 +246,11 @@ class Connection:
             self._close_descriptors(outgoing)
         if self._closed:
             return
-        self._io.remove_writer(self._sock)
         if self._closing:
             self.close("done")
-        else:
+        elif self._blocked:
+            self._blocked = False
+            self._io.remove_writer(self._sock)
             self._io.add_reader(self._sock, self._readable)
 
     def _close_descriptors(self, outgoing: _Outgoing) -> None:

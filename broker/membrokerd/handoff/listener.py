@@ -25,6 +25,7 @@ ACCEPTS_PER_TURN = 32
 MAX_SILENT = 64
 """Connections of one endpoint that have not said Hello. The oldest makes room for the newest."""
 HELLO_SECONDS = 5.0
+REFUSED_LINE_SECONDS = 1.0
 PAUSE_SECONDS = 0.1
 """How long accepting rests when the process has no descriptor left."""
 
@@ -60,6 +61,8 @@ class Listener:
         self._tenant = tenant
         self._uids = uids
         self._traffic = traffic
+        self._unsaid = 0
+        self._silent_until = 0.0
         self._silent: dict[Connection, asyncio.TimerHandle] = {}
         self._greeted: dict[int, Connection] = {}
         self._io = asyncio.get_running_loop()
@@ -77,8 +80,7 @@ class Listener:
             except BlockingIOError:
                 return
             except OSError as error:
-                logs.log("cannot accept", endpoint=self.endpoint, error=error.strerror)
-                self._traffic.refused[Reason.DESCRIPTORS_EXHAUSTED] += 1
+                self.refused(Reason.DESCRIPTORS_EXHAUSTED, error=error.strerror)
                 self._io.remove_reader(self._sock)
                 self._io.call_later(PAUSE_SECONDS, self._resume)
                 return
@@ -106,8 +108,7 @@ class Listener:
             next(iter(self._silent)).close("too many connections said no Hello")
 
     def _turn_away(self, sock: socket.socket, error: Unattested) -> None:
-        self.count_refused(error.denied.reason)
-        logs.log("connection refused", endpoint=self.endpoint, reason=error.denied.reason.value)
+        self.refused(error.denied.reason)
         reply = pb.Frame(reply=pb.Reply(error=to_status(error.denied)))
         try:
             handoff.send(sock, handoff.encode(reply))
@@ -134,9 +135,15 @@ class Listener:
         if connection is not None:
             connection.forget_process()
 
-    def count_refused(self, reason: Reason) -> None:
-        """Count a connection that was refused."""
+    def refused(self, reason: Reason, **fields: object) -> None:
+        """Count a connection that was refused, and say so once a second: nobody may fill the log by connecting."""
         self._traffic.refused[reason.value] += 1
+        self._unsaid += 1
+        if self._io.time() < self._silent_until:
+            return
+        logs.log("connection refused", endpoint=self.endpoint, reason=reason.value, count=self._unsaid, **fields)
+        self._unsaid = 0
+        self._silent_until = self._io.time() + REFUSED_LINE_SECONDS
 
     def count_dropped_notice(self) -> None:
         """Count a notice that its session did not make room for."""

@@ -6,6 +6,7 @@ Owns the pidfd, which is free of pid reuse and readable when the process is dead
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import socket
@@ -19,6 +20,7 @@ from ..core.denied import Denied, Reason, deny
 
 _SO_PEERPIDFD = getattr(socket, "SO_PEERPIDFD", 77)
 _CREDENTIALS = struct.Struct("3i")
+_unseen = itertools.count()
 _DRAINED_PACKETS = 64
 
 
@@ -93,7 +95,8 @@ def _identify(connection: socket.socket, pid: int) -> tuple[int, str]:
     except OSError:
         os.close(pidfd)
         raise
-    return pidfd, f"pid:{pid}:{_start_time(pid)}"
+    # Two containers' processes both have pid 0 here: what cannot be told apart must not count as one.
+    return pidfd, f"pid:{pid}:{_start_time(pid)}" if pid else f"unseen:{next(_unseen)}"
 
 
 def _identify_by_pid(pid: int) -> tuple[int, str]:

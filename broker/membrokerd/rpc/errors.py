@@ -52,7 +52,9 @@ _TABLE: Mapping[Reason, _Row] = {
         Code.FAILED_PRECONDITION, "this broker lends no {location} memory (`host_capacity` in its configuration)"
     ),
     Reason.INVALID_SIZE: _Row(
-        Code.INVALID_ARGUMENT, "{size_bytes} bytes is no size here: it must be positive and a multiple of {granularity}"
+        Code.INVALID_ARGUMENT,
+        "{size_bytes} bytes is no size here: it must be at least {least}, less than 2^63 bytes "
+        "and a multiple of {granularity}",
     ),
     Reason.INVALID_COUNT: _Row(Code.INVALID_ARGUMENT, "a count must be between 1 and {max_count}, not {count}"),
     Reason.INVALID_NAME: _Row(

@@ -47,7 +47,7 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_INVALID_SIZE: _ErrorReason.ValueType  # 20
     """--- Arguments. Retry: never. ---
 
-    A size is not positive, not a multiple of the granularity, or beyond what the device could ever hold.
+    A size is too small, too large for the wire, or not a multiple of the granularity.
     """
     ERROR_REASON_INVALID_COUNT: _ErrorReason.ValueType  # 21
     """A count is zero, negative, or above the stated bound."""
@@ -135,7 +135,7 @@ ERROR_REASON_LOCATION_UNAVAILABLE: ErrorReason.ValueType  # 8
 ERROR_REASON_INVALID_SIZE: ErrorReason.ValueType  # 20
 """--- Arguments. Retry: never. ---
 
-A size is not positive, not a multiple of the granularity, or beyond what the device could ever hold.
+A size is too small, too large for the wire, or not a multiple of the granularity.
 """
 ERROR_REASON_INVALID_COUNT: ErrorReason.ValueType  # 21
 """A count is zero, negative, or above the stated bound."""
