@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
+
 from membroker.v1 import admin_pb2_grpc, broker_pb2
 
 _T = TypeVar("_T")

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from membroker.vmm.driver import DeviceInfo, MemoryInfo
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from membroker.vmm.driver import DeviceInfo, MemoryInfo
 
 from .core.events import Location
 from .core.lifecycles import SESSION

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from membrokerd import config
 from membrokerd.config import ConfigError, load
 

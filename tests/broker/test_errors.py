@@ -9,11 +9,12 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import membrokerd
 import pytest
 from google.rpc.code_pb2 import Code
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, PreconditionFailure, QuotaFailure, RetryInfo
 from google.rpc.status_pb2 import Status
+
+import membrokerd
 from membroker.v1 import error_reason_pb2
 from membrokerd.core.denied import Denied, Reason, deny
 from membrokerd.rpc.convert import Refused, parse_model

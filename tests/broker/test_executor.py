@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
 from membroker.handoff import close_all
 from membroker.vmm import DriverError, DriverLimit, DriverOutOfMemory, Handle, Location, MemoryInfo
 from membroker.vmm.host import HostDriver

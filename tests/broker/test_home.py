@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from membrokerd.home import MAX_PATH_BYTES, Home, HomeError, Ownership, clear_private
 
 _OWN = """

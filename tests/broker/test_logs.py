@@ -9,15 +9,15 @@ import logging
 import typing
 from collections.abc import Callable, Iterator
 
-import membroker
 import pytest
+from tests.daemons import Daemon
+
+import membroker
 from membrokerd import logs
 from membrokerd.config import LogConfig
 from membrokerd.core import facts as ft
 from membrokerd.core.denied import Reason, deny
 from membrokerd.core.events import ModelName
-
-from tests.daemons import Daemon
 
 NAME = ModelName("acme", "llama-7b")
 FACTS: tuple[ft.Fact, ...] = (

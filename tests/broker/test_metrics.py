@@ -13,14 +13,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
 from membroker.vmm.driver import DeviceInfo, MemoryInfo
 from membrokerd import metrics, metrics_server
 from membrokerd.core.events import ModelName
 from membrokerd.core.snapshot import LocationView, ModelLocationView, ModelView, SessionView, Snapshot
 from membrokerd.metrics import Metrics, MetricsView
 from membrokerd.metrics_server import MetricsServer
-from prometheus_client import generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 MIB = 1 << 20
 UUID = "GPU-12345678-0000-0000-0000-000000000000"

@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+
 from membrokerd.core.denied import Reason
 from membrokerd.handoff import peer as module
 from membrokerd.handoff.peer import Unattested, attest, hang_up

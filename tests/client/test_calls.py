@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
+
 from membroker import handoff
 from membroker.calls import Outcome
 from membroker.connection import Connection

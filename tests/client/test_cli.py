@@ -14,15 +14,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import membroker
 import pytest
+from tests.daemons import MIB, Daemon
+
+import membroker
 from membroker.cli import main as cli
 from membroker.cli import tables
 from membroker.cli.admin import admin_socket
 from membroker.errors import InvalidRequest
 from membroker.types import ModelBooks, ModelStatus
-
-from tests.daemons import MIB, Daemon
 
 COMMAND = [sys.executable, "-m", "membroker.cli.main"]
 

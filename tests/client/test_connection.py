@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import membroker
 import pytest
-from membroker import client as client_module
-
 from tests.daemons import Daemon, until
+
+import membroker
+from membroker import client as client_module
 
 MIB = 1 << 20
 PAGE = 2 * MIB

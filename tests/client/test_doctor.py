@@ -11,11 +11,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from tests.daemons import Daemon
+
 from membroker.cli import doctor
 from membroker.cli import main as cli
 from membroker.vmm.driver import DriverError, DriverUnavailable
-
-from tests.daemons import Daemon
 
 
 def test_this_machine_passes_and_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import membroker
 import pytest
+
+import membroker
 from membroker import endpoint
 from membroker.errors import AccessDenied, BrokerUnavailable, InvalidRequest
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import membroker
 import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
+
+import membroker
 from membroker import errors
 from membroker.v1 import error_reason_pb2
 

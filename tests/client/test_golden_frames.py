@@ -24,14 +24,14 @@ from google.protobuf.message_factory import GetMessageClass
 from google.rpc.code_pb2 import Code
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
+from tests.daemons import Daemon
+from tests.system.raw import Session, grpc_call
+
 from membroker import handoff
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membrokerd.core.denied import Reason, deny
 from membrokerd.rpc.errors import to_status
-
-from tests.daemons import Daemon
-from tests.system.raw import Session, grpc_call
 
 DOCS = Path(__file__).parents[2] / "docs"
 GOLDEN = DOCS / "golden-frames.json"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import membroker
 import pytest
+
+import membroker
 
 HEAVY = ("grpc", "google", "torch", "cuda", "numpy", "cupy", "rich")
 

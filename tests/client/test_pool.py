@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from tests.client.lender import MIB, PAGE, Lender
+
 from membroker.errors import (
     AlreadyMapped,
     ClosedError,
@@ -18,8 +20,6 @@ from membroker.errors import (
     OutOfMemory,
 )
 from membroker.pool import VirtualMemoryPool
-
-from tests.client.lender import MIB, PAGE, Lender
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from tests.client.lender import PAGE, FlakyDriver
+
 from membroker.region import Region
 from membroker.vmm.driver import DriverError, Handle, Location
 from membroker.vmm.host import HostDriver
-
-from tests.client.lender import PAGE, FlakyDriver
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from membrokerd import metrics
 from membrokerd.config import load
 from membrokerd.config_values import KEYS

@@ -13,6 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from google.protobuf.message import Message
+
 from membroker import handoff
 from membroker.v1 import handoff_pb2 as pb
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
+
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import resources_pb2 as rpb
 from membroker.vmm import DeviceInfo, MemoryInfo

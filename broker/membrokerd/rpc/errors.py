@@ -9,6 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc.code_pb2 import Code
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, PreconditionFailure, QuotaFailure, RetryInfo
 from google.rpc.status_pb2 import Status
+
 from membroker.vmm import format_size
 
 from ..core.denied import Denied, Reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import policy

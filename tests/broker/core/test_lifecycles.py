@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from membrokerd.core import facts as ft
 from membrokerd.core import lifecycles
 from membrokerd.core.events import ModelName

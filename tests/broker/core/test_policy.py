@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
 from membrokerd.core.denied import Denied, Reason

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from membroker.testing import CHECKS
-
 from tests.fakes import build_fake_cuda
+
+from membroker.testing import CHECKS
 
 if os.environ.get("MEMBROKER_REQUIRE_FAKE_CUDA") != "1":
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+
 from membroker._testing import TRUTH_BYTES, child_process, keep_descriptor, keep_mapping
 from membroker.testing import CHECKS, MakeDriver, check_driver, wait_until
 from membroker.vmm import (

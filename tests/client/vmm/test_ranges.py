@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+
 from membroker.vmm import AccessFlags, AddressRange, DriverError, Location, MappedRange, PhysicalMemory
 from membroker.vmm.host import GRANULARITY, HostDriver
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from membroker.vmm.sizes import GIB, MAX_BYTES, MIB, format_size, is_power_of_two, parse_size, round_up
 
 
