@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
+
 from membroker import handoff
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import broker_pb2_grpc

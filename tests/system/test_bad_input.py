@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
-import membroker
 import pytest
 from google.rpc.status_pb2 import Status
+from tests.daemons import MIB, Daemon, running, until
+from tests.system import raw
+from tests.system.raw import Asker, Connection, Session, reason
+
+import membroker
 from membroker import handoff
 from membroker.v1 import admin_pb2, broker_pb2_grpc, resources_pb2
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
-
-from tests.daemons import MIB, Daemon, running, until
-from tests.system import raw
-from tests.system.raw import Asker, Connection, Session, reason
 
 PAGE = 2 * MIB
 ROOT = Path(__file__).parents[2]

@@ -20,10 +20,10 @@ from typing import Any
 
 import grpc
 import pytest
-from membroker.v1 import admin_pb2_grpc, broker_pb2
-
 from tests.daemons import DEFAULTS, MIB, Daemon, running, to_toml, until
 from tests.system.workers import PAGE, Worker, as_user, descriptors_at_start, until_clean, worker, workers
+
+from membroker.v1 import admin_pb2_grpc, broker_pb2
 
 NOBODY = 65_534
 

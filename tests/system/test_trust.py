@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from tests.daemons import Daemon, running
 
 pytestmark = pytest.mark.root

@@ -324,6 +324,7 @@ class Raw:
 
     def _call(self, method: str, request: Any) -> Any:
         import grpc
+
         from membroker.v1 import broker_pb2_grpc
 
         self.channel = grpc.insecure_channel(f"unix:{self.endpoint}/grpc.sock")

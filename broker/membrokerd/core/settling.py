@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from .broker import Broker
 
 
-NOTICE_NS = 500_000_000
-"""How late a death may be told after its memory is gone. Shorter than the time between two audits at rest."""
+NOTICE_NS = 1_000_000_000
+"""How late a death may be told after its memory is gone: as long as between two audits at rest."""
 
 
 @dataclass(slots=True)

@@ -97,3 +97,18 @@ def test_a_stranger_leaves_no_mark_on_a_model(story: Story) -> None:
     stranger = story.open(tenant="u")
     story.allocate(stranger, 1)
     assert not story.broker.denials
+
+
+def test_memory_that_goes_before_its_holders_death_is_told_is_credited_at_once(story: Story) -> None:
+    """A dying process gives its memory up before its pidfd says so, and an audit in between sees the fall already."""
+    session = story.open()
+    story.allocate(session, 64)
+    story.made(session)
+    story.tell(ev.Acknowledge(session, 2, 0))
+    story.tell(ev.Audit({"device": PACKET}))
+    story.now = 10_000_000
+    story.tell(ev.Audit({"device": 0}))
+    assert story.broker.ledger.totals["device"].lent == PACKET
+    story.now = 20_000_000
+    story.tell(ev.ProcessDied(session, {"device": 0}))
+    assert story.releasing() == 0
