@@ -1,0 +1,79 @@
+"""A client from nothing but the generated stubs and recvmsg: the handoff of docs/protocol.md, on the host twin.
+
+python examples/bare_client.py ENDPOINT     (the directory of a tenant: <runtime>/host/tenants/default)
+"""
+
+from __future__ import annotations
+
+import array
+import mmap
+import os
+import socket
+import sys
+
+import grpc
+
+from membroker.v1 import broker_pb2, broker_pb2_grpc
+from membroker.v1.handoff_pb2 import Ack, Delivery, Frame, Goodbye, Hello
+
+CONTROL_BYTES = socket.CMSG_SPACE(64 * 4)  # one packet brings at most 64 descriptors
+
+
+def receive(broker: socket.socket) -> tuple[Frame, list[int]]:
+    """Return the next frame and the descriptors that came with it, which are the caller's to close."""
+    data, control, flags, _ = broker.recvmsg(65_536, CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i", b"".join(payload for _, _, payload in control))
+    frame = Frame.FromString(data)
+    if not data or flags & socket.MSG_CTRUNC or frame.reply.HasField("error"):
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise SystemExit(frame.reply.error.message or "the broker is gone, or this process is out of descriptors")
+    return frame, list(descriptors)
+
+
+def borrow(broker: socket.socket, request: Frame) -> tuple[list[int], list[mmap.mmap]]:
+    """Ask for extents; return their ids and their mappings, each packet acknowledged as soon as it is mapped."""
+    ids: list[int] = []
+    mappings: list[mmap.mmap] = []
+    broker.send(request.SerializeToString())
+    while True:
+        frame, descriptors = receive(broker)
+        if frame.HasField("reply"):  # the last frame of the call
+            return ids, mappings
+        delivery: Delivery = frame.delivery
+        for extent_id, descriptor in zip(delivery.extent_ids, descriptors, strict=True):
+            mappings.append(mmap.mmap(descriptor, delivery.extent_bytes))  # MAP_SHARED, readable and writable
+            os.close(descriptor)
+            ids.append(extent_id)
+        broker.send(Frame(request_id=request.request_id, ack=Ack(part=delivery.part)).SerializeToString())
+
+
+def main(endpoint: str) -> None:
+    """Open a session, register a model, borrow two pages, write to them, and give everything back."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as broker:
+        broker.connect(f"{endpoint}/handoff.sock")
+        broker.send(Frame(request_id=1, hello=Hello(protocol_version=1, client="bare")).SerializeToString())
+        frame, (notices,) = receive(broker)
+        welcome = frame.welcome
+        print(f"welcome: {welcome.tenant} on {welcome.driver}, granularity {welcome.granularity_bytes}")
+        with grpc.insecure_channel(f"unix:{endpoint}/grpc.sock") as channel:
+            register = broker_pb2_grpc.BrokerServiceStub(channel).RegisterModel
+            request = broker_pb2.RegisterModelRequest(request_id=2, model_id="bare")
+            model = register(request, metadata=(("membroker-token", welcome.token),)).name
+        allocate = broker_pb2.AllocateExtentsRequest(model=model, extent_bytes=welcome.granularity_bytes, count=2)
+        ids, pages = borrow(broker, Frame(request_id=3, allocate=allocate))
+        for number, page in enumerate(pages):
+            page[:6] = b"page %d" % number
+        print(f"borrowed {len(ids)} pages for {model}: {', '.join(page[:6].decode() for page in pages)}")
+        for page in pages:  # unmapped first: a release is this session's word that it has let go
+            page.close()
+        release = broker_pb2.ReleaseExtentsRequest(extent_ids=ids)
+        broker.send(Frame(request_id=4, release=release).SerializeToString())
+        print(f"released {receive(broker)[0].reply.release.released_bytes} bytes")
+        broker.send(Frame(request_id=5, goodbye=Goodbye()).SerializeToString())
+        print(f"last word: {receive(broker)[0].reply.WhichOneof('result')}")
+        os.close(notices)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
