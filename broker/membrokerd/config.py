@@ -132,7 +132,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}; name a readable file with --config"]) from error
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path}: is not UTF-8 text (byte {error.start}); TOML is always UTF-8"]) from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no TOML, a number of 5,000 digits, 10,000 lists in each other
         raise ConfigError([f"{path}: is not TOML: {error}"]) from error
 
 

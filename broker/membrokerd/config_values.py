@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import grp
-import math
 import pwd
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -78,7 +77,7 @@ def seconds(low: float) -> Check:
 
     def check(value: Any) -> float:
         number = _is_int(value) or isinstance(value, float)
-        if not number or not math.isfinite(value) or not low <= value <= 86_400:
+        if not number or not low <= value <= 86_400:
             raise ValueError(f"write a number of seconds from {low:g} to 86400, not {value!r}")
         return float(value)
 

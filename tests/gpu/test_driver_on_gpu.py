@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
+
 from membroker.testing import CHECKS, MakeDriver, wait_until
 from membroker.vmm import DriverError, DriverUnavailable, Location, open_driver
 from membroker.vmm.cuda import CudaDriver

@@ -27,6 +27,8 @@ from tests.system.workers import (
     workers,
 )
 
+from membrokerd.core.settling import NOTICE_NS
+
 COUNT = 4
 """Extents of a raw worker's Allocate, of one granule each."""
 
@@ -392,7 +394,7 @@ def test_a_detached_worker_that_unmapped_is_credited_by_the_limit_of_time(transp
 
 def wait_for_audits_after_the_notice(daemon: Daemon) -> None:
     """Wait until the state before the fall is further back than any notice of a death can be late."""
-    end = time.monotonic() + 0.6
+    end = time.monotonic() + 1.2 * NOTICE_NS / 1e9
     until(lambda: time.monotonic() > end and daemon.books())
 
 
