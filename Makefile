@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check format proto proto-check test-system test-gpu clean
+.PHONY: help demo test quick check format proto proto-check sim fuzz test-system test-gpu clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -24,8 +24,15 @@ demo: $(STAMP)  ## the main job in a minute: trade, refusal, death (no GPU, no r
 test: $(STAMP)  ## every test that needs neither root nor a GPU
 	$(BIN)/python -m pytest -m "not root and not gpu"
 
+QUICK := tests/broker tests/client/vmm tests/client/test_pool.py tests/client/test_calls.py tests/system/test_main_job.py
 quick: $(STAMP)  ## the heart of the tests, in under a minute
-	$(BIN)/python -m pytest -m "not root and not gpu and not slow" -x -q
+	$(BIN)/python -m pytest -m "not root and not gpu and not slow" -x -q $(QUICK)
+
+sim: $(STAMP)  ## a world around the core: make sim STEPS=1000000 SEED=7
+	$(BIN)/python -m tests.simulation.run --steps $(or $(STEPS),200000) $(if $(SEED),--seed $(SEED))
+
+fuzz: $(STAMP)  ## bent frames, requests, documents: make fuzz SECONDS=600, for each fuzz
+	FUZZ_SECONDS=$(or $(SECONDS),60) $(BIN)/python -m pytest tests/fuzz --timeout=0 -q
 
 test-system: $(STAMP)  ## the tests that need root
 	$(BIN)/python -m pytest -m root

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.simulation.shrink import run
+from tests.simulation.world import CAPACITIES, World
+
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core.denied import Reason
 from membrokerd.core.ledger import replay
-
-from tests.simulation.shrink import run
-from tests.simulation.world import CAPACITIES, World
 
 STEPS = 20_000
 SEEDS = [int(seed) for seed in os.environ.get("MEMBROKER_SEEDS", "1,2,3").split(",")]

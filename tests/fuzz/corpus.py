@@ -1,0 +1,115 @@
+"""Where fuzzing starts: real frames, real requests, real documents; and what bends them.
+
+`budget` is how long a fuzz lasts: a fixed, derandomised number of examples in the tests, as long as FUZZ_SECONDS says
+with `make fuzz`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from membroker.v1 import broker_pb2 as bpb
+from membroker.v1 import handoff_pb2 as pb
+from membroker.v1 import resources_pb2 as rpb
+
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
+"""How long each fuzz lasts; 0 in the tests."""
+PAGE = 2 << 20
+MODEL = "tenants/red/models/mine"
+NUMBERS = st.one_of(
+    st.sampled_from([0, 1, -1, 2, 64, 65_536, 65_537, PAGE, PAGE + 1, 1 << 31, 1 << 62, (1 << 63) - 1, -(1 << 63)]),
+    st.integers(-(1 << 63), (1 << 63) - 1),
+)
+UNSIGNED = NUMBERS.map(lambda number: number % (1 << 64))
+NAMES = st.one_of(
+    st.sampled_from(
+        [MODEL, "tenants/blue/models/honest", "tenants/red", "tenants/red/models/", "mine", "", "../..", "m\n"]
+    ),
+    st.text(max_size=80),
+)
+LOCATIONS = st.one_of(st.sampled_from([0, 1, 2, 3, 77, -1]), st.integers(-(1 << 31), (1 << 31) - 1))
+
+ALLOCATE = st.builds(
+    bpb.AllocateExtentsRequest,
+    request_id=UNSIGNED,
+    model=NAMES,
+    location=LOCATIONS,
+    extent_bytes=NUMBERS,
+    count=NUMBERS,
+)
+RELEASE = st.builds(
+    bpb.ReleaseExtentsRequest, request_id=UNSIGNED, extent_ids=st.lists(UNSIGNED, max_size=20), no_reply=st.booleans()
+)
+DECLARE = st.builds(
+    bpb.DeclareMemoryRequest, request_id=UNSIGNED, model=NAMES, location=LOCATIONS, declared_bytes=NUMBERS
+)
+REGISTER = st.builds(
+    bpb.RegisterModelRequest,
+    request_id=UNSIGNED,
+    model_id=NAMES,
+    virtual_capacity_bytes=st.none() | NUMBERS,
+    limits=st.lists(st.builds(rpb.Limit, location=LOCATIONS, limit_bytes=NUMBERS), max_size=3),
+    exclusive=st.booleans(),
+)
+UNREGISTER = st.builds(bpb.UnregisterModelRequest, request_id=UNSIGNED, name=NAMES)
+REQUESTS = st.one_of(ALLOCATE, RELEASE, DECLARE, REGISTER, UNREGISTER)
+
+FRAMES = [
+    frame.SerializeToString()
+    for frame in (
+        pb.Frame(request_id=1, hello=pb.Hello(protocol_version=1, client="seed")),
+        pb.Frame(request_id=2, allocate=bpb.AllocateExtentsRequest(model=MODEL, extent_bytes=PAGE, count=3)),
+        pb.Frame(request_id=2, ack=pb.Ack(part=0)),
+        pb.Frame(request_id=3, release=bpb.ReleaseExtentsRequest(extent_ids=[(1 << 40) + 2, (1 << 40) + 3])),
+        pb.Frame(request_id=4, release=bpb.ReleaseExtentsRequest(extent_ids=[1], no_reply=True)),
+        pb.Frame(request_id=5, declare=bpb.DeclareMemoryRequest(model=MODEL, declared_bytes=1 << 20)),
+        pb.Frame(request_id=6, goodbye=pb.Goodbye()),
+        pb.Frame(request_id=1, welcome=pb.Welcome(session="sessions/1", token="t", capacities=[rpb.Limit()])),
+        pb.Frame(request_id=2, delivery=pb.Delivery(part=0, parts=1, extent_bytes=PAGE, extent_ids=range(64))),
+        pb.Frame(request_id=2, reply=pb.Reply(allocate=bpb.AllocateExtentsResponse(count=3, extent_bytes=PAGE))),
+        pb.Frame(notice=pb.Notice(stopping=pb.Stopping())),
+    )
+]
+
+
+@st.composite
+def bent(draw: st.DrawFn, seeds: list[bytes] = FRAMES) -> bytes:
+    """Draw a seed with some bytes changed, cut out, doubled, or put in from another seed."""
+    data = bytearray(draw(st.sampled_from(seeds)))
+    for _ in range(draw(st.integers(0, 4))):
+        at = draw(st.integers(0, len(data)))
+        to = min(len(data), at + draw(st.integers(0, 8)))
+        how = draw(st.sampled_from(["flip", "cut", "double", "put", "splice"]))
+        if how == "flip" and at < len(data):
+            data[at] ^= 1 << draw(st.integers(0, 7))
+        elif how == "cut":
+            del data[at:to]
+        elif how == "double":
+            data[at:at] = data[at:to]
+        elif how == "put":
+            data[at:at] = draw(st.binary(min_size=1, max_size=12))
+        else:
+            data[at:] = draw(st.sampled_from(seeds))[at:]
+    return bytes(data)
+
+
+def budget(examples: int) -> Callable[[Any], Any]:
+    """Decorate a test of hypothesis: derandomised and so many examples, or FUZZ_SECONDS of new ones each time."""
+    quiet = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+    if not SECONDS:
+        return settings(max_examples=examples, derandomize=True, **quiet)  # type: ignore[arg-type]
+    return settings(max_examples=examples, print_blob=True, **quiet)  # type: ignore[arg-type]
+
+
+def lasting(fuzz: Callable[[], None]) -> None:
+    """Run a test of hypothesis once; with FUZZ_SECONDS again and again, until they have passed."""
+    end = time.monotonic() + SECONDS
+    fuzz()
+    while time.monotonic() < end:
+        fuzz()

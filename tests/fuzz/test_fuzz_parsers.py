@@ -1,0 +1,209 @@
+"""What reads bytes, text and documents of strangers: it refuses in its own words, and nothing else ever comes out."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tests.daemons import to_toml
+from tests.fuzz.corpus import FRAMES, NAMES, bent, budget, lasting
+
+from membroker import handoff
+from membroker.cli import main as cli
+from membroker.v1 import handoff_pb2 as pb
+from membroker.vmm.sizes import MAX_BYTES, parse_size
+from membrokerd.config import ConfigError, load
+from membrokerd.rpc import convert
+
+# --- handoff.decode ---
+
+
+def test_a_packet_is_a_frame_or_broken() -> None:
+    """Arbitrary bytes, and real frames that were bent; what is decoded has a kind, and can be written again."""
+
+    @budget(2_000)
+    @given(st.one_of(bent(), st.binary(max_size=300)))
+    def fuzz(data: bytes) -> None:
+        try:
+            frame = handoff.decode(data)
+        except handoff.BrokenPacket:
+            return
+        assert frame.WhichOneof("kind")
+        assert pb.Frame.FromString(frame.SerializeToString()) == frame or "nan" in str(frame).lower()
+
+    for data in FRAMES:
+        handoff.decode(data)
+    lasting(fuzz)
+
+
+# --- sizes and names ---
+
+SIZES = st.one_of(
+    st.text(max_size=40),
+    st.from_regex(r"\s*\d{0,25}(\.\d{0,12})?\s*([kKmMgGtT]?[iI]?[bB]?)\s*"),
+    st.integers(),
+)
+
+
+def test_a_size_is_bytes_or_a_value_error() -> None:
+    @budget(2_000)
+    @given(SIZES)
+    def fuzz(size: int | str) -> None:
+        try:
+            found = parse_size(size)
+        except ValueError:
+            return
+        assert 0 <= found <= MAX_BYTES
+
+    lasting(fuzz)
+
+
+QUOTA_NAMES = st.one_of(
+    NAMES,
+    st.from_regex(r"(tenants/)?[a-z0-9-]{0,26}(/(models/)?[a-zA-Z0-9._-]{0,66})?\n?"),
+)
+
+
+def test_the_command_lines_names_are_names_of_the_protocol() -> None:
+    """What the command takes for a name the broker takes too; all else is a wrong command line, or refused."""
+
+    @budget(2_000)
+    @given(QUOTA_NAMES)
+    def fuzz(text: str) -> None:
+        with suppress(argparse.ArgumentTypeError):
+            convert.parse_quota_name(cli._name(text))
+        for parse in (convert.parse_quota_name, convert.parse_model):
+            with suppress(convert.Refused):
+                parse(text)
+
+    lasting(fuzz)
+
+
+def test_the_command_lines_limits_and_seconds() -> None:
+    @budget(1_000)
+    @given(st.one_of(SIZES.map(str), st.sampled_from(["none", "nan", "inf", "-0", "1e999", "0.05"])))
+    def fuzz(text: str) -> None:
+        for parse in (cli._limit, cli._seconds):
+            with suppress(argparse.ArgumentTypeError):
+                parse(text)
+
+    lasting(fuzz)
+
+
+# --- the configuration ---
+
+KEYS = st.one_of(
+    st.sampled_from(
+        [
+            "driver",
+            "device",
+            "runtime_directory",
+            "capacity",
+            "host_capacity",
+            "headroom",
+            "gate_reserve",
+            "host_driver_total",
+            "settle_seconds",
+            "audit_seconds",
+            "model_grace_seconds",
+            "max_sessions",
+            "max_models_per_tenant",
+            "metrics",
+            "log",
+            "tenants",
+            "enabled",
+            "address",
+            "port",
+            "format",
+            "level",
+            "limit",
+            "host_limit",
+            "uids",
+            "owner",
+            "group",
+            "mode",
+            "models",
+            "red",
+            "m1",
+        ]
+    ),
+    st.text("abcz_-", min_size=1, max_size=6),
+)
+SCALARS = st.one_of(
+    st.booleans(),
+    st.integers(),
+    st.sampled_from(
+        [10**400, -(10**400), 1 << 63, 0, 2 << 20, "8GiB", "0660", "/run/x", "host", "cuda", "root", "9" * 5000]
+    ),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(st.characters(max_codepoint=0xFFFF, exclude_characters="\x7f", exclude_categories=["Cs"]), max_size=20),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(SCALARS, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+GOOD = b"""driver = "host"
+capacity = "256MiB"
+settle_seconds = 1.5
+[metrics]
+port = 0
+[tenants.red]
+limit = "64MiB"
+mode = "0660"
+[tenants.red.models."m.1"]
+limit = 1048576
+"""
+
+
+def _load(path: Path) -> None:
+    with suppress(ConfigError):
+        load(path, {}, {"XDG_RUNTIME_DIR": "/run/user/1"}, 1)
+
+
+def test_a_document_is_a_configuration_or_a_config_error(tmp_path: Path) -> None:
+    path = tmp_path / "membrokerd.toml"
+
+    @budget(1_500)
+    @given(st.dictionaries(KEYS, VALUES, max_size=6))
+    @example({"settle_seconds": 10**400})
+    @example({"max_sessions": 10**400})
+    def fuzz(document: dict[str, object]) -> None:
+        path.write_text(to_toml(document))
+        _load(path)
+
+    lasting(fuzz)
+
+
+def test_a_file_is_a_configuration_or_a_config_error(tmp_path: Path) -> None:
+    path = tmp_path / "membrokerd.toml"
+
+    @budget(1_000)
+    @given(st.one_of(bent([GOOD]), st.binary(max_size=200)))
+    def fuzz(data: bytes) -> None:
+        path.write_bytes(data)
+        _load(path)
+
+    lasting(fuzz)
+
+
+DOCUMENTS = {
+    "seconds beyond any float": "settle_seconds = 1" + "0" * 400,
+    "an integer of 5,000 digits": "max_sessions = " + "9" * 5_000,
+    "5,000 hexadecimal digits": "max_sessions = 0x" + "f" * 5_000,
+    "10,000 lists in each other": "driver = " + "[" * 10_000,
+    "a zero in a path": 'runtime_directory = "/run/\\u0000"',
+    "a zero in a user": '[tenants.red]\nowner = "a\\u0000b"',
+    "digits that are no digits": 'device = "\u0663"\ncapacity = "\u0662MiB"',
+}
+
+
+@pytest.mark.parametrize("case", DOCUMENTS)
+def test_documents_that_were_found(tmp_path: Path, case: str) -> None:
+    path = tmp_path / "membrokerd.toml"
+    path.write_text(DOCUMENTS[case])
+    _load(path)

@@ -1,0 +1,236 @@
+"""What every step of the core must keep, judged from outside: from the world's truth, and by sums of its own.
+
+The one thing that the core is allowed to get wrong is *when* a dead session's memory is gone: it knows a sum only, and
+a fall of that sum that was somebody else's can credit a death early (ARCHITECTURE, decision 6 and its departure). Each
+such credit is counted, must be explained by falls of at least its size within the death's own window, and all of them
+together must stay below EARLY_AT_MOST of the proven ones. The world is made to provoke them: workers give memory back
+all the time while deaths wait, and figures are told tens of milliseconds late, so that a release which was heard in
+between makes them look too high (nine of ten early credits stand beside such a word). In such a world every tenth
+proven credit is early; the bound leaves room for seeds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from membrokerd.core import effects as fx
+from membrokerd.core import events as ev
+from membrokerd.core import facts as ft
+from membrokerd.core.broker import Step
+from membrokerd.core.denied import Denied
+from membrokerd.core.ledger import SessionRow, replay
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+WINDOW = 2
+NOTICE_NS = 1_000_000_000
+"""How far back the core may look for what a death falls from. Stated here, not taken from the core."""
+FALLS_KEPT_NS = 20_000_000_000
+EARLY_AT_MOST = 0.20
+RECOUNT_EVERY = 1_000
+
+
+@dataclass(slots=True)
+class Death:
+    """A death that was told: its memory at each location, and since when a fall may have been taken for its own."""
+
+    at: int
+    since: int
+    blocks: dict[ev.Location, set[int]] = field(default_factory=dict)
+    charged: dict[ev.Location, int] = field(default_factory=dict)
+    """What it was charged; a session that declared too little holds more."""
+
+
+class Referee:
+    """Judges each step of a world, and the end."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.judged = 0
+        self.last_id = 0
+        self.quotas: dict[tuple[str, str | None, ev.Location], int] = {}
+        self.asked: dict[ev.ModelName, dict[ev.Location, int]] = {}
+        self.owners: dict[int, int] = {}
+        self.deaths: dict[int, Death] = {}
+        self.falls: dict[ev.Location, deque[tuple[int, int, str, int]]] = {"device": deque(), "host": deque()}
+        self.audits: deque[tuple[int, int]] = deque()
+        """When an audit was told, and when the device had been read for it."""
+        self.sessions = 0
+        self.proven = 0
+        self.timed_out = 0
+        self.early: Counter[str] = Counter()
+        """Proven credits whose memory was still held, by the kind of the largest fall that explains them."""
+
+    # --- what the world reports ---
+
+    def fell(self, where: ev.Location, size: int, why: str, block: int) -> None:
+        """The device shows less, or is expected to show more: what could be taken for a death's fall."""
+        if not size:
+            return
+        falls = self.falls[where]
+        falls.append((self.world.now, size, why, block))
+        while self.world.now - falls[0][0] > FALLS_KEPT_NS:
+            falls.popleft()
+
+    def audited(self, read_at: int) -> None:
+        """An audit was told: deaths that are older than the settle time are over, unless a packet is being made."""
+        world = self.world
+        self.audits.append((world.now, read_at))
+        while len(self.audits) > 1 and world.now - self.audits[0][0] > NOTICE_NS:
+            self.audits.popleft()
+        for session, death in self.deaths.items():
+            late = world.now - death.at > world.broker.rules.settle_ns
+            assert not late or world.workers[session].makes, f"session {session} is not settled in time"
+
+    # --- each step ---
+
+    def before(self, event: ev.Event) -> None:
+        """Take down what a step may be the end of."""
+        row = self.world.broker.ledger.sessions.get(event.session) if isinstance(event, ev.ProcessDied) else None
+        if row is not None and row.session not in self.deaths:
+            self._died(row)
+
+    def judge(self, event: ev.Event, step: Step, before: int) -> None:
+        """Hold one step to all that must be true after it."""
+        world = self.world
+        ledger = world.broker.ledger
+        ledger.check()
+        self.judged += 1
+        if self.judged % RECOUNT_EVERY == 0:
+            ledger.recount()
+        assert ledger.revision == before + len(step.facts)
+        if step.facts and self._refused(event, step):
+            raise AssertionError(f"{event} was refused and changed {step.facts}")
+        assert all(size >= 0 for size in world.broker.lending.making.values())
+        for effect in step.effects:
+            if isinstance(effect, fx.Make):
+                worker = world.workers[effect.session]
+                assert len(worker.makes) + len(worker.sent) <= WINDOW, "more than two packets on their way"
+                owned = ledger.sessions[effect.session].extents
+                assert all(extent in owned for extent in effect.ids), "a packet is made of what is not charged"
+        for total in ledger.totals.values():
+            assert 0 <= total.lent + total.releasing <= total.capacity
+        for fact in step.facts:
+            self._judge_fact(fact)
+
+    @staticmethod
+    def _refused(event: ev.Event, step: Step) -> bool:
+        """Say whether this very question was refused (outcomes may end other calls with a refusal)."""
+        call = getattr(event, "call", None)
+        return any(
+            isinstance(effect, fx.Answer) and effect.call == call and isinstance(effect.result, Denied)
+            for effect in step.effects
+        )
+
+    def _judge_fact(self, fact: ft.Fact) -> None:
+        match fact:
+            case ft.Debited():
+                assert fact.first > self.last_id, "an id is used twice"
+                self.last_id = fact.first + fact.count - 1
+                self.owners.update(dict.fromkeys(range(fact.first, self.last_id + 1), fact.session))
+                self._within_limits(fact.name, fact.location)
+            case ft.Credited():
+                for extent in fact.ids:
+                    assert self.owners.pop(extent) == fact.session, "an extent has two owners"
+            case ft.DeclarationSet() if fact.declared_bytes:
+                # Less may be declared above a limit that has shrunk; the world only declares sizes of its choosing.
+                self._within_limits(fact.name, fact.location, less=True)
+            case ft.SessionBegan():
+                assert fact.session > self.last_id, "an id is used twice"
+                self.last_id = fact.session
+                self.sessions += 1
+            case ft.SessionEnded():
+                self.deaths.pop(fact.session, None)
+            case ft.LocationSettled():
+                self._settled(fact)
+            case ft.ModelBegan():
+                self.asked[fact.name] = dict(fact.limits)
+            case ft.QuotaSet():
+                key = (fact.tenant, fact.model, fact.location)
+                if fact.limit is None:
+                    self.quotas.pop(key, None)
+                else:
+                    self.quotas[key] = fact.limit
+
+    def _within_limits(self, name: ev.ModelName, where: ev.Location, *, less: bool = False) -> None:
+        """No debit takes the model, the tenant or the location above what was asked, commanded or configured."""
+        ledger, configured = self.world.broker.ledger, self.world.broker.rules.limits
+        model, tenant = (name.tenant, name.model, where), (name.tenant, None, where)
+        limits = [self.quotas.get(model, configured.get(model)), self.asked[name].get(where)]
+        used = ledger.models[name].charges[where].bytes
+        whole = sum(row.charges[where].bytes for other, row in ledger.models.items() if other.tenant == name.tenant)
+        bounds = [(used, limit) for limit in limits] + [(whole, self.quotas.get(tenant, configured.get(tenant)))]
+        for charged, limit in bounds:
+            assert limit is None or charged <= limit or less, f"{name} was debited to {charged}, above {limit}"
+
+    # --- deaths ---
+
+    def _died(self, row: SessionRow) -> None:
+        world = self.world
+        since = min([world.now - NOTICE_NS, *(read_at for _, read_at in self.audits)])
+        death = Death(world.now, since, {"device": set(), "host": set()})
+        for extent, loan in row.extents.items():
+            death.blocks[loan.location].add(extent)
+        for where, block in world.workers[row.session].own.items():
+            death.blocks[where].add(block)
+        death.charged = {where: row.charged(where) for where in death.blocks}
+        self.deaths[row.session] = death
+
+    def _settled(self, fact: ft.LocationSettled) -> None:
+        for extent in [one for one in self.deaths[fact.session].blocks[fact.location] if one > 0]:
+            self.owners.pop(extent, None)
+        if not fact.proven:
+            self.timed_out += 1
+            return
+        self.proven += 1
+        death = self.deaths[fact.session]
+        blocks = death.blocks[fact.location]
+        held = sum(self.world.exists[block][1] for block in blocks if block in self.world.exists)
+        if not held:
+            return
+        held = min(held, death.charged[fact.location])
+        falls = [fall for fall in self.falls[fact.location] if fall[0] >= death.since and fall[3] not in blocks]
+        explained = sum(size for _, size, _, _ in falls)
+        granularity = self.world.broker.rules.granularity
+        assert explained > held - granularity, (
+            f"session {fact.session} was credited as proven, {held} bytes of it exist, and {explained} others fell"
+        )
+        kinds: Counter[str] = Counter()
+        for _, size, why, _ in falls:
+            kinds[why] += size
+        self.early[kinds.most_common(1)[0][0]] += 1
+
+    # --- the end ---
+
+    def at_the_end(self) -> None:
+        """Everybody is gone: nothing is charged, nothing exists, nobody waits, and the facts tell the same books."""
+        world = self.world
+        broker = world.broker
+        broker.ledger.recount()
+        for where, total in broker.ledger.totals.items():
+            assert (total.lent, total.releasing, total.free) == (0, 0, total.capacity), where
+            assert broker.lending.making[where] == 0
+        assert not broker.ledger.sessions
+        assert not broker.ledger.models
+        assert not broker.ledger.tenants
+        assert not broker.denials
+        assert not broker.settling.waiting
+        assert not world.unanswered, "somebody waits for an answer"
+        assert not world.workers
+        assert not world.exists
+        assert not self.owners
+        assert not self.deaths
+        again = replay(broker.rules.capacities, world.facts)
+        for name in ("revision", "totals", "sessions", "models", "tenants", "quotas"):
+            assert getattr(again, name) == getattr(broker.ledger, name), f"the facts tell other {name}"
+
+    def report(self) -> str:
+        """Return what happened, in a line."""
+        causes = ", ".join(f"{count} beside a fall by {why}" for why, count in sorted(self.early.items())) or "none"
+        return (
+            f"{self.judged:,} steps, {self.sessions:,} sessions; credits proven {self.proven:,}, by the time limit "
+            f"{self.timed_out:,}; early {self.early.total():,} ({causes})"
+        )

@@ -1,0 +1,198 @@
+"""From a seed that fails to a story that a person can read, and that can be added to the transcripts as it is.
+
+Turns are left out as long as the same thing goes wrong at the same place: first all but the last ones, then ever
+smaller pieces. What is left is told in the format of tests/broker/core/transcripts.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tests.simulation.world import MIB, SECOND, World
+
+from membrokerd.core import events as ev
+
+BUDGET = 400_000
+"""Turns that may be played to shrink one failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong: where in the code, what was said, and in which world."""
+
+    place: tuple[str, str, int]
+    said: str
+    world: World
+    turns: tuple[int, ...]
+
+
+class Failed(AssertionError):
+    """A world failed. Says its seed, what went wrong, and the shrunk transcript."""
+
+
+def try_world(seed: int, turns: Iterable[int]) -> Failure | None:
+    """Play a world of these turns, and return what went wrong."""
+    world, taken = World(seed), []
+    try:
+        for number in turns:
+            taken.append(number)
+            world.turn(number)
+        world.end()
+    except Exception as error:  # noqa: BLE001 - whatever the core or the referee raises is what is looked for
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        said = f"{type(error).__name__}: {error}"
+        return Failure((type(error).__name__, frame.filename, frame.lineno or 0), said, world, tuple(taken))
+    return None
+
+
+def shrink(failure: Failure, budget: int = BUDGET) -> Failure:
+    """Return the same failure with as few turns as could be found."""
+    seed = failure.world.seed
+
+    def again(turns: Sequence[int]) -> Failure | None:
+        nonlocal budget
+        budget -= len(turns)
+        found = try_world(seed, turns) if budget >= 0 else None
+        return found if found and found.place == failure.place else None
+
+    for last in (30, 100, 300, 1_000, 3_000):
+        found = again(failure.turns[-last:]) if last < len(failure.turns) else None
+        if found:
+            failure = found
+            break
+    size = len(failure.turns) // 2
+    while size and budget > 0:
+        start = 0
+        before = len(failure.turns)
+        while start < len(failure.turns) and budget > 0:
+            found = again(failure.turns[:start] + failure.turns[start + size :])
+            if found:
+                failure = found
+            else:
+                start += size
+        size = size // 2 if size > 1 or len(failure.turns) == before else 1
+    return failure
+
+
+def run(seed: int, steps: int, *, show: bool = False) -> World:
+    """Play a world from a seed for so many steps; a failure is raised with its shrunk transcript."""
+    print(f"seed {seed}: `make sim STEPS={steps} SEED={seed}` plays it again")
+    world = World(seed)
+    try:
+        world.play_steps(steps)
+    except Exception as error:
+        first = try_world(seed, range(world.turn_number + 1))
+        if first is None:
+            raise
+        small = shrink(first)
+        text = (
+            f"seed {seed}, after {world.referee.judged:,} steps: {first.said}\n"
+            f"shrunk to {len(small.world.events)} events of {len(small.turns)} turns: {small.said}\n\n{tell(small)}"
+        )
+        raise Failed(text) from error
+    if show:
+        print(world.referee.report())
+    return world
+
+
+# --- in the format of the transcripts ---
+
+
+def tell(failure: Failure) -> str:
+    """Return the failure as a transcript: its commands, and what followed from each as far as it goes."""
+    from tests.broker.core.test_transcripts import Script
+
+    script = Script(lambda ledger: (ledger.revision,))
+    lines = [f"# Shrunk from seed {failure.world.seed}: {failure.said.splitlines()[0]}"]
+    for line in commands(failure.world):
+        lines.append(line)
+        try:
+            outcome = script.do(line)
+        except Exception as error:  # noqa: BLE001 - the transcript shows where it goes wrong, whatever that is
+            lines += ["----", f"! {type(error).__name__}: {error}", ""]
+            continue
+        if outcome is not None:
+            lines += ["----", *outcome, ""]
+    return "\n".join(lines)
+
+
+def commands(world: World) -> list[str]:
+    """Return the commands that tell a world's events."""
+    rules = world.broker.rules
+    limits = ",".join(
+        f"{tenant}{'/' + model if model else ''}:{size // MIB}" for (tenant, model, _), size in rules.limits.items()
+    )
+    lines = [
+        f"rules device={rules.capacities['device'] // MIB} host={rules.capacities['host'] // MIB}"
+        f" settle={rules.settle_ns // SECOND} grace={rules.model_grace_ns // SECOND} sessions={rules.max_sessions}"
+        f" per_process={rules.max_sessions_per_process} models={rules.max_models_per_tenant}"
+        f" calls={rules.max_calls_per_session} limits={limits}"
+    ]
+    names = {session: f"s{number}" for number, session in enumerate(world.opened.values(), 1)}
+    now = 0
+    for at, event in world.events:
+        if at > now:
+            now = at
+            lines.append(f"at {now / SECOND:.3f}")
+        lines.append(_command(event, world.opened, names))
+    return lines
+
+
+def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str]) -> str:
+    match event:
+        case ev.OpenSession():
+            name = names.get(opened.get(event.call, 0), f"x{event.call}")
+            observer = " observer=1" if event.observer else ""
+            return f"open {name} tenant={event.tenant} process={event.process}{observer}"
+        case ev.Audit(seen):
+            return f"audit{_seen(seen)}"
+        case ev.SetQuota(_, tenant, model, where, limit):
+            size = "none" if limit is None else str(limit // MIB)
+            return f"quota {tenant}{'/' + model if model else ''} {size} where={where}"
+    name = names[event.session]
+    match event:
+        case ev.ConnectionLost():
+            return f"lost {name}"
+        case ev.ProcessDied():
+            return f"died {name}{_seen(event.seen)}"
+        case ev.Acknowledge():
+            return f"ack {name} {event.request_id} {event.part}"
+        case ev.Made():
+            return f"made {name} {event.request_id} {event.part}"
+        case ev.NotMade():
+            return f"notmade {name} {event.request_id} {event.part} {event.reason}"
+        case ev.NotDelivered():
+            return f"notdelivered {name} {event.request_id} {event.part}"
+        case ev.Goodbye():
+            return f"bye {name} {event.request_id}"
+        case ev.Release():
+            return f"release {name} {event.request_id} {_ids(event.ids)}"
+    model = f"{name} {event.request_id} {event.name.tenant}/{event.name.model}"
+    match event:
+        case ev.RegisterModel():
+            limit = "".join(f" limit={where}:{size // MIB}" for where, size in event.limits.items())
+            return f"register {model}{limit}{' exclusive=1' if event.exclusive else ''}"
+        case ev.UnregisterModel():
+            return f"unregister {model}"
+        case ev.Allocate():
+            return f"allocate {model} {event.count} x {event.extent_bytes // MIB} where={event.location}"
+        case ev.Declare():
+            return f"declare {model} {event.declared_bytes // MIB} where={event.location}"
+    raise AssertionError(f"no command for {event}")
+
+
+def _seen(seen: ev.Seen) -> str:
+    return "".join(f" {where}={size // MIB}" for where, size in seen.items() if size is not None)
+
+
+def _ids(ids: Sequence[int]) -> str:
+    """Return ids as runs, in their order."""
+    runs: list[list[int]] = []
+    for number in (extent & 0xFF_FFFF_FFFF for extent in ids):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"#{first}" if first == last else f"#{first}..{last}" for first, last in runs)

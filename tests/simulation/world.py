@@ -1,0 +1,612 @@
+"""A world around the real core: processes, their memory, a driver thread, sockets that break, and the lies.
+
+The device is dumb: it keeps each block that was made until its last holder drops it, and shows a sum. Around it are
+processes that crash, fork children that keep a dead parent's memory, say that they released what they still map, or
+lose their connection with packets queued on it; a driver that is slow and fails; strangers that take memory and give it
+back; an operator that moves quotas. As in the daemon, the driver works on one job at a time, and what it found is told
+later, in the order in which it was found, behind whatever else was queued by then: so figures are stale when the core
+hears them, and never ahead of an outcome.
+
+Everything follows from a seed and the numbers of the turns. A turn has its own random numbers, and chooses among
+workers in a way that the absence of others does not change: so turns can be left out, and the rest is still a story
+that could happen. `tests.simulation.shrink` lives on that. What every step must keep is in `referee`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.simulation.referee import Referee
+
+from membrokerd.core import effects as fx
+from membrokerd.core import events as ev
+from membrokerd.core import facts as ft
+from membrokerd.core import policy
+from membrokerd.core.broker import Broker, Step
+from membrokerd.core.denied import Denied
+
+MIB = 1 << 20
+MILLISECOND = 1_000_000
+SECOND = 1_000_000_000
+CAPACITIES: dict[ev.Location, int] = {"device": 1600 * MIB, "host": 200 * MIB}
+RULES = policy.Rules(
+    granularity=2 * MIB,
+    capacities=CAPACITIES,
+    limits={("t1", None, "device"): 900 * MIB, ("t0", "m1", "device"): 500 * MIB},
+    settle_ns=3 * SECOND,
+    model_grace_ns=2 * SECOND,
+    max_sessions=14,
+    max_sessions_per_process=3,
+    max_models_per_tenant=3,
+    max_calls_per_session=4,
+)
+RESERVE = 60 * MIB
+"""What the device gate leaves free."""
+DEVICE_TOTAL = CAPACITIES["device"] + 300 * MIB
+NOTICE = 400 * MILLISECOND
+"""A death is told at most so late."""
+UNKNOWN_ID = (1 << 40) + 10_000_000
+
+
+@dataclass(eq=False, slots=True)
+class Packet:
+    """A packet that was made. `place`: still in the broker's queue, in the socket, or read by the worker."""
+
+    make: fx.Make
+    place: str
+
+
+@dataclass(eq=False, slots=True)
+class Process:
+    """A process: `kept` is memory that it maps and nobody is charged for by its own account."""
+
+    name: str
+    number: int
+    kept: set[int] = field(default_factory=set)
+    alive: bool = True
+
+
+@dataclass(eq=False, slots=True)
+class Worker:
+    """A session as its world sees it. `number` is the turn that began it."""
+
+    session: int
+    tenant: str
+    process: Process
+    number: int
+    liar: bool
+    connected: bool = True
+    makes: list[fx.Make] = field(default_factory=list)
+    sent: list[Packet] = field(default_factory=list)
+    held: set[int] = field(default_factory=set)
+    unmapped: set[int] = field(default_factory=set)
+    own: dict[ev.Location, int] = field(default_factory=dict)
+    """Memory that it allocated itself, as blocks of the world."""
+    requests: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The driver is asked what the device shows: for an audit, or because this worker's process died."""
+
+    dead: Worker | None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the driver found, and when; `failure` is why a packet was not made."""
+
+    job: fx.Make | Look
+    at: int
+    seen: ev.Seen | None = None
+    failure: str | None = None
+
+
+class World:
+    """A device, its processes, and the broker between them."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.random = random.Random(seed)
+        self.host_shows = bool(seed % 2)
+        self.broker = Broker(RULES, epoch=1)
+        self.referee = Referee(self)
+        self.now = 0
+        self.turn_number = 0
+        self.salt = 0
+        self.processes: list[Process] = []
+        self.workers: dict[int, Worker] = {}
+        self.past: deque[Worker] = deque(maxlen=5)
+        """Sessions that ended: some go on asking."""
+        self.exists: dict[int, tuple[ev.Location, int]] = {}
+        """What the device holds, by block: extents by id, and what workers allocated themselves by negative numbers."""
+        self.used: dict[ev.Location, int] = {"device": 0, "host": 0}
+        self.stranger: dict[ev.Location, int] = {"device": 0, "host": 0}
+        self.blocks = 0
+        self.doomed: list[tuple[int, set[int]]] = []
+        """Memory of the dead that goes at a time: a slow exit, or a forked child that ends later."""
+        self.unnoticed: list[tuple[int, Worker]] = []
+        """Sessions of dead processes of which the broker has not heard, with the time of the death."""
+        self.jobs: list[fx.Make | Look] = []
+        self.told: deque[Found | ev.NotDelivered] = deque()
+        self.auditing = False
+        self.audited_at = 0
+        self.slow_until = 0
+        self.calls = 0
+        self.unanswered: dict[int, int] = {}
+        """Calls by number: whose they are."""
+        self.opened: dict[int, int] = {}
+        """Sessions by the call that opened them."""
+        self.events: list[tuple[int, ev.Event]] = []
+        self.facts: list[ft.Fact] = []
+        self.answers: Counter[str] = Counter()
+        self.steps: Counter[str] = Counter()
+        self.deeds: dict[Callable[[], None], float] = {
+            self.audit: 5,
+            self.open: 4,
+            self.flush: 6,
+            self.acknowledge: 20,
+            self.register: 7,
+            self.unregister: 1,
+            self.allocate: 20,
+            self.release: 14,
+            self.declare: 4,
+            self.lose_one: 0.8,
+            self.goodbye: 1.0,
+            self.die_one: 1.6,
+            self.notice_one: 2,
+            self.come_clean: 0.5,
+            self.set_quota: 1,
+            self.play_the_stranger: 0.6,
+            self.slow_down: 0.1,
+        }
+        self._choices = list(self.deeds)
+        self._weights = list(itertools.accumulate(self.deeds.values()))
+
+    # --- the run ---
+
+    def play(self, turns: Iterable[int]) -> World:
+        """Take these turns, and then everybody goes."""
+        for number in turns:
+            self.turn(number)
+        self.end()
+        return self
+
+    def play_steps(self, steps: int) -> World:
+        """Take as many turns as give the core this many steps, and then everybody goes."""
+        return self.play(itertools.takewhile(lambda _: self.referee.judged < steps, itertools.count()))
+
+    def turn(self, number: int) -> None:
+        """Do one random thing, and whatever is overdue by then."""
+        self.turn_number = number
+        self.random.seed(self.seed << 40 | number)
+        self.salt = self.random.getrandbits(30)
+        self.pass_time(self.random.choice((0, 0, 1, 10, 50)) * MILLISECOND)
+        if self.jobs and self.random.random() < 0.5:
+            self.execute()
+        if self.told and self.random.random() < 0.6:
+            self.hear()
+        self.random.choices(self._choices, cum_weights=self._weights)[0]()
+
+    def pass_time(self, change: int) -> None:
+        """Let the clock go on; memory of the dead goes, deaths are noticed, and the audit comes in time."""
+        self.now += change
+        for at, blocks in [one for one in self.doomed if one[0] <= self.now]:
+            self.doomed.remove((at, blocks))
+            self.drop(blocks, "death")
+        for at, worker in [one for one in self.unnoticed if one[0] + NOTICE <= self.now]:
+            self.notice(at, worker)
+        if self.now - self.audited_at >= SECOND:
+            self.audit()
+            while any(isinstance(job, Look) for job in self.jobs):
+                self.carry_out(next(job for job in self.jobs if isinstance(job, Look)))
+            while self.told:
+                self.hear()
+
+    def end(self) -> None:
+        """Everybody goes, in one way or another; the driver finishes, and the device shows it all gone."""
+        for worker in list(self.workers.values()):
+            if worker.connected and self.state(worker) == "open" and worker.number % 2:
+                self.say_goodbye(worker)
+        self.broker.stopping = True
+        for process in self.processes:
+            if process.alive:
+                self.die(process, child_until=0)
+        self.stranger = {"device": 0, "host": 0}
+        for _ in range(3):
+            self.pass_time(600 * SECOND)
+            while self.jobs:
+                self.carry_out(self.jobs[0])
+            while self.told:
+                self.hear()
+        self.referee.at_the_end()
+
+    # --- the broker ---
+
+    def send(self, event: ev.Event) -> Step:
+        """Give the broker one event, obey its effects, and hold it to what every step must keep."""
+        before = self.broker.ledger.revision
+        self.events.append((self.now, event))
+        self.steps[type(event).__name__] += 1
+        self.referee.before(event)
+        step = self.broker.step(event, self.now)
+        self.facts += step.facts
+        for effect in step.effects:
+            self.obey(effect)
+        self.referee.judge(event, step, before)
+        for effect in step.effects:
+            if isinstance(effect, fx.Disconnect) and effect.session in self.workers:
+                self.lose(self.workers[effect.session])
+        return step
+
+    def obey(self, effect: fx.Effect) -> None:
+        match effect:
+            case fx.Answer(call, result):
+                assert call in self.unanswered, "a call is answered twice"
+                del self.unanswered[call]
+                self.answers[result.reason if isinstance(result, Denied) else type(result).__name__] += 1
+            case fx.Make(session=session):
+                self.jobs.append(effect)
+                self.workers[session].makes.append(effect)
+            case fx.Forget(session):
+                worker = self.workers.pop(session)
+                assert not worker.makes, "a session is forgotten whose packets are being made"
+                self.past.append(worker)
+                worker.process.kept |= worker.held | set(worker.own.values())
+                for packet in worker.sent:
+                    self.drop(packet.make.ids, "word")
+                worker.sent.clear()
+
+    def ask(self, worker: Worker) -> tuple[int, int, int]:
+        """Return (call, session, request id) of a new request; now and then with an id that is in use."""
+        worker.requests += 1
+        request_id = worker.requests
+        busy = [make.request_id for make in worker.makes] + [packet.make.request_id for packet in worker.sent]
+        if busy and self.random.random() < 0.02:
+            request_id = self.random.choice(busy)
+        return self.call(worker.session), worker.session, request_id
+
+    def call(self, session: int) -> int:
+        self.calls += 1
+        self.unanswered[self.calls] = session
+        return self.calls
+
+    def state(self, worker: Worker) -> str:
+        row = self.broker.ledger.sessions.get(worker.session)
+        return row.state if row else "ended"
+
+    # --- the device ---
+
+    def put(self, block: int, where: ev.Location, size: int) -> None:
+        self.exists[block] = (where, size)
+        self.used[where] += size
+
+    def drop(self, blocks: Iterable[int], why: str) -> None:
+        """Let blocks go; `why` is how it looks to the books: somebody's word, a death, or none of their business."""
+        for block in blocks:
+            found = self.exists.pop(block, None)
+            if found is not None:
+                self.used[found[0]] -= found[1]
+                self.referee.fell(found[0], found[1], why, block)
+
+    def seen(self) -> ev.Seen:
+        """Return what the device shows now. Now and then it cannot say; of the host a card never can."""
+        if self.random.random() < 0.01:
+            return {"device": None, "host": None}
+        host = self.used["host"] + self.stranger["host"] if self.host_shows else None
+        return {"device": self.used["device"] + self.stranger["device"], "host": host}
+
+    # --- the driver's thread, and what is told of its work ---
+
+    def execute(self) -> None:
+        """The driver takes some job: whose, and which of all that are asked, is not the core's to know."""
+        if self.now >= self.slow_until or self.random.random() < 0.1:
+            self.carry_out(self.random.choice(self.jobs))
+
+    def carry_out(self, job: fx.Make | Look) -> None:
+        self.jobs.remove(job)
+        if isinstance(job, Look):
+            self.told.append(Found(job, self.now, seen=self.seen()))
+            return
+        where, size = job.location, job.extent_bytes * len(job.ids)
+        free = DEVICE_TOTAL - self.used["device"] - self.stranger["device"] if where == "device" else None
+        failure = None
+        if not policy.gate(free, size, RESERVE):
+            failure = "DEVICE_FULL"
+        elif self.random.random() < 0.04:
+            failure = self.random.choice(("DRIVER_FAILED", "DESCRIPTORS_EXHAUSTED", "INTERNAL"))
+        else:
+            for extent in job.ids:
+                self.put(extent, where, job.extent_bytes)
+        self.told.append(Found(job, self.now, failure=failure))
+
+    def hear(self) -> None:
+        """The event loop takes what stands first in its queue."""
+        found = self.told.popleft()
+        if isinstance(found, ev.NotDelivered):
+            self.send(found)
+        elif isinstance(found.job, fx.Make):
+            self.hear_of_packet(found.job, found.failure)
+        elif found.job.dead is not None:
+            assert found.seen is not None
+            self.send(ev.ProcessDied(found.job.dead.session, found.seen))
+        else:
+            assert found.seen is not None
+            self.auditing = False
+            self.audited_at = self.now
+            self.send(ev.Audit(found.seen))
+            self.referee.audited(found.at)
+
+    def hear_of_packet(self, make: fx.Make, failure: str | None) -> None:
+        worker = self.workers[make.session]
+        worker.makes.remove(make)
+        packet = (make.session, make.request_id, make.part)
+        if failure is None and not worker.connected:
+            failure = "DELIVERY_FAILED"
+        if failure is not None:
+            self.drop(make.ids, "word")
+            self.send(ev.NotMade(*packet, failure, {}))
+            return
+        queued = any(one.place == "queue" for one in worker.sent) or self.random.random() < 0.2
+        worker.sent.append(Packet(make, "queue" if queued else "socket"))
+        if self.random.random() < 0.01:
+            self.lose(worker)
+        self.send(ev.Made(*packet))
+
+    def audit(self) -> None:
+        if not self.auditing:
+            self.auditing = True
+            self.jobs.append(Look(None))
+
+    def slow_down(self) -> None:
+        self.slow_until = self.now + 800 * MILLISECOND
+
+    # --- what processes and the kernel do, one thing at a time ---
+
+    def pick(self, fits: Callable[[Worker], Any]) -> Worker | None:
+        """Choose a worker; who else there is does not change which of two is preferred."""
+        salt = self.salt
+        fitting = [worker for worker in self.workers.values() if fits(worker)]
+        return max(fitting, key=lambda worker: hash((worker.number, salt))) if fitting else None
+
+    def asker(self) -> Worker | None:
+        """Return who asks next: mostly somebody who may, now and then the leaving and those that have ended."""
+        if self.past and self.random.random() < 0.01:
+            return self.random.choice(self.past)
+        anybody = self.random.random() < 0.05
+        return self.pick(lambda one: one.process.alive and (anybody or self.state(one) in ("open", "detached")))
+
+    def model(self, worker: Worker) -> ev.ModelName:
+        """Return a model to ask for: mostly one that the worker registered."""
+        row = self.broker.ledger.sessions.get(worker.session)
+        registered = sorted(row.models) if row else []
+        if registered and self.random.random() < 0.9:
+            return self.random.choice(registered)
+        tenant = worker.tenant if self.random.random() < 0.97 else "t9"
+        return ev.ModelName(tenant, f"m{self.random.randrange(4)}")
+
+    def where(self) -> ev.Location:
+        return "host" if self.random.random() < 0.2 else "device"
+
+    def open(self) -> None:
+        alive = [one for one in self.processes if one.alive]
+        if alive and self.random.random() < 0.4:
+            process = max(alive, key=lambda one: hash((one.number, self.salt)))
+        else:
+            process = Process(f"p{self.turn_number}", self.turn_number)
+        tenant = f"t{self.random.randrange(3)}"
+        observer, liar = self.random.random() < 0.02, self.random.random() < 0.1
+        event = ev.OpenSession(self.call(-1), tenant, 1, 1, process.name, observer, "toy")
+        opened = self.begin(event, Worker(0, tenant, process, self.turn_number, liar))
+        if opened and process not in self.processes:
+            self.processes.append(process)
+
+    def begin(self, event: ev.OpenSession, worker: Worker) -> bool:
+        step = self.send(event)
+        (answer,) = step.effects
+        assert isinstance(answer, fx.Answer)
+        if not isinstance(answer.result, fx.SessionOpened):
+            return False
+        self.opened[event.call] = worker.session = answer.result.session
+        self.workers[worker.session] = worker
+        return True
+
+    def register(self) -> None:
+        worker = self.asker()
+        if worker:
+            asks = self.random.random() < 0.1
+            limits: dict[ev.Location, int] = {self.where(): self.random.choice((60, 300, 600)) * MIB} if asks else {}
+            exclusive = self.random.random() < 0.05
+            self.send(ev.RegisterModel(*self.ask(worker), self.model(worker), None, limits, exclusive))
+
+    def unregister(self) -> None:
+        worker = self.asker()
+        if worker:
+            self.send(ev.UnregisterModel(*self.ask(worker), self.model(worker)))
+
+    def allocate(self) -> None:
+        worker = self.asker()
+        if worker and not worker.connected and self.random.random() < 0.8:
+            worker = self.pick(lambda one: one.connected and one.process.alive)
+        if worker:
+            row = self.broker.ledger.sessions.get(worker.session)
+            if row and not row.models and self.random.random() < 0.8:
+                self.send(ev.RegisterModel(*self.ask(worker), self.model(worker), None, {}, False))
+            size = self.random.choice((2, 2, 2, 4, 8, 3)) * MIB
+            count = self.random.choice((1, 5, 64, 65, 130, 200, 300))
+            self.send(ev.Allocate(*self.ask(worker), self.model(worker), self.where(), size, count))
+
+    def flush(self) -> None:
+        """A socket takes what was queued for it."""
+        worker = self.pick(lambda one: any(packet.place == "queue" for packet in one.sent))
+        if worker:
+            for packet in worker.sent:
+                packet.place = "socket" if packet.place == "queue" else packet.place
+
+    def acknowledge(self) -> None:
+        """A worker imports a packet, and says so: at once, or later."""
+        worker = self.pick(lambda one: one.process.alive and any(packet.place != "queue" for packet in one.sent))
+        if not worker or not worker.connected:
+            return
+        if self.random.random() < 0.003:
+            self.send(ev.Acknowledge(worker.session, worker.requests + 5, 0))
+            return
+        packet = self.random.choice([packet for packet in worker.sent if packet.place != "queue"])
+        if packet.place == "socket":
+            packet.place = "read"
+            worker.held.update(packet.make.ids)
+            if self.random.random() < 0.2:
+                return
+        worker.sent.remove(packet)
+        self.send(ev.Acknowledge(worker.session, packet.make.request_id, packet.make.part))
+
+    def release(self) -> None:
+        """Unmap some extents, then say so: at once or a little later. A liar says so and keeps them."""
+        worker = self.pick(lambda one: one.process.alive and (one.held or one.unmapped))
+        if not worker:
+            return
+        if worker.held:
+            held = sorted(worker.held)
+            ids = set(self.random.sample(held, self.random.randint(1, len(held))))
+            worker.held -= ids
+            worker.unmapped |= ids
+            if worker.liar and self.random.random() < 0.5:
+                worker.process.kept |= ids
+            else:
+                self.drop(ids, "word")
+            if self.random.random() < 0.05:
+                return
+        asked = sorted(worker.unmapped)
+        if self.random.random() < 0.05:
+            asked.append(self.random.choice((asked[0], UNKNOWN_ID, self.any_extent(asked[0]))))
+        row = self.broker.ledger.sessions[worker.session]
+        size = sum(row.extents[extent].extent_bytes for extent in asked if extent in row.extents)
+        answer = self.send(ev.Release(*self.ask(worker), tuple(asked))).effects[0]
+        if isinstance(answer, fx.Answer) and isinstance(answer.result, fx.Released):
+            assert answer.result.released_bytes == size
+            worker.unmapped.clear()
+
+    def any_extent(self, default: int) -> int:
+        """Return an extent of anybody."""
+        held = [sorted(worker.held)[0] for worker in self.workers.values() if worker.held]
+        return self.random.choice(held) if held else default
+
+    def come_clean(self) -> None:
+        """A process unmaps what it said it had released long ago."""
+        liars = [process for process in self.processes if process.kept and process.alive]
+        if liars:
+            process = max(liars, key=lambda one: hash((one.number, self.salt)))
+            self.drop(process.kept, "stranger")
+            process.kept = set()
+
+    def declare(self) -> None:
+        """Say what one allocates oneself; some of that is true."""
+        worker = self.asker()
+        if not worker:
+            return
+        where, size = self.where(), self.random.choice((0, 10, 40, 40, -1, 3000)) * MIB
+        event = ev.Declare(*self.ask(worker), self.model(worker), where, size)
+        answer = self.send(event).effects[0]
+        if isinstance(answer, fx.Answer) and isinstance(answer.result, fx.Declared):
+            self.referee.fell(where, size, "declaration", 0)
+            if where in worker.own:
+                self.drop([worker.own.pop(where)], "word")
+            actual = self.random.choice((size, size, size // 2, size + 30 * MIB))
+            if actual and worker.process.alive and worker.session in self.workers:
+                self.blocks -= 1
+                self.put(self.blocks, where, actual)
+                worker.own[where] = self.blocks
+
+    def lose_one(self) -> None:
+        busy = self.random.random() < 0.8
+        worker = self.pick(lambda one: one.connected and (one.sent or not busy))
+        if worker:
+            self.lose(worker)
+
+    def lose(self, worker: Worker) -> None:
+        """A connection breaks. What is queued is closed and will be told; what the socket held is read, or gone."""
+        if not worker.connected:
+            return
+        worker.connected = False
+        for packet in worker.sent:
+            if packet.place == "queue":
+                self.drop(packet.make.ids, "word")
+                make = packet.make
+                self.told.append(ev.NotDelivered(make.session, make.request_id, make.part))
+            elif packet.place == "socket":
+                if worker.process.alive and self.random.random() < 0.5:
+                    worker.held.update(packet.make.ids)
+                else:
+                    self.drop(packet.make.ids, "word")
+        worker.sent.clear()
+        self.send(ev.ConnectionLost(worker.session))
+
+    def goodbye(self) -> None:
+        worker = self.pick(lambda one: one.connected and one.process.alive and self.state(one) == "open")
+        if worker:
+            self.say_goodbye(worker)
+
+    def say_goodbye(self, worker: Worker) -> None:
+        """Mostly with everything unmapped before; in the middle of a call or not."""
+        if not worker.liar:
+            self.drop(worker.held | set(worker.own.values()), "word")
+            worker.held.clear()
+            worker.own.clear()
+        answers = [
+            effect for effect in self.send(ev.Goodbye(*self.ask(worker))).effects if isinstance(effect, fx.Answer)
+        ]
+        said = any(isinstance(answer.result, fx.Done) for answer in answers)
+        if said and self.random.random() < 0.8:
+            self.lose(worker)
+
+    def die_one(self) -> None:
+        """A process is killed: its memory goes a little later, or much later when a forked child keeps it."""
+        worker = self.pick(lambda one: one.process.alive)
+        if worker:
+            self.die(worker.process, self.now + self.random.choice((0, 0, 0, 800, 8000)) * MILLISECOND)
+
+    def die(self, process: Process, child_until: int) -> None:
+        """Kill a process. A forked child lives until `child_until`, and keeps what was mapped."""
+        process.alive = False
+        self.processes = [one for one in self.processes if one is not process]
+        exited = self.now + self.random.choice((0, 3, 60, 300)) * MILLISECOND
+        mapped, own = set(process.kept), set()
+        for worker in [one for one in self.workers.values() if one.process is process]:
+            mapped |= worker.held
+            own |= set(worker.own.values())
+            worker.held = set()
+            self.unnoticed.append((self.now, worker))
+            if self.random.random() < 0.5:
+                self.lose(worker)
+            for packet in worker.sent:
+                if packet.place != "queue":
+                    mapped |= set(packet.make.ids)
+        self.doomed.append((max(exited, child_until), mapped))
+        self.doomed.append((exited, own))
+
+    def notice_one(self) -> None:
+        if self.unnoticed:
+            self.notice(*max(self.unnoticed, key=lambda one: hash((one[1].number, self.salt))))
+
+    def notice(self, at: int, worker: Worker) -> None:
+        """The broker hears of a death: it asks the device, and closes the connection."""
+        self.unnoticed.remove((at, worker))
+        self.jobs.append(Look(worker))
+        self.lose(worker)
+
+    def set_quota(self) -> None:
+        model = self.random.choice((None, "m0", "m1"))
+        limit = self.random.choice((None, None, None, None, None, 0, 100, 400, 800))
+        size = None if limit is None else limit * MIB
+        self.send(ev.SetQuota(self.call(-1), f"t{self.random.randrange(3)}", model, self.where(), size))
+
+    def play_the_stranger(self) -> None:
+        where = self.where()
+        size = self.random.choice((0, 0, 0, 50, 100, 600)) * MIB
+        self.referee.fell(where, max(0, self.stranger[where] - size), "stranger", 0)
+        self.stranger[where] = size
