@@ -97,7 +97,7 @@ class ModelAlreadyExists(MembrokerError):
 
 
 class ModelInUse(MembrokerError):
-    """The model can't end: it is charged for memory, or another session uses it."""
+    """The model can't be left: this session is still charged for memory there."""
 
 
 class AccessDenied(MembrokerError, PermissionError):

@@ -41,7 +41,7 @@ class Death:
     since: int
     blocks: dict[ev.Location, set[int]] = field(default_factory=dict)
     charged: dict[ev.Location, int] = field(default_factory=dict)
-    """What it was charged; a session that declared too little holds more."""
+    """What it is charged, when a step begins that may settle it."""
 
 
 class Referee:
@@ -92,6 +92,10 @@ class Referee:
         row = self.world.broker.ledger.sessions.get(event.session) if isinstance(event, ev.ProcessDied) else None
         if row is not None and row.session not in self.deaths:
             self._died(row)
+        if isinstance(event, ev.ProcessDied | ev.Audit):
+            for session, death in self.deaths.items():
+                charged = self.world.broker.ledger.sessions[session].charged
+                death.charged = {where: charged(where) for where in death.blocks}
 
     def judge(self, event: ev.Event, step: Step, before: int) -> None:
         """Hold one step to all that must be true after it."""
@@ -176,7 +180,6 @@ class Referee:
             death.blocks[loan.location].add(extent)
         for where, block in world.workers[row.session].own.items():
             death.blocks[where].add(block)
-        death.charged = {where: row.charged(where) for where in death.blocks}
         self.deaths[row.session] = death
 
     def _settled(self, fact: ft.LocationSettled) -> None:
@@ -191,16 +194,14 @@ class Referee:
         held = sum(self.world.exists[block][1] for block in blocks if block in self.world.exists)
         if not held:
             return
-        held = min(held, death.charged[fact.location])
-        falls = [fall for fall in self.falls[fact.location] if fall[0] >= death.since and fall[3] not in blocks]
-        explained = sum(size for _, size, _, _ in falls)
-        granularity = self.world.broker.rules.granularity
-        assert explained > held - granularity, (
-            f"session {fact.session} was credited as proven, {held} bytes of it exist, and {explained} others fell"
+        falls = [fall for fall in self.falls[fact.location] if fall[0] >= death.since]
+        fallen, charged = sum(size for _, size, _, _ in falls), death.charged[fact.location]
+        assert fallen > charged - self.world.broker.rules.granularity, (
+            f"session {fact.session} was credited {charged} bytes as proven, {held} of it exist, and {fallen} fell"
         )
         kinds: Counter[str] = Counter()
-        for _, size, why, _ in falls:
-            kinds[why] += size
+        for _, size, why, block in falls:
+            kinds[why] += size if block not in blocks else 0
         self.early[kinds.most_common(1)[0][0]] += 1
 
     # --- the end ---

@@ -57,7 +57,7 @@ def shrink(failure: Failure, budget: int = BUDGET) -> Failure:
         found = try_world(seed, turns) if budget >= 0 else None
         return found if found and found.place == failure.place else None
 
-    for last in (30, 100, 300, 1_000, 3_000):
+    for last in (30, 100, 300, 1_000, 3_000, 10_000):
         found = again(failure.turns[-last:]) if last < len(failure.turns) else None
         if found:
             failure = found

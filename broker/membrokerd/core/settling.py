@@ -56,10 +56,6 @@ class Settling:
         """Return `unaccounted` as it was when the device was last asked: figures of one moment, for people."""
         return self._at_audit[location]
 
-    def used(self, location: ev.Location) -> int | None:
-        """Return the bytes that the device last showed in use, by anybody."""
-        return self._used[location]
-
     def unaccounted(self, location: ev.Location) -> int | None:
         """Return what the device has used beyond the books, in bytes and signed; None where it cannot say.
 

@@ -67,7 +67,7 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_MODEL_EXISTS: _ErrorReason.ValueType  # 42
     """`exclusive` was asked and the model is there already."""
     ERROR_REASON_MODEL_IN_USE: _ErrorReason.ValueType  # 43
-    """The model cannot end: it is still charged for memory, or others use it."""
+    """The session cannot leave the model: it is still charged for memory there."""
     ERROR_REASON_EXTENT_NOT_FOUND: _ErrorReason.ValueType  # 44
     """An id names no extent that is lent to this session. Whose it is, or was, is not said."""
     ERROR_REASON_TENANT_NOT_FOUND: _ErrorReason.ValueType  # 45
@@ -101,7 +101,7 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     The broker is stopping.
     """
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 101
-    """A fault of the broker, logged there. The books are unchanged."""
+    """A fault of the broker, logged there. The books are unchanged. Retry: no."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call was refused. Every error of every service and of the handoff is a google.rpc.Status that carries a
@@ -155,7 +155,7 @@ ERROR_REASON_MODEL_CONFLICT: ErrorReason.ValueType  # 41
 ERROR_REASON_MODEL_EXISTS: ErrorReason.ValueType  # 42
 """`exclusive` was asked and the model is there already."""
 ERROR_REASON_MODEL_IN_USE: ErrorReason.ValueType  # 43
-"""The model cannot end: it is still charged for memory, or others use it."""
+"""The session cannot leave the model: it is still charged for memory there."""
 ERROR_REASON_EXTENT_NOT_FOUND: ErrorReason.ValueType  # 44
 """An id names no extent that is lent to this session. Whose it is, or was, is not said."""
 ERROR_REASON_TENANT_NOT_FOUND: ErrorReason.ValueType  # 45
@@ -189,5 +189,5 @@ ERROR_REASON_STOPPING: ErrorReason.ValueType  # 100
 The broker is stopping.
 """
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 101
-"""A fault of the broker, logged there. The books are unchanged."""
+"""A fault of the broker, logged there. The books are unchanged. Retry: no."""
 global___ErrorReason = ErrorReason
