@@ -6,6 +6,7 @@ Owns what may go wrong before there is a session, as typed errors. It must never
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from membroker import handoff
@@ -34,8 +35,10 @@ def open_session(path: Path, hello: pb.Hello, timeout: float) -> tuple[socket.so
 
 def _greet(connection: socket.socket, path: Path, hello: pb.Hello) -> tuple[socket.socket, pb.Welcome]:
     try:
-        handoff.send(connection, handoff.encode(pb.Frame(request_id=1, hello=hello)))
-        packet = handoff.receive(connection)
+        # Who is refused as a stranger is answered before the greeting: the answer can be read, and nothing written.
+        with suppress(BrokenPipeError):
+            handoff.send(connection, handoff.encode(pb.Frame(request_id=1, hello=hello)))
+        packet = _hear(connection)
     except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
         raise _unanswered(path, error) from error
     try:
@@ -44,6 +47,14 @@ def _greet(connection: socket.socket, path: Path, hello: pb.Hello) -> tuple[sock
     except BaseException:
         handoff.close_all(packet.descriptors)
         raise
+
+
+def _hear(connection: socket.socket) -> handoff.Packet:
+    """Return the broker's first packet, also when it hung up with our greeting unread: that is told once, before it."""
+    try:
+        return handoff.receive(connection)
+    except ConnectionResetError:
+        return handoff.receive(connection)
 
 
 def _unanswered(path: Path, error: Exception) -> MembrokerError:
