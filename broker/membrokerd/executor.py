@@ -86,7 +86,7 @@ class Executor:
     def _look(self) -> dict[str, MemoryInfo | None]:
         try:
             return self.figures()
-        except Exception as error:  # noqa: BLE001 - as above: a card that fell off the bus answers no question
+        except Exception as error:  # noqa: BLE001 - a card that fell off the bus answers no question, and this thread lives on
             logs.warn("the device does not say what it has", error=str(error))
             return {location.value: None for location in Location}
 

@@ -170,3 +170,20 @@ def test_hanging_up_lets_the_last_word_be_read() -> None:
         hang_up(ours)
         assert theirs.recv(100) == b"the answer"
         assert theirs.recv(100) == b""
+
+
+def test_processes_that_cannot_be_told_apart_do_not_count_as_one(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On kernels 6.5 to 6.8 every process of another pid namespace has pid 0, and a pidfd says no more."""
+    monkeypatch.setattr(module, "_inodes_identify", lambda: False)
+    with Process(listener) as one:
+        identities = set()
+        for _ in range(3):
+            pidfd, identity = module._identify(one.connection, 0)
+            os.close(pidfd)
+            identities.add(identity)
+        assert len(identities) == 3
+        pidfd, identity = module._identify(one.connection, one.process.pid)
+        os.close(pidfd)
+        assert identity.startswith(f"pid:{one.process.pid}:")

@@ -801,3 +801,16 @@ def test_refusals_leave_no_descriptor_open(scene: Scene) -> None:
             stranger.last_words()
     until(lambda: scene.daemon.descriptors() <= before)
     scene.unharmed()
+
+
+def test_nobody_fills_the_log_by_being_refused() -> None:
+    """A client that connects and sends garbage in a loop is counted each time, and written down once a second."""
+    with running() as daemon:
+        for _ in range(200):
+            with Connection(daemon.endpoint()) as one:
+                one.sock.send(b"garbage")
+                assert reason(one.receive().frame.reply.error) == "PROTOCOL_VIOLATION"
+        assert (
+            'membroker_connections_refused_total{gpu_uuid="host",reason="PROTOCOL_VIOLATION"} 200.0' in daemon.metrics()
+        )
+        assert 1 <= daemon.log().count("connection refused") <= 20

@@ -87,10 +87,7 @@ def main() -> None:
                 try:
                     _say(**_obey(cache, json.loads(line)))
                 except membroker.OutOfMemory as error:
-                    _say(
-                        refused=str(error), level=error.level, requested=error.requested, available=error.available,
-                        limit=error.limit,
-                    )  # fmt: skip
+                    _say(refused=str(error), level=error.level, limit=error.limit)
                 except PageLost as error:
                     _say(lost=str(error))
 

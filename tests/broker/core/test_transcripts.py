@@ -68,6 +68,7 @@ class Script:
             "grace": ("model_grace_ns", SECOND),
             "sessions": ("max_sessions", 1),
             "per_process": ("max_sessions_per_process", 1),
+            "per_tenant": ("max_sessions_per_tenant", 1),
             "models": ("max_models_per_tenant", 1),
             "calls": ("max_calls_per_session", 1),
         }
