@@ -38,9 +38,9 @@ class Failing(HostDriver):
             if not self.left:
                 raise self.failure
 
-    def create(self, size: int, location: Location = Location.DEVICE) -> Handle:
+    def create(self, size: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> Handle:
         self._count("create")
-        return super().create(size, location)
+        return super().create(size, location, sealable=sealable)
 
     def export(self, handle: Handle) -> int:
         self._count("export")

@@ -225,8 +225,9 @@ class Broker:
         return deny(Reason.MODEL_IN_USE, model=str(event.name), used_bytes=used) if used else None
 
     def end_model_if_idle(self, row: ModelRow) -> None:
-        """End a model that nobody uses and that is charged nothing."""
-        if not row.sessions and not row.used():
+        """End a model that nobody uses, that is charged nothing, and that has no segment left, not even a failed one."""
+        segments = self.ledger.segments.values()
+        if not row.sessions and not row.used() and not any(segment.name == row.name for segment in segments):
             self.record(ft.ModelEnded(row.name))
             for key in [key for key in self.denials if key[0] == row.name]:
                 del self.denials[key]

@@ -212,6 +212,7 @@ class Ledger:
         row = self.models.pop(fact.name)
         assert not row.used(), "a model ended that is still charged"
         assert not row.sessions, "a model ended that is still used"
+        assert not any(segment.name == fact.name for segment in self.segments.values()), "a model ended with a segment"
 
     def _debited(self, fact: facts.Debited) -> None:
         row = self.sessions[fact.session]
@@ -300,8 +301,9 @@ class Ledger:
     def _segment_ended(self, fact: facts.SegmentEnded) -> None:
         row = self.segments[fact.segment]
         assert not row.holders, "a segment ended that sessions hold"
+        ended = lifecycles.move(lifecycles.SEGMENT, row.state, "dropped" if fact.proven is None else "settled")
         self._credit_segment(row, row.bytes, row.extents)
-        row.state = lifecycles.move(lifecycles.SEGMENT, row.state, "dropped" if fact.proven is None else "settled")
+        row.state = ended
         del self.segments[fact.segment], self.labels[row.full_name()]
 
     def _quota_set(self, fact: facts.QuotaSet) -> None:

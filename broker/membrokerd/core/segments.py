@@ -149,6 +149,7 @@ class Segments:
         self._broker.answer(self._sealing.pop(row.segment), Denied(Reason(event.reason), event.numbers))
         if row.writer not in row.holders:
             self._end_writing(row, "writer ended")
+            self._drop_if_left(row)
 
     def _asked_to_seal(self, segment: int) -> SegmentRow | None:
         row = self._broker.ledger.segments.get(segment)

@@ -164,7 +164,7 @@ class CudaDriver:
         hint = f"{size} bytes at {address:#x} are the card's: copy them with read(), or use a framework"
         raise DriverError("view", *_NOT_SUPPORTED, hint)
 
-    def write(self, address: int, data: bytes) -> None:
+    def write(self, address: int, data: bytes | memoryview) -> None:
         """Copy `data` to mapped bytes and wait; for tests and small headers. Needs `context=True`."""
         self._check_access(address, len(data), AccessFlags.READ_WRITE, "cuMemcpyHtoD")
         self._call("cuMemcpyHtoD", address, data, len(data))

@@ -159,6 +159,14 @@ class Driver(Protocol):
         """
         ...
 
+    def write(self, address: int, data: bytes | memoryview) -> None:
+        """Copy `data` to mapped bytes, and return when it is there. A `DriverError` where access does not allow it."""
+        ...
+
+    def read(self, address: int, size: int) -> bytes:
+        """Return a copy of mapped bytes. A `DriverError` where access does not allow it."""
+        ...
+
     def synchronize(self) -> None:
         """Wait for all the work this process has given to the device."""
         ...

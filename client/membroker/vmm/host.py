@@ -227,15 +227,15 @@ class HostDriver:
         view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
         return view if access is AccessFlags.READ_WRITE else view.toreadonly()
 
-    def write(self, address: int, data: bytes) -> None:
-        """Copy `data` to mapped bytes; for tests and small headers."""
+    def write(self, address: int, data: bytes | memoryview) -> None:
+        """Copy `data` to mapped bytes."""
         view = self.view(address, len(data))
         if view.readonly:
             raise DriverError("write", "EACCES", errno.EACCES, f"[{address:#x}, +{len(data)}) is read-only")
         view[:] = data
 
     def read(self, address: int, size: int) -> bytes:
-        """Return a copy of mapped bytes; for tests and small headers."""
+        """Return a copy of mapped bytes."""
         return bytes(self.view(address, size))
 
     def synchronize(self) -> None:
