@@ -129,11 +129,12 @@ def read_index(
 ) -> TensorIndex:
     """Return the index at the beginning of `view`, which may be longer than the image: a segment is rounded up.
 
-    `total` is how many bytes there are where `view` is no more than the header.
+    `total` is how many bytes there are, where `view` is no more than the header of them.
 
     The bytes are a stranger's. Whatever this returns lies within `view`, has no overlap and no hole, and the
-    reference implementation reads the same from it; this is stricter in refusing doubled names, unknown fields
-    and negative zero. The header is copied before it is parsed: a writer that changes it meanwhile confuses nobody.
+    reference implementation reads the same from it. This refuses more: doubled names, unknown fields, null metadata,
+    and a shape whose other dimensions overflow beside a 0. The header is copied before it is parsed, so that a
+    writer who changes it meanwhile confuses nobody.
 
     A hostile header of the full 100 MB costs up to half a minute and 3 GB (measured): who reads strangers' segments
     gives a lower `max_header_bytes`. A tensor takes some 100 bytes of it.

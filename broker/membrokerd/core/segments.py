@@ -46,11 +46,8 @@ class Segments:
         self._waiting: list[Waiting] = []
         self._sealing: dict[int, int] = {}
         """By segment: the call that asked for its seal."""
-
-    @property
-    def deadline(self) -> int | None:
+        self.deadline: int | None = None
         """When the first of the waiting attaches ends, in nanoseconds."""
-        return min((one.deadline for one in self._waiting), default=None)
 
     # --- create and seal ---
 
@@ -165,6 +162,7 @@ class Segments:
             self._broker.lending.wait(event.session, event.request_id)
             deadline = now + event.wait_ns
             self._waiting.append(Waiting(event.call, event.session, event.request_id, row.segment, deadline))
+            self.deadline = deadline if self.deadline is None else min(deadline, self.deadline)
         elif isinstance(row, SegmentRow) and row.state == "sealed":
             self._begin_attach(event.call, event.session, event.request_id, row)
         elif isinstance(row, SegmentRow):
@@ -350,7 +348,10 @@ class Segments:
     def _take_waiting(self, wanted: Callable[[Waiting], bool]) -> list[Waiting]:
         """Return who waits no more, in the order they came."""
         taken = [one for one in self._waiting if wanted(one)]
+        if not taken:
+            return taken
         self._waiting = [one for one in self._waiting if not wanted(one)]
+        self.deadline = min((one.deadline for one in self._waiting), default=None)
         for one in taken:
             self._broker.lending.wait_no_more(one.session, one.request_id)
         return taken
