@@ -82,7 +82,7 @@ class Executor:
 
     def close(self, descriptors: Sequence[int], done: Callable[[None], None]) -> None:
         """Close descriptors that may be the last of their memory: on a card that frees it, 5 ms for 8 GiB."""
-        self._submit(lambda: close_all(descriptors), done)
+        self._submit(lambda: self._close(descriptors), done)
 
     def look(self, done: Callable[[Figures], None]) -> None:
         """Read what the device shows; `done` gets it after the outcome of every packet asked for before."""
@@ -149,6 +149,13 @@ class Executor:
         except Exception as error:  # noqa: BLE001 - this thread serves everybody and must outlive any driver's fault
             logs.fault(error, call="make")
             return Failure(Reason.INTERNAL, _numbers(make))
+
+    def _close(self, descriptors: Sequence[int]) -> None:
+        for descriptor in descriptors:
+            try:
+                os.close(descriptor)
+            except OSError as error:
+                logs.fault(error, call="close")
 
     def _seal(self, descriptors: Sequence[int]) -> Failure | None:
         try:

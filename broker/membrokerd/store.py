@@ -26,8 +26,8 @@ class DescriptorStore(Protocol):
         """Return the descriptors of these extents. They stay the store's; KeyError where it has none."""
         ...
 
-    def give_up(self, segment: int) -> list[int]:
-        """Forget a segment, and return its descriptors, which are the caller's to close."""
+    def give_up(self, segment: int, ids: Sequence[int] | None = None) -> list[int]:
+        """Forget a segment, or these extents of it; return the descriptors there were, the caller's to close."""
         ...
 
     def __len__(self) -> int:
@@ -53,9 +53,12 @@ class MemoryStore:
         kept = self._segments[segment]
         return [kept[extent] for extent in ids]
 
-    def give_up(self, segment: int) -> list[int]:
-        """Forget a segment, and return its descriptors."""
-        return list(self._segments.pop(segment, {}).values())
+    def give_up(self, segment: int, ids: Sequence[int] | None = None) -> list[int]:
+        """Forget a segment, or these extents of it, and return the descriptors there were."""
+        if ids is None:
+            return list(self._segments.pop(segment, {}).values())
+        kept = self._segments.get(segment, {})
+        return [kept.pop(extent) for extent in ids if extent in kept]
 
     def close(self) -> list[int]:
         """Forget everything, and return every descriptor."""

@@ -98,6 +98,7 @@ RETRY = {
     Reason.TOO_MANY_SESSIONS,
     Reason.TOO_MANY_MODELS,
     Reason.TOO_MANY_REQUESTS,
+    Reason.SEGMENT_EXISTS,
     Reason.SEGMENT_NOT_SEALED,
     Reason.WRITER_DIED,
     Reason.TOO_MANY_SEGMENTS,

@@ -225,7 +225,7 @@ class Broker:
         return deny(Reason.MODEL_IN_USE, model=str(event.name), used_bytes=used) if used else None
 
     def end_model_if_idle(self, row: ModelRow) -> None:
-        """End a model that nobody uses, that is charged nothing, and that has no segment left, not even a failed one."""
+        """End a model that nobody uses, that is charged nothing, and that has not even a failed segment left."""
         segments = self.ledger.segments.values()
         if not row.sessions and not row.used() and not any(segment.name == row.name for segment in segments):
             self.record(ft.ModelEnded(row.name))

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _WRITING = ("writing", "sealing")
 _ATTACHABLE = (*_WRITING, "sealed")
+_TOLD = {"sealing": "writing", "dropping": "ending"}
+"""States that nobody outside has to know, by what they look like there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class Segments:
         there = broker.ledger.labels.get(event.name)
         if there is not None:
             state = broker.ledger.segments[there].state
-            return deny(Reason.SEGMENT_EXISTS, segment=str(event.name), state=state)
+            return deny(Reason.SEGMENT_EXISTS, segment=str(event.name), state=_TOLD.get(state, state))
         return (
             broker.lending.refuse_call(event.session)
             or policy.check_extents(broker.rules, event.location, event.size, 1)
@@ -120,7 +122,9 @@ class Segments:
         if row is None:
             return deny(Reason.SEGMENT_NOT_FOUND, segment=event.segment)
         if row.writer != event.session or row.state != "writing":
-            return deny(Reason.SEGMENT_NOT_WRITABLE, segment=str(row.full_name()), state=row.state)
+            return deny(
+                Reason.SEGMENT_NOT_WRITABLE, segment=str(row.full_name()), state=_TOLD.get(row.state, row.state)
+            )
         return None
 
     def sealed(self, event: ev.Sealed) -> None:

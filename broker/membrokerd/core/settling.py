@@ -45,6 +45,8 @@ class Settling:
         self._deaths: list[Death] = []
         self._used: dict[ev.Location, int | None] = dict.fromkeys(broker.rules.capacities)
         self._at_audit: dict[ev.Location, int | None] = dict.fromkeys(broker.rules.capacities)
+        self._at_look = self._at_audit
+        """As `_at_audit`, of an audit or a death, whichever was later."""
         self._lately: deque[tuple[int, dict[ev.Location, int | None]]] = deque()
 
     @property
@@ -82,12 +84,16 @@ class Settling:
         for location, reference in references.items():
             self._deaths.append(Death(row.session, location, now, reference))
         self._settle(now)
+        self._at_look = self._unaccounted_everywhere()
 
     def segment_dropped(self, row: SegmentRow, now: int) -> None:
-        """Turn a segment's charge to releasing: a holder died, so somebody may still have it mapped."""
+        """Turn a segment's charge to releasing: a holder died, so somebody may still have it mapped.
+
+        The broker itself had it until now, so its reference is of the last look. What was lent or given back since
+        then is in the books and not in the figure, and would be taken for this segment's: the next look decides.
+        """
         self._broker.record(ft.SegmentMoved(row.segment, "dropped after a death"))
-        self._deaths.append(Death(row.segment, row.location, now, self._reference(row.location, now)))
-        self._settle(now)
+        self._deaths.append(Death(row.segment, row.location, now, self._at_look[row.location]))
 
     def _reference(self, location: ev.Location, now: int) -> int | None:
         lately = [seen[location] for at, seen in self._lately if now - at <= NOTICE_NS]
@@ -98,7 +104,7 @@ class Settling:
         """Take what the device shows, credit who is shown gone, and end what has been idle for its grace."""
         self._see(event.seen)
         self._settle(now)
-        self._at_audit = {location: self.unaccounted(location) for location in self._used}
+        self._at_audit = self._at_look = self._unaccounted_everywhere()
         self._lately.append((now, self._at_audit))
         while now - self._lately[0][0] > NOTICE_NS:
             self._lately.popleft()
@@ -106,6 +112,9 @@ class Settling:
         for row in list(self._broker.ledger.models.values()):
             if not row.sessions and now - row.idle_since >= grace:
                 self._broker.end_model_if_idle(row)
+
+    def _unaccounted_everywhere(self) -> dict[ev.Location, int | None]:
+        return {location: self.unaccounted(location) for location in self._used}
 
     def _see(self, seen: ev.Seen) -> None:
         for location in self._used:

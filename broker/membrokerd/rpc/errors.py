@@ -82,6 +82,7 @@ _TABLE: Mapping[Reason, _Row] = {
     Reason.SEGMENT_EXISTS: _Row(
         Code.ALREADY_EXISTS,
         "{segment} exists and is {state}: attach it, or delete it and wait until its last session has left",
+        retry=True,
     ),
     Reason.SEGMENT_NOT_SEALED: _Row(
         Code.DEADLINE_EXCEEDED, "{segment} is still being written: attach it with more patience", retry=True

@@ -20,8 +20,7 @@ SENTENCES = {
     "session": "One `connect()` of one process: it outlives its connection, and it is charged until its end.",
     "extent": "A piece of memory that was lent: charged until its borrower's word, or the device, says it is free.",
     "packet": "Up to 64 extents of a call on their way: at most two of a session are made and not acknowledged.",
-    "segment": "Memory under a name: written by one session, attached by many once it is sealed, charged to its model "
-    "until it is deleted, the last session has left it, and nobody unknown can have it mapped.",
+    "segment": "Memory under a name: charged to its model until it is deleted and nobody can have it mapped.",
 }
 MODEL = ModelName("t", "m")
 
