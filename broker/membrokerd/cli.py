@@ -13,6 +13,8 @@ from membroker.vmm import DriverError
 from . import __version__, logs
 from .config import ConfigError, load
 
+SWITCH_SECONDS = 0.0005
+
 _EPILOG = """\
 examples:
   membrokerd                                   a usable GPU, else the host driver; one endpoint, each uid a tenant
@@ -48,6 +50,8 @@ def _serve(config: Any) -> int:
     from .device import DeviceError, plan
     from .home import HomeError
 
+    # A scrape formats for as long as it may keep the interpreter: 5 ms by default, for which lending would wait.
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         made = plan(config)
         device = made.driver.device

@@ -27,7 +27,13 @@ from .dispatch import Dispatcher
 from .executor import Executor
 from .handoff.listener import Listener, Traffic
 from .home import Home, HomeError, Ownership, clear_private
-from .limits import IN_FLIGHT_PER_SESSION, raise_descriptor_limit, segment_extents_for, sessions_for
+from .limits import (
+    descriptors_for,
+    in_flight_is_bounded,
+    raise_descriptor_limit,
+    segment_extents_for,
+    sessions_for,
+)
 from .loop import Loop
 from .metrics import Metrics, MetricsView
 from .metrics_server import MetricsServer
@@ -99,12 +105,14 @@ class Daemon:
     def _bounds(self) -> tuple[int, int]:
         """Return how many sessions there may be, and how many extents segments may have together."""
         descriptors = raise_descriptor_limit()
-        possible = sessions_for(descriptors)
+        bounded = in_flight_is_bounded()
+        possible = sessions_for(descriptors, bounded=bounded)
         wanted = self._config.max_sessions
         if wanted is not None and wanted > possible:
+            needed = descriptors_for(wanted, bounded=bounded)
             raise HomeError(
-                f"max_sessions = {wanted} needs a limit of {wanted * IN_FLIGHT_PER_SESSION + 1} descriptors and this "
-                f"process may have {descriptors}: raise it (LimitNOFILE=, ulimit -n), or set max_sessions = {possible}"
+                f"max_sessions = {wanted} needs a limit of {needed} descriptors and this process may have "
+                f"{descriptors}: raise it (LimitNOFILE=, ulimit -n), or set max_sessions = {possible}"
             )
         sessions = min(possible, DEFAULT_MAX_SESSIONS) if wanted is None else wanted
         extents = segment_extents_for(descriptors, sessions)
@@ -233,8 +241,8 @@ def _notify(state: str) -> None:
     if not address:
         return
     target = "\0" + address[1:] if address.startswith("@") else address
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-        try:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
             sock.sendto(state.encode(), target)
-        except OSError as error:
-            logs.warn("cannot notify systemd", socket=address, error=error.strerror)
+    except OSError as error:  # with no descriptor left too: what it tells of must happen all the same
+        logs.warn("cannot notify systemd", socket=address, error=error.strerror)

@@ -13,7 +13,9 @@ OPEN_PER_SESSION = 5
 OPEN_BESIDE = 64
 """The daemon's own: listeners, gRPC, the lock, the anchor, logs."""
 IN_FLIGHT_PER_SESSION = WINDOW * MAX_DESCRIPTORS + 1
-"""The kernel counts descriptors in flight per user of the sender, against the same limit."""
+"""The kernel counts descriptors in flight per user of the sender, against the same limit (unix(7), ETOOMANYREFS)."""
+_EXEMPT = 1 << 21 | 1 << 24
+"""CAP_SYS_ADMIN and CAP_SYS_RESOURCE: who has one of them, in the first user namespace, may have more in flight."""
 
 
 MAX_SEGMENT_EXTENTS = 4_096
@@ -33,11 +35,25 @@ def raise_descriptor_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def sessions_for(descriptors: int) -> int:
-    """Return how many sessions this many descriptors are enough for."""
-    in_flight = (descriptors - 1) // IN_FLIGHT_PER_SESSION
-    kept_open = (descriptors - OPEN_BESIDE - 1) // OPEN_PER_SESSION
-    return max(0, min(in_flight, kept_open))
+def in_flight_is_bounded() -> bool:
+    """Say whether the kernel bounds this process's descriptors in flight: it spares two capabilities."""
+    if Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]:
+        return True  # capabilities of another user namespace spare nobody
+    status = Path("/proc/self/status").read_text()
+    effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
+    return not int(effective, 16) & _EXEMPT
+
+
+def sessions_for(descriptors: int, *, bounded: bool = True) -> int:
+    """Return how many sessions this many descriptors are enough for; `bounded`: in flight as well as open."""
+    kept_open = max(0, (descriptors - OPEN_BESIDE - 1) // OPEN_PER_SESSION)
+    return min(kept_open, (descriptors - 1) // IN_FLIGHT_PER_SESSION) if bounded else kept_open
+
+
+def descriptors_for(sessions: int, *, bounded: bool = True) -> int:
+    """Return how many descriptors so many sessions need."""
+    kept_open = OPEN_BESIDE + OPEN_PER_SESSION * sessions + 1
+    return max(kept_open, sessions * IN_FLIGHT_PER_SESSION + 1) if bounded else kept_open
 
 
 def segment_extents_for(descriptors: int, sessions: int) -> int:

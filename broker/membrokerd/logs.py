@@ -102,6 +102,11 @@ def _model_began(fact: ft.ModelBegan) -> Fields:
     return {"model": str(fact.name), "virtual_capacity_bytes": fact.virtual_capacity, **limits}
 
 
+def _model_asked(fact: ft.ModelAsked) -> Fields:
+    limits = {f"{location}_limit_bytes": limit for location, limit in fact.limits.items()}
+    return {"model": str(fact.name), "virtual_capacity_bytes": fact.virtual_capacity, **limits}
+
+
 def _model_and_session(fact: ft.ModelJoined | ft.ModelLeft) -> Fields:
     return {"model": str(fact.name), "session": session_name(fact.session)}
 
@@ -174,6 +179,7 @@ _FACTS: dict[type, tuple[int, str, Callable[[Any], Fields]]] = {
     ft.SessionMoved: (logging.INFO, "session moved", _session_moved),
     ft.SessionEnded: (logging.INFO, "session ended", _session_ended),
     ft.ModelBegan: (logging.INFO, "model began", _model_began),
+    ft.ModelAsked: (logging.INFO, "model asked for more numbers", _model_asked),
     ft.ModelJoined: (logging.INFO, "model joined", _model_and_session),
     ft.ModelLeft: (logging.INFO, "model left", _model_and_session),
     ft.ModelEnded: (logging.INFO, "model ended", _model_ended),

@@ -21,6 +21,8 @@ from prometheus_client.exposition import choose_encoder
 MAX_CONNECTIONS = 16
 DEADLINE_SECONDS = 10.0
 """The whole life of a connection. A client that drips bytes would outlive any timeout of a single read."""
+PAUSE_SECONDS = 0.1
+"""How long accepting rests when the process has no descriptor left."""
 _TEXT = "text/plain; charset=utf-8"
 
 State = Callable[[], str]
@@ -73,6 +75,14 @@ class _Server(ThreadingHTTPServer):
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def get_request(self) -> Any:
+        """Accept; where there is no descriptor for it, rest first: the loop would try again at once, for ever."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(PAUSE_SECONDS)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve on a thread, or close at once when as many as allowed are being served."""

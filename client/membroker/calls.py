@@ -75,11 +75,15 @@ class Call:
             return len(self.extent_ids) >= self.outcome.extents
         return self.dry
 
+    def has_failed_beside(self) -> bool:
+        """Say whether the answer, a refusal, has come elsewhere, and deliveries that precede it may still be here."""
+        return self.beside and isinstance(self.outcome, MembrokerError) and not self.dry
+
     def seconds_left(self) -> float | None:
         """Return how long the answer may still take; None for ever."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
     def patience(self) -> float | None:
         """Return how many milliseconds to wait for the next packet; None for ever."""
-        seconds = 0 if isinstance(self.outcome, MembrokerError) else self.seconds_left()
+        seconds = self.seconds_left()
         return None if seconds is None else seconds * 1000

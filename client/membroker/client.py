@@ -154,13 +154,14 @@ class Client:
         self._session.check_open()
         return Segment.attach(self._session, self._segment_name(name), timeout)
 
-    def delete_segment(self, name: str) -> None:
+    def delete_segment(self, name: str) -> SegmentStatus:
         """End a segment of this tenant: nobody can attach it, and its bytes come back when its last session has left.
 
-        `name` is as in `attach`. Raises `SegmentNotFound`.
+        `name` is as in `attach`. Returns it as it ends, with how many sessions still hold it. Raises `SegmentNotFound`.
         """
         self._session.check_open()
-        self._session.transport.delete_segment(pb.DeleteSegmentRequest(name=self._segment_name(name)))
+        request = pb.DeleteSegmentRequest(name=self._segment_name(name))
+        return convert.segment(self._session.transport.delete_segment(request))
 
     def segments(self) -> list[SegmentStatus]:
         """Return this tenant's segments, in the order they began."""

@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 
 from membroker import handoff
 from membroker.calls import Call, DeliveryHandler, Nothing, Outcome
+from membroker.endpoint import DESCRIPTORS_SHORT
 from membroker.errors import (
     BrokerUnavailable,
     ClosedError,
@@ -29,7 +30,6 @@ from membroker.errors import (
     ProtocolError,
     from_status,
 )
-from membroker.handshake import DESCRIPTORS_SHORT
 from membroker.interrupts import Waiting, is_held_off
 from membroker.v1 import broker_pb2
 from membroker.v1 import handoff_pb2 as pb
@@ -38,12 +38,11 @@ logger = logging.getLogger("membroker")
 
 
 class Connection:
-    """A connected handoff socket, after the Welcome. `later` does work in another thread (see `Background`)."""
+    """A connected handoff socket, after the Welcome."""
 
-    def __init__(self, connection: socket.socket, name: str, later: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, connection: socket.socket, name: str) -> None:
         self._socket = connection
         self._name = name
-        self._later = later
         self._request_ids = itertools.count(2)  # 1 was the Hello
         self._calls: dict[int, Call] = {}
         self._changed = threading.Condition(threading.Lock())
@@ -175,12 +174,13 @@ class Connection:
                 self._abandon(call)
             raise
         except BaseException:
-            # An interrupted caller wants to go on at once: the rest comes when the broker answers.
+            # An interrupted caller wants to go on at once: the rest comes when the broker answers. For an attach that
+            # can be a day, so it is nothing for the thread that does the finalizers' work.
             self._resign(None)
             try:
                 self._undo(call, handler)
             finally:
-                self._later(lambda: self._abandon(call))
+                threading.Thread(target=self._abandon, args=(call,), name="membroker-given-up", daemon=True).start()
             raise
         del self._calls[call.request_id]
         assert call.outcome is not None
@@ -287,15 +287,17 @@ class Connection:
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         poller.register(self._nudged, select.POLLIN)
-        failed = isinstance(call.outcome, MembrokerError)
+        # Of every call, not of this one only: a reader that waits for long may never let another thread read.
+        failed = [one for one in list(self._calls.values()) if one.has_failed_beside()]
         with Waiting():
-            ready = {descriptor for descriptor, _ in poller.poll(call.patience())}
+            ready = {descriptor for descriptor, _ in poller.poll(0 if failed else call.patience())}
         if self._nudged.fileno() in ready:
             self._nudged.recv(4096)
         if self._socket.fileno() in ready:
             return True
         # The deliveries of a call were sent before its answer: with that known and nothing here, none is missing.
-        call.dry = failed
+        for one in failed:
+            one.dry = True
         return False
 
     def _resign(self, packet: handoff.Packet | None) -> None:

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from membroker.errors import AccessDenied, BrokerUnavailable, InvalidRequest, MembrokerError
+from membroker.errors import AccessDenied, BrokerUnavailable, DescriptorLimit, InvalidRequest, MembrokerError
 
 VARIABLE = "MEMBROKER_ENDPOINT"
 MAX_PATH_BYTES = 107
@@ -72,13 +72,20 @@ def _devices_in(runtime: Path) -> list[Path]:
         raise diagnose(runtime, error) from error
 
 
+DESCRIPTORS_SHORT = "this process has no file descriptor left: raise its limit, `ulimit -n` (RLIMIT_NOFILE)"
+
+
 def open_socket(path: Path, timeout: float) -> socket.socket:
     """Connect to the handoff socket at `path` and return it, blocking for at most `timeout` seconds a call.
 
-    Raises `BrokerUnavailable`, `AccessDenied` or `InvalidRequest` with what is wrong and the command that mends it.
+    Raises `BrokerUnavailable`, `AccessDenied`, `DescriptorLimit` or `InvalidRequest`, with what is wrong and the
+    command that mends it.
     """
     check_path(path)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    except OSError as error:
+        raise DescriptorLimit(DESCRIPTORS_SHORT) from error
     try:
         set_timeout(connection, timeout)
         connection.connect(os.fspath(path))

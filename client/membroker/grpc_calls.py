@@ -6,16 +6,18 @@ that races the interpreter's exit can hang for ever), never retry, and never tou
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError, Message
 from google.rpc.status_pb2 import Status
 
-from membroker.endpoint import check_path
-from membroker.errors import BrokerUnavailable, MembrokerError, from_status
+from membroker.endpoint import DESCRIPTORS_SHORT, check_path
+from membroker.errors import BrokerUnavailable, DescriptorLimit, MembrokerError, from_status
 
 if TYPE_CHECKING:
     import grpc
@@ -36,6 +38,7 @@ _OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 200),
 )
+_DESCRIPTORS_OF_A_CHANNEL = 8
 # Channels of a forked child's parent: never collected here, because ending one runs gRPC's code.
 _inherited: list[object] = []
 
@@ -99,6 +102,7 @@ class GrpcCalls:
                 import grpc
 
                 check_path(self._path)
+                _check_descriptors()
                 self._channel = grpc.insecure_channel(f"unix:{self._path}", options=_OPTIONS)
                 self._stub = (self._service or _broker_service)(self._channel)
             return self._stub
@@ -119,6 +123,16 @@ class GrpcCalls:
                 "see that it runs (`pgrep -a membrokerd`), start it with `membrokerd`, and connect anew"
             )
         return MembrokerError(f"{code.name}: {details}")
+
+
+def _check_descriptors() -> None:
+    """Raise `DescriptorLimit` before gRPC would end the process: it aborts when it cannot have what it begins with."""
+    with ExitStack() as taken:
+        try:
+            for _ in range(_DESCRIPTORS_OF_A_CHANNEL):
+                taken.callback(os.close, os.eventfd(0))
+        except OSError as error:
+            raise DescriptorLimit(DESCRIPTORS_SHORT) from error
 
 
 def _broker_service(channel: grpc.Channel) -> Any:

@@ -10,11 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from membroker import handoff
-from membroker.endpoint import open_socket, set_timeout, silent
+from membroker.endpoint import DESCRIPTORS_SHORT, open_socket, set_timeout, silent
 from membroker.errors import BrokerUnavailable, DescriptorLimit, MembrokerError, ProtocolError, from_status
 from membroker.v1 import handoff_pb2 as pb
-
-DESCRIPTORS_SHORT = "this process has no file descriptor left: raise its limit, `ulimit -n` (RLIMIT_NOFILE)"
 
 
 def open_session(path: Path, hello: pb.Hello, timeout: float) -> tuple[socket.socket, socket.socket, pb.Welcome]:

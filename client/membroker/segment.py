@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.duration_pb2 import Duration
 
+from membroker import convert
 from membroker.convert import bytes_of, location_name, location_of, location_to_wire
 from membroker.errors import InvalidRequest, SegmentNotWritable
 from membroker.holding import Holding
@@ -22,6 +23,7 @@ from membroker.region import device_failures
 from membroker.session import Session, broker_may_be_gone
 from membroker.source import Placement
 from membroker.tensor_index import TensorIndex, dtype_of, numpy_array, read_index, write_index
+from membroker.types import SegmentStatus
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2
 from membroker.v1.handoff_pb2 import Delivery
@@ -149,7 +151,7 @@ class Segment:
         """Return a copy of [offset, offset + size). Raises `InvalidRequest`, `ClosedError`, `DeviceFailure`."""
         self._check_range(offset, size)
         with self._holding.in_use(), device_failures():
-            return self._session.driver.read(self._holding.region.address + offset, size)
+            return self._session.driver.read(self._holding.region.address + offset, size) if size else b""
 
     def write(self, offset: int, data: Any, progress: Callable[[int], None] | None = None) -> None:
         """Copy `data`, anything with contiguous bytes, to `offset`. `progress` is told the bytes of each step.
@@ -227,23 +229,25 @@ class Segment:
         """
         with self._holding.in_use(), HeldOff(), device_failures(), ExitStack() as undo:
             self._check_writable()
+            # First of all: a view that another thread takes from here on is read-only already.
+            self._writable = False
+            undo.callback(setattr, self, "_writable", True)
             if self._holding.views.any():
                 raise BufferError("a writable view of the segment is still alive: release it first")
             self._session.driver.synchronize()
             self._holding.region.protect(AccessFlags.READ)
             undo.callback(self._holding.region.protect, AccessFlags.READ_WRITE)
             self._answer = self._session.transport.seal_segment(self.generation)
-            self._writable = False
             undo.pop_all()
 
-    def delete(self) -> None:
+    def delete(self) -> SegmentStatus:
         """End the segment: nobody can attach it any more, and its bytes come back when its last session has left.
 
-        It stays mapped where it is. Raises `SegmentNotFound` when it is deleted already.
+        It stays mapped where it is. Returns it as it ends. Raises `SegmentNotFound` when it is deleted already.
         """
         self._session.check_open()
         request = pb.DeleteSegmentRequest(name=self.resource_name, generation=self.generation)
-        self._session.transport.delete_segment(request)
+        return convert.segment(self._session.transport.delete_segment(request))
 
     def close(self) -> None:
         """Unmap it here. Idempotent; raises nothing when the broker is away. Living views put it off to the last.

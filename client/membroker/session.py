@@ -18,10 +18,11 @@ from pathlib import Path
 
 from membroker.background import Background
 from membroker.connection import Connection
+from membroker.endpoint import DESCRIPTORS_SHORT
 from membroker.errors import AccessDenied, BrokerUnavailable, ClosedError, DescriptorLimit, InvalidRequest
 from membroker.grpc_calls import GrpcCalls
 from membroker.handoff import PROTOCOL_VERSION
-from membroker.handshake import DESCRIPTORS_SHORT, open_session
+from membroker.handshake import open_session
 from membroker.holding import Holding
 from membroker.region import device_failures
 from membroker.transport import GrpcTransport, HandoffTransport, Transport
@@ -57,7 +58,7 @@ class _Link:
             undo.callback(connection.close)
             undo.callback(notices.close)
             try:
-                self.connection = Connection(connection, str(path), lambda work: self.background.later(work))
+                self.connection = Connection(connection, str(path))
                 undo.callback(self.connection.close)
                 self.background = Background(notices, self.connection.heard)
             except OSError as error:

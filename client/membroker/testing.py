@@ -236,6 +236,38 @@ def a_descriptor_outlives_its_creator(make_driver: MakeDriver) -> None:
             expect(driver.read(address, len(PATTERN)) == PATTERN, "a dead creator's bytes are lost")
 
 
+def what_is_sealed_is_only_read(make_driver: MakeDriver) -> None:
+    """After `seal`, which may be said twice, the twin maps an extent writable no more; what is writable stays so.
+
+    A card raises nothing, and goes on mapping it as it is asked to.
+    """
+    with opened(make_driver) as driver, ExitStack() as stack:
+        size = driver.device.granularity
+        handle = driver.create(size, sealable=True)
+        address = stack.enter_context(mapped_handle(driver, handle))
+        driver.write(address, b"written")
+        with exported(driver, handle) as descriptor:
+            early = stack.enter_context(mapped_handle(driver, driver.import_extent(descriptor, size)))
+            driver.seal(descriptor)
+            driver.seal(descriptor)
+            imported = driver.import_extent(descriptor, size)
+        stack.callback(driver.release, imported)
+        late = stack.enter_context(reserved(driver, size))
+        driver.map(late, imported)
+        stack.callback(driver.unmap, late, size)
+        driver.set_access(late, size, AccessFlags.READ)
+        expect(driver.read(late, 7) == b"written", "a sealed extent shows other bytes")
+        for place, mark in ((address, b"maker's"), (early, b"other's")):
+            driver.write(place, mark)
+            expect(driver.read(late, 7) == mark, "the seal took a mapping from who had it")
+        if driver.device.driver == "host":
+            refused("a writable map of what is sealed", driver.set_access, late, size, AccessFlags.READ_WRITE)
+            refused("write to what is sealed", driver.write, late, b"x")
+        else:
+            driver.set_access(late, size, AccessFlags.READ_WRITE)
+        expect(driver.read(late, 7) == b"other's", "asking for more took the access that was there")
+
+
 def an_imported_extent_is_not_exported(make_driver: MakeDriver) -> None:
     """CUDA cannot export what was imported, so no driver may: a worker's code would break on a card."""
     with opened(make_driver) as driver, extent(driver, driver.device.granularity) as handle:
@@ -343,12 +375,14 @@ def one_of_two_releases_wins(make_driver: MakeDriver) -> None:
 def a_closed_driver_refuses(make_driver: MakeDriver) -> None:
     """After `close` every call is a `DriverError`; closing again is nothing."""
     driver = make_driver()
-    handle = driver.create(driver.device.granularity)
-    driver.close()
-    driver.close()
-    refused("create on a closed driver", driver.create, handle.size)
-    refused("export on a closed driver", driver.export, handle)
-    refused("memory of a closed driver", driver.memory, Location.DEVICE)
+    handle = driver.create(driver.device.granularity, sealable=True)
+    with exported(driver, handle) as descriptor:
+        driver.close()
+        driver.close()
+        refused("create on a closed driver", driver.create, handle.size)
+        refused("export on a closed driver", driver.export, handle)
+        refused("seal on a closed driver", driver.seal, descriptor)
+        refused("memory of a closed driver", driver.memory, Location.DEVICE)
 
 
 CHECKS: tuple[Callable[[MakeDriver], None], ...] = (
@@ -365,6 +399,7 @@ CHECKS: tuple[Callable[[MakeDriver], None], ...] = (
     a_mapping_keeps_the_memory,
     a_descriptor_keeps_the_memory,
     a_descriptor_outlives_its_creator,
+    what_is_sealed_is_only_read,
     an_imported_extent_is_not_exported,
     a_foreign_descriptor_is_refused,
     memory_follows_births_and_deaths,

@@ -40,7 +40,7 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.CAPACITY: [LEVEL],
     Reason.DEVICE_FULL: [SAYS, {**MADE, "device_free_bytes": 5, "available_bytes": 0, "reserve_bytes": 9}],
     Reason.DRIVER_FAILED: [SAYS],
-    Reason.DESCRIPTORS_EXHAUSTED: [SAYS],
+    Reason.DESCRIPTORS_EXHAUSTED: [SAYS, {"driver_says": "socketpair: Too many open files"}],
     Reason.DELIVERY_FAILED: [{}, {"model": MODEL}, {"model": MODEL, "location": "device"}],
     Reason.LOCATION_UNAVAILABLE: [{"location": "host"}],
     Reason.INVALID_SIZE: [

@@ -7,7 +7,7 @@ request that is refused changes nothing but the count of refusals.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from . import effects as fx
@@ -172,12 +172,21 @@ class Broker:
         if denied:
             self.refuse(event.call, denied, event.session, event.name)
             return
-        if event.name not in self.ledger.models:
-            virtual = event.virtual_capacity
+        row, virtual = self.ledger.models.get(event.name), event.virtual_capacity
+        if row is None:
             self.record(ft.ModelBegan(event.name, virtual, dict(event.limits)))
+        elif (virtual, dict(event.limits)) != (row.virtual_capacity, row.limits):
+            self._ask(row, virtual, event.limits)
         if event.name not in self.ledger.sessions[event.session].models:
             self.record(ft.ModelJoined(event.name, event.session))
         self.answer(event.call, fx.Registered(event.name))
+
+    def _ask(self, row: ModelRow, virtual: int | None, limits: Mapping[ev.Location, int]) -> None:
+        """Take the numbers that nobody has asked for yet; those that somebody has are the same."""
+        more = {where: size for where, size in limits.items() if where not in row.limits}
+        new = virtual if row.virtual_capacity is None else None
+        if more or new is not None:
+            self.record(ft.ModelAsked(row.name, new, more))
 
     def _refuse_model(self, event: ev.RegisterModel) -> Denied | None:
         row = self.ledger.models.get(event.name)
@@ -244,15 +253,14 @@ class Broker:
 
 
 def _conflict(row: ModelRow, event: ev.RegisterModel) -> Denied | None:
-    """Return the first number that differs from what the model's first worker asked for."""
+    """Return the first number that differs from what somebody asked for before."""
     asked: list[tuple[str, int | None, int | None]] = [
         ("virtual_capacity", event.virtual_capacity, row.virtual_capacity),
         *((f"{where} limit", limit, row.limits.get(where)) for where, limit in event.limits.items()),
     ]
     for what, mine, theirs in asked:
-        if mine is not None and mine != theirs:
-            there = "nothing" if theirs is None else theirs
-            return deny(Reason.MODEL_CONFLICT, model=str(row.name), what=what, asked=mine, registered=there)
+        if mine is not None and theirs is not None and mine != theirs:
+            return deny(Reason.MODEL_CONFLICT, model=str(row.name), what=what, asked=mine, registered=theirs)
     return None
 
 

@@ -53,6 +53,15 @@ class ModelBegan:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelAsked:
+    """A session asked for numbers that nobody had asked for before: they are the model's from now on."""
+
+    name: ModelName
+    virtual_capacity: int | None
+    limits: Mapping[Location, int]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelJoined:
     """A session registered a model that is there."""
 
@@ -189,6 +198,7 @@ Fact = (
     | SessionMoved
     | SessionEnded
     | ModelBegan
+    | ModelAsked
     | ModelJoined
     | ModelLeft
     | ModelEnded

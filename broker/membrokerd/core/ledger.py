@@ -104,7 +104,7 @@ class ModelCharge(Charge):
 
 @dataclass(slots=True)
 class ModelRow:
-    """One model: what its first worker asked for, who uses it, what it is charged."""
+    """One model: what its workers asked for, each number as it was first asked, who uses it, what it is charged."""
 
     name: ModelName
     virtual_capacity: int | None
@@ -195,6 +195,12 @@ class Ledger:
         assert fact.name not in self.models
         charges = {location: ModelCharge() for location in self.totals}
         self.models[fact.name] = ModelRow(fact.name, fact.virtual_capacity, dict(fact.limits), charges=charges)
+
+    def _model_asked(self, fact: facts.ModelAsked) -> None:
+        row = self.models[fact.name]
+        if fact.virtual_capacity is not None:
+            row.virtual_capacity = fact.virtual_capacity
+        row.limits = {**row.limits, **fact.limits}
 
     def _model_joined(self, fact: facts.ModelJoined) -> None:
         self.models[fact.name].sessions.add(fact.session)
@@ -432,6 +438,7 @@ _APPLY: dict[type, Callable[[Ledger, Any], None]] = {
     facts.SessionMoved: Ledger._session_moved,
     facts.SessionEnded: Ledger._session_ended,
     facts.ModelBegan: Ledger._model_began,
+    facts.ModelAsked: Ledger._model_asked,
     facts.ModelJoined: Ledger._model_joined,
     facts.ModelLeft: Ledger._model_left,
     facts.ModelEnded: Ledger._model_ended,

@@ -7,6 +7,7 @@ nothing is read, so a peer that does not read cannot make the broker work or gro
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from collections import deque
@@ -33,6 +34,8 @@ FRAMES_PER_TURN = 8
 MAX_CLIENT_NAME = 128
 LINGER_SECONDS = 5.0
 """How long the last answer of a connection may wait for a peer that does not read."""
+IN_FLIGHT_SECONDS = 0.05
+"""How long a delivery rests when as many descriptors of this user are under way as the kernel allows."""
 _REQUESTS = frozenset(
     [
         *("allocate", "release", "declare"),
@@ -41,6 +44,9 @@ _REQUESTS = frozenset(
 )
 _QUIET = frozenset(("release", "detach_segment"))
 """Requests that may want no answer (`no_reply`)."""
+
+
+_Pair = tuple[socket.socket, socket.socket]
 
 
 class _Outgoing(NamedTuple):
@@ -135,16 +141,23 @@ class Connection:
             versions = {"version": hello.protocol_version, "supported": handoff.PROTOCOL_VERSION}
             self._refuse(request_id, deny(Reason.UNSUPPORTED_VERSION, **versions))
             return
+        try:
+            pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:  # before there is a session, which would outlive a connection that ends without a word
+            self._refuse(request_id, deny(Reason.DESCRIPTORS_EXHAUSTED, driver_says=f"socketpair: {error.strerror}"))
+            return
         tenant = self._listener.tenant_of(self._peer)
         client = "".join(letter for letter in hello.client if letter.isprintable())[:MAX_CLIENT_NAME]
         peer, observer = self._peer, hello.observer
         self._loop.ask(
             lambda call: ev.OpenSession(call, tenant, peer.pid, peer.uid, peer.identity, observer, client),
-            lambda result: self._opened(request_id, tenant, result),
+            lambda result: self._opened(request_id, tenant, pair, result),
         )
 
-    def _opened(self, request_id: int, tenant: str, result: fx.Result | Denied) -> None:
+    def _opened(self, request_id: int, tenant: str, pair: _Pair, result: fx.Result | Denied) -> None:
         if isinstance(result, Denied):
+            for end in pair:
+                end.close()
             self._refuse(request_id, result)
             return
         assert isinstance(result, fx.SessionOpened)
@@ -152,13 +165,11 @@ class Connection:
         self._loop.links[result.session] = self
         self._listener.greeted(self)
         self._io.add_reader(self._peer.pidfd, self._process_died)
-        try:
-            self._welcome(request_id, result.session)
-        except OSError as error:
-            self.close(f"no descriptor left to greet it: {error.strerror}")
+        self._notices, theirs = pair
+        self._welcome(request_id, result.session, theirs)
 
-    def _welcome(self, request_id: int, session: int) -> None:
-        self._notices, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def _welcome(self, request_id: int, session: int, theirs: socket.socket) -> None:
+        assert self._notices is not None
         self._notices.setblocking(False)
         device = self._listener.device
         capacities = self._loop.broker.rules.capacities
@@ -245,12 +256,16 @@ class Connection:
             try:
                 handoff.send(self._sock, outgoing.data, outgoing.descriptors)
             except BlockingIOError:
-                if not self._blocked:
-                    self._blocked = True
-                    self._io.remove_reader(self._sock)
-                    self._io.add_writer(self._sock, self._flush)
+                self._wait_for_room()
+                self._io.add_writer(self._sock, self._flush)
                 return
             except OSError as error:
+                if error.errno == errno.ETOOMANYREFS:
+                    # Counted for every process of this user: whoever it is, this peer is not to blame.
+                    self._wait_for_room()
+                    self._io.remove_writer(self._sock)
+                    self._io.call_later(IN_FLIGHT_SECONDS, self._flush)
+                    return
                 self.close(error.strerror or "broken")
                 return
             self._outgoing.popleft()
@@ -263,6 +278,11 @@ class Connection:
             self._blocked = False
             self._io.remove_writer(self._sock)
             self._io.add_reader(self._sock, self._readable)
+
+    def _wait_for_room(self) -> None:
+        if not self._blocked:
+            self._blocked = True
+            self._io.remove_reader(self._sock)
 
     def _close_descriptors(self, outgoing: _Outgoing) -> None:
         handoff.close_all(outgoing.descriptors)

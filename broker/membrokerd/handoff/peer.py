@@ -6,6 +6,7 @@ Owns the pidfd, which is free of pid reuse and readable when the process is dead
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import select
@@ -22,6 +23,7 @@ _SO_PEERPIDFD = getattr(socket, "SO_PEERPIDFD", 77)
 _CREDENTIALS = struct.Struct("3i")
 _unseen = itertools.count()
 _DRAINED_PACKETS = 64
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
 class Unattested(Exception):
@@ -62,7 +64,10 @@ def attest(connection: socket.socket, uids: frozenset[int]) -> Peer:
     uid &= 0xFFFFFFFF
     if uids and uid not in uids:
         raise Unattested(deny(Reason.ENDPOINT_FORBIDDEN, uid=uid))
-    pidfd, identity = _identify(connection, pid)
+    try:
+        pidfd, identity = _identify(connection, pid)
+    except OSError as error:
+        raise Unattested(deny(Reason.DESCRIPTORS_EXHAUSTED, driver_says=f"attesting: {error.strerror}")) from error
     peer = Peer(pid, uid, pidfd, identity)
     if not peer.is_alive():
         os.close(pidfd)
@@ -87,16 +92,18 @@ def _identify(connection: socket.socket, pid: int) -> tuple[int, str]:
     try:
         pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
         os.set_inheritable(pidfd, False)
-    except OSError:
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
         return _identify_by_pid(pid)
     try:
         if _inodes_identify():
             return pidfd, f"pidfd:{os.fstat(pidfd).st_ino}"
+        # Two containers' processes both have pid 0 here: what cannot be told apart must not count as one.
+        return pidfd, f"pid:{pid}:{_start_time(pid)}" if pid else f"unseen:{next(_unseen)}"
     except OSError:
         os.close(pidfd)
         raise
-    # Two containers' processes both have pid 0 here: what cannot be told apart must not count as one.
-    return pidfd, f"pid:{pid}:{_start_time(pid)}" if pid else f"unseen:{next(_unseen)}"
 
 
 def _identify_by_pid(pid: int) -> tuple[int, str]:
@@ -109,8 +116,15 @@ def _identify_by_pid(pid: int) -> tuple[int, str]:
     try:
         pidfd = os.pidfd_open(pid)
     except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
         raise Unattested(deny(Reason.PEER_UNKNOWN, what=f"pidfd_open({pid}): {error.strerror}")) from error
-    if before is None or before != _start_time(pid):
+    try:
+        after = _start_time(pid)
+    except OSError:
+        os.close(pidfd)
+        raise
+    if before is None or before != after:
         os.close(pidfd)
         raise Unattested(deny(Reason.PEER_UNKNOWN, what="it died before it was greeted"))
     return pidfd, f"pid:{pid}:{before}"
@@ -120,7 +134,9 @@ def _start_time(pid: int) -> int | None:
     """Return the 22nd field of /proc/PID/stat, in clock ticks since boot, or None when there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
         return None
     return int(text.rpartition(")")[2].split()[19])
 

@@ -27,7 +27,9 @@ class RegisterModelRequest(google.protobuf.message.Message):
     model_id: builtins.str
     """The model's own name: [a-z0-9] first, then [a-z0-9._-], at most 63 characters."""
     virtual_capacity_bytes: builtins.int
-    """Addresses that a worker's pool reserves by default. Left out: joins whatever is there, or the capacity."""
+    """Addresses that a worker's pool reserves by default. Left out: joins whatever is there, or the capacity. The first
+    worker that gives a number sets it, here and below; another number is MODEL_CONFLICT then.
+    """
     exclusive: builtins.bool
     """Refuse (MODEL_EXISTS) when the model is already registered."""
     @property

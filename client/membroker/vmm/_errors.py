@@ -16,6 +16,7 @@ from membroker.vmm.driver import DriverError, DriverLimit, DriverOutOfMemory
 _LIMITS = {
     ("memfd_create", errno.EMFILE): "raise this process's RLIMIT_NOFILE (ulimit -n)",
     ("memfd_create", errno.ENFILE): "raise fs.file-max",
+    ("open", errno.EMFILE): "raise this process's RLIMIT_NOFILE (ulimit -n)",
     ("dup", errno.EMFILE): "raise this process's RLIMIT_NOFILE (ulimit -n)",
     ("inotify_init1", errno.EMFILE): "raise fs.inotify.max_user_instances, or RLIMIT_NOFILE (ulimit -n)",
     ("inotify_init1", errno.ENFILE): "raise fs.file-max",

@@ -1,0 +1,454 @@
+"""Near the limit of descriptors, RLIMIT_NOFILE, on the broker's side and on the worker's.
+
+Whoever is short is told so, with a reason of its own; no descriptor is lost by it and no byte; and when there is room
+again, everything goes on as before, without a connection made anew.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
+from tests.daemons import Daemon, running, until
+from tests.system import raw
+from tests.system.company import State, honest, other_user, spare_descriptors, unprivileged
+from tests.system.raw import Connection, Session, hello, reason
+from tests.system.workers import ANCHOR_BYTES, PAGE, Worker, descriptors_at_start, until_clean, worker
+
+from membroker import handoff
+from membroker.v1 import broker_pb2 as bpb
+from membroker.v1 import broker_pb2_grpc
+from membroker.v1 import handoff_pb2 as pb
+
+# --- The broker's side ---
+
+OF_A_SESSION = 3
+"""Descriptors that a session costs the broker: its connection, its process, its notices."""
+COUNT = 100
+"""Extents of a call: a packet of 64 and one of 36. A packet's descriptors are open in the broker together."""
+
+
+@pytest.fixture
+def roomy() -> Iterator[Daemon]:
+    """A daemon that is short of nothing but descriptors."""
+    with running({"capacity": "1GiB"}) as one:
+        yield one
+
+
+def test_packets_for_which_there_are_few_descriptors(roomy: Daemon, transport: str) -> None:
+    """Two sessions ask at once, with none to spare, with one, until all can be made: granted, or refused as what it is.
+
+    A second packet is smaller, so it may come when the first did not: what was delivered is lent, and no more is.
+    """
+    daemon, at_start = roomy, descriptors_at_start(roomy)
+    outcomes: set[tuple[str, int]] = set()
+    with honest(daemon, transport) as one, ExitStack() as stack:
+        callers = [stack.enter_context(_Caller(daemon, transport)) for _ in range(2)]
+        before = daemon.descriptors()
+        for spare in [*range(10), *range(10, 80, 3), *range(80, 2 * 64 + 12, 6)]:
+            spare_descriptors(daemon.process.pid, spare)
+            for caller in callers:
+                caller.begin()
+            answers = [caller.end() for caller in callers]
+            assert all(_is_right(*answer) for answer in answers), (spare, answers)
+            outcomes |= {(reason(answer) if isinstance(answer, Status) else "", len(ids)) for answer, ids in answers}
+            one.do("model.declare(PAGE); model.declare(0)")
+            for caller, (_, ids) in zip(callers, answers, strict=True):
+                caller.give_back(ids)
+            assert daemon.descriptors() == before, f"with {spare} to spare"
+        assert ("", COUNT) in outcomes
+        assert {("DESCRIPTORS_EXHAUSTED", 0), ("DESCRIPTORS_EXHAUSTED", 36)} <= outcomes
+        spare_descriptors(daemon.process.pid, None)
+        assert daemon.books().lent_bytes == 0
+        one.turns(10)
+    until_clean(daemon, at_start)
+
+
+def _is_right(answer: Any, ids: list[int]) -> bool:
+    if not isinstance(answer, Status):
+        return bool(answer.count == COUNT == len(ids))
+    again = any(detail.Is(RetryInfo.DESCRIPTOR) for detail in answer.details)
+    return reason(answer) == "DESCRIPTORS_EXHAUSTED" and again and len(ids) in (0, 36, 64)
+
+
+class _Caller:
+    """A session whose Allocates are begun and ended one by one, over either transport, on connections that stand."""
+
+    def __init__(self, daemon: Daemon, transport: str) -> None:
+        self._session = Session(daemon.endpoint())
+        self._model = self._session.register("mine")
+        self._transport = transport
+        self._channel = grpc.insecure_channel(f"unix:{self._session.endpoint}/grpc.sock")
+        self._stub: Any = broker_pb2_grpc.BrokerServiceStub(self._channel)
+        self._metadata = (("membroker-token", self._session.token),)
+        self._stub.GetDevice(bpb.GetDeviceRequest(), metadata=self._metadata, timeout=raw.SECONDS)
+        self._request_id = 0
+
+    def begin(self) -> None:
+        self._request_id += 1
+        request = raw.allocation(self._model, PAGE, COUNT)
+        if self._transport == "handoff":
+            self._session.send(pb.Frame(request_id=self._request_id, allocate=request))
+        else:
+            request.request_id = self._request_id
+            self._call = self._stub.AllocateExtents.future(request, metadata=self._metadata, timeout=raw.SECONDS)
+
+    def end(self) -> tuple[Any, list[int]]:
+        """Return the response or the refusal, and the ids that came."""
+        if self._transport == "handoff":
+            return self._session.answer(self._request_id)
+        ids: list[int] = []
+        # The call is not answered before its last delivery is sent.
+        while not self._call.done() or raw.is_readable(self._session.sock):
+            if select.select([self._session.sock], [], [], 0.01)[0]:
+                delivery = self._session.receive().frame.delivery
+                ids += delivery.extent_ids
+                self._session.send(pb.Frame(request_id=self._request_id, ack=pb.Ack(part=delivery.part)))
+        error = self._call.exception()
+        return (raw.status_of(error) if error else self._call.result()), ids
+
+    def give_back(self, ids: list[int]) -> None:
+        self._request_id += 1
+        if ids:
+            answer = self._session.call(release=bpb.ReleaseExtentsRequest(extent_ids=ids))
+            assert answer.released_bytes == len(ids) * PAGE
+
+    def __enter__(self) -> _Caller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+        self._session.close()
+
+
+def test_an_honest_worker_while_the_broker_has_no_descriptor_left(daemon: Daemon, transport: str) -> None:
+    """It is told why, keeps its connection and what it has, gives that back, and is lent more when there is room."""
+    at_start = descriptors_at_start(daemon)
+    with honest(daemon, transport) as one:
+        one.do("buffer = model.allocate(PAGE)")
+        spare_descriptors(daemon.process.pid, 0)
+        for _ in range(20):
+            assert one.refused("model.allocate(PAGE)").reason == "DESCRIPTORS_EXHAUSTED"
+        one.do("buffer.close(); model.declare(PAGE); model.declare(0)")
+        spare_descriptors(daemon.process.pid, None)
+        one.turns(20)
+        until(lambda: daemon.books().lent_bytes == 0)
+    until_clean(daemon, at_start)
+
+
+_SPARE = [(spare, first) for first in (False, True) for spare in range(first, 5)]
+
+
+@pytest.mark.parametrize(("spare", "is_first"), _SPARE)
+def test_a_connection_for_which_there_are_few_descriptors(daemon: Daemon, spare: int, is_first: bool) -> None:
+    """It is greeted, or told that the broker is out of descriptors, or waits; it leaves nothing that it did not get.
+
+    The first of all takes more: the daemon finds out what its kernel can tell of a process.
+    """
+    at_start = descriptors_at_start(daemon)
+    with ExitStack() as stack:
+        standing = [] if is_first else [stack.enter_context(Session(daemon.endpoint("blue")))]
+        before = at_start + OF_A_SESSION * len(standing)
+        until(lambda: daemon.descriptors() == before)
+        spare_descriptors(daemon.process.pid, spare)
+        with Connection(daemon.endpoint()) as newcomer:
+            with suppress(BrokenPipeError):  # it may be refused before it has said anything
+                newcomer.send(hello())
+            if not spare:
+                until(lambda: "reason=DESCRIPTORS_EXHAUSTED" in daemon.log())
+                assert not raw.is_readable(newcomer.sock)
+                spare_descriptors(daemon.process.pid, None)
+            try:
+                packet = handoff.receive(newcomer.sock)
+            except ConnectionResetError:  # said once, before what is there to read
+                packet = handoff.receive(newcomer.sock)
+            handoff.close_all(packet.descriptors)
+            if packet.frame.HasField("welcome"):
+                newcomer.send(pb.Frame(request_id=2, goodbye=pb.Goodbye()))
+                assert newcomer.receive().frame.reply.HasField("goodbye")
+            else:
+                assert reason(packet.frame.reply.error) == "DESCRIPTORS_EXHAUSTED"
+        until(lambda: daemon.descriptors() == before)
+        spare_descriptors(daemon.process.pid, None)
+        assert [each.name for each in daemon.sessions()] == [each.welcome.session for each in standing]
+        with Session(daemon.endpoint()) as again:
+            assert again.borrow(again.register("m"), PAGE)
+    until_clean(daemon, at_start)
+
+
+def test_a_grpc_connection_for_which_there_is_no_descriptor(daemon: Daemon) -> None:
+    """It waits where the kernel has put it, and its call is answered when there is room; those that stand go on."""
+    at_start = descriptors_at_start(daemon)
+    with Session(daemon.endpoint()) as session, _Caller(daemon, "grpc") as standing:
+        before = daemon.descriptors()
+        spare_descriptors(daemon.process.pid, 0)
+        with grpc.insecure_channel(f"unix:{session.endpoint}/grpc.sock", (("number", 1),)) as channel:
+            stub = broker_pb2_grpc.BrokerServiceStub(channel)
+            call = stub.GetDevice.future(bpb.GetDeviceRequest(), metadata=(("membroker-token", session.token),))
+            standing.begin()
+            assert _is_right(*standing.end())
+            assert not call.done()
+            spare_descriptors(daemon.process.pid, None)
+            assert call.result(raw.SECONDS).locations
+        until(lambda: daemon.descriptors() == before)
+    until_clean(daemon, at_start)
+
+
+def test_a_scrape_for_which_there_is_no_descriptor(daemon: Daemon) -> None:
+    """It waits in the kernel's queue, and so does the daemon: a wait that burns a core starves the honest."""
+    at_start = descriptors_at_start(daemon)
+    address = daemon.device().metrics_url.removeprefix("http://").removesuffix("/metrics").rsplit(":", 1)
+    until(lambda: daemon.descriptors() == at_start)
+    spare_descriptors(daemon.process.pid, 0)
+    with socket.create_connection((address[0], int(address[1]))) as scrape:
+        before = _busy_seconds(daemon)
+        # Nothing announces that it stays idle, so for some moments it is looked for in vain.
+        with pytest.raises(AssertionError):
+            until(lambda: _busy_seconds(daemon) - before > 1.0, seconds=1.5)
+        spare_descriptors(daemon.process.pid, None)
+        scrape.settimeout(raw.SECONDS)
+        scrape.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        assert scrape.recv(12) == b"HTTP/1.0 200"
+
+
+def _busy_seconds(daemon: Daemon) -> float:
+    """Return for how long the daemon's threads ran or would have, had a core been free: no load of others hides it."""
+    tasks = Path(f"/proc/{daemon.process.pid}/task").glob("*/schedstat")
+    return sum(sum(map(int, task.read_text().split()[:2])) for task in tasks) / 1e9
+
+
+LIMIT = 400
+"""Enough for three sessions, by the daemon's own rule; too few for 64 silent connections of each of six tenants."""
+
+
+def test_a_daemon_that_strangers_fill_to_its_limit(state: State) -> None:
+    """Six tenants' silent connections take every descriptor that the daemon may have, again and again.
+
+    The seventh tenant's worker has its connection. What it asks for is granted or refused for that reason, and what it
+    gives back is taken. When they are gone all is as before.
+    """
+    strange = [f"strange-{number}" for number in range(6)]
+    tenants: dict[str, dict[str, str]] = {name: {} for name in ("blue", *strange)}
+    with unprivileged({"tenants": tenants, "settle_seconds": 1.0}, LIMIT) as daemon:
+        at_start = descriptors_at_start(daemon)
+        with honest(daemon) as one, worker() as strangers:
+            strangers.do(_STRANGERS.format(tenants=[str(daemon.endpoint(name)) for name in strange]))
+            strangers.do("sessions = [Session(tenants[0]) for _ in range(2)]")
+            with Connection(daemon.endpoint("blue")) as fourth:
+                fourth.send(hello())
+                assert reason(fourth.last_words()) == "TOO_MANY_SESSIONS"
+            kept = at_start + OF_A_SESSION + 1  # the honest worker's, and its gRPC connection
+            until(lambda: daemon.descriptors() == kept + 2 * OF_A_SESSION)
+            one.do(_ANY_TURNS)
+            one.do("kept = model.allocate(PAGE)")
+            strangers.begin("crowd()")
+            until(lambda: daemon.descriptors() == LIMIT)
+            seconds, reasons = until(lambda: (told := one.ask("turns(100)"))[1] and told)
+            assert set(reasons) == {"DESCRIPTORS_EXHAUSTED"}
+            state("turns of an honest worker beside a full table of descriptors", f"{len(reasons)} of 100 refused")
+            state("the slowest of them", f"{max(seconds) * 1e3:.2f} ms")
+            one.do("kept.close()")
+            assert daemon.descriptors() > LIMIT - 64 - 2 * 64, "they are gone already"
+            strangers.kill()
+            until(lambda: daemon.descriptors() == kept)
+            one.turns(100)
+            for name in tenants:
+                Session(daemon.endpoint(name)).close()
+        until_clean(daemon, at_start)
+
+
+def test_descriptors_that_another_process_of_the_same_user_has_under_way() -> None:
+    """The kernel counts them for the user, not for the daemon: somebody else's can use up what the daemon may send.
+
+    The session is not to blame: its delivery waits or is refused, and its connection stays.
+    """
+    with unprivileged({"audit_seconds": 0.1}, LIMIT) as daemon, ExitStack() as stack:
+        at_start = descriptors_at_start(daemon)
+        session = stack.enter_context(Session(daemon.endpoint()))
+        model = session.register("mine")
+        other = Worker(user=other_user())
+        stack.callback(other.close)
+        other.do("import socket; from membroker import handoff")
+        other.do("pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)")
+        other.do(f"for _ in range({LIMIT // 64 + 2}): handoff.send(pair[0], b'x', [0] * 64)")
+        session.send(pb.Frame(request_id=7, allocate=raw.allocation(model, PAGE)))
+        until(lambda: raw.is_readable(session.sock) or daemon.books().device_used_bytes > ANCHOR_BYTES)
+        other.kill()
+        answer, ids = session.answer(7)
+        assert ids if not isinstance(answer, Status) else reason(answer) == "DESCRIPTORS_EXHAUSTED"
+        assert session.borrow(model, PAGE)
+        stack.close()
+        until_clean(daemon, at_start)
+
+
+_STRANGERS = """
+import signal, socket
+from pathlib import Path
+from tests.system.raw import *
+tenants = [Path(path) for path in {tenants}]
+def crowd():
+    silent = []
+    for path in tenants * 150:
+        silent.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        silent[-1].connect(str(path / 'handoff.sock'))
+    signal.pause()
+"""
+_ANY_TURNS = """
+def turns(count):
+    seconds, refused = [], []
+    for _ in range(count):
+        began = time.perf_counter()
+        try:
+            model.allocate(PAGE).close()
+        except membroker.MembrokerError as error:
+            refused.append(error.reason)
+        seconds.append(time.perf_counter() - began)
+    return seconds, refused
+"""
+
+
+def test_a_daemon_without_a_descriptor_stops_as_it_should(daemon: Daemon) -> None:
+    """SIGTERM finds it with its table full: it says what it says at each stop, and its status is 0."""
+    at_start = descriptors_at_start(daemon)
+    with Session(daemon.endpoint()) as session:
+        until(lambda: daemon.descriptors() == at_start + OF_A_SESSION)
+        spare_descriptors(daemon.process.pid, 0)
+        status = daemon.stop()
+        notice = handoff.receive(session.notices).frame.notice
+    assert notice.HasField("stopping"), "its workers were not told"
+    assert status == 0, daemon.log()
+    assert " stopped" in daemon.log().splitlines()[-1]
+
+
+# --- The worker's side ---
+
+PAGES = 100
+"""Of an allocation: 64 and 36 descriptors, and one more for each import."""
+
+
+def test_an_allocation_for_which_the_worker_has_few_descriptors(daemon: Daemon, transport: str) -> None:
+    """The kernel delivers what there is room for and drops the rest: the worker is told so, and charged for nothing.
+
+    With none to spare, with one, with two, until all of it fits; at every step it is `DescriptorLimit` or granted, all
+    of it or nothing, and what the worker held before is still its own.
+    """
+    at_start = descriptors_at_start(daemon)
+    outcomes = {}
+    with honest(daemon, transport) as beside, worker() as one:
+        one.connect(daemon, "red", transport)
+        one.do("model = client.register_model('m'); pool = model.pool(PAGE, 300 * PAGE); pool.allocate(0, PAGE)")
+        one.do("pool.view(0, 4)[:] = b'mine'")
+        one.do(_TRY)
+        one.ask(f"tried(lambda: pool.allocate(PAGE, {PAGES} * PAGE))")
+        opened = one.ask("len(os.listdir('/proc/self/fd'))")
+        for spare in [*range(10), *range(10, 72, 5), *range(72, 240, 12)]:
+            spare_descriptors(one.pid, spare)
+            outcomes[spare] = one.ask(f"tried(lambda: pool.allocate(PAGE, {PAGES} * PAGE))")
+            spare_descriptors(one.pid, None)
+            assert one.ask("len(os.listdir('/proc/self/fd'))") == opened, f"with {spare} to spare"
+            assert one.ask("pool.stats().mapped_pages") == 1
+            assert one.ask("bytes(pool.view(0, 4)).decode()") == "mine"
+            until(lambda: daemon.books().lent_bytes == PAGE)
+        assert {outcome for spare, outcome in outcomes.items() if spare < 64} == {"DescriptorLimit"}
+        assert set(outcomes.values()) == {"DescriptorLimit", "granted"}
+        beside.turns(10)
+        one.do("client.close()")
+    until_clean(daemon, at_start)
+
+
+_TRY = """
+def tried(borrow):
+    try:
+        borrow()
+    except membroker.MembrokerError as error:
+        return type(error).__name__
+    pool.deallocate(PAGE, pool.stats().mapped_pages * PAGE - PAGE)
+    return 'granted'
+"""
+
+
+def test_a_buffer_for_which_the_worker_has_no_descriptor(daemon: Daemon, transport: str) -> None:
+    """One extent, one descriptor, and one to import it by: with less it is `DescriptorLimit`, however often."""
+    with worker() as one:
+        one.connect(daemon, "red", transport)
+        one.do("model = client.register_model('m'); model.allocate(PAGE).close()")
+        for spare in (0, 1):
+            spare_descriptors(one.pid, spare)
+            for _ in range(20):
+                assert one.refused("model.allocate(PAGE)").error == "DescriptorLimit"
+        spare_descriptors(one.pid, None)
+        assert daemon.books().lent_bytes == 0
+        one.do("model.allocate(PAGE).close()")
+
+
+def test_a_packet_cut_short_by_the_kernel(daemon: Daemon, transport: str) -> None:
+    """What a client without the library sees: the ids are all there, the first descriptors, and MSG_CTRUNC.
+
+    All of it is charged. It closes, acknowledges and gives back every id, as the protocol's page says.
+    """
+    at_start = descriptors_at_start(daemon)
+    with worker() as one:
+        one.do(f"raw = Raw({str(daemon.endpoint())!r}, {transport!r})")
+        one.do("raw.hello()")
+        one.do("from membroker import handoff")
+        one.do(f"raw.send_allocate({PAGES})")
+        until(lambda: daemon.books().lent_bytes == PAGES * PAGE)
+        opened = one.ask("len(os.listdir('/proc/self/fd'))")
+        spare_descriptors(one.pid, 10)
+        one.do("packets = [handoff.receive(raw.socket) for _ in range(2)]")
+        spare_descriptors(one.pid, None)
+        assert one.ask("[[len(p.frame.delivery.extent_ids), len(p.descriptors), p.truncated] for p in packets]") == [
+            [64, 10, True],
+            [36, 0, True],
+        ]
+        assert daemon.books().lent_bytes == PAGES * PAGE
+        one.do("""
+for packet in packets:
+    raw.parts.append(packet.frame.delivery.part)
+    raw.extent_ids += packet.frame.delivery.extent_ids
+    handoff.close_all(packet.descriptors)
+raw.acknowledge(); raw.read_reply(); raw.send_release(); raw.read_release()
+""")
+        assert daemon.books().lent_bytes == 0
+        assert one.ask("len(os.listdir('/proc/self/fd'))") == opened
+        one.do("raw._send(9, goodbye={})")
+        until(lambda: not daemon.sessions())
+    until_clean(daemon, at_start)
+
+
+def test_connecting_with_few_descriptors(daemon: Daemon, transport: str) -> None:
+    """A worker that is near its limit from the first: it is told so at whichever step, and it lives."""
+    at_start = descriptors_at_start(daemon)
+    with worker() as one:
+        one.do(_WHOLE_LIFE)
+        path = str(daemon.endpoint())
+        assert one.ask(f"life({path!r}, {transport!r})") == "lived"  # everything is imported by then
+        opened = one.ask("len(os.listdir('/proc/self/fd'))")
+        outcomes = []
+        for spare in range(24):
+            spare_descriptors(one.pid, spare)
+            outcomes.append(one.ask(f"life({path!r}, {transport!r})"))
+            spare_descriptors(one.pid, None)
+            until(lambda: one.ask("len(os.listdir('/proc/self/fd'))") <= opened)  # gRPC's threads close theirs later
+        assert set(outcomes) == {"DescriptorLimit", "lived"}, list(enumerate(outcomes))
+    until_clean(daemon, at_start)
+
+
+_WHOLE_LIFE = """
+def life(path, transport):
+    try:
+        with membroker.connect(path, transport=transport) as client:
+            with client.register_model('m').allocate(PAGE) as buffer:
+                buffer.view()[:4] = b'mine'
+    except Exception as error:
+        return type(error).__name__
+    return 'lived'
+"""

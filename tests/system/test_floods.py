@@ -1,0 +1,411 @@
+"""Many at once, and never: floods of connections, frames and descriptors, silence, and a hundred that are stopped.
+
+Beside each goes an honest worker of another tenant, in a process of its own, that must be lent what it asks for all
+the while; how long that took it is stated in the report, and nothing is asserted of it. Afterwards the daemon is as
+it was: not a byte charged, not a descriptor more, no memory of its own for those who are gone.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+from tests.daemons import MIB, Daemon, running, until
+from tests.system.company import Honest, State, honest, unprivileged
+from tests.system.raw import Connection, hello, reason
+from tests.system.workers import ANCHOR_BYTES, PAGE, Worker, descriptors_at_start, until_clean, worker, workers
+
+SESSIONS = 16
+"""Of one process, and no more."""
+CONNECTIONS = 10_000
+RSS_GROWTH_BYTES = 4 * MIB
+"""What the daemon may grow by. Half a kilobyte kept of each of 10,000 connections would be 4.8 MiB."""
+
+BEGIN = """
+import select, socket, time
+from pathlib import Path
+from tests.system.raw import *
+endpoint = Path({endpoint!r})
+def connected(path):
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET if path == 'handoff.sock' else socket.SOCK_STREAM)
+    sock.connect(str(endpoint / path))  # before the timeout, which would make a full backlog an error
+    sock.settimeout(SECONDS)
+    return sock
+"""
+
+
+class Scene(NamedTuple):
+    """A daemon for all floods, with an honest worker by each transport that is connected from first to last."""
+
+    daemon: Daemon
+    honest: dict[str, Honest]
+    descriptors: int
+
+    def refused(self, why: str) -> int:
+        """Return how many connections were refused for a reason, as a scrape says."""
+        prefix = f'membroker_connections_refused_total{{gpu_uuid="host",reason="{why}"}} '
+        lines = [line for line in self.daemon.metrics().splitlines() if line.startswith(prefix)]
+        return int(float(lines[0].removeprefix(prefix))) if lines else 0
+
+    def device_used(self) -> int:
+        """Return the bytes that the device shows in use, without the anchor."""
+        return int(self.daemon.books().device_used_bytes) - ANCHOR_BYTES
+
+
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[Scene]:
+    config = {"capacity": "1GiB", "settle_seconds": 1.0, "max_sessions": 64, "log": {"level": "info"}}
+    with running(config) as daemon, honest(daemon) as one, honest(daemon, "grpc") as other:
+        yield Scene(daemon, {"handoff": one, "grpc": other}, daemon.descriptors())
+
+
+@pytest.fixture
+def scene(lasting: Scene) -> Iterator[Scene]:
+    """The scene; afterwards only the honest workers are there, who hold nothing, and nothing of the flood is left."""
+    yield lasting
+    daemon = lasting.daemon
+    until(lambda: len(daemon.sessions()) == len(lasting.honest))
+    until(lambda: daemon.books().free_bytes == daemon.books().capacity_bytes)
+    until(lambda: lasting.device_used() == 0)
+    until(lambda: daemon.descriptors() == lasting.descriptors)
+    for one in lasting.honest.values():
+        one.turns(10)
+
+
+@pytest.fixture
+def flood(scene: Scene) -> Iterator[Worker]:
+    """A process of the tenant red that knows the wire and how to misuse it; it is killed in the end."""
+    with worker() as process:
+        process.do(BEGIN.format(endpoint=str(scene.daemon.endpoint("red"))))
+        yield process
+
+
+# --- Connections: first, while the daemon's heap has no holes that what is kept would fill ---
+
+LOOPS = {
+    "connect, and hang up": ("handoff", "connected('handoff.sock').close()"),
+    "connect, say Hello, and hang up": (
+        "handoff",
+        """
+sock = connected('handoff.sock')
+sock.send(greeting)
+sock.close()
+""",
+    ),
+    "connect to the gRPC socket, and hang up": ("grpc", "connected('grpc.sock').close()"),
+}
+
+
+@pytest.mark.parametrize("what", LOOPS)
+def test_10000_connections_in_a_loop(scene: Scene, flood: Worker, what: str, state: State) -> None:
+    """One after the other, as fast as it can. All that a connection took comes back, the daemon's own memory too."""
+    transport, code = LOOPS[what]
+    flood.do("greeting = hello().SerializeToString()")
+    loop = f"for _ in range(COUNT):\n{_indented(code)}"
+    flood.do(loop.replace("COUNT", str(CONNECTIONS // 10)))
+    until(lambda: scene.daemon.descriptors() <= scene.descriptors + 3 * SESSIONS)
+    warm = scene.daemon.resident_bytes()
+    scene.honest[transport].beside_flood(state, f"10,000 times: {what}", flood, loop.replace("COUNT", str(CONNECTIONS)))
+    until(lambda: scene.daemon.descriptors() <= scene.descriptors + 3 * SESSIONS)
+    assert len(scene.daemon.sessions()) <= SESSIONS + len(scene.honest)
+    grown = scene.daemon.resident_bytes() - warm
+    state(f"RssAnon after 10,000 times: {what}", f"{grown // 1024:+} KiB")
+    assert grown < RSS_GROWTH_BYTES
+
+
+def _indented(code: str) -> str:
+    return "\n".join(f"    {line}" for line in code.strip().splitlines())
+
+
+# --- Stopped ---
+
+STOPPED = 100
+IN_FLIGHT = 128
+"""Descriptors of a session that may be under way: its window."""
+ASKED = IN_FLIGHT + 64
+"""Extents that each asks for. A packet waits behind the window, in the books and nowhere else."""
+
+
+def test_a_hundred_stopped_sessions_stop_nobody(state: State) -> None:
+    """A hundred engines are stopped with their windows full of descriptors that they never read.
+
+    The kernel counts descriptors in flight for the user of their sender, so for all of them at once, and refuses the
+    next one at the sender's limit. The daemon has exactly the limit that it asks for so many sessions, and the kernel
+    holds it to that. A window of one more packet would take the descriptors from the honest worker.
+    """
+    descriptors = (STOPPED + 1) * (IN_FLIGHT + 1) + 1
+    config = {"capacity": "40GiB", "max_sessions": STOPPED + 1, "settle_seconds": 1.0, "audit_seconds": 0.1}
+    with unprivileged(config, descriptors) as daemon:
+        at_start = descriptors_at_start(daemon)
+        processes = -(-STOPPED // SESSIONS)
+        with honest(daemon) as one, workers(processes) as stopped:
+            for number, each in enumerate(stopped):
+                each.do(BEGIN.format(endpoint=str(daemon.endpoint(["red", "blue"][number % 2]))))
+                each.do(f"sessions = [Session(endpoint) for _ in range({len(range(number, STOPPED, processes))})]")
+                each.do("models = [session.register('m') for session in sessions]")
+            for each in stopped:
+                each.do(f"""
+for session, model in zip(sessions, models, strict=True):
+    session.send(pb.Frame(request_id=1, allocate=allocation(model, PAGE, {ASKED})))
+""")
+                each.send(signal.SIGSTOP)
+            lent, in_flight = STOPPED * ASKED * PAGE, STOPPED * IN_FLIGHT * PAGE
+            until(lambda: daemon.books().device_used_bytes == ANCHOR_BYTES + in_flight)
+            assert daemon.books().lent_bytes == lent
+            with Connection(daemon.endpoint("red")) as one_more:
+                one_more.send(hello())
+                assert reason(one_more.last_words()) == "TOO_MANY_SESSIONS"
+            one.beside(state, "100 stopped sessions")
+            one.do("pools = [model.pool(PAGE, 300 * PAGE) for _ in range(2)]")
+            one.do("[pool.grow(300 * PAGE) for pool in pools]")
+            assert daemon.books().lent_bytes == lent + 2 * 300 * PAGE
+            until(lambda: daemon.books().device_used_bytes == ANCHOR_BYTES + in_flight + 2 * 300 * PAGE)
+            assert len(daemon.sessions()) == STOPPED + 1
+            for each in stopped:
+                each.kill()
+            until(lambda: daemon.books().lent_bytes == 2 * 300 * PAGE)
+            one.do("client.close()")
+        until_clean(daemon, at_start)
+
+
+# --- Never ---
+
+
+def test_clients_that_never_read(scene: Scene, flood: Worker, transport: str, state: State) -> None:
+    """Each asks on and on and reads no answer. It stands still when the socket is full; nothing piles up for it."""
+    before = scene.daemon.resident_bytes()
+    flood.do(f"sessions = [Session(endpoint) for _ in range({SESSIONS})]")
+    flood.do("for session in sessions: session.sock.setblocking(False)")
+    sent = scene.honest[transport].beside_flood(
+        state,
+        "16 clients that never read",
+        flood,
+        """
+frame = pb.Frame(request_id=1, release=bpb.ReleaseExtentsRequest(extent_ids=[1])).SerializeToString()
+answer = 0
+while answer < 100_000:
+    # A socket takes some 300; after fewer, what is slow is the machine.
+    patience = 0.2 if answer > 200 * len(sessions) else SECONDS
+    writable = select.select([], [session.sock for session in sessions], [], patience)[1]
+    if not writable:
+        break
+    for sock in writable:
+        with suppress(BlockingIOError):
+            for _ in range(100):
+                sock.send(frame)
+                answer += 1
+""",
+    )
+    assert sent < 100_000, "the daemon reads on, though nobody reads what it answers"
+    assert sent > 200 * SESSIONS, "they were no flood"
+    assert len(scene.daemon.sessions()) == SESSIONS + len(scene.honest)
+    assert scene.daemon.resident_bytes() - before < RSS_GROWTH_BYTES
+
+
+def test_clients_that_never_acknowledge(scene: Scene, flood: Worker, transport: str, state: State) -> None:
+    """Each reads all that comes, and acknowledges none of it: two packets are made for it, and no third, ever.
+
+    Its calls that wait are bounded too: the rest is refused, one by one.
+    """
+    flood.do(f"sessions = [Session(endpoint) for _ in range({SESSIONS})]")
+    flood.do("models = [session.register('m') for session in sessions]")
+    flood.do(_NEVER_ACKNOWLEDGES[transport])
+    refused = scene.honest[transport].beside_flood(state, "16 clients that never acknowledge", flood, "answer = ask()")
+    assert refused == {"TOO_MANY_REQUESTS": SESSIONS * 100}
+    # Two went out, sixteen wait for the window.
+    assert scene.daemon.books().lent_bytes == SESSIONS * 18 * PAGE
+    until(lambda: scene.device_used() == SESSIONS * 2 * PAGE)
+
+
+_COUNT_REFUSALS = """
+from collections import Counter
+kept = []
+def ask():
+    refused = Counter()
+    for request_id in range(1, 119):
+        for session, model in zip(sessions, models, strict=True):
+            send(session, model, request_id)
+    while refused.total() < 100 * len(sessions):
+        ready = select.select(sessions, [], [], SECONDS)[0]
+        assert ready, f'nothing more comes: {refused}'
+        for session in ready:
+            packet = handoff.receive(session.sock)
+            kept.append(packet)
+            if packet.frame.reply.error.code:
+                refused[reason(packet.frame.reply.error)] += 1
+    return refused
+"""
+_NEVER_ACKNOWLEDGES = {
+    "handoff": f"""{_COUNT_REFUSALS}
+Session.fileno = lambda self: self.sock.fileno()
+def send(session, model, request_id):
+    session.send(pb.Frame(request_id=request_id, allocate=allocation(model, PAGE)))
+""",
+    "grpc": """
+from collections import Counter
+kept = []
+channels = [grpc.insecure_channel(f'unix:{endpoint}/grpc.sock', (('number', n),)) for n in range(len(sessions))]
+stubs = [broker_pb2_grpc.BrokerServiceStub(channel) for channel in channels]
+def send(request_id):
+    for session, model, stub in zip(sessions, models, stubs, strict=True):
+        request = allocation(model, PAGE)
+        request.request_id = request_id
+        yield stub.AllocateExtents.future(request, metadata=(('membroker-token', session.token),))
+def ask():
+    refused = Counter()
+    waiting = [call for request_id in range(18) for call in send(request_id)]
+    for request_id in range(18, 118):  # gRPC itself cancels calls of whoever makes a thousand at once
+        refused.update(reason(status_of(call.exception(SECONDS))) for call in list(send(request_id)))
+    for session in sessions:
+        kept.extend(handoff.receive(session.sock) for _ in range(2))
+    return refused
+""",
+}
+
+
+# --- Descriptors ---
+
+ROUNDS = 300
+_UNASKED = """
+def closed(reader):
+    # The kernel says so when the last holder of the other end is gone: this process has closed its own.
+    return bool(select.select([reader], [], [], SECONDS)[0]) and os.read(reader, 1) == b''
+def send_unasked(sock, data):
+    reader, writer = os.pipe()
+    try:
+        handoff.send(sock, data, [writer] * 64)
+        os.close(writer)
+        return closed(reader)
+    finally:
+        os.close(reader)
+"""
+
+
+def test_descriptors_unasked_before_a_hello(scene: Scene, flood: Worker, transport: str, state: State) -> None:
+    """With a Hello or with noise, 64 at a time: each is closed at once, counted, and its sender disconnected."""
+    before = scene.refused("PROTOCOL_VIOLATION")
+    flood.do(_UNASKED)
+    outcome = scene.honest[transport].beside_flood(
+        state,
+        "descriptors unasked",
+        flood,
+        f"""
+answer = []
+for number in range({ROUNDS}):
+    with Connection(endpoint) as stranger:
+        data = hello().SerializeToString() if number % 2 else b'noise'
+        answer.append([send_unasked(stranger.sock, data), reason(stranger.last_words())])
+""",
+    )
+    assert outcome == [[True, "PROTOCOL_VIOLATION"]] * ROUNDS
+    assert scene.refused("PROTOCOL_VIOLATION") == before + ROUNDS
+
+
+def test_descriptors_unasked_in_a_session(scene: Scene, flood: Worker) -> None:
+    """The same of those that were let in: with an Allocate and all; the call is not made."""
+    before = scene.refused("PROTOCOL_VIOLATION")
+    flood.do(_UNASKED)
+    flood.do(f"sessions = [Session(endpoint) for _ in range({SESSIONS})]")
+    flood.do("models = [session.register('m') for session in sessions]")
+    outcome = flood.ask(
+        "[[send_unasked(session.sock, pb.Frame(request_id=1, allocate=allocation(model, PAGE)).SerializeToString()),"
+        " reason(session.last_words())] for session, model in zip(sessions, models, strict=True)]"
+    )
+    assert outcome == [[True, "PROTOCOL_VIOLATION"]] * SESSIONS
+    assert scene.refused("PROTOCOL_VIOLATION") == before + SESSIONS
+    assert scene.daemon.books().lent_bytes == 0
+
+
+def test_descriptors_unasked_at_the_grpc_socket(scene: Scene, flood: Worker, state: State) -> None:
+    """gRPC takes none: they are closed, whatever comes of the connection, and whatever it says besides."""
+    flood.do(_UNASKED)
+    outcome = scene.honest["grpc"].beside_flood(
+        state,
+        "descriptors unasked at the gRPC socket",
+        flood,
+        f"""
+answer = []
+for number in range({ROUNDS}):
+    with connected('grpc.sock') as sock:
+        answer.append(send_unasked(sock, b'noise' if number % 2 else b'PRI * HTTP/2.0'))
+""",
+    )
+    assert outcome == [True] * ROUNDS
+
+
+# --- Silence, and slowness ---
+
+
+def test_clients_that_say_nothing(scene: Scene, flood: Worker, state: State) -> None:
+    """Two hundred connect and say nothing. Of most the daemon is rid at once, of the last 64 after five seconds."""
+    flood.do("silent = [connected('handoff.sock') for _ in range(200)]")
+    until(lambda: scene.daemon.descriptors() == scene.descriptors + 2 * 64)
+    # Each is cut without a word: the read returns nothing, or the kernel says that it was too late for one.
+    cut = scene.honest["handoff"].beside_flood(
+        state, "200 clients that say nothing", flood, "answer = [sock.recv(1) == b'' for sock in silent]"
+    )
+    assert cut == [True] * 200
+    until(lambda: scene.daemon.descriptors() == scene.descriptors)
+
+
+def test_clients_that_send_a_malformed_packet_a_second(scene: Scene, flood: Worker, state: State) -> None:
+    """Five of them for three seconds, and each comes back: every packet is answered, counted, and ends a connection."""
+    before = scene.refused("PROTOCOL_VIOLATION")
+    outcome = scene.honest["handoff"].beside_flood(
+        state,
+        "5 clients that send a malformed packet a second",
+        flood,
+        """
+answer, began = [], time.monotonic()
+for number in range(15):
+    time.sleep(max(0, began + number / 5 - time.monotonic()))
+    with Connection(endpoint) as one:
+        one.send_bytes(b'\\xff' * (number + 1))
+        answer.append(reason(one.last_words()))
+""",
+    )
+    assert outcome == ["PROTOCOL_VIOLATION"] * 15
+    assert scene.refused("PROTOCOL_VIOLATION") == before + 15
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""What an HTTP/2 client says first: the preface, and an empty SETTINGS."""
+
+
+@pytest.mark.parametrize("endpoint", ["red", "blue"])
+def test_an_http2_preface_in_drips(scene: Scene, flood: Worker, state: State, endpoint: str) -> None:
+    """Fifty connections at the gRPC socket say their preface a byte at a time; at another's endpoint, and at its own.
+
+    Those that end it are greeted, as any client; those that end in nonsense are cut. All of it costs a descriptor
+    each, until they go.
+    """
+    flood.do(BEGIN.format(endpoint=str(scene.daemon.endpoint(endpoint))))
+    flood.do("drips = [connected('grpc.sock') for _ in range(50)]")
+    scene.honest["grpc"].beside_flood(
+        state,
+        f"50 connections that drip a preface at {'its own' if endpoint == 'blue' else 'another'} endpoint",
+        flood,
+        f"""
+for byte in {PREFACE[:-1]!r}:
+    for sock in drips:
+        sock.send(bytes([byte]))
+    time.sleep(0.03)
+""",
+    )
+    until(lambda: scene.daemon.descriptors() == scene.descriptors + 50)
+    flood.do(f"for sock in drips[:25]: sock.send({PREFACE[-1:]!r})")
+    assert flood.ask("[sock.recv(9)[3] for sock in drips[:25]]") == [4] * 25, "no SETTINGS"
+    flood.do("for sock in drips[25:]: sock.send(b'\\xff' * 100)")
+    flood.do("""
+def ended(sock):
+    try:
+        while sock.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+""")
+    assert flood.ask("[ended(sock) for sock in drips[25:]]") == [True] * 25
+    until(lambda: scene.daemon.descriptors() == scene.descriptors + 25)

@@ -1,0 +1,195 @@
+"""Frames of each length from nothing to a page, and of each power of two and its neighbours to past the largest.
+
+As noise, as the beginning of a longer frame, and as frames that are whole and filled up with fields that this version
+does not know, which it skips. Whatever the length, there is a typed answer, the books stay, and the daemon goes on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from tests.daemons import Daemon, running, until
+from tests.system import raw
+from tests.system.raw import Connection, Session, reason
+from tests.system.workers import PAGE, descriptors_at_start, until_clean, worker
+
+from membroker.v1 import broker_pb2 as bpb
+from membroker.v1 import handoff_pb2 as pb
+
+LARGEST = 65_536
+POWERS = sorted({(1 << power) + beside for power in range(18) for beside in (-1, 0, 1)})
+LENGTHS = sorted({*range(4_097), *POWERS})
+assert POWERS[-3:] == [131_071, 131_072, 131_073]
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    """One daemon for all lengths; at the end it has nothing lent, and no descriptor more than at its start."""
+    with running({"log": {"level": "info"}}) as one:
+        at_start = descriptors_at_start(one)
+        yield one
+        until_clean(one, at_start)
+
+
+@pytest.fixture
+def unmoved(daemon: Daemon) -> Iterator[None]:
+    """Nothing of the books may move: no session begins, and none is lent anything."""
+    before = daemon.device().revision
+    yield
+    assert daemon.device().revision == before
+    unharmed(daemon)
+
+
+def unharmed(daemon: Daemon) -> None:
+    """An honest session is lent two packets, and gives them back."""
+    with Session(daemon.endpoint("blue")) as session:
+        ids = session.borrow(session.register("honest"), PAGE, 65)
+        assert session.call(release=bpb.ReleaseExtentsRequest(extent_ids=ids)).released_bytes == 65 * PAGE
+    assert daemon.books().lent_bytes == 0
+
+
+def greeting(client: str = "", version: int = 1) -> pb.Frame:
+    """Return a Hello that is as short as it can be."""
+    return pb.Frame(hello=pb.Hello(protocol_version=version, client=client))
+
+
+def filled(frame: pb.Frame, length: int) -> bytes | None:
+    """Return the frame in exactly so many bytes, with unknown fields behind what it says; None where none fit."""
+    data = frame.SerializeToString()
+    missing = length - len(data)
+    if missing < 0 or missing in (1, 2):
+        return None
+    data += _unknown(missing) if missing else b""
+    assert len(data) == length
+    return data
+
+
+def _unknown(size: int) -> bytes:
+    """Return field 100 with some bytes in it, `size` bytes in all."""
+    for count in (1, 2, 3):
+        content = size - 2 - count
+        if 0 <= content < 1 << 7 * count:
+            length = [content >> 7 * number & 0x7F | (0x80 if number < count - 1 else 0) for number in range(count)]
+            return b"\xa2\x06" + bytes(length) + bytes(content)
+    raise AssertionError(size)
+
+
+def last_words(daemon: Daemon, packet: bytes) -> str | None:
+    """Return why a stranger's first packet was refused; None where it was cut without a word."""
+    with Connection(daemon.endpoint()) as stranger:
+        stranger.send_bytes(packet)
+        last = stranger.last_words()
+    return None if last is None else reason(last)
+
+
+def too_long_or(why: str, length: int) -> str | None:
+    """Return what a frame of a length is answered, if it is refused for `why` where its length is right."""
+    if not length:
+        return None
+    return why if length <= LARGEST else "PROTOCOL_VIOLATION"
+
+
+@pytest.mark.usefixtures("unmoved")
+def test_noise_of_each_length(daemon: Daemon) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for length in LENGTHS:
+        why = last_words(daemon, chance.randbytes(length))
+        # Two bytes of noise can be a Hello of version 0.
+        assert why == too_long_or("PROTOCOL_VIOLATION", length) or (length and why == "UNSUPPORTED_VERSION"), length
+
+
+@pytest.mark.usefixtures("unmoved")
+def test_a_hello_that_ends_after_each_length(daemon: Daemon) -> None:
+    """The beginning of a greeting of 200 kB. The length that it says is never that of what there is."""
+    whole = greeting("x" * 200_000).SerializeToString()
+    for length in LENGTHS:
+        assert last_words(daemon, whole[:length]) == too_long_or("PROTOCOL_VIOLATION", length), length
+
+
+@pytest.mark.usefixtures("unmoved")
+def test_a_hello_of_each_length(daemon: Daemon) -> None:
+    """Whole, but of a later version, whose fields this one does not know: it is read, and told which one is spoken."""
+    packets = {length: filled(greeting(version=9), length) for length in LENGTHS}
+    whole = {length: packet for length, packet in packets.items() if packet}
+    assert len(whole) > len(LENGTHS) - 20
+    for length, packet in whole.items():
+        assert last_words(daemon, packet) == too_long_or("UNSUPPORTED_VERSION", length), length
+
+
+@pytest.mark.parametrize("what", ["unknown fields", "name"])
+def test_a_hello_of_each_power_of_two_is_welcome(daemon: Daemon, what: str) -> None:
+    """Up to the largest frame: with unknown fields, which are skipped, or with a name, of which the rest is cut off."""
+    for length in [length for length in POWERS if 64 <= length <= LARGEST]:
+        name = "long" if what == "unknown fields" else _name_for(length)
+        packet = filled(greeting(name), length)
+        assert packet
+        with Connection(daemon.endpoint()) as one:
+            one.send_bytes(packet)
+            session = one.receive().frame.welcome.session
+            shown = next(each.client for each in daemon.sessions() if each.name == session)
+            assert shown == name[:128], length
+            one.send(pb.Frame(goodbye=pb.Goodbye()))
+            assert one.receive().frame.reply.HasField("goodbye")
+    unharmed(daemon)
+
+
+def _name_for(length: int) -> str:
+    """Return a name that fills a Hello to `length` bytes, or to three less, which unknown fields can fill."""
+    sizes = range(length, 0, -1)
+    fits = (size for size in sizes if greeting("x" * size).ByteSize() in (length, length - 3))
+    return "x" * next(fits)
+
+
+def test_an_allocate_of_each_length(daemon: Daemon) -> None:
+    """One session asks for no extents at all, in frames of each length: each is answered, and it stays connected."""
+    with Session(daemon.endpoint()) as session:
+        model = session.register("mine")
+        ask = pb.Frame(request_id=77, allocate=raw.allocation(model, PAGE, 0))
+        lengths = [length for length in LENGTHS if length <= LARGEST and filled(ask, length)]
+        assert len(lengths) > 4_000
+        for length in lengths:
+            packet = filled(ask, length)
+            assert packet
+            session.send_bytes(packet)
+            frame = session.receive().frame
+            assert (frame.request_id, reason(frame.reply.error)) == (77, "INVALID_COUNT"), length
+    unharmed(daemon)
+
+
+def test_an_allocate_of_each_power_of_two_is_granted(daemon: Daemon) -> None:
+    """And a Release of the same length gives it back; all in one session."""
+    with Session(daemon.endpoint()) as session:
+        model = session.register("mine")
+        for length in [length for length in POWERS if 64 <= length <= LARGEST]:
+            packet = filled(pb.Frame(request_id=88, allocate=raw.allocation(model, PAGE)), length)
+            assert packet
+            session.send_bytes(packet)
+            answer, ids = session.answer(88)
+            assert (answer.count, len(ids)) == (1, 1), length
+            packet = filled(pb.Frame(request_id=89, release=bpb.ReleaseExtentsRequest(extent_ids=ids)), length)
+            assert packet
+            session.send_bytes(packet)
+            assert session.answer(89)[0].released_bytes == PAGE, length
+    unharmed(daemon)
+
+
+def test_an_allocate_past_the_largest_ends_its_session(daemon: Daemon) -> None:
+    """However little it is too long, and though all that matters is at its beginning."""
+    lengths = [length for length in POWERS if length > LARGEST]
+    with worker() as stranger:
+        stranger.do("from pathlib import Path")
+        stranger.do("from tests.system.raw import *")
+        stranger.do("from tests.system.test_frame_lengths import filled")
+        answers = stranger.ask(
+            f"[[session.send_bytes(filled(pb.Frame(request_id=1, allocate=allocation('', 0, 0)), length)),"
+            f" reason(session.last_words())] for length in {lengths}"
+            f" for session in [Session(Path({str(daemon.endpoint())!r}))]]"
+        )
+        assert answers == [[None, "PROTOCOL_VIOLATION"]] * len(lengths)
+        assert len(daemon.sessions()) == len(lengths)
+    until(lambda: not daemon.sessions())
+    unharmed(daemon)
