@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from google.protobuf.duration_pb2 import Duration
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -58,9 +59,53 @@ REGISTER = st.builds(
     exclusive=st.booleans(),
 )
 UNREGISTER = st.builds(bpb.UnregisterModelRequest, request_id=UNSIGNED, name=NAMES)
-REQUESTS = st.one_of(ALLOCATE, RELEASE, DECLARE, REGISTER, UNREGISTER)
 
-FRAMES = [
+
+def mostly(likely: st.SearchStrategy[Any], anything: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Draw what hits something three times of four."""
+    return st.integers(0, 3).flatmap(lambda chance: anything if chance == 3 else likely)
+
+
+SEALED, ENDING, WRITTEN = (1 << 40) + 5, (1 << 40) + 8, (1 << 40) + 10
+"""Segments of the bench in test_fuzz_core; test_fuzz_daemon puts its own in their place."""
+GENERATIONS = mostly(st.sampled_from([SEALED, WRITTEN, ENDING]), UNSIGNED)
+LABELS = ["sealed", "written", "new", "other", "ending"]
+SEGMENTS = mostly(
+    st.sampled_from([f"tenants/red/models/{model}/segments/{label}" for label in LABELS for model in ("mine", "-")]),
+    st.one_of(
+        st.sampled_from(
+            [
+                *(f"{MODEL}/segments/{label}" for label in ("-", "", "A", "a" * 64, "../sealed", "sealed\n")),
+                "tenants/blue/models/-/segments/sealed",
+                "tenants/blue/models/honest/segments/weights",
+            ]
+        ),
+        NAMES,
+    ),
+)
+WAITS = mostly(
+    st.sampled_from([None, Duration(), Duration(seconds=1), Duration(nanos=5)]),
+    st.builds(Duration, seconds=NUMBERS, nanos=st.integers(-(1 << 31), (1 << 31) - 1)),
+)
+CREATE = st.builds(
+    bpb.CreateSegmentRequest,
+    request_id=UNSIGNED,
+    model=mostly(st.just(MODEL), NAMES),
+    segment_id=mostly(st.sampled_from(LABELS), st.one_of(st.sampled_from(["", "-", "a/b"]), st.text(max_size=70))),
+    location=mostly(st.sampled_from([0, 1]), LOCATIONS),
+    size_bytes=mostly(st.integers(1, 9).map(lambda pages: pages * PAGE), NUMBERS),
+)
+SEAL = st.builds(bpb.SealSegmentRequest, request_id=UNSIGNED, generation=GENERATIONS)
+ATTACH = st.builds(bpb.AttachSegmentRequest, request_id=UNSIGNED, name=SEGMENTS, wait=WAITS)
+DETACH = st.builds(bpb.DetachSegmentRequest, request_id=UNSIGNED, generation=GENERATIONS, no_reply=st.booleans())
+DELETE = st.builds(
+    bpb.DeleteSegmentRequest, request_id=UNSIGNED, name=SEGMENTS, generation=mostly(st.just(0), GENERATIONS)
+)
+OF_SEGMENTS = st.one_of(CREATE, SEAL, ATTACH, DETACH, DELETE)
+REQUESTS = st.one_of(ALLOCATE, RELEASE, DECLARE, REGISTER, UNREGISTER, OF_SEGMENTS)
+
+SEGMENT = f"{MODEL}/segments/sealed"
+FROM_CLIENT = [
     frame.SerializeToString()
     for frame in (
         pb.Frame(request_id=1, hello=pb.Hello(protocol_version=1, client="seed")),
@@ -69,10 +114,32 @@ FRAMES = [
         pb.Frame(request_id=3, release=bpb.ReleaseExtentsRequest(extent_ids=[(1 << 40) + 2, (1 << 40) + 3])),
         pb.Frame(request_id=4, release=bpb.ReleaseExtentsRequest(extent_ids=[1], no_reply=True)),
         pb.Frame(request_id=5, declare=bpb.DeclareMemoryRequest(model=MODEL, declared_bytes=1 << 20)),
+        pb.Frame(
+            request_id=7,
+            create_segment=bpb.CreateSegmentRequest(model=MODEL, segment_id="new", size_bytes=2 * PAGE),
+        ),
+        pb.Frame(request_id=8, seal_segment=bpb.SealSegmentRequest(generation=SEALED)),
+        pb.Frame(request_id=9, attach_segment=bpb.AttachSegmentRequest(name=SEGMENT)),
+        pb.Frame(request_id=9, ack=pb.Ack(part=0)),
+        pb.Frame(
+            request_id=10,
+            attach_segment=bpb.AttachSegmentRequest(name=f"{MODEL}/segments/written", wait=Duration(seconds=2)),
+        ),
+        pb.Frame(request_id=11, detach_segment=bpb.DetachSegmentRequest(generation=SEALED)),
+        pb.Frame(request_id=12, detach_segment=bpb.DetachSegmentRequest(generation=SEALED, no_reply=True)),
+        pb.Frame(request_id=13, delete_segment=bpb.DeleteSegmentRequest(name=SEGMENT, generation=SEALED)),
         pb.Frame(request_id=6, goodbye=pb.Goodbye()),
+    )
+]
+FRAMES = FROM_CLIENT + [
+    frame.SerializeToString()
+    for frame in (
         pb.Frame(request_id=1, welcome=pb.Welcome(session="sessions/1", token="t", capacities=[rpb.Limit()])),
         pb.Frame(request_id=2, delivery=pb.Delivery(part=0, parts=1, extent_bytes=PAGE, extent_ids=range(64))),
         pb.Frame(request_id=2, reply=pb.Reply(allocate=bpb.AllocateExtentsResponse(count=3, extent_bytes=PAGE))),
+        pb.Frame(request_id=9, delivery=pb.Delivery(parts=1, extent_bytes=PAGE, extent_ids=[3], segment=1 << 40)),
+        pb.Frame(request_id=9, reply=pb.Reply(segment=rpb.Segment(name=SEGMENT, generation=1 << 40, sessions=2))),
+        pb.Frame(request_id=11, reply=pb.Reply(detach_segment=bpb.DetachSegmentResponse())),
         pb.Frame(notice=pb.Notice(stopping=pb.Stopping())),
     )
 ]

@@ -1,4 +1,4 @@
-"""Bent conversations with a real daemon, over a real socket.
+"""Bent conversations with a real daemon, over a real socket, and any request to it, by both transports.
 
 A conversation is a true one, Hello to Goodbye, of which packets were bent, doubled, swapped or left out. Whatever is
 said, the daemon lives, an honest worker of another tenant borrows and gives back, and when the stranger is gone its
@@ -7,21 +7,27 @@ session is the only thing that it could leave: no descriptor of the daemon's sta
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
+import threading
 from contextlib import suppress
+from typing import Any
 
+import grpc
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.daemons import Daemon, running, until
-from tests.fuzz.corpus import FRAMES, PAGE, bent, budget, lasting
+from tests.fuzz.corpus import FROM_CLIENT, MODEL, PAGE, REQUESTS, SEALED, UNSIGNED, WRITTEN, bent, budget, lasting
 from tests.system import raw
 
 import membroker
 from membroker import handoff
+from membroker.v1 import broker_pb2 as bpb
+from membroker.v1 import broker_pb2_grpc
 from membroker.v1 import handoff_pb2 as pb
 
-HELLO, *TALK = FRAMES[:7]
+HELLO, *TALK = FROM_CLIENT
 GOODBYE = pb.Frame(request_id=(1 << 64) - 1, goodbye=pb.Goodbye()).SerializeToString()
 
 
@@ -106,3 +112,145 @@ def test_refused_packets_leave_the_revision() -> None:
         until(lambda: daemon.descriptors() <= before)
         with model.allocate(PAGE):
             assert daemon.device().revision > revision
+
+
+# --- any request, of a session that has a model and segments ---
+
+KINDS = {
+    "AllocateExtents": "allocate",
+    "ReleaseExtents": "release",
+    "DeclareMemory": "declare",
+    "CreateSegment": "create_segment",
+    "SealSegment": "seal_segment",
+    "AttachSegment": "attach_segment",
+    "DetachSegment": "detach_segment",
+    "DeleteSegment": "delete_segment",
+}
+"""By gRPC method: the field of a frame, where the handoff takes the request too."""
+
+
+class Asker:
+    """A stranger's session that reads whatever comes, acknowledges it, and keeps the replies."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.session = raw.Session(daemon.endpoint("red"))
+        self.numbers = itertools.count(1 << 40)
+        self.replies: dict[int, pb.Reply] = {}
+        self.arrived = threading.Condition()
+        self.generations: dict[int, int] = {}
+        """By what the corpus calls them: the segments that it made."""
+        self.reader = threading.Thread(target=self._read)
+        self.channel = grpc.insecure_channel(f"unix:{daemon.endpoint('red')}/grpc.sock")
+        self.stub = broker_pb2_grpc.BrokerServiceStub(self.channel)
+        self.session.sock.settimeout(None)
+        self.reader.start()
+
+    def _read(self) -> None:
+        with suppress(OSError, handoff.EndOfConnection):
+            while True:
+                frame = self.session.receive().frame
+                if frame.HasField("delivery"):
+                    with suppress(OSError):  # it hung up after our Goodbye; what it said before is to be read
+                        self.session.send(pb.Frame(request_id=frame.request_id, ack=pb.Ack(part=frame.delivery.part)))
+                elif frame.HasField("reply"):
+                    with self.arrived:
+                        self.replies[frame.request_id] = frame.reply
+                        self.arrived.notify_all()
+
+    def by_handoff(self, kind: str, request_id: int, request: Any) -> pb.Reply | None:
+        """Send a frame, and wait for its reply, if one must come soon."""
+        self.replies.pop(request_id, None)
+        self.session.send(pb.Frame(request_id=request_id, **{kind: request}))
+        if getattr(request, "no_reply", False) or _waits(request):
+            return None
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: request_id in self.replies, raw.SECONDS), f"no reply to {request}"
+            return self.replies[request_id]
+
+    def by_grpc(self, method: str, request: Any) -> Any:
+        """Make a call; one that waits is given up."""
+        metadata = (("membroker-token", self.session.token),)
+        seconds = 0.02 if _waits(request) else raw.SECONDS
+        done = getattr(self.stub, method).future(request, metadata=metadata, timeout=seconds)
+        error = done.exception()
+        gave_up = _waits(request) and done.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert error is None or gave_up or raw.status_of(error) is not None, error
+        return None if error else done.result()
+
+    def begin(self) -> None:
+        """Register a model, and make two segments of it, one of which is sealed."""
+        self.by_grpc("RegisterModel", bpb.RegisterModelRequest(model_id="mine"))
+        for number, label in ((SEALED, "sealed"), (WRITTEN, "written")):
+            create = raw.segment_of(MODEL, label, 2 * PAGE)
+            reply = self.by_handoff("create_segment", next(self.numbers), create)
+            assert reply is not None
+            self.generations[number] = reply.segment.generation
+        self.by_handoff("seal_segment", next(self.numbers), self.aim(bpb.SealSegmentRequest(generation=SEALED)))
+
+    def aim(self, request: Any) -> Any:
+        """Put its own segments where the corpus means one."""
+        generation = getattr(request, "generation", 0)
+        if generation in self.generations:
+            aimed = type(request)()
+            aimed.CopyFrom(request)
+            aimed.generation = self.generations[generation]
+            return aimed
+        return request
+
+    def close(self) -> None:
+        """Say Goodbye, which the broker always answers, and hang up."""
+        try:
+            self.by_handoff("goodbye", next(self.numbers), pb.Goodbye())
+            self.reader.join(raw.SECONDS)
+            assert not self.reader.is_alive(), "the broker did not hang up"
+        finally:
+            self.channel.close()
+            self.session.notices.close()
+            self.session.sock.close()
+
+
+def _waits(request: Any) -> bool:
+    return isinstance(request, bpb.AttachSegmentRequest) and request.HasField("wait")
+
+
+def delete_all(daemon: Daemon, tenant: str) -> None:
+    """An operator ends what a tenant's sessions have left behind."""
+    with daemon.admin_stub() as stub:
+        for segment in stub.ListSegments(bpb.ListSegmentsRequest(page_size=1_000)).segments:
+            if segment.name.startswith(f"tenants/{tenant}/"):
+                with suppress(grpc.RpcError):  # it ends already
+                    stub.DeleteSegment(bpb.DeleteSegmentRequest(name=segment.name))
+
+
+def test_any_request_by_either_transport() -> None:
+    """Each is answered, whatever it asks; an honest tenant's segment keeps what is in it, and nothing is left open."""
+    config = {"model_grace_seconds": 0.01, "audit_seconds": 0.05}
+    with running(config) as daemon, membroker.connect(str(daemon.endpoint("blue"))) as worker:
+        segment = worker.register_model("honest").create_segment("weights", PAGE)
+        segment.view()[:5] = b"hello"
+        segment.seal()
+        before, used = daemon.descriptors(), daemon.books().lent_bytes
+
+        @budget(150)
+        @given(st.lists(st.tuples(st.booleans(), UNSIGNED, REQUESTS), min_size=1, max_size=8))
+        def fuzz(asked: list[tuple[bool, int, Any]]) -> None:
+            asker = Asker(daemon)
+            try:
+                asker.begin()
+                for by_grpc, request_id, drawn in asked:
+                    request = asker.aim(drawn)
+                    method = type(request).__name__.removesuffix("Request")
+                    if by_grpc or method not in KINDS:
+                        asker.by_grpc(method, request)
+                    else:
+                        asker.by_handoff(KINDS[method], request_id, request)
+            finally:
+                asker.close()
+            delete_all(daemon, "red")
+            until(lambda: not [one for one in daemon.models() if one.name == MODEL])
+
+        lasting(fuzz)
+        until(lambda: len(daemon.sessions()) == 1 and daemon.books().lent_bytes == used)
+        until(lambda: daemon.descriptors() <= before)
+        assert bytes(segment.view()[:5]) == b"hello"
+        assert [one.sessions for one in worker.segments()] == [1]

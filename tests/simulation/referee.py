@@ -15,12 +15,14 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tests.simulation.sharing_referee import SharingReferee
+
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core.broker import Step
 from membrokerd.core.denied import Denied
-from membrokerd.core.ledger import SessionRow, replay
+from membrokerd.core.ledger import SegmentRow, SessionRow, replay
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -35,7 +37,10 @@ RECOUNT_EVERY = 1_000
 
 @dataclass(slots=True)
 class Death:
-    """A death that was told: its memory at each location, and since when a fall may have been taken for its own."""
+    """A death that was told, or a segment whose holder died and that was dropped.
+
+    Its memory at each location, and since when a fall may have been taken for its own.
+    """
 
     at: int
     since: int
@@ -49,6 +54,7 @@ class Referee:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.sharing = SharingReferee(world)
         self.judged = 0
         self.last_id = 0
         self.quotas: dict[tuple[str, str | None, ev.Location], int] = {}
@@ -63,6 +69,7 @@ class Referee:
         self.timed_out = 0
         self.early: Counter[str] = Counter()
         """Proven credits whose memory was still held, by the kind of the largest fall that explains them."""
+        self.early_of_segments = 0
 
     # --- what the world reports ---
 
@@ -81,9 +88,10 @@ class Referee:
         self.audits.append((world.now, read_at))
         while len(self.audits) > 1 and world.now - self.audits[0][0] > NOTICE_NS:
             self.audits.popleft()
-        for session, death in self.deaths.items():
+        for owner, death in self.deaths.items():
             late = world.now - death.at > world.broker.rules.settle_ns
-            assert not late or world.workers[session].makes, f"session {session} is not settled in time"
+            waits = owner in world.workers and world.workers[owner].makes
+            assert not late or waits, f"{owner} is not settled in time"
 
     # --- each step ---
 
@@ -92,10 +100,18 @@ class Referee:
         row = self.world.broker.ledger.sessions.get(event.session) if isinstance(event, ev.ProcessDied) else None
         if row is not None and row.session not in self.deaths:
             self._died(row)
-        if isinstance(event, ev.ProcessDied | ev.Audit):
-            for session, death in self.deaths.items():
-                charged = self.world.broker.ledger.sessions[session].charged
+        if isinstance(event, ev.Dropped):
+            segment = self.world.broker.ledger.segments[event.segment]
+            if segment.uncertain:
+                self._dropped(segment)
+        if isinstance(event, ev.ProcessDied | ev.Audit | ev.Dropped):
+            for owner, death in self.deaths.items():
+                charged = self._row(owner).charged
                 death.charged = {where: charged(where) for where in death.blocks}
+
+    def _row(self, owner: int) -> SessionRow | SegmentRow:
+        ledger = self.world.broker.ledger
+        return ledger.sessions.get(owner) or ledger.segments[owner]
 
     def judge(self, event: ev.Event, step: Step, before: int) -> None:
         """Hold one step to all that must be true after it."""
@@ -110,15 +126,20 @@ class Referee:
             raise AssertionError(f"{event} was refused and changed {step.facts}")
         assert all(size >= 0 for size in world.broker.lending.making.values())
         for effect in step.effects:
-            if isinstance(effect, fx.Make):
+            if isinstance(effect, fx.Make | fx.Send):
                 worker = world.workers[effect.session]
                 assert len(worker.makes) + len(worker.sent) <= WINDOW, "more than two packets on their way"
+            if isinstance(effect, fx.Make) and not effect.segment:
                 owned = ledger.sessions[effect.session].extents
                 assert all(extent in owned for extent in effect.ids), "a packet is made of what is not charged"
         for total in ledger.totals.values():
             assert 0 <= total.lent + total.releasing <= total.capacity
+        looked = isinstance(event, ev.ProcessDied | ev.Audit)
         for fact in step.facts:
+            proven = isinstance(fact, ft.LocationSettled | ft.SegmentEnded) and fact.proven
+            assert looked or not proven, "a credit is proven, and the device was not asked"
             self._judge_fact(fact)
+        self.sharing.judge(event, step)
 
     @staticmethod
     def _refused(event: ev.Event, step: Step) -> bool:
@@ -142,6 +163,13 @@ class Referee:
             case ft.DeclarationSet() if fact.declared_bytes:
                 # Less may be declared above a limit that has shrunk; the world only declares sizes of its choosing.
                 self._within_limits(fact.name, fact.location, less=True)
+            case ft.SegmentBegan():
+                assert fact.first > fact.segment > self.last_id, "an id is used twice"
+                self.last_id = fact.first + fact.count - 1
+                self._within_limits(fact.name, fact.location)
+            case ft.SegmentEnded() if fact.proven is not None:
+                self._settled(fact.segment, *self.deaths[fact.segment].charged, proven=fact.proven)
+                del self.deaths[fact.segment]
             case ft.SessionBegan():
                 assert fact.session > self.last_id, "an id is used twice"
                 self.last_id = fact.session
@@ -149,7 +177,9 @@ class Referee:
             case ft.SessionEnded():
                 self.deaths.pop(fact.session, None)
             case ft.LocationSettled():
-                self._settled(fact)
+                for extent in [one for one in self.deaths[fact.session].blocks[fact.location] if one > 0]:
+                    self.owners.pop(extent, None)
+                self._settled(fact.session, fact.location, proven=fact.proven)
             case ft.ModelBegan():
                 self.asked[fact.name] = dict(fact.limits)
             case ft.QuotaSet():
@@ -182,27 +212,33 @@ class Referee:
             death.blocks[where].add(block)
         self.deaths[row.session] = death
 
-    def _settled(self, fact: ft.LocationSettled) -> None:
-        for extent in [one for one in self.deaths[fact.session].blocks[fact.location] if one > 0]:
-            self.owners.pop(extent, None)
-        if not fact.proven:
+    def _dropped(self, row: SegmentRow) -> None:
+        since = min([self.world.now - NOTICE_NS, *(read_at for _, read_at in self.audits)])
+        self.deaths[row.segment] = Death(self.world.now, since, {row.location: set(row.ids)})
+
+    def _settled(self, owner: int, where: ev.Location, *, proven: bool) -> None:
+        death = self.deaths[owner]
+        charged = death.charged[where]
+        if not charged:
+            return
+        if not proven:
             self.timed_out += 1
             return
         self.proven += 1
-        death = self.deaths[fact.session]
-        blocks = death.blocks[fact.location]
+        blocks = death.blocks[where]
         held = sum(self.world.exists[block][1] for block in blocks if block in self.world.exists)
         if not held:
             return
-        falls = [fall for fall in self.falls[fact.location] if fall[0] >= death.since]
-        fallen, charged = sum(size for _, size, _, _ in falls), death.charged[fact.location]
+        falls = [fall for fall in self.falls[where] if fall[0] >= death.since]
+        fallen = sum(size for _, size, _, _ in falls)
         assert fallen > charged - self.world.broker.rules.granularity, (
-            f"session {fact.session} was credited {charged} bytes as proven, {held} of it exist, and {fallen} fell"
+            f"{owner} was credited {charged} bytes as proven, {held} of it exist, and {fallen} fell"
         )
         kinds: Counter[str] = Counter()
         for _, size, why, block in falls:
             kinds[why] += size if block not in blocks else 0
         self.early[kinds.most_common(1)[0][0]] += 1
+        self.early_of_segments += owner in self.sharing.segments
 
     # --- the end ---
 
@@ -224,14 +260,16 @@ class Referee:
         assert not world.exists
         assert not self.owners
         assert not self.deaths
+        self.sharing.at_the_end()
         again = replay(broker.rules.capacities, world.facts)
-        for name in ("revision", "totals", "sessions", "models", "tenants", "quotas"):
+        for name in ("revision", "totals", "sessions", "models", "segments", "labels", "tenants", "quotas"):
             assert getattr(again, name) == getattr(broker.ledger, name), f"the facts tell other {name}"
 
     def report(self) -> str:
-        """Return what happened, in a line."""
+        """Return what happened, in two lines."""
         causes = ", ".join(f"{count} beside a fall by {why}" for why, count in sorted(self.early.items())) or "none"
         return (
             f"{self.judged:,} steps, {self.sessions:,} sessions; credits proven {self.proven:,}, by the time limit "
-            f"{self.timed_out:,}; early {self.early.total():,} ({causes})"
+            f"{self.timed_out:,}; early {self.early.total():,} ({causes}), {self.early_of_segments:,} of segments\n"
+            f"{self.sharing.report()}"
         )

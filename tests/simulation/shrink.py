@@ -129,6 +129,8 @@ def commands(world: World) -> list[str]:
         f" settle={rules.settle_ns // SECOND} grace={rules.model_grace_ns // SECOND} sessions={rules.max_sessions}"
         f" per_process={rules.max_sessions_per_process} models={rules.max_models_per_tenant}"
         f" calls={rules.max_calls_per_session} limits={limits}"
+        f" segment_extent={rules.segment_extent_bytes // MIB} segments={rules.max_segments_per_tenant}"
+        f" segment_extents={rules.max_segment_extents}"
     ]
     names = {session: f"s{number}" for number, session in enumerate(world.opened.values(), 1)}
     now = 0
@@ -151,6 +153,16 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
         case ev.SetQuota(_, tenant, model, where, limit):
             size = "none" if limit is None else str(limit // MIB)
             return f"quota {tenant}{'/' + model if model else ''} {size} where={where}"
+        case ev.Sealed(segment):
+            return f"sealed {_ids([segment])}"
+        case ev.NotSealed(segment, reason):
+            return f"notsealed {_ids([segment])} {reason}"
+        case ev.Dropped(segment):
+            return f"dropped {_ids([segment])}"
+        case ev.Elapsed():
+            return "elapsed"
+        case ev.DeleteSegment(_, None):
+            return f"delete operator {event.request_id} {_segment(event.name)}{_generation(event.generation)}"
     name = names[event.session]
     match event:
         case ev.ConnectionLost():
@@ -169,6 +181,18 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
             return f"bye {name} {event.request_id}"
         case ev.Release():
             return f"release {name} {event.request_id} {_ids(event.ids)}"
+        case ev.SealSegment():
+            return f"seal {name} {event.request_id} {_ids([event.segment])}"
+        case ev.DetachSegment():
+            return f"detach {name} {event.request_id} {_ids([event.segment])}"
+        case ev.CreateSegment():
+            size = event.size // MIB
+            return f"create {name} {event.request_id} {_segment(event.name)} {size} where={event.location}"
+        case ev.AttachSegment():
+            wait = event.wait_ns / SECOND
+            return f"attach {name} {event.request_id} {_segment(event.name)} wait={wait:.9f}"
+        case ev.DeleteSegment():
+            return f"delete {name} {event.request_id} {_segment(event.name)}{_generation(event.generation)}"
     model = f"{name} {event.request_id} {event.name.tenant}/{event.name.model}"
     match event:
         case ev.RegisterModel():
@@ -181,6 +205,14 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
         case ev.Declare():
             return f"declare {model} {event.declared_bytes // MIB} where={event.location}"
     raise AssertionError(f"no command for {event}")
+
+
+def _segment(name: ev.SegmentName) -> str:
+    return f"{name.tenant}/{name.model}/{name.label}"
+
+
+def _generation(number: int) -> str:
+    return f" {_ids([number])}" if number else ""
 
 
 def _seen(seen: ev.Seen) -> str:

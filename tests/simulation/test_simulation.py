@@ -17,7 +17,9 @@ from tests.simulation.shrink import Failed, commands, run
 from tests.simulation.world import World
 
 from membrokerd.core import broker as broker_module
-from membrokerd.core import lending, policy, settling
+from membrokerd.core import effects as fx
+from membrokerd.core import facts as ft
+from membrokerd.core import ledger, lending, policy, segments, settling
 
 SEED = 20_260
 
@@ -29,6 +31,7 @@ def _hold(world: World) -> None:
     assert referee.proven > 50
     assert referee.timed_out > 10
     assert referee.early.total() <= EARLY_AT_MOST * referee.proven
+    assert min(referee.sharing.ended[how] for how in ("certain", "proven", "in time")) >= 1
 
 
 def test_10_000_steps() -> None:
@@ -114,6 +117,100 @@ def _unanswered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lending.Lending, "give_up", lambda self, row: None)
 
 
+def _charge_per_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = ledger.Ledger._segment_held
+
+    def charge(self: Any, fact: ft.SegmentHeld) -> None:
+        held(self, fact)
+        row = self.segments[fact.segment]
+        if row.state == "sealed":
+            row.bytes += row.last_bytes
+            self._sum_segment(row, row.last_bytes, 0)
+
+    monkeypatch.setitem(ledger._APPLY, ft.SegmentHeld, charge)
+
+
+def _credit_while_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drop(self: Any, row: Any) -> None:
+        if row.state == "ending":
+            self._broker.record(ft.SegmentMoved(row.segment, "last session left"))
+            self._broker.emit(fx.Drop(row.segment))
+
+    monkeypatch.setattr(segments.Segments, "_drop_if_left", drop)
+
+
+def _no_death_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = ledger.Ledger._segment_left
+
+    def forget(self: Any, fact: ft.SegmentLeft) -> None:
+        left(self, fact)
+        self.segments[fact.segment].uncertain = False
+
+    monkeypatch.setitem(ledger._APPLY, ft.SegmentLeft, forget)
+
+
+def _the_lost_wait_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments.Segments, "give_up", lambda self, session: None)
+
+
+def _no_word_of_a_dead_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end_writing(self: Any, row: Any, cause: str) -> None:
+        self._broker.record(ft.SegmentMoved(row.segment, cause))
+        if row.segment in self._sealing:
+            self._broker.answer(self._sealing.pop(row.segment), lending.deny(lending.Reason.WRITER_DIED))
+
+    monkeypatch.setattr(segments.Segments, "_end_writing", end_writing)
+
+
+def _deaf_to_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments.Segments, "elapsed", lambda self, now: None)
+
+
+def _drop_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending.Lending, "making_segment", lambda *_: False)
+
+
+def _failed_calls_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending.Call, "any_sent", True)
+
+
+def _failed_calls_never_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending.Call, "any_sent", False)
+
+
+def _sealed_is_said_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments.Segments, "not_sealed", segments.Segments.sealed)
+
+
+def _nobody_drops_what_was_not_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
+    not_sealed, drop = segments.Segments.not_sealed, segments.Segments._drop_if_left
+
+    def without_drop(self: Any, event: Any) -> None:
+        monkeypatch.setattr(segments.Segments, "_drop_if_left", lambda self, row: None)
+        not_sealed(self, event)
+        monkeypatch.setattr(segments.Segments, "_drop_if_left", drop)
+
+    monkeypatch.setattr(segments.Segments, "not_sealed", without_drop)
+
+
+def _settle_on_an_old_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped = settling.Settling.segment_dropped
+
+    def settle(self: Any, row: Any, now: int) -> None:
+        dropped(self, row, now)
+        self._settle(now)
+
+    monkeypatch.setattr(settling.Settling, "segment_dropped", settle)
+
+
+def _models_end_under_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end_model(self: Any, row: Any) -> None:
+        if not row.sessions and not row.used():
+            self.record(ft.ModelEnded(row.name))
+
+    monkeypatch.setattr(broker_module.Broker, "end_model_if_idle", end_model)
+
+
 FAULTS = (
     _no_tenant_limit,
     _no_commanded_limit,
@@ -124,6 +221,19 @@ FAULTS = (
     _ids_again,
     _forgetful_not_made,
     _unanswered,
+    _charge_per_attach,
+    _credit_while_attached,
+    _no_death_is_a_doubt,
+    _the_lost_wait_on,
+    _no_word_of_a_dead_writer,
+    _deaf_to_the_time,
+    _drop_while_it_is_made,
+    _failed_calls_hold,
+    _failed_calls_never_hold,
+    _sealed_is_said_too_early,
+    _nobody_drops_what_was_not_sealed,
+    _settle_on_an_old_figure,
+    _models_end_under_segments,
 )
 
 

@@ -2,10 +2,10 @@
 
 The device is dumb: it keeps each block that was made until its last holder drops it, and shows a sum. Around it are
 processes that crash, fork children that keep a dead parent's memory, say that they released what they still map, or
-lose their connection with packets queued on it; a driver that is slow and fails; strangers that take memory and give it
-back; an operator that moves quotas. As in the daemon, the driver works on one job at a time, and what it found is told
-later, in the order in which it was found, behind whatever else was queued by then: so figures are stale when the core
-hears them, and never ahead of an outcome.
+lose their connection with packets queued on it, and that share segments (`sharing`); a driver that is slow and fails;
+strangers that take memory and give it back; an operator that moves quotas. As in the daemon, the driver works on one
+job at a time, and what it found is told later, in the order in which it was found, behind whatever else was queued by
+then: so figures are stale when the core hears them, and never ahead of an outcome.
 
 Everything follows from a seed and the numbers of the turns. A turn has its own random numbers, and chooses among
 workers in a way that the absence of others does not change: so turns can be left out, and the rest is still a story
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.referee import Referee
+from tests.simulation.sharing import Dropping, Sharing, blocks_of
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
@@ -44,6 +45,9 @@ RULES = policy.Rules(
     max_sessions_per_process=3,
     max_models_per_tenant=3,
     max_calls_per_session=4,
+    segment_extent_bytes=4 * MIB,
+    max_segments_per_tenant=4,
+    max_segment_extents=250,
 )
 RESERVE = 60 * MIB
 """What the device gate leaves free."""
@@ -57,17 +61,18 @@ UNKNOWN_ID = (1 << 40) + 10_000_000
 class Packet:
     """A packet that was made. `place`: still in the broker's queue, in the socket, or read by the worker."""
 
-    make: fx.Make
+    make: fx.Make | fx.Send
     place: str
 
 
 @dataclass(eq=False, slots=True)
 class Process:
-    """A process: `kept` is memory that it maps and nobody is charged for by its own account."""
+    """A process: `kept`, and `shared` of segments, is memory that it maps and of which its word says nothing."""
 
     name: str
     number: int
     kept: set[int] = field(default_factory=set)
+    shared: list[int] = field(default_factory=list)
     alive: bool = True
 
 
@@ -81,12 +86,16 @@ class Worker:
     number: int
     liar: bool
     connected: bool = True
-    makes: list[fx.Make] = field(default_factory=list)
+    makes: list[fx.Make | fx.Send] = field(default_factory=list)
     sent: list[Packet] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
     unmapped: set[int] = field(default_factory=set)
     own: dict[ev.Location, int] = field(default_factory=dict)
     """Memory that it allocated itself, as blocks of the world."""
+    maps: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    """What it has mapped of segments, by segment and the request that brought it."""
+    lied: set[int] = field(default_factory=set)
+    """Segments that it said it had unmapped, and has not."""
     requests: int = 0
 
 
@@ -97,11 +106,14 @@ class Look:
     dead: Worker | None
 
 
+Job = fx.Make | fx.Send | fx.Seal | Dropping | Look
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the driver found, and when; `failure` is why a packet was not made."""
+    """What the driver found, and when; `failure` is why a packet was not made, or a segment not sealed."""
 
-    job: fx.Make | Look
+    job: Job
     at: int
     seen: ev.Seen | None = None
     failure: str | None = None
@@ -128,11 +140,14 @@ class World:
         self.used: dict[ev.Location, int] = {"device": 0, "host": 0}
         self.stranger: dict[ev.Location, int] = {"device": 0, "host": 0}
         self.blocks = 0
-        self.doomed: list[tuple[int, set[int]]] = []
+        self.doomed: list[tuple[int, Iterable[int]]] = []
         """Memory of the dead that goes at a time: a slow exit, or a forked child that ends later."""
         self.unnoticed: list[tuple[int, Worker]] = []
         """Sessions of dead processes of which the broker has not heard, with the time of the death."""
-        self.jobs: list[fx.Make | Look] = []
+        self.sharing = Sharing(self)
+        self.jobs: list[Job] = []
+        self.sends: deque[fx.Send] = deque()
+        """Packets of segments that are copied and queued at once."""
         self.told: deque[Found | ev.NotDelivered] = deque()
         self.auditing = False
         self.audited_at = 0
@@ -164,6 +179,12 @@ class World:
             self.set_quota: 1,
             self.play_the_stranger: 0.6,
             self.slow_down: 0.1,
+            self.sharing.create: 6,
+            self.sharing.seal: 8,
+            self.sharing.attach: 10,
+            self.sharing.detach: 6,
+            self.sharing.delete: 3,
+            self.elapse: 0.3,
         }
         self._choices = list(self.deeds)
         self._weights = list(itertools.accumulate(self.deeds.values()))
@@ -207,6 +228,13 @@ class World:
                 self.carry_out(next(job for job in self.jobs if isinstance(job, Look)))
             while self.told:
                 self.hear()
+        deadline = self.broker.deadline
+        if deadline is not None and deadline <= self.now and self.random.random() < 0.8:
+            self.elapse()
+
+    def elapse(self) -> None:
+        """The core hears that time has passed: what it waits for has come, or not yet."""
+        self.send(ev.Elapsed())
 
     def end(self) -> None:
         """Everybody goes, in one way or another; the driver finishes, and the device shows it all gone."""
@@ -217,6 +245,7 @@ class World:
         for process in self.processes:
             if process.alive:
                 self.die(process, child_until=0)
+        self.sharing.delete_all()
         self.stranger = {"device": 0, "host": 0}
         for _ in range(3):
             self.pass_time(600 * SECOND)
@@ -242,6 +271,9 @@ class World:
         for effect in step.effects:
             if isinstance(effect, fx.Disconnect) and effect.session in self.workers:
                 self.lose(self.workers[effect.session])
+        while self.sends:
+            send = self.sends.popleft()
+            self.hear_of_packet(send, self.sharing.copy(send))
         return step
 
     def obey(self, effect: fx.Effect) -> None:
@@ -253,13 +285,22 @@ class World:
             case fx.Make(session=session):
                 self.jobs.append(effect)
                 self.workers[session].makes.append(effect)
+            case fx.Send(session=session):
+                (self.sends if self.random.random() < 0.7 else self.jobs).append(effect)
+                self.workers[session].makes.append(effect)
+            case fx.Seal():
+                self.jobs.append(effect)
+            case fx.Drop(segment):
+                self.sharing.drop(segment)
             case fx.Forget(session):
                 worker = self.workers.pop(session)
                 assert not worker.makes, "a session is forgotten whose packets are being made"
                 self.past.append(worker)
                 worker.process.kept |= worker.held | set(worker.own.values())
+                worker.process.shared += self.sharing.haunt(worker)
                 for packet in worker.sent:
-                    self.drop(packet.make.ids, "word")
+                    if packet.place != "read":
+                        self.drop(blocks_of(packet.make), "word")
                 worker.sent.clear()
 
     def ask(self, worker: Worker) -> tuple[int, int, int]:
@@ -288,7 +329,10 @@ class World:
 
     def drop(self, blocks: Iterable[int], why: str) -> None:
         """Let blocks go; `why` is how it looks to the books: somebody's word, a death, or none of their business."""
+        more = self.sharing.more
         for block in blocks:
+            if block in more and not self.sharing.let_go(block):
+                continue
             found = self.exists.pop(block, None)
             if found is not None:
                 self.used[found[0]] -= found[1]
@@ -306,51 +350,84 @@ class World:
     def execute(self) -> None:
         """The driver takes some job: whose, and which of all that are asked, is not the core's to know."""
         if self.now >= self.slow_until or self.random.random() < 0.1:
-            self.carry_out(self.random.choice(self.jobs))
+            job = self.random.choice(self.jobs)
+            if not isinstance(job, fx.Seal) or self.random.random() < 0.3:
+                self.carry_out(job)
 
-    def carry_out(self, job: fx.Make | Look) -> None:
+    def carry_out(self, job: Job) -> None:
+        if isinstance(job, Dropping):  # what was asked before about a segment is done before
+            job = next((one for one in self.jobs if one == fx.Seal(job.segment)), job)
         self.jobs.remove(job)
-        if isinstance(job, Look):
-            self.told.append(Found(job, self.now, seen=self.seen()))
-            return
-        where, size = job.location, job.extent_bytes * len(job.ids)
-        free = DEVICE_TOTAL - self.used["device"] - self.stranger["device"] if where == "device" else None
         failure = None
-        if not policy.gate(free, size, RESERVE):
-            failure = "DEVICE_FULL"
-        elif self.random.random() < 0.04:
-            failure = self.random.choice(("DRIVER_FAILED", "DESCRIPTORS_EXHAUSTED", "INTERNAL"))
-        else:
-            for extent in job.ids:
-                self.put(extent, where, job.extent_bytes)
+        match job:
+            case Look():
+                self.told.append(Found(job, self.now, seen=self.seen()))
+                return
+            case fx.Make():
+                failure = self.make(job)
+            case fx.Send():
+                failure = self.sharing.copy(job)
+            case fx.Seal():
+                failure = "DRIVER_FAILED" if self.random.random() < 0.3 else None
+            case Dropping(_, blocks):
+                self.drop(blocks, "segment")
         self.told.append(Found(job, self.now, failure=failure))
+
+    def make(self, make: fx.Make) -> str | None:
+        """Make a packet, or return why it cannot be made."""
+        where, size = make.location, make.extent_bytes * len(make.ids)
+        free = DEVICE_TOTAL - self.used["device"] - self.stranger["device"] if where == "device" else None
+        if not policy.gate(free, size, RESERVE):
+            return "DEVICE_FULL"
+        if self.random.random() < 0.04:
+            return self.random.choice(("DRIVER_FAILED", "DESCRIPTORS_EXHAUSTED", "INTERNAL"))
+        if make.segment:
+            self.put(make.ids.start, where, size)
+        else:
+            for extent in make.ids:
+                self.put(extent, where, make.extent_bytes)
+        return None
 
     def hear(self) -> None:
         """The event loop takes what stands first in its queue."""
         found = self.told.popleft()
         if isinstance(found, ev.NotDelivered):
             self.send(found)
-        elif isinstance(found.job, fx.Make):
-            self.hear_of_packet(found.job, found.failure)
-        elif found.job.dead is not None:
-            assert found.seen is not None
-            self.send(ev.ProcessDied(found.job.dead.session, found.seen))
-        else:
-            assert found.seen is not None
-            self.auditing = False
-            self.audited_at = self.now
-            self.send(ev.Audit(found.seen))
-            self.referee.audited(found.at)
+            return
+        match found.job:
+            case fx.Make() | fx.Send():
+                self.hear_of_packet(found.job, found.failure)
+            case fx.Seal(segment):
+                done = ev.NotSealed(segment, found.failure, {}) if found.failure else ev.Sealed(segment)
+                self.send(done)
+            case Dropping(segment):
+                self.sharing.dropping.discard(segment)
+                self.send(ev.Dropped(segment))
+            case Look(dead=worker) if worker is not None:
+                assert found.seen is not None
+                self.send(ev.ProcessDied(worker.session, found.seen))
+            case Look():
+                assert found.seen is not None
+                self.auditing = False
+                self.audited_at = self.now
+                self.send(ev.Audit(found.seen))
+                self.referee.audited(found.at)
 
-    def hear_of_packet(self, make: fx.Make, failure: str | None) -> None:
+    def hear_of_packet(self, make: fx.Make | fx.Send, failure: str | None) -> None:
+        """Queue a packet on its session's connection, if it could be made and there still is one."""
         worker = self.workers[make.session]
         worker.makes.remove(make)
         packet = (make.session, make.request_id, make.part)
-        if failure is None and not worker.connected:
-            failure = "DELIVERY_FAILED"
+        if failure is None:
+            failure = "DELIVERY_FAILED" if not worker.connected else None
+            if failure is None and isinstance(make, fx.Make) and make.segment:
+                failure = self.sharing.keep(make)
+            if failure is not None:
+                self.drop(blocks_of(make), "word")
         if failure is not None:
-            self.drop(make.ids, "word")
             self.send(ev.NotMade(*packet, failure, {}))
+            if isinstance(make, fx.Make) and make.segment and self.random.random() < 0.3:
+                self.leave_model(worker)
             return
         queued = any(one.place == "queue" for one in worker.sent) or self.random.random() < 0.2
         worker.sent.append(Packet(make, "queue" if queued else "socket"))
@@ -429,7 +506,14 @@ class World:
         if worker:
             self.send(ev.UnregisterModel(*self.ask(worker), self.model(worker)))
 
-    def allocate(self) -> None:
+    def leave_model(self, worker: Worker) -> None:
+        """A worker whose segment could not be made has no more use for a model."""
+        row = self.broker.ledger.sessions.get(worker.session)
+        if worker.process.alive and row and row.models:
+            self.send(ev.UnregisterModel(*self.ask(worker), self.random.choice(sorted(row.models))))
+
+    def borrower(self) -> Worker | None:
+        """Return who borrows next: mostly somebody who can, with a model."""
         worker = self.asker()
         if worker and not worker.connected and self.random.random() < 0.8:
             worker = self.pick(lambda one: one.connected and one.process.alive)
@@ -437,6 +521,11 @@ class World:
             row = self.broker.ledger.sessions.get(worker.session)
             if row and not row.models and self.random.random() < 0.8:
                 self.send(ev.RegisterModel(*self.ask(worker), self.model(worker), None, {}, False))
+        return worker
+
+    def allocate(self) -> None:
+        worker = self.borrower()
+        if worker:
             size = self.random.choice((2, 2, 2, 4, 8, 3)) * MIB
             count = self.random.choice((1, 5, 64, 65, 130, 200, 300))
             self.send(ev.Allocate(*self.ask(worker), self.model(worker), self.where(), size, count))
@@ -459,11 +548,18 @@ class World:
         packet = self.random.choice([packet for packet in worker.sent if packet.place != "queue"])
         if packet.place == "socket":
             packet.place = "read"
-            worker.held.update(packet.make.ids)
+            self.take_in(worker, packet.make)
             if self.random.random() < 0.2:
                 return
         worker.sent.remove(packet)
         self.send(ev.Acknowledge(worker.session, packet.make.request_id, packet.make.part))
+
+    def take_in(self, worker: Worker, make: fx.Make | fx.Send) -> None:
+        """A worker maps what came in a packet."""
+        if make.segment:
+            worker.maps.setdefault((make.segment, make.request_id), []).extend(blocks_of(make))
+        else:
+            worker.held.update(make.ids)
 
     def release(self) -> None:
         """Unmap some extents, then say so: at once or a little later. A liar says so and keeps them."""
@@ -498,11 +594,12 @@ class World:
 
     def come_clean(self) -> None:
         """A process unmaps what it said it had released long ago."""
-        liars = [process for process in self.processes if process.kept and process.alive]
+        liars = [one for one in self.processes if (one.kept or one.shared) and one.alive]
         if liars:
             process = max(liars, key=lambda one: hash((one.number, self.salt)))
             self.drop(process.kept, "stranger")
-            process.kept = set()
+            self.drop(process.shared, "stranger")
+            process.kept, process.shared = set(), []
 
     def declare(self) -> None:
         """Say what one allocates oneself; some of that is true."""
@@ -535,14 +632,14 @@ class World:
         worker.connected = False
         for packet in worker.sent:
             if packet.place == "queue":
-                self.drop(packet.make.ids, "word")
                 make = packet.make
+                self.drop(blocks_of(make), "word")
                 self.told.append(ev.NotDelivered(make.session, make.request_id, make.part))
             elif packet.place == "socket":
                 if worker.process.alive and self.random.random() < 0.5:
-                    worker.held.update(packet.make.ids)
+                    self.take_in(worker, packet.make)
                 else:
-                    self.drop(packet.make.ids, "word")
+                    self.drop(blocks_of(packet.make), "word")
         worker.sent.clear()
         self.send(ev.ConnectionLost(worker.session))
 
@@ -555,6 +652,7 @@ class World:
         """Mostly with everything unmapped before; in the middle of a call or not."""
         if not worker.liar:
             self.drop(worker.held | set(worker.own.values()), "word")
+            self.drop(self.sharing.take_mapped(worker), "word")
             worker.held.clear()
             worker.own.clear()
         answers = [
@@ -566,8 +664,11 @@ class World:
 
     def die_one(self) -> None:
         """A process is killed: its memory goes a little later, or much later when a forked child keeps it."""
-        worker = self.pick(lambda one: one.process.alive)
+        busy = self.random.random() < 0.3
+        worker = self.pick(lambda one: one.process.alive and (one.makes or not busy))
         if worker:
+            if busy:
+                self.slow_down()  # so that its death is told before its packets are made
             self.die(worker.process, self.now + self.random.choice((0, 0, 0, 800, 8000)) * MILLISECOND)
 
     def die(self, process: Process, child_until: int) -> None:
@@ -575,18 +676,25 @@ class World:
         process.alive = False
         self.processes = [one for one in self.processes if one is not process]
         exited = self.now + self.random.choice((0, 3, 60, 300)) * MILLISECOND
-        mapped, own = set(process.kept), set()
+        mapped, own, shared = set(process.kept), set(), process.shared
         for worker in [one for one in self.workers.values() if one.process is process]:
             mapped |= worker.held
             own |= set(worker.own.values())
             worker.held = set()
+            shared += self.sharing.haunt(worker)
             self.unnoticed.append((self.now, worker))
             if self.random.random() < 0.5:
                 self.lose(worker)
             for packet in worker.sent:
-                if packet.place != "queue":
+                if packet.make.segment and packet.place == "socket":  # the child has the socket, too
+                    self.sharing.haunted.add(packet.make.segment)
+                    self.sharing.share(blocks_of(packet.make))
+                    shared += blocks_of(packet.make)
+                elif packet.place != "queue" and not packet.make.segment:
                     mapped |= set(packet.make.ids)
+        process.shared = []
         self.doomed.append((max(exited, child_until), mapped))
+        self.doomed.append((max(exited, child_until), shared))
         self.doomed.append((exited, own))
 
     def notice_one(self) -> None:

@@ -21,8 +21,8 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
 
 from membroker import handoff
+from membroker.v1 import admin_pb2_grpc, broker_pb2_grpc
 from membroker.v1 import broker_pb2 as bpb
-from membroker.v1 import broker_pb2_grpc
 from membroker.v1 import handoff_pb2 as pb
 
 SECONDS = 10.0
@@ -127,6 +127,22 @@ class Session(Connection):
         self.send(pb.Frame(request_id=request_id, **kind))
         return self.answer(request_id)[0]
 
+    def take(self, **kind: Any) -> tuple[Any, list[int], list[int]]:
+        """Send a request; return its response, the ids that came before it, and their descriptors, open."""
+        request_id = next(_ids)
+        self.send(pb.Frame(request_id=request_id, **kind))
+        ids: list[int] = []
+        descriptors: list[int] = []
+        while True:
+            packet = handoff.receive(self.sock)
+            assert packet.frame.request_id == request_id, packet.frame
+            if packet.frame.HasField("reply"):
+                result = packet.frame.reply.WhichOneof("result")
+                return getattr(packet.frame.reply, result), ids, descriptors
+            ids += packet.frame.delivery.extent_ids
+            descriptors += packet.descriptors
+            self.send(pb.Frame(request_id=request_id, ack=pb.Ack(part=packet.frame.delivery.part)))
+
     def borrow(self, model: str, size: int, count: int = 1) -> list[int]:
         """Return the ids of extents that were granted."""
         request_id = next(_ids)
@@ -187,6 +203,11 @@ def allocation(model: str, size: int, count: int = 1, location: Any = 0) -> bpb.
     return bpb.AllocateExtentsRequest(model=model, extent_bytes=size, count=count, location=location)
 
 
+def segment_of(model: str, segment_id: str, size: int, location: Any = 0) -> bpb.CreateSegmentRequest:
+    """Return a CreateSegment."""
+    return bpb.CreateSegmentRequest(model=model, segment_id=segment_id, size_bytes=size, location=location)
+
+
 def status_of(error: grpc.RpcError) -> Status | None:
     """Return the rich status of a failed call; None when gRPC itself refused it."""
     for key, value in error.trailing_metadata() or ():
@@ -198,8 +219,17 @@ def status_of(error: grpc.RpcError) -> Status | None:
 def grpc_call(endpoint: Path, token: str | None, method: str, request: Any) -> Any:
     """Return the response of one gRPC call at a tenant's endpoint, or the Status that refuses it."""
     metadata = () if token is None else (("membroker-token", token),)
-    with grpc.insecure_channel(f"unix:{endpoint}/grpc.sock") as channel:
-        stub = broker_pb2_grpc.BrokerServiceStub(channel)
+    return _call(endpoint, broker_pb2_grpc.BrokerServiceStub, method, request, metadata)
+
+
+def admin_call(directory: Path, method: str, request: Any) -> Any:
+    """Return the response of one call of AdminService, at whatever endpoint, or the Status that refuses it."""
+    return _call(directory, admin_pb2_grpc.AdminServiceStub, method, request)
+
+
+def _call(directory: Path, stub_class: Any, method: str, request: Any, metadata: Any = ()) -> Any:
+    with grpc.insecure_channel(f"unix:{directory}/grpc.sock") as channel:
+        stub = stub_class(channel)
         try:
             return getattr(stub, method)(request, metadata=metadata, timeout=SECONDS)
         except grpc.RpcError as error:

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -353,12 +354,44 @@ def fork_seen() -> int:
     return pid
 
 
+class Attaching:
+    """An attach in a thread of its own. Made, it is known to the broker: it waits there, or is answered."""
+
+    def __init__(self, model: Any, client: Any, name: str) -> None:
+        self.segment: Any = None
+        self.error: Exception | None = None
+        in_flight = client._session.connection._calls
+        self._thread = threading.Thread(target=self._attach, args=(client, name), daemon=True)
+        self._thread.start()
+        while self._thread.is_alive() and not any(call.sent for call in list(in_flight.values())):
+            os.sched_yield()
+        model.declare(0)  # on the same way as the attach, behind it
+
+    def _attach(self, client: Any, name: str) -> None:
+        try:
+            self.segment = client.attach(name, timeout=3600)
+        except Exception as error:  # noqa: BLE001 - the thread hands on what it raised
+            self.error = error
+
+    def is_waiting(self) -> bool:
+        """Say whether the broker has not answered."""
+        return self._thread.is_alive()
+
+    def result(self) -> Any:
+        """Return the segment, or raise what the attach has raised."""
+        self._thread.join(DEADLINE_SECONDS)
+        assert not self._thread.is_alive(), "the attach still waits"
+        if self.error is not None:
+            raise self.error
+        return self.segment
+
+
 def main() -> None:
     """Run each line of JSON on standard input as Python, and answer with a line of JSON."""
     import membroker
 
     names: dict[str, Any] = {"membroker": membroker, "MIB": MIB, "PAGE": PAGE, "Raw": Raw, "os": os}
-    names.update(fork_seen=fork_seen, fork_unseen=fork_unseen)
+    names.update(fork_seen=fork_seen, fork_unseen=fork_unseen, Attaching=Attaching)
     for line in sys.stdin:
         names["answer"] = None
         try:

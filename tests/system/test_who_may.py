@@ -1,0 +1,502 @@
+"""Who may do what: each cell of the table in docs/trust.md, by a process of that kind, at a real daemon.
+
+The rows and their deeds are in `who_may`; with MEMBROKER_REWRITE=1 the page's tables are written from them. A cell that
+takes another user, or a container, takes root (`make test-system`); all others are in `make test`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import mmap
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.daemons import Daemon, running, until
+from tests.system import raw, who_may
+from tests.system.raw import reason
+from tests.system.who_may import BOTH, GROUPS, KINDS, MARK, PAGE, ROWS, WHO, Party, needs_root
+
+from membroker import handoff
+from membroker.v1 import admin_pb2 as apb
+from membroker.v1 import broker_pb2 as bpb
+from membroker.v1 import handoff_pb2 as pb
+
+ROOT = Path(__file__).parents[2]
+PAGE_OF_DOCS = ROOT / "docs" / "trust.md"
+RED, BLUE, STRANGER = 60_001, 60_002, 60_003
+"""Users that no machine has: the owner of the tenant red, that of blue, and one that has no endpoint."""
+ADMIN_SERVICE = apb.DESCRIPTOR.services_by_name["AdminService"]
+LISTED = {"mode": "0666", "uids": [RED]}
+PLAIN = {"red": {}, "blue": {}, "listed": LISTED}
+OWNED = {"red": {"owner": RED, "mode": "0600"}, "blue": {"owner": BLUE, "mode": "0600"}, "listed": LISTED}
+
+_CONTAINER = """
+set -e
+mount --bind "$1" "$2"
+[ "$4" = rw ] || mount -o remount,ro,bind "$2"
+mount -t tmpfs none "$3"
+shift 4
+exec setpriv --bounding-set=-all,+chown,+dac_override,+fowner,+fsetid,+kill,+setgid,+setuid,+net_raw,+mknod "$@"
+"""
+"""What an orchestrator does for a container: its own namespaces, one mount of the endpoint, no CAP_SYS_ADMIN."""
+
+
+class Actor:
+    """A process that does deeds when it is told to."""
+
+    def __init__(self, stack: ExitStack, uid: int, door: Path, theirs: Path, before: tuple[str, ...] = ()) -> None:
+        self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(30)
+        with its:
+            arguments = [sys.executable, "-m", "tests.system.who_may", str(its.fileno()), str(uid), door, theirs]
+            path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+            environment = {**os.environ, "PYTHONPATH": path}
+            self._process = subprocess.Popen([*before, *arguments], pass_fds=[its.fileno()], cwd=ROOT, env=environment)
+        stack.callback(self._end)
+
+    def tell(self, order: dict[str, Any], descriptors: tuple[int, ...] = ()) -> Any:
+        """Have it done, and return what came of it."""
+        socket.send_fds(self._control, [json.dumps(order).encode()], descriptors)
+        answer = json.loads(self._control.recv(1 << 16) or b'{"failed": "it is dead"}')
+        assert "answer" in answer, answer["failed"]
+        return answer["answer"]
+
+    def _end(self) -> None:
+        self._control.close()
+        assert self._process.wait(30) == 0
+
+
+class Scene:
+    """A daemon, and who does deeds at it."""
+
+    def __init__(self, stack: ExitStack, tenants: dict[str, Any]) -> None:
+        # No idle model ends meanwhile: the books change by deeds alone.
+        self.daemon = stack.enter_context(running({"tenants": tenants, "model_grace_seconds": 3600}))
+        self.daemon.directory.chmod(0o755)
+        self.tokens: set[str] = set()
+        self._stack = stack
+        self._uids = {who: tenants[of].get("owner", 0) for who, of in (("same", "red"), ("other", "blue"))}
+        self._uids["user"] = STRANGER
+        self._actors: dict[str, Actor] = {}
+
+    def actor(self, who: str) -> Actor:
+        """Return the process of this kind."""
+        if who not in self._actors:
+            self._actors[who] = self._contained(who) if who in ("ro", "rw") else self._free(who)
+        return self._actors[who]
+
+    def _free(self, who: str) -> Actor:
+        red = self.daemon.endpoint("red")
+        doors = {"other": self.daemon.endpoint("blue"), "admin": self.daemon.admin}
+        return Actor(self._stack, self._uids.get(who, 0), doors.get(who, red), red)
+
+    def _contained(self, mode: str) -> Actor:
+        inside = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="mb-in-")))
+        namespaces = ("--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--mount-proc")
+        places = (str(self.daemon.endpoint("red")), str(inside), str(self.daemon.directory), mode)
+        before = ("unshare", *namespaces, "sh", "-c", _CONTAINER, "sh", *places)
+        return Actor(self._stack, 0, inside, inside, before)
+
+    @contextmanager
+    def s(self) -> Iterator[tuple[raw.Session, SimpleNamespace, tuple[int, int]]]:
+        """Yield S, what it has, and a descriptor each of its extent and of its sealed segment."""
+        session = raw.Session(self.daemon.endpoint("red"))
+        try:
+            model, idle = session.register("chat"), session.register("idle")
+            _, (extent,), (lent,) = session.take(allocate=raw.allocation(model, PAGE))
+            sealed, _, (kept,) = session.take(create_segment=raw.segment_of(model, "weights", PAGE))
+            for descriptor in (lent, kept):
+                with mmap.mmap(descriptor, PAGE) as memory:
+                    memory[: len(MARK)] = MARK
+            session.call(seal_segment=bpb.SealSegmentRequest(generation=sealed.generation))
+            draft = session.call(create_segment=raw.segment_of(model, "draft", PAGE))
+            target = self._target(session, model, idle)
+            target.extent, target.label = extent, "weights"
+            target.sealed, target.sealed_generation = sealed.name, sealed.generation
+            target.draft, target.draft_generation = draft.name, draft.generation
+            self.tokens.add(session.token)
+            try:
+                yield session, target, (lent, kept)
+            finally:
+                handoff.close_all((lent, kept))
+        finally:
+            session.close()
+
+    def _target(self, session: raw.Session, model: str, idle: str) -> SimpleNamespace:
+        daemon = self.daemon
+        return SimpleNamespace(
+            tenant=session.welcome.tenant,
+            session=session.welcome.session,
+            token=session.token,
+            model=model,
+            model_id=model.rpartition("/")[2],
+            idle=idle,
+            endpoint=str(daemon.endpoint("red")),
+            listed=str(daemon.endpoint("listed")),
+            admin=str(daemon.admin),
+            state=str(daemon.root / "state"),
+            pid=daemon.process.pid,
+            metrics_url=daemon.device().metrics_url,
+        )
+
+    def books(self) -> Any:
+        """Return all that the admin sees, but for what a refusal may change: its count, and what the device shows."""
+        with self.daemon.admin_stub() as stub:
+            device = stub.GetDevice(bpb.GetDeviceRequest())
+            models = list(stub.ListModels(bpb.ListModelsRequest(page_size=1000)).models)
+            sessions = list(stub.ListSessions(bpb.ListSessionsRequest(page_size=1000)).sessions)
+            segments = list(stub.ListSegments(bpb.ListSegmentsRequest(page_size=1000)).segments)
+            quotas = stub.ListQuotas(apb.ListQuotasRequest())
+        for model in models:
+            model.denials_total.clear()
+        for one in (*sessions, *segments):
+            one.ClearField("create_time")
+        sums = [(one.lent_bytes, one.releasing_bytes, one.free_bytes) for one in device.locations]
+        return device.revision, sums, models, sessions, segments, quotas
+
+    def tidy(self) -> None:
+        """Take back what the deeds left, and wait until the books are empty."""
+        with self.daemon.admin_stub() as stub:
+            for segment in stub.ListSegments(bpb.ListSegmentsRequest(page_size=1000)).segments:
+                if segment.state in (segment.WRITING, segment.SEALED):
+                    stub.DeleteSegment(bpb.DeleteSegmentRequest(name=segment.name))
+            for quota in stub.ListQuotas(apb.ListQuotasRequest()).quotas:
+                stub.SetQuota(apb.SetQuotaRequest(name=quota.name, location=quota.location))
+            asked = bpb.ListSegmentsRequest()
+            until(lambda: not stub.ListSegments(asked).segments and not self.daemon.sessions())
+
+    def said(self) -> dict[str, str]:
+        """Return every text that the daemon lets anybody see, by what it is."""
+        process = Path("/proc", str(self.daemon.process.pid))
+        files = [path for path in self.daemon.directory.rglob("*") if path.is_file()]
+        return {
+            "the log": self.daemon.log(),
+            "/metrics": self.daemon.metrics(),
+            "the admin's listings": str(self.books()),
+            **{f"/proc/PID/{name}": (process / name).read_text() for name in ("cmdline", "environ")},
+            **{str(path): path.read_text(errors="replace") for path in files},
+        }
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Scene]:
+    """A daemon whose tenants are all of its own user: what holds here is the broker's doing."""
+    with ExitStack() as stack:
+        yield Scene(stack, PLAIN)
+
+
+@pytest.fixture(scope="module")
+def owned() -> Iterator[Scene]:
+    """A root's daemon whose tenants are users: what holds here may be the kernel's doing."""
+    with ExitStack() as stack:
+        yield Scene(stack, OWNED)
+
+
+@pytest.fixture
+def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
+    """The daemon that a cell needs; afterwards nothing is left of what was done."""
+    marked = request.node.get_closest_marker("root")
+    scene: Scene = request.getfixturevalue("owned" if marked else "plain")
+    yield scene
+    scene.tidy()
+
+
+# --- The cells ---
+
+
+def _cells() -> Iterator[Any]:
+    for row in ROWS.values():
+        for who, expected in row.cells.items():
+            for transport in () if expected == "-" else row.transports_of(who):
+                marks = [pytest.mark.root] if needs_root(row, who) else []
+                yield pytest.param(row, who, transport, id=f"{row.number}-{who}-{transport}", marks=marks)
+
+
+@pytest.mark.parametrize(("row", "who", "transport"), list(_cells()))
+def test_cell(scene: Scene, row: who_may.Row, who: str, transport: str) -> None:
+    """What the table says comes of it; what is refused changes nothing; and nothing that is said has S's token."""
+    with scene.s() as (session, target, descriptors):
+        party: Any = Oneself(session, scene.daemon.endpoint("red")) if who == "itself" else scene.actor(who)
+        order = {"row": row.number, "transport": transport, "target": vars(target)}
+        scene.tokens.add(party.tell({"do": "begin"}))
+        try:
+            if row.before:
+                party.tell({"do": "before", **order})
+            before = scene.books()
+            outcome, said = party.tell({"do": "deed", **order}, descriptors)
+            assert outcome == row.cells[who], said
+            assert target.token not in said
+            if outcome not in ("yes", "its-own", "S-gets-it"):
+                assert scene.books() == before, "what was refused changed the books"
+            if outcome == "S-gets-it":
+                delivered = handoff.receive(session.sock)
+                handoff.close_all(delivered.descriptors)
+                assert len(delivered.descriptors) == 1
+        finally:
+            party.tell({"do": "end"})
+
+
+class Oneself:
+    """S, doing the deed with what it has: the same orders as for an Actor, and no process between."""
+
+    def __init__(self, session: raw.Session, endpoint: Path) -> None:
+        self._party = Party(endpoint, endpoint)
+        self._party.session = session
+
+    def tell(self, order: dict[str, Any], descriptors: tuple[int, ...] = ()) -> Any:
+        """Do it, and return what came of it."""
+        if order["do"] in ("begin", "end"):
+            return self._party.session.token if self._party.session else ""
+        target = SimpleNamespace(**order["target"])
+        if descriptors:
+            target.extent_descriptor, target.sealed_descriptor = descriptors
+        self._party.transport = order["transport"]
+        return who_may.perform(self._party, order["do"], order["row"], target)
+
+
+# --- Beside the cells ---
+
+
+def test_every_call_has_a_row() -> None:
+    """A call that is added to a service, or a frame, needs a row. Ack and Goodbye name nothing but their connection."""
+    for service, admin in ((bpb.DESCRIPTOR.services_by_name["BrokerService"], False), (ADMIN_SERVICE, True)):
+        rows = [row for row in ROWS.values() if row.number.startswith("A") == admin]
+        for method in service.methods:
+            called = [row for row in rows if f'"{method.name}"' in inspect.getsource(row.deed)]
+            assert called, f"no row is about {service.name}.{method.name}"
+            assert method.name not in KINDS or admin or any(row.transports == BOTH for row in called)
+    kinds = {kind.name for kind in pb.Frame.DESCRIPTOR.oneofs_by_name["kind"].fields if kind.number < 20}
+    assert kinds == {"hello", "ack", "goodbye", *KINDS.values()}
+
+
+@pytest.mark.parametrize("tenant", ["red", "blue"])
+def test_no_number_that_is_guessed_is_anybodys(plain: Scene, transport: str, tenant: str) -> None:
+    """Ids and generations come from one counter, so S's can be guessed: the answer is that of a free one."""
+    with plain.s() as (_, target, _), raw.Session(plain.daemon.endpoint(tenant)) as stranger:
+        me = Party(stranger.endpoint, stranger.endpoint)
+        me.session, me.transport = stranger, transport
+        middle, before = target.extent, plain.books()
+        for number in range(middle - 12, middle + 12):
+            request = bpb.ReleaseExtentsRequest(extent_ids=[number])
+            assert reason(me.ask(target, "ReleaseExtents", request)) == "EXTENT_NOT_FOUND"
+            for method, kind in (("Seal", bpb.SealSegmentRequest), ("Detach", bpb.DetachSegmentRequest)):
+                answer = me.ask(target, f"{method}Segment", kind(generation=number))
+                assert reason(answer) == "SEGMENT_NOT_FOUND"
+        assert plain.books() == before
+    plain.tidy()
+
+
+def test_a_name_that_is_anothers_is_as_unknown_as_none(plain: Scene, transport: str) -> None:
+    """What another tenant has, and what nobody has, get the same answer, to the letter but for the name asked for."""
+    with plain.s() as (_, target, _), raw.Session(plain.daemon.endpoint("blue")) as stranger:
+        me = Party(stranger.endpoint, stranger.endpoint)
+        me.session, me.transport = stranger, transport
+        for method, there in (
+            ("AllocateExtents", raw.allocation(target.model, PAGE)),
+            ("AttachSegment", bpb.AttachSegmentRequest(name=target.sealed)),
+            ("AttachSegment", bpb.AttachSegmentRequest(name=target.draft)),
+            ("DeleteSegment", bpb.DeleteSegmentRequest(name=target.sealed)),
+        ):
+            nowhere = type(there).FromString(there.SerializeToString())
+            name = "model" if method == "AllocateExtents" else "name"
+            setattr(nowhere, name, getattr(there, name).replace("/red/", "/nil/"))
+            answers = [str(me.ask(target, method, request)) for request in (there, nowhere)]
+            assert answers[0].replace("/red/", "/nil/") == answers[1].replace("/red/", "/nil/")
+    plain.tidy()
+
+
+def test_who_mapped_a_segment_before_its_seal_still_writes(plain: Scene) -> None:
+    """The seal forbids writable mappings from then on; the writer's is from before, and others see what it writes."""
+    with raw.Session(plain.daemon.endpoint("red")) as writer, raw.Session(plain.daemon.endpoint("red")) as reader:
+        segment, _, (lent,) = writer.take(create_segment=raw.segment_of(writer.register("chat"), "weights", PAGE))
+        with mmap.mmap(lent, PAGE) as memory:
+            writer.call(seal_segment=bpb.SealSegmentRequest(generation=segment.generation))
+            _, _, (read_only,) = reader.take(attach_segment=bpb.AttachSegmentRequest(name=segment.name))
+            memory[: len(MARK)] = MARK
+            assert os.pread(read_only, len(MARK), 0) == MARK
+        handoff.close_all((lent, read_only))
+    plain.tidy()
+
+
+def test_what_the_paths_are(plain: Scene) -> None:
+    """Modes as docs/trust.md says them; whoever owns the daemon owns every path that is not configured otherwise."""
+    daemon = plain.daemon
+    modes = {
+        **{daemon.endpoint(tenant): 0o755 for tenant in ("red", "blue", "listed")},
+        **{daemon.endpoint("red") / name: 0o660 for name in ("handoff.sock", "grpc.sock")},
+        **{daemon.endpoint("listed") / name: 0o666 for name in ("handoff.sock", "grpc.sock")},
+        daemon.admin: 0o700,
+        daemon.admin / "grpc.sock": 0o600,
+        daemon.root / "state": 0o700,
+        daemon.root / "state" / "lock": 0o600,
+    }
+    assert {path: stat.S_IMODE(path.stat().st_mode) for path in modes} == modes
+    assert {path.stat().st_uid for path in modes} == {os.geteuid()}
+    sockets = {path for path in daemon.root.rglob("*") if path.is_socket()}
+    assert sockets <= {*modes, *daemon.endpoint("blue").iterdir()}, "a socket that no rule is for"
+
+
+@pytest.mark.root
+def test_whose_the_paths_are(owned: Scene) -> None:
+    """Only sockets are given away, never a directory: who has a socket cannot put another in its place."""
+    daemon = owned.daemon
+    for tenant, owner in (("red", RED), ("blue", BLUE)):
+        for name in ("handoff.sock", "grpc.sock"):
+            status = (daemon.endpoint(tenant) / name).stat()
+            assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (owner, 0o600)
+    assert {path.stat().st_uid for path in daemon.root.rglob("*") if path.is_dir()} == {0}
+
+
+_FAULTS = """
+import membrokerd.dispatch as dispatch, membrokerd.handoff.connection as connection, membrokerd.rpc.views as views
+
+def planted(*arguments, **fields):
+    raise RuntimeError("planted")
+
+find = dispatch.Dispatcher.find
+
+def find_or_fault(self, token, endpoint):
+    ticket = find(self, token, endpoint)
+    return planted(token) if ticket.tenant == "blue" else ticket
+
+dispatch.Dispatcher.find = find_or_fault
+views.Views.list_models = planted
+connection.Connection._goodbye = planted
+request = dispatch.Dispatcher.request
+
+def request_or_fault(self, session, tenant, *rest):
+    faults = type(rest[1]).__name__ == "DeclareMemoryRequest"
+    return planted(self, rest) if faults else request(self, session, tenant, *rest)
+
+dispatch.Dispatcher.request = request_or_fault
+"""
+"""Faults of a broker where it has a token in its hands: as it looks one up, as it answers one, on both transports."""
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Daemon]:
+    """A daemon with faults, at the level debug. It is killed: it may not be well."""
+    (tmp_path / "sitecustomize.py").write_text(_FAULTS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    with running() as daemon:
+        try:
+            yield daemon
+        finally:
+            daemon.kill()
+
+
+def test_a_fault_tells_no_token(faulty: Daemon) -> None:
+    """The traceback in the log, and the caller's INTERNAL, have where and what, and no secret that was at hand."""
+    red, blue = (raw.Session(faulty.endpoint(tenant)) for tenant in ("red", "blue"))
+    answers = [
+        raw.grpc_call(red.endpoint, red.token, "ListModels", bpb.ListModelsRequest()),
+        raw.grpc_call(red.endpoint, red.token, "DeclareMemory", bpb.DeclareMemoryRequest(model="x")),
+        raw.grpc_call(blue.endpoint, blue.token, "ListSessions", bpb.ListSessionsRequest()),
+        red.call(declare=bpb.DeclareMemoryRequest(model="x")),
+    ]
+    blue.send(pb.Frame(request_id=1 << 40, goodbye=pb.Goodbye()))
+    answers.append(blue.last_words())
+    assert [reason(answer) for answer in answers] == ["INTERNAL"] * 5
+    log = faulty.log()
+    assert log.count("a fault of the broker") == 5
+    assert "find_or_fault" in log, "a token was at hand where the fault was"
+    for token in (red.token, blue.token):
+        assert not any(token in text for text in (log, faulty.metrics(), *map(str, answers)))
+    for session in (red, blue):
+        session.close()
+
+
+def test_no_token_is_said_anywhere(plain: Scene) -> None:
+    """Of none of the sessions that the cells had, nor of one that is open: at the level debug, refusals and all."""
+    with plain.s() as (session, target, _):
+        for transport in BOTH:
+            me = Party(session.endpoint, session.endpoint)
+            me.session, me.transport = session, transport
+            refused = me.ask(target, "AllocateExtents", raw.allocation("tenants/red/models/none", PAGE))
+            assert session.token not in str(refused)
+        said = plain.said()
+        assert {"the log", "/metrics", "/proc/PID/environ"} <= said.keys()
+        assert "method=AllocateExtents reason=MODEL_NOT_FOUND" in said["the log"], "it is at the level debug"
+        _nowhere(said, plain.tokens)
+    plain.tidy()
+
+
+@pytest.mark.root
+def test_no_token_is_said_anywhere_to_other_users(owned: Scene) -> None:
+    """The same of what users and containers did."""
+    with owned.s():
+        _nowhere(owned.said(), owned.tokens)
+    owned.tidy()
+
+
+def _nowhere(said: dict[str, str], tokens: set[str]) -> None:
+    secrets = tokens - {""}
+    assert secrets
+    assert not [what for what, text in said.items() if any(token in text for token in secrets)]
+
+
+# --- The page ---
+
+BESIDE = {
+    "test_no_number_that_is_guessed_is_anybodys": "a guessed id or generation gets the answer of one that is nobody's",
+    "test_a_name_that_is_anothers_is_as_unknown_as_none": "so does a name",
+    "test_every_call_has_a_row": "every call of both services, and every frame, has a row",
+    "test_who_mapped_a_segment_before_its_seal_still_writes": "on the host twin a writer's mapping outlives the seal",
+    "test_what_the_paths_are": "the modes of sockets and directories",
+    "test_whose_the_paths_are": "their owners",
+    "test_a_fault_tells_no_token": "a fault in the broker puts no token into the log or an answer",
+    "test_no_token_is_said_anywhere": "no token is in the log (debug), `/metrics`, a listing, a file, `environ`",
+    "test_no_token_is_said_anywhere_to_other_users": "nor after what other users and containers did",
+}
+"""What docs/trust.md says beside its cells, by the test that shows it."""
+
+
+def tables() -> str:
+    """Return the part of the page that is written from `who_may`."""
+    lines: list[str] = []
+    for letters, title in GROUPS.items():
+        head = ["", "operation", *WHO.values(), "what enforces it"]
+        lines += [f"### {title}", "", _line(head), _line(["---"] * len(head))]
+        rows = [row for row in ROWS.values() if row.number[0] in letters]
+        for row in sorted(rows, key=lambda row: (letters.index(row.number[0]), row.number)):
+            lines.append(_line([row.number, row.what, *map(_word, row.cells.values()), row.enforced]))
+        lines.append("")
+    lines += ["### Beside the cells", "", _line(["what", "shown by"]), _line(["---"] * 2)]
+    lines += [_line([what, f"`{test}`"]) for test, what in BESIDE.items()]
+    return "\n".join(lines)
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _word(outcome: str) -> str:
+    words = {"-": "–", "yes": "yes", "its-own": "gets its own", "not-shown": "not shown", "S-gets-it": "S gets it"}
+    return words.get(outcome, f"`{outcome}`")
+
+
+BEGIN, END = "<!-- written by tests/system/test_who_may.py: -->\n\n", "\n\n<!-- until here -->"
+
+
+def test_the_page_is_what_the_table_says() -> None:
+    """No cell of docs/trust.md without its test, and none that says otherwise. MEMBROKER_REWRITE=1 writes them."""
+    assert BESIDE.keys() <= globals().keys()
+    page = PAGE_OF_DOCS.read_text()
+    assert page.count(BEGIN) == page.count(END) == 1, "the marks between which the tables stand"
+    before, _, rest = page.partition(BEGIN)
+    written, _, after = rest.partition(END)
+    if os.environ.get("MEMBROKER_REWRITE") == "1":
+        PAGE_OF_DOCS.write_text(before + BEGIN + tables() + END + after)
+    else:
+        assert written == tables(), "docs/trust.md differs; MEMBROKER_REWRITE=1 writes it anew"
