@@ -11,6 +11,7 @@ import fcntl
 import os
 import secrets
 import socket
+import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,14 +38,16 @@ class Home:
     """`<runtime>/<device>`, locked by this process until it exits."""
 
     def __init__(self, runtime: Path, device: str) -> None:
+        self.runtime = runtime
         self.root = runtime / device
         self.state = self.root / "state"
         self._lock = self._take()
 
     def _take(self) -> int:
         try:
-            self.state.mkdir(parents=True, exist_ok=True)
-            self.state.chmod(0o700)
+            self._own(self.runtime, None)
+            self._own(self.root, 0o755)
+            self._own(self.state, 0o700)
             lock = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise HomeError(
@@ -94,9 +97,30 @@ class Home:
                     f"the path {path} is longer than the {MAX_PATH_BYTES} bytes that a Unix socket may have; "
                     "choose a shorter --runtime-directory"
                 )
-        directory.mkdir(parents=True, exist_ok=True)
-        directory.chmod(mode)
+        for count in range(1, len(parts)):
+            self._own(self.root.joinpath(*parts[:count]), 0o755)
+        self._own(directory, mode)
         return directory
+
+    @staticmethod
+    def _own(directory: Path, mode: int | None) -> None:
+        """Make a directory, or take one that is this user's or root's; raises `HomeError` for any other.
+
+        Who else can rename in it could put sockets of its own in our place, and lead elsewhere what we do by name.
+        `mode` None is for the runtime directory: that may be a link of the operator's, and keeps the mode it has.
+        """
+        made = not os.path.lexists(directory)
+        if made:
+            directory.mkdir(parents=True)
+        status = directory.stat() if mode is None else directory.lstat()
+        foreign = not stat.S_ISDIR(status.st_mode) or status.st_uid not in (0, os.geteuid())
+        if foreign or (mode is None and not made and _is_open(status.st_mode)):
+            raise HomeError(
+                f"{directory} is not this user's alone, and who can change it could pose as the broker: "
+                "remove it, or choose another with --runtime-directory DIR"
+            )
+        if mode is not None or made:
+            directory.chmod(0o755 if mode is None else mode)
 
     def private(self, kind: str) -> Path:
         """Return a path for a socket that nobody else can reach yet."""
@@ -128,6 +152,11 @@ class Home:
             for name in ("handoff.sock", "grpc.sock"):
                 with suppress(FileNotFoundError):
                     (endpoint / name).unlink()
+
+
+def _is_open(mode: int) -> bool:
+    """Say whether others may rename what is in a directory: it is writable for them, and not sticky."""
+    return bool(mode & 0o022) and not mode & stat.S_ISVTX
 
 
 def clear_private(home: Home) -> None:

@@ -209,7 +209,8 @@ class Loop:
 
     def _not_made(self, packet: fx.Make | fx.Send, failure: Failure) -> None:
         if isinstance(packet, fx.Make) and packet.segment:
-            close_all(self.store.give_up(packet.segment, packet.ids))  # held, and then it could not be sent
+            held = self.store.give_up(packet.segment, packet.ids)
+            self.executor.close(held, lambda _: None)  # it was kept, and then it could not be sent
         self.tell(ev.NotMade(packet.session, packet.request_id, packet.part, failure.reason, failure.numbers))
 
     def _seal(self, segment: int) -> None:

@@ -141,3 +141,53 @@ def test_what_a_dead_daemon_left_is_replaced(tmp_path: Path) -> None:
         client.connect(str(public))
     home.close([public.parent, tmp_path / "never made"])
     assert not public.exists()
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+def test_the_umask_opens_no_directory(tmp_path: Path, umask: int) -> None:
+    """Whoever can write to a directory above an endpoint can put another endpoint in its place."""
+    before = os.umask(umask)
+    try:
+        home = Home(tmp_path / "run" / "membroker", "host")
+        home.endpoint("tenants", "red")
+    finally:
+        os.umask(before)
+    paths = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    modes = {str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode) for path in paths}
+    assert modes.pop("run/membroker/host/state") == 0o700
+    modes.pop("run")
+    assert set(modes.values()) == {0o755}, modes
+
+
+def test_a_directory_that_others_may_change_is_refused(tmp_path: Path) -> None:
+    """It is a temporary directory of somebody's who waits for us; what is in it is not touched."""
+    tmp_path.chmod(0o777)
+    with pytest.raises(HomeError, match="could pose as the broker"):
+        Home(tmp_path, "host")
+    assert not list(tmp_path.iterdir())
+    tmp_path.chmod(0o1777)
+    Home(tmp_path, "host")
+
+
+@pytest.mark.parametrize("part", ["host", "host/state"])
+def test_a_link_is_never_followed(tmp_path: Path, part: str) -> None:
+    """Behind it could be any directory of root's, whose mode and content would be changed."""
+    runtime, victim = tmp_path / "run", tmp_path / "victim"
+    victim.mkdir(mode=0o755)
+    link = runtime / part
+    link.parent.mkdir(parents=True)
+    link.symlink_to(victim)
+    with pytest.raises(HomeError, match="not this user's alone"):
+        Home(runtime, "host")
+    assert not list(victim.iterdir())
+    assert stat.S_IMODE(victim.stat().st_mode) == 0o755
+
+
+@pytest.mark.root
+def test_another_users_directory_is_refused(tmp_path: Path) -> None:
+    """Its owner could rename what we put there."""
+    theirs = tmp_path / "run"
+    theirs.mkdir()
+    os.chown(theirs, 60_001, 60_001)
+    with pytest.raises(HomeError, match="not this user's alone"):
+        Home(theirs, "host")

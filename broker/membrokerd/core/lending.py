@@ -156,7 +156,9 @@ class Lending:
 
     def wait_no_more(self, session: int, request_id: int) -> None:
         """A call that could not begin is answered, or begins."""
-        self._traffic[session].unanswered.discard(request_id)
+        traffic = self._traffic.get(session)
+        if traffic is not None:  # a seal may outlast its session
+            traffic.unanswered.discard(request_id)
 
     def begin_call(self, session: int, call: Call) -> None:
         """Send a call out in packets; what it makes is debited already."""

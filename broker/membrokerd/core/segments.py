@@ -46,8 +46,8 @@ class Segments:
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self._waiting: list[Waiting] = []
-        self._sealing: dict[int, int] = {}
-        """By segment: the call that asked for its seal."""
+        self._sealing: dict[int, ev.SealSegment] = {}
+        """By segment: who asked for its seal."""
         self.deadline: int | None = None
         """When the first of the waiting attaches ends, in nanoseconds."""
 
@@ -110,7 +110,8 @@ class Segments:
             self._broker.answer(event.call, denied)
             return
         self._broker.record(ft.SegmentMoved(event.segment, "seal asked"))
-        self._sealing[event.segment] = event.call
+        self._sealing[event.segment] = event
+        self._broker.lending.wait(event.session, event.request_id)
         self._broker.emit(fx.Seal(event.segment))
 
     def _refuse_seal(self, event: ev.SealSegment) -> Denied | None:
@@ -133,7 +134,7 @@ class Segments:
         if row is None:
             return
         self._broker.record(ft.SegmentMoved(row.segment, "sealed"))
-        self._broker.answer(self._sealing.pop(row.segment), self.view(row))
+        self._answer_seal(row, self.view(row))
         for one in self._take_waiting(lambda one: one.segment == row.segment):
             denied = self._broker.lending.refuse_call(one.session)
             if denied:
@@ -147,10 +148,15 @@ class Segments:
         if row is None:
             return
         self._broker.record(ft.SegmentMoved(row.segment, "not sealed"))
-        self._broker.answer(self._sealing.pop(row.segment), Denied(Reason(event.reason), event.numbers))
+        self._answer_seal(row, Denied(Reason(event.reason), event.numbers))
         if row.writer not in row.holders:
             self._end_writing(row, "writer ended")
             self._drop_if_left(row)
+
+    def _answer_seal(self, row: SegmentRow, result: fx.Result | Denied) -> None:
+        asked = self._sealing.pop(row.segment)
+        self._broker.lending.wait_no_more(asked.session, asked.request_id)
+        self._broker.answer(asked.call, result)
 
     def _asked_to_seal(self, segment: int) -> SegmentRow | None:
         row = self._broker.ledger.segments.get(segment)
@@ -304,7 +310,7 @@ class Segments:
         self._broker.record(ft.SegmentMoved(row.segment, cause))
         denied = deny(Reason.WRITER_DIED, segment=str(row.full_name()))
         if row.segment in self._sealing:
-            self._broker.answer(self._sealing.pop(row.segment), denied)
+            self._answer_seal(row, denied)
         for one in self._take_waiting(lambda one: one.segment == row.segment):
             self._broker.answer(one.call, denied)
 
