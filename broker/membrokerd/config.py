@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .config_values import KEYS, Check, nearest, size_text
-from .core.policy import valid_model_name
+from .core.policy import valid_own_name
 
 _TENANT = re.compile(r"[a-z0-9-]{1,24}")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -209,7 +209,7 @@ def _check_tenant(table: Mapping[str, Any], path: str, problems: _Problems) -> T
     values = _check_table(table, path, KEYS["tenants.NAME"], problems, ("models",))
     models = {}
     for name, model_path, model in _tables(table, path, "models", problems):
-        if not valid_model_name(name):
+        if not valid_own_name(name):
             problems.add(
                 model_path, "a model's name is [a-z0-9] and then at most 62 of [a-z0-9._-]; quote dots in TOML"
             )

@@ -13,6 +13,7 @@ import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from membroker.handoff import close_all
 from membroker.v1 import admin_pb2_grpc, broker_pb2_grpc
 from membroker.vmm import format_size
 from membroker.vmm.host import holders
@@ -26,7 +27,7 @@ from .dispatch import Dispatcher
 from .executor import Executor
 from .handoff.listener import Listener, Traffic
 from .home import Home, HomeError, Ownership, clear_private
-from .limits import IN_FLIGHT_PER_SESSION, raise_descriptor_limit, sessions_for
+from .limits import IN_FLIGHT_PER_SESSION, raise_descriptor_limit, segment_extents_for, sessions_for
 from .loop import Loop
 from .metrics import Metrics, MetricsView
 from .metrics_server import MetricsServer
@@ -34,6 +35,7 @@ from .rpc.admin_service import AdminService
 from .rpc.broker_service import BrokerService
 from .rpc.server import serve
 from .rpc.views import Views
+from .store import MemoryStore
 
 METRICS_PORT = 9710
 VIEW_SECONDS = 0.5
@@ -76,11 +78,13 @@ class Daemon:
         self._warn_of_predecessor()
         clear_private(self._home)
         stack.callback(plan.driver.close)
+        self._store = MemoryStore()
+        stack.callback(lambda: close_all(self._store.close()))
         executor = Executor(plan.driver, plan.gate_reserve, self._observe_driver)
         stack.callback(executor.stop)
         anchor = executor.drop_anchor()
-        rules = plan.rules(config, anchor, self._max_sessions())
-        self._loop = Loop(Broker(rules, self._home.next_epoch()), executor, config.audit_seconds)
+        rules = plan.rules(config, anchor, *self._bounds())
+        self._loop = Loop(Broker(rules, self._home.next_epoch()), executor, self._store, config.audit_seconds)
         self._loop.figures = executor.figures()
         self._dispatcher = Dispatcher(self._loop, self._observe_request)
         self._views = Views(
@@ -92,7 +96,8 @@ class Daemon:
         self._loop.start()
         await self._open_endpoints(stack)
 
-    def _max_sessions(self) -> int:
+    def _bounds(self) -> tuple[int, int]:
+        """Return how many sessions there may be, and how many extents segments may have together."""
         descriptors = raise_descriptor_limit()
         possible = sessions_for(descriptors)
         wanted = self._config.max_sessions
@@ -102,8 +107,9 @@ class Daemon:
                 f"process may have {descriptors}: raise it (LimitNOFILE=, ulimit -n), or set max_sessions = {possible}"
             )
         sessions = min(possible, DEFAULT_MAX_SESSIONS) if wanted is None else wanted
-        logs.log("limits", descriptors=descriptors, max_sessions=sessions)
-        return sessions
+        extents = segment_extents_for(descriptors, sessions)
+        logs.log("limits", descriptors=descriptors, max_sessions=sessions, max_segment_extents=extents)
+        return sessions, extents
 
     def _warn_of_predecessor(self) -> None:
         """Say who may still hold memory that an earlier daemon lent: these books begin empty."""
@@ -202,7 +208,7 @@ class Daemon:
         return MetricsView(
             snapshot=snapshot.take(self._loop.broker),
             memory={where: self._loop.figures.get(where) for where in self._plan.capacities},
-            memory_descriptors_open=self._traffic.descriptors + 1,
+            memory_descriptors_open=self._traffic.descriptors + len(self._store) + 1,
             device=self._plan.driver.device,
             version=__version__,
             refused=dict(self._traffic.refused),

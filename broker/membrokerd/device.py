@@ -36,7 +36,7 @@ class Plan:
     headroom: Mapping[CoreLocation, int]
     gate_reserve: int
 
-    def rules(self, config: Config, anchor: int, max_sessions: int) -> policy.Rules:
+    def rules(self, config: Config, anchor: int, max_sessions: int, max_segment_extents: int) -> policy.Rules:
         """Return the core's rules."""
         limits: dict[tuple[str, str | None, CoreLocation], int] = {}
         for tenant, row in config.tenants.items():
@@ -53,6 +53,7 @@ class Plan:
             max_sessions=max_sessions,
             max_sessions_per_tenant=_share(max_sessions, len(config.tenants)),
             max_models_per_tenant=config.max_models_per_tenant,
+            max_segment_extents=max_segment_extents,
         )
 
 

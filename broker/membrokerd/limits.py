@@ -16,6 +16,10 @@ IN_FLIGHT_PER_SESSION = WINDOW * MAX_DESCRIPTORS + 1
 """The kernel counts descriptors in flight per user of the sender, against the same limit."""
 
 
+MAX_SEGMENT_EXTENTS = 4_096
+"""Each is a descriptor that the daemon keeps open: 4 TiB of segments in extents of 1 GiB."""
+
+
 def raise_descriptor_limit() -> int:
     """Raise RLIMIT_NOFILE as far as this process may, and return what it is now."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -34,3 +38,12 @@ def sessions_for(descriptors: int) -> int:
     in_flight = (descriptors - 1) // IN_FLIGHT_PER_SESSION
     kept_open = (descriptors - OPEN_BESIDE - 1) // OPEN_PER_SESSION
     return max(0, min(in_flight, kept_open))
+
+
+def segment_extents_for(descriptors: int, sessions: int) -> int:
+    """Return how many extents of segments may be kept open beside so many sessions.
+
+    Half of what is left: the rest is for packets that wait for a full socket, which are open until it takes them.
+    """
+    left = descriptors - OPEN_BESIDE - OPEN_PER_SESSION * sessions - 1
+    return max(0, min(MAX_SEGMENT_EXTENTS, left // 2))

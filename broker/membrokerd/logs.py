@@ -134,6 +134,36 @@ def _settled(fact: ft.LocationSettled) -> Fields:
     return {"session": session_name(fact.session), "location": fact.location, "proven": fact.proven}
 
 
+def _segment_began(fact: ft.SegmentBegan) -> Fields:
+    return {
+        "segment": f"{fact.name}/segments/{fact.label}",
+        "generation": fact.segment,
+        "location": fact.location,
+        "size_bytes": fact.extent_bytes * (fact.count - 1) + fact.last_bytes,
+        "writer": session_name(fact.writer),
+    }
+
+
+def _segment_and_cause(fact: ft.SegmentMoved) -> Fields:
+    return {"generation": fact.segment, "cause": fact.cause}
+
+
+def _segment_held(fact: ft.SegmentHeld) -> Fields:
+    return {"generation": fact.segment, "session": session_name(fact.session)}
+
+
+def _segment_left(fact: ft.SegmentLeft) -> Fields:
+    return {"generation": fact.segment, "session": session_name(fact.session), "cause": fact.cause}
+
+
+def _segment_credited(fact: ft.SegmentCredited) -> Fields:
+    return {"generation": fact.segment, "count": len(fact.ids)}
+
+
+def _segment_ended(fact: ft.SegmentEnded) -> Fields:
+    return {"generation": fact.segment, "proven": fact.proven}
+
+
 def _quota_set(fact: ft.QuotaSet) -> Fields:
     name = f"tenants/{fact.tenant}" + (f"/models/{fact.model}" if fact.model else "")
     return {"name": name, "location": fact.location, "limit_bytes": fact.limit}
@@ -148,6 +178,12 @@ _FACTS: dict[type, tuple[int, str, Callable[[Any], Fields]]] = {
     ft.ModelLeft: (logging.INFO, "model left", _model_and_session),
     ft.ModelEnded: (logging.INFO, "model ended", _model_ended),
     ft.LocationSettled: (logging.INFO, "session settled", _settled),
+    ft.SegmentBegan: (logging.INFO, "segment began", _segment_began),
+    ft.SegmentMoved: (logging.INFO, "segment moved", _segment_and_cause),
+    ft.SegmentEnded: (logging.INFO, "segment ended", _segment_ended),
+    ft.SegmentHeld: (logging.DEBUG, "segment held", _segment_held),
+    ft.SegmentLeft: (logging.DEBUG, "segment left", _segment_left),
+    ft.SegmentCredited: (logging.DEBUG, "segment credited", _segment_credited),
     ft.QuotaSet: (logging.INFO, "quota set", _quota_set),
     ft.Debited: (logging.DEBUG, "debited", _debited),
     ft.Credited: (logging.DEBUG, "credited", _credited),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -19,8 +20,9 @@ from . import logs
 from .core import effects as fx
 from .core import events as ev
 from .core.broker import Broker
-from .core.denied import Denied
+from .core.denied import Denied, Reason
 from .executor import Executor, Failure, Figures
+from .store import DescriptorStore
 
 Reply = Callable[[fx.Result | Denied], None]
 RELEASING_AUDIT_SECONDS = 0.01
@@ -29,7 +31,7 @@ RELEASING_AUDIT_SECONDS = 0.01
 class Link(Protocol):
     """A session's connection, as far as effects need it."""
 
-    def deliver(self, make: fx.Make, descriptors: list[int]) -> None:
+    def deliver(self, packet: fx.Make | fx.Send, descriptors: list[int]) -> None:
         """Queue a packet; the descriptors are the link's from now on."""
         ...
 
@@ -41,9 +43,10 @@ class Link(Protocol):
 class Loop:
     """Feeds the core and carries out what it says."""
 
-    def __init__(self, broker: Broker, executor: Executor, audit_seconds: float) -> None:
+    def __init__(self, broker: Broker, executor: Executor, store: DescriptorStore, audit_seconds: float) -> None:
         self.broker = broker
         self.executor = executor
+        self.store = store
         self.links: dict[int, Link] = {}
         self.on_forget: list[Callable[[int], None]] = []
         self.figures: Figures = {}
@@ -56,6 +59,8 @@ class Loop:
         self._io = asyncio.get_running_loop()
         self._audit_timer: asyncio.TimerHandle | None = None
         self._look_pending = False
+        self._deadline: int | None = None
+        self._deadline_timer: asyncio.TimerHandle | None = None
 
     # --- events in ---
 
@@ -77,6 +82,8 @@ class Loop:
                 logs.fault(error, effect=type(effect).__name__)
         if self.broker.settling.waiting:
             self._schedule_audit(RELEASING_AUDIT_SECONDS)
+        if self.broker.deadline != self._deadline:
+            self._schedule_deadline()
 
     def call_threadsafe(self, work: Callable[[], None]) -> None:
         """Run `work` on the event loop's thread; may be called from any thread."""
@@ -117,6 +124,20 @@ class Loop:
             timer.cancel()
         self._audit_timer = self._io.call_later(seconds, self._audit)
 
+    def _schedule_deadline(self) -> None:
+        """Let the core hear of the time that it waits for."""
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+            self._deadline_timer = None
+        self._deadline = self.broker.deadline
+        if self._deadline is not None:
+            seconds = max(0, self._deadline - clock()) / 1e9
+            self._deadline_timer = self._io.call_later(seconds, self._elapsed)
+
+    def _elapsed(self) -> None:
+        self._deadline = self._deadline_timer = None
+        self.tell(ev.Elapsed())
+
     # --- effects out ---
 
     def _carry_out(self, effect: fx.Effect) -> None:
@@ -127,6 +148,13 @@ class Loop:
                 self._making += 1
                 self._idle.clear()
                 self.executor.make(effect, lambda outcome: self._made(effect, outcome))
+            case fx.Send():
+                self._send(effect)
+            case fx.Seal():
+                self._seal(effect.segment)
+            case fx.Drop():
+                descriptors = self.store.give_up(effect.segment)
+                self.executor.close(descriptors, lambda _: self.tell(ev.Dropped(effect.segment)))
             case fx.Disconnect():
                 link = self.links.get(effect.session)
                 if link is not None:
@@ -140,25 +168,67 @@ class Loop:
         if not self._making:
             self._idle.set()
         if isinstance(outcome, Failure):
-            self.tell(ev.NotMade(make.session, make.request_id, make.part, outcome.reason, outcome.numbers))
-            return
-        link = self.links.get(make.session)
-        if link is None:
+            self._not_made(make, outcome)
+        elif make.session not in self.links:
             close_all(outcome)
-            numbers: dict[str, int | str] = {"location": make.location}
-            self.tell(ev.NotMade(make.session, make.request_id, make.part, "DELIVERY_FAILED", numbers))
+            self._not_made(make, Failure(Reason.DELIVERY_FAILED, {"location": make.location}))
+        elif make.segment:
+            self.store.hold(make.segment, make.ids, outcome, lambda error: self._held(make, outcome, error))
+        else:
+            self._deliver(make, outcome)
+
+    def _held(self, make: fx.Make, descriptors: list[int], error: OSError | None) -> None:
+        """The store has a packet of a segment, or has it not: only then may anybody get it."""
+        if error is not None:
+            close_all(descriptors)
+            self._not_made(make, Failure(Reason.DESCRIPTORS_EXHAUSTED, {"driver_says": str(error)}))
+        else:
+            self._send(make)
+
+    def _send(self, packet: fx.Make | fx.Send) -> None:
+        """Deliver copies of what the store keeps: a segment may end while they are queued."""
+        copies: list[int] = []
+        try:
+            for descriptor in self.store.lend(packet.segment, packet.ids):
+                copies.append(os.dup(descriptor))
+        except OSError as error:
+            close_all(copies)
+            self._not_made(packet, Failure(Reason.DESCRIPTORS_EXHAUSTED, {"driver_says": str(error)}))
+            return
+        self._deliver(packet, copies)
+
+    def _deliver(self, packet: fx.Make | fx.Send, descriptors: list[int]) -> None:
+        link = self.links.get(packet.session)
+        if link is None:
+            close_all(descriptors)
+            self._not_made(packet, Failure(Reason.DELIVERY_FAILED, {}))
             return
         # The packet is queued before the core hears of it: the answer that may follow stands behind it.
-        link.deliver(make, outcome)
-        self.tell(ev.Made(make.session, make.request_id, make.part))
+        link.deliver(packet, descriptors)
+        self.tell(ev.Made(packet.session, packet.request_id, packet.part))
+
+    def _not_made(self, packet: fx.Make | fx.Send, failure: Failure) -> None:
+        if isinstance(packet, fx.Make) and packet.segment:
+            close_all(self.store.give_up(packet.segment, packet.ids))  # held, and then it could not be sent
+        self.tell(ev.NotMade(packet.session, packet.request_id, packet.part, failure.reason, failure.numbers))
+
+    def _seal(self, segment: int) -> None:
+        ids = self.broker.ledger.segments[segment].ids
+
+        def sealed(failure: Failure | None) -> None:
+            done = ev.Sealed(segment) if failure is None else ev.NotSealed(segment, failure.reason, failure.numbers)
+            self.tell(done)
+
+        self.executor.seal(self.store.lend(segment, ids), sealed)
 
     # --- the end ---
 
     async def stop(self, seconds: float) -> None:
         """Take no more requests, and wait for the packets that are being made."""
         self.broker.stopping = True
-        if self._audit_timer is not None:
-            self._audit_timer.cancel()
+        for timer in (self._audit_timer, self._deadline_timer):
+            if timer is not None:
+                timer.cancel()
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:

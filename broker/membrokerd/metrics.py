@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from membroker.vmm.driver import DeviceInfo, MemoryInfo
 
 from .core.events import Location
-from .core.lifecycles import SESSION
+from .core.lifecycles import SEGMENT, SESSION
 from .core.snapshot import LocationView, ModelView, Snapshot
 
 
@@ -44,6 +44,12 @@ MODEL_USED = Spec(
 MODEL_PEAK = Spec("membroker_model_peak_bytes", "gauge", "Highest charge since the model began.", _MODEL_AT)
 MODEL_LIMIT = Spec("membroker_model_limit_bytes", "gauge", "Limit in force; absent where there is none.", _MODEL_AT)
 MODEL_EXTENTS = Spec("membroker_model_extents", "gauge", "Extents the model is charged for.", _MODEL_AT)
+MODEL_SEGMENTS = Spec(
+    "membroker_model_segment_bytes",
+    "gauge",
+    "Bytes the model is charged for its segments, once each; part of the bytes used.",
+    _MODEL_AT,
+)
 MODEL_SESSIONS = Spec("membroker_model_sessions", "gauge", "Live sessions that registered the model.", _MODEL)
 MODEL_ALLOCATIONS = Spec(
     "membroker_model_allocations_total", "counter", "Extents granted since the model began.", _MODEL
@@ -75,7 +81,14 @@ MEMORY_TOTAL = Spec("membroker_device_memory_total_bytes", "gauge", "Bytes the l
 MEMORY_USED = Spec(
     "membroker_device_memory_used_bytes", "gauge", "Bytes of the location in use by anybody, as it shows itself.", _AT
 )
-DESCRIPTORS = Spec("membroker_memory_descriptors_open", "gauge", "Descriptors of memory that the broker holds open.")
+DESCRIPTORS = Spec(
+    "membroker_memory_descriptors_open",
+    "gauge",
+    "Descriptors of memory that the broker holds open: segments', those on their way, and the anchor.",
+)
+SEGMENTS = Spec(
+    "membroker_segments", "gauge", "Segments of a model, by state; absent where it has none.", (*_MODEL, "state")
+)
 SESSIONS = Spec("membroker_sessions", "gauge", "Sessions of workers, observers left out.", ("state",))
 REFUSED = Spec("membroker_connections_refused_total", "counter", "Handoff connections turned away.", ("reason",))
 NOTICES_DROPPED = Spec("membroker_notices_dropped_total", "counter", "Notices that a session was too slow to take.")
@@ -177,6 +190,7 @@ class Metrics:
         _add_device(families, view)
         for model in view.snapshot.models:
             _add_model(families, model)
+        _add_segments(families, view.snapshot)
         yield from families.all()
         yield self.driver_calls.collect(view.device.uuid)
         yield self.requests.collect(view.device.uuid)
@@ -249,3 +263,15 @@ def _add_model(families: _Families, model: ModelView) -> None:
         families.add(MODEL_PEAK, books.peak, *name, books.location)
         families.add(MODEL_LIMIT, books.limit, *name, books.location)
         families.add(MODEL_EXTENTS, books.extents, *name, books.location)
+        families.add(MODEL_SEGMENTS, books.segments, *name, books.location)
+
+
+def _add_segments(families: _Families, snapshot: Snapshot) -> None:
+    """Add every state's count for the models that have segments: they come and go, their models' bytes stay."""
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for segment in snapshot.segments:
+        counts.setdefault((segment.name.tenant, segment.name.model), Counter())[segment.state] += 1
+    for name, states in sorted(counts.items()):
+        for state in SEGMENT:
+            if SEGMENT[state]:
+                families.add(SEGMENTS, states[state], *name, state)

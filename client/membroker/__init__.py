@@ -38,16 +38,23 @@ if TYPE_CHECKING:
         NotMapped,
         OutOfMemory,
         ProtocolError,
+        SegmentExists,
+        SegmentNotFound,
+        SegmentNotSealed,
+        SegmentNotWritable,
         TooMany,
+        WriterDied,
     )
     from membroker.model import Model
     from membroker.pool import VirtualMemoryPool
+    from membroker.segment import Segment
     from membroker.types import (
         DeviceStatus,
         LocationBooks,
         MemoryStats,
         ModelBooks,
         ModelStatus,
+        SegmentStatus,
         SessionBooks,
         SessionStatus,
     )
@@ -81,10 +88,17 @@ __all__ = [
     "NotMapped",
     "OutOfMemory",
     "ProtocolError",
+    "Segment",
+    "SegmentExists",
+    "SegmentNotFound",
+    "SegmentNotSealed",
+    "SegmentNotWritable",
+    "SegmentStatus",
     "SessionBooks",
     "SessionStatus",
     "TooMany",
     "VirtualMemoryPool",
+    "WriterDied",
     "__version__",
     "connect",
 ]
@@ -98,6 +112,8 @@ _ELSEWHERE = {
     "Model": "model",
     "ModelBooks": "types",
     "ModelStatus": "types",
+    "Segment": "segment",
+    "SegmentStatus": "types",
     "SessionBooks": "types",
     "SessionStatus": "types",
     "VirtualMemoryPool": "pool",

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Protocol, cast
 
 from membroker.vmm.driver import AccessFlags, Driver, DriverError, Handle, Location
 from membroker.vmm.sizes import MIB
@@ -30,20 +29,8 @@ TRUTH_BYTES = 256 * MIB
 PATTERN = b"written by a process that is dead"
 
 
-class CheckableDriver(Driver, Protocol):
-    """A driver whose mapped bytes can be read and written, as both drivers' can."""
-
-    def write(self, address: int, data: bytes) -> None:
-        """Copy `data` to mapped bytes; a `DriverError` where access does not allow it."""
-        ...
-
-    def read(self, address: int, size: int) -> bytes:
-        """Return a copy of mapped bytes; a `DriverError` where access does not allow it."""
-        ...
-
-
 MakeDriver = Callable[[], Driver]
-"""Makes a driver that is a `CheckableDriver` too, as both drivers are."""
+"""Makes a driver in this process, or in a child."""
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = DEADLINE_SECONDS) -> None:
@@ -74,8 +61,8 @@ def used_bytes(driver: Driver) -> int:
 
 
 @contextmanager
-def opened(make_driver: MakeDriver) -> Iterator[CheckableDriver]:
-    driver = cast("CheckableDriver", make_driver())
+def opened(make_driver: MakeDriver) -> Iterator[Driver]:
+    driver = make_driver()
     try:
         yield driver
     finally:
@@ -152,7 +139,7 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def work(driver: CheckableDriver, mark: bytes) -> None:
+def work(driver: Driver, mark: bytes) -> None:
     size = driver.device.granularity
     for _ in range(10):
         with mapped(driver, size) as (address, _handle):
@@ -243,7 +230,7 @@ def run_child() -> None:
 
 
 def create_and_send(channel: socket.socket, make_driver: MakeDriver) -> None:
-    driver = cast("CheckableDriver", make_driver())
+    driver = make_driver()
     handle = driver.create(driver.device.granularity)
     with mapped_handle(driver, handle, keep=True) as address:
         driver.write(address, PATTERN)

@@ -15,7 +15,8 @@ from google.protobuf.message import Message
 
 from membroker import handoff
 from membroker.errors import MembrokerError, ProtocolError
-from membroker.v1 import broker_pb2
+from membroker.v1 import broker_pb2, resources_pb2
+from membroker.v1.handoff_pb2 import Delivery
 
 Outcome = Message | MembrokerError
 """The end of a call: the response, or the refusal as it will be raised."""
@@ -24,7 +25,7 @@ Outcome = Message | MembrokerError
 class DeliveryHandler(Protocol):
     """Takes the descriptors of one call."""
 
-    def receive(self, extent_ids: Sequence[int], descriptors: Sequence[int]) -> None:
+    def receive(self, delivery: Delivery, descriptors: Sequence[int]) -> None:
         """Import the extents of one delivery. The descriptors are closed afterwards, whatever happens."""
         ...
 
@@ -36,7 +37,7 @@ class DeliveryHandler(Protocol):
 class Nothing:
     """The handler of a call that brings no descriptors."""
 
-    def receive(self, extent_ids: Sequence[int], descriptors: Sequence[int]) -> None:
+    def receive(self, delivery: Delivery, descriptors: Sequence[int]) -> None:
         """Refuse them."""
         raise ProtocolError(f"{len(descriptors)} descriptors came with an answer that has none")
 
@@ -47,7 +48,10 @@ class Nothing:
 class Call:
     """One call in flight. `beside`: its answer comes by gRPC, beside this connection."""
 
-    __slots__ = ("beside", "deadline", "dry", "extent_ids", "inbox", "keep", "outcome", "request_id", "sent")
+    __slots__ = (
+        *("beside", "deadline", "dry", "extent_ids", "inbox"),
+        *("keep", "outcome", "request_id", "segment", "sent"),
+    )
 
     def __init__(self, request_id: int, *, beside: bool = False, deadline: float | None = None) -> None:
         self.request_id = request_id
@@ -55,6 +59,7 @@ class Call:
         self.deadline = deadline
         self.inbox: deque[handoff.Packet] = deque()
         self.extent_ids: list[int] = []
+        self.segment = 0
         self.outcome: Outcome | None = None
         self.sent: list[int] = []
         self.dry = False
@@ -66,6 +71,8 @@ class Call:
             return self.outcome is not None
         if isinstance(self.outcome, broker_pb2.AllocateExtentsResponse):
             return len(self.extent_ids) >= self.outcome.count
+        if isinstance(self.outcome, resources_pb2.Segment):
+            return len(self.extent_ids) >= self.outcome.extents
         return self.dry
 
     def seconds_left(self) -> float | None:

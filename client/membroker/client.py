@@ -17,8 +17,9 @@ from membroker import convert
 from membroker.endpoint import find_endpoint
 from membroker.grpc_calls import CONTROL_SECONDS
 from membroker.model import Model
+from membroker.segment import Segment
 from membroker.session import Session
-from membroker.types import DeviceStatus, ModelStatus, SessionStatus
+from membroker.types import DeviceStatus, ModelStatus, SegmentStatus, SessionStatus
 from membroker.v1 import broker_pb2 as pb
 from membroker.vmm.driver import Driver, Location
 
@@ -141,6 +142,39 @@ class Client:
         self._session.check_open()
         request.request_id = self._session.connection.new_request_id()
         return Model(self._session, self._call("RegisterModel", request))
+
+    def attach(self, name: str, *, timeout: float = 60.0) -> Segment:
+        """Attach a segment of this tenant, read-only.
+
+        `name` is the segment's own, `model/segment` where several models have one of that name, or its resource name.
+        Waits up to `timeout` seconds, at most a day, for a segment that is still being written. Raises
+        `SegmentNotFound` at once where there is none, `SegmentNotSealed` when the time is over, `WriterDied`,
+        `InvalidRequest`, `DeviceFailure`, `DescriptorLimit`, `BrokerUnavailable`.
+        """
+        self._session.check_open()
+        return Segment.attach(self._session, self._segment_name(name), timeout)
+
+    def delete_segment(self, name: str) -> None:
+        """End a segment of this tenant: nobody can attach it, and its bytes come back when its last session has left.
+
+        `name` is as in `attach`. Raises `SegmentNotFound`.
+        """
+        self._session.check_open()
+        self._session.transport.delete_segment(pb.DeleteSegmentRequest(name=self._segment_name(name)))
+
+    def segments(self) -> list[SegmentStatus]:
+        """Return this tenant's segments, in the order they began."""
+        pages = _pages(
+            lambda token: self._call("ListSegments", pb.ListSegmentsRequest(page_size=PAGE, page_token=token))
+        )
+        return [segment for page in pages for segment in convert.segments(page.segments)]
+
+    def _segment_name(self, name: str) -> str:
+        """Return the resource name that a user's name of a segment means."""
+        if name.startswith("tenants/"):
+            return name
+        model, _, own = name.rpartition("/")
+        return f"{self.tenant}/models/{model or '-'}/segments/{own}"
 
     def device(self) -> DeviceStatus:
         """Return the device and its books, as they are now."""

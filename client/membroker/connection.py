@@ -99,6 +99,11 @@ class Connection:
             request = broker_pb2.ReleaseExtentsRequest(extent_ids=some, no_reply=True)
             self._send(handoff.encode(pb.Frame(request_id=self.new_request_id(), release=request)), [])
 
+    def detach(self, generation: int) -> None:
+        """Say that this session lets go of a segment, without waiting for an answer; a refusal comes as a notice."""
+        request = broker_pb2.DetachSegmentRequest(generation=generation, no_reply=True)
+        self._send(handoff.encode(pb.Frame(request_id=self.new_request_id(), detach_segment=request)), [])
+
     # The end
 
     def heard(self, notice: pb.Notice) -> None:
@@ -108,7 +113,7 @@ class Connection:
             self._stopping = " (it had said that it stops)"
             logger.info("the broker stops; what is mapped stays valid")
         elif kind == "release_refused":
-            logger.warning("the broker refused a release: %s", notice.release_refused.message)
+            logger.warning("the broker refused what was given back: %s", notice.release_refused.message)
 
     def say_goodbye(self, timeout: float) -> None:
         """End the session at the broker, when it still listens; wait `timeout` seconds for its word."""
@@ -193,7 +198,11 @@ class Connection:
             with suppress(MembrokerError):
                 while call.sent and self._wait(call):
                     self._take(call, None)
-                if not call.keep:
+                if call.keep:
+                    return
+                if call.segment:
+                    self.detach(call.segment)
+                else:
                     self.release(call.extent_ids)
         finally:
             self._calls.pop(call.request_id, None)
@@ -204,10 +213,11 @@ class Connection:
         packet = call.inbox[0]
         delivery = packet.frame.delivery
         call.extent_ids.extend(delivery.extent_ids)
+        call.segment = delivery.segment
         try:
             if handler is not None:
                 _check_whole(packet)
-                handler.receive(delivery.extent_ids, packet.descriptors)
+                handler.receive(delivery, packet.descriptors)
         finally:
             _close(packet)
             call.inbox.popleft()
@@ -319,9 +329,13 @@ class Connection:
         if packet.frame.WhichOneof("kind") != "delivery":
             logger.warning("the broker sent a frame that nobody waits for: %s", packet.frame.WhichOneof("kind"))
             return
+        delivery = packet.frame.delivery
         with suppress(MembrokerError):
-            self._acknowledge(packet.frame.request_id, packet.frame.delivery.part)
-            self.release(packet.frame.delivery.extent_ids)
+            self._acknowledge(packet.frame.request_id, delivery.part)
+            if not delivery.segment:
+                self.release(delivery.extent_ids)
+            elif delivery.part == delivery.parts - 1:
+                self.detach(delivery.segment)
 
     def _lose(self, error: Exception) -> None:
         """Note that the connection is lost, and why."""

@@ -14,6 +14,7 @@ from membroker.types import (
     LocationBooks,
     ModelBooks,
     ModelStatus,
+    SegmentStatus,
     SessionBooks,
     SessionStatus,
 )
@@ -118,6 +119,27 @@ def _model_books(message: pb.ModelBooks) -> ModelBooks:
         declared=message.declared_bytes,
         limit=message.limit_bytes if message.HasField("limit_bytes") else None,
         extents=message.extents,
+        segments=message.segment_bytes,
+    )
+
+
+def segments(messages: Iterable[pb.Segment]) -> list[SegmentStatus]:
+    """Return segments."""
+    return [segment(message) for message in messages]
+
+
+def segment(message: pb.Segment) -> SegmentStatus:
+    """Return a segment."""
+    return SegmentStatus(
+        name=message.name,
+        generation=message.generation,
+        state=pb.Segment.State.Name(message.state).lower(),
+        location=location_name(message.location),
+        size=message.size_bytes,
+        extents=message.extents,
+        sessions=message.sessions,
+        writer=message.writer,
+        create_time=message.create_time.ToDatetime(UTC),
     )
 
 
@@ -139,6 +161,7 @@ def session(message: pb.Session) -> SessionStatus:
         models=tuple(message.models),
         books={books.location: books for books in map(_session_books, message.books)},
         create_time=message.create_time.ToDatetime(UTC),
+        segments=tuple(message.segments),
     )
 
 

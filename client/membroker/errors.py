@@ -100,6 +100,26 @@ class ModelInUse(MembrokerError):
     """The model can't be left: this session is still charged for memory there."""
 
 
+class SegmentNotFound(NotFound):
+    """No such segment at this tenant, or it is deleted, or this session does not hold it."""
+
+
+class SegmentExists(MembrokerError):
+    """The model has a segment of that name: attach it, or delete it and wait until its last session has left."""
+
+
+class SegmentNotSealed(MembrokerError, TimeoutError):
+    """The segment was still being written when the time to wait for it was over."""
+
+
+class SegmentNotWritable(MembrokerError):
+    """The segment is sealed, or another session writes it."""
+
+
+class WriterDied(MembrokerError):
+    """The writer of a segment died, left it or deleted it before it was sealed: whoever wants it makes it anew."""
+
+
 class AccessDenied(MembrokerError, PermissionError):
     """The endpoint does not admit this process, or the call needs another endpoint."""
 
@@ -109,7 +129,7 @@ class ProtocolError(MembrokerError):
 
 
 class TooMany(MembrokerError):
-    """A bound of the broker is reached: sessions, models, extents or calls in flight."""
+    """A bound of the broker is reached: sessions, models, segments, extents or calls in flight."""
 
 
 class DescriptorLimit(MembrokerError, OSError):
@@ -144,9 +164,16 @@ _CLASSES: dict[str, type[MembrokerError]] = {
     "MODEL_IN_USE": ModelInUse,
     "EXTENT_NOT_FOUND": NotFound,
     "TENANT_NOT_FOUND": NotFound,
+    "SEGMENT_NOT_FOUND": SegmentNotFound,
+    "SEGMENT_EXISTS": SegmentExists,
+    "SEGMENT_NOT_SEALED": SegmentNotSealed,
+    "SEGMENT_NOT_WRITABLE": SegmentNotWritable,
+    "WRITER_DIED": WriterDied,
+    "SEGMENT_AMBIGUOUS": InvalidRequest,
     "TOO_MANY_SESSIONS": TooMany,
     "TOO_MANY_MODELS": TooMany,
     "TOO_MANY_REQUESTS": TooMany,
+    "TOO_MANY_SEGMENTS": TooMany,
     "TOKEN_REQUIRED": AccessDenied,
     "TOKEN_REJECTED": AccessDenied,
     "ENDPOINT_FORBIDDEN": AccessDenied,

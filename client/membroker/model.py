@@ -7,20 +7,22 @@ and gives ids back. It must never map anything: what it imports goes to a `Place
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 from membroker import convert
 from membroker.buffer import Buffer
-from membroker.errors import AccessDenied, BrokerUnavailable, ClosedError, InvalidRequest, ModelNotFound
+from membroker.errors import InvalidRequest, ModelNotFound
 from membroker.grpc_calls import CONTROL_SECONDS
 from membroker.handoff import MAX_EXTENTS_PER_CALL
 from membroker.holding import Holding
 from membroker.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
-from membroker.session import Session
+from membroker.segment import Segment
+from membroker.session import Session, broker_may_be_gone
 from membroker.source import Placement
 from membroker.types import ModelStatus
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2
+from membroker.v1.handoff_pb2 import Delivery
 from membroker.vmm.driver import Driver, Location
 from membroker.vmm.sizes import format_size
 
@@ -84,6 +86,16 @@ class Model:
         """
         self._session.check_open()
         return Buffer(self, size, location)
+
+    def create_segment(self, name: str, size: int | str, location: Location | str = Location.DEVICE) -> Segment:
+        """Make a segment: `size` bytes under a name, charged to this model once, that many processes attach.
+
+        It is mapped here, writable, and to be sealed when it is written. Raises `SegmentExists`, `OutOfMemory`,
+        `InvalidRequest`, `TooMany`, `DeviceFailure`, `DescriptorLimit`, `BrokerUnavailable`; nothing is mapped or
+        charged then.
+        """
+        self._session.check_open()
+        return Segment.create(self._session, self.resource_name, name, size, location)
 
     def declare(self, size: int | str, location: Location | str = Location.DEVICE) -> None:
         """Say how many bytes in all this process allocates for the model by itself, and is charged for.
@@ -159,14 +171,9 @@ class Model:
         self._session.transport.allocate(request, _Importing(self.driver, extent_bytes, location, placement))
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
-        """Release extents. A broker that is gone needs no telling: what it lent ends with the mapping."""
-        try:
-            with suppress(BrokerUnavailable, ClosedError):
-                self._session.transport.release(extent_ids)
-        except AccessDenied as error:
-            # Another broker has taken its place, and answers by gRPC: it never lent this.
-            if error.reason != "TOKEN_REJECTED":
-                raise
+        """Release extents."""
+        with broker_may_be_gone():
+            self._session.transport.release(extent_ids)
 
 
 class _Importing:
@@ -178,7 +185,7 @@ class _Importing:
         self._location = location
         self._placement = placement
 
-    def receive(self, extent_ids: Sequence[int], descriptors: Sequence[int]) -> None:
+    def receive(self, delivery: Delivery, descriptors: Sequence[int]) -> None:
         """Import and map one delivery. The mappings alone keep the memory afterwards."""
         with ExitStack() as imported:
             handles = []
@@ -186,7 +193,7 @@ class _Importing:
                 handle = self._driver.import_extent(descriptor, self._extent_bytes, self._location)
                 imported.callback(self._driver.release, handle)
                 handles.append(handle)
-            self._placement.place(extent_ids, handles)
+            self._placement.place(delivery.extent_ids, handles)
 
     def undo(self) -> None:
         """Unmap what was mapped."""

@@ -54,6 +54,11 @@ class Region:
             self._extents[offset] = handle.size
             offset += handle.size
 
+    def protect(self, access: AccessFlags) -> None:
+        """Set what all that is mapped allows."""
+        for offset, size in self.runs():
+            self._driver.set_access(self.address + offset, size, access)
+
     def unbind(self, offset: int, size: int) -> None:
         """Unmap the whole extents that fill [offset, offset + size), in one call of the driver."""
         self._driver.unmap(self.address + offset, size)

@@ -12,13 +12,13 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from membroker.background import Background
 from membroker.connection import Connection
-from membroker.errors import ClosedError, DescriptorLimit, InvalidRequest
+from membroker.errors import AccessDenied, BrokerUnavailable, ClosedError, DescriptorLimit, InvalidRequest
 from membroker.grpc_calls import GrpcCalls
 from membroker.handoff import PROTOCOL_VERSION
 from membroker.handshake import DESCRIPTORS_SHORT, open_session
@@ -30,6 +30,18 @@ from membroker.vmm import open_driver
 from membroker.vmm.driver import Driver, DriverError
 
 logger = logging.getLogger("membroker")
+
+
+@contextmanager
+def broker_may_be_gone() -> Iterator[None]:
+    """Give something back. A broker that is gone needs no telling: what it lent ends with the mapping."""
+    try:
+        with suppress(BrokerUnavailable, ClosedError):
+            yield
+    except AccessDenied as error:
+        # Another broker has taken its place, and answers by gRPC: it never lent this.
+        if error.reason != "TOKEN_REJECTED":
+            raise
 
 
 class _Link:

@@ -23,7 +23,6 @@ from membroker._testing import (
     DEADLINE_SECONDS,
     PATTERN,
     TRUTH_BYTES,
-    CheckableDriver,
     MakeDriver,
     child_process,
     closed_descriptor,
@@ -50,7 +49,7 @@ from membroker._testing import (
 from membroker.vmm.driver import AccessFlags, DriverOutOfMemory, Handle, Location
 from membroker.vmm.sizes import is_power_of_two, round_up
 
-__all__ = ["CHECKS", "CheckableDriver", "MakeDriver", "check_driver", "wait_until"]
+__all__ = ["CHECKS", "MakeDriver", "check_driver", "wait_until"]
 
 _ERROR_NAME = re.compile(r"CUDA_ERROR_\w+|NVML_ERROR_\w+|E[A-Z0-9]+")
 

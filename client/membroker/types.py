@@ -66,7 +66,11 @@ class DeviceStatus:
 
 @dataclass(frozen=True, slots=True)
 class ModelBooks:
-    """What a model is charged at one location, in bytes. `limit` is None where only the levels above it hold."""
+    """What a model is charged at one location, in bytes.
+
+    `limit` is None where only the levels above it hold. `segments` is the part of `used` that the model's segments
+    are charged, once each.
+    """
 
     location: str
     used: int
@@ -75,6 +79,7 @@ class ModelBooks:
     declared: int
     limit: int | None
     extents: int
+    segments: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,4 +123,25 @@ class SessionStatus:
     client: str
     models: tuple[str, ...]
     books: Mapping[str, SessionBooks]
+    create_time: datetime
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentStatus:
+    """A segment: memory under a name, written by one session and attached by many.
+
+    `name` is `tenants/{tenant}/models/{model}/segments/{segment}`, `size` in bytes, `state` one of `writing`,
+    `sealed`, `ending` (deleted, or without a writer; charged until its last session has left) and `releasing`.
+    `sessions` counts who holds it, `writer` is `sessions/{session}`. A `generation` is never used twice.
+    """
+
+    name: str
+    generation: int
+    state: str
+    location: str
+    size: int
+    extents: int
+    sessions: int
+    writer: str
     create_time: datetime

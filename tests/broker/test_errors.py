@@ -22,6 +22,7 @@ from membrokerd.rpc.errors import DOMAIN, to_status
 
 MIB = 1 << 20
 MODEL = "tenants/red/models/llama"
+SEGMENT = f"{MODEL}/segments/weights"
 LEVEL = {
     "level": "model",
     "model": MODEL,
@@ -40,7 +41,7 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.DEVICE_FULL: [SAYS, {**MADE, "device_free_bytes": 5, "available_bytes": 0, "reserve_bytes": 9}],
     Reason.DRIVER_FAILED: [SAYS],
     Reason.DESCRIPTORS_EXHAUSTED: [SAYS],
-    Reason.DELIVERY_FAILED: [{"model": MODEL}, {"model": MODEL, "location": "device"}],
+    Reason.DELIVERY_FAILED: [{}, {"model": MODEL}, {"model": MODEL, "location": "device"}],
     Reason.LOCATION_UNAVAILABLE: [{"location": "host"}],
     Reason.INVALID_SIZE: [
         {"size_bytes": size, "least_bytes": 2 * MIB, "granularity_bytes": 2 * MIB}
@@ -59,6 +60,12 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.MODEL_IN_USE: [{"model": MODEL, "used_bytes": 2 * MIB}],
     Reason.EXTENT_NOT_FOUND: [{"extent": (1 << 64) - 1}],
     Reason.TENANT_NOT_FOUND: [{"tenant": "green"}],
+    Reason.SEGMENT_NOT_FOUND: [{"segment": SEGMENT}, {"segment": (1 << 64) - 1}],
+    Reason.SEGMENT_EXISTS: [{"segment": SEGMENT, "state": "ending"}],
+    Reason.SEGMENT_NOT_SEALED: [{"segment": SEGMENT}],
+    Reason.SEGMENT_NOT_WRITABLE: [{"segment": SEGMENT, "state": "sealed"}],
+    Reason.WRITER_DIED: [{"segment": SEGMENT}],
+    Reason.SEGMENT_AMBIGUOUS: [{"segment": "tenants/red/models/-/segments/weights", "models": "llama, qwen"}],
     Reason.TOO_MANY_SESSIONS: [
         {"limit": 16, "of": "process"},
         {"limit": 128, "of": "broker"},
@@ -66,6 +73,10 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     ],
     Reason.TOO_MANY_MODELS: [{"limit": 256, "tenant": "red"}],
     Reason.TOO_MANY_REQUESTS: [{"limit": 16}],
+    Reason.TOO_MANY_SEGMENTS: [
+        {"limit": 256, "of": "tenant", "what": "segments"},
+        {"limit": 4_096, "of": "broker", "what": "segments' extents"},
+    ],
     Reason.TOKEN_REQUIRED: [{}],
     Reason.TOKEN_REJECTED: [{}],
     Reason.ENDPOINT_FORBIDDEN: [{"uid": 4_294_967_295}],
@@ -87,6 +98,10 @@ RETRY = {
     Reason.TOO_MANY_SESSIONS,
     Reason.TOO_MANY_MODELS,
     Reason.TOO_MANY_REQUESTS,
+    Reason.SEGMENT_EXISTS,
+    Reason.SEGMENT_NOT_SEALED,
+    Reason.WRITER_DIED,
+    Reason.TOO_MANY_SEGMENTS,
     Reason.STOPPING,
 }
 """What error_reason.proto says of each: "Retry"."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,9 +40,9 @@ class Failing(HostDriver):
             if not self.left:
                 raise self.failure
 
-    def create(self, size: int, location: Location = Location.DEVICE) -> Handle:
+    def create(self, size: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> Handle:
         self._count("create")
-        return super().create(size, location)
+        return super().create(size, location, sealable=sealable)
 
     def export(self, handle: Handle) -> int:
         self._count("export")
@@ -49,6 +51,10 @@ class Failing(HostDriver):
     def release(self, handle: Handle) -> None:
         super().release(handle)
         self._count("release")
+
+    def seal(self, descriptor: int) -> None:
+        self._count("seal")
+        super().seal(descriptor)
 
     def memory(self, location: Location) -> MemoryInfo:
         self._count("memory")
@@ -64,8 +70,8 @@ def driver() -> Iterator[Failing]:
     one.close()
 
 
-def packet(count: int, size: int = PAGE, location: Any = "device") -> Make:
-    return Make(1, 7, 0, 1, range(100, 100 + count), size, location)
+def packet(count: int, size: int = PAGE, location: Any = "device", segment: int = 0) -> Make:
+    return Make(1, 7, 0, 1, range(100, 100 + count), size, location, segment)
 
 
 def run(driver: HostDriver, *work: Callable[[Executor, Callable[[Any], None]], None], reserve: int = 0) -> list[Any]:
@@ -91,6 +97,14 @@ def makes(make: Make) -> Callable[[Executor, Callable[[Any], None]], None]:
 
 def looks(executor: Executor, done: Callable[[Figures], None]) -> None:
     executor.look(done)
+
+
+def seals(descriptors: list[int]) -> Callable[[Executor, Callable[[Any], None]], None]:
+    return lambda executor, done: executor.seal(descriptors, done)
+
+
+def closes(descriptors: list[int]) -> Callable[[Executor, Callable[[Any], None]], None]:
+    return lambda executor, done: executor.close(descriptors, done)
 
 
 def descriptors() -> int:
@@ -182,6 +196,55 @@ def test_answers_come_in_the_order_of_the_jobs(driver: Failing) -> None:
     close_all(first + second)
     assert seen["device"].used == 2 * PAGE
     assert (seen["host"].used, last["host"].used) == (0, 3 * PAGE)
+
+
+def test_only_a_segments_extents_can_be_sealed(driver: Failing) -> None:
+    """A private extent is sealed at its birth against every later seal: nobody can end its owner's writing."""
+    private, shared = run(driver, makes(packet(1)), makes(packet(1, segment=9)))
+    assert fcntl.fcntl(private[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL
+    assert not fcntl.fcntl(shared[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL
+    close_all(private + shared)
+
+
+def test_a_seal_is_of_every_extent_and_closes_nothing(driver: Failing) -> None:
+    """Who maps it from now on cannot write; sealing it again changes nothing."""
+    (made,) = run(driver, makes(packet(3, segment=9)))
+    assert run(driver, seals(made), seals(made), seals([])) == [None, None, None]
+    for descriptor in made:
+        with pytest.raises(PermissionError):
+            mmap.mmap(descriptor, PAGE)
+        mmap.mmap(descriptor, PAGE, prot=mmap.PROT_READ).close()
+    close_all(made)
+    assert driver.memory(Location.DEVICE).used == 0
+
+
+@pytest.mark.parametrize(
+    ("why", "failure"),
+    [
+        (Reason.DRIVER_FAILED, DriverError("fcntl", "EIO", errno.EIO)),
+        (Reason.INTERNAL, ValueError("a bug of the driver's own")),
+    ],
+    ids=str,
+)
+def test_a_seal_that_fails_in_the_middle_can_be_done_again(driver: Failing, why: Reason, failure: Exception) -> None:
+    """Some extents are sealed by then; the thread lives, and the next seal does the rest."""
+    (made,) = run(driver, makes(packet(3, segment=9)))
+    driver.fail("seal", 2, failure)
+    failed, done = run(driver, seals(made), seals(made))
+    assert isinstance(failed, Failure)
+    assert failed.reason is why
+    assert done is None
+    assert all(fcntl.fcntl(one, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL for one in made)
+    close_all(made)
+
+
+def test_what_is_closed_is_gone_before_the_next_look(driver: Failing) -> None:
+    """The core counts on it: a figure that it gets after `Dropped` shows what went with it, one before does not."""
+    before = descriptors()
+    (made,) = run(driver, makes(packet(3, segment=9)))
+    seen, closed, after = run(driver, looks, closes(made), looks)
+    assert (seen["device"].used, closed, after["device"].used) == (3 * PAGE, None, 0)
+    assert descriptors() == before
 
 
 def test_the_anchor_is_one_granule_until_the_end(driver: Failing) -> None:

@@ -32,6 +32,12 @@ FACTS: tuple[ft.Fact, ...] = (
     ft.Credited(26, range(1, 5), "released"),
     ft.DeclarationSet(26, NAME, "device", 500),
     ft.LocationSettled(26, "device", True),
+    ft.SegmentBegan(40, NAME, "weights", "device", 1 << 30, 2 << 20, 41, 3, 26, 9),
+    ft.SegmentMoved(40, "seal asked"),
+    ft.SegmentEnded(40, None),
+    ft.SegmentHeld(40, 26),
+    ft.SegmentLeft(40, 26, 1, "detached"),
+    ft.SegmentCredited(40, range(41, 44)),
     ft.QuotaSet("acme", None, "device", None),
 )
 
@@ -71,6 +77,9 @@ def test_every_fact_is_one_line_and_lifecycles_are_info(capture: Capture) -> Non
         "model left",
         "model ended",
         "session settled",
+        "segment began",
+        "segment moved",
+        "segment ended",
         "quota set",
     ]
     out = capture("json", "debug")

@@ -1,44 +1,540 @@
-"""The loop carries out all that a step led to, also when one of its listeners has a defect."""
+"""The loop carries out all that a step led to: in order, whole, and also when one of its listeners has a defect.
+
+Here it has a real driver thread over the host twin; the connections, and where it matters the store, are fakes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import logging
-from typing import Any
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import pytest
 
-from membroker.vmm import open_driver
+from membroker.handoff import close_all
+from membroker.vmm import DriverError, Location
+from membroker.vmm.host import HostDriver
+from membrokerd import loop as loop_module
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import policy
 from membrokerd.core.broker import Broker
+from membrokerd.core.denied import Denied, Reason
 from membrokerd.executor import Executor
 from membrokerd.loop import Loop
+from membrokerd.store import DescriptorStore, MemoryStore
+
+MIB = 1 << 20
+MODEL = ev.ModelName("t", "m")
+WEIGHTS = ev.SegmentName("t", "m", "weights")
+SECONDS = 10
+"""So long a test waits for what must come."""
+SEALED = 0x0010
+"""F_SEAL_FUTURE_WRITE, for which Python 3.11 has no name."""
+
+_T = TypeVar("_T")
+
+
+class Failing(HostDriver):
+    """The twin, whose next seal fails where a test says so."""
+
+    seal_failure: Exception | None = None
+
+    def seal(self, descriptor: int) -> None:
+        if self.seal_failure is not None:
+            failure, self.seal_failure = self.seal_failure, None
+            raise failure
+        super().seal(descriptor)
+
+
+class Queue:
+    """A connection whose peer does not read: packets stay queued, and their descriptors open."""
+
+    def __init__(self) -> None:
+        self.packets: list[fx.Make | fx.Send] = []
+        self.descriptors: list[int] = []
+
+    def deliver(self, packet: fx.Make | fx.Send, descriptors: list[int]) -> None:
+        self.packets.append(packet)
+        self.descriptors += descriptors
+
+    def disconnect(self, why: str) -> None:
+        raise AssertionError(why)
+
+    def close(self) -> None:
+        close_all(self.descriptors)
+        self.descriptors = []
+
+
+class Late(MemoryStore):
+    """A store that says later whether it has taken something over, as another process would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Callable[[OSError | None], None]] = []
+
+    def hold(
+        self, segment: int, ids: Sequence[int], descriptors: Sequence[int], done: Callable[[OSError | None], None]
+    ) -> None:
+        def decide(error: OSError | None) -> None:
+            if error is None:
+                MemoryStore.hold(self, segment, ids, descriptors, done)
+            else:
+                done(error)
+
+        self.asked.append(decide)
+
+
+class World:
+    """A loop in motion: what it was asked, and what came of it."""
+
+    def __init__(self, loop: Loop, driver: Failing) -> None:
+        self.loop = loop
+        self.driver = driver
+        self.queues: dict[int, Queue] = {}
+        self._requests = 100
+
+    def ask(self, make_event: Callable[[int], ev.Event]) -> asyncio.Future[Any]:
+        """Put a question; the future gets its answer."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.loop.ask(make_event, answer.set_result)
+        return answer
+
+    def request(self) -> int:
+        self._requests += 1
+        return self._requests
+
+    async def open(self) -> int:
+        """Open a session with a connection that queues, under the model."""
+        process = str(self.request())
+        opened = await self.ask(lambda call: ev.OpenSession(call, "t", 1, 1, process, False, "test"))
+        session: int = opened.session
+        self.loop.links[session] = self.queues[session] = Queue()
+        await self.ask(lambda call: ev.RegisterModel(call, session, self.request(), MODEL, None, {}, False))
+        return session
+
+    def create(self, session: int, size: int) -> asyncio.Future[Any]:
+        number = self.request()
+        return self.ask(lambda call: ev.CreateSegment(call, session, number, WEIGHTS, "device", size))
+
+    def seal(self, session: int, segment: int) -> asyncio.Future[Any]:
+        return self.ask(lambda call: ev.SealSegment(call, session, self.request(), segment))
+
+    def attach(self, session: int, wait: float = 0) -> asyncio.Future[Any]:
+        number, wait_ns = self.request(), int(wait * 1e9)
+        return self.ask(lambda call: ev.AttachSegment(call, session, number, WEIGHTS, wait_ns))
+
+    def detach(self, session: int, segment: int) -> asyncio.Future[Any]:
+        return self.ask(lambda call: ev.DetachSegment(call, session, self.request(), segment))
+
+    def delete(self) -> asyncio.Future[Any]:
+        return self.ask(lambda call: ev.DeleteSegment(call, None, 0, WEIGHTS, 0))
+
+    def lose(self, session: int) -> None:
+        """The session's connection breaks."""
+        del self.loop.links[session]
+        self.loop.tell(ev.ConnectionLost(session))
+
+    def used(self) -> int:
+        info = self.driver.memory(Location.DEVICE)
+        return info.used if info else -1
+
+    def charged(self) -> int:
+        return self.loop.broker.ledger.totals["device"].charged
+
+    async def look(self) -> None:
+        """Wait until the driver's thread has done all that it was asked."""
+        seen: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.loop.executor.look(seen.set_result)
+        await seen
+
+    async def audit(self) -> None:
+        """Wait until the device was audited once more."""
+        before = self.loop.figures
+        await self.until(lambda: self.loop.figures is not before)
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        """Wait for a state."""
+
+        async def wait() -> None:
+            while not true():
+                await asyncio.sleep(0.001)
+
+        await asyncio.wait_for(wait(), SECONDS)
+
+
+def play(story: Callable[[World], Awaitable[_T]], store: DescriptorStore | None = None) -> _T:
+    """Tell a story in a world of 64 MiB whose segments are made of extents of 4 MiB; nothing of it stays open."""
+
+    async def main() -> _T:
+        driver = Failing(64 * MIB, 64 * MIB)
+        driver.release(driver.create(2 * MIB))  # the driver's inotify descriptor is made before anything is counted
+        before = descriptors()
+        executor = Executor(driver, 0)
+        executor.start(asyncio.get_running_loop())
+        rules = policy.Rules(2 * MIB, {"device": 64 * MIB}, segment_extent_bytes=4 * MIB)
+        kept = store if store is not None else MemoryStore()
+        loop = Loop(Broker(rules, epoch=1), executor, kept, audit_seconds=0.05)
+        loop.start()
+        world = World(loop, driver)
+        try:
+            told = await asyncio.wait_for(story(world), SECONDS)
+            await loop.stop(SECONDS)
+            for queue in world.queues.values():
+                queue.close()
+            loop.broker.ledger.recount()
+            assert len(kept) == 0
+            assert world.used() == world.charged() == 0
+            assert descriptors() == before, "a descriptor is lost"
+            return told
+        finally:
+            executor.stop()
+            driver.close()
+
+    return asyncio.run(main())
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def test_a_reply_that_fails_does_not_lose_the_effects_behind_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The books have changed by then: a session whose Goodbye cannot be answered must still be forgotten."""
-    answers: list[Any] = []
     forgotten: list[int] = []
 
     def broken(result: object) -> None:
         raise RuntimeError("the connection has a defect")
 
-    async def play() -> int:
-        driver = open_driver("host")
-        loop = Loop(Broker(policy.Rules(2, {"device": 64}), epoch=1), Executor(driver, 0), audit_seconds=1.0)
-        loop.on_forget.append(forgotten.append)
-        loop.ask(lambda call: ev.OpenSession(call, "t", 1, 1, "p", False, "test"), answers.append)
-        assert isinstance(answers[0], fx.SessionOpened)
-        session = answers[0].session
-        loop.ask(lambda call: ev.Goodbye(call, session, 1), broken)
-        driver.close()
+    async def story(world: World) -> int:
+        world.loop.on_forget.append(forgotten.append)
+        session = await world.open()
+        world.loop.ask(lambda call: ev.Goodbye(call, session, world.request()), broken)
         return session
 
     monkeypatch.setattr(logging.getLogger("membrokerd"), "propagate", True)
     with caplog.at_level(logging.ERROR, logger="membrokerd"):
-        assert forgotten == [asyncio.run(play())]
+        assert forgotten == [play(story)]
     assert "a fault of the broker" in caplog.text
+
+
+# --- segments ---
+
+
+def test_a_segment_is_written_sealed_attached_and_dropped() -> None:
+    """Writer and reader get descriptors of their own; the memory is there once, and goes with the last who has it."""
+
+    async def story(world: World) -> None:
+        writer, reader = await world.open(), await world.open()
+        made = await world.create(writer, 6 * MIB)
+        assert (made.state, made.extents, made.size) == ("writing", 2, 6 * MIB)
+        store = world.loop.store
+        mine = world.queues[writer].descriptors
+        assert [os.fstat(one).st_size for one in mine] == [4 * MIB, 2 * MIB]
+        assert [packet.segment for packet in world.queues[writer].packets] == [made.segment] * 2
+        waiting = world.attach(reader, wait=SECONDS)
+        assert (await world.seal(writer, made.segment)).state == "sealed"
+        assert all(fcntl.fcntl(one, fcntl.F_GET_SEALS) & SEALED for one in mine)
+        assert (await waiting).sessions == 2
+        theirs = world.queues[reader].descriptors
+        assert [os.fstat(one).st_ino for one in theirs] == [os.fstat(one).st_ino for one in mine]
+        assert not {*mine, *theirs} & {*store.lend(made.segment, range(made.segment + 1, made.segment + 3))}
+        assert not any(os.get_inheritable(one) for one in (*mine, *theirs))
+        assert (len(store), world.used(), world.charged()) == (2, 6 * MIB, 6 * MIB)
+        for session in (writer, reader):
+            world.queues[session].close()
+            await world.detach(session, made.segment)
+        assert world.used() == 6 * MIB, "the broker keeps it"
+        assert (await world.delete()).state == "ending"
+        await world.until(lambda: not world.charged())
+        assert world.used() == 0
+
+    play(story)
+
+
+def test_nothing_is_delivered_before_the_store_has_it() -> None:
+    """Who got a segment's descriptors must not be left with one that ends with this process."""
+    store = Late()
+
+    async def story(world: World) -> None:
+        writer = await world.open()
+        created = world.create(writer, 6 * MIB)
+        await world.until(lambda: len(store.asked) == 2)
+        assert not world.queues[writer].packets
+        assert not created.done()
+        store.asked[0](None)
+        assert [packet.part for packet in world.queues[writer].packets] == [0]
+        assert not created.done()
+        store.asked[1](None)
+        assert [packet.part for packet in world.queues[writer].packets] == [0, 1]
+        made = await created
+        await world.detach(writer, made.segment)
+        await world.until(lambda: not world.charged())
+
+    play(story, store)
+
+
+@pytest.mark.parametrize("second", [None, OSError(errno.EMFILE, "Too many open files")], ids=["second held", "neither"])
+def test_a_packet_that_the_store_does_not_take_is_not_made(second: OSError | None) -> None:
+    """It is credited, its descriptors are closed, the writer is told why; what was taken ends with the rest."""
+    store = Late()
+
+    async def story(world: World) -> None:
+        writer = await world.open()
+        created = world.create(writer, 6 * MIB)
+        await world.until(lambda: len(store.asked) == 2)
+        store.asked[0](OSError(errno.ENOSPC, "No space left on device"))
+        assert world.charged() == world.used() == 2 * MIB
+        store.asked[1](second)
+        refused = await created
+        assert refused.reason is Reason.DESCRIPTORS_EXHAUSTED
+        assert "No space left" in refused.numbers["driver_says"]
+        (segment,) = world.loop.broker.ledger.segments
+        if second is None:
+            assert [packet.part for packet in world.queues[writer].packets] == [1]
+            world.queues[writer].close()
+            await world.detach(writer, segment)
+        else:
+            assert not world.queues[writer].packets
+            assert isinstance(await world.detach(writer, segment), Denied), "it never held it"
+        await world.until(lambda: not world.loop.broker.ledger.segments)
+
+    play(story, store)
+
+
+def test_a_connection_that_ends_while_the_store_takes_over_loses_nothing() -> None:
+    """The store has the packet and the writer is gone: nothing is sent, and the store gives it up again."""
+    store = Late()
+
+    async def story(world: World) -> None:
+        writer = await world.open()
+        created = world.create(writer, 4 * MIB)
+        await world.until(lambda: len(store.asked) == 1)
+        world.lose(writer)
+        store.asked[0](None)
+        assert (await created).reason is Reason.DELIVERY_FAILED
+        assert not world.queues[writer].packets
+        await world.until(lambda: not world.loop.broker.ledger.segments)
+
+    play(story, store)
+
+
+def test_a_connection_that_ends_before_the_packet_is_made_loses_nothing() -> None:
+    store = Late()
+
+    async def story(world: World) -> None:
+        writer = await world.open()
+        created = world.create(writer, 6 * MIB)
+        world.lose(writer)
+        assert (await created).reason is Reason.DELIVERY_FAILED
+        assert not store.asked, "nobody would ever have it"
+        await world.until(lambda: not world.loop.broker.ledger.segments)
+
+    play(story, store)
+
+
+@pytest.fixture
+def scarce(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that lets the k-th copy of a descriptor from now on fail."""
+    left = 0
+    copy = os.dup
+
+    def dup(descriptor: int) -> int:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return copy(descriptor)
+
+    def fail(at: int) -> None:
+        nonlocal left
+        left = at
+
+    monkeypatch.setattr(loop_module.os, "dup", dup)
+    return fail
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_create_without_descriptors_for_its_copies_leaves_nothing(scarce: Callable[[int], None], at: int) -> None:
+    """The broker has the memory and no descriptor left to pass on: the create fails, and all of it goes back."""
+
+    async def story(world: World) -> None:
+        writer = await world.open()
+        scarce(at)
+        assert (await world.create(writer, 8 * MIB)).reason is Reason.DESCRIPTORS_EXHAUSTED
+        assert not world.queues[writer].packets
+        await world.until(lambda: not world.loop.broker.ledger.segments)
+
+    play(story)
+
+
+def test_a_packet_that_could_not_be_copied_is_not_kept(scarce: Callable[[int], None]) -> None:
+    """The first packet was delivered, the second could not be copied and is credited: then it must not exist."""
+
+    async def story(world: World) -> tuple[int, int]:
+        writer = await world.open()
+        scarce(2)
+        assert (await world.create(writer, 6 * MIB)).reason is Reason.DESCRIPTORS_EXHAUSTED
+        await world.look()
+        told = world.used(), world.charged()
+        (segment,) = world.loop.broker.ledger.segments
+        world.queues[writer].close()
+        await world.detach(writer, segment)
+        await world.until(lambda: not world.loop.broker.ledger.segments)
+        return told
+
+    used, charged = play(story)
+    assert used == charged
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_attach_without_descriptors_for_its_copies_holds_nothing(scarce: Callable[[int], None], at: int) -> None:
+    """The segment stays as it was, and the next attach gets it."""
+
+    async def story(world: World) -> None:
+        writer, reader = await world.open(), await world.open()
+        made = await world.create(writer, 8 * MIB)
+        await world.seal(writer, made.segment)
+        scarce(at)
+        assert (await world.attach(reader)).reason is Reason.DESCRIPTORS_EXHAUSTED
+        assert not world.queues[reader].packets
+        assert isinstance(await world.detach(reader, made.segment), Denied)
+        assert (await world.attach(reader)).sessions == 2
+        for session in (writer, reader):
+            await world.detach(session, made.segment)
+        await world.delete()
+        await world.until(lambda: not world.charged())
+
+    play(story)
+
+
+def test_a_segment_that_ends_while_copies_are_queued_leaks_nothing() -> None:
+    """The reader said that it has let go, and its packet still waits for a full socket: the copies are its link's."""
+
+    async def story(world: World) -> None:
+        writer, reader = await world.open(), await world.open()
+        made = await world.create(writer, 8 * MIB)
+        world.queues[writer].close()
+        await world.seal(writer, made.segment)
+        await world.attach(reader)
+        for session in (writer, reader):
+            await world.detach(session, made.segment)
+        await world.delete()
+        await world.until(lambda: not world.charged())
+        assert len(world.loop.store) == 0
+        assert [os.fstat(one).st_size for one in world.queues[reader].descriptors] == [4 * MIB] * 2
+        assert world.used() == 8 * MIB
+        world.queues[reader].close()
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("failure", "why"),
+    [
+        (DriverError("fcntl", "EIO", errno.EIO), Reason.DRIVER_FAILED),
+        (ValueError("a bug of the driver's own"), Reason.INTERNAL),
+    ],
+    ids=str,
+)
+def test_a_seal_that_fails_can_be_asked_for_again(failure: Exception, why: Reason) -> None:
+    """Who waits for the seal waits on; the second one serves them."""
+
+    async def story(world: World) -> None:
+        writer, reader = await world.open(), await world.open()
+        made = await world.create(writer, 8 * MIB)
+        waiting = world.attach(reader, wait=SECONDS)
+        world.driver.seal_failure = failure
+        assert (await world.seal(writer, made.segment)).reason is why
+        assert not waiting.done()
+        assert (await world.seal(writer, made.segment)).state == "sealed"
+        assert (await waiting).state == "sealed"
+        for session in (writer, reader):
+            await world.detach(session, made.segment)
+        await world.delete()
+        await world.until(lambda: not world.charged())
+
+    play(story)
+
+
+def test_a_segment_that_is_deleted_while_it_is_sealed_is_closed_behind_the_seal() -> None:
+    """The driver thread still has its descriptors in hand: they are closed after it, not under it."""
+
+    async def story(world: World) -> None:
+        writer = await world.open()
+        made = await world.create(writer, 8 * MIB)
+        sealing = world.seal(writer, made.segment)
+        deleted, left = world.delete(), world.detach(writer, made.segment)
+        assert (await sealing).reason is Reason.WRITER_DIED
+        assert (await deleted).state == "ending"
+        await left
+        await world.until(lambda: not world.loop.broker.ledger.segments)
+
+    play(story)
+
+
+def test_waits_end_when_their_time_has_come() -> None:
+    """The first to end comes second; it is told without anybody's doing, and the other waits on."""
+
+    async def story(world: World) -> None:
+        writer, patient, hasty = await world.open(), await world.open(), await world.open()
+        made = await world.create(writer, 2 * MIB)
+        long, short = world.attach(patient, wait=SECONDS), world.attach(hasty, wait=0.02)
+        assert (await short).reason is Reason.SEGMENT_NOT_SEALED
+        assert not long.done()
+        again = world.attach(hasty, wait=0.02)
+        assert (await again).reason is Reason.SEGMENT_NOT_SEALED
+        await world.seal(writer, made.segment)
+        assert (await long).sessions == 2
+        for session in (writer, patient):
+            await world.detach(session, made.segment)
+        await world.delete()
+        await world.until(lambda: not world.charged())
+
+    play(story)
+
+
+def test_a_timer_that_comes_early_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop's clock is not the core's: here the core's runs at half the speed."""
+    true, began = loop_module.clock, loop_module.clock()
+    monkeypatch.setattr(loop_module, "clock", lambda: began + (true() - began) // 2)
+
+    async def story(world: World) -> None:
+        writer, reader = await world.open(), await world.open()
+        made = await world.create(writer, 2 * MIB)
+        assert (await world.attach(reader, wait=0.02)).reason is Reason.SEGMENT_NOT_SEALED
+        await world.detach(writer, made.segment)
+        await world.until(lambda: not world.charged())
+
+    play(story)
+
+
+def test_a_dead_holders_segment_is_settled_by_the_device() -> None:
+    """The packet lay in the dead reader's socket: it is charged until that is closed, and the device shows it."""
+
+    async def story(world: World) -> None:
+        writer, reader = await world.open(), await world.open()
+        made = await world.create(writer, 8 * MIB)
+        await world.seal(writer, made.segment)
+        await world.attach(reader)
+        world.queues[writer].close()
+        await world.detach(writer, made.segment)
+        await world.delete()
+        world.lose(reader)
+        world.loop.process_died(reader)
+        totals = world.loop.broker.ledger.totals["device"]
+        await world.until(lambda: totals.releasing == 8 * MIB)
+        assert len(world.loop.store) == 0
+        revision = world.loop.broker.ledger.revision
+        for _ in range(3):
+            await world.audit()
+        assert (totals.releasing, world.loop.broker.ledger.revision) == (8 * MIB, revision)
+        world.queues[reader].close()
+        await world.until(lambda: not totals.releasing)
+
+    play(story)

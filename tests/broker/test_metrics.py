@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from membroker.vmm.driver import DeviceInfo, MemoryInfo
 from membrokerd import metrics, metrics_server
-from membrokerd.core.events import ModelName
+from membrokerd.core.effects import SegmentView
+from membrokerd.core.events import ModelName, SegmentName
 from membrokerd.core.snapshot import LocationView, ModelLocationView, ModelView, SessionView, Snapshot
 from membrokerd.metrics import Metrics, MetricsView
 from membrokerd.metrics_server import MetricsServer
@@ -27,22 +28,35 @@ MIB = 1 << 20
 UUID = "GPU-12345678-0000-0000-0000-000000000000"
 
 
-def model(tenant: str, name: str, used: int, limit: int | None = None, **denials: int) -> ModelView:
-    at_device = ModelLocationView("device", used, used + MIB, 0, 0, used // (2 * MIB), limit)
-    at_host = ModelLocationView("host", 0, 0, 0, 0, 0, None)
+def model(tenant: str, name: str, used: int, limit: int | None = None, segments: int = 0, **denials: int) -> ModelView:
+    at_device = ModelLocationView("device", used, used + MIB, 0, 0, segments, used // (2 * MIB), limit)
+    at_host = ModelLocationView("host", 0, 0, 0, 0, 0, 0, None)
     return ModelView(ModelName(tenant, name), 64 << 30, (at_device, at_host), 1, 7, 3, denials)
 
 
 def session(number: int, state: str, observer: bool = False) -> SessionView:
-    return SessionView(number, "acme", state, 100 + number, 1000, observer, "a test", (), (), 0)
+    return SessionView(number, "acme", state, 100 + number, 1000, observer, "a test", (), (), (), 0)
 
 
-def books(*models: ModelView, releasing: int = 0, unaccounted: int | None = 0) -> Snapshot:
+def segment(number: int, tenant: str, model: str, state: str) -> SegmentView:
+    return SegmentView(number, SegmentName(tenant, model, f"s{number}"), state, "device", 2 * MIB, 1, 1, 1, 0)
+
+
+def books(
+    *models: ModelView, releasing: int = 0, unaccounted: int | None = 0, segments: tuple[SegmentView, ...] = ()
+) -> Snapshot:
     charged = sum(each.locations[0].used for each in models)
     capacity = 256 * MIB
     device = LocationView("device", capacity, charged - releasing, releasing, 0, capacity - charged, unaccounted)
     host = LocationView("host", 0, 0, 0, 0, 0, None)
-    return Snapshot(1, (device, host), models, ())
+    return Snapshot(1, (device, host), models, (), segments)
+
+
+FULL = books(
+    model("acme", "a", 4 * MIB, limit=8 * MIB, segments=2 * MIB, CAPACITY=1),
+    segments=(segment(1, "acme", "a", "sealed"),),
+)
+"""Books in which every metric of the books has a series."""
 
 
 class Source:
@@ -132,6 +146,42 @@ def test_sessions_are_counted_by_state_without_observers() -> None:
     assert counts == {"open": [1], "leaving": [0], "detached": [1], "releasing": [0], "ended": []}
 
 
+def test_segments_are_part_of_what_their_model_uses() -> None:
+    """Nobody adds the two up: the bytes of segments are among the bytes used, also when they are all of them."""
+    series = scrape(Metrics(Source(books(model("acme", "a", 40 * MIB, segments=24 * MIB), model("acme", "b", MIB)))))
+    assert values(series, "membroker_model_segment_bytes", model="a", location="device") == [24 * MIB]
+    assert values(series, "membroker_model_segment_bytes", model="a", location="host") == [0]
+    assert values(series, "membroker_model_segment_bytes", model="b", location="device") == [0]
+    assert values(series, "membroker_model_used_bytes", model="a", location="device") == [40 * MIB]
+
+
+def test_segments_are_counted_by_model_and_state() -> None:
+    """A model that has any shows every state, so that one that is passed through is not missing from a graph."""
+    rows = (
+        segment(1, "acme", "a", "sealed"),
+        segment(2, "acme", "a", "sealed"),
+        segment(3, "acme", "a", "releasing"),
+        segment(4, "umbra", "c", "writing"),
+    )
+    source = Source(books(model("acme", "a", 6 * MIB), model("acme", "b", 0), model("umbra", "c", MIB), segments=rows))
+    made = Metrics(source)
+    series = scrape(made)
+    counts = {state: values(series, "membroker_segments", tenant="acme", state=state) for state in metrics.SEGMENT}
+    assert counts == {
+        "writing": [0],
+        "sealing": [0],
+        "sealed": [2],
+        "ending": [0],
+        "dropping": [0],
+        "releasing": [1],
+        "ended": [],
+    }
+    assert values(series, "membroker_segments", tenant="umbra", model="c", state="writing") == [1]
+    assert values(series, "membroker_segments", model="b") == []
+    source.now = replace(source.now, snapshot=books(model("acme", "a", 0)))
+    assert values(scrape(made), "membroker_segments") == []
+
+
 def test_counters_have_their_reasons() -> None:
     source = Source(books(model("acme", "a", 0, MODEL_LIMIT=4)))
     source.now = replace(source.now, refused={"TOO_MANY_SESSIONS": 2}, notices_dropped=5)
@@ -143,7 +193,7 @@ def test_counters_have_their_reasons() -> None:
 
 
 def test_every_series_names_the_gpu_and_every_name_is_in_the_table() -> None:
-    made = Metrics(Source(books(model("acme", "a", 4 * MIB, limit=8 * MIB, CAPACITY=1))))
+    made = Metrics(Source(FULL))
     made.driver_calls.observe(1e-4, "cuMemCreate")
     made.requests.observe(1e-5, "AllocateExtents", "handoff")
     series = scrape(made)
@@ -184,7 +234,7 @@ def test_promtool_finds_nothing_to_mend() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
-    made = Metrics(Source(books(model("acme", "a", 4 * MIB, limit=8 * MIB, CAPACITY=1))))
+    made = Metrics(Source(FULL))
     made.driver_calls.observe(1e-4, "cuMemCreate")
     made.requests.observe(1e-5, "AllocateExtents", "handoff")
     done = subprocess.run([promtool, "check", "metrics"], input=generate_latest(made.registry), capture_output=True)

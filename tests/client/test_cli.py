@@ -18,8 +18,8 @@ import pytest
 from tests.daemons import MIB, Daemon
 
 import membroker
+from membroker.cli import demo, tables
 from membroker.cli import main as cli
-from membroker.cli import tables
 from membroker.cli.admin import admin_socket
 from membroker.errors import InvalidRequest
 from membroker.types import ModelBooks, ModelStatus
@@ -61,8 +61,8 @@ def rows(out: str) -> list[list[str]]:
 def test_models_are_an_aligned_table_and_plain_when_piped(daemon: Daemon) -> None:
     out = good("models", "--endpoint", str(daemon.endpoint("red")))
     header, row = rows(out)
-    assert header[:7] == ["tenant", "model", "where", "virtual", "used", "peak", "limit"]
-    assert row == ["red", "llama-7b", "device", "64.0 GiB", "4.0 MiB", "4.0 MiB", "8.0 MiB", "2", "1", "1"]
+    assert header[:8] == ["tenant", "model", "where", "virtual", "used", "in segments", "peak", "limit"]
+    assert row == ["red", "llama-7b", "device", "64.0 GiB", "4.0 MiB", "0 B", "4.0 MiB", "8.0 MiB", "2", "1", "1"]
     assert out.isascii()
     assert len({len(line) for line in out.splitlines()}) == 1, "columns line up"
 
@@ -97,7 +97,7 @@ def test_status_and_sessions_say_what_there_is(daemon: Daemon) -> None:
     assert re.search(r"^device +256\.0 MiB +4\.0 MiB +0 B +252\.0 MiB", status, re.MULTILINE)
     assert f"pid {daemon.process.pid}" in status
     sessions = good("sessions", *at)
-    assert re.search(rf"red +open +{os.getpid()} +{os.geteuid()} +4\.0 MiB +2 .*llama-7b +a \[red\]worker", sessions)
+    assert re.search(rf"red +open +{os.getpid()} +{os.geteuid()} +4\.0 MiB +2 .*llama-7b +- +a \[red\]worker", sessions)
     assert "open (observer)" in sessions, "the command itself"
 
 
@@ -168,7 +168,7 @@ def test_a_peers_text_cannot_paint_the_terminal() -> None:
 
 def test_a_location_that_a_model_never_used_is_no_row() -> None:
     def model(**host: Any) -> ModelStatus:
-        empty = {"used": 0, "peak": 0, "releasing": 0, "declared": 0, "limit": None, "extents": 0}
+        empty = {"used": 0, "peak": 0, "releasing": 0, "declared": 0, "limit": None, "extents": 0, "segments": 0}
         books = {
             where: ModelBooks(location=where, **{**empty, **more}) for where, more in (("device", {}), ("host", host))
         }
@@ -229,7 +229,11 @@ def test_a_wrong_command_line_is_status_2(
 
 
 @pytest.mark.parametrize(
-    "arguments", ["", "status", "models", "sessions", "doctor", "demo", "quota", "quota set", "quota list"]
+    "arguments",
+    [
+        *("", "status", "models", "sessions", "doctor", "demo", "quota", "quota set", "quota list"),
+        *("segments", "segments load", "segments show", "segments delete"),
+    ],
 )
 def test_every_help_has_an_example(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -246,3 +250,42 @@ def test_the_admin_endpoint_is_the_sibling_of_a_tenants() -> None:
     assert str(admin_socket(None, {"MEMBROKER_ENDPOINT": f"{device}/tenants/acme"})) == f"{device}/admin/grpc.sock"
     with pytest.raises(InvalidRequest, match="name that with --endpoint"):
         admin_socket("/membroker", {})
+
+
+# --- The demo ---
+
+
+def test_the_demo_proves_what_it_says() -> None:
+    """All four scenes, as `make demo` plays them."""
+    done = subprocess.run([*COMMAND, "demo"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    out = " ".join(done.stdout.split())
+    assert "Mapped, that is 128.0 MiB; charged, and in use on the device: 64.0 MiB." in out
+    assert out.index("Sharing:") < out.index("Trade:") < out.index("Refusal:") < out.index("Death:")
+    assert "Proved: 64.0 MiB of weights mapped by two workers and charged once, " in out
+
+
+@pytest.mark.parametrize(
+    ("breakage", "disproved"),
+    [
+        ("copies", "weights of 64.0 MiB are charged 128.0 MiB"),
+        ("misreads", "the two workers read different weights"),
+        ("keeps", "a deleted segment's bytes did not come back"),
+    ],
+)
+def test_the_demo_fails_where_a_claim_of_its_sharing_does_not_hold(
+    breakage: str, disproved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A reader that borrows a copy of its own, reads something else, or never lets go: each is noticed."""
+    tell = demo.Worker.tell
+
+    def told(worker: demo.Worker, do: str, **more: Any) -> dict[str, Any]:
+        answer = {} if (breakage, do) == ("keeps", "let go") else tell(worker, do, **more)
+        if (breakage, do) == ("copies", "attach"):
+            tell(worker, "admit", request=1, pages=demo.WEIGHTS // demo.PAGE)
+        return {"sum": id(answer)} if (breakage, do) == ("misreads", "sum") else answer
+
+    monkeypatch.setattr(demo.Worker, "tell", told)
+    monkeypatch.setattr(demo, "SOON_SECONDS", 1.5)
+    assert demo.main() == 1
+    assert f"the demo failed: {disproved}" in capsys.readouterr().err

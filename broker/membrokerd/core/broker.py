@@ -1,7 +1,7 @@
 """The machine: `step(event, now)` decides, changes the ledger by facts, and says what the world must do.
 
-Sessions and models are here; lending is in `lending`, the dead are in `settling`. A request that is refused changes
-nothing but the count of refusals.
+Sessions and models are here; lending is in `lending`, shared memory in `segments`, the dead are in `settling`. A
+request that is refused changes nothing but the count of refusals.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from . import policy
 from .denied import Denied, Reason, deny
 from .ledger import Ledger, ModelRow, SessionRow
 from .lending import Lending
+from .segments import Segments
 from .settling import Settling
 
 _COUNTER_BITS = 40
@@ -46,6 +47,7 @@ class Broker:
         self._effects: list[fx.Effect] = []
         self._facts: list[ft.Fact] = []
         self.lending = Lending(self)
+        self.segments = Segments(self)
         self.settling = Settling(self)
 
     def step(self, event: ev.Event, now: int) -> Step:
@@ -53,6 +55,11 @@ class Broker:
         self._effects, self._facts = [], []
         _HANDLERS[type(event)](self, event, now)
         return Step(self._effects, self._facts)
+
+    @property
+    def deadline(self) -> int | None:
+        """When the core wants to hear `Elapsed`, in nanoseconds of CLOCK_BOOTTIME; None: not at all."""
+        return self.segments.deadline
 
     # --- what the parts of the core share ---
 
@@ -143,6 +150,7 @@ class Broker:
         if row is not None and row.state in ("open", "leaving"):
             self.record(ft.SessionMoved(row.session, "connection lost", now))
             self.lending.give_up(row)
+            self.segments.give_up(row.session)
 
     def _goodbye(self, event: ev.Goodbye, now: int) -> None:
         denied = self.refuse_request(event.session, event.request_id, gives_back=True)
@@ -153,6 +161,8 @@ class Broker:
         self.record(ft.SessionMoved(row.session, "goodbye", now))
         self.answer(event.call, fx.Done())
         self.lending.give_up(row)
+        self.segments.give_up(row.session)
+        self.segments.writer_leaves(row)
         self.lending.finish_leaving(row, now)
 
     # --- models ---
@@ -175,7 +185,7 @@ class Broker:
             return deny(Reason.OBSERVER)
         if event.name.tenant != self.ledger.sessions[event.session].tenant:
             return deny(Reason.MODEL_NOT_FOUND, model=str(event.name))
-        if not policy.valid_model_name(event.name.model):
+        if not policy.valid_own_name(event.name.model):
             return deny(Reason.INVALID_NAME, name=event.name.model)
         for location, size in event.limits.items():
             if location not in self.rules.capacities:
@@ -215,8 +225,9 @@ class Broker:
         return deny(Reason.MODEL_IN_USE, model=str(event.name), used_bytes=used) if used else None
 
     def end_model_if_idle(self, row: ModelRow) -> None:
-        """End a model that nobody uses and that is charged nothing."""
-        if not row.sessions and not row.used():
+        """End a model that nobody uses, that is charged nothing, and that has not even a failed segment left."""
+        segments = self.ledger.segments.values()
+        if not row.sessions and not row.used() and not any(segment.name == row.name for segment in segments):
             self.record(ft.ModelEnded(row.name))
             for key in [key for key in self.denials if key[0] == row.name]:
                 del self.denials[key]
@@ -255,6 +266,15 @@ _HANDLERS: dict[type, Callable[[Broker, Any, int], None]] = {
     ev.Allocate: lambda broker, event, now: broker.lending.allocate(event),
     ev.Release: lambda broker, event, now: broker.lending.release(event),
     ev.Declare: lambda broker, event, now: broker.lending.declare(event),
+    ev.CreateSegment: lambda broker, event, now: broker.segments.create(event, now),
+    ev.SealSegment: lambda broker, event, now: broker.segments.seal(event),
+    ev.AttachSegment: lambda broker, event, now: broker.segments.attach(event, now),
+    ev.DetachSegment: lambda broker, event, now: broker.segments.detach(event),
+    ev.DeleteSegment: lambda broker, event, now: broker.segments.delete(event),
+    ev.Sealed: lambda broker, event, now: broker.segments.sealed(event),
+    ev.NotSealed: lambda broker, event, now: broker.segments.not_sealed(event),
+    ev.Dropped: lambda broker, event, now: broker.segments.dropped(event, now),
+    ev.Elapsed: lambda broker, event, now: broker.segments.elapsed(now),
     ev.Acknowledge: lambda broker, event, now: broker.lending.acknowledge(event),
     ev.Made: lambda broker, event, now: broker.lending.made(event, now),
     ev.NotMade: lambda broker, event, now: broker.lending.not_made(event, now),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .denied import Denied
-from .events import Location, ModelName
+from .events import Location, ModelName, SegmentName
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,31 @@ class Declared:
 
 
 @dataclass(frozen=True, slots=True)
+class Detached:
+    """Answer to DetachSegment."""
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """Answer to whatever has nothing more to say."""
 
 
-Result = SessionOpened | Registered | Allocated | Released | Declared | Done
+@dataclass(frozen=True, slots=True)
+class SegmentView:
+    """A segment as it stands: the answer to a create, a seal, an attach and a delete."""
+
+    segment: int
+    name: SegmentName
+    state: str
+    location: Location
+    size: int
+    extents: int
+    sessions: int
+    writer: int
+    began_at: int
+
+
+Result = SessionOpened | Registered | Allocated | Released | Declared | SegmentView | Detached | Done
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +82,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Make:
-    """Create, export and send one packet of extents, if the device gate allows. Outcome: Made or NotMade."""
+    """Create, export and send one packet of extents, if the device gate allows. Outcome: Made or NotMade.
+
+    Those of a `segment` (not 0) are kept by the descriptor store first.
+    """
 
     session: int
     request_id: int
@@ -71,6 +94,34 @@ class Make:
     ids: range
     extent_bytes: int
     location: Location
+    segment: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send one packet of a segment's descriptors. Outcome: Made or NotMade."""
+
+    session: int
+    request_id: int
+    part: int
+    parts: int
+    ids: range
+    extent_bytes: int
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Make later mappings of a segment read-only, where the driver can. Outcome: Sealed or NotSealed."""
+
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Close the broker's own descriptors of a segment. Outcome: Dropped."""
+
+    segment: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,4 +139,4 @@ class Forget:
     session: int
 
 
-Effect = Answer | Make | Disconnect | Forget
+Effect = Answer | Make | Send | Seal | Drop | Disconnect | Forget

@@ -32,6 +32,22 @@ class ModelName:
         return f"tenants/{self.tenant}/models/{self.model}"
 
 
+ANY_MODEL = "-"
+"""In a segment's name, where a model stands: whichever has the segment."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SegmentName:
+    """A segment: its model, or `ANY_MODEL`, and its own name (`label`)."""
+
+    tenant: str
+    model: str
+    label: str
+
+    def __str__(self) -> str:
+        return f"tenants/{self.tenant}/models/{self.model}/segments/{self.label}"
+
+
 @dataclass(frozen=True, slots=True)
 class OpenSession:
     """A process said Hello at a tenant's endpoint. `process` is equal for all sessions of one process."""
@@ -128,6 +144,88 @@ class Declare:
 
 
 @dataclass(frozen=True, slots=True)
+class CreateSegment:
+    """Make a segment of `size` bytes under a model, to be written by this session."""
+
+    call: int
+    session: int
+    request_id: int
+    name: SegmentName
+    location: Location
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SealSegment:
+    """The writer has written all of its segment, and waited for its own work."""
+
+    call: int
+    session: int
+    request_id: int
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttachSegment:
+    """Take hold of a segment; wait at most `wait_ns` for its seal."""
+
+    call: int
+    session: int
+    request_id: int
+    name: SegmentName
+    wait_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class DetachSegment:
+    """Let go of a segment, by the session's word."""
+
+    call: int
+    session: int
+    request_id: int
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteSegment:
+    """End a segment; `session` is None for an operator, `generation` 0 for whichever has the name."""
+
+    call: int
+    session: int | None
+    request_id: int
+    name: SegmentName
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """Nobody who maps the segment from now on can write to it, as far as the driver can hold that."""
+
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotSealed:
+    """The driver could not seal the segment: it is as before."""
+
+    segment: int
+    reason: str
+    numbers: Mapping[str, int | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The broker's own descriptors of a segment are closed."""
+
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Elapsed:
+    """The time that the core waits for (`Broker.deadline`) has come, or is close."""
+
+
+@dataclass(frozen=True, slots=True)
 class Acknowledge:
     """A packet's descriptors are imported and closed, or closed unused."""
 
@@ -138,7 +236,7 @@ class Acknowledge:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A packet's extents exist, and its descriptors are queued on the session's connection."""
+    """A packet's extents exist, and its descriptors are queued on the session's connection: of a Make, or a Send."""
 
     session: int
     request_id: int
@@ -147,7 +245,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class NotMade:
-    """None of a packet's extents exists any more: the gate, the driver or the connection refused."""
+    """Of a Make: none of the packet's extents exists any more. Of a Send: it is not sent."""
 
     session: int
     request_id: int
@@ -193,6 +291,15 @@ Event = (
     | Allocate
     | Release
     | Declare
+    | CreateSegment
+    | SealSegment
+    | AttachSegment
+    | DetachSegment
+    | DeleteSegment
+    | Sealed
+    | NotSealed
+    | Dropped
+    | Elapsed
     | Acknowledge
     | Made
     | NotMade

@@ -117,6 +117,64 @@ class LocationSettled:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentBegan:
+    """A segment is charged to its model: `count` extents from `first` on, the last one of `last_bytes`."""
+
+    segment: int
+    name: ModelName
+    label: str
+    location: Location
+    extent_bytes: int
+    last_bytes: int
+    first: int
+    count: int
+    writer: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentMoved:
+    """The segment's lifecycle took a step. With "dropped after a death" its charge turns to releasing."""
+
+    segment: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeld:
+    """A session holds the segment, or holds it once more."""
+
+    segment: int
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLeft:
+    """A session holds the segment `times` less. With "holder died" its memory may be kept by nobody knows whom."""
+
+    segment: int
+    session: int
+    times: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCredited:
+    """These extents of a segment were never made, and are charged no more."""
+
+    segment: int
+    ids: range
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentEnded:
+    """The segment's row is gone, its charge credited. `proven`: the device showed it free (None: nobody had to ask)."""
+
+    segment: int
+    proven: bool | None
+
+
+@dataclass(frozen=True, slots=True)
 class QuotaSet:
     """A limit was commanded for a model, or for a tenant (`model` is None); None ends the command."""
 
@@ -138,5 +196,11 @@ Fact = (
     | Credited
     | DeclarationSet
     | LocationSettled
+    | SegmentBegan
+    | SegmentMoved
+    | SegmentHeld
+    | SegmentLeft
+    | SegmentCredited
+    | SegmentEnded
     | QuotaSet
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import facts, lifecycles
-from .events import LOCATIONS, Location, ModelName
+from .events import LOCATIONS, Location, ModelName, SegmentName
 
 
 @dataclass(slots=True)
@@ -48,6 +48,8 @@ class SessionRow:
     models: set[ModelName] = field(default_factory=set)
     extents: dict[int, Loan] = field(default_factory=dict)
     charges: dict[tuple[ModelName, Location], Charge] = field(default_factory=dict)
+    segments: dict[int, int] = field(default_factory=dict)
+    """How many times it holds each segment. It is not charged for them: their models are."""
 
     def charged(self, location: Location) -> int:
         """Bytes that the session is charged at a location."""
@@ -55,11 +57,49 @@ class SessionRow:
 
 
 @dataclass(slots=True)
+class SegmentRow:
+    """One segment. `ids` are its extents, as it began; `bytes` and `extents` what is charged of them.
+
+    `holders` are the sessions that have it mapped, and how many times. `uncertain`: one of them died, so only the
+    device can say when its memory is gone.
+    """
+
+    segment: int
+    name: ModelName
+    label: str
+    location: Location
+    extent_bytes: int
+    last_bytes: int
+    ids: range
+    writer: int
+    began_at: int
+    bytes: int
+    extents: int
+    state: str = "writing"
+    holders: dict[int, int] = field(default_factory=dict)
+    uncertain: bool = False
+
+    def full_name(self) -> SegmentName:
+        """Return its resource name."""
+        return SegmentName(self.name.tenant, self.name.model, self.label)
+
+    def size_of(self, ids: range) -> int:
+        """Return the bytes of some of its extents, side by side."""
+        last = self.ids[-1] in ids
+        return self.extent_bytes * (len(ids) - last) + self.last_bytes * last
+
+    def charged(self, location: Location) -> int:
+        """Bytes that the segment is charged at a location."""
+        return self.bytes if location == self.location else 0
+
+
+@dataclass(slots=True)
 class ModelCharge(Charge):
-    """A model's charge at one location, with its history."""
+    """A model's charge at one location, with its history. `segments` is the part of `bytes` that is theirs."""
 
     peak: int = 0
     releasing: int = 0
+    segments: int = 0
 
 
 @dataclass(slots=True)
@@ -107,6 +147,8 @@ class Ledger:
         self.totals = {location: Total(capacity) for location, capacity in capacities.items()}
         self.sessions: dict[int, SessionRow] = {}
         self.models: dict[ModelName, ModelRow] = {}
+        self.segments: dict[int, SegmentRow] = {}
+        self.labels: dict[SegmentName, int] = {}
         self.tenants: dict[tuple[str, Location], int] = {}
         self.quotas: dict[tuple[str, str | None, Location], int] = {}
         self.revision = 0
@@ -145,6 +187,7 @@ class Ledger:
     def _session_ended(self, fact: facts.SessionEnded) -> None:
         row = self.sessions.pop(fact.session)
         assert not row.extents, "a session ended that is still charged"
+        assert not row.segments, "a session ended that still holds a segment"
         assert not any(charge.bytes for charge in row.charges.values()), "a session ended that is still charged"
         self._leave_all(row, fact.at)
 
@@ -169,6 +212,7 @@ class Ledger:
         row = self.models.pop(fact.name)
         assert not row.used(), "a model ended that is still charged"
         assert not row.sessions, "a model ended that is still used"
+        assert not any(segment.name == fact.name for segment in self.segments.values()), "a model ended with a segment"
 
     def _debited(self, fact: facts.Debited) -> None:
         row = self.sessions[fact.session]
@@ -207,6 +251,61 @@ class Ledger:
                 charge.declared = 0
                 self._credit_extents(row, name, location, charge.bytes, charge.extents)
 
+    def _segment_began(self, fact: facts.SegmentBegan) -> None:
+        size = fact.extent_bytes * (fact.count - 1) + fact.last_bytes
+        ids = range(fact.first, fact.first + fact.count)
+        row = SegmentRow(
+            fact.segment,
+            fact.name,
+            fact.label,
+            fact.location,
+            fact.extent_bytes,
+            fact.last_bytes,
+            ids,
+            fact.writer,
+            fact.at,
+            size,
+            fact.count,
+        )
+        assert row.full_name() not in self.labels
+        self.segments[fact.segment] = row
+        self.labels[row.full_name()] = fact.segment
+        self._sum_segment(row, size, fact.count)
+        self.models[fact.name].allocations += fact.count
+
+    def _segment_moved(self, fact: facts.SegmentMoved) -> None:
+        row = self.segments[fact.segment]
+        row.state = lifecycles.move(lifecycles.SEGMENT, row.state, fact.cause)
+        if row.state == "releasing":
+            self.totals[row.location].lent -= row.bytes
+            self.totals[row.location].releasing += row.bytes
+            self.models[row.name].charges[row.location].releasing += row.bytes
+
+    def _segment_held(self, fact: facts.SegmentHeld) -> None:
+        holders, held = self.segments[fact.segment].holders, self.sessions[fact.session].segments
+        holders[fact.session] = held[fact.segment] = held.get(fact.segment, 0) + 1
+
+    def _segment_left(self, fact: facts.SegmentLeft) -> None:
+        row, held = self.segments[fact.segment], self.sessions[fact.session].segments
+        left = held[fact.segment] - fact.times
+        assert left >= 0, "a session left a segment more often than it held it"
+        row.holders[fact.session] = held[fact.segment] = left
+        if not left:
+            del row.holders[fact.session], held[fact.segment]
+        row.uncertain |= fact.cause == "holder died"
+
+    def _segment_credited(self, fact: facts.SegmentCredited) -> None:
+        row = self.segments[fact.segment]
+        self._credit_segment(row, row.size_of(fact.ids), len(fact.ids))
+
+    def _segment_ended(self, fact: facts.SegmentEnded) -> None:
+        row = self.segments[fact.segment]
+        assert not row.holders, "a segment ended that sessions hold"
+        ended = lifecycles.move(lifecycles.SEGMENT, row.state, "dropped" if fact.proven is None else "settled")
+        self._credit_segment(row, row.bytes, row.extents)
+        row.state = ended
+        del self.segments[fact.segment], self.labels[row.full_name()]
+
     def _quota_set(self, fact: facts.QuotaSet) -> None:
         key = (fact.tenant, fact.model, fact.location)
         if fact.limit is None:
@@ -221,20 +320,34 @@ class Ledger:
         self.models[name].releases += extents
 
     def _charge(self, row: SessionRow, name: ModelName, location: Location, change: int, extents: int) -> None:
-        """Move every running sum by `change` bytes: the one place where a charge changes."""
+        """Move a session's sums by `change` bytes, and those above it."""
         charge = row.charges.setdefault((name, location), Charge())
-        model = self.models[name].charges[location]
-        for one in (charge, model):
-            one.bytes += change
-            one.extents += extents
-        total = self.totals[location]
-        if row.state == "releasing":
+        charge.bytes += change
+        charge.extents += extents
+        self._sum(name, location, change, extents, releasing=row.state == "releasing")
+
+    def _credit_segment(self, row: SegmentRow, size: int, extents: int) -> None:
+        row.bytes -= size
+        row.extents -= extents
+        self._sum_segment(row, -size, -extents)
+        self.models[row.name].releases += extents
+
+    def _sum_segment(self, row: SegmentRow, change: int, extents: int) -> None:
+        self.models[row.name].charges[row.location].segments += change
+        self._sum(row.name, row.location, change, extents, releasing=row.state == "releasing")
+
+    def _sum(self, name: ModelName, location: Location, change: int, extents: int, *, releasing: bool) -> None:
+        """Move the sums of a model, its tenant and the location: the one place where they change."""
+        model, total = self.models[name].charges[location], self.totals[location]
+        model.bytes += change
+        model.extents += extents
+        if releasing:
             total.releasing += change
             model.releasing += change
         else:
             total.lent += change
         model.peak = max(model.peak, model.bytes)
-        key = (row.tenant, location)
+        key = (name.tenant, location)
         self.tenants[key] = self.tenants.get(key, 0) + change
         if not self.tenants[key]:
             del self.tenants[key]
@@ -260,6 +373,8 @@ class Ledger:
             _same("lent + releasing, by model", total.charged, sum(charge.bytes for charge in models))
             _same("releasing, by model", total.releasing, sum(charge.releasing for charge in models))
             _same("lent + releasing, by tenant", total.charged, tenants)
+            segments = sum(row.charged(location) for row in self.segments.values())
+            _same("segments, by model", sum(charge.segments for charge in models), segments)
             assert total.lent >= 0, total
             assert total.releasing >= 0, total
             assert total.charged + total.stock <= total.capacity, total
@@ -274,11 +389,25 @@ class Ledger:
             _recount_session(row)
             for (name, _), charge in row.charges.items():
                 assert name in self.models or not charge.bytes, f"{name} ended and is charged"
+        for segment in self.segments.values():
+            assert seen.isdisjoint(segment.ids), "an extent has two owners"
+            seen.update(segment.ids)
+            self._recount_holders(segment)
+        owners: list[SessionRow | SegmentRow] = [*self.sessions.values(), *self.segments.values()]
         for location, total in self.totals.items():
-            charged = sum(row.charged(location) for row in self.sessions.values())
-            dead = sum(row.charged(location) for row in self.sessions.values() if row.state == "releasing")
-            _same("lent + releasing, by session", total.charged, charged)
-            _same("releasing, by session", total.releasing, dead)
+            charged = sum(row.charged(location) for row in owners)
+            dead = sum(row.charged(location) for row in owners if row.state == "releasing")
+            _same("lent + releasing, by owner", total.charged, charged)
+            _same("releasing, by owner", total.releasing, dead)
+
+    def _recount_holders(self, segment: SegmentRow) -> None:
+        assert self.labels[segment.full_name()] == segment.segment, "a segment's name is another's"
+        times = {
+            session: row.segments[segment.segment]
+            for session, row in self.sessions.items()
+            if segment.segment in row.segments
+        }
+        assert times == segment.holders, f"segment {segment.segment}: {times} != {segment.holders}"
 
 
 def _recount_session(row: SessionRow) -> None:
@@ -310,6 +439,12 @@ _APPLY: dict[type, Callable[[Ledger, Any], None]] = {
     facts.Credited: Ledger._credited,
     facts.DeclarationSet: Ledger._declaration_set,
     facts.LocationSettled: Ledger._location_settled,
+    facts.SegmentBegan: Ledger._segment_began,
+    facts.SegmentMoved: Ledger._segment_moved,
+    facts.SegmentHeld: Ledger._segment_held,
+    facts.SegmentLeft: Ledger._segment_left,
+    facts.SegmentCredited: Ledger._segment_credited,
+    facts.SegmentEnded: Ledger._segment_ended,
     facts.QuotaSet: Ledger._quota_set,
 }
 
@@ -322,4 +457,15 @@ def replay(capacities: Mapping[Location, int], story: Iterable[facts.Fact]) -> L
     return ledger
 
 
-__all__ = ["LOCATIONS", "Charge", "Ledger", "Loan", "ModelCharge", "ModelRow", "SessionRow", "Total", "replay"]
+__all__ = [
+    "LOCATIONS",
+    "Charge",
+    "Ledger",
+    "Loan",
+    "ModelCharge",
+    "ModelRow",
+    "SegmentRow",
+    "SessionRow",
+    "Total",
+    "replay",
+]

@@ -1,5 +1,7 @@
 """Lending: debit, packets on their way, the window, releases and declarations.
 
+Segments' extents travel in the same packets, through the same window: made once, for their writer, and then sent.
+
 Debit first, credit last: the books are charged for a whole Allocate before the first create, and credited for what
 was not made. A call goes out in packets of 64 extents, at most two of a session unacknowledged; what a session has
 on its way is kept here, not in the ledger, because none of it outlives the daemon.
@@ -24,25 +26,55 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Call:
-    """One Allocate in flight: its extents in packets, by part."""
+    """One call in flight that brings descriptors: its extents in packets, by part.
+
+    The last extent, where it has a size of its own (`last_bytes`), is a packet of its own. `segment` is 0 for an
+    Allocate; `sends` says that the segment exists, and is attached.
+    """
 
     call: int
     request_id: int
     name: ev.ModelName
     location: ev.Location
     extent_bytes: int
+    last_bytes: int
     ids: range
-    states: list[str]
+    segment: int = 0
+    sends: bool = False
+    states: list[str] = field(init=False)
     issued: int = 0
     failure: Denied | None = None
 
+    def __post_init__(self) -> None:
+        self.states = ["waiting"] * (-(-self._alike // policy.PACKET_EXTENTS) + self._last_alone)
+
+    @property
+    def _last_alone(self) -> bool:
+        return self.last_bytes != self.extent_bytes
+
+    @property
+    def _alike(self) -> int:
+        return len(self.ids) - self._last_alone
+
     def packet(self, part: int) -> range:
         """Return the ids of a part."""
-        return self.ids[part * policy.PACKET_EXTENTS : (part + 1) * policy.PACKET_EXTENTS]
+        if self._last_alone and part == len(self.states) - 1:
+            return self.ids[-1:]
+        first = part * policy.PACKET_EXTENTS
+        return self.ids[first : min(first + policy.PACKET_EXTENTS, self._alike)]
+
+    def size_of(self, part: int) -> int:
+        """Return how large each extent of a part is."""
+        return self.last_bytes if self._last_alone and part == len(self.states) - 1 else self.extent_bytes
 
     def is_made(self, extent: int) -> bool:
-        """Say whether this extent of the call exists already."""
+        """Say whether this extent of the call, an Allocate, exists already."""
         return self.states[(extent - self.ids.start) // policy.PACKET_EXTENTS] not in ("waiting", "making")
+
+    @property
+    def any_sent(self) -> bool:
+        """Whether the session may have seen a packet of it."""
+        return "unacknowledged" in self.states or "delivered" in self.states
 
     def move(self, part: int, cause: str) -> None:
         """Take a packet one step along its lifecycle."""
@@ -88,11 +120,53 @@ class Lending:
 
     def in_flight(self, session: int, request_id: int) -> bool:
         """Say whether a request of this id is unanswered, or its packets are still unacknowledged."""
-        return request_id in self._traffic[session].calls
+        traffic = self._traffic[session]
+        return request_id in traffic.calls or request_id in traffic.unanswered
 
     def making_of(self, session: int) -> bool:
         """Say whether packets of the session are being made."""
         return any("making" in call.states for call in self._traffic[session].calls.values())
+
+    def making_segment(self, session: int, segment: int) -> bool:
+        """Say whether packets of a segment are being made for its writer."""
+        traffic = self._traffic.get(session)
+        calls = traffic.calls.values() if traffic else ()
+        return any(call.segment == segment and not call.sends and "making" in call.states for call in calls)
+
+    def unanswered_of(self, session: int, segment: int) -> int:
+        """Return how many calls of the session about this segment have no answer yet."""
+        traffic = self._traffic[session]
+        calls = [traffic.calls[number] for number in traffic.unanswered if number in traffic.calls]
+        return sum(1 for call in calls if call.segment == segment)
+
+    # --- calls that bring descriptors ---
+
+    def refuse_call(self, session: int) -> Denied | None:
+        """Return why the session cannot have one more call that brings descriptors, or None."""
+        broker = self._broker
+        if broker.ledger.sessions[session].state != "open":
+            return deny(Reason.DELIVERY_FAILED)
+        if len(self._traffic[session].unanswered) >= broker.rules.max_calls_per_session:
+            return deny(Reason.TOO_MANY_REQUESTS, limit=broker.rules.max_calls_per_session)
+        return None
+
+    def wait(self, session: int, request_id: int) -> None:
+        """Count a call that cannot begin yet among those in flight."""
+        self._traffic[session].unanswered.add(request_id)
+
+    def wait_no_more(self, session: int, request_id: int) -> None:
+        """A call that could not begin is answered, or begins."""
+        self._traffic[session].unanswered.discard(request_id)
+
+    def begin_call(self, session: int, call: Call) -> None:
+        """Send a call out in packets; what it makes is debited already."""
+        traffic = self._traffic[session]
+        if not call.sends:
+            self.making[call.location] += call.extent_bytes * (len(call.ids) - 1) + call.last_bytes
+        traffic.calls[call.request_id] = call
+        traffic.unanswered.add(call.request_id)
+        traffic.queue.append(call)
+        self._issue(session)
 
     # --- allocate ---
 
@@ -105,35 +179,26 @@ class Lending:
         ids = self._broker.take_ids(event.count)
         fact = ft.Debited(event.session, event.name, event.location, event.extent_bytes, ids.start, event.count)
         self._broker.record(fact)
-        self.making[event.location] += event.extent_bytes * event.count
-        parts = -(-event.count // policy.PACKET_EXTENTS)
-        call = Call(
-            event.call, event.request_id, event.name, event.location, event.extent_bytes, ids, ["waiting"] * parts
-        )
-        traffic = self._traffic[event.session]
-        traffic.calls[event.request_id] = call
-        traffic.unanswered.add(event.request_id)
-        traffic.queue.append(call)
-        self._issue(event.session)
+        size = event.extent_bytes
+        call = Call(event.call, event.request_id, event.name, event.location, size, size, ids)
+        self.begin_call(event.session, call)
 
     def _refuse_allocate(self, event: ev.Allocate) -> Denied | None:
         broker = self._broker
         denied = broker.refuse_request(event.session, event.request_id)
         if denied:
             return denied
-        found = self._find(event.session, event.name)
+        found = self.find(event.session, event.name)
         if isinstance(found, Denied):
             return found
-        if broker.ledger.sessions[event.session].state != "open":
-            return deny(Reason.DELIVERY_FAILED, model=str(event.name))
-        traffic = self._traffic[event.session]
-        if len(traffic.unanswered) >= broker.rules.max_calls_per_session:
-            return deny(Reason.TOO_MANY_REQUESTS, limit=broker.rules.max_calls_per_session)
-        return policy.check_extents(broker.rules, event.location, event.extent_bytes, event.count) or policy.admit(
-            broker.ledger, broker.rules, event.name, event.location, event.extent_bytes * event.count
+        return (
+            self.refuse_call(event.session)
+            or policy.check_extents(broker.rules, event.location, event.extent_bytes, event.count)
+            or policy.admit(broker.ledger, broker.rules, event.name, event.location, event.extent_bytes * event.count)
         )
 
-    def _find(self, session: int, name: ev.ModelName) -> ModelRow | Denied:
+    def find(self, session: int, name: ev.ModelName) -> ModelRow | Denied:
+        """Return a model under which this session may be charged, or why it may not."""
         if self._broker.ledger.sessions[session].observer:
             return deny(Reason.OBSERVER)
         return self._broker.find_model(session, name)
@@ -149,17 +214,7 @@ class Lending:
             traffic.window += 1
             if call.issued == len(call.states):
                 traffic.queue.popleft()
-            self._broker.emit(
-                fx.Make(
-                    session,
-                    call.request_id,
-                    part,
-                    len(call.states),
-                    call.packet(part),
-                    call.extent_bytes,
-                    call.location,
-                )
-            )
+            self._broker.emit(_packet(session, call, part))
 
     # --- outcomes ---
 
@@ -178,7 +233,7 @@ class Lending:
         traffic.window -= 1
         call.failure = call.failure or Denied(Reason(event.reason), {"model": str(call.name), **event.numbers})
         self._made_or_not(call, event.part)
-        self._broker.record(ft.Credited(event.session, call.packet(event.part), "not made"))
+        self._credit_unmade(event.session, call, call.packet(event.part))
         self._abandon(event.session, call)
         self._conclude(event.session, call, now)
 
@@ -192,7 +247,7 @@ class Lending:
         traffic.window -= 1
         row = self._broker.ledger.sessions[event.session]
         ids = tuple(extent for extent in call.packet(event.part) if extent in row.extents)
-        if ids:
+        if ids:  # a segment's are kept by the broker
             self._broker.record(ft.Credited(event.session, ids, "not delivered"))
         call.failure = call.failure or deny(Reason.DELIVERY_FAILED, model=str(call.name))
         self._abandon(event.session, call)
@@ -229,6 +284,7 @@ class Lending:
             return
         if row.extents:
             self._broker.record(ft.Credited(row.session, tuple(row.extents), "goodbye"))
+        self._broker.segments.leave_all(row, "goodbye")
         for (name, location), charge in list(row.charges.items()):
             if charge.declared:
                 self._broker.record(ft.DeclarationSet(row.session, name, location, 0))
@@ -237,19 +293,27 @@ class Lending:
 
     def _abandon(self, session: int, call: Call) -> None:
         """Give up the packets of a call that still wait."""
-        waiting = call.ids[call.issued * policy.PACKET_EXTENTS :]
-        for part in range(call.issued, len(call.states)):
+        waiting = range(call.issued, len(call.states))
+        for part in waiting:
             call.move(part, "given up")
+            self._made_or_not(call, part)
         call.issued = len(call.states)
         traffic = self._traffic[session]
         if call in traffic.queue:
             traffic.queue.remove(call)
         if waiting:
-            self.making[call.location] -= call.extent_bytes * len(waiting)
-            self._broker.record(ft.Credited(session, waiting, "not made"))
+            self._credit_unmade(session, call, range(call.packet(waiting.start).start, call.ids.stop))
 
     def _made_or_not(self, call: Call, part: int) -> None:
-        self.making[call.location] -= call.extent_bytes * len(call.packet(part))
+        if not call.sends:
+            self.making[call.location] -= call.size_of(part) * len(call.packet(part))
+
+    def _credit_unmade(self, session: int, call: Call, ids: range) -> None:
+        """Credit extents that will never exist."""
+        if call.sends:
+            return
+        fact = ft.SegmentCredited(call.segment, ids) if call.segment else ft.Credited(session, ids, "not made")
+        self._broker.record(fact)
 
     def _conclude(self, session: int, call: Call, now: int) -> None:
         """Answer a call whose every packet is decided, and let the next one go."""
@@ -267,7 +331,9 @@ class Lending:
         if not call.done or call.request_id not in unanswered:
             return
         unanswered.discard(call.request_id)
-        if call.failure:
+        if call.segment:
+            self._broker.segments.call_done(session, call)
+        elif call.failure:
             self._broker.refuse(call.call, call.failure, session, call.name)
         else:
             self._broker.answer(call.call, fx.Allocated(len(call.ids), call.extent_bytes))
@@ -320,7 +386,7 @@ class Lending:
         denied = broker.refuse_request(event.session, event.request_id)
         if denied:
             return denied
-        found = self._find(event.session, event.name)
+        found = self.find(event.session, event.name)
         if isinstance(found, Denied):
             return found
         if not broker.rules.capacities.get(event.location):
@@ -330,3 +396,10 @@ class Lending:
         charge = broker.ledger.sessions[event.session].charges.get((event.name, event.location))
         more = event.declared_bytes - (charge.declared if charge else 0)
         return policy.admit(broker.ledger, broker.rules, event.name, event.location, more) if more > 0 else None
+
+
+def _packet(session: int, call: Call, part: int) -> fx.Make | fx.Send:
+    number, parts, ids, size = call.request_id, len(call.states), call.packet(part), call.size_of(part)
+    if call.sends:
+        return fx.Send(session, number, part, parts, ids, size, call.segment)
+    return fx.Make(session, number, part, parts, ids, size, call.location, call.segment)

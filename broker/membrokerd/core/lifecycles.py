@@ -66,7 +66,38 @@ PACKET: Final[Lifecycle] = {
     "credited": {},
 }
 
-ALL: Final[Mapping[str, Lifecycle]] = {"session": SESSION, "extent": EXTENT, "packet": PACKET}
+SEGMENT: Final[Lifecycle] = {
+    "writing": {
+        "seal asked": "sealing",
+        "writer ended": "ending",
+        "deleted": "ending",
+        "not made": "ending",
+    },
+    # The writer is done: from here on its own end does not matter.
+    "sealing": {
+        "sealed": "sealed",
+        "not sealed": "writing",
+        "deleted": "ending",
+    },
+    "sealed": {
+        "deleted": "ending",
+    },
+    # Attached no more; charged while sessions have it mapped.
+    "ending": {
+        "last session left": "dropping",
+    },
+    # The broker closes its own descriptors.
+    "dropping": {
+        "dropped": "ended",
+        "dropped after a death": "releasing",
+    },
+    "releasing": {
+        "settled": "ended",
+    },
+    "ended": {},
+}
+
+ALL: Final[Mapping[str, Lifecycle]] = {"session": SESSION, "extent": EXTENT, "packet": PACKET, "segment": SEGMENT}
 
 
 class IllegalMove(AssertionError):

@@ -19,13 +19,18 @@ MAX_COUNT = 65_536
 MAX_RELEASE = 4_096
 """Ids in one Release."""
 MAX_BYTES = (1 << 63) - 1
+MAX_WAIT_NS = 24 * 3600 * 1_000_000_000
+"""How long an attach may wait for a seal."""
 
-_MODEL = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_OWN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the configuration says, in bytes, nanoseconds and counts. `limits` of a tenant have no model."""
+    """What the configuration says, in bytes, nanoseconds and counts. `limits` of a tenant have no model.
+
+    A segment is made of extents of `segment_extent_bytes`, and one of the rest.
+    """
 
     granularity: int
     capacities: Mapping[Location, int]
@@ -38,11 +43,22 @@ class Rules:
     max_sessions_per_tenant: int | None = None
     max_models_per_tenant: int = 256
     max_calls_per_session: int = 16
+    segment_extent_bytes: int = 1 << 30
+    max_segments_per_tenant: int = 256
+    max_segment_extents: int = 4_096
 
 
-def valid_model_name(name: str) -> bool:
-    """Say whether `name` is [a-z0-9] and then at most 62 of [a-z0-9._-]."""
-    return _MODEL.fullmatch(name) is not None
+def valid_own_name(name: str) -> bool:
+    """Say whether `name`, of a model or a segment, is [a-z0-9] and then at most 62 of [a-z0-9._-]."""
+    return _OWN_NAME.fullmatch(name) is not None
+
+
+def shape_of_segment(rules: Rules, size: int) -> tuple[int, int, int]:
+    """Return (size of an extent, size of the last one, how many) of a segment of `size` bytes."""
+    whole, rest = divmod(size, rules.segment_extent_bytes)
+    if not whole:
+        return size, size, 1
+    return rules.segment_extent_bytes, rest or rules.segment_extent_bytes, whole + bool(rest)
 
 
 def model_limit(ledger: Ledger, rules: Rules, name: ModelName, location: Location) -> int | None:

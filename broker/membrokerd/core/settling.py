@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from . import events as ev
 from . import facts as ft
-from .ledger import SessionRow
+from .ledger import SegmentRow, SessionRow
 
 if TYPE_CHECKING:
     from .broker import Broker
@@ -29,9 +29,9 @@ NOTICE_NS = 1_000_000_000
 
 @dataclass(slots=True)
 class Death:
-    """A dead session's bytes at one location. `reference` is None where the device cannot say."""
+    """Bytes at one location of a dead session or a dropped segment. `reference`: None where the device cannot say."""
 
-    session: int
+    owner: int
     location: ev.Location
     died_at: int
     reference: int | None
@@ -45,6 +45,8 @@ class Settling:
         self._deaths: list[Death] = []
         self._used: dict[ev.Location, int | None] = dict.fromkeys(broker.rules.capacities)
         self._at_audit: dict[ev.Location, int | None] = dict.fromkeys(broker.rules.capacities)
+        self._at_look = self._at_audit
+        """As `_at_audit`, of an audit or a death, whichever was later."""
         self._lately: deque[tuple[int, dict[ev.Location, int | None]]] = deque()
 
     @property
@@ -77,9 +79,21 @@ class Settling:
         references = {location: self._reference(location, now) for location in self._used}
         self._broker.record(ft.SessionMoved(row.session, "process died", now))
         self._broker.lending.give_up(row)
+        self._broker.segments.give_up(row.session)
+        self._broker.segments.leave_all(row, "holder died")
         for location, reference in references.items():
             self._deaths.append(Death(row.session, location, now, reference))
         self._settle(now)
+        self._at_look = self._unaccounted_everywhere()
+
+    def segment_dropped(self, row: SegmentRow, now: int) -> None:
+        """Turn a segment's charge to releasing: a holder died, so somebody may still have it mapped.
+
+        The broker itself had it until now, so its reference is of the last look. What was lent or given back since
+        then is in the books and not in the figure, and would be taken for this segment's: the next look decides.
+        """
+        self._broker.record(ft.SegmentMoved(row.segment, "dropped after a death"))
+        self._deaths.append(Death(row.segment, row.location, now, self._at_look[row.location]))
 
     def _reference(self, location: ev.Location, now: int) -> int | None:
         lately = [seen[location] for at, seen in self._lately if now - at <= NOTICE_NS]
@@ -90,7 +104,7 @@ class Settling:
         """Take what the device shows, credit who is shown gone, and end what has been idle for its grace."""
         self._see(event.seen)
         self._settle(now)
-        self._at_audit = {location: self.unaccounted(location) for location in self._used}
+        self._at_audit = self._at_look = self._unaccounted_everywhere()
         self._lately.append((now, self._at_audit))
         while now - self._lately[0][0] > NOTICE_NS:
             self._lately.popleft()
@@ -98,6 +112,9 @@ class Settling:
         for row in list(self._broker.ledger.models.values()):
             if not row.sessions and now - row.idle_since >= grace:
                 self._broker.end_model_if_idle(row)
+
+    def _unaccounted_everywhere(self) -> dict[ev.Location, int | None]:
+        return {location: self.unaccounted(location) for location in self._used}
 
     def _see(self, seen: ev.Seen) -> None:
         for location in self._used:
@@ -112,8 +129,8 @@ class Settling:
             self._credit(due, now)
 
     def _is_due(self, death: Death, now: int) -> bool:
-        row = self._broker.ledger.sessions[death.session]
-        if self._broker.lending.making_of(row.session):
+        row = self._row(death)
+        if isinstance(row, SessionRow) and self._broker.lending.making_of(row.session):
             return False
         charged = row.charged(death.location)
         return not charged or self._proven(death, charged) or now - death.died_at >= self._broker.rules.settle_ns
@@ -129,13 +146,21 @@ class Settling:
             return False
         return unaccounted < death.reference - charged + self._broker.rules.granularity
 
+    def _row(self, death: Death) -> SessionRow | SegmentRow:
+        ledger = self._broker.ledger
+        return ledger.sessions.get(death.owner) or ledger.segments[death.owner]
+
     def _credit(self, death: Death, now: int) -> None:
-        row = self._broker.ledger.sessions[death.session]
+        row = self._row(death)
         charged = row.charged(death.location)
+        proven = self._proven(death, charged)
         self._deaths.remove(death)
+        if isinstance(row, SegmentRow):
+            self._broker.record(ft.SegmentEnded(row.segment, proven))
+            return
         if charged:
-            self._broker.record(ft.LocationSettled(row.session, death.location, self._proven(death, charged)))
-        if not any(other.session == row.session for other in self._deaths):
+            self._broker.record(ft.LocationSettled(row.session, death.location, proven))
+        if not any(other.owner == row.session for other in self._deaths):
             self._end(row, now)
 
     def _end(self, row: SessionRow, now: int) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from . import policy
-from .events import Location, ModelName
+from .effects import SegmentView
+from .events import Location, ModelName, SegmentName
 from .ledger import ModelRow, SessionRow
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class ModelLocationView:
     peak: int
     releasing: int
     declared: int
+    segments: int
     extents: int
     limit: int | None
 
@@ -55,7 +57,7 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True)
 class SessionView:
-    """One session; `locations` are (location, bytes, extents)."""
+    """One session; `locations` are (location, bytes, extents), `segments` those that it holds."""
 
     session: int
     tenant: str
@@ -66,6 +68,7 @@ class SessionView:
     client: str
     models: tuple[ModelName, ...]
     locations: tuple[tuple[Location, int, int], ...]
+    segments: tuple[SegmentName, ...]
     began_at: int
 
 
@@ -77,10 +80,11 @@ class Snapshot:
     locations: tuple[LocationView, ...]
     models: tuple[ModelView, ...]
     sessions: tuple[SessionView, ...]
+    segments: tuple[SegmentView, ...]
 
 
 def take(broker: Broker) -> Snapshot:
-    """Return the books as they stand, models by name, sessions in the order they began."""
+    """Return the books as they stand, models by name, sessions and segments in the order they began."""
     ledger = broker.ledger
     locations = tuple(
         LocationView(where, t.capacity, t.lent, t.releasing, t.stock, t.free, broker.settling.shown(where))
@@ -93,7 +97,8 @@ def take(broker: Broker) -> Snapshot:
         ledger.revision,
         locations,
         tuple(_model(broker, row, denials.get(row.name, {})) for _, row in sorted(ledger.models.items())),
-        tuple(_session(row) for row in ledger.sessions.values()),
+        tuple(_session(broker, row) for row in ledger.sessions.values()),
+        tuple(broker.segments.view(row) for row in ledger.segments.values()),
     )
 
 
@@ -108,6 +113,7 @@ def _model(broker: Broker, row: ModelRow, denials: Mapping[str, int]) -> ModelVi
                 charge.peak,
                 charge.releasing,
                 charge.declared,
+                charge.segments,
                 charge.extents,
                 policy.model_limit(broker.ledger, broker.rules, row.name, where),
             )
@@ -125,7 +131,7 @@ def virtual_capacity(broker: Broker, row: ModelRow) -> int:
     return row.virtual_capacity or broker.ledger.totals["device"].capacity
 
 
-def _session(row: SessionRow) -> SessionView:
+def _session(broker: Broker, row: SessionRow) -> SessionView:
     sums: dict[Location, tuple[int, int]] = {}
     for (_, where), charge in row.charges.items():
         size, extents = sums.get(where, (0, 0))
@@ -140,5 +146,6 @@ def _session(row: SessionRow) -> SessionView:
         row.client,
         tuple(sorted(row.models)),
         tuple((where, size, extents) for where, (size, extents) in sums.items()),
+        tuple(broker.ledger.segments[segment].full_name() for segment in row.segments),
         row.began_at,
     )

@@ -33,7 +33,14 @@ FRAMES_PER_TURN = 8
 MAX_CLIENT_NAME = 128
 LINGER_SECONDS = 5.0
 """How long the last answer of a connection may wait for a peer that does not read."""
-_REPLY_FIELDS = {fx.Allocated: "allocate", fx.Released: "release", fx.Declared: "declare"}
+_REQUESTS = frozenset(
+    [
+        *("allocate", "release", "declare"),
+        *("create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment"),
+    ]
+)
+_QUIET = frozenset(("release", "detach_segment"))
+"""Requests that may want no answer (`no_reply`)."""
 
 
 class _Outgoing(NamedTuple):
@@ -100,7 +107,7 @@ class Connection:
             self._violated(frame.request_id, f"the first frame must be a Hello, not {kind}")
         elif kind == "ack":
             self._loop.tell(ev.Acknowledge(self._session, frame.request_id, frame.ack.part))
-        elif kind in ("allocate", "release", "declare"):
+        elif kind in _REQUESTS:
             self._request(frame, self._session, getattr(frame, kind))
         elif kind == "goodbye":
             self._goodbye(frame.request_id, self._session)
@@ -108,12 +115,12 @@ class Connection:
             self._violated(frame.request_id, f"a client does not send {kind}")
 
     def _request(self, frame: pb.Frame, session: int, message: Message) -> None:
-        request_id = frame.request_id
-        quiet = frame.WhichOneof("kind") == "release" and frame.release.no_reply
+        request_id, kind = frame.request_id, frame.WhichOneof("kind")
+        quiet = kind in _QUIET and getattr(message, "no_reply", False)
 
         def respond(result: fx.Result | Denied) -> None:
             if not quiet:
-                self._reply(request_id, result)
+                self._send(_reply_frame(request_id, result))
             elif isinstance(result, Denied):
                 self.notify(pb.Frame(request_id=request_id, notice=pb.Notice(release_refused=to_status(result))))
 
@@ -171,7 +178,7 @@ class Connection:
     def _goodbye(self, request_id: int, session: int) -> None:
         def respond(result: fx.Result | Denied) -> None:
             if isinstance(result, Denied):
-                self._reply(request_id, result)
+                self._send(_reply_frame(request_id, result))
             else:
                 self._last(pb.Frame(request_id=request_id, reply=pb.Reply(goodbye=pb.GoodbyeResponse())))
 
@@ -194,12 +201,18 @@ class Connection:
 
     # --- out ---
 
-    def deliver(self, make: fx.Make, descriptors: list[int]) -> None:
+    def deliver(self, packet: fx.Make | fx.Send, descriptors: list[int]) -> None:
         """Queue one packet of a call; its descriptors are closed here, sent or not."""
-        delivery = pb.Delivery(part=make.part, parts=make.parts, extent_bytes=make.extent_bytes, extent_ids=make.ids)
+        delivery = pb.Delivery(
+            part=packet.part,
+            parts=packet.parts,
+            extent_bytes=packet.extent_bytes,
+            extent_ids=packet.ids,
+            segment=packet.segment,
+        )
         self._listener.count_descriptors(len(descriptors))
-        frame = pb.Frame(request_id=make.request_id, delivery=delivery)
-        self._send(frame, descriptors, (make.request_id, make.part))
+        frame = pb.Frame(request_id=packet.request_id, delivery=delivery)
+        self._send(frame, descriptors, (packet.request_id, packet.part))
 
     def notify(self, frame: pb.Frame) -> None:
         """Say something on the broker's own account; what a full socket does not take is dropped and counted."""
@@ -213,9 +226,6 @@ class Connection:
     def disconnect(self, why: str) -> None:
         """End the connection because its peer broke the protocol."""
         self._violated(0, why)
-
-    def _reply(self, request_id: int, result: fx.Result | Denied) -> None:
-        self._send(_reply_frame(request_id, result))
 
     def _send(
         self, frame: pb.Frame, descriptors: list[int] | None = None, delivery: tuple[int, int] | None = None
@@ -312,5 +322,6 @@ def _reply_frame(request_id: int, result: fx.Result | Denied) -> pb.Frame:
     if isinstance(result, Denied):
         reply.error.CopyFrom(to_status(result))
     else:
-        getattr(reply, _REPLY_FIELDS[type(result)]).CopyFrom(from_result(result))
+        field, message = from_result(result)
+        getattr(reply, field).CopyFrom(message)
     return pb.Frame(request_id=request_id, reply=reply)

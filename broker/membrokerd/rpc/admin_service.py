@@ -39,6 +39,19 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """Return a page of everybody's sessions."""
         return self._views.list_sessions(request)
 
+    async def ListSegments(
+        self, request: broker_pb2.ListSegmentsRequest, context: Any
+    ) -> broker_pb2.ListSegmentsResponse:
+        """Return a page of everybody's segments."""
+        return self._views.list_segments(request)
+
+    async def DeleteSegment(self, request: broker_pb2.DeleteSegmentRequest, context: Any) -> resources_pb2.Segment:
+        """End a segment of whomever."""
+        name, generation = convert.parse_segment(request.name), request.generation
+        result = await self._ask(lambda call: ev.DeleteSegment(call, None, request.request_id, name, generation))
+        _, response = convert.from_result(result)
+        return response  # type: ignore[no-any-return]
+
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Any) -> pb.Quota:
         """Command a limit, or end a command."""
         tenant, model = convert.parse_quota_name(request.name)
@@ -46,17 +59,21 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise Refused(deny(Reason.TENANT_NOT_FOUND, tenant=tenant))
         location = convert.parse_location(request.location)
         limit = request.limit_bytes if request.HasField("limit_bytes") else None
-        answer: asyncio.Future[fx.Result | Denied] = asyncio.get_running_loop().create_future()
-        self._loop.ask(lambda call: ev.SetQuota(call, tenant, model, location, limit), answer.set_result)
-        result = await answer
-        if isinstance(result, Denied):
-            raise Refused(result)
+        await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, limit))
         return self._quota(tenant, model, location)
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
         """Return what is commanded."""
         keys = sorted(self._loop.broker.ledger.quotas, key=lambda key: (key[0], key[1] or "", key[2]))
         return pb.ListQuotasResponse(quotas=[self._quota(*key) for key in keys])
+
+    async def _ask(self, make_event: convert.MakeEvent) -> fx.Result:
+        answer: asyncio.Future[fx.Result | Denied] = asyncio.get_running_loop().create_future()
+        self._loop.ask(make_event, answer.set_result)
+        result = await answer
+        if isinstance(result, Denied):
+            raise Refused(result)
+        return result
 
     def _quota(self, tenant: str, model: str | None, location: ev.Location) -> pb.Quota:
         ledger = self._loop.broker.ledger

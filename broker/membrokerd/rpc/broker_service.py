@@ -40,15 +40,35 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
 
     async def AllocateExtents(self, request: pb.AllocateExtentsRequest, context: Any) -> pb.AllocateExtentsResponse:
         """Borrow extents; their descriptors went to the session's handoff socket before this returns."""
-        return from_result(await self._ask(request, context))  # type: ignore[no-any-return]
+        return await self._move(request, context)  # type: ignore[no-any-return]
 
     async def ReleaseExtents(self, request: pb.ReleaseExtentsRequest, context: Any) -> pb.ReleaseExtentsResponse:
         """Give extents back."""
-        return from_result(await self._ask(request, context))  # type: ignore[no-any-return]
+        return await self._move(request, context)  # type: ignore[no-any-return]
 
     async def DeclareMemory(self, request: pb.DeclareMemoryRequest, context: Any) -> pb.DeclareMemoryResponse:
         """Say what the session allocates itself."""
-        return from_result(await self._ask(request, context))  # type: ignore[no-any-return]
+        return await self._move(request, context)  # type: ignore[no-any-return]
+
+    async def CreateSegment(self, request: pb.CreateSegmentRequest, context: Any) -> resources_pb2.Segment:
+        """Make a segment; its descriptors went to the session's handoff socket before this returns."""
+        return await self._move(request, context)  # type: ignore[no-any-return]
+
+    async def SealSegment(self, request: pb.SealSegmentRequest, context: Any) -> resources_pb2.Segment:
+        """End the writing of a segment."""
+        return await self._move(request, context)  # type: ignore[no-any-return]
+
+    async def AttachSegment(self, request: pb.AttachSegmentRequest, context: Any) -> resources_pb2.Segment:
+        """Take hold of a segment; its descriptors went to the session's handoff socket before this returns."""
+        return await self._move(request, context)  # type: ignore[no-any-return]
+
+    async def DetachSegment(self, request: pb.DetachSegmentRequest, context: Any) -> pb.DetachSegmentResponse:
+        """Let go of a segment."""
+        return await self._move(request, context)  # type: ignore[no-any-return]
+
+    async def DeleteSegment(self, request: pb.DeleteSegmentRequest, context: Any) -> resources_pb2.Segment:
+        """End a segment of the tenant."""
+        return await self._move(request, context)  # type: ignore[no-any-return]
 
     async def GetDevice(self, request: pb.GetDeviceRequest, context: Any) -> resources_pb2.Device:
         """Return the device and its books."""
@@ -63,9 +83,18 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         """Return a page of the tenant's own sessions."""
         return self._views.list_sessions(request, self._ticket(context).tenant)
 
+    async def ListSegments(self, request: pb.ListSegmentsRequest, context: Any) -> pb.ListSegmentsResponse:
+        """Return a page of the tenant's own segments."""
+        return self._views.list_segments(request, self._ticket(context).tenant)
+
     def _ticket(self, context: Any) -> Ticket:
         metadata = dict(context.invocation_metadata())
         return self._dispatcher.find(str(metadata.get(TOKEN_KEY, "")), self._endpoint)
+
+    async def _move(self, request: Any, context: Any) -> Any:
+        """Put a request that moves memory to the core, and return its response."""
+        _, response = from_result(await self._ask(request, context))
+        return response
 
     async def _ask(self, request: Any, context: Any) -> fx.Result:
         ticket = self._ticket(context)

@@ -16,10 +16,12 @@ from membroker.vmm import DeviceInfo, MemoryInfo
 
 from ..core import effects as fx
 from ..core import events as ev
+from ..core import policy
 from ..core.denied import Denied, Reason, deny
 from ..core.snapshot import LocationView, ModelView, SessionView, Snapshot
 
 MODEL_NAME = re.compile(r"tenants/([a-z0-9-]{1,24})/models/([a-z0-9][a-z0-9._-]{0,62})")
+_SEGMENT_NAME = re.compile(r"tenants/([a-z0-9-]{1,24})/models/([a-z0-9][a-z0-9._-]{0,62}|-)/segments/(.{1,63})")
 _QUOTA_NAME = re.compile(r"tenants/([a-z0-9-]{1,24})(?:/models/([a-z0-9][a-z0-9._-]{0,62}))?")
 _SHOWN_NAME = 100
 """Of a malformed name, so much is shown: an error travels in gRPC metadata, of which a client takes 8 KiB."""
@@ -34,6 +36,15 @@ _STATES: Mapping[str, rpb.Session.State.ValueType] = {
     "leaving": rpb.Session.OPEN,
     "detached": rpb.Session.DETACHED,
     "releasing": rpb.Session.RELEASING,
+}
+
+_SEGMENT_STATES: Mapping[str, rpb.Segment.State.ValueType] = {
+    "writing": rpb.Segment.WRITING,
+    "sealing": rpb.Segment.WRITING,
+    "sealed": rpb.Segment.SEALED,
+    "ending": rpb.Segment.ENDING,
+    "dropping": rpb.Segment.ENDING,
+    "releasing": rpb.Segment.RELEASING,
 }
 
 MakeEvent = Callable[[int], ev.Event]
@@ -53,6 +64,17 @@ def parse_model(name: str) -> ev.ModelName:
     if match is None:
         raise Refused(deny(Reason.INVALID_NAME, name=name[:_SHOWN_NAME]))
     return ev.ModelName(match[1], match[2])
+
+
+def parse_segment(name: str) -> ev.SegmentName:
+    """Return the segment that `tenants/{tenant}/models/{model}/segments/{segment}` names, or raise `Refused`.
+
+    `-` for the model is whichever model has it.
+    """
+    match = _SEGMENT_NAME.fullmatch(name)
+    if match is None or not policy.valid_own_name(match[3]):
+        raise Refused(deny(Reason.INVALID_NAME, name=name[:_SHOWN_NAME]))
+    return ev.SegmentName(match[1], match[2], match[3])
 
 
 def parse_quota_name(name: str) -> tuple[str, str | None]:
@@ -85,6 +107,22 @@ def to_event(session: int, tenant: str, request_id: int, request: Message) -> Ma
             name, location = parse_model(request.model), parse_location(request.location)
             declared = request.declared_bytes
             return lambda call: ev.Declare(call, session, request_id, name, location, declared)
+        case bpb.CreateSegmentRequest():
+            name, location, size = parse_model(request.model), parse_location(request.location), request.size_bytes
+            segment = parse_segment(f"{name}/segments/{request.segment_id}")
+            return lambda call: ev.CreateSegment(call, session, request_id, segment, location, size)
+        case bpb.SealSegmentRequest():
+            generation = request.generation
+            return lambda call: ev.SealSegment(call, session, request_id, generation)
+        case bpb.AttachSegmentRequest():
+            segment, wait_ns = parse_segment(request.name), request.wait.seconds * 1_000_000_000 + request.wait.nanos
+            return lambda call: ev.AttachSegment(call, session, request_id, segment, wait_ns)
+        case bpb.DetachSegmentRequest():
+            generation = request.generation
+            return lambda call: ev.DetachSegment(call, session, request_id, generation)
+        case bpb.DeleteSegmentRequest():
+            segment, generation = parse_segment(request.name), request.generation
+            return lambda call: ev.DeleteSegment(call, session, request_id, segment, generation)
         case bpb.RegisterModelRequest():
             return _registration(session, tenant, request_id, request)
         case bpb.UnregisterModelRequest():
@@ -107,15 +145,19 @@ def _registration(session: int, tenant: str, request_id: int, request: bpb.Regis
     return lambda call: ev.RegisterModel(call, session, request_id, name, virtual, limits, exclusive)
 
 
-def from_result(result: fx.Result) -> Any:
-    """Return the response of a call that moved memory."""
+def from_result(result: fx.Result) -> tuple[str, Any]:
+    """Return the response of a call that moved memory, and the name of its field in a handoff Reply."""
     match result:
         case fx.Allocated():
-            return bpb.AllocateExtentsResponse(count=result.count, extent_bytes=result.extent_bytes)
+            return "allocate", bpb.AllocateExtentsResponse(count=result.count, extent_bytes=result.extent_bytes)
         case fx.Released():
-            return bpb.ReleaseExtentsResponse(released_bytes=result.released_bytes)
+            return "release", bpb.ReleaseExtentsResponse(released_bytes=result.released_bytes)
         case fx.Declared():
-            return bpb.DeclareMemoryResponse(declared_bytes=result.declared_bytes)
+            return "declare", bpb.DeclareMemoryResponse(declared_bytes=result.declared_bytes)
+        case fx.SegmentView():
+            return "segment", from_segment(result, time.clock_gettime_ns(time.CLOCK_BOOTTIME))
+        case fx.Detached():
+            return "detach_segment", bpb.DetachSegmentResponse()
         case _:
             raise AssertionError(f"no response for {result}")
 
@@ -184,6 +226,7 @@ def from_model(row: ModelView) -> rpb.Model:
                 declared_bytes=one.declared,
                 limit_bytes=one.limit,
                 extents=one.extents,
+                segment_bytes=one.segments,
             )
             for one in row.locations
         ],
@@ -210,8 +253,28 @@ def from_session(row: SessionView, now_ns: int) -> rpb.Session:
             rpb.SessionBooks(location=LOCATION_NUMBERS[where], used_bytes=size, extents=extents)
             for where, size, extents in row.locations
         ],
-        create_time=_timestamp(time.time() - (now_ns - row.began_at) / 1e9),
+        create_time=_began(row.began_at, now_ns),
+        segments=[str(name) for name in row.segments],
     )
+
+
+def from_segment(row: fx.SegmentView, now_ns: int) -> rpb.Segment:
+    """Return a segment as a message; `now_ns` is CLOCK_BOOTTIME."""
+    return rpb.Segment(
+        name=str(row.name),
+        generation=row.segment,
+        state=_SEGMENT_STATES[row.state],
+        location=LOCATION_NUMBERS[row.location],
+        size_bytes=row.size,
+        extents=row.extents,
+        sessions=row.sessions,
+        writer=session_name(row.writer),
+        create_time=_began(row.began_at, now_ns),
+    )
+
+
+def _began(at_ns: int, now_ns: int) -> Timestamp:
+    return _timestamp(time.time() - (now_ns - at_ns) / 1e9)
 
 
 def _timestamp(seconds: float) -> Timestamp:

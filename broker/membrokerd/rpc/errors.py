@@ -61,7 +61,7 @@ _TABLE: Mapping[Reason, _Row] = {
     Reason.INVALID_NAME: _Row(
         Code.INVALID_ARGUMENT,
         "{name!r} is no name: a model is [a-z0-9] and then at most 62 of [a-z0-9._-], and stands behind "
-        "tenants/TENANT/models/",
+        "tenants/TENANT/models/; so is a segment, behind its model's name and /segments/",
     ),
     Reason.INVALID_ARGUMENT: _Row(Code.INVALID_ARGUMENT, "{what}"),
     Reason.INVALID_PAGE_TOKEN: _Row(Code.INVALID_ARGUMENT, "the page token is not one that this broker gave out"),
@@ -76,6 +76,31 @@ _TABLE: Mapping[Reason, _Row] = {
     ),
     Reason.EXTENT_NOT_FOUND: _Row(Code.NOT_FOUND, "extent {extent} is not lent to this session"),
     Reason.TENANT_NOT_FOUND: _Row(Code.NOT_FOUND, "there is no tenant {tenant!r} in the broker's configuration"),
+    Reason.SEGMENT_NOT_FOUND: _Row(
+        Code.NOT_FOUND, "this session knows no segment {segment}, or it is deleted, or only others hold it"
+    ),
+    Reason.SEGMENT_EXISTS: _Row(
+        Code.ALREADY_EXISTS,
+        "{segment} exists and is {state}: attach it, or delete it and wait until its last session has left",
+        retry=True,
+    ),
+    Reason.SEGMENT_NOT_SEALED: _Row(
+        Code.DEADLINE_EXCEEDED, "{segment} is still being written: attach it with more patience", retry=True
+    ),
+    Reason.SEGMENT_NOT_WRITABLE: _Row(
+        Code.FAILED_PRECONDITION, "{segment} is {state}, and only the session that writes a segment seals it, once"
+    ),
+    Reason.WRITER_DIED: _Row(
+        Code.ABORTED,
+        "{segment} will never be sealed: its writer died, left it or deleted it. Its name is free once its memory is",
+        retry=True,
+    ),
+    Reason.SEGMENT_AMBIGUOUS: _Row(
+        Code.INVALID_ARGUMENT, "several models have a segment of that name ({models}): name {segment} with its model"
+    ),
+    Reason.TOO_MANY_SEGMENTS: _Row(
+        Code.RESOURCE_EXHAUSTED, "the {of} has {limit} {what}, which is its bound: delete some", retry=True
+    ),
     Reason.TOO_MANY_SESSIONS: _Row(
         Code.RESOURCE_EXHAUSTED, "the {of} has {limit} sessions, which is its bound", retry=True
     ),

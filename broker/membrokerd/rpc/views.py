@@ -20,7 +20,7 @@ from . import convert
 
 DEFAULT_PAGE = 100
 MAX_PAGE = 1000
-_SESSION_KEY = re.compile(r"[0-9a-f]{16}")
+_ID_KEY = re.compile(r"[0-9a-f]{16}")
 
 _Row = TypeVar("_Row")
 
@@ -58,17 +58,25 @@ class Views:
     def list_sessions(self, request: pb.ListSessionsRequest, tenant: str | None = None) -> pb.ListSessionsResponse:
         """Return a page of sessions, in the order they began; `tenant` None is everybody's."""
         rows = [row for row in snapshot.take(self.loop.broker).sessions if tenant in (None, row.tenant)]
-        page, token = _page(rows, lambda row: f"{row.session:016x}", _SESSION_KEY, request)
+        page, token = _page(rows, lambda row: f"{row.session:016x}", _ID_KEY, request)
         now = clock()
         sessions = [convert.from_session(row, now) for row in page]
         return pb.ListSessionsResponse(sessions=sessions, next_page_token=token)
+
+    def list_segments(self, request: pb.ListSegmentsRequest, tenant: str | None = None) -> pb.ListSegmentsResponse:
+        """Return a page of segments, in the order they began; `tenant` None is everybody's."""
+        rows = [row for row in snapshot.take(self.loop.broker).segments if tenant in (None, row.name.tenant)]
+        page, token = _page(rows, lambda row: f"{row.segment:016x}", _ID_KEY, request)
+        now = clock()
+        segments = [convert.from_segment(row, now) for row in page]
+        return pb.ListSegmentsResponse(segments=segments, next_page_token=token)
 
 
 def _page(
     rows: Sequence[_Row],
     key: Callable[[_Row], str],
     grammar: re.Pattern[str],
-    request: pb.ListModelsRequest | pb.ListSessionsRequest,
+    request: pb.ListModelsRequest | pb.ListSessionsRequest | pb.ListSegmentsRequest,
 ) -> tuple[list[_Row], str]:
     """Return the rows behind the token, which is the key of the last row of the page before, and the next token.
 

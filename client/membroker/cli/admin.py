@@ -18,7 +18,7 @@ from membroker.client import PAGE, Client, connect
 from membroker.endpoint import VARIABLE, check_path, default_device, diagnose, find_endpoint
 from membroker.errors import AccessDenied, BrokerUnavailable, InvalidRequest
 from membroker.grpc_calls import GrpcCalls
-from membroker.types import DeviceStatus, ModelStatus, SessionStatus
+from membroker.types import DeviceStatus, ModelStatus, SegmentStatus, SessionStatus
 from membroker.v1 import admin_pb2, broker_pb2
 from membroker.v1.admin_pb2_grpc import AdminServiceStub
 from membroker.vmm.driver import Location
@@ -39,6 +39,10 @@ class Books(Protocol):
 
     def sessions(self) -> list[SessionStatus]:
         """Return the sessions that this endpoint may see."""
+        ...
+
+    def segments(self) -> list[SegmentStatus]:
+        """Return the segments that this endpoint may see."""
         ...
 
     def close(self) -> None:
@@ -74,6 +78,14 @@ class Admin:
     def sessions(self) -> list[SessionStatus]:
         """Return everybody's sessions, in the order they began."""
         return convert.sessions(self._pages("ListSessions", broker_pb2.ListSessionsRequest, lambda page: page.sessions))
+
+    def segments(self) -> list[SegmentStatus]:
+        """Return everybody's segments, in the order they began."""
+        return convert.segments(self._pages("ListSegments", broker_pb2.ListSegmentsRequest, lambda page: page.segments))
+
+    def delete_segment(self, name: str) -> None:
+        """End a segment of whomever, by its resource name."""
+        self._call("DeleteSegment", broker_pb2.DeleteSegmentRequest(name=name))
 
     def set_quota(self, name: str, location: Location, limit: int | None) -> Quota:
         """Command a limit in bytes for `tenants/…` or `tenants/…/models/…`; None ends the command."""

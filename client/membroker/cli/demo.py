@@ -1,4 +1,4 @@
-"""`membroker demo`: the main job on this machine in under a minute, with no GPU: trade, refusal, death.
+"""`membroker demo`: the main job on this machine in under a minute, with no GPU: sharing, trade, refusal, death.
 
 Starts a real daemon on the host driver and real workers of two tenants, and checks all that it claims: what does not
 hold ends it with status 1. It must never touch a daemon that it did not start.
@@ -34,7 +34,9 @@ from membroker.vmm.sizes import MIB, format_size
 
 CAPACITY = 256 * MIB
 PAGE = 2 * MIB
+WEIGHTS = 64 * MIB
 START_SECONDS = 30.0
+SOON_SECONDS = 5.0
 STEPS = 60
 SEED = 7
 
@@ -57,6 +59,14 @@ def claim(holds: bool, what: str) -> None:
     """Go on only if it holds."""
     if not holds:
         raise Disproved(what)
+
+
+def claim_soon(holds: Callable[[], bool], what: str, show: Callable[[], None] = lambda: None) -> None:
+    """Go on as soon as it holds; the device's own figure is read now and then."""
+    begun = time.monotonic()
+    while not holds():
+        claim(time.monotonic() - begun < SOON_SECONDS, what)
+        show()
 
 
 class Worker:
@@ -132,18 +142,26 @@ class Broker:
         """Return the device and its books."""
         return self._admin.GetDevice(broker_pb2.GetDeviceRequest())
 
+    def memory(self) -> Any:
+        """Return the books of the device's memory, and what the device shows of it."""
+        return self.device().locations[0]
+
     def models(self) -> dict[str, Any]:
         """Return every model by its own name."""
         listed = self._admin.ListModels(broker_pb2.ListModelsRequest()).models
         return {row.name.rpartition("/")[2]: row for row in listed}
 
+    def segments(self) -> list[Any]:
+        """Return every segment."""
+        return list(self._admin.ListSegments(broker_pb2.ListSegmentsRequest()).segments)
+
     def table(self) -> Table:
         """Return the books of the models as a table."""
-        table = Table("tenant", "model", "virtual", "used", "peak", "limit", "refusals")
+        table = Table("tenant", "model", "used", "segments", "peak", "limit", "refusals")
         for name, row in self.models().items():
             books = row.books[0]
             limit = format_size(books.limit_bytes) if books.HasField("limit_bytes") else "-"
-            sizes = [format_size(size) for size in (row.virtual_capacity_bytes, books.used_bytes, books.peak_bytes)]
+            sizes = [format_size(size) for size in (books.used_bytes, books.segment_bytes, books.peak_bytes)]
             table.add_row(row.name.split("/")[1], name, *sizes, limit, str(sum(row.denials_total.values())))
         return table
 
@@ -189,7 +207,7 @@ class Stage:
 
 
 def main() -> int:
-    """Play the three scenes; returns 0 when everything held."""
+    """Play the four scenes; returns 0 when everything held."""
     begun = time.monotonic()
     directory = Path(tempfile.mkdtemp(prefix="membroker-demo-"))
     try:
@@ -211,26 +229,65 @@ def _play(broker: Broker, stack: ExitStack) -> str:
     stage = Stage(broker)
     stage.say(
         f"One broker lends {format_size(CAPACITY)} of one device in pages of {format_size(PAGE)}. Two tenants, red and "
-        "blue, enter by a directory each, and run one model each, in a process of its own. (The device is the host "
+        "blue, enter by a directory each, and run one model each, in processes of their own. (The device is the host "
         "twin: real processes, real descriptors, no GPU.)"
     )
     red = Worker(broker.endpoint("red"), "chat", "64GiB")
     stack.callback(red.close)
     blue = Worker(broker.endpoint("blue"), "search", "64GiB", "192MiB")
     stack.callback(blue.close)
-    for worker in (red, blue):
+    second = Worker(broker.endpoint("red"), "chat", "64GiB")
+    stack.callback(second.close)
+    for worker in (red, blue, second):
         worker.hear()
+    _sharing(stage, red, second)
+    second.close()
     traded = _trade(stage, red, blue)
     _refusal(stage, red, blue)
     back = _death(stage, red, blue)
     _scrape(stage)
     return (
-        f"Proved: {format_size(traded)} of peaks shared {format_size(CAPACITY)} without a byte lent twice, "
-        f"two refusals with their numbers, a SIGKILL settled in {back:.0f} ms, and metrics that add up."
+        f"Proved: {format_size(WEIGHTS)} of weights mapped by two workers and charged once, {format_size(traded)} of "
+        f"peaks shared {format_size(CAPACITY)} without a byte lent twice, two refusals with their numbers, a SIGKILL "
+        f"settled in {back:.0f} ms, and metrics that add up."
     )
 
 
 # --- the scenes ---
+
+
+def _sharing(stage: Stage, writer: Worker, reader: Worker) -> None:
+    """Map the same weights in two workers of a model, charge them once, and get their bytes back."""
+    with stage.scene("Sharing: weights are written once, mapped by all, charged once") as show:
+        writer.tell("publish", size=WEIGHTS)
+        reader.tell("attach")
+        show()
+        stage.show_moment()
+        (segment,), chat = stage.broker.segments(), stage.broker.models()["chat"]
+        claim((segment.size_bytes, segment.sessions) == (WEIGHTS, 2), "the two workers do not hold one segment")
+        used = chat.books[0].used_bytes
+        claim(used == WEIGHTS, f"weights of {format_size(WEIGHTS)} are charged {format_size(used)}")
+        claim(stage.broker.memory().lent_bytes == WEIGHTS, "the weights are lent more than once")
+        in_use = "the device holds the weights more than once"
+        claim_soon(lambda: stage.broker.memory().device_used_bytes == WEIGHTS + PAGE, in_use)
+        written = writer.tell("sum")["sum"]
+        claim(reader.tell("sum")["sum"] == written, "the two workers read different weights")
+        time.sleep(0.5)  # for the eye
+        writer.tell("let go")
+        claim(reader.tell("sum")["sum"] == written, "the weights went with their writer")
+        stage.say(
+            f"One worker of red wrote {format_size(WEIGHTS)} as a segment and sealed it, another attached it by name. "
+            f"Mapped, that is {format_size(2 * WEIGHTS)}; charged, and in use on the device: {format_size(used)}. Both "
+            f"find the tensor in it by name and sum it up to {written:08x}. It stays when its writer lets go; deleted, "
+            "its bytes come back with its last reader."
+        )
+        reader.tell("delete")
+        claim(reader.tell("sum")["sum"] == written, "a deleted segment went from under its reader")
+        reader.tell("let go")
+        claim_soon(lambda: not stage.broker.segments(), "a deleted segment's bytes did not come back")
+    location = stage.broker.memory()
+    claim(location.lent_bytes == 0 == location.releasing_bytes, "a deleted segment is still charged")
+    claim_soon(lambda: stage.broker.memory().device_used_bytes == PAGE, "the device still holds a deleted segment")
 
 
 def _trade(stage: Stage, red: Worker, blue: Worker) -> int:
@@ -288,7 +345,7 @@ def _refusal(stage: Stage, red: Worker, blue: Worker) -> None:
         answer = red.tell("admit", request=1, pages=100)
         claim(answer.get("level") == "capacity" and answer["limit"] == CAPACITY, f"no refusal at capacity: {answer}")
         stage.say(f"red:   {answer['refused']}")
-        claim(stage.broker.device().locations[0].lent_bytes == 64 * PAGE, "a refused request changed the books")
+        claim(stage.broker.memory().lent_bytes == 64 * PAGE, "a refused request changed the books")
 
 
 def _death(stage: Stage, red: Worker, blue: Worker) -> float:
@@ -302,11 +359,13 @@ def _death(stage: Stage, red: Worker, blue: Worker) -> float:
         killed = time.monotonic()
         red.process.kill()
         red.process.wait()
-        while stage.broker.models()["chat"].books[0].used_bytes:
-            claim(time.monotonic() - killed < 5, "a dead worker's bytes did not come back")
-            show()
+        claim_soon(
+            lambda: not stage.broker.models()["chat"].books[0].used_bytes,
+            "a dead worker's bytes did not come back",
+            show,
+        )
         back = (time.monotonic() - killed) * 1000
-    location = stage.broker.device().locations[0]
+    location = stage.broker.memory()
     claim(location.unaccounted_bytes == 0, "the device holds memory that the books do not know")
     claim(location.device_used_bytes == location.lent_bytes + PAGE, "the device and the books differ")
     blue.tell("check")

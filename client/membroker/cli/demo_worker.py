@@ -1,8 +1,8 @@
 """A worker of the demo: a real process that borrows, as told by lines of JSON on its standard input.
 
 It serves a model with a paged cache, as an inference engine does: each request holds some pages, every page carries a
-pattern of its own, and the pattern is checked before the page goes back. Must never know anything of the other
-workers.
+pattern of its own, and the pattern is checked before the page goes back. Its weights are a segment, which it makes or
+attaches. Must never know anything of the other workers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import membroker
 
 PAGE = 2 << 20
+WEIGHTS = "weights"
 
 
 class PageLost(Exception):
@@ -70,6 +71,44 @@ class Cache:
             self.finish(request)
 
 
+class Weights:
+    """A model's weights: one tensor in a segment, written here or by another worker."""
+
+    def __init__(self, client: membroker.Client, model: membroker.Model) -> None:
+        self._client = client
+        self._model = model
+        self._segment: membroker.Segment | None = None
+
+    def publish(self, size: int) -> None:
+        """Make the segment, write a pattern into its tensor, and seal it."""
+        segment = self._segment = self._model.create_segment(WEIGHTS, size)
+        room = size - PAGE // 2
+        tensor = segment.lay_out({WEIGHTS: ("U32", (room // 4,))})[WEIGHTS]
+        for offset in range(0, tensor.size, PAGE):
+            segment.write(tensor.offset + offset, _pattern(0, offset)[: tensor.size - offset])
+        segment.seal()
+
+    def attach(self) -> None:
+        """Attach what another worker has written."""
+        self._segment = self._client.attach(f"{self._model.name}/{WEIGHTS}")
+
+    def checksum(self) -> int:
+        """Return the checksum of the tensor, found by its name in the segment itself."""
+        assert self._segment is not None
+        tensor = self._segment.index()[WEIGHTS]
+        with self._segment.view() as view:
+            return zlib.crc32(view[tensor.offset : tensor.offset + tensor.size])
+
+    def close(self) -> None:
+        """Unmap it here."""
+        assert self._segment is not None
+        self._segment.close()
+
+    def delete(self) -> None:
+        """End it, for everybody."""
+        self._client.delete_segment(f"{self._model.name}/{WEIGHTS}")
+
+
 def _pattern(request: int, page: int) -> bytes:
     seed = zlib.crc32(b"%d/%d" % (request, page))
     return seed.to_bytes(4, "little") * (PAGE // 4)
@@ -81,19 +120,29 @@ def main() -> None:
     with membroker.connect(client=f"demo worker of {name}") as client:
         model = client.register_model(name, virtual_capacity=virtual, limit=limit or None)
         with model.pool(page_size=PAGE) as pool:
-            cache = Cache(pool)
+            cache, weights = Cache(pool), Weights(client, model)
             _say(ready=True)
             for line in sys.stdin:
                 try:
-                    _say(**_obey(cache, json.loads(line)))
+                    _say(**_obey(cache, weights, json.loads(line)))
                 except membroker.OutOfMemory as error:
                     _say(refused=str(error), level=error.level, limit=error.limit)
                 except PageLost as error:
                     _say(lost=str(error))
 
 
-def _obey(cache: Cache, order: dict[str, Any]) -> dict[str, Any]:
+def _obey(cache: Cache, weights: Weights, order: dict[str, Any]) -> dict[str, Any]:
     match order["do"]:
+        case "publish":
+            weights.publish(order["size"])
+        case "attach":
+            weights.attach()
+        case "sum":
+            return {"sum": weights.checksum()}
+        case "let go":
+            weights.close()
+        case "delete":
+            weights.delete()
         case "admit":
             cache.admit(order["request"], order["pages"])
         case "finish":

@@ -1,7 +1,7 @@
 """The command `membroker`: what a person, or a script, asks about a broker.
 
 Owns the command line. Errors are one sentence on stderr and exit status 1, a wrong command line is 2; there are
-no tracebacks, and nothing here may change a book but `quota set`.
+no tracebacks, and nothing here may change a book but `quota set`, `segments load` and `segments delete`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from membroker import __version__
-from membroker.cli import tables
+from membroker.cli import segments, tables
 from membroker.cli.admin import open_admin, open_books
 from membroker.cli.doctor import run_doctor
 from membroker.convert import location_of
@@ -91,6 +91,76 @@ def _sessions(options: argparse.Namespace) -> int:
     return 0
 
 
+def _segments(options: argparse.Namespace) -> int:
+    with open_books(options.endpoint, options.admin) as books:
+        found = books.segments()
+    if options.json:
+        tables.print_json(found, sys.stdout)
+    else:
+        tables.print_tables([tables.segments_table(found)], sys.stdout)
+    return 0
+
+
+def _segments_load(options: argparse.Namespace) -> int:
+    if options.admin:
+        options.complain("a segment is loaded at its tenant's endpoint, not at the admin endpoint")
+    name: segments.Name = options.name
+    model = options.model or name.model
+    if name.tenant or not model or (name.model and name.model != model):
+        options.complain("name the segment and its model once: as MODEL/SEGMENT, or as SEGMENT with --model MODEL")
+    wanted = segments.Wanted(model, name.segment, options.location, options.virtual_capacity, options.limit)
+    try:
+        loaded = segments.load(options.endpoint, options.file, wanted, sys.stderr)
+    except KeyboardInterrupt:
+        print("membroker: interrupted: no segment was made", file=sys.stderr)
+        raise
+    if options.json:
+        tables.print_json(loaded, sys.stdout)
+        return 0
+    print(
+        f"{tables.short_name(loaded.name)}: {format_size(loaded.size)} at the {loaded.location}, "
+        f"{_count(loaded.tensors, 'tensor')}, in {loaded.seconds:.1f} s ({format_size(int(loaded.rate))}/s)\n"
+        "it stays until it is deleted; any process of this tenant attaches it:\n"
+        f'  with membroker.connect() as client, client.attach("{model}/{name.segment}") as segment:\n'
+        "      print(segment.index())"
+    )
+    return 0
+
+
+def _segments_show(options: argparse.Namespace) -> int:
+    if options.admin:
+        options.complain("what is in a segment is read at its tenant's endpoint, not at the admin endpoint")
+    contents = segments.contents(options.endpoint, options.name)
+    if options.json:
+        tables.print_json(contents, sys.stdout)
+        return 0
+    print(
+        f"{tables.short_name(contents.name)}: {format_size(contents.size)} at the {contents.location}, "
+        f"{_count(len(contents.tensors), 'tensor')}\n"
+    )
+    shown = [tables.metadata_table(contents.metadata)] if contents.metadata else []
+    tables.print_tables([*shown, tables.tensors_table(contents.tensors)], sys.stdout)
+    return 0
+
+
+def _segments_delete(options: argparse.Namespace) -> int:
+    if options.admin and not options.name.tenant:
+        options.complain("at the admin endpoint a segment is TENANT/MODEL/SEGMENT")
+    deleted = segments.delete(options.endpoint, options.name, admin=options.admin)
+    if options.json:
+        tables.print_json(deleted, sys.stdout)
+        return 0
+    print(f"{tables.short_name(deleted.name)} is deleted: nobody can attach it any more")
+    if deleted.sessions:
+        sessions = _count(deleted.sessions, "session")
+        print(f"its {format_size(deleted.size)} come back when the last has left it that holds it: {sessions} now")
+    return 0
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
 def _quota_set(options: argparse.Namespace) -> int:
     with open_admin(options.endpoint) as admin:
         quota = admin.set_quota(options.name, location_of(options.location), options.limit[0])
@@ -133,12 +203,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="membroker",
         description="Ask a GPU memory broker what it lends, to whom, and change a limit.",
         epilog="examples:\n  membroker demo\n  membroker doctor\n  membroker status\n  membroker models --watch 1\n"
+        "  membroker segments load model.safetensors llama-7b/weights\n"
         "  membroker quota set acme/llama-7b --limit 8GiB\n\n"
         f"{_ENDPOINTS}\n`membroker COMMAND --help` has more. The daemon is another command, `membrokerd`.",
     )
     parser.add_argument("--version", action="version", version=f"membroker {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_books(commands)
+    _add_segments(commands)
     _add_quota(commands)
     doctor = _add(commands, "doctor", _doctor, "whether this machine can run a broker, and what to do about it", "")
     doctor.epilog = (
@@ -171,13 +243,19 @@ def _add(
     run: Callable[[argparse.Namespace], int],
     summary: str,
     examples: str,
-) -> argparse.ArgumentParser:
-    """Add a command with what all have: its endpoint, --json, and examples in its help."""
+    *,
+    inherits: bool = False,
+) -> _Parser:
+    """Add a command with what all have: its endpoint, --json, and examples in its help.
+
+    `inherits`: it stands behind a command that has these too, and what was given there holds.
+    """
+    left_out = argparse.SUPPRESS if inherits else None
     parser = commands.add_parser(
         name, help=summary, description=f"{summary[:1].upper()}{summary[1:]}.", epilog=f"examples:\n{examples}"
     )
-    parser.add_argument("--endpoint", metavar="DIR", help="an endpoint's directory")
-    parser.add_argument("--json", action="store_true", help="JSON, sizes in bytes")
+    parser.add_argument("--endpoint", metavar="DIR", default=left_out, help="an endpoint's directory")
+    parser.add_argument("--json", action="store_true", default=left_out or False, help="JSON, sizes in bytes")
     parser.set_defaults(command=run)
     return parser
 
@@ -202,8 +280,65 @@ def _add_books(commands: _Commands) -> None:
         "  membroker sessions\n",
     )
     for parser in (status, models, sessions):
-        parser.add_argument("--admin", action="store_true", help="everybody's books, at the device's admin endpoint")
-        parser.epilog = f"{parser.epilog}\n{_ENDPOINTS}"
+        _add_admin(parser)
+
+
+def _add_admin(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--admin", action="store_true", help="everybody's books, at the device's admin endpoint")
+    parser.epilog = f"{parser.epilog}\n{_ENDPOINTS}"
+
+
+def _add_segments(commands: _Commands) -> None:
+    listing = _add(
+        commands,
+        "segments",
+        _segments,
+        "the memory that has a name: list it, load a file into it, look into it, delete it",
+        "  membroker segments\n  membroker segments --admin\n"
+        "  membroker segments load model.safetensors llama-7b/weights\n"
+        "  membroker segments show llama-7b/weights\n  membroker segments delete llama-7b/weights\n",
+    )
+    _add_admin(listing)
+    actions = listing.add_subparsers(metavar="[ACTION]")
+    load = _add(
+        actions,
+        "load",
+        _segments_load,
+        "make a segment of a safetensors file",
+        "  membroker segments load model.safetensors llama-7b/weights\n"
+        "  membroker segments load model.safetensors weights --model llama-7b --limit 8GiB\n",
+        inherits=True,
+    )
+    load.add_argument("file", metavar="FILE", help="a safetensors file")
+    show = _add(
+        actions,
+        "show",
+        _segments_show,
+        "the tensors of a segment: names, dtypes, shapes, offsets; and what else it says of itself",
+        "  membroker segments show llama-7b/weights\n"
+        "  membroker segments show llama-7b/weights --json | jq '.tensors[].name'\n",
+        inherits=True,
+    )
+    delete = _add(
+        actions,
+        "delete",
+        _segments_delete,
+        "end a segment: its bytes come back when the last session has left it",
+        "  membroker segments delete llama-7b/weights\n"
+        "  membroker segments delete acme/llama-7b/weights --admin     whosever it is\n",
+        inherits=True,
+    )
+    for parser in (load, show, delete):
+        parser.add_argument(
+            "name", metavar="NAME", type=_segment, help="SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT"
+        )
+        parser.set_defaults(complain=parser.error)
+    load.add_argument("--model", metavar="MODEL", help="whose it is, and who is charged")
+    load.add_argument("--location", choices=("device", "host"), default="device")
+    for option, what in (("limit", "limit"), ("virtual-capacity", "virtual capacity")):
+        help_ = f"the model's {what}, as its workers register it"
+        load.add_argument(f"--{option}", metavar="SIZE", type=_size, help=help_)
+    delete.add_argument("--admin", action="store_true", default=argparse.SUPPRESS, help="any tenant's")
 
 
 def _add_quota(commands: _Commands) -> None:
@@ -234,6 +369,20 @@ def _name(text: str) -> str:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no TENANT or TENANT/MODEL, as in acme or acme/llama-7b")
     return f"tenants/{match[1]}" + (f"/models/{match[2]}" if match[2] else "")
+
+
+def _segment(text: str) -> segments.Name:
+    try:
+        return segments.Name.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _limit(text: str) -> tuple[int | None]:

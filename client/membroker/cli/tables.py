@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import UTC, datetime
 from typing import Any, TextIO
@@ -19,7 +19,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from membroker.cli.admin import Quota
-from membroker.types import DeviceStatus, LocationBooks, ModelBooks, ModelStatus, SessionStatus
+from membroker.tensor_index import TensorInfo
+from membroker.types import DeviceStatus, LocationBooks, ModelBooks, ModelStatus, SegmentStatus, SessionStatus
 from membroker.vmm.sizes import format_size
 
 NONE = "-"
@@ -38,7 +39,10 @@ class Table:
 
 def models_table(models: Iterable[ModelStatus]) -> Table:
     """Return a row for each model and location; locations that it never used and has no limit for are left out."""
-    columns = ("tenant", "model", "where", ">virtual", ">used", ">peak", ">limit", ">extents", ">sessions", ">refusals")
+    columns = (
+        *("tenant", "model", "where", ">virtual", ">used", ">in segments", ">peak", ">limit", ">extents", ">sessions"),
+        ">refusals",
+    )
     rows = [_model_row(model, books) for model in models for books in model.books.values() if _worth_showing(books)]
     return Table(columns, rows, "no models are registered")
 
@@ -55,6 +59,7 @@ def _model_row(model: ModelStatus, books: ModelBooks) -> list[str]:
         books.location,
         format_size(model.virtual_capacity),
         format_size(books.used),
+        format_size(books.segments),
         format_size(books.peak),
         _size(books.limit),
         str(books.extents),
@@ -65,7 +70,9 @@ def _model_row(model: ModelStatus, books: ModelBooks) -> list[str]:
 
 def sessions_table(sessions: Iterable[SessionStatus]) -> Table:
     """Return a row for each session."""
-    columns = ("session", "tenant", "state", ">pid", ">uid", ">used", ">extents", "since", "models", "client")
+    columns = (
+        *("session", "tenant", "state", ">pid", ">uid", ">used", ">extents", "since", "models", "segments", "client"),
+    )
     return Table(columns, [_session_row(session) for session in sessions], "no sessions are open")
 
 
@@ -80,8 +87,40 @@ def _session_row(session: SessionStatus) -> list[str]:
         str(sum(books.extents for books in session.books.values())),
         _time(session.create_time),
         " ".join(name.rpartition("/")[2] for name in session.models) or NONE,
+        " ".join(short_name(name).partition("/")[2] for name in session.segments) or NONE,
         session.client,
     ]
+
+
+def segments_table(segments: Iterable[SegmentStatus]) -> Table:
+    """Return a row for each segment."""
+    columns = ("tenant", "model", "segment", "where", "state", ">size", ">extents", ">sessions", "since")
+    return Table(columns, [_segment_row(segment) for segment in segments], "there are no segments")
+
+
+def _segment_row(segment: SegmentStatus) -> list[str]:
+    return [
+        *short_name(segment.name).split("/"),
+        segment.location,
+        segment.state,
+        format_size(segment.size),
+        str(segment.extents),
+        str(segment.sessions),
+        _time(segment.create_time),
+    ]
+
+
+def tensors_table(tensors: Iterable[TensorInfo]) -> Table:
+    """Return a row for each tensor of a segment, in the order of their bytes."""
+    rows = [
+        [each.name, each.dtype, str(list(each.shape)), format_size(each.size), str(each.offset)] for each in tensors
+    ]
+    return Table(("tensor", "dtype", "shape", ">size", ">offset"), rows, "it has no tensors")
+
+
+def metadata_table(metadata: Mapping[str, str]) -> Table:
+    """Return what a segment says of itself, by name."""
+    return Table(("metadata", ""), [[key, value] for key, value in sorted(metadata.items())])
 
 
 def device_table(device: DeviceStatus) -> Table:
@@ -128,8 +167,8 @@ def quotas_table(quotas: Iterable[Quota]) -> Table:
 
 
 def short_name(name: str) -> str:
-    """Return `acme` for `tenants/acme`, `acme/llama` for `tenants/acme/models/llama`."""
-    return name.removeprefix("tenants/").replace("/models/", "/")
+    """Return `acme` for `tenants/acme`, `acme/llama` and `acme/llama/weights` for a model's and a segment's name."""
+    return "/".join(name.split("/")[1::2])
 
 
 def _size(value: int | None) -> str:

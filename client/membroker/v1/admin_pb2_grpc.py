@@ -53,6 +53,16 @@ class AdminServiceStub(object):
                 request_serializer=membroker_dot_v1_dot_broker__pb2.ListSessionsRequest.SerializeToString,
                 response_deserializer=membroker_dot_v1_dot_broker__pb2.ListSessionsResponse.FromString,
                 _registered_method=True)
+        self.ListSegments = channel.unary_unary(
+                '/membroker.v1.AdminService/ListSegments',
+                request_serializer=membroker_dot_v1_dot_broker__pb2.ListSegmentsRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_broker__pb2.ListSegmentsResponse.FromString,
+                _registered_method=True)
+        self.DeleteSegment = channel.unary_unary(
+                '/membroker.v1.AdminService/DeleteSegment',
+                request_serializer=membroker_dot_v1_dot_broker__pb2.DeleteSegmentRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_resources__pb2.Segment.FromString,
+                _registered_method=True)
         self.SetQuota = channel.unary_unary(
                 '/membroker.v1.AdminService/SetQuota',
                 request_serializer=membroker_dot_v1_dot_admin__pb2.SetQuotaRequest.SerializeToString,
@@ -91,6 +101,20 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSegments(self, request, context):
+        """Everybody's segments, in the order they began.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteSegment(self, request, context):
+        """Ends a segment of whomever, by its full name: its bytes come back when the last session has left it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetQuota(self, request, context):
         """Commands a limit, for a model (registered or not) or for a tenant. It holds from now on for every debit;
         what is lent already stays lent. It ends with the daemon.
@@ -123,6 +147,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListSessions,
                     request_deserializer=membroker_dot_v1_dot_broker__pb2.ListSessionsRequest.FromString,
                     response_serializer=membroker_dot_v1_dot_broker__pb2.ListSessionsResponse.SerializeToString,
+            ),
+            'ListSegments': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSegments,
+                    request_deserializer=membroker_dot_v1_dot_broker__pb2.ListSegmentsRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_broker__pb2.ListSegmentsResponse.SerializeToString,
+            ),
+            'DeleteSegment': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteSegment,
+                    request_deserializer=membroker_dot_v1_dot_broker__pb2.DeleteSegmentRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_resources__pb2.Segment.SerializeToString,
             ),
             'SetQuota': grpc.unary_unary_rpc_method_handler(
                     servicer.SetQuota,
@@ -218,6 +252,60 @@ class AdminService(object):
             '/membroker.v1.AdminService/ListSessions',
             membroker_dot_v1_dot_broker__pb2.ListSessionsRequest.SerializeToString,
             membroker_dot_v1_dot_broker__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSegments(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.AdminService/ListSegments',
+            membroker_dot_v1_dot_broker__pb2.ListSegmentsRequest.SerializeToString,
+            membroker_dot_v1_dot_broker__pb2.ListSegmentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteSegment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.AdminService/DeleteSegment',
+            membroker_dot_v1_dot_broker__pb2.DeleteSegmentRequest.SerializeToString,
+            membroker_dot_v1_dot_resources__pb2.Segment.FromString,
             options,
             channel_credentials,
             insecure,

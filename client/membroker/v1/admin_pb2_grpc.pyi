@@ -43,6 +43,18 @@ class AdminServiceStub:
     ]
     """Everybody's sessions, in the order they began."""
 
+    ListSegments: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.ListSegmentsRequest,
+        membroker.v1.broker_pb2.ListSegmentsResponse,
+    ]
+    """Everybody's segments, in the order they began."""
+
+    DeleteSegment: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.DeleteSegmentRequest,
+        membroker.v1.resources_pb2.Segment,
+    ]
+    """Ends a segment of whomever, by its full name: its bytes come back when the last session has left it."""
+
     SetQuota: grpc.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.SetQuotaRequest,
         membroker.v1.admin_pb2.Quota,
@@ -79,6 +91,18 @@ class AdminServiceAsyncStub:
         membroker.v1.broker_pb2.ListSessionsResponse,
     ]
     """Everybody's sessions, in the order they began."""
+
+    ListSegments: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.ListSegmentsRequest,
+        membroker.v1.broker_pb2.ListSegmentsResponse,
+    ]
+    """Everybody's segments, in the order they began."""
+
+    DeleteSegment: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.DeleteSegmentRequest,
+        membroker.v1.resources_pb2.Segment,
+    ]
+    """Ends a segment of whomever, by its full name: its bytes come back when the last session has left it."""
 
     SetQuota: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.SetQuotaRequest,
@@ -122,6 +146,22 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.broker_pb2.ListSessionsResponse, collections.abc.Awaitable[membroker.v1.broker_pb2.ListSessionsResponse]]:
         """Everybody's sessions, in the order they began."""
+
+    @abc.abstractmethod
+    def ListSegments(
+        self,
+        request: membroker.v1.broker_pb2.ListSegmentsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.broker_pb2.ListSegmentsResponse, collections.abc.Awaitable[membroker.v1.broker_pb2.ListSegmentsResponse]]:
+        """Everybody's segments, in the order they began."""
+
+    @abc.abstractmethod
+    def DeleteSegment(
+        self,
+        request: membroker.v1.broker_pb2.DeleteSegmentRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.resources_pb2.Segment, collections.abc.Awaitable[membroker.v1.resources_pb2.Segment]]:
+        """Ends a segment of whomever, by its full name: its bytes come back when the last session has left it."""
 
     @abc.abstractmethod
     def SetQuota(

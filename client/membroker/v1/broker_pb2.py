@@ -22,44 +22,61 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from membroker.v1 import resources_pb2 as membroker_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19membroker/v1/broker.proto\x12\x0cmembroker.v1\x1a\x1cmembroker/v1/resources.proto\"\xb4\x01\n\x14RegisterModelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12#\n\x16virtual_capacity_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12#\n\x06limits\x18\x04 \x03(\x0b\x32\x13.membroker.v1.Limit\x12\x11\n\texclusive\x18\x05 \x01(\x08\x42\x19\n\x17_virtual_capacity_bytes\":\n\x16UnregisterModelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\"\x19\n\x17UnregisterModelResponse\"\x8a\x01\n\x16\x41llocateExtentsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x08location\x18\x03 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x14\n\x0c\x65xtent_bytes\x18\x04 \x01(\x03\x12\r\n\x05\x63ount\x18\x05 \x01(\x03\">\n\x17\x41llocateExtentsResponse\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\x12\x14\n\x0c\x65xtent_bytes\x18\x02 \x01(\x03\"Q\n\x15ReleaseExtentsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nextent_ids\x18\x02 \x03(\x04\x12\x10\n\x08no_reply\x18\x03 \x01(\x08\"0\n\x16ReleaseExtentsResponse\x12\x16\n\x0ereleased_bytes\x18\x01 \x01(\x03\"{\n\x14\x44\x65\x63lareMemoryRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x08location\x18\x03 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x16\n\x0e\x64\x65\x63lared_bytes\x18\x04 \x01(\x03\"/\n\x15\x44\x65\x63lareMemoryResponse\x12\x16\n\x0e\x64\x65\x63lared_bytes\x18\x01 \x01(\x03\"\x12\n\x10GetDeviceRequest\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"R\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.membroker.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"<\n\x13ListSessionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"X\n\x14ListSessionsResponse\x12\'\n\x08sessions\x18\x01 \x03(\x0b\x32\x15.membroker.v1.Session\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xbb\x05\n\rBrokerService\x12H\n\rRegisterModel\x12\".membroker.v1.RegisterModelRequest\x1a\x13.membroker.v1.Model\x12^\n\x0fUnregisterModel\x12$.membroker.v1.UnregisterModelRequest\x1a%.membroker.v1.UnregisterModelResponse\x12^\n\x0f\x41llocateExtents\x12$.membroker.v1.AllocateExtentsRequest\x1a%.membroker.v1.AllocateExtentsResponse\x12[\n\x0eReleaseExtents\x12#.membroker.v1.ReleaseExtentsRequest\x1a$.membroker.v1.ReleaseExtentsResponse\x12X\n\rDeclareMemory\x12\".membroker.v1.DeclareMemoryRequest\x1a#.membroker.v1.DeclareMemoryResponse\x12\x41\n\tGetDevice\x12\x1e.membroker.v1.GetDeviceRequest\x1a\x14.membroker.v1.Device\x12O\n\nListModels\x12\x1f.membroker.v1.ListModelsRequest\x1a .membroker.v1.ListModelsResponse\x12U\n\x0cListSessions\x12!.membroker.v1.ListSessionsRequest\x1a\".membroker.v1.ListSessionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19membroker/v1/broker.proto\x12\x0cmembroker.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cmembroker/v1/resources.proto\"\xb4\x01\n\x14RegisterModelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12#\n\x16virtual_capacity_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12#\n\x06limits\x18\x04 \x03(\x0b\x32\x13.membroker.v1.Limit\x12\x11\n\texclusive\x18\x05 \x01(\x08\x42\x19\n\x17_virtual_capacity_bytes\":\n\x16UnregisterModelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\"\x19\n\x17UnregisterModelResponse\"\x8a\x01\n\x16\x41llocateExtentsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x08location\x18\x03 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x14\n\x0c\x65xtent_bytes\x18\x04 \x01(\x03\x12\r\n\x05\x63ount\x18\x05 \x01(\x03\">\n\x17\x41llocateExtentsResponse\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\x12\x14\n\x0c\x65xtent_bytes\x18\x02 \x01(\x03\"Q\n\x15ReleaseExtentsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nextent_ids\x18\x02 \x03(\x04\x12\x10\n\x08no_reply\x18\x03 \x01(\x08\"0\n\x16ReleaseExtentsResponse\x12\x16\n\x0ereleased_bytes\x18\x01 \x01(\x03\"{\n\x14\x44\x65\x63lareMemoryRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x08location\x18\x03 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x16\n\x0e\x64\x65\x63lared_bytes\x18\x04 \x01(\x03\"/\n\x15\x44\x65\x63lareMemoryResponse\x12\x16\n\x0e\x64\x65\x63lared_bytes\x18\x01 \x01(\x03\"\x8b\x01\n\x14\x43reateSegmentRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nsegment_id\x18\x03 \x01(\t\x12(\n\x08location\x18\x04 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\"<\n\x12SealSegmentRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"a\n\x14\x41ttachSegmentRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"P\n\x14\x44\x65tachSegmentRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x10\n\x08no_reply\x18\x03 \x01(\x08\"\x17\n\x15\x44\x65tachSegmentResponse\"L\n\x14\x44\x65leteSegmentRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\"\x12\n\x10GetDeviceRequest\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"R\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.membroker.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"<\n\x13ListSessionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"X\n\x14ListSessionsResponse\x12\'\n\x08sessions\x18\x01 \x03(\x0b\x32\x15.membroker.v1.Session\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"<\n\x13ListSegmentsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"X\n\x14ListSegmentsResponse\x12\'\n\x08segments\x18\x01 \x03(\x0b\x32\x15.membroker.v1.Segment\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\x98\t\n\rBrokerService\x12H\n\rRegisterModel\x12\".membroker.v1.RegisterModelRequest\x1a\x13.membroker.v1.Model\x12^\n\x0fUnregisterModel\x12$.membroker.v1.UnregisterModelRequest\x1a%.membroker.v1.UnregisterModelResponse\x12^\n\x0f\x41llocateExtents\x12$.membroker.v1.AllocateExtentsRequest\x1a%.membroker.v1.AllocateExtentsResponse\x12[\n\x0eReleaseExtents\x12#.membroker.v1.ReleaseExtentsRequest\x1a$.membroker.v1.ReleaseExtentsResponse\x12X\n\rDeclareMemory\x12\".membroker.v1.DeclareMemoryRequest\x1a#.membroker.v1.DeclareMemoryResponse\x12J\n\rCreateSegment\x12\".membroker.v1.CreateSegmentRequest\x1a\x15.membroker.v1.Segment\x12\x46\n\x0bSealSegment\x12 .membroker.v1.SealSegmentRequest\x1a\x15.membroker.v1.Segment\x12J\n\rAttachSegment\x12\".membroker.v1.AttachSegmentRequest\x1a\x15.membroker.v1.Segment\x12X\n\rDetachSegment\x12\".membroker.v1.DetachSegmentRequest\x1a#.membroker.v1.DetachSegmentResponse\x12J\n\rDeleteSegment\x12\".membroker.v1.DeleteSegmentRequest\x1a\x15.membroker.v1.Segment\x12\x41\n\tGetDevice\x12\x1e.membroker.v1.GetDeviceRequest\x1a\x14.membroker.v1.Device\x12O\n\nListModels\x12\x1f.membroker.v1.ListModelsRequest\x1a .membroker.v1.ListModelsResponse\x12U\n\x0cListSessions\x12!.membroker.v1.ListSessionsRequest\x1a\".membroker.v1.ListSessionsResponse\x12U\n\x0cListSegments\x12!.membroker.v1.ListSegmentsRequest\x1a\".membroker.v1.ListSegmentsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'membroker.v1.broker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REGISTERMODELREQUEST']._serialized_start=74
-  _globals['_REGISTERMODELREQUEST']._serialized_end=254
-  _globals['_UNREGISTERMODELREQUEST']._serialized_start=256
-  _globals['_UNREGISTERMODELREQUEST']._serialized_end=314
-  _globals['_UNREGISTERMODELRESPONSE']._serialized_start=316
-  _globals['_UNREGISTERMODELRESPONSE']._serialized_end=341
-  _globals['_ALLOCATEEXTENTSREQUEST']._serialized_start=344
-  _globals['_ALLOCATEEXTENTSREQUEST']._serialized_end=482
-  _globals['_ALLOCATEEXTENTSRESPONSE']._serialized_start=484
-  _globals['_ALLOCATEEXTENTSRESPONSE']._serialized_end=546
-  _globals['_RELEASEEXTENTSREQUEST']._serialized_start=548
-  _globals['_RELEASEEXTENTSREQUEST']._serialized_end=629
-  _globals['_RELEASEEXTENTSRESPONSE']._serialized_start=631
-  _globals['_RELEASEEXTENTSRESPONSE']._serialized_end=679
-  _globals['_DECLAREMEMORYREQUEST']._serialized_start=681
-  _globals['_DECLAREMEMORYREQUEST']._serialized_end=804
-  _globals['_DECLAREMEMORYRESPONSE']._serialized_start=806
-  _globals['_DECLAREMEMORYRESPONSE']._serialized_end=853
-  _globals['_GETDEVICEREQUEST']._serialized_start=855
-  _globals['_GETDEVICEREQUEST']._serialized_end=873
-  _globals['_LISTMODELSREQUEST']._serialized_start=875
-  _globals['_LISTMODELSREQUEST']._serialized_end=933
-  _globals['_LISTMODELSRESPONSE']._serialized_start=935
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1017
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=1019
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=1079
-  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1081
-  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1169
-  _globals['_BROKERSERVICE']._serialized_start=1172
-  _globals['_BROKERSERVICE']._serialized_end=1871
+  _globals['_REGISTERMODELREQUEST']._serialized_start=106
+  _globals['_REGISTERMODELREQUEST']._serialized_end=286
+  _globals['_UNREGISTERMODELREQUEST']._serialized_start=288
+  _globals['_UNREGISTERMODELREQUEST']._serialized_end=346
+  _globals['_UNREGISTERMODELRESPONSE']._serialized_start=348
+  _globals['_UNREGISTERMODELRESPONSE']._serialized_end=373
+  _globals['_ALLOCATEEXTENTSREQUEST']._serialized_start=376
+  _globals['_ALLOCATEEXTENTSREQUEST']._serialized_end=514
+  _globals['_ALLOCATEEXTENTSRESPONSE']._serialized_start=516
+  _globals['_ALLOCATEEXTENTSRESPONSE']._serialized_end=578
+  _globals['_RELEASEEXTENTSREQUEST']._serialized_start=580
+  _globals['_RELEASEEXTENTSREQUEST']._serialized_end=661
+  _globals['_RELEASEEXTENTSRESPONSE']._serialized_start=663
+  _globals['_RELEASEEXTENTSRESPONSE']._serialized_end=711
+  _globals['_DECLAREMEMORYREQUEST']._serialized_start=713
+  _globals['_DECLAREMEMORYREQUEST']._serialized_end=836
+  _globals['_DECLAREMEMORYRESPONSE']._serialized_start=838
+  _globals['_DECLAREMEMORYRESPONSE']._serialized_end=885
+  _globals['_CREATESEGMENTREQUEST']._serialized_start=888
+  _globals['_CREATESEGMENTREQUEST']._serialized_end=1027
+  _globals['_SEALSEGMENTREQUEST']._serialized_start=1029
+  _globals['_SEALSEGMENTREQUEST']._serialized_end=1089
+  _globals['_ATTACHSEGMENTREQUEST']._serialized_start=1091
+  _globals['_ATTACHSEGMENTREQUEST']._serialized_end=1188
+  _globals['_DETACHSEGMENTREQUEST']._serialized_start=1190
+  _globals['_DETACHSEGMENTREQUEST']._serialized_end=1270
+  _globals['_DETACHSEGMENTRESPONSE']._serialized_start=1272
+  _globals['_DETACHSEGMENTRESPONSE']._serialized_end=1295
+  _globals['_DELETESEGMENTREQUEST']._serialized_start=1297
+  _globals['_DELETESEGMENTREQUEST']._serialized_end=1373
+  _globals['_GETDEVICEREQUEST']._serialized_start=1375
+  _globals['_GETDEVICEREQUEST']._serialized_end=1393
+  _globals['_LISTMODELSREQUEST']._serialized_start=1395
+  _globals['_LISTMODELSREQUEST']._serialized_end=1453
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1455
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1537
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=1539
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=1599
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1601
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1689
+  _globals['_LISTSEGMENTSREQUEST']._serialized_start=1691
+  _globals['_LISTSEGMENTSREQUEST']._serialized_end=1751
+  _globals['_LISTSEGMENTSRESPONSE']._serialized_start=1753
+  _globals['_LISTSEGMENTSRESPONSE']._serialized_end=1841
+  _globals['_BROKERSERVICE']._serialized_start=1844
+  _globals['_BROKERSERVICE']._serialized_end=3020
 # @@protoc_insertion_point(module_scope)

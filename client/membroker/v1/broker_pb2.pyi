@@ -6,6 +6,7 @@ isort:skip_file
 import builtins
 import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.message
 import membroker.v1.resources_pb2
@@ -217,6 +218,143 @@ class DeclareMemoryResponse(google.protobuf.message.Message):
 global___DeclareMemoryResponse = DeclareMemoryResponse
 
 @typing.final
+class CreateSegmentRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    SEGMENT_ID_FIELD_NUMBER: builtins.int
+    LOCATION_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    request_id: builtins.int
+    """Zero inside a handoff frame."""
+    model: builtins.str
+    """tenants/{tenant}/models/{model}, registered by this session."""
+    segment_id: builtins.str
+    """The segment's own name: [a-z0-9] first, then [a-z0-9._-], at most 63 characters."""
+    location: membroker.v1.resources_pb2.Location.ValueType
+    """Unspecified: the device."""
+    size_bytes: builtins.int
+    """Positive, a multiple of the granularity."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.int = ...,
+        model: builtins.str = ...,
+        segment_id: builtins.str = ...,
+        location: membroker.v1.resources_pb2.Location.ValueType = ...,
+        size_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["location", b"location", "model", b"model", "request_id", b"request_id", "segment_id", b"segment_id", "size_bytes", b"size_bytes"]) -> None: ...
+
+global___CreateSegmentRequest = CreateSegmentRequest
+
+@typing.final
+class SealSegmentRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    request_id: builtins.int
+    """Zero inside a handoff frame."""
+    generation: builtins.int
+    """A segment that this session writes."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.int = ...,
+        generation: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "request_id", b"request_id"]) -> None: ...
+
+global___SealSegmentRequest = SealSegmentRequest
+
+@typing.final
+class AttachSegmentRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    WAIT_FIELD_NUMBER: builtins.int
+    request_id: builtins.int
+    """Zero inside a handoff frame."""
+    name: builtins.str
+    """tenants/{tenant}/models/{model}/segments/{segment}; `-` for the model where one segment alone has that name."""
+    @property
+    def wait(self) -> google.protobuf.duration_pb2.Duration:
+        """How long to wait for a segment that is still being written, at most 24 hours. Left out: not at all."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.int = ...,
+        name: builtins.str = ...,
+        wait: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["wait", b"wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "request_id", b"request_id", "wait", b"wait"]) -> None: ...
+
+global___AttachSegmentRequest = AttachSegmentRequest
+
+@typing.final
+class DetachSegmentRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    NO_REPLY_FIELD_NUMBER: builtins.int
+    request_id: builtins.int
+    """Zero inside a handoff frame."""
+    generation: builtins.int
+    """A segment that this session holds. Who attached it twice detaches it twice."""
+    no_reply: builtins.bool
+    """In a handoff frame only: send no Reply. A refusal then comes as a Notice."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.int = ...,
+        generation: builtins.int = ...,
+        no_reply: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "no_reply", b"no_reply", "request_id", b"request_id"]) -> None: ...
+
+global___DetachSegmentRequest = DetachSegmentRequest
+
+@typing.final
+class DetachSegmentResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___DetachSegmentResponse = DetachSegmentResponse
+
+@typing.final
+class DeleteSegmentRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    request_id: builtins.int
+    """Zero inside a handoff frame."""
+    name: builtins.str
+    """tenants/{tenant}/models/{model}/segments/{segment}; `-` for the model where one segment alone has that name."""
+    generation: builtins.int
+    """When not 0: only if the segment of this name is this one."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.int = ...,
+        name: builtins.str = ...,
+        generation: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "name", b"name", "request_id", b"request_id"]) -> None: ...
+
+global___DeleteSegmentRequest = DeleteSegmentRequest
+
+@typing.final
 class GetDeviceRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -303,3 +441,42 @@ class ListSessionsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "sessions", b"sessions"]) -> None: ...
 
 global___ListSessionsResponse = ListSessionsResponse
+
+@typing.final
+class ListSegmentsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    page_size: builtins.int
+    """At most this many; 0 for 100, never more than 1,000."""
+    page_token: builtins.str
+    def __init__(
+        self,
+        *,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token"]) -> None: ...
+
+global___ListSegmentsRequest = ListSegmentsRequest
+
+@typing.final
+class ListSegmentsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEGMENTS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Empty after the last page."""
+    @property
+    def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[membroker.v1.resources_pb2.Segment]: ...
+    def __init__(
+        self,
+        *,
+        segments: collections.abc.Iterable[membroker.v1.resources_pb2.Segment] | None = ...,
+        next_page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "segments", b"segments"]) -> None: ...
+
+global___ListSegmentsResponse = ListSegmentsResponse

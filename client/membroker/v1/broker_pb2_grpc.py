@@ -69,6 +69,31 @@ class BrokerServiceStub(object):
                 request_serializer=membroker_dot_v1_dot_broker__pb2.DeclareMemoryRequest.SerializeToString,
                 response_deserializer=membroker_dot_v1_dot_broker__pb2.DeclareMemoryResponse.FromString,
                 _registered_method=True)
+        self.CreateSegment = channel.unary_unary(
+                '/membroker.v1.BrokerService/CreateSegment',
+                request_serializer=membroker_dot_v1_dot_broker__pb2.CreateSegmentRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_resources__pb2.Segment.FromString,
+                _registered_method=True)
+        self.SealSegment = channel.unary_unary(
+                '/membroker.v1.BrokerService/SealSegment',
+                request_serializer=membroker_dot_v1_dot_broker__pb2.SealSegmentRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_resources__pb2.Segment.FromString,
+                _registered_method=True)
+        self.AttachSegment = channel.unary_unary(
+                '/membroker.v1.BrokerService/AttachSegment',
+                request_serializer=membroker_dot_v1_dot_broker__pb2.AttachSegmentRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_resources__pb2.Segment.FromString,
+                _registered_method=True)
+        self.DetachSegment = channel.unary_unary(
+                '/membroker.v1.BrokerService/DetachSegment',
+                request_serializer=membroker_dot_v1_dot_broker__pb2.DetachSegmentRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_broker__pb2.DetachSegmentResponse.FromString,
+                _registered_method=True)
+        self.DeleteSegment = channel.unary_unary(
+                '/membroker.v1.BrokerService/DeleteSegment',
+                request_serializer=membroker_dot_v1_dot_broker__pb2.DeleteSegmentRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_resources__pb2.Segment.FromString,
+                _registered_method=True)
         self.GetDevice = channel.unary_unary(
                 '/membroker.v1.BrokerService/GetDevice',
                 request_serializer=membroker_dot_v1_dot_broker__pb2.GetDeviceRequest.SerializeToString,
@@ -83,6 +108,11 @@ class BrokerServiceStub(object):
                 '/membroker.v1.BrokerService/ListSessions',
                 request_serializer=membroker_dot_v1_dot_broker__pb2.ListSessionsRequest.SerializeToString,
                 response_deserializer=membroker_dot_v1_dot_broker__pb2.ListSessionsResponse.FromString,
+                _registered_method=True)
+        self.ListSegments = channel.unary_unary(
+                '/membroker.v1.BrokerService/ListSegments',
+                request_serializer=membroker_dot_v1_dot_broker__pb2.ListSegmentsRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_broker__pb2.ListSegmentsResponse.FromString,
                 _registered_method=True)
 
 
@@ -134,6 +164,44 @@ class BrokerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateSegment(self, request, context):
+        """Makes a segment, to be written by this session. All or nothing in the books. Its descriptors come as an
+        Allocate's do. The session holds the segment from the first Delivery on until it detaches, also when the call
+        fails behind it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SealSegment(self, request, context):
+        """Ends the writing, once the writer has waited for its own work on the device: the segment can be attached.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AttachSegment(self, request, context):
+        """Takes hold of a segment; waits while it is being written. Its descriptors come as an Allocate's do. The session
+        holds the segment from the first Delivery on until it detaches, also when the call fails behind it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DetachSegment(self, request, context):
+        """Lets go of a segment, by the session's word: it must have unmapped it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteSegment(self, request, context):
+        """Ends a segment: it can be attached no more, and its bytes come back when the last session has left it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetDevice(self, request, context):
         """The device and its books.
         """
@@ -150,6 +218,13 @@ class BrokerServiceServicer(object):
 
     def ListSessions(self, request, context):
         """The tenant's own sessions, in the order they began.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSegments(self, request, context):
+        """The tenant's own segments, in the order they began.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -183,6 +258,31 @@ def add_BrokerServiceServicer_to_server(servicer, server):
                     request_deserializer=membroker_dot_v1_dot_broker__pb2.DeclareMemoryRequest.FromString,
                     response_serializer=membroker_dot_v1_dot_broker__pb2.DeclareMemoryResponse.SerializeToString,
             ),
+            'CreateSegment': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateSegment,
+                    request_deserializer=membroker_dot_v1_dot_broker__pb2.CreateSegmentRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_resources__pb2.Segment.SerializeToString,
+            ),
+            'SealSegment': grpc.unary_unary_rpc_method_handler(
+                    servicer.SealSegment,
+                    request_deserializer=membroker_dot_v1_dot_broker__pb2.SealSegmentRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_resources__pb2.Segment.SerializeToString,
+            ),
+            'AttachSegment': grpc.unary_unary_rpc_method_handler(
+                    servicer.AttachSegment,
+                    request_deserializer=membroker_dot_v1_dot_broker__pb2.AttachSegmentRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_resources__pb2.Segment.SerializeToString,
+            ),
+            'DetachSegment': grpc.unary_unary_rpc_method_handler(
+                    servicer.DetachSegment,
+                    request_deserializer=membroker_dot_v1_dot_broker__pb2.DetachSegmentRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_broker__pb2.DetachSegmentResponse.SerializeToString,
+            ),
+            'DeleteSegment': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteSegment,
+                    request_deserializer=membroker_dot_v1_dot_broker__pb2.DeleteSegmentRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_resources__pb2.Segment.SerializeToString,
+            ),
             'GetDevice': grpc.unary_unary_rpc_method_handler(
                     servicer.GetDevice,
                     request_deserializer=membroker_dot_v1_dot_broker__pb2.GetDeviceRequest.FromString,
@@ -197,6 +297,11 @@ def add_BrokerServiceServicer_to_server(servicer, server):
                     servicer.ListSessions,
                     request_deserializer=membroker_dot_v1_dot_broker__pb2.ListSessionsRequest.FromString,
                     response_serializer=membroker_dot_v1_dot_broker__pb2.ListSessionsResponse.SerializeToString,
+            ),
+            'ListSegments': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSegments,
+                    request_deserializer=membroker_dot_v1_dot_broker__pb2.ListSegmentsRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_broker__pb2.ListSegmentsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -354,6 +459,141 @@ class BrokerService(object):
             _registered_method=True)
 
     @staticmethod
+    def CreateSegment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.BrokerService/CreateSegment',
+            membroker_dot_v1_dot_broker__pb2.CreateSegmentRequest.SerializeToString,
+            membroker_dot_v1_dot_resources__pb2.Segment.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SealSegment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.BrokerService/SealSegment',
+            membroker_dot_v1_dot_broker__pb2.SealSegmentRequest.SerializeToString,
+            membroker_dot_v1_dot_resources__pb2.Segment.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AttachSegment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.BrokerService/AttachSegment',
+            membroker_dot_v1_dot_broker__pb2.AttachSegmentRequest.SerializeToString,
+            membroker_dot_v1_dot_resources__pb2.Segment.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DetachSegment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.BrokerService/DetachSegment',
+            membroker_dot_v1_dot_broker__pb2.DetachSegmentRequest.SerializeToString,
+            membroker_dot_v1_dot_broker__pb2.DetachSegmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteSegment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.BrokerService/DeleteSegment',
+            membroker_dot_v1_dot_broker__pb2.DeleteSegmentRequest.SerializeToString,
+            membroker_dot_v1_dot_resources__pb2.Segment.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetDevice(request,
             target,
             options=(),
@@ -424,6 +664,33 @@ class BrokerService(object):
             '/membroker.v1.BrokerService/ListSessions',
             membroker_dot_v1_dot_broker__pb2.ListSessionsRequest.SerializeToString,
             membroker_dot_v1_dot_broker__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSegments(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.BrokerService/ListSegments',
+            membroker_dot_v1_dot_broker__pb2.ListSegmentsRequest.SerializeToString,
+            membroker_dot_v1_dot_broker__pb2.ListSegmentsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -63,6 +63,41 @@ class BrokerServiceStub:
     ]
     """Says how many bytes this session allocates itself (its CUDA context, workspaces) and is charged for."""
 
+    CreateSegment: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.CreateSegmentRequest,
+        membroker.v1.resources_pb2.Segment,
+    ]
+    """Makes a segment, to be written by this session. All or nothing in the books. Its descriptors come as an
+    Allocate's do. The session holds the segment from the first Delivery on until it detaches, also when the call
+    fails behind it.
+    """
+
+    SealSegment: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.SealSegmentRequest,
+        membroker.v1.resources_pb2.Segment,
+    ]
+    """Ends the writing, once the writer has waited for its own work on the device: the segment can be attached."""
+
+    AttachSegment: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.AttachSegmentRequest,
+        membroker.v1.resources_pb2.Segment,
+    ]
+    """Takes hold of a segment; waits while it is being written. Its descriptors come as an Allocate's do. The session
+    holds the segment from the first Delivery on until it detaches, also when the call fails behind it.
+    """
+
+    DetachSegment: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.DetachSegmentRequest,
+        membroker.v1.broker_pb2.DetachSegmentResponse,
+    ]
+    """Lets go of a segment, by the session's word: it must have unmapped it."""
+
+    DeleteSegment: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.DeleteSegmentRequest,
+        membroker.v1.resources_pb2.Segment,
+    ]
+    """Ends a segment: it can be attached no more, and its bytes come back when the last session has left it."""
+
     GetDevice: grpc.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.GetDeviceRequest,
         membroker.v1.resources_pb2.Device,
@@ -80,6 +115,12 @@ class BrokerServiceStub:
         membroker.v1.broker_pb2.ListSessionsResponse,
     ]
     """The tenant's own sessions, in the order they began."""
+
+    ListSegments: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.ListSegmentsRequest,
+        membroker.v1.broker_pb2.ListSegmentsResponse,
+    ]
+    """The tenant's own segments, in the order they began."""
 
 class BrokerServiceAsyncStub:
     """What a tenant may ask, at its own endpoint (`<endpoint>/grpc.sock`).
@@ -125,6 +166,41 @@ class BrokerServiceAsyncStub:
     ]
     """Says how many bytes this session allocates itself (its CUDA context, workspaces) and is charged for."""
 
+    CreateSegment: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.CreateSegmentRequest,
+        membroker.v1.resources_pb2.Segment,
+    ]
+    """Makes a segment, to be written by this session. All or nothing in the books. Its descriptors come as an
+    Allocate's do. The session holds the segment from the first Delivery on until it detaches, also when the call
+    fails behind it.
+    """
+
+    SealSegment: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.SealSegmentRequest,
+        membroker.v1.resources_pb2.Segment,
+    ]
+    """Ends the writing, once the writer has waited for its own work on the device: the segment can be attached."""
+
+    AttachSegment: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.AttachSegmentRequest,
+        membroker.v1.resources_pb2.Segment,
+    ]
+    """Takes hold of a segment; waits while it is being written. Its descriptors come as an Allocate's do. The session
+    holds the segment from the first Delivery on until it detaches, also when the call fails behind it.
+    """
+
+    DetachSegment: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.DetachSegmentRequest,
+        membroker.v1.broker_pb2.DetachSegmentResponse,
+    ]
+    """Lets go of a segment, by the session's word: it must have unmapped it."""
+
+    DeleteSegment: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.DeleteSegmentRequest,
+        membroker.v1.resources_pb2.Segment,
+    ]
+    """Ends a segment: it can be attached no more, and its bytes come back when the last session has left it."""
+
     GetDevice: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.GetDeviceRequest,
         membroker.v1.resources_pb2.Device,
@@ -142,6 +218,12 @@ class BrokerServiceAsyncStub:
         membroker.v1.broker_pb2.ListSessionsResponse,
     ]
     """The tenant's own sessions, in the order they began."""
+
+    ListSegments: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.ListSegmentsRequest,
+        membroker.v1.broker_pb2.ListSegmentsResponse,
+    ]
+    """The tenant's own segments, in the order they began."""
 
 class BrokerServiceServicer(metaclass=abc.ABCMeta):
     """What a tenant may ask, at its own endpoint (`<endpoint>/grpc.sock`).
@@ -198,6 +280,51 @@ class BrokerServiceServicer(metaclass=abc.ABCMeta):
         """Says how many bytes this session allocates itself (its CUDA context, workspaces) and is charged for."""
 
     @abc.abstractmethod
+    def CreateSegment(
+        self,
+        request: membroker.v1.broker_pb2.CreateSegmentRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.resources_pb2.Segment, collections.abc.Awaitable[membroker.v1.resources_pb2.Segment]]:
+        """Makes a segment, to be written by this session. All or nothing in the books. Its descriptors come as an
+        Allocate's do. The session holds the segment from the first Delivery on until it detaches, also when the call
+        fails behind it.
+        """
+
+    @abc.abstractmethod
+    def SealSegment(
+        self,
+        request: membroker.v1.broker_pb2.SealSegmentRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.resources_pb2.Segment, collections.abc.Awaitable[membroker.v1.resources_pb2.Segment]]:
+        """Ends the writing, once the writer has waited for its own work on the device: the segment can be attached."""
+
+    @abc.abstractmethod
+    def AttachSegment(
+        self,
+        request: membroker.v1.broker_pb2.AttachSegmentRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.resources_pb2.Segment, collections.abc.Awaitable[membroker.v1.resources_pb2.Segment]]:
+        """Takes hold of a segment; waits while it is being written. Its descriptors come as an Allocate's do. The session
+        holds the segment from the first Delivery on until it detaches, also when the call fails behind it.
+        """
+
+    @abc.abstractmethod
+    def DetachSegment(
+        self,
+        request: membroker.v1.broker_pb2.DetachSegmentRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.broker_pb2.DetachSegmentResponse, collections.abc.Awaitable[membroker.v1.broker_pb2.DetachSegmentResponse]]:
+        """Lets go of a segment, by the session's word: it must have unmapped it."""
+
+    @abc.abstractmethod
+    def DeleteSegment(
+        self,
+        request: membroker.v1.broker_pb2.DeleteSegmentRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.resources_pb2.Segment, collections.abc.Awaitable[membroker.v1.resources_pb2.Segment]]:
+        """Ends a segment: it can be attached no more, and its bytes come back when the last session has left it."""
+
+    @abc.abstractmethod
     def GetDevice(
         self,
         request: membroker.v1.broker_pb2.GetDeviceRequest,
@@ -220,5 +347,13 @@ class BrokerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.broker_pb2.ListSessionsResponse, collections.abc.Awaitable[membroker.v1.broker_pb2.ListSessionsResponse]]:
         """The tenant's own sessions, in the order they began."""
+
+    @abc.abstractmethod
+    def ListSegments(
+        self,
+        request: membroker.v1.broker_pb2.ListSegmentsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.broker_pb2.ListSegmentsResponse, collections.abc.Awaitable[membroker.v1.broker_pb2.ListSegmentsResponse]]:
+        """The tenant's own segments, in the order they began."""
 
 def add_BrokerServiceServicer_to_server(servicer: BrokerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

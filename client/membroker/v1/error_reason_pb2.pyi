@@ -72,10 +72,23 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """An id names no extent that is lent to this session. Whose it is, or was, is not said."""
     ERROR_REASON_TENANT_NOT_FOUND: _ErrorReason.ValueType  # 45
     """No such tenant in the configuration."""
+    ERROR_REASON_SEGMENT_NOT_FOUND: _ErrorReason.ValueType  # 46
+    """No such segment at this tenant, or it is deleted, or this session does not hold it. Whose it is is not said."""
+    ERROR_REASON_SEGMENT_EXISTS: _ErrorReason.ValueType  # 47
+    """The model has a segment of this name. Retry: once it is deleted and its last session has left it."""
+    ERROR_REASON_SEGMENT_NOT_SEALED: _ErrorReason.ValueType  # 48
+    """The segment was still being written when the caller's patience ended. Retry: yes."""
+    ERROR_REASON_SEGMENT_NOT_WRITABLE: _ErrorReason.ValueType  # 49
+    """Only the session that writes a segment can seal it, and only once."""
+    ERROR_REASON_WRITER_DIED: _ErrorReason.ValueType  # 50
+    """The writer died, left or deleted the segment before it was sealed. Retry: when somebody has made it anew."""
+    ERROR_REASON_SEGMENT_AMBIGUOUS: _ErrorReason.ValueType  # 51
+    """`-` stands for the model, and several models have a segment of this name."""
     ERROR_REASON_TOO_MANY_SESSIONS: _ErrorReason.ValueType  # 60
     """--- Bounds. Retry: after something of the same kind ended. ---"""
     ERROR_REASON_TOO_MANY_MODELS: _ErrorReason.ValueType  # 61
     ERROR_REASON_TOO_MANY_REQUESTS: _ErrorReason.ValueType  # 62
+    ERROR_REASON_TOO_MANY_SEGMENTS: _ErrorReason.ValueType  # 63
     ERROR_REASON_TOKEN_REQUIRED: _ErrorReason.ValueType  # 80
     """--- Identity and protocol. Retry: no. ---
 
@@ -160,10 +173,23 @@ ERROR_REASON_EXTENT_NOT_FOUND: ErrorReason.ValueType  # 44
 """An id names no extent that is lent to this session. Whose it is, or was, is not said."""
 ERROR_REASON_TENANT_NOT_FOUND: ErrorReason.ValueType  # 45
 """No such tenant in the configuration."""
+ERROR_REASON_SEGMENT_NOT_FOUND: ErrorReason.ValueType  # 46
+"""No such segment at this tenant, or it is deleted, or this session does not hold it. Whose it is is not said."""
+ERROR_REASON_SEGMENT_EXISTS: ErrorReason.ValueType  # 47
+"""The model has a segment of this name. Retry: once it is deleted and its last session has left it."""
+ERROR_REASON_SEGMENT_NOT_SEALED: ErrorReason.ValueType  # 48
+"""The segment was still being written when the caller's patience ended. Retry: yes."""
+ERROR_REASON_SEGMENT_NOT_WRITABLE: ErrorReason.ValueType  # 49
+"""Only the session that writes a segment can seal it, and only once."""
+ERROR_REASON_WRITER_DIED: ErrorReason.ValueType  # 50
+"""The writer died, left or deleted the segment before it was sealed. Retry: when somebody has made it anew."""
+ERROR_REASON_SEGMENT_AMBIGUOUS: ErrorReason.ValueType  # 51
+"""`-` stands for the model, and several models have a segment of this name."""
 ERROR_REASON_TOO_MANY_SESSIONS: ErrorReason.ValueType  # 60
 """--- Bounds. Retry: after something of the same kind ended. ---"""
 ERROR_REASON_TOO_MANY_MODELS: ErrorReason.ValueType  # 61
 ERROR_REASON_TOO_MANY_REQUESTS: ErrorReason.ValueType  # 62
+ERROR_REASON_TOO_MANY_SEGMENTS: ErrorReason.ValueType  # 63
 ERROR_REASON_TOKEN_REQUIRED: ErrorReason.ValueType  # 80
 """--- Identity and protocol. Retry: no. ---
 

@@ -26,6 +26,9 @@ class Frame(google.protobuf.message.Message):
       > AllocateExtentsRequest         < Delivery (+ up to 64 descriptors) … < Reply
       > Ack for each Delivery
       > ReleaseExtentsRequest          < Reply, unless `no_reply`
+      > AttachSegmentRequest           < Delivery (+ up to 64 descriptors) … < Reply
+      > Ack for each Delivery
+      > DetachSegmentRequest           < Reply, unless `no_reply`
       > Goodbye                        < Reply, then both close
 
     Only the broker sends descriptors. A packet from a client that carries one, that is no Frame, or that has no
@@ -41,6 +44,11 @@ class Frame(google.protobuf.message.Message):
     DECLARE_FIELD_NUMBER: builtins.int
     ACK_FIELD_NUMBER: builtins.int
     GOODBYE_FIELD_NUMBER: builtins.int
+    CREATE_SEGMENT_FIELD_NUMBER: builtins.int
+    SEAL_SEGMENT_FIELD_NUMBER: builtins.int
+    ATTACH_SEGMENT_FIELD_NUMBER: builtins.int
+    DETACH_SEGMENT_FIELD_NUMBER: builtins.int
+    DELETE_SEGMENT_FIELD_NUMBER: builtins.int
     WELCOME_FIELD_NUMBER: builtins.int
     DELIVERY_FIELD_NUMBER: builtins.int
     REPLY_FIELD_NUMBER: builtins.int
@@ -64,6 +72,16 @@ class Frame(google.protobuf.message.Message):
     @property
     def goodbye(self) -> global___Goodbye: ...
     @property
+    def create_segment(self) -> membroker.v1.broker_pb2.CreateSegmentRequest: ...
+    @property
+    def seal_segment(self) -> membroker.v1.broker_pb2.SealSegmentRequest: ...
+    @property
+    def attach_segment(self) -> membroker.v1.broker_pb2.AttachSegmentRequest: ...
+    @property
+    def detach_segment(self) -> membroker.v1.broker_pb2.DetachSegmentRequest: ...
+    @property
+    def delete_segment(self) -> membroker.v1.broker_pb2.DeleteSegmentRequest: ...
+    @property
     def welcome(self) -> global___Welcome:
         """From the broker."""
 
@@ -83,14 +101,19 @@ class Frame(google.protobuf.message.Message):
         declare: membroker.v1.broker_pb2.DeclareMemoryRequest | None = ...,
         ack: global___Ack | None = ...,
         goodbye: global___Goodbye | None = ...,
+        create_segment: membroker.v1.broker_pb2.CreateSegmentRequest | None = ...,
+        seal_segment: membroker.v1.broker_pb2.SealSegmentRequest | None = ...,
+        attach_segment: membroker.v1.broker_pb2.AttachSegmentRequest | None = ...,
+        detach_segment: membroker.v1.broker_pb2.DetachSegmentRequest | None = ...,
+        delete_segment: membroker.v1.broker_pb2.DeleteSegmentRequest | None = ...,
         welcome: global___Welcome | None = ...,
         delivery: global___Delivery | None = ...,
         reply: global___Reply | None = ...,
         notice: global___Notice | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["ack", b"ack", "allocate", b"allocate", "declare", b"declare", "delivery", b"delivery", "goodbye", b"goodbye", "hello", b"hello", "kind", b"kind", "notice", b"notice", "release", b"release", "reply", b"reply", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack", b"ack", "allocate", b"allocate", "declare", b"declare", "delivery", b"delivery", "goodbye", b"goodbye", "hello", b"hello", "kind", b"kind", "notice", b"notice", "release", b"release", "reply", b"reply", "request_id", b"request_id", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "allocate", "release", "declare", "ack", "goodbye", "welcome", "delivery", "reply", "notice"] | None: ...
+    def HasField(self, field_name: typing.Literal["ack", b"ack", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "kind", b"kind", "notice", b"notice", "release", b"release", "reply", b"reply", "seal_segment", b"seal_segment", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "kind", b"kind", "notice", b"notice", "release", b"release", "reply", b"reply", "request_id", b"request_id", "seal_segment", b"seal_segment", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "allocate", "release", "declare", "ack", "goodbye", "create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment", "welcome", "delivery", "reply", "notice"] | None: ...
 
 global___Frame = Frame
 
@@ -180,10 +203,13 @@ class Delivery(google.protobuf.message.Message):
     PARTS_FIELD_NUMBER: builtins.int
     EXTENT_BYTES_FIELD_NUMBER: builtins.int
     EXTENT_IDS_FIELD_NUMBER: builtins.int
+    SEGMENT_FIELD_NUMBER: builtins.int
     part: builtins.int
     """0 to parts - 1, in order."""
     parts: builtins.int
     extent_bytes: builtins.int
+    segment: builtins.int
+    """The generation of the segment that these extents are of: in order, side by side. 0: lent to this session alone."""
     @property
     def extent_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
@@ -193,8 +219,9 @@ class Delivery(google.protobuf.message.Message):
         parts: builtins.int = ...,
         extent_bytes: builtins.int = ...,
         extent_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        segment: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["extent_bytes", b"extent_bytes", "extent_ids", b"extent_ids", "part", b"part", "parts", b"parts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["extent_bytes", b"extent_bytes", "extent_ids", b"extent_ids", "part", b"part", "parts", b"parts", "segment", b"segment"]) -> None: ...
 
 global___Delivery = Delivery
 
@@ -226,9 +253,13 @@ class Reply(google.protobuf.message.Message):
     RELEASE_FIELD_NUMBER: builtins.int
     DECLARE_FIELD_NUMBER: builtins.int
     GOODBYE_FIELD_NUMBER: builtins.int
+    SEGMENT_FIELD_NUMBER: builtins.int
+    DETACH_SEGMENT_FIELD_NUMBER: builtins.int
     @property
     def error(self) -> google.rpc.status_pb2.Status:
-        """Refused or failed. Extents that were delivered before the failure are the session's until it releases them."""
+        """Refused or failed. Extents that were delivered before the failure are the session's until it releases them, or
+        detaches from their segment.
+        """
 
     @property
     def allocate(self) -> membroker.v1.broker_pb2.AllocateExtentsResponse: ...
@@ -238,6 +269,12 @@ class Reply(google.protobuf.message.Message):
     def declare(self) -> membroker.v1.broker_pb2.DeclareMemoryResponse: ...
     @property
     def goodbye(self) -> global___GoodbyeResponse: ...
+    @property
+    def segment(self) -> membroker.v1.resources_pb2.Segment:
+        """Of a create, a seal, an attach or a delete."""
+
+    @property
+    def detach_segment(self) -> membroker.v1.broker_pb2.DetachSegmentResponse: ...
     def __init__(
         self,
         *,
@@ -246,10 +283,12 @@ class Reply(google.protobuf.message.Message):
         release: membroker.v1.broker_pb2.ReleaseExtentsResponse | None = ...,
         declare: membroker.v1.broker_pb2.DeclareMemoryResponse | None = ...,
         goodbye: global___GoodbyeResponse | None = ...,
+        segment: membroker.v1.resources_pb2.Segment | None = ...,
+        detach_segment: membroker.v1.broker_pb2.DetachSegmentResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["allocate", b"allocate", "declare", b"declare", "error", b"error", "goodbye", b"goodbye", "release", b"release", "result", b"result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["allocate", b"allocate", "declare", b"declare", "error", b"error", "goodbye", b"goodbye", "release", b"release", "result", b"result"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "allocate", "release", "declare", "goodbye"] | None: ...
+    def HasField(self, field_name: typing.Literal["allocate", b"allocate", "declare", b"declare", "detach_segment", b"detach_segment", "error", b"error", "goodbye", b"goodbye", "release", b"release", "result", b"result", "segment", b"segment"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["allocate", b"allocate", "declare", b"declare", "detach_segment", b"detach_segment", "error", b"error", "goodbye", b"goodbye", "release", b"release", "result", b"result", "segment", b"segment"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "allocate", "release", "declare", "goodbye", "segment", "detach_segment"] | None: ...
 
 global___Reply = Reply
 
@@ -285,7 +324,7 @@ class Notice(google.protobuf.message.Message):
     STOPPING_FIELD_NUMBER: builtins.int
     @property
     def release_refused(self) -> google.rpc.status_pb2.Status:
-        """A release that wanted no Reply was refused."""
+        """A release, or a detach, that wanted no Reply was refused."""
 
     @property
     def stopping(self) -> global___Stopping:

@@ -244,6 +244,7 @@ class ModelBooks(google.protobuf.message.Message):
     DECLARED_BYTES_FIELD_NUMBER: builtins.int
     LIMIT_BYTES_FIELD_NUMBER: builtins.int
     EXTENTS_FIELD_NUMBER: builtins.int
+    SEGMENT_BYTES_FIELD_NUMBER: builtins.int
     location: global___Location.ValueType
     used_bytes: builtins.int
     """What the model is charged: lent + releasing."""
@@ -257,6 +258,8 @@ class ModelBooks(google.protobuf.message.Message):
     """The limit in force. Absent: only the tenant's limit and the capacity hold."""
     extents: builtins.int
     """Extents that are charged."""
+    segment_bytes: builtins.int
+    """Of `used_bytes`: what the model's segments are charged, once each, however many sessions have them mapped."""
     def __init__(
         self,
         *,
@@ -267,9 +270,10 @@ class ModelBooks(google.protobuf.message.Message):
         declared_bytes: builtins.int = ...,
         limit_bytes: builtins.int | None = ...,
         extents: builtins.int = ...,
+        segment_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "declared_bytes", b"declared_bytes", "extents", b"extents", "limit_bytes", b"limit_bytes", "location", b"location", "peak_bytes", b"peak_bytes", "releasing_bytes", b"releasing_bytes", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "declared_bytes", b"declared_bytes", "extents", b"extents", "limit_bytes", b"limit_bytes", "location", b"location", "peak_bytes", b"peak_bytes", "releasing_bytes", b"releasing_bytes", "segment_bytes", b"segment_bytes", "used_bytes", b"used_bytes"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_limit_bytes", b"_limit_bytes"]) -> typing.Literal["limit_bytes"] | None: ...
 
 global___ModelBooks = ModelBooks
@@ -313,6 +317,7 @@ class Session(google.protobuf.message.Message):
     MODELS_FIELD_NUMBER: builtins.int
     BOOKS_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
+    SEGMENTS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """sessions/{session}"""
     tenant: builtins.str
@@ -335,6 +340,10 @@ class Session(google.protobuf.message.Message):
 
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def segments(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """tenants/{tenant}/models/{model}/segments/{segment} of each that it holds."""
+
     def __init__(
         self,
         *,
@@ -348,9 +357,10 @@ class Session(google.protobuf.message.Message):
         models: collections.abc.Iterable[builtins.str] | None = ...,
         books: collections.abc.Iterable[global___SessionBooks] | None = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        segments: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["books", b"books", "client", b"client", "create_time", b"create_time", "models", b"models", "name", b"name", "observer", b"observer", "pid", b"pid", "state", b"state", "tenant", b"tenant", "uid", b"uid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["books", b"books", "client", b"client", "create_time", b"create_time", "models", b"models", "name", b"name", "observer", b"observer", "pid", b"pid", "segments", b"segments", "state", b"state", "tenant", b"tenant", "uid", b"uid"]) -> None: ...
 
 global___Session = Session
 
@@ -396,3 +406,83 @@ class Limit(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["limit_bytes", b"limit_bytes", "location", b"location"]) -> None: ...
 
 global___Limit = Limit
+
+@typing.final
+class Segment(google.protobuf.message.Message):
+    """Memory under a name: written by one session, sealed, attached by many, charged to its model once.
+
+    It is made of extents of 1 GiB, and one of the rest. The broker keeps their descriptors, and knows a name, a size
+    and a generation; what is in it the segment says itself, by its first bytes.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _State:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _StateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Segment._State.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        STATE_UNSPECIFIED: Segment._State.ValueType  # 0
+        WRITING: Segment._State.ValueType  # 1
+        """Its writer has not sealed it yet."""
+        SEALED: Segment._State.ValueType  # 2
+        """Nobody writes to it any more; it can be attached."""
+        ENDING: Segment._State.ValueType  # 3
+        """Deleted, or its writer is gone; charged until the last session has left it."""
+        RELEASING: Segment._State.ValueType  # 4
+        """The last session has left; charged until the device shows the bytes free."""
+
+    class State(_State, metaclass=_StateEnumTypeWrapper): ...
+    STATE_UNSPECIFIED: Segment.State.ValueType  # 0
+    WRITING: Segment.State.ValueType  # 1
+    """Its writer has not sealed it yet."""
+    SEALED: Segment.State.ValueType  # 2
+    """Nobody writes to it any more; it can be attached."""
+    ENDING: Segment.State.ValueType  # 3
+    """Deleted, or its writer is gone; charged until the last session has left it."""
+    RELEASING: Segment.State.ValueType  # 4
+    """The last session has left; charged until the device shows the bytes free."""
+
+    NAME_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    LOCATION_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    EXTENTS_FIELD_NUMBER: builtins.int
+    SESSIONS_FIELD_NUMBER: builtins.int
+    WRITER_FIELD_NUMBER: builtins.int
+    CREATE_TIME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """tenants/{tenant}/models/{model}/segments/{segment}"""
+    generation: builtins.int
+    """Never used twice, whatever becomes of the name."""
+    state: global___Segment.State.ValueType
+    location: global___Location.ValueType
+    size_bytes: builtins.int
+    """A multiple of the granularity."""
+    extents: builtins.int
+    """How many extents its memory comes in."""
+    sessions: builtins.int
+    """Sessions that hold it, the writer among them."""
+    writer: builtins.str
+    """sessions/{session} that writes, or wrote, it."""
+    @property
+    def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        generation: builtins.int = ...,
+        state: global___Segment.State.ValueType = ...,
+        location: global___Location.ValueType = ...,
+        size_bytes: builtins.int = ...,
+        extents: builtins.int = ...,
+        sessions: builtins.int = ...,
+        writer: builtins.str = ...,
+        create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["create_time", b"create_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "extents", b"extents", "generation", b"generation", "location", b"location", "name", b"name", "sessions", b"sessions", "size_bytes", b"size_bytes", "state", b"state", "writer", b"writer"]) -> None: ...
+
+global___Segment = Segment

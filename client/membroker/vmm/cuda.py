@@ -69,8 +69,11 @@ class CudaDriver:
 
     # Extents and descriptors
 
-    def create(self, size: int, location: Location = Location.DEVICE) -> Handle:
-        """Create an extent, exportable as a descriptor, and on the card RDMA-capable where the card is."""
+    def create(self, size: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> Handle:
+        """Create an extent, exportable as a descriptor, and on the card RDMA-capable where the card is.
+
+        Every extent is as good as any other to share: `sealable` changes nothing here.
+        """
         self._enter("cuMemCreate")
         _check_size(size, self._device.granularity, "cuMemCreate")
         return self._book(self._call("cuMemCreate", size, self._properties[location], 0), size, location)
@@ -81,6 +84,10 @@ class CudaDriver:
         extent = self._extent(handle, "cuMemExportToShareableHandle")
         kind = self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         return int(self._call("cuMemExportToShareableHandle", extent, kind, 0))
+
+    def seal(self, descriptor: int) -> None:
+        """Do nothing: a card lets whoever imports an extent map it as it likes."""
+        self._enter("seal")
 
     def import_extent(self, descriptor: int, size: int, location: Location = Location.DEVICE) -> Handle:
         """Return a handle to the extent behind `descriptor`. A wrong `size` shows at `map`."""
@@ -157,7 +164,7 @@ class CudaDriver:
         hint = f"{size} bytes at {address:#x} are the card's: copy them with read(), or use a framework"
         raise DriverError("view", *_NOT_SUPPORTED, hint)
 
-    def write(self, address: int, data: bytes) -> None:
+    def write(self, address: int, data: bytes | memoryview) -> None:
         """Copy `data` to mapped bytes and wait; for tests and small headers. Needs `context=True`."""
         self._check_access(address, len(data), AccessFlags.READ_WRITE, "cuMemcpyHtoD")
         self._call("cuMemcpyHtoD", address, data, len(data))

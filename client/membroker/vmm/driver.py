@@ -103,12 +103,23 @@ class Driver(Protocol):
         """The device that this driver speaks to."""
         ...
 
-    def create(self, size: int, location: Location = Location.DEVICE) -> Handle:
-        """Create an extent of `size` bytes (a multiple of the granularity), zero-filled and exportable."""
+    def create(self, size: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> Handle:
+        """Create an extent of `size` bytes (a multiple of the granularity), zero-filled and exportable.
+
+        `sealable` is for memory that one process writes and others read: `seal` may be asked for later.
+        """
         ...
 
     def export(self, handle: Handle) -> int:
         """Return a new descriptor (CLOEXEC, the caller closes it) that keeps the extent and can be sent on."""
+        ...
+
+    def seal(self, descriptor: int) -> None:
+        """Let nobody map the extent behind `descriptor` writable any more; mappings that are writable stay so.
+
+        The twin holds that for extents that were created `sealable`, and does nothing twice. A card cannot: there
+        read-only is what each mapper asks for (`set_access`), a guard against accidents.
+        """
         ...
 
     def import_extent(self, descriptor: int, size: int, location: Location = Location.DEVICE) -> Handle:
@@ -146,6 +157,14 @@ class Driver(Protocol):
 
         Does not wait for work that uses the memory: `synchronize` first.
         """
+        ...
+
+    def write(self, address: int, data: bytes | memoryview) -> None:
+        """Copy `data` to mapped bytes, and return when it is there. A `DriverError` where access does not allow it."""
+        ...
+
+    def read(self, address: int, size: int) -> bytes:
+        """Return a copy of mapped bytes. A `DriverError` where access does not allow it."""
         ...
 
     def synchronize(self) -> None:

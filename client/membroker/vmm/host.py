@@ -40,8 +40,11 @@ EXTENT_NAME = "membroker-extent"
 """Every extent's memfd has this name: /proc/PID/maps shows `/memfd:membroker-extent`."""
 
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-# F_SEAL_SEAL too: otherwise any holder could seal the memory against its owner's writes.
-_SEALS = _FIXED_SIZE | fcntl.F_SEAL_SEAL
+# F_SEAL_SEAL too: otherwise any holder could seal the memory against its owner's writes. A sealable extent gets it
+# with its last seal (Linux's uapi/linux/fcntl.h has the number of F_SEAL_FUTURE_WRITE; Python 3.11 has not).
+_PRIVATE_SEALS = _FIXED_SIZE | fcntl.F_SEAL_SEAL
+_FUTURE_WRITE = 0x0010
+_LAST_SEALS = _FUTURE_WRITE | fcntl.F_SEAL_SEAL
 _PROTECTIONS = {
     AccessFlags.NONE: _libc.PROT_NONE,
     AccessFlags.READ: _libc.PROT_READ,
@@ -92,7 +95,7 @@ class HostDriver:
 
     # Extents and descriptors
 
-    def create(self, size: int, location: Location = Location.DEVICE) -> Handle:
+    def create(self, size: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> Handle:
         """Create a zero-filled memfd of `size` bytes whose size nobody can change.
 
         Raises `DriverOutOfMemory` where the location has less than `size` left, as a card does.
@@ -106,7 +109,7 @@ class HostDriver:
             with driver_call("ftruncate"):
                 os.ftruncate(descriptor, size)
             with driver_call("fcntl"):
-                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE if sealable else _PRIVATE_SEALS)
             with self._birth_lock:
                 self._check_room(size, location)
                 self.watch.add(descriptor, size, location)
@@ -122,6 +125,13 @@ class HostDriver:
             if extent.imported:
                 raise invalid("dup", "an imported extent cannot be exported again: pass its descriptor on instead")
             return _duplicate(extent.descriptor)
+
+    def seal(self, descriptor: int) -> None:
+        """Seal the memfd: from now on a writable map of it fails with EPERM, and `set_access` with EACCES."""
+        self._check_usable("fcntl")
+        with driver_call("fcntl"):
+            if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _LAST_SEALS != _LAST_SEALS:
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _LAST_SEALS)
 
     def import_extent(self, descriptor: int, size: int, location: Location = Location.DEVICE) -> Handle:
         """Return a handle to the memfd behind `descriptor`, which must be sealed at exactly `size` bytes."""
@@ -217,15 +227,15 @@ class HostDriver:
         view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
         return view if access is AccessFlags.READ_WRITE else view.toreadonly()
 
-    def write(self, address: int, data: bytes) -> None:
-        """Copy `data` to mapped bytes; for tests and small headers."""
+    def write(self, address: int, data: bytes | memoryview) -> None:
+        """Copy `data` to mapped bytes."""
         view = self.view(address, len(data))
         if view.readonly:
             raise DriverError("write", "EACCES", errno.EACCES, f"[{address:#x}, +{len(data)}) is read-only")
         view[:] = data
 
     def read(self, address: int, size: int) -> bytes:
-        """Return a copy of mapped bytes; for tests and small headers."""
+        """Return a copy of mapped bytes."""
         return bytes(self.view(address, size))
 
     def synchronize(self) -> None:

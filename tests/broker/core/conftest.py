@@ -34,6 +34,6 @@ def books() -> Callable[[Ledger], Any]:
 
     def content(ledger: Ledger) -> Any:
         parts = (ledger.revision, ledger.totals, ledger.sessions, ledger.models, ledger.tenants, ledger.quotas)
-        return copy.deepcopy(parts)
+        return copy.deepcopy((*parts, ledger.segments, ledger.labels))
 
     return content

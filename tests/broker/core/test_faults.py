@@ -12,6 +12,7 @@ from membrokerd.core import policy
 from membrokerd.core.broker import Broker
 
 MODEL = ev.ModelName("t", "m")
+SEGMENT = ev.SegmentName("t", "m", "s")
 PACKET = 64 * 2
 """Bytes of a whole packet of extents of 2 bytes."""
 
@@ -49,6 +50,18 @@ class Story:
 
     def made(self, session: int, part: int = 0) -> None:
         self.tell(ev.Made(session, 2, part))
+
+    def create(self, session: int, size: int) -> int:
+        """Create the segment t/m/s by request 2, and return its generation."""
+        self.tell(ev.CreateSegment(self.call(), session, 2, SEGMENT, "device", size))
+        return self.broker.ledger.labels[SEGMENT]
+
+    def write(self, session: int, size: int) -> int:
+        """As `create`, whole and delivered."""
+        segment = self.create(session, size)
+        self.made(session)
+        self.tell(ev.Acknowledge(session, 2, 0))
+        return segment
 
     def releasing(self) -> int:
         return self.broker.ledger.totals["device"].releasing
@@ -111,4 +124,63 @@ def test_memory_that_goes_before_its_holders_death_is_told_is_credited_at_once(s
     assert story.broker.ledger.totals["device"].lent == PACKET
     story.now = 20_000_000
     story.tell(ev.ProcessDied(session, {"device": 0}))
+    assert story.releasing() == 0
+
+
+def test_a_segment_that_was_not_sealed_ends_without_its_writer(story: Story) -> None:
+    """The writer asked for the seal and left, and the driver failed: nobody is left whose leaving could end it."""
+    session = story.open()
+    segment = story.write(session, PACKET)
+    story.tell(ev.SealSegment(story.call(), session, 3, segment))
+    story.tell(ev.DetachSegment(story.call(), session, 4, segment))
+    story.tell(ev.NotSealed(segment, "DRIVER_FAILED", {}))
+    story.tell(ev.Dropped(segment))
+    assert not story.broker.ledger.segments
+
+
+def test_a_model_stays_while_a_segment_of_it_is_there(story: Story) -> None:
+    """A failed create is charged nothing, and the broker has not let go of it when its session leaves the model."""
+    session = story.open()
+    segment = story.create(session, PACKET)
+    story.tell(ev.NotMade(session, 2, 0, "DEVICE_FULL", {}))
+    story.tell(ev.UnregisterModel(story.call(), session, 3, MODEL))
+    story.tell(ev.Dropped(segment))
+    assert not story.broker.ledger.segments
+    story.now = 60_000_000_000
+    story.tell(ev.Audit({"device": 0}))
+    assert not story.broker.ledger.models
+
+
+@pytest.mark.parametrize("what", ["lent", "given back"])
+def test_what_others_do_between_two_looks_settles_no_segment(story: Story, what: str) -> None:
+    """A dead writer's child has the segment mapped when the broker lets go of it, and the last look is a second old.
+
+    Since then another worker has borrowed, or given back, just as much: the books say so, and the figure not yet.
+    """
+    writer, other = story.open(), story.open()
+    if what == "given back":
+        story.allocate(other, 64)
+        story.made(other)
+        story.tell(ev.Acknowledge(other, 2, 0))
+    before = story.broker.ledger.totals["device"].charged + PACKET
+    segment = story.write(writer, PACKET)
+    story.tell(ev.SealSegment(story.call(), writer, 3, segment))
+    story.tell(ev.Sealed(segment))
+    story.tell(ev.Audit({"device": before}))
+    story.tell(ev.ProcessDied(writer, {"device": before}))
+    story.now = 30_000_000_000
+    story.tell(ev.Audit({"device": before}))
+    if what == "given back":
+        story.tell(ev.Release(story.call(), other, 5, tuple(story.broker.ledger.sessions[other].extents)))
+    else:
+        story.allocate(other, 64)
+        story.made(other)
+    story.tell(ev.DeleteSegment(story.call(), None, 0, SEGMENT, 0))
+    story.tell(ev.Dropped(segment))
+    after = before + (-PACKET if what == "given back" else PACKET)
+    for _ in range(3):
+        story.now += 10_000_000
+        story.tell(ev.Audit({"device": after}))
+        assert story.releasing() == PACKET
+    story.tell(ev.Audit({"device": after - PACKET}))
     assert story.releasing() == 0

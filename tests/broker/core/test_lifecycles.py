@@ -14,12 +14,13 @@ from membrokerd.core.ledger import Ledger
 from membrokerd.core.lending import Call
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "lifecycles.md"
-FIRST = {"session": "open", "extent": "lent", "packet": "waiting"}
-LAST = {"session": {"ended"}, "extent": {"credited"}, "packet": {"delivered", "credited"}}
+FIRST = {"session": "open", "extent": "lent", "packet": "waiting", "segment": "writing"}
+LAST = {"session": {"ended"}, "extent": {"credited"}, "packet": {"delivered", "credited"}, "segment": {"ended"}}
 SENTENCES = {
     "session": "One `connect()` of one process: it outlives its connection, and it is charged until its end.",
     "extent": "A piece of memory that was lent: charged until its borrower's word, or the device, says it is free.",
     "packet": "Up to 64 extents of a call on their way: at most two of a session are made and not acknowledged.",
+    "segment": "Memory under a name: charged to its model until it is deleted and nobody can have it mapped.",
 }
 MODEL = ModelName("t", "m")
 
@@ -99,6 +100,9 @@ def lent() -> Ledger:
     ledger.apply(ft.ModelBegan(MODEL, None, {}))
     ledger.apply(ft.ModelJoined(MODEL, 1))
     ledger.apply(ft.Debited(1, MODEL, "device", 2, 10, 3))
+    ledger.apply(ft.SegmentBegan(20, MODEL, "weights", "device", 4, 2, 21, 3, 1, 0))
+    ledger.apply(ft.SegmentHeld(20, 1))
+    ledger.apply(ft.SegmentBegan(30, MODEL, "cache", "device", 4, 4, 31, 1, 1, 0))
     return ledger
 
 
@@ -110,11 +114,19 @@ def lent() -> Ledger:
         ft.Credited(1, (10, 11), "settled"),
         ft.Credited(1, (10, 11), "no such cause"),
         ft.LocationSettled(1, "device", True),
+        ft.SegmentMoved(20, "sealed"),
+        ft.SegmentMoved(20, "last session left"),
+        ft.SegmentMoved(20, "dropped after a death"),
+        ft.SegmentMoved(20, "no such cause"),
+        ft.SegmentEnded(30, None),
+        ft.SegmentEnded(30, True),
     ],
     ids=str,
 )
 def test_an_illegal_fact_changes_nothing(fact: ft.Fact, books: Callable[[Ledger], object]) -> None:
-    """A living session's bytes are not settled, and no byte is credited without a cause: the books stand."""
+    """A living session's bytes are not settled, a segment that is written does not end, no byte is credited without a
+    cause: the books stand.
+    """
     ledger = lent()
     before = books(ledger)
     with pytest.raises(lifecycles.IllegalMove):
@@ -123,7 +135,7 @@ def test_an_illegal_fact_changes_nothing(fact: ft.Fact, books: Callable[[Ledger]
 
 
 def test_an_illegal_move_of_a_packet_changes_nothing() -> None:
-    call = Call(1, 1, MODEL, "device", 2, range(10, 13), ["waiting"])
+    call = Call(1, 1, MODEL, "device", 2, 2, range(10, 13))
     with pytest.raises(lifecycles.IllegalMove):
         call.move(0, "made")
     assert call.states == ["waiting"]

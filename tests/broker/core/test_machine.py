@@ -7,6 +7,7 @@ books are looked at when all is over, and the story is held to be rich. The seed
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.simulation.world import CAPACITIES, World
 
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
+from membrokerd.core import lifecycles, policy
 from membrokerd.core.denied import Reason
 from membrokerd.core.ledger import replay
 
@@ -39,12 +41,16 @@ def test_the_books_hold_whatever_happens(ended: World, books: Callable[[Any], An
         assert broker.lending.making[where] == 0
     assert not broker.ledger.sessions
     assert not broker.ledger.models
+    assert not broker.ledger.segments
+    assert not broker.ledger.labels
     assert not broker.ledger.tenants
     assert not broker.denials
     assert not broker.settling.waiting
     assert broker.settling.shown("device") == 0
+    assert broker.deadline is None
     assert not ended.workers
     assert not ended.exists
+    assert not ended.sharing.store
 
 
 def test_the_world_is_rich(ended: World) -> None:
@@ -52,13 +58,37 @@ def test_the_world_is_rich(ended: World) -> None:
     kinds = {kind.__name__ for kind in ev.Event.__args__}
     rare = {kind: ended.steps[kind] for kind in kinds if ended.steps[kind] < 8}
     assert not rare, f"hardly ever: {rare}"
-    for name in ("Registered", "Allocated", "Released", "Declared", "Done", "SessionOpened"):
+    names = ("Registered", "Allocated", "Released", "Declared", "Done", "SessionOpened", "SegmentView", "Detached")
+    for name in names:
         assert ended.answers[name] >= 50, (name, ended.answers)
     reasons = {Reason.CAPACITY, Reason.MODEL_LIMIT, Reason.TENANT_LIMIT, Reason.REQUEST_ID_IN_USE, Reason.MODEL_IN_USE}
     reasons |= {Reason.MODEL_CONFLICT, Reason.DELIVERY_FAILED, Reason.DRIVER_FAILED, Reason.EXTENT_NOT_FOUND}
+    reasons |= {Reason.SEGMENT_NOT_FOUND, Reason.SEGMENT_EXISTS, Reason.SEGMENT_NOT_SEALED, Reason.WRITER_DIED}
+    reasons |= {Reason.SEGMENT_NOT_WRITABLE, Reason.SEGMENT_AMBIGUOUS, Reason.TOO_MANY_SEGMENTS}
     assert reasons <= set(ended.answers), ended.answers
     settled = [fact for fact in ended.facts if isinstance(fact, ft.LocationSettled)]
     assert {fact.proven for fact in settled} == {True, False}
+
+
+def test_the_segments_of_the_world_are_rich(ended: World) -> None:
+    """Segments come to each of their ends, by each way there; who waits for one is told each of the answers."""
+    sharing = ended.referee.sharing
+    assert sharing.attached >= 200
+    assert min(sharing.ended[how] for how in ("certain", "proven", "in time")) >= 3, sharing.ended
+    waits = ("sealed", Reason.WRITER_DIED, Reason.SEGMENT_NOT_SEALED, Reason.DELIVERY_FAILED)
+    assert min(sharing.waits[how] for how in waits) >= 5, sharing.waits
+    moved = Counter(fact.cause for fact in ended.facts if isinstance(fact, ft.SegmentMoved))
+    causes = {cause for causes in lifecycles.SEGMENT.values() for cause in causes} - {"dropped", "settled"}
+    rare = {cause: moved[cause] for cause in causes if moved[cause] < 8}
+    assert not rare, f"hardly ever: {rare}"
+    left = Counter(fact.cause for fact in ended.facts if isinstance(fact, ft.SegmentLeft))
+    assert min(left[cause] for cause in ("detached", "not made", "goodbye", "holder died")) >= 8, left
+    assert max(len(fact.ids) for fact in ended.facts if isinstance(fact, ft.SegmentCredited)) > 1
+    parts = Counter(
+        -(-fact.count // policy.PACKET_EXTENTS) for fact in ended.facts if isinstance(fact, ft.SegmentBegan)
+    )
+    assert parts[1] >= 50, parts
+    assert parts.total() - parts[1] >= 15, parts
 
 
 def test_the_same_seed_gives_the_same_story() -> None:

@@ -151,7 +151,7 @@ def test_the_shape_of_an_allocate(location: str, extent_bytes: int, count: int, 
     ],
 )
 def test_model_names(name: str, valid: bool) -> None:
-    assert policy.valid_model_name(name) is valid
+    assert policy.valid_own_name(name) is valid
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from membrokerd.core.ledger import replay
 MIB = 1 << 20
 SECOND = 1_000_000_000
 BASE = 1 << 40
+COUNTS = ("count", "max_count", "request_id", "extents", "sessions", "times")
 FILES = sorted(Path(__file__).with_name("transcripts").glob("*.txt"))
 
 
@@ -53,7 +54,10 @@ class Script:
         return None if event is None else self.play(event)
 
     def do_rules(self, **options: str) -> None:
-        """Begin anew: device= host= settle= grace= sessions= per_process= models= calls= limits=tenant[/model]:MiB."""
+        """Begin anew: device= host= settle= grace= sessions= per_process= models= calls= limits=tenant[/model]:MiB.
+
+        For segments: segment_extent= (MiB), segments= of a tenant, segment_extents= of all.
+        """
         capacities: dict[ev.Location, int] = {
             "device": mib(options.pop("device", "64")),
             "host": mib(options.pop("host", "0")),
@@ -71,6 +75,9 @@ class Script:
             "per_tenant": ("max_sessions_per_tenant", 1),
             "models": ("max_models_per_tenant", 1),
             "calls": ("max_calls_per_session", 1),
+            "segment_extent": ("segment_extent_bytes", MIB),
+            "segments": ("max_segments_per_tenant", 1),
+            "segment_extents": ("max_segment_extents", 1),
         }
         numbers = {fields[key][0]: int(value) * fields[key][1] for key, value in options.items()}
         self.rules = policy.Rules(granularity=2 * MIB, capacities=capacities, limits=limits, **numbers)
@@ -157,6 +164,43 @@ class Script:
         limit = None if size == "none" else mib(size)
         return ev.SetQuota(self.call(f"quota {who}"), tenant, model or None, where, limit)
 
+    def do_create(self, name: str, request: str, segment: str, size: str, where: Any = "device") -> ev.Event:
+        call = self.call(f"{request} of {name}")
+        return ev.CreateSegment(call, self.session(name), int(request), self.segment(name, segment), where, mib(size))
+
+    def do_seal(self, name: str, request: str, segment: str) -> ev.Event:
+        call = self.call(f"{request} of {name}")
+        return ev.SealSegment(call, self.session(name), int(request), self.generation(segment))
+
+    def do_attach(self, name: str, request: str, segment: str, wait: str = "0") -> ev.Event:
+        """Attach; `wait` in seconds."""
+        call = self.call(f"{request} of {name}")
+        wait_ns = int(float(wait) * SECOND)
+        return ev.AttachSegment(call, self.session(name), int(request), self.segment(name, segment), wait_ns)
+
+    def do_detach(self, name: str, request: str, segment: str) -> ev.Event:
+        call = self.call(f"{request} of {name}")
+        return ev.DetachSegment(call, self.session(name), int(request), self.generation(segment))
+
+    def do_delete(self, name: str, request: str, segment: str, number: str = "") -> ev.Event:
+        """Delete by name, and by generation where one is given; `operator` has no session."""
+        call = self.call(f"{request} of {name}")
+        session = None if name == "operator" else self.session(name)
+        chosen = self.generation(number) if number else 0
+        return ev.DeleteSegment(call, session, int(request), self.segment(name, segment), chosen)
+
+    def do_sealed(self, segment: str) -> ev.Event:
+        return ev.Sealed(self.generation(segment))
+
+    def do_notsealed(self, segment: str, reason: str) -> ev.Event:
+        return ev.NotSealed(self.generation(segment), reason, {})
+
+    def do_dropped(self, segment: str) -> ev.Event:
+        return ev.Dropped(self.generation(segment))
+
+    def do_elapsed(self) -> ev.Event:
+        return ev.Elapsed()
+
     # --- one step ---
 
     def play(self, event: ev.Event) -> list[str]:
@@ -173,6 +217,9 @@ class Script:
         if isinstance(answers.get(getattr(event, "call", -1)), Denied):
             assert not step.facts, "a refusal changed something"
             assert self.books(self.broker.ledger) == before, "a refusal changed the ledger"
+        for row in self.broker.ledger.segments.values():
+            busy = row.holders or self.broker.lending.making_segment(row.writer, row.segment)
+            assert row.state != "ending" or busy, f"segment {row.segment} ends when nobody holds it"
         effects = [self.effect(effect) for effect in step.effects]
         return [*effects, *(f"+ {self.plain(fact)}" for fact in step.facts), self.summary()]
 
@@ -194,6 +241,18 @@ class Script:
         tenant, slash, own = model.rpartition("/")
         return ev.ModelName(tenant if slash else self.tenants.get(session, "t"), own)
 
+    def segment(self, session: str, segment: str) -> ev.SegmentName:
+        """Return a segment's name from `model/label` or `tenant/model/label`."""
+        *tenant, model, label = segment.split("/")
+        return ev.SegmentName(tenant[0] if tenant else self.tenants.get(session, "t"), model, label)
+
+    def generation(self, text: str) -> int:
+        """Return the id of a segment: `#3`, or the last one that began under this label."""
+        if text.startswith("#"):
+            return BASE + int(text[1:])
+        begun = [fact.segment for fact in self.facts if isinstance(fact, ft.SegmentBegan) and fact.label == text]
+        return begun[-1]
+
     def seen(self, shown: Mapping[str, str]) -> ev.Seen:
         return {where: mib(shown[where]) if where in shown else None for where in ev.LOCATIONS}
 
@@ -203,7 +262,12 @@ class Script:
         if isinstance(effect, fx.Make):
             part = f"part {effect.part} of {effect.parts}"
             what = f"{ids_text(effect.ids)} x {size_text(effect.extent_bytes)} at {effect.location}"
+            what += f", kept for {ids_text([effect.segment])}" if effect.segment else ""
             return f"make for {effect.request_id} of {self.names[effect.session]}, {part}: {what}"
+        if isinstance(effect, fx.Send):
+            part = f"part {effect.part} of {effect.parts}"
+            what = f"{ids_text(effect.ids)} x {size_text(effect.extent_bytes)} of {ids_text([effect.segment])}"
+            return f"send for {effect.request_id} of {self.names[effect.session]}, {part}: {what}"
         if isinstance(effect, fx.Answer):
             call = self.calls[effect.call]
             if isinstance(effect.result, Denied):
@@ -219,13 +283,13 @@ class Script:
         return " ".join(f"{key}={self.text(key, value)}" for key, value in pairs if key not in ("pid", "uid", "client"))
 
     def text(self, key: str, value: Any) -> str:
-        if key == "session":
+        if key in ("session", "writer"):
             return self.names.get(value, str(value))
-        if key in ("extent", "first"):
+        if key in ("extent", "first") or (key == "segment" and isinstance(value, int)):
             return ids_text([value])
         if key == "ids":
             return ids_text(value)
-        if key == "at":
+        if key in ("at", "began_at"):
             return f"{value / SECOND:g}s"
         if key == "name" and isinstance(value, ev.ModelName):
             return f"{value.tenant}/{value.model}"
@@ -233,12 +297,15 @@ class Script:
             return ",".join(f"{where}:{size_text(size)}" for where, size in value.items()) or "none"
         if key == "limit" and isinstance(value, int) and 0 < value < MIB:
             return str(value)
-        if isinstance(value, int) and not isinstance(value, bool) and key not in ("count", "max_count", "request_id"):
+        if isinstance(value, int) and not isinstance(value, bool) and key not in COUNTS:
             return size_text(value)
         return repr(value) if isinstance(value, str) and " " in value else str(value)
 
     def summary(self) -> str:
-        """The books in one line: totals, models, sessions with what they are charged."""
+        """The books in one line: totals, models, sessions with what they are charged, segments with who holds them.
+
+        A segment of which a holder died is `uncertain`.
+        """
         ledger = self.broker.ledger
         totals = [
             f"{where} {size_text(t.lent)} lent {size_text(t.releasing)} releasing {size_text(t.free)} free"
@@ -251,8 +318,26 @@ class Script:
             f"{self.names[row.session]} {row.state} {size_text(sum(map(row.charged, ledger.totals)))}"
             for row in ledger.sessions.values()
         ]
-        parts = (f"= {ledger.revision}", *totals, ", ".join(models) or "no models", ", ".join(sessions) or "nobody")
-        return " | ".join(parts)
+        segments = [
+            f"{ids_text([row.segment])} {row.name.model}/{row.label} {row.state} {size_text(row.bytes)}"
+            + " uncertain" * row.uncertain
+            + (" held by " if row.holders else "")
+            + "+".join(
+                self.names[session] + (f" x{times}" if times > 1 else "") for session, times in row.holders.items()
+            )
+            for row in ledger.segments.values()
+        ]
+        waiting = self.broker.deadline
+        return " | ".join(
+            (
+                f"= {ledger.revision}",
+                *totals,
+                ", ".join(models) or "no models",
+                ", ".join(sessions) or "nobody",
+                *([", ".join(segments)] if segments else []),
+                *([f"waits until {waiting / SECOND:g}s"] if waiting is not None else []),
+            )
+        )
 
 
 def mib(text: str) -> int:

@@ -1,0 +1,361 @@
+"""Segments: memory under a name, written by one session, sealed, attached by many, charged to its model once.
+
+The broker keeps a segment's descriptors, so a segment outlives whoever wrote it: its bytes come back when it is
+deleted and the last session has left it. A session holds a segment from the moment that its create or attach is
+admitted; a call that fails before anything was sent lets go by itself, any other hold ends by the session's word, by
+its Goodbye, or by its death.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import effects as fx
+from . import events as ev
+from . import facts as ft
+from . import policy
+from .denied import Denied, Reason, deny
+from .ledger import SegmentRow, SessionRow
+from .lending import Call
+
+if TYPE_CHECKING:
+    from .broker import Broker
+
+_WRITING = ("writing", "sealing")
+_ATTACHABLE = (*_WRITING, "sealed")
+_TOLD = {"sealing": "writing", "dropping": "ending"}
+"""States that nobody outside has to know, by what they look like there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """An attach that waits for a seal."""
+
+    call: int
+    session: int
+    request_id: int
+    segment: int
+    deadline: int
+
+
+class Segments:
+    """The calls about segments, and those of them that wait."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._waiting: list[Waiting] = []
+        self._sealing: dict[int, int] = {}
+        """By segment: the call that asked for its seal."""
+        self.deadline: int | None = None
+        """When the first of the waiting attaches ends, in nanoseconds."""
+
+    # --- create and seal ---
+
+    def create(self, event: ev.CreateSegment, now: int) -> None:
+        """Debit the whole segment, and make it packet by packet for its writer."""
+        broker, name = self._broker, ev.ModelName(event.name.tenant, event.name.model)
+        denied = self._refuse_create(event, name)
+        if denied:
+            broker.refuse(event.call, denied, event.session, name)
+            return
+        extent, last, count = policy.shape_of_segment(broker.rules, event.size)
+        segment, ids = broker.take_ids(1)[0], broker.take_ids(count)
+        location, label = event.location, event.name.label
+        broker.record(
+            ft.SegmentBegan(segment, name, label, location, extent, last, ids.start, count, event.session, now)
+        )
+        broker.record(ft.SegmentHeld(segment, event.session))
+        call = Call(event.call, event.request_id, name, location, extent, last, ids, segment)
+        broker.lending.begin_call(event.session, call)
+
+    def _refuse_create(self, event: ev.CreateSegment, name: ev.ModelName) -> Denied | None:
+        broker = self._broker
+        denied = broker.refuse_request(event.session, event.request_id)
+        if denied:
+            return denied
+        found = broker.lending.find(event.session, name)
+        if isinstance(found, Denied):
+            return found
+        if not policy.valid_own_name(event.name.label):
+            return deny(Reason.INVALID_NAME, name=event.name.label)
+        there = broker.ledger.labels.get(event.name)
+        if there is not None:
+            state = broker.ledger.segments[there].state
+            return deny(Reason.SEGMENT_EXISTS, segment=str(event.name), state=_TOLD.get(state, state))
+        return (
+            broker.lending.refuse_call(event.session)
+            or policy.check_extents(broker.rules, event.location, event.size, 1)
+            or self._refuse_one_more(event)
+            or policy.admit(broker.ledger, broker.rules, name, event.location, event.size)
+        )
+
+    def _refuse_one_more(self, event: ev.CreateSegment) -> Denied | None:
+        """Each extent of a segment is a descriptor that the broker keeps."""
+        rules, rows = self._broker.rules, self._broker.ledger.segments.values()
+        limit = rules.max_segments_per_tenant
+        if sum(1 for row in rows if row.name.tenant == event.name.tenant) >= limit:
+            return deny(Reason.TOO_MANY_SEGMENTS, limit=limit, of="tenant", what="segments")
+        _, _, count = policy.shape_of_segment(rules, event.size)
+        limit = rules.max_segment_extents
+        if sum(len(row.ids) for row in rows) + count > limit:
+            return deny(Reason.TOO_MANY_SEGMENTS, limit=limit, of="broker", what="segments' extents")
+        return None
+
+    def seal(self, event: ev.SealSegment) -> None:
+        """Ask for the seal of a segment that is written."""
+        denied = self._refuse_seal(event)
+        if denied:
+            self._broker.answer(event.call, denied)
+            return
+        self._broker.record(ft.SegmentMoved(event.segment, "seal asked"))
+        self._sealing[event.segment] = event.call
+        self._broker.emit(fx.Seal(event.segment))
+
+    def _refuse_seal(self, event: ev.SealSegment) -> Denied | None:
+        broker = self._broker
+        denied = broker.refuse_request(event.session, event.request_id)
+        if denied:
+            return denied
+        row = self._find_held(event.session, event.segment)
+        if row is None:
+            return deny(Reason.SEGMENT_NOT_FOUND, segment=event.segment)
+        if row.writer != event.session or row.state != "writing":
+            return deny(
+                Reason.SEGMENT_NOT_WRITABLE, segment=str(row.full_name()), state=_TOLD.get(row.state, row.state)
+            )
+        return None
+
+    def sealed(self, event: ev.Sealed) -> None:
+        """The segment can be attached; who waited for it is served, first come, first served."""
+        row = self._asked_to_seal(event.segment)
+        if row is None:
+            return
+        self._broker.record(ft.SegmentMoved(row.segment, "sealed"))
+        self._broker.answer(self._sealing.pop(row.segment), self.view(row))
+        for one in self._take_waiting(lambda one: one.segment == row.segment):
+            denied = self._broker.lending.refuse_call(one.session)
+            if denied:
+                self._broker.answer(one.call, denied)
+            else:
+                self._begin_attach(one.call, one.session, one.request_id, row)
+
+    def not_sealed(self, event: ev.NotSealed) -> None:
+        """The segment is still being written, unless its writer is gone."""
+        row = self._asked_to_seal(event.segment)
+        if row is None:
+            return
+        self._broker.record(ft.SegmentMoved(row.segment, "not sealed"))
+        self._broker.answer(self._sealing.pop(row.segment), Denied(Reason(event.reason), event.numbers))
+        if row.writer not in row.holders:
+            self._end_writing(row, "writer ended")
+            self._drop_if_left(row)
+
+    def _asked_to_seal(self, segment: int) -> SegmentRow | None:
+        row = self._broker.ledger.segments.get(segment)
+        return row if row is not None and row.state == "sealing" else None
+
+    # --- attach and detach ---
+
+    def attach(self, event: ev.AttachSegment, now: int) -> None:
+        """Send a sealed segment's descriptors; let the call wait for one that is being written."""
+        denied = self._refuse_attach(event)
+        row = denied or self._find_named(event.name)
+        if isinstance(row, SegmentRow) and row.state in _WRITING and event.wait_ns > 0:
+            self._broker.lending.wait(event.session, event.request_id)
+            deadline = now + event.wait_ns
+            self._waiting.append(Waiting(event.call, event.session, event.request_id, row.segment, deadline))
+            self.deadline = deadline if self.deadline is None else min(deadline, self.deadline)
+        elif isinstance(row, SegmentRow) and row.state == "sealed":
+            self._begin_attach(event.call, event.session, event.request_id, row)
+        elif isinstance(row, SegmentRow):
+            self._broker.answer(event.call, deny(Reason.SEGMENT_NOT_SEALED, segment=str(row.full_name())))
+        else:
+            self._broker.answer(event.call, row)
+
+    def _refuse_attach(self, event: ev.AttachSegment) -> Denied | None:
+        broker = self._broker
+        denied = broker.refuse_request(event.session, event.request_id)
+        if denied:
+            return denied
+        row = broker.ledger.sessions[event.session]
+        if row.observer:
+            return deny(Reason.OBSERVER)
+        if event.name.tenant != row.tenant:
+            return deny(Reason.SEGMENT_NOT_FOUND, segment=str(event.name))
+        if not 0 <= event.wait_ns <= policy.MAX_WAIT_NS:
+            return deny(Reason.INVALID_ARGUMENT, what="a wait is between 0 and 24 hours")
+        return broker.lending.refuse_call(event.session)
+
+    def _begin_attach(self, number: int, session: int, request_id: int, row: SegmentRow) -> None:
+        self._broker.record(ft.SegmentHeld(row.segment, session))
+        call = Call(
+            number, request_id, row.name, row.location, row.extent_bytes, row.last_bytes, row.ids, row.segment, True
+        )
+        self._broker.lending.begin_call(session, call)
+
+    def elapsed(self, now: int) -> None:
+        """End the waiting that has lasted as long as it may."""
+        for one in self._take_waiting(lambda one: one.deadline <= now):
+            row = self._broker.ledger.segments[one.segment]
+            self._broker.answer(one.call, deny(Reason.SEGMENT_NOT_SEALED, segment=str(row.full_name())))
+
+    def call_done(self, session: int, call: Call) -> None:
+        """Answer a create or an attach whose every packet is decided."""
+        row = self._broker.ledger.segments.get(call.segment)
+        if row is None:  # its last session died while the packet was on its way
+            self._broker.refuse(call.call, call.failure or deny(Reason.DELIVERY_FAILED), session, call.name)
+            return
+        if not call.failure and not call.sends and row.state not in _ATTACHABLE:
+            call.failure = deny(Reason.SEGMENT_NOT_FOUND, segment=str(row.full_name()))
+        if not call.failure:
+            self._broker.answer(call.call, self.view(row))
+            return
+        self._broker.refuse(call.call, call.failure, session, call.name)
+        if not call.sends and row.state == "writing":
+            self._end_writing(row, "not made")
+        if not call.any_sent and session in row.holders:
+            self._broker.record(ft.SegmentLeft(row.segment, session, 1, "not made"))
+        self._drop_if_left(row)
+
+    def detach(self, event: ev.DetachSegment) -> None:
+        """A session has unmapped a segment. A writer that leaves before its seal has given it up."""
+        denied = self._broker.refuse_request(event.session, event.request_id, gives_back=True)
+        row = self._find_held(event.session, event.segment) if not denied else None
+        if denied or row is None:
+            self._broker.answer(event.call, denied or deny(Reason.SEGMENT_NOT_FOUND, segment=event.segment))
+            return
+        self._leave(row, event.session, 1, "detached")
+        self._broker.answer(event.call, fx.Detached())
+
+    def _find_held(self, session: int, segment: int) -> SegmentRow | None:
+        """Return a segment that the session holds by a call that was answered."""
+        row = self._broker.ledger.segments.get(segment)
+        holds = row.holders.get(session, 0) if row else 0
+        return row if holds > self._broker.lending.unanswered_of(session, segment) else None
+
+    # --- the ends ---
+
+    def delete(self, event: ev.DeleteSegment) -> None:
+        """End a segment by its name."""
+        denied = self._refuse_delete(event)
+        row = denied or self._find_named(event.name)
+        if isinstance(row, SegmentRow) and event.generation not in (0, row.segment):
+            row = deny(Reason.SEGMENT_NOT_FOUND, segment=str(event.name))
+        if isinstance(row, Denied):
+            self._broker.answer(event.call, row)
+            return
+        if row.state in _WRITING:
+            self._end_writing(row, "deleted")
+        else:
+            self._broker.record(ft.SegmentMoved(row.segment, "deleted"))
+        self._broker.answer(event.call, self.view(row))
+        self._drop_if_left(row)
+
+    def _refuse_delete(self, event: ev.DeleteSegment) -> Denied | None:
+        if event.session is None:
+            return None
+        denied = self._broker.refuse_request(event.session, event.request_id, gives_back=True)
+        if denied:
+            return denied
+        row = self._broker.ledger.sessions[event.session]
+        if row.observer:
+            return deny(Reason.OBSERVER)
+        if event.name.tenant != row.tenant:
+            return deny(Reason.SEGMENT_NOT_FOUND, segment=str(event.name))
+        return None
+
+    def writer_leaves(self, row: SessionRow) -> None:
+        """A session said Goodbye: what it has not sealed nobody will."""
+        for segment in list(row.segments):
+            self._without_writer(self._broker.ledger.segments[segment], row.session)
+
+    def leave_all(self, row: SessionRow, cause: str) -> None:
+        """A session is over, by its word or by its death."""
+        for segment, times in list(row.segments.items()):
+            self._leave(self._broker.ledger.segments[segment], row.session, times, cause)
+
+    def give_up(self, session: int) -> None:
+        """A session is unreachable, going or dead: it waits for nothing more."""
+        for one in self._take_waiting(lambda one: one.session == session):
+            self._broker.answer(one.call, deny(Reason.DELIVERY_FAILED))
+
+    def dropped(self, event: ev.Dropped, now: int) -> None:
+        """The broker holds nothing of the segment any more; nor does anybody, unless a holder died."""
+        row = self._broker.ledger.segments[event.segment]
+        if row.uncertain:
+            self._broker.settling.segment_dropped(row, now)
+            return
+        self._broker.record(ft.SegmentEnded(row.segment, None))
+
+    def _leave(self, row: SegmentRow, session: int, times: int, cause: str) -> None:
+        self._broker.record(ft.SegmentLeft(row.segment, session, times, cause))
+        if session not in row.holders:
+            self._without_writer(row, session)
+        self._drop_if_left(row)
+
+    def _without_writer(self, row: SegmentRow, session: int) -> None:
+        if row.writer == session and row.state == "writing":
+            self._end_writing(row, "writer ended")
+
+    def _end_writing(self, row: SegmentRow, cause: str) -> None:
+        """The segment will never be sealed: tell who waits for it."""
+        self._broker.record(ft.SegmentMoved(row.segment, cause))
+        denied = deny(Reason.WRITER_DIED, segment=str(row.full_name()))
+        if row.segment in self._sealing:
+            self._broker.answer(self._sealing.pop(row.segment), denied)
+        for one in self._take_waiting(lambda one: one.segment == row.segment):
+            self._broker.answer(one.call, denied)
+
+    def _drop_if_left(self, row: SegmentRow) -> None:
+        busy = row.holders or self._broker.lending.making_segment(row.writer, row.segment)
+        if row.state == "ending" and not busy:
+            self._broker.record(ft.SegmentMoved(row.segment, "last session left"))
+            self._broker.emit(fx.Drop(row.segment))
+
+    # --- looking ---
+
+    def view(self, row: SegmentRow) -> fx.SegmentView:
+        """Return a segment as it stands."""
+        size = row.size_of(row.ids)
+        return fx.SegmentView(
+            row.segment,
+            row.full_name(),
+            row.state,
+            row.location,
+            size,
+            len(row.ids),
+            len(row.holders),
+            row.writer,
+            row.began_at,
+        )
+
+    def _find_named(self, name: ev.SegmentName) -> SegmentRow | Denied:
+        """Return the segment of a name that is not ending, by its model or by its own name alone."""
+        found = [row for row in self._candidates(name) if row.state in _ATTACHABLE]
+        if not found:
+            return deny(Reason.SEGMENT_NOT_FOUND, segment=str(name))
+        if len(found) > 1:
+            models = ", ".join(sorted(row.name.model for row in found)[:8])
+            return deny(Reason.SEGMENT_AMBIGUOUS, segment=str(name), models=models)
+        return found[0]
+
+    def _candidates(self, name: ev.SegmentName) -> Iterable[SegmentRow]:
+        ledger = self._broker.ledger
+        if name.model == ev.ANY_MODEL:
+            rows = ledger.segments.values()
+            return [row for row in rows if (row.name.tenant, row.label) == (name.tenant, name.label)]
+        segment = ledger.labels.get(name)
+        return [] if segment is None else [ledger.segments[segment]]
+
+    def _take_waiting(self, wanted: Callable[[Waiting], bool]) -> list[Waiting]:
+        """Return who waits no more, in the order they came."""
+        taken = [one for one in self._waiting if wanted(one)]
+        if not taken:
+            return taken
+        self._waiting = [one for one in self._waiting if not wanted(one)]
+        self.deadline = min((one.deadline for one in self._waiting), default=None)
+        for one in taken:
+            self._broker.lending.wait_no_more(one.session, one.request_id)
+        return taken

@@ -1,0 +1,285 @@
+"""`membroker segments`: a safetensors file becomes a segment, and a segment tells what is in it.
+
+Owns the copying of a file and how far it is. It must never leave half a segment behind: what was not sealed is given
+up, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from membroker.cli.admin import Admin, open_admin
+from membroker.client import Client, connect
+from membroker.errors import InvalidRequest, MembrokerError
+from membroker.segment import MAX_HEADER_BYTES, Segment
+from membroker.tensor_index import InvalidTensorIndex, TensorIndex, TensorInfo, read_index
+from membroker.types import SegmentStatus
+from membroker.vmm.sizes import format_size
+
+LINES = 10
+"""How many lines tell how far a copy is, where no bar can."""
+
+_OWN = "[a-z0-9][a-z0-9._-]{0,62}"
+_NAME = re.compile(
+    rf"(?:tenants/([a-z0-9-]{{1,24}})/models/({_OWN})/segments/({_OWN}))|(?:(?:([a-z0-9-]{{1,24}})/)?({_OWN})/)?({_OWN})"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What a person calls a segment: SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT; what was left out is empty."""
+
+    tenant: str
+    model: str
+    segment: str
+
+    @classmethod
+    def parse(cls, text: str) -> Name:
+        """Read one of the three, or a resource name. Raises `ValueError`."""
+        match = _NAME.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is no SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT, as in llama-7b/weights")
+        whole, short = match.groups("")[:3], match.groups("")[3:]
+        return cls(*(whole if whole[0] else short))
+
+    def __str__(self) -> str:
+        """As the library wants it."""
+        if self.tenant:
+            return f"tenants/{self.tenant}/models/{self.model}/segments/{self.segment}"
+        return f"{self.model}/{self.segment}" if self.model else self.segment
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A segment, and what it says is in it. Offsets count from its first byte."""
+
+    name: str
+    generation: int
+    location: str
+    size: int
+    metadata: dict[str, str]
+    tensors: tuple[TensorInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A segment that a file was copied into, and how fast: `rate` in bytes a second."""
+
+    name: str
+    generation: int
+    location: str
+    size: int
+    tensors: int
+    seconds: float
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """A segment that was deleted; its bytes come back when the last of `sessions` has left it."""
+
+    name: str
+    size: int
+    sessions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Where a file is to go. The sizes are those of `Client.register_model`."""
+
+    model: str
+    segment: str
+    location: str
+    virtual_capacity: int | None
+    limit: int | None
+
+
+@contextmanager
+def open_worker(endpoint: str | None) -> Iterator[Client]:
+    """Yield a session that may hold memory: an observer may not. Raises the library's errors."""
+    with connect(endpoint, client="membroker (command)") as client:
+        yield client
+
+
+# --- A file becomes a segment ---
+
+
+def load(endpoint: str | None, path: str, wanted: Wanted, stream: TextIO) -> Loaded:
+    """Copy a safetensors file into a new segment and seal it; on any failure there is no segment.
+
+    Tells on `stream` how far it is. Raises the library's errors, `InvalidTensorIndex` among them.
+    """
+    content = _mapped(path)
+    index = _index_of(content, path)
+    with open_worker(endpoint) as client:
+        model = client.register_model(wanted.model, virtual_capacity=wanted.virtual_capacity, limit=wanted.limit)
+        with model.create_segment(wanted.segment, len(content), wanted.location) as segment:
+            begun = time.monotonic()
+            with ExitStack() as undo:
+                undo.callback(_give_up, segment)
+                with _progress(f"{wanted.model}/{wanted.segment}", len(content), stream) as progress:
+                    segment.write(0, content, progress)
+                segment.seal()
+                undo.pop_all()
+            seconds = time.monotonic() - begun
+            return Loaded(
+                segment.resource_name,
+                segment.generation,
+                segment.location,
+                segment.size,
+                len(index),
+                seconds,
+                len(content) / max(seconds, 1e-9),
+            )
+
+
+def _give_up(segment: Segment) -> None:
+    """Leave nothing: a seal whose answer did not come may have happened."""
+    with suppress(MembrokerError):
+        segment.delete()
+
+
+def _mapped(path: str) -> mmap.mmap:
+    """Map a regular file, for reading. It is unmapped with the last reference, which a traceback may have."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be read: {error.strerror}: name a safetensors file") from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise InvalidRequest(f"{path} is no regular file: name a safetensors file")
+        if not found.st_size:
+            raise InvalidTensorIndex(f"{path} is no safetensors file: it is empty")
+        # No MADV_SEQUENTIAL: with it a file that is not cached came at 30 MiB/s instead of 800 (ext4, Linux 6.18).
+        return mmap.mmap(descriptor, found.st_size, access=mmap.ACCESS_READ)
+    finally:
+        os.close(descriptor)
+
+
+def _index_of(content: mmap.mmap, path: str) -> TensorIndex:
+    """Read a file's header, with the bound that whoever attaches the segment reads it with."""
+    try:
+        index = read_index(memoryview(content), max_header_bytes=MAX_HEADER_BYTES)
+    except InvalidTensorIndex as error:
+        raise InvalidTensorIndex(f"{path} is no safetensors file: {error}") from error
+    if index.size != len(content):
+        more = len(content) - index.size
+        raise InvalidTensorIndex(f"{path} is no safetensors file: {more} bytes follow its last tensor")
+    return index
+
+
+# --- How far it is ---
+
+
+class _Told(Protocol):
+    def __call__(self, size: int, /) -> None: ...
+
+
+@contextmanager
+def _progress(what: str, total: int, stream: TextIO) -> Iterator[_Told]:
+    """Yield what to tell the size of each step: a bar on a terminal, some lines elsewhere."""
+    if not stream.isatty():
+        yield _Lines(what, total, stream)
+        return
+    shown = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[text]}"))
+    console = Console(file=stream)
+    try:
+        with Progress(*shown, console=console) as bar:
+            yield _Bar(bar, what, total)
+    finally:
+        console.show_cursor()  # rich leaves it hidden where an interrupt comes between its hiding and its first line
+
+
+class _Meter:
+    """Bytes so far, of how many, and how fast."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.done = 0
+        self._begun = time.monotonic()
+
+    def text(self) -> str:
+        """Say it; the rate is that of the whole time."""
+        seconds = time.monotonic() - self._begun
+        rate = f", {format_size(int(self.done / seconds))}/s" if self.done and seconds > 0 else ""
+        return f"{format_size(self.done)} of {format_size(self.total)}{rate}"
+
+
+class _Bar:
+    def __init__(self, bar: Progress, what: str, total: int) -> None:
+        self._meter = _Meter(total)
+        self._bar = bar
+        self._task = bar.add_task(what, total=total, text=self._meter.text())
+
+    def __call__(self, size: int, /) -> None:
+        self._meter.done += size
+        self._bar.update(self._task, completed=self._meter.done, text=self._meter.text())
+
+
+class _Lines:
+    def __init__(self, what: str, total: int, stream: TextIO) -> None:
+        self._meter = _Meter(total)
+        self._what = what
+        self._stream = stream
+        self._told = 0
+
+    def __call__(self, size: int, /) -> None:
+        self._meter.done += size
+        part = self._meter.done * LINES // self._meter.total
+        if part > self._told:
+            self._told = part
+            percent = self._meter.done * 100 // self._meter.total
+            print(f"{self._what}: {percent:3}%, {self._meter.text()}", file=self._stream, flush=True)
+
+
+# --- What is in one, and its end ---
+
+
+def contents(endpoint: str | None, name: Name) -> Contents:
+    """Attach a segment for a moment, read-only, and return what it says of itself. Waits for no writer."""
+    with open_worker(endpoint) as client, client.attach(str(name), timeout=0) as segment:
+        try:
+            index = segment.index()
+        except InvalidTensorIndex as error:
+            raise InvalidTensorIndex(f"{segment.resource_name} says nothing of what is in it: {error}") from error
+        return Contents(
+            segment.resource_name,
+            segment.generation,
+            segment.location,
+            segment.size,
+            index.metadata,
+            tuple(index.values()),
+        )
+
+
+def delete(endpoint: str | None, name: Name, *, admin: bool) -> Deleted:
+    """End a segment of this tenant, or with `admin` of whomever; raises the library's errors."""
+    with open_admin(endpoint) if admin else open_worker(endpoint) as books:
+        before = _known_by(books, name)
+        books.delete_segment(str(name))
+        left = {one.generation: one.sessions for one in books.segments()}
+        if before is None:  # it came, and was deleted, between two calls
+            return Deleted(str(name), 0, 0)
+        return Deleted(before.name, before.size, left.get(before.generation, 0))
+
+
+def _known_by(books: Admin | Client, name: Name) -> SegmentStatus | None:
+    """Return the segment that the broker will take for the one of this name, if there is one."""
+    for one in books.segments():
+        _, tenant, _, model, _, segment = one.name.split("/")
+        wanted = (name.tenant or tenant, name.model or model, name.segment)
+        if wanted == (tenant, model, segment) and one.state in ("writing", "sealed"):
+            return one
+    return None

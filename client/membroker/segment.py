@@ -1,0 +1,361 @@
+"""`Segment`: memory under a name, written by one process and attached by many, mapped in this one.
+
+Owns a `Holding` of the segment's extents, and what this process may do with them: write until it seals, or read.
+A segment describes itself: its first bytes may be a safetensors header (`membroker.tensor_index`), and then its
+tensors are found by name. The broker knows a name, a size and a generation, and nothing of what is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.duration_pb2 import Duration
+
+from membroker.convert import bytes_of, location_name, location_of, location_to_wire
+from membroker.errors import InvalidRequest, SegmentNotWritable
+from membroker.holding import Holding
+from membroker.interrupts import HeldOff
+from membroker.region import device_failures
+from membroker.session import Session, broker_may_be_gone
+from membroker.source import Placement
+from membroker.tensor_index import TensorIndex, dtype_of, numpy_array, read_index, write_index
+from membroker.v1 import broker_pb2 as pb
+from membroker.v1 import resources_pb2
+from membroker.v1.handoff_pb2 import Delivery
+from membroker.vmm.driver import AccessFlags, Driver, Handle, Location
+from membroker.vmm.sizes import MAX_BYTES, MIB, round_up
+
+if TYPE_CHECKING:
+    import numpy
+
+    from membroker.model import Model
+
+MAX_WAIT_SECONDS = 24 * 3600.0
+MAX_HEADER_BYTES = 16 * MIB
+"""The longest header that is read: some 160,000 tensors. The bytes are another process's."""
+CHUNK_BYTES = 64 * MIB
+"""How much `write` copies at once: enough for a bus's full speed, little enough to tell how far it is."""
+
+
+class Segment:
+    """`size` bytes at `address`, side by side. A context manager. `Model.create_segment`, `Client.attach` make it.
+
+    Closing it unmaps it here, and the segment lives on; a writer that closes before it has sealed gives it up.
+    """
+
+    def __init__(self, session: Session, hold: _Hold, answer: resources_pb2.Segment, *, writable: bool) -> None:
+        self._session = session
+        self._hold = hold
+        self._answer = answer
+        self._writable = writable
+        self._on_host = session.driver.device.driver == "host"
+        self._holding = hold.map(answer.size_bytes, AccessFlags.READ_WRITE if writable else AccessFlags.READ)
+        self._holding.owned_by(self)
+
+    @classmethod
+    def create(cls, session: Session, model: str, name: str, size: int | str, location: Location | str) -> Segment:
+        """Make a segment under a model's resource name; see `Model.create_segment`."""
+        wanted = bytes_of("a segment", size, at_least=1)
+        length = round_up(wanted, session.driver.device.granularity)
+        if length > MAX_BYTES:
+            raise InvalidRequest(f"a segment of {size!r} rounds up to more than 2^63-1 bytes")
+        place = location_to_wire(location_of(location))
+        request = pb.CreateSegmentRequest(model=model, segment_id=name, location=place, size_bytes=length)
+        return cls._take(session, lambda hold: session.transport.create_segment(request, hold), writable=True)
+
+    @classmethod
+    def attach(cls, session: Session, name: str, timeout: float) -> Segment:
+        """Attach a segment by its resource name; see `Client.attach`."""
+        if not 0 <= timeout <= MAX_WAIT_SECONDS:
+            raise InvalidRequest(f"a timeout is between 0 and {MAX_WAIT_SECONDS:.0f} seconds, not {timeout!r}")
+        wait = Duration()
+        wait.FromNanoseconds(int(timeout * 1e9))
+        request = pb.AttachSegmentRequest(name=name, wait=wait)
+        return cls._take(session, lambda hold: session.transport.attach_segment(request, hold), writable=False)
+
+    @classmethod
+    def _take(cls, session: Session, ask: Callable[[_Hold], resources_pb2.Segment], *, writable: bool) -> Segment:
+        with HeldOff(), device_failures(), ExitStack() as imported:
+            hold = _Hold(session)
+            imported.callback(hold.undo)
+            hold.generation = (answer := ask(hold)).generation
+            with ExitStack() as undo:
+                undo.callback(hold.give_back, ())
+                segment = cls(session, hold, answer, writable=writable)
+                undo.pop_all()
+            return segment
+
+    # What it is
+
+    @property
+    def name(self) -> str:
+        """The segment's own name."""
+        return self._answer.name.rpartition("/")[2]
+
+    @property
+    def resource_name(self) -> str:
+        """`tenants/{tenant}/models/{model}/segments/{segment}`."""
+        return self._answer.name
+
+    @property
+    def generation(self) -> int:
+        """A number that no other segment ever has, whatever becomes of the name."""
+        return self._answer.generation
+
+    @property
+    def size(self) -> int:
+        """Bytes that are mapped and charged: as asked, rounded up to the device's granularity."""
+        return self._answer.size_bytes
+
+    @property
+    def location(self) -> str:
+        """`device` or `host`."""
+        return location_name(self._answer.location)
+
+    @property
+    def address(self) -> int:
+        """The first byte's address, in this process. Raises `ClosedError`."""
+        self._holding.check_open()
+        return self._holding.region.address
+
+    @property
+    def writable(self) -> bool:
+        """Whether this process writes it: it made it, and has not sealed it."""
+        return self._writable
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed here."""
+        return self._holding.closed
+
+    # Its bytes
+
+    def view(self) -> memoryview:
+        """Return the bytes as a memoryview, on the host driver; writable for who writes it.
+
+        It keeps the segment mapped. Raises `InvalidRequest` on a card, whose memory the processor cannot read, and
+        `ClosedError`.
+        """
+        if not self._on_host:
+            raise InvalidRequest("only the host driver's memory can be viewed: use read() and write() on a card")
+        with self._holding.in_use():
+            view = self._holding.views.make(self, self._holding.region.address, self.size)
+        return view if self._writable else view.toreadonly()
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return a copy of [offset, offset + size). Raises `InvalidRequest`, `ClosedError`, `DeviceFailure`."""
+        self._check_range(offset, size)
+        with self._holding.in_use(), device_failures():
+            return self._session.driver.read(self._holding.region.address + offset, size)
+
+    def write(self, offset: int, data: Any, progress: Callable[[int], None] | None = None) -> None:
+        """Copy `data`, anything with contiguous bytes, to `offset`. `progress` is told the bytes of each step.
+
+        Raises `SegmentNotWritable`, `InvalidRequest`, `ClosedError`, `DeviceFailure`.
+        """
+        source = memoryview(data).cast("B")
+        self._check_range(offset, len(source))
+        with self._holding.in_use(), device_failures():
+            self._check_writable()
+            for first in range(0, len(source), CHUNK_BYTES):
+                some = source[first : first + CHUNK_BYTES]
+                self._session.driver.write(self._holding.region.address + offset + first, some)
+                if progress is not None:
+                    progress(len(some))
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The bytes as a CUDA array of uint8, read-only but for who writes it. Whoever takes it keeps the segment.
+
+        Only on a card: `AttributeError` elsewhere, as the protocol wants.
+        """
+        if self._on_host:
+            raise AttributeError("the host driver's memory is no CUDA array: use view()")
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, not self._writable), "version": 3}
+
+    def _check_range(self, offset: int, size: int) -> None:
+        if not 0 <= offset <= self.size or not 0 <= size <= self.size - offset:
+            raise InvalidRequest(f"{size} bytes at {offset} do not lie in a segment of {self.size} bytes")
+
+    def _check_writable(self) -> None:
+        if not self._writable:
+            raise SegmentNotWritable(f"{self.resource_name} is sealed, or was attached: it can only be read")
+
+    # Its tensors
+
+    def index(self) -> TensorIndex:
+        """Return the tensors that the segment says it has: names, dtypes, shapes, offsets in bytes from its start.
+
+        Raises `InvalidTensorIndex` where its first bytes are no safetensors header.
+        """
+        length = min(int.from_bytes(self.read(0, 8), "little"), MAX_HEADER_BYTES)
+        return read_index(self.read(0, min(self.size, 8 + length)), max_header_bytes=MAX_HEADER_BYTES, total=self.size)
+
+    def lay_out(
+        self, tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None
+    ) -> TensorIndex:
+        """Write the header for `tensors`, name -> (safetensors dtype, shape), and return where each goes.
+
+        `segment_size` says how large a segment they need. Raises `InvalidRequest` where they do not fit, and
+        `SegmentNotWritable`.
+        """
+        header, index = write_index(tensors, metadata)
+        if index.size > self.size:
+            raise InvalidRequest(f"the tensors need {index.size} bytes, and the segment has {self.size}")
+        self.write(0, header)
+        return index
+
+    def arrays(self, *, raw: bool = False) -> dict[str, numpy.ndarray[Any, Any]]:
+        """Return the tensors as NumPy arrays over the segment's own bytes, on the host driver; nothing is copied.
+
+        They can be written by who writes the segment, and keep it mapped. `raw` gives dtypes that NumPy does not
+        have as unsigned integers. Raises `InvalidTensorIndex`, and what `view` raises.
+        """
+        index, view = self.index(), self.view()
+        return {name: numpy_array(view, info, raw=raw) for name, info in index.items()}
+
+    # Its ends
+
+    def seal(self) -> None:
+        """Say that it is written: from now on everybody, this process too, can only read it.
+
+        Waits for the work that this process has given to the device. Whoever waits in `attach` goes on. Raises
+        `SegmentNotWritable`, and `BufferError` while a writable view or array of it lives.
+        """
+        with self._holding.in_use(), HeldOff(), device_failures(), ExitStack() as undo:
+            self._check_writable()
+            if self._holding.views.any():
+                raise BufferError("a writable view of the segment is still alive: release it first")
+            self._session.driver.synchronize()
+            self._holding.region.protect(AccessFlags.READ)
+            undo.callback(self._holding.region.protect, AccessFlags.READ_WRITE)
+            self._answer = self._session.transport.seal_segment(self.generation)
+            self._writable = False
+            undo.pop_all()
+
+    def delete(self) -> None:
+        """End the segment: nobody can attach it any more, and its bytes come back when its last session has left.
+
+        It stays mapped where it is. Raises `SegmentNotFound` when it is deleted already.
+        """
+        self._session.check_open()
+        request = pb.DeleteSegmentRequest(name=self.resource_name, generation=self.generation)
+        self._session.transport.delete_segment(request)
+
+    def close(self) -> None:
+        """Unmap it here. Idempotent; raises nothing when the broker is away. Living views put it off to the last.
+
+        On a card it waits for the work that this process has given to the device.
+        """
+        with device_failures():
+            self._holding.end()
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "being written" if self._writable else "read-only"
+        return f"<membroker.Segment {self.resource_name} of {self.size} bytes, {state}>"
+
+
+def segment_size(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> int:
+    """Return how many bytes a segment needs for these tensors, name -> (safetensors dtype, shape), and their header."""
+    return write_index(tensors, metadata)[1].size
+
+
+def publish_arrays(
+    model: Model,
+    name: str,
+    arrays: Mapping[str, numpy.ndarray[Any, Any]],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    location: Location | str = Location.DEVICE,
+) -> Segment:
+    """Make a segment of NumPy arrays, write them into it, and seal it. On any failure there is no segment.
+
+    Raises what `Model.create_segment` raises, and `InvalidRequest` for an array of a dtype that safetensors has not.
+    """
+    shapes = {key: (dtype_of(array), array.shape) for key, array in arrays.items()}
+    segment = model.create_segment(name, segment_size(shapes, metadata), location)
+    with ExitStack() as undo:
+        undo.callback(segment.close)
+        index = segment.lay_out(shapes, metadata)
+        for key, array in arrays.items():
+            segment.write(index[key].offset, array.tobytes())
+        segment.seal()
+        undo.pop_all()
+    return segment
+
+
+class _Hold:
+    """One hold of a segment: takes its descriptors, and is where its mapping comes from and goes back to.
+
+    The handles are imported as they come and mapped when the answer has said how large the whole is. (A
+    `DeliveryHandler`, and the `Source` of a `Holding`.)
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.generation = 0
+        self._ids: list[int] = []
+        self._handles: list[Handle] = []
+
+    def receive(self, delivery: Delivery, descriptors: Sequence[int]) -> None:
+        """Import one delivery."""
+        self._ids.extend(delivery.extent_ids)
+        for descriptor in descriptors:
+            self._handles.append(self.driver.import_extent(descriptor, delivery.extent_bytes))
+
+    def undo(self) -> None:
+        """Release the handles: after a failure, and when the mapping keeps the memory."""
+        while self._handles:
+            self.driver.release(self._handles.pop())
+
+    def map(self, size: int, access: AccessFlags) -> Holding:
+        """Return all of it mapped, side by side."""
+        holding = Holding(self, size, "segment")
+        with ExitStack() as undo:
+            undo.callback(holding.end)
+            holding.region.bind(0, self._handles, access)
+            offset = 0
+            for extent, handle in zip(self._ids, self._handles, strict=True):
+                holding.extents[offset] = extent
+                offset += handle.size
+            undo.pop_all()
+        return holding
+
+    # The source of its holding
+
+    @property
+    def driver(self) -> Driver:
+        """The driver of the broker's device, in this process."""
+        return self._session.driver
+
+    def enrol(self, holding: Holding) -> None:
+        """Let the client end this holding when it closes."""
+        self._session.enrol(holding)
+
+    def dismiss(self, holding: Holding) -> None:
+        """Forget a holding that was given back."""
+        self._session.dismiss(holding)
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Do `work` in the background thread; for finalizers."""
+        self._session.later(work)
+
+    def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
+        """Refuse: a segment is as large as it is."""
+        raise InvalidRequest("a segment does not grow")
+
+    def give_back(self, extent_ids: Sequence[int]) -> None:
+        """Let go of the segment."""
+        with broker_may_be_gone():
+            self._session.transport.detach_segment(self.generation)

@@ -1,0 +1,76 @@
+"""A worker of many that start together: the first loads the weights into a segment, all others attach it.
+
+python examples/segments.py [SECONDS]     (MEMBROKER_ENDPOINT, or the default endpoint; start as many as you like)
+
+It says which of the two it did, and the sum of what it sees; SECONDS is how long the loading is made to last.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import zlib
+from collections.abc import Callable
+
+import membroker
+from membroker.segment import segment_size
+
+TENSORS = {"embed": ("F32", (1000, 256)), "norm": ("F32", (256,))}
+"""What the weights are made of, in safetensors' words."""
+
+
+def create_or_attach(
+    client: membroker.Client,
+    model: membroker.Model,
+    name: str,
+    size: int,
+    fill: Callable[[membroker.Segment], None],
+    seconds: float = 600.0,
+) -> tuple[membroker.Segment, bool]:
+    """Return the segment, sealed, and whether it was made here."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            segment = model.create_segment(name, size)
+        except membroker.SegmentExists:
+            try:
+                left = max(0.0, end - time.monotonic())
+                return client.attach(f"{model.name}/{name}", timeout=left), False
+            except (membroker.WriterDied, membroker.SegmentNotFound):
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)  # it will not be sealed, or is deleted: its name is free once its memory is
+        else:
+            try:
+                fill(segment)
+                segment.seal()
+            except BaseException:
+                segment.close()  # given up: who waits for it gets WriterDied, and one of them makes it anew
+                raise
+            return segment, True
+
+
+def load(segment: membroker.Segment, seconds: float) -> None:
+    """Write the weights, as if they came from a slow disk."""
+    index = segment.lay_out(TENSORS, {"loaded_by": "examples/segments.py"})
+    print("loads", flush=True)
+    for number, tensor in enumerate(index.values(), 1):
+        segment.write(tensor.offset, bytes([number]) * tensor.size)
+        time.sleep(seconds / len(index))
+
+
+def main(seconds: float) -> None:
+    """Take part in a start of many workers."""
+    with membroker.connect() as client:
+        model = client.register_model("llama-7b")
+        size = segment_size(TENSORS, {"loaded_by": "examples/segments.py"})
+        segment, made = create_or_attach(client, model, "weights", size, lambda one: load(one, seconds))
+        with segment:
+            total = 0
+            for tensor in segment.index().values():
+                total = zlib.crc32(segment.read(tensor.offset, tensor.size), total)
+            print(f"{'made' if made else 'attached'} {segment.resource_name}: {total:08x}", flush=True)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]) if len(sys.argv) > 1 else 0.0)

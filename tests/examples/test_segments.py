@@ -1,0 +1,76 @@
+"""The page docs/segments.md and its example, run as their readers would run them, against a real daemon."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.daemons import MIB, Daemon, until
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "segments.md"
+EXAMPLE = ROOT / "examples" / "segments.py"
+
+
+def start(daemon: Daemon, *arguments: str) -> subprocess.Popen[str]:
+    """Start Python as a worker of red."""
+    command = [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", *arguments]
+    env = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def finish(worker: subprocess.Popen[str]) -> list[str]:
+    """Return the lines that a worker wrote, and hold it to its end without a complaint."""
+    out, err = worker.communicate(timeout=60)
+    assert (worker.returncode, err) == (0, "")
+    return out.splitlines()
+
+
+def test_every_block_of_the_page_runs(daemon: Daemon) -> None:
+    """One after the other, in one process; at the end nothing is left."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    lines = finish(start(daemon, "-c", "\n".join(blocks)))
+    assert lines == [
+        f"tenants/red/models/llama-7b/segments/weights {2 * MIB}",
+        "1000 (1000, 64)",
+        "64000.0",
+        "b'weights'",
+    ]
+    until(lambda: daemon.books().lent_bytes == 0)
+    assert not daemon.sessions()
+
+
+def test_many_start_together_and_one_loads(daemon: Daemon) -> None:
+    """Six workers at once: one makes the weights, five attach them, all see the same, one segment is charged."""
+    ended = [finish(worker) for worker in [start(daemon, str(EXAMPLE), "0.3") for _ in range(6)]]
+    assert sorted(len(lines) for lines in ended) == [1] * 5 + [2]
+    verbs = sorted(lines[-1].split()[0] for lines in ended)
+    assert verbs == ["attached"] * 5 + ["made"]
+    assert len({lines[-1].split()[-1] for lines in ended}) == 1
+    assert daemon.books().lent_bytes == 2 * MIB
+
+
+def test_another_loads_when_the_first_is_killed(daemon: Daemon) -> None:
+    """SIGKILL in the middle of the loading: those who wait are told, one of them loads anew, and all get there."""
+    first = start(daemon, str(EXAMPLE), "600")
+    assert first.stdout is not None
+    assert first.stdout.readline() == "loads\n"
+    waiting = [start(daemon, str(EXAMPLE)) for _ in range(3)]
+    until(lambda: len(daemon.sessions()) == 4)
+    first.kill()
+    first.communicate()
+    verbs = sorted(finish(worker)[-1].split()[0] for worker in waiting)
+    assert verbs == ["attached", "attached", "made"]
+    assert daemon.books().lent_bytes == 2 * MIB
+
+
+def test_the_page_says_where_it_leads() -> None:
+    """Each link of the page leads to a file."""
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", PAGE.read_text())
+    local = [link for link in links if "://" not in link]
+    assert local
+    assert [link for link in local if not (PAGE.parent / link).exists()] == []
