@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check format proto proto-check sim fuzz test-system test-gpu clean
+.PHONY: help demo test quick check format proto proto-check sim fuzz bench test-system test-gpu clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -33,6 +33,9 @@ sim: $(STAMP)  ## a world around the core: make sim STEPS=1000000 SEED=7
 
 fuzz: $(STAMP)  ## bent frames, requests, documents: make fuzz SECONDS=600, for each fuzz
 	FUZZ_SECONDS=$(or $(SECONDS),60) $(BIN)/python -m pytest tests/fuzz --timeout=0 -q
+
+bench: $(STAMP)  ## what the broker costs here, beside bare echoes: make bench OPTIONS='--json FILE'
+	$(BIN)/python -m benchmarks.load $(OPTIONS)
 
 test-system: $(STAMP)  ## the tests that need root
 	$(BIN)/python -m pytest -m root

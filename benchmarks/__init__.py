@@ -1,0 +1,1 @@
+"""What the broker costs, measured; RESULTS.md says what was seen, and where."""

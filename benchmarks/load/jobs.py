@@ -1,0 +1,201 @@
+"""What one worker process does, over and over: the calls that are timed, and what is held open meanwhile.
+
+A job is made inside its process and times its own parts, in nanoseconds of the monotonic clock. It must never start a
+process, and never look at the broker but as a client does.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic_ns
+from typing import Protocol
+
+import grpc
+
+import membroker
+from membroker.errors import TooMany
+
+from .bare import EXTENT, METHOD, pin
+from .wire import RawSession
+
+MODEL = "bench"
+
+
+class Job(Protocol):
+    """One piece of work. `once` returns the moments at which its parts began, and the last one ended."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of its parts, where it has several."""
+        ...
+
+    @property
+    def warm_up(self) -> int:
+        """How often it is done before anything is measured."""
+        ...
+
+    def once(self) -> tuple[int, ...]:
+        """Do it once."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+class PacketEcho:
+    """The bare twin of the handoff: a packet there and back, with a descriptor in the answer when the server lends."""
+
+    parts = ()
+    warm_up = 200
+
+    def __init__(self, path: Path, size: int, lends: bool, core: int | None) -> None:
+        pin(core)
+        self._payload = bytes(size)
+        self._lends = lends
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(os.fspath(path))
+
+    def once(self) -> tuple[int, ...]:
+        """Send, receive, close what was lent."""
+        begun = monotonic_ns()
+        self._socket.send(self._payload)
+        if self._lends:
+            _, (descriptor,), _, _ = socket.recv_fds(self._socket, 65_536, 1)
+            os.close(descriptor)
+        else:
+            self._socket.recv(65_536)
+        return begun, monotonic_ns()
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+
+class GrpcEcho:
+    """The bare twin of a gRPC call: a message of plain bytes there and back."""
+
+    parts = ()
+    warm_up = 200
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._payload = bytes(size)
+        self._channel = grpc.insecure_channel(f"unix:{path}")
+        self._call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(METHOD)
+
+    def once(self) -> tuple[int, ...]:
+        """Call and wait."""
+        begun = monotonic_ns()
+        self._call(self._payload, wait_for_ready=True)
+        return begun, monotonic_ns()
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._channel.close()
+
+
+class LibraryWorker:
+    """What an honest worker does: borrow one extent of 2 MiB, mapped, and give it back."""
+
+    parts = ("allocate", "close")
+    warm_up = 200
+
+    def __init__(self, endpoint: Path, transport: str) -> None:
+        self._client = membroker.connect(endpoint, transport=transport, client="benchmarks", timeout=60)
+        self._model = self._client.register_model(MODEL)
+
+    def once(self) -> tuple[int, ...]:
+        """Allocate and close."""
+        begun = monotonic_ns()
+        buffer = self._model.allocate(EXTENT)
+        held = monotonic_ns()
+        buffer.close()
+        return begun, held, monotonic_ns()
+
+    def close(self) -> None:
+        """End the session."""
+        self._client.close()
+
+
+class RawWorker:
+    """The same round trips without the library: nothing is imported or mapped, and the release is waited for."""
+
+    parts = ("allocate", "release")
+    warm_up = 200
+
+    def __init__(self, endpoint: Path) -> None:
+        self._session = RawSession(endpoint)
+        self._model = self._session.register(MODEL)
+
+    def once(self) -> tuple[int, ...]:
+        """Allocate and release."""
+        begun = monotonic_ns()
+        ids = self._session.allocate(self._model)
+        held = monotonic_ns()
+        self._session.release(ids)
+        return begun, held, monotonic_ns()
+
+    def close(self) -> None:
+        """End the session."""
+        self._session.close()
+
+
+class Filler:
+    """Fills the books the first time, and gives everything back the second."""
+
+    parts = ()
+    warm_up = 0
+
+    def __init__(self, endpoint: Path, extents: int) -> None:
+        self._session = RawSession(endpoint)
+        self._model = self._session.register(MODEL)
+        self._extents = extents
+        self._ids: list[int] = []
+
+    def once(self) -> tuple[int, ...]:
+        """Borrow all, or release all."""
+        begun = monotonic_ns()
+        if self._ids:
+            self._session.release(self._ids)
+            self._ids = []
+        else:
+            self._ids = self._session.allocate(self._model, self._extents)
+        return begun, monotonic_ns()
+
+    def close(self) -> None:
+        """End the session."""
+        self._session.close()
+
+
+class Idle:
+    """Sessions that are open and do nothing; as many as the broker has room for."""
+
+    parts = ()
+    warm_up = 0
+
+    def __init__(self, endpoint: Path, sessions: int) -> None:
+        self._sessions: list[RawSession] = []
+        with suppress(TooMany):
+            for _ in range(sessions):
+                self._sessions.append(RawSession(endpoint))
+
+    def once(self) -> tuple[int, ...]:
+        """Do nothing."""
+        return (monotonic_ns(),) * 2
+
+    def close(self) -> None:
+        """End the sessions."""
+        for session in self._sessions:
+            session.close()
+
+
+class Registrar(Idle):
+    """One session with many models, which are there as long as it is."""
+
+    def __init__(self, endpoint: Path, models: int) -> None:
+        super().__init__(endpoint, 1)
+        for number in range(models):
+            self._sessions[0].register(f"model-{number:04}")

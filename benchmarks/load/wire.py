@@ -1,0 +1,92 @@
+"""A raw session: frames of its own over the library's greeting, which maps nothing and keeps no descriptor.
+
+For figures of the broker alone, and for holding more extents than a process could map. On the host twin an extent
+whose descriptors are all closed is no memory any more and still a line in the books.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from membroker import handoff
+from membroker.errors import BrokerUnavailable
+from membroker.grpc_calls import CONTROL_SECONDS, GrpcCalls
+from membroker.handshake import open_session
+from membroker.v1 import broker_pb2 as pb
+from membroker.v1.handoff_pb2 import Ack, Frame, Goodbye, Hello, Reply
+
+from .bare import EXTENT
+
+CONNECT_SECONDS = 30.0
+
+
+def allocate_frame(model: str, count: int = 1, request_id: int = 1) -> Frame:
+    """Return an Allocate of extents of 2 MiB."""
+    return Frame(
+        request_id=request_id, allocate=pb.AllocateExtentsRequest(model=model, extent_bytes=EXTENT, count=count)
+    )
+
+
+class Refused(Exception):
+    """The broker refused a request that should have been granted."""
+
+
+class RawSession:
+    """One session, from Hello to Goodbye. Raises `TooMany` when the broker has no room for it."""
+
+    def __init__(self, endpoint: Path) -> None:
+        hello = Hello(protocol_version=handoff.PROTOCOL_VERSION, client="benchmarks")
+        self._socket, self._notices, welcome = open_session(endpoint / "handoff.sock", hello, CONNECT_SECONDS)
+        self._calls = GrpcCalls(endpoint / "grpc.sock", welcome.token)
+        self._request_ids = itertools.count(2)
+
+    def register(self, model: str) -> str:
+        """Register a model and return its resource name."""
+        request = pb.RegisterModelRequest(request_id=next(self._request_ids), model_id=model)
+        name: str = self._calls.call("RegisterModel", request, CONTROL_SECONDS).name
+        return name
+
+    def allocate(self, model: str, count: int = 1) -> list[int]:
+        """Borrow extents; every descriptor is closed unused as it comes. Returns their ids."""
+        frame = allocate_frame(model, count, next(self._request_ids))
+        self._send(frame)
+        ids: list[int] = []
+        while True:
+            packet = handoff.receive(self._socket)
+            handoff.close_all(packet.descriptors)
+            if packet.frame.HasField("reply"):
+                _granted(packet.frame.reply)
+                return ids
+            ids += packet.frame.delivery.extent_ids
+            self._send(Frame(request_id=frame.request_id, ack=Ack(part=packet.frame.delivery.part)))
+
+    def release(self, ids: Sequence[int]) -> None:
+        """Give extents back, and wait for the broker's word."""
+        for some in _batches(ids, handoff.MAX_IDS_PER_FRAME):
+            request = pb.ReleaseExtentsRequest(extent_ids=some)
+            self._send(Frame(request_id=next(self._request_ids), release=request))
+            _granted(handoff.receive(self._socket).frame.reply)
+
+    def close(self) -> None:
+        """Say Goodbye and close."""
+        with suppress(OSError, handoff.EndOfConnection, BrokerUnavailable):
+            self._send(Frame(request_id=next(self._request_ids), goodbye=Goodbye()))
+            handoff.receive(self._socket)
+        self._calls.close()
+        self._notices.close()
+        self._socket.close()
+
+    def _send(self, frame: Frame) -> None:
+        handoff.send(self._socket, handoff.encode(frame))
+
+
+def _granted(reply: Reply) -> None:
+    if reply.HasField("error"):
+        raise Refused(reply.error.message)
+
+
+def _batches(ids: Sequence[int], size: int) -> Iterable[Sequence[int]]:
+    return (ids[first : first + size] for first in range(0, len(ids), size))

@@ -1,0 +1,145 @@
+"""`make bench` in small: every row is there, with a number that can be true. How long anything took is no test."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 100
+
+TIMINGS = {
+    "bare.echo.one_core",
+    "bare.echo",
+    "bare.lend.one_core",
+    "bare.lend",
+    "bare.grpc",
+    "raw.allocate",
+    "raw.release",
+    "raw",
+    "handoff.allocate",
+    "handoff.close",
+    "handoff",
+    "grpc.allocate",
+    "grpc.close",
+    "grpc",
+    "idle.alone",
+    "idle.among",
+    "extents.alone",
+    "extents.among",
+    "extents.scrape",
+    "extents.get_device",
+    "many.bare",
+    "many.allocate",
+    "many.close",
+    "many.both",
+    "models.scrape_one",
+    "models.scrape_quiet",
+    "models.scrape",
+    "models.alone",
+    "models.among",
+}
+COMPARED = TIMINGS - {
+    *("bare.echo.one_core", "bare.echo", "bare.lend.one_core", "bare.lend", "bare.grpc"),
+    *("raw", "grpc", "handoff.close", "many.bare", "many.close"),
+    *("idle.alone", "extents.alone", "extents.scrape", "extents.get_device", "models.alone", "models.scrape_one"),
+}
+FIGURES = {
+    *(f"idle.{what}" for what in ("before.rss", "before.pss", "sessions", "cpu", "busy_cpu", "with.rss", "with.pss")),
+    *(
+        f"extents.{what}"
+        for what in ("count", "fill", "fill_each", "rss", "rss_each", "release", "release_each", "left")
+    ),
+    *(f"many.{what}" for what in ("cpu", "workers_cpu", "rss", "pss", "rate")),
+    *(f"models.{what}" for what in ("count", "body", "rss", "pss")),
+}
+MAY_BE_ZERO = {"idle.cpu", "idle.busy_cpu", "many.cpu", "many.workers_cpu", "extents.left", "extents.rss_each"}
+"""The kernel tells processor time in steps of 10 ms, and a daemon's memory can shrink."""
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run it as `make bench` does."""
+    command = [sys.executable, "-m", "benchmarks.load", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
+def rows(document: Any, kind: str) -> dict[str, Any]:
+    """Return the rows of all sections by their keys, of which none comes twice."""
+    found = [row for section in document["sections"] for row in section[kind]]
+    by_key = {row["key"]: row for row in found}
+    assert len(by_key) == len(found)
+    return by_key
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
+    """One quick run: the document that it wrote, and what it printed."""
+    path = tmp_path_factory.mktemp("bench") / "bench.json"
+    done = bench("--quick", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    return json.loads(path.read_text()), done.stdout
+
+
+def test_every_row_is_there(quick: tuple[Any, str]) -> None:
+    """With numbers that can be true."""
+    document, _ = quick
+    assert {"processor", "cores", "kernel", "python", "grpc", "protobuf"} <= document["machine"].keys()
+    assert all(0 <= percent <= 100 for section in document["sections"] for percent in section["others_percent"])
+    timings, figures = rows(document, "timings"), rows(document, "figures")
+    assert timings.keys() == TIMINGS
+    assert figures.keys() == FIGURES
+    for row in timings.values():
+        assert row["count"] > 0, row
+        assert 0 < row["p50_ns"] <= row["p99_ns"], row
+        assert row["per_second"] is None or row["per_second"] > 0, row
+    for key, row in figures.items():
+        assert row["value"] > 0 or key in MAY_BE_ZERO, row
+
+
+def test_what_is_compared_has_a_ratio(quick: tuple[Any, str]) -> None:
+    """A ratio stands beside the row that it is to, and is that of the medians."""
+    timings = rows(quick[0], "timings")
+    assert {key for key, row in timings.items() if row["ratio"]} == COMPARED
+    for section in quick[0]["sections"]:
+        medians = {row["name"]: row["p50_ns"] for row in section["timings"]}
+        for row in section["timings"]:
+            if row["beside"]:
+                assert row["ratio"] == pytest.approx(row["p50_ns"] / medians[row["beside"]]), row
+
+
+def test_the_numbers_are_what_the_scenes_say(quick: tuple[Any, str]) -> None:
+    """What the daemon counted is what was asked for: nothing was refused in silence, nothing is left lent."""
+    figures = {key: row["value"] for key, row in rows(quick[0], "figures").items()}
+    assert figures["idle.sessions"] == 20
+    assert figures["extents.count"] == 2_000
+    assert figures["extents.left"] == 0
+    assert figures["models.count"] == 41
+
+
+def test_the_table_is_plain_text(quick: tuple[Any, str]) -> None:
+    """Every row of the file is a line of it."""
+    document, printed = quick
+    for row in (*rows(document, "timings").values(), *rows(document, "figures").values()):
+        assert f"\n{row['name']}  " in printed, row
+    assert "\x1b" not in printed
+
+
+def test_a_place_that_is_not_there_is_told_at_once() -> None:
+    """Not after minutes of work."""
+    done = bench("--json", "/nowhere/bench.json")
+    assert done.returncode == 2
+    assert "there is no directory /nowhere" in done.stderr
+
+
+def test_help_teaches() -> None:
+    """It says what is measured, and how to read it."""
+    done = bench("--help")
+    assert done.returncode == 0
+    for word in ("scenes:", "how to read it:", "examples:", "--quick", "--json FILE"):
+        assert word in done.stdout
+    assert all(len(line) <= 120 for line in done.stdout.splitlines())
