@@ -30,7 +30,7 @@ from membroker.errors import (
     ProtocolError,
     from_status,
 )
-from membroker.interrupts import Waiting, is_held_off
+from membroker.interrupts import HeldOff, Waiting, is_held_off
 from membroker.v1 import broker_pb2
 from membroker.v1 import handoff_pb2 as pb
 
@@ -46,6 +46,7 @@ class Connection:
         self._request_ids = itertools.count(2)  # 1 was the Hello
         self._calls: dict[int, Call] = {}
         self._changed = threading.Condition(threading.Lock())
+        self._pausing: list[threading.Lock] = []
         self._reader: int | None = None
         self._end: tuple[type[MembrokerError], str] | None = None
         self._stopping = ""
@@ -130,7 +131,7 @@ class Connection:
     def abandon(self) -> None:
         """In a forked child: close the inherited sockets. Takes no lock; never a shutdown, which the parent feels."""
         self._end = (ClosedError, "this client belongs to the process that this one was forked from")
-        self._changed = threading.Condition(threading.Lock())
+        self._changed, self._pausing = threading.Condition(threading.Lock()), []
         self._reader = None
         for call in self._calls.values():
             _close_packets(call.inbox)
@@ -146,7 +147,7 @@ class Connection:
                 self._end = (kind, why)
                 with suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
-            self._changed.notify_all()
+            self._tell_all()
 
     def _check_open(self) -> None:
         if self._end is not None:
@@ -161,6 +162,10 @@ class Connection:
         return call
 
     def _conduct(self, call: Call, handler: DeliveryHandler, start: Callable[[], None]) -> Message:
+        with HeldOff():
+            return self._conduct_held_off(call, handler, start)
+
+    def _conduct_held_off(self, call: Call, handler: DeliveryHandler, start: Callable[[], None]) -> Message:
         try:
             start()
             while self._wait(call):
@@ -230,7 +235,7 @@ class Connection:
         """Take the outcome of a call that was made beside; any thread."""
         with self._changed:
             call.outcome = outcome
-            self._changed.notify_all()
+            self._tell_all()
         # Its thread may be the one that waits for the socket. Full or closed: it is awake, or gone.
         with suppress(OSError):
             self._nudge.send(b"\0")
@@ -252,12 +257,34 @@ class Connection:
         while True:
             with self._changed:
                 while not self._my_turn(call):
-                    with Waiting():
-                        self._changed.wait(call.seconds_left())
+                    self._pause(call.seconds_left())
                 if call.inbox or call.is_over():
                     return bool(call.inbox)
                 self._reader = threading.get_ident()
             self._read(call)
+
+    def _pause(self, seconds: float | None) -> None:
+        """Wait for a change, with the lock let go, as `Condition.wait` does. The lock is held.
+
+        That is Python: an interrupt between two of its lines would leave the lock open where it must be held.
+        """
+        waiter = threading.Lock()
+        waiter.acquire()
+        self._pausing.append(waiter)
+        self._changed.release()
+        try:
+            with Waiting():
+                waiter.acquire(timeout=-1 if seconds is None else seconds)
+        finally:
+            self._changed.acquire()
+            if waiter in self._pausing:
+                self._pausing.remove(waiter)
+
+    def _tell_all(self) -> None:
+        """Wake every thread that waits for a change. The lock is held."""
+        self._changed.notify_all()
+        while self._pausing:
+            self._pausing.pop().release()
 
     def _my_turn(self, call: Call) -> bool:
         """Say whether `call` has something, or may read the socket. Raises when there is nothing to wait for."""
@@ -309,7 +336,7 @@ class Connection:
             if packet is not None and not self._route(packet):
                 stray = packet
             self._reader = None
-            self._changed.notify_all()
+            self._tell_all()
         if stray is not None:
             self._refuse(stray)
 

@@ -18,6 +18,7 @@ from google.rpc.status_pb2 import Status
 
 from membroker.endpoint import DESCRIPTORS_SHORT, check_path
 from membroker.errors import BrokerUnavailable, DescriptorLimit, MembrokerError, from_status
+from membroker.interrupts import HeldOff, Waiting, is_held_off
 
 if TYPE_CHECKING:
     import grpc
@@ -63,10 +64,28 @@ class GrpcCalls:
         """
         import grpc
 
+        nested = is_held_off()
         try:
-            return getattr(self._open(), method)(request, metadata=self._metadata, timeout=timeout)
+            # An interrupt inside gRPC's own code would leave its channel locked for every other thread, for ever.
+            with HeldOff():
+                ask = getattr(self._open(), method)
+                if nested or not is_held_off():
+                    return ask(request, metadata=self._metadata, timeout=timeout)
+                return self._wait_for(ask.future(request, metadata=self._metadata, timeout=timeout))
         except grpc.RpcError as error:
             raise self._translate(error) from error
+
+    def _wait_for(self, future: Any) -> Any:
+        """Return the response, or raise; an interrupt is let through, and the call goes on without its caller."""
+        ended = threading.Lock()  # an Event is Python, and no place for an interrupt
+        ended.acquire()
+        future.add_done_callback(lambda _: ended.release())
+        with Waiting():
+            ended.acquire()
+        outcome = self._outcome(future)
+        if isinstance(outcome, MembrokerError):
+            raise outcome
+        return outcome
 
     def start(self, method: str, request: Message, finish: Callable[[Outcome], None]) -> None:
         """Begin the call; `finish` gets the response or the error, in a thread of gRPC's."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
+from tests.daemons import until
 
 from membroker import handoff
 from membroker.calls import Outcome
@@ -21,11 +21,14 @@ from membroker.connection import Connection
 from membroker.errors import (
     BrokerUnavailable,
     ClosedError,
+    DescriptorLimit,
     MembrokerError,
     OutOfMemory,
     ProtocolError,
+    SegmentNotFound,
+    WriterDied,
 )
-from membroker.v1 import broker_pb2
+from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
 
 
@@ -57,16 +60,22 @@ class Broker:
             self.end.settimeout(30)
         return False
 
-    def deliver(self, request_id: int, *extent_ids: int, descriptors: int | None = None, part: int = 0) -> None:
+    def deliver(
+        self, request_id: int, *extent_ids: int, descriptors: int | None = None, part: int = 0, **more: int
+    ) -> None:
         count = len(extent_ids) if descriptors is None else descriptors
         made = [os.memfd_create("extent", os.MFD_CLOEXEC) for _ in range(count)]
-        frame = pb.Frame(request_id=request_id, delivery=pb.Delivery(part=part, extent_ids=extent_ids))
+        frame = pb.Frame(request_id=request_id, delivery=pb.Delivery(part=part, extent_ids=extent_ids, **more))
         handoff.send(self.end, handoff.encode(frame), made)
         handoff.close_all(made)
 
     def reply(self, request_id: int, count: int) -> None:
         response = broker_pb2.AllocateExtentsResponse(count=count)
         self.end.send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(allocate=response))))
+
+    def reply_segment(self, request_id: int, extents: int) -> None:
+        segment = resources_pb2.Segment(generation=77, extents=extents)
+        self.end.send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(segment=segment))))
 
     def refuse(self, request_id: int, reason: str) -> None:
         self.end.send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(error=refusal(reason)))))
@@ -86,39 +95,23 @@ class Taker:
         self.undone = 0
         self._fails_at, self._failure = fails_at, failure
 
-    def receive(self, extent_ids: Sequence[int], descriptors: Sequence[int]) -> None:
+    def receive(self, delivery: pb.Delivery, descriptors: Sequence[int]) -> None:
         assert [os.fstat(descriptor) for descriptor in descriptors]
-        if self._failure is not None and self._fails_at in extent_ids:
+        if self._failure is not None and self._fails_at in delivery.extent_ids:
             raise self._failure
-        self.taken += extent_ids
+        self.taken += delivery.extent_ids
 
     def undo(self) -> None:
         self.undone += 1
         self.taken.clear()
 
 
-class Later:
-    """The background thread's place: what is to be done later is done when the test says so."""
-
-    def __init__(self) -> None:
-        self.work: deque[Callable[[], None]] = deque()
-
-    def do(self) -> None:
-        while self.work:
-            self.work.popleft()()
-
-
 @pytest.fixture
-def later() -> Later:
-    return Later()
-
-
-@pytest.fixture
-def pair(later: Later) -> Iterator[tuple[Connection, Broker]]:
+def pair() -> Iterator[tuple[Connection, Broker]]:
     """A connection and its broker. At the end no descriptor is left over."""
     before = descriptors()
     mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection = Connection(mine, "/test/handoff.sock", later.work.append)
+    connection = Connection(mine, "/test/handoff.sock")
     yield connection, Broker(yours)
     connection.close()
     yours.close()
@@ -206,7 +199,7 @@ class TestCall:
         assert list(broker.hear("release").release.extent_ids) == [0, 1, 2, 3, 4, 5]
         assert isinstance(caller.end().error, RuntimeError)
 
-    def test_interrupted(self, pair: tuple[Connection, Broker], later: Later) -> None:
+    def test_interrupted(self, pair: tuple[Connection, Broker]) -> None:
         """Ctrl-C while mapping: the program goes on at once, the rest is given back when the broker answers."""
         connection, broker = pair
         taker = Taker(0, KeyboardInterrupt())
@@ -218,7 +211,6 @@ class TestCall:
         assert taker.undone == 1
         broker.deliver(request_id, 1, part=1)
         broker.reply(request_id, 2)
-        later.do()
         assert broker.hear("ack").ack.part == 1
         assert list(broker.hear("release").release.extent_ids) == [0, 1]
 
@@ -285,6 +277,76 @@ class TestCall:
         assert sorted(extent_id for ids in frames for extent_id in ids) == list(range(10_000))
 
 
+def attach() -> pb.Frame:
+    return pb.Frame(attach_segment=broker_pb2.AttachSegmentRequest(name="weights"))
+
+
+class TestSegment:
+    """A segment is held as a whole: whatever happens behind its first delivery, it is let go of once."""
+
+    def test_attached(self, pair: tuple[Connection, Broker]) -> None:
+        connection, broker = pair
+        taker = Taker()
+        caller = Caller(lambda: connection.call(attach(), taker))
+        request_id = broker.hear("attach_segment").request_id
+        for part in (0, 1):
+            broker.deliver(request_id, part, part=part, parts=2, segment=77)
+            broker.hear("ack")
+        broker.reply_segment(request_id, 2)
+        assert caller.end().error is None
+        assert taker.taken == [0, 1]
+        assert broker.hears_nothing(), "it let go of what it has just got"
+
+    def test_refused_half_way(self, pair: tuple[Connection, Broker]) -> None:
+        """The second packet could not be sent: what came is undone, then one word lets go of all of it."""
+        connection, broker = pair
+        taker = Taker()
+        caller = Caller(lambda: connection.call(attach(), taker))
+        request_id = broker.hear("attach_segment").request_id
+        broker.deliver(request_id, 7, 8, parts=2, segment=77)
+        broker.hear("ack")
+        broker.refuse(request_id, "DESCRIPTORS_EXHAUSTED")
+        detach = broker.hear("detach_segment").detach_segment
+        assert (detach.generation, detach.no_reply) == (77, True)
+        assert taker.undone == 1
+        assert isinstance(caller.end().error, DescriptorLimit)
+        assert broker.hears_nothing(), "its extents were released, or it let go twice"
+
+    def test_refused_before_any_delivery(self, pair: tuple[Connection, Broker]) -> None:
+        connection, broker = pair
+        caller = Caller(lambda: connection.call(attach(), Taker()))
+        broker.refuse(broker.hear("attach_segment").request_id, "WRITER_DIED")
+        assert isinstance(caller.end().error, WriterDied)
+        assert broker.hears_nothing(), "it let go of what it never held"
+
+    def test_mapping_fails(self, pair: tuple[Connection, Broker]) -> None:
+        """The rest of the packets still come: closed, acknowledged, and let go of when the broker has answered."""
+        connection, broker = pair
+        caller = Caller(lambda: connection.call(attach(), Taker(0, RuntimeError("no more mappings"))))
+        request_id = broker.hear("attach_segment").request_id
+        for part in range(3):
+            broker.deliver(request_id, part, part=part, parts=3, segment=77)
+            assert broker.hear("ack").ack.part == part
+        assert broker.hears_nothing(), "let go before the broker has said that the call is over"
+        broker.reply_segment(request_id, 3)
+        assert broker.hear("detach_segment").detach_segment.generation == 77
+        assert isinstance(caller.end().error, RuntimeError)
+        assert broker.hears_nothing()
+
+    def test_what_nobody_waits_for(self, pair: tuple[Connection, Broker]) -> None:
+        """Both packets of a call that nobody knows are acknowledged, and the segment is let go of behind the last."""
+        connection, broker = pair
+        caller = Caller(lambda: connection.call(attach(), Taker()))
+        request_id = broker.hear("attach_segment").request_id
+        for part in (0, 1):
+            broker.deliver(request_id + 1000, part, part=part, parts=2, segment=77)
+            assert broker.hear("ack").request_id == request_id + 1000
+        assert broker.hear("detach_segment").detach_segment.generation == 77
+        broker.refuse(request_id, "SEGMENT_NOT_FOUND")
+        assert isinstance(caller.end().error, SegmentNotFound)
+        assert broker.hears_nothing()
+
+
 class TestThreads:
     def test_replies_overtake(self, pair: tuple[Connection, Broker]) -> None:
         """Eight threads call at once and are answered in reverse: each gets its own answer and descriptors."""
@@ -305,7 +367,7 @@ class TestThreads:
         entered, go_on = threading.Event(), threading.Event()
 
         class Slow(Taker):
-            def receive(self, extent_ids: Sequence[int], descriptors: Sequence[int]) -> None:
+            def receive(self, delivery: pb.Delivery, descriptors: Sequence[int]) -> None:
                 entered.set()
                 assert go_on.wait(30)
 
@@ -417,6 +479,35 @@ class TestBeside:
         assert caller.end().error is None
         assert taker.taken == [1, 2, 3]
 
+    @pytest.mark.parametrize("answer_first", [True, False])
+    def test_a_segment_waits_for_all_its_extents(self, pair: tuple[Connection, Broker], answer_first: bool) -> None:
+        """The answer by gRPC says how many extents the segment has; with fewer it is not attached yet."""
+        connection, broker = pair
+        taker = Taker()
+        caller, request_id, finish = self.start(connection, taker)
+        response = resources_pb2.Segment(generation=77, extents=3)
+        if answer_first:
+            finish(response)
+        for part, ids in enumerate(((1, 2), (3,))):
+            assert caller.is_alive()
+            broker.deliver(request_id, *ids, part=part, parts=2, segment=77)
+            broker.hear("ack")
+        if not answer_first:
+            finish(response)
+        assert caller.end().error is None
+        assert taker.taken == [1, 2, 3]
+        assert broker.hears_nothing()
+
+    def test_a_segment_fails_after_deliveries(self, pair: tuple[Connection, Broker]) -> None:
+        connection, broker = pair
+        caller, request_id, finish = self.start(connection, Taker())
+        broker.deliver(request_id, 1, 2, parts=3, segment=77)
+        finish(OutOfMemory("the card filled up"))
+        broker.hear("ack")
+        assert broker.hear("detach_segment").detach_segment.generation == 77
+        assert isinstance(caller.end().error, OutOfMemory)
+        assert broker.hears_nothing()
+
     def test_refused_while_another_thread_reads(self, pair: tuple[Connection, Broker]) -> None:
         """A thread waits on the socket for itself; the answer by gRPC wakes the one whose call it is."""
         connection, broker = pair
@@ -427,6 +518,20 @@ class TestBeside:
         finish(OutOfMemory("refused"))
         assert isinstance(caller.end().error, OutOfMemory)
         assert reader.end().error is None
+
+    def test_refused_while_another_call_waits_for_long(self, pair: tuple[Connection, Broker]) -> None:
+        """One thread attaches what is written for a day yet, and reads the socket meanwhile; another is refused."""
+        connection, broker = pair
+        waiting, waiting_id, finish_waiting = self.start(connection, Taker())
+        until(lambda: connection._reader is not None)
+        for _ in range(20):
+            caller, _, finish = self.start(connection, Taker())
+            finish(OutOfMemory("refused"))
+            assert isinstance(caller.end().error, OutOfMemory)
+        broker.deliver(waiting_id, 1, segment=77)
+        broker.hear("ack")
+        finish_waiting(resources_pb2.Segment(extents=1))
+        assert waiting.end().error is None
 
     def test_fails_after_deliveries(self, pair: tuple[Connection, Broker]) -> None:
         """The answer is an error, and what was delivered before it lies in the socket: all of it is released."""

@@ -299,7 +299,7 @@ def test_names_are_read_as_people_write_them() -> None:
 def test_the_brokers_refusals_are_sentences(model: Path) -> None:
     """A limit, a name that is taken, a segment that is written or says nothing: status 1, and nothing changes."""
     with running({"tenants": {"red": {"models": {"small": {"limit": "2MiB"}}}, "blue": {}}}) as daemon:
-        good("load", str(model), "m/weights", *at(daemon))
+        good("load", str(model), "m/weights", "--limit", "64MiB", *at(daemon))
         err = refused("load", str(model), "m/weights", *at(daemon))
         assert "segments/weights exists and is sealed: attach it, or delete it" in err
         assert "may hold 2.0 MiB" in refused("load", str(model), "small/weights", *at(daemon))

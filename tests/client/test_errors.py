@@ -73,6 +73,8 @@ def test_no_details() -> None:
         (membroker.InvalidOffset, membroker.InvalidRequest),
         (membroker.NotFound, LookupError),
         (membroker.DescriptorLimit, OSError),
+        (membroker.SegmentNotFound, membroker.NotFound),
+        (membroker.SegmentNotSealed, TimeoutError),
     ],
 )
 def test_errors_are_also_the_builtin_ones(mine: type[Exception], builtin: type[Exception]) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tests.system.raw import Session, grpc_call
 from membroker import handoff
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
+from membrokerd.core import policy
 from membrokerd.core.denied import Reason, deny
 from membrokerd.rpc.errors import to_status
 
@@ -39,8 +41,14 @@ DOCUMENT: dict[str, Any] = json.loads(GOLDEN.read_text())
 VECTORS: list[dict[str, Any]] = DOCUMENT["frames"]
 TOKEN = "A" * 43
 REWRITE = bool(os.environ.get("MEMBROKER_REWRITE"))
+CREATE_SECONDS = 1_767_225_600
+"""What stands for the moment of a segment's creation, which no two daemons share."""
 LEFT_AT_ZERO = {
-    f"membroker.v1.{name}Request.request_id" for name in ("AllocateExtents", "ReleaseExtents", "DeclareMemory")
+    f"membroker.v1.{name}Request.request_id"
+    for name in (
+        *("AllocateExtents", "ReleaseExtents", "DeclareMemory"),
+        *("CreateSegment", "SealSegment", "AttachSegment", "DetachSegment", "DeleteSegment"),
+    )
 }
 each_vector = pytest.mark.parametrize("vector", VECTORS, ids=[vector["name"] for vector in VECTORS])
 
@@ -169,6 +177,10 @@ def _check_said(daemon: Daemon, channels: dict[tuple[int, str], socket.socket], 
         assert grpc_call(daemon.endpoint(), frame.welcome.token, "RegisterModel", request).name
         assert len(frame.welcome.token) == len(TOKEN)
         frame.welcome.token = TOKEN
+    if frame.reply.HasField("segment"):
+        created = frame.reply.segment.create_time
+        assert abs(created.seconds - time.time()) < 600
+        created.seconds, created.nanos = CREATE_SECONDS, 0
     handoff.close_all(packet.descriptors)
     if REWRITE:
         vector["hex"], vector["frame"] = encode(frame).hex(), to_json(frame)
@@ -190,13 +202,16 @@ def _row(reason: Reason) -> tuple[str, str, str]:
 
 def test_the_page_has_the_limits_as_they_are() -> None:
     """The numbers that a client builds its buffers by."""
-    page = (DOCS / "protocol.md").read_text()
+    page, rules = (DOCS / "protocol.md").read_text(), policy.Rules(granularity=1, capacities={})
     numbers = {
         "bytes of a frame": handoff.MAX_FRAME_BYTES,
         "descriptors of a packet": handoff.MAX_DESCRIPTORS,
         "ids of a release": handoff.MAX_IDS_PER_FRAME,
         "extents of an allocate": handoff.MAX_EXTENTS_PER_CALL,
         "unacknowledged packets of a session": handoff.WINDOW,
+        "bytes of a segment's extents, but for the last": rules.segment_extent_bytes,
+        "segments of a tenant": rules.max_segments_per_tenant,
+        "seconds that an attach may wait": policy.MAX_WAIT_NS // 10**9,
         "protocol version": handoff.PROTOCOL_VERSION,
     }
     for what, number in numbers.items():

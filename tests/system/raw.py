@@ -151,9 +151,10 @@ class Session(Connection):
         assert answer.count == count == len(ids), answer
         return ids
 
-    def register(self, model: str) -> str:
+    def register(self, model: str, **numbers: Any) -> str:
         """Register a model and return its resource name."""
-        answer = grpc_call(self.endpoint, self.token, "RegisterModel", bpb.RegisterModelRequest(model_id=model))
+        request = bpb.RegisterModelRequest(model_id=model, **numbers)
+        answer = grpc_call(self.endpoint, self.token, "RegisterModel", request)
         assert not isinstance(answer, Status), answer
         return str(answer.name)
 

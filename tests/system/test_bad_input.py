@@ -221,7 +221,7 @@ def test_a_model_with_impossible_numbers(scene: Scene, why: str, fields: dict[st
 def test_names_of_models_that_one_may_not_leave(scene: Scene) -> None:
     """Another tenant's, an unknown and a malformed name; then one that is still charged."""
     with Session(scene.daemon.endpoint()) as session:
-        name = session.register("mine")
+        name = session.register("mine", virtual_capacity_bytes=2 * PAGE)
         ids = session.borrow(name, PAGE)
         before = scene.revision
         for wrong, why in ((BLUE, "MODEL_NOT_FOUND"), ("x", "INVALID_NAME"), (name, "MODEL_IN_USE")):
@@ -286,6 +286,12 @@ def test_tokens(scene: Scene, unmoved: Callable[[], None]) -> None:
             "GetDevice": bpb.GetDeviceRequest(),
             "ListModels": bpb.ListModelsRequest(),
             "ListSessions": bpb.ListSessionsRequest(),
+            "CreateSegment": bpb.CreateSegmentRequest(model=name, segment_id="weights", size_bytes=PAGE),
+            "SealSegment": bpb.SealSegmentRequest(generation=1),
+            "AttachSegment": bpb.AttachSegmentRequest(name=f"{name}/segments/weights"),
+            "DetachSegment": bpb.DetachSegmentRequest(generation=1),
+            "DeleteSegment": bpb.DeleteSegmentRequest(name=f"{name}/segments/weights"),
+            "ListSegments": bpb.ListSegmentsRequest(),
         }
         assert requests.keys() == {method.name for method in bpb.DESCRIPTOR.services_by_name["BrokerService"].methods}
         before = scene.revision

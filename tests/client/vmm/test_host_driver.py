@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import resource
 import socket
@@ -288,6 +289,42 @@ def test_a_holder_cannot_change_the_size_or_the_seals(driver: HostDriver) -> Non
     for seal in (fcntl.F_SEAL_WRITE, fcntl.F_SEAL_SEAL):
         with pytest.raises(PermissionError):
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seal)
+    os.close(descriptor)
+
+
+def test_a_sealed_extent_is_closed_to_every_way_of_writing(driver: HostDriver) -> None:
+    """A reader has a descriptor that is open for writing; the kernel refuses what it could do with it all the same."""
+    handle = driver.create(GRANULARITY, sealable=True)
+    descriptor = driver.export(handle)
+    os.pwrite(descriptor, b"written", 0)
+    with mmap.mmap(descriptor, GRANULARITY) as before:
+        driver.seal(descriptor)
+        before[:2] = b"WR"
+        again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
+        for each in (descriptor, again):
+            for call in (
+                lambda each=each: mmap.mmap(each, GRANULARITY),
+                lambda each=each: os.pwrite(each, b"x", 0),
+                lambda each=each: os.ftruncate(each, 0),
+                lambda each=each: fcntl.fcntl(each, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
+            ):
+                with pytest.raises(PermissionError):
+                    call()
+        with mmap.mmap(descriptor, GRANULARITY, prot=mmap.PROT_READ) as after:
+            assert after[:7] == b"WRitten"
+        with mmap.mmap(descriptor, GRANULARITY, flags=mmap.MAP_PRIVATE) as own:
+            own[:2] = b"my"  # a copy of its own, of no concern to others
+            assert before[:2] == b"WR"
+    os.close(descriptor)
+    os.close(again)
+
+
+def test_only_what_was_created_for_it_is_sealed(driver: HostDriver) -> None:
+    """An extent that was lent to one process cannot be turned against it by a seal."""
+    descriptor = driver.export(driver.create(GRANULARITY))
+    with pytest.raises(DriverError, match="EPERM"):
+        driver.seal(descriptor)
+    mmap.mmap(descriptor, GRANULARITY).close()
     os.close(descriptor)
 
 
