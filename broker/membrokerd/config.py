@@ -85,7 +85,7 @@ class Config:
     gate_reserve: int | None = None
     host_driver_total: int | None = None
     settle_seconds: float = 10.0
-    audit_seconds: float = 1.0
+    audit_seconds: float = 0.1
     model_grace_seconds: float = 60.0
     max_sessions: int | None = None
     max_models_per_tenant: int = 256

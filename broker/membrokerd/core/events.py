@@ -265,7 +265,7 @@ class NotDelivered:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What the device shows now. Comes each second, and every 10 ms while bytes are releasing."""
+    """What the device shows now. Comes ten times a second, and every 10 ms while bytes are releasing."""
 
     seen: Seen
 

@@ -1,7 +1,7 @@
 """What NVML says of one card: its memory, its number and the processes that compute on it.
 
 Owns the library's initialisation and the translation of its errors. It must never make a CUDA call, and no
-figure of it needs a context: the broker asks every second, and a context would cost the card 518 MiB.
+figure of it needs a context: the broker asks ten times a second, and a context would cost the card 518 MiB.
 """
 
 from __future__ import annotations
