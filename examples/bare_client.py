@@ -38,14 +38,14 @@ def borrow(broker: socket.socket, request: Frame) -> tuple[list[int], list[mmap.
     broker.send(request.SerializeToString())
     while True:
         frame, descriptors = receive(broker)
-        if frame.HasField("reply"):  # the last frame of the call
-            return ids, mappings
         delivery: Delivery = frame.delivery
         for extent_id, descriptor in zip(delivery.extent_ids, descriptors, strict=True):
             mappings.append(mmap.mmap(descriptor, delivery.extent_bytes))  # MAP_SHARED, readable and writable
             os.close(descriptor)
             ids.append(extent_id)
         broker.send(Frame(request_id=request.request_id, ack=Ack(part=delivery.part)).SerializeToString())
+        if delivery.HasField("reply"):  # the last delivery of the call
+            return ids, mappings
 
 
 def main(endpoint: str) -> None:

@@ -89,6 +89,8 @@ class Config:
     model_grace_seconds: float = 60.0
     max_sessions: int | None = None
     max_models_per_tenant: int = 256
+    stock: int | None = None
+    stock_extents: int = 64
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     log: LogConfig = field(default_factory=LogConfig)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)

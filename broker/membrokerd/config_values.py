@@ -162,6 +162,8 @@ KEYS: Mapping[str, Mapping[str, Check]] = {
         "model_grace_seconds": seconds(0),
         "max_sessions": integer(1, 100_000),
         "max_models_per_tenant": integer(1, 100_000),
+        "stock": size,
+        "stock_extents": integer(0, 4_096),
     },
     "metrics": {"enabled": boolean, "address": text, "port": integer(0, 65_535)},
     "log": {"format": choice("text", "json"), "level": choice("debug", "info", "warning", "error")},

@@ -90,7 +90,8 @@ class Daemon:
         stack.callback(executor.stop)
         anchor = executor.drop_anchor()
         rules = plan.rules(config, anchor, *self._bounds())
-        self._loop = Loop(Broker(rules, self._home.next_epoch()), executor, self._store, config.audit_seconds)
+        broker, observe = Broker(rules, self._home.next_epoch()), self._metrics.steps.observe
+        self._loop = Loop(broker, executor, self._store, config.audit_seconds, observe)
         self._loop.figures = executor.figures()
         self._dispatcher = Dispatcher(self._loop, self._observe_request)
         self._views = Views(
@@ -115,7 +116,7 @@ class Daemon:
                 f"{descriptors}: raise it (LimitNOFILE=, ulimit -n), or set max_sessions = {possible}"
             )
         sessions = min(possible, DEFAULT_MAX_SESSIONS) if wanted is None else wanted
-        extents = segment_extents_for(descriptors, sessions)
+        extents = segment_extents_for(descriptors, sessions, self._plan.stock_extents)
         logs.log("limits", descriptors=descriptors, max_sessions=sessions, max_segment_extents=extents)
         return sessions, extents
 
@@ -216,11 +217,12 @@ class Daemon:
         return MetricsView(
             snapshot=snapshot.take(self._loop.broker),
             memory={where: self._loop.figures.get(where) for where in self._plan.capacities},
-            memory_descriptors_open=self._traffic.descriptors + len(self._store) + 1,
+            memory_descriptors_open=self._traffic.descriptors + len(self._store) + self._loop.stocked + 1,
             device=self._plan.driver.device,
             version=__version__,
             refused=dict(self._traffic.refused),
             notices_dropped=self._traffic.notices_dropped,
+            stock_changes=dict(self._loop.broker.stock.changes),
             headroom=dict(self._plan.headroom),
             gate_reserve={"device": self._plan.gate_reserve},
         )

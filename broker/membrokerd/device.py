@@ -20,6 +20,8 @@ HOST_DEFAULT_CAPACITY = GIB
 CUDA_HEADROOM = 2 * GIB
 """For the contexts of workers (some 500 MiB each on an H200), the gate's reserve and the anchor."""
 CUDA_GATE_RESERVE = 256 * MIB
+CUDA_STOCK = GIB
+"""What is kept ready of a card. The host twin makes an extent in 30 us, and keeps none."""
 
 
 class DeviceError(Exception):
@@ -35,6 +37,8 @@ class Plan:
     capacities: Mapping[CoreLocation, int]
     headroom: Mapping[CoreLocation, int]
     gate_reserve: int
+    stock_extents: int
+    stock_bytes: int
 
     def rules(self, config: Config, anchor: int, max_sessions: int, max_segment_extents: int) -> policy.Rules:
         """Return the core's rules."""
@@ -54,6 +58,8 @@ class Plan:
             max_sessions_per_tenant=_share(max_sessions, len(config.tenants)),
             max_models_per_tenant=config.max_models_per_tenant,
             max_segment_extents=max_segment_extents,
+            stock_extents=self.stock_extents,
+            stock_bytes=self.stock_bytes,
         )
 
 
@@ -102,7 +108,13 @@ def _plan_host(config: Config) -> Plan:
     _check_capacity(capacity, total, beside)
     driver = open_driver("host", total_bytes=total, host_bytes=max(config.host_capacity, HOST_GRANULARITY))
     return Plan(
-        driver, "host", _capacities(capacity, config), {"device": config.headroom or 0}, config.gate_reserve or 0
+        driver,
+        "host",
+        _capacities(capacity, config),
+        {"device": config.headroom or 0},
+        config.gate_reserve or 0,
+        config.stock_extents if config.stock else 0,
+        config.stock or 0,
     )
 
 
@@ -123,7 +135,10 @@ def _plan_cuda(config: Config) -> Plan:
         driver.close()
         raise
     reserve = CUDA_GATE_RESERVE if config.gate_reserve is None else config.gate_reserve
-    return Plan(driver, _directory(driver.device.uuid), _capacities(capacity, config), {"device": headroom}, reserve)
+    stock = CUDA_STOCK if config.stock is None else config.stock
+    extents = config.stock_extents if stock else 0
+    directory, capacities = _directory(driver.device.uuid), _capacities(capacity, config)
+    return Plan(driver, directory, capacities, {"device": headroom}, reserve, extents, stock)
 
 
 def _capacities(capacity: int, config: Config) -> dict[CoreLocation, int]:

@@ -66,7 +66,7 @@ class Dispatcher:
     ) -> None:
         """Put a request to the core; `respond` gets its result or refusal, now or later."""
         start = time.perf_counter()
-        method = type(message).DESCRIPTOR.name.removesuffix("Request")
+        method = type(message).__name__.removesuffix("Request")
 
         def reply(result: fx.Result | Denied) -> None:
             if transport == "handoff":  # a gRPC call is timed whole, by its guard

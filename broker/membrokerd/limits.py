@@ -56,10 +56,10 @@ def descriptors_for(sessions: int, *, bounded: bool = True) -> int:
     return max(kept_open, sessions * IN_FLIGHT_PER_SESSION + 1) if bounded else kept_open
 
 
-def segment_extents_for(descriptors: int, sessions: int) -> int:
-    """Return how many extents of segments may be kept open beside so many sessions.
+def segment_extents_for(descriptors: int, sessions: int, stock: int) -> int:
+    """Return how many extents of segments may be kept open beside so many sessions and so large a stock.
 
     Half of what is left: the rest is for packets that wait for a full socket, which are open until it takes them.
     """
-    left = descriptors - OPEN_BESIDE - OPEN_PER_SESSION * sessions - 1
+    left = descriptors - OPEN_BESIDE - OPEN_PER_SESSION * sessions - stock - 1
     return max(0, min(MAX_SEGMENT_EXTENTS, left // 2))

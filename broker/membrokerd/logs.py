@@ -169,6 +169,10 @@ def _segment_ended(fact: ft.SegmentEnded) -> Fields:
     return {"generation": fact.segment, "proven": fact.proven}
 
 
+def _stock_changed(fact: ft.StockChanged) -> Fields:
+    return {"location": fact.location, "extent_bytes": fact.extent_bytes, "change": fact.change, "cause": fact.cause}
+
+
 def _quota_set(fact: ft.QuotaSet) -> Fields:
     name = f"tenants/{fact.tenant}" + (f"/models/{fact.model}" if fact.model else "")
     return {"name": name, "location": fact.location, "limit_bytes": fact.limit}
@@ -190,6 +194,7 @@ _FACTS: dict[type, tuple[int, str, Callable[[Any], Fields]]] = {
     ft.SegmentHeld: (logging.DEBUG, "segment held", _segment_held),
     ft.SegmentLeft: (logging.DEBUG, "segment left", _segment_left),
     ft.SegmentCredited: (logging.DEBUG, "segment credited", _segment_credited),
+    ft.StockChanged: (logging.DEBUG, "stock changed", _stock_changed),
     ft.QuotaSet: (logging.INFO, "quota set", _quota_set),
     ft.Debited: (logging.DEBUG, "debited", _debited),
     ft.Credited: (logging.DEBUG, "credited", _credited),

@@ -35,6 +35,10 @@ class Link(Protocol):
         """Queue a packet; the descriptors are the link's from now on."""
         ...
 
+    def flush(self) -> None:
+        """Send what is queued."""
+        ...
+
     def disconnect(self, why: str) -> None:
         """Close the connection."""
         ...
@@ -43,7 +47,14 @@ class Link(Protocol):
 class Loop:
     """Feeds the core and carries out what it says."""
 
-    def __init__(self, broker: Broker, executor: Executor, store: DescriptorStore, audit_seconds: float) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        executor: Executor,
+        store: DescriptorStore,
+        audit_seconds: float,
+        observe_step: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
         self.broker = broker
         self.executor = executor
         self.store = store
@@ -51,6 +62,7 @@ class Loop:
         self.on_forget: list[Callable[[int], None]] = []
         self.figures: Figures = {}
         self._audit_seconds = audit_seconds
+        self._observe_step = observe_step
         self._calls = itertools.count(1)
         self._replies: dict[int, Reply] = {}
         self._making = 0
@@ -61,6 +73,7 @@ class Loop:
         self._look_pending = False
         self._deadline: int | None = None
         self._deadline_timer: asyncio.TimerHandle | None = None
+        self._stock: dict[tuple[ev.Location, int], list[int]] = {}
 
     # --- events in ---
 
@@ -72,7 +85,9 @@ class Loop:
 
     def tell(self, event: ev.Event) -> None:
         """Give the core an event and carry out what follows."""
+        start = time.perf_counter()
         step = self.broker.step(event, clock())
+        self._observe_step(time.perf_counter() - start)
         for fact in step.facts:
             logs.log_fact(fact)
         for effect in step.effects:
@@ -144,6 +159,14 @@ class Loop:
         match effect:
             case fx.Answer():
                 self._replies.pop(effect.call)(effect.result)
+            case fx.Make(stocked=True):
+                self._deliver(effect, self._take_stock(effect.location, effect.extent_bytes, len(effect.ids)))
+            case fx.Stock():
+                # What came in meanwhile goes first.
+                self._io.call_soon(self._make_stock, effect)
+            case fx.DropStock():
+                dropped = self._take_stock(effect.location, effect.extent_bytes, effect.count)
+                self.executor.close(dropped, lambda _: None)
             case fx.Make():
                 self._making += 1
                 self._idle.clear()
@@ -162,6 +185,26 @@ class Loop:
             case fx.Forget():
                 for forget in self.on_forget:
                     forget(effect.session)
+
+    def _make_stock(self, effect: fx.Stock) -> None:
+        kind = (effect.location, effect.extent_bytes)
+
+        def made(outcome: list[int] | Failure) -> None:
+            if not isinstance(outcome, Failure):
+                self._stock.setdefault(kind, []).extend(outcome)
+            self.tell(ev.Stocked(*kind, made=not isinstance(outcome, Failure)))
+
+        self.executor.make(fx.Make(0, 0, 0, 1, range(1), effect.extent_bytes, effect.location), made)
+
+    def _take_stock(self, location: ev.Location, extent_bytes: int, count: int) -> list[int]:
+        kept = self._stock.get((location, extent_bytes), [])  # none after the stop, whatever the books say
+        taken, kept[:] = kept[:count], kept[count:]
+        return taken
+
+    @property
+    def stocked(self) -> int:
+        """How many descriptors of the stock are open."""
+        return sum(map(len, self._stock.values()))
 
     def _made(self, make: fx.Make, outcome: list[int] | Failure) -> None:
         self._making -= 1
@@ -203,9 +246,10 @@ class Loop:
             close_all(descriptors)
             self._not_made(packet, Failure(Reason.DELIVERY_FAILED, {}))
             return
-        # The packet is queued before the core hears of it: the answer that may follow stands behind it.
+        # The packet is queued before the core hears of it: the answer that may follow stands behind it, or in it.
         link.deliver(packet, descriptors)
         self.tell(ev.Made(packet.session, packet.request_id, packet.part))
+        link.flush()
 
     def _not_made(self, packet: fx.Make | fx.Send, failure: Failure) -> None:
         if isinstance(packet, fx.Make) and packet.segment:
@@ -234,6 +278,9 @@ class Loop:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
             logs.log("stopping with packets unmade", packets=self._making)
+        for kept in self._stock.values():
+            close_all(kept)
+        self._stock.clear()
 
 
 def clock() -> int:

@@ -77,6 +77,7 @@ DEVICE_HEADROOM = Spec("membroker_device_headroom_bytes", "gauge", "Bytes the br
 DEVICE_GATE_RESERVE = Spec(
     "membroker_device_gate_reserve_bytes", "gauge", "Bytes that must stay free on the device when it lends.", _AT
 )
+DEVICE_GRANULARITY = Spec("membroker_device_granularity_bytes", "gauge", "Every extent is a multiple of it.")
 MEMORY_TOTAL = Spec("membroker_device_memory_total_bytes", "gauge", "Bytes the location has.", _AT)
 MEMORY_USED = Spec(
     "membroker_device_memory_used_bytes", "gauge", "Bytes of the location in use by anybody, as it shows itself.", _AT
@@ -98,6 +99,13 @@ REQUESTS = Spec(
     "histogram",
     "Time from a request's arrival to its answer.",
     ("method", "transport"),
+)
+STEPS = Spec("membroker_core_step_seconds", "histogram", "Time of one step of the core: the books and the rules.")
+STOCK_EXTENTS = Spec(
+    "membroker_stock_extents_total",
+    "counter",
+    "Extents of the stock: made ahead, used for a request, dropped.",
+    ("change",),
 )
 BUILD_INFO = Spec("membroker_build_info", "gauge", "1, with what this daemon is.", ("version", "driver", "product"))
 
@@ -122,6 +130,7 @@ class MetricsView:
     version: str
     refused: Mapping[str, int] = field(default_factory=Counter)
     notices_dropped: int = 0
+    stock_changes: Mapping[str, int] = field(default_factory=Counter)
     headroom: Mapping[Location, int] = field(default_factory=dict)
     gate_reserve: Mapping[Location, int] = field(default_factory=dict)
 
@@ -176,6 +185,7 @@ class Metrics:
         self._source = source
         self.driver_calls = Histogram(DRIVER_CALLS)
         self.requests = Histogram(REQUESTS)
+        self.steps = Histogram(STEPS)
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -194,6 +204,7 @@ class Metrics:
         yield from families.all()
         yield self.driver_calls.collect(view.device.uuid)
         yield self.requests.collect(view.device.uuid)
+        yield self.steps.collect(view.device.uuid)
 
 
 class _Families:
@@ -219,7 +230,10 @@ def _family(spec: Spec) -> Metric:
 
 
 def _add_device(families: _Families, view: MetricsView) -> None:
+    for change, extents in sorted(view.stock_changes.items()):
+        families.add(STOCK_EXTENTS, extents, change)
     families.add(BUILD_INFO, 1, view.version, view.device.driver, view.device.name)
+    families.add(DEVICE_GRANULARITY, view.device.granularity)
     families.add(DESCRIPTORS, view.memory_descriptors_open)
     families.add(NOTICES_DROPPED, view.notices_dropped)
     for reason, count in sorted(view.refused.items()):

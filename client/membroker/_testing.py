@@ -97,6 +97,16 @@ def exported(driver: Driver, handle: Handle) -> Iterator[int]:
 
 
 @contextmanager
+def lent(driver: Driver, size: int, count: int, location: Location = Location.DEVICE) -> Iterator[list[int]]:
+    descriptors = driver.lend(size, count, location)
+    try:
+        yield descriptors
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+@contextmanager
 def mapped_handle(driver: Driver, handle: Handle, *, keep: bool = False) -> Iterator[int]:
     """Map `handle` at an address of its own; release it at the end, unless it is to be kept."""
     with ExitStack() as undo:

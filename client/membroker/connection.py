@@ -53,6 +53,9 @@ class Connection:
         self._nudged, self._nudge = socket.socketpair()
         self._nudged.setblocking(False)
         self._nudge.setblocking(False)
+        self._poller = select.poll()
+        self._poller.register(self._socket, select.POLLIN)
+        self._poller.register(self._nudged, select.POLLIN)
 
     # Calls
 
@@ -311,13 +314,11 @@ class Connection:
             self._resign(packet)
 
     def _readable(self, call: Call) -> bool:
-        poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
-        poller.register(self._nudged, select.POLLIN)
         # Of every call, not of this one only: a reader that waits for long may never let another thread read.
         failed = [one for one in list(self._calls.values()) if one.has_failed_beside()]
         with Waiting():
-            ready = {descriptor for descriptor, _ in poller.poll(0 if failed else call.patience())}
+            patience = 0 if failed else call.patience()
+            ready = {descriptor for descriptor, _ in self._poller.poll(patience)}
         if self._nudged.fileno() in ready:
             self._nudged.recv(4096)
         if self._socket.fileno() in ready:
@@ -348,6 +349,8 @@ class Connection:
             return False
         if kind == "delivery":
             call.inbox.append(packet)
+            if packet.frame.delivery.HasField("reply"):
+                call.outcome = _outcome(packet.frame.delivery.reply)
         else:
             call.outcome = _outcome(packet.frame.reply)
         return True

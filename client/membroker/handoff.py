@@ -26,6 +26,9 @@ WINDOW = 2
 """Deliveries of one session that may be unacknowledged. Without it a peer that never reads would fill the kernel's
 table of descriptors in flight, which is counted per user of the *sender*, so for every session at once."""
 
+# Plain ints: each operation on the enum of the socket module costs as much as a system call.
+_TRUNC, _CTRUNC, _CLOEXEC = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC), int(socket.MSG_CMSG_CLOEXEC)
+_NOSIGNAL = int(socket.MSG_NOSIGNAL)
 _DESCRIPTOR = array.array("i").itemsize
 _CONTROL_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR)
 
@@ -68,7 +71,7 @@ def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()
     """Send one packet. The descriptors stay open and the caller's; raises what `sendmsg` raises."""
     assert len(descriptors) <= MAX_DESCRIPTORS
     control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-    connection.sendmsg([data], control, socket.MSG_NOSIGNAL)
+    connection.sendmsg([data], control, _NOSIGNAL)
 
 
 def receive(connection: socket.socket) -> Packet:
@@ -76,14 +79,14 @@ def receive(connection: socket.socket) -> Packet:
 
     Raises `EndOfConnection`, `BrokenPacket` (what came with it is closed), and what `recvmsg` raises.
     """
-    data, control, flags, _ = connection.recvmsg(MAX_FRAME_BYTES, _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC)
+    data, control, flags, _ = connection.recvmsg(MAX_FRAME_BYTES, _CONTROL_BYTES, _CLOEXEC)
     descriptors = _descriptors_in(control)
     try:
-        if flags & socket.MSG_TRUNC:
+        if flags & _TRUNC:
             raise BrokenPacket(f"the packet is longer than {MAX_FRAME_BYTES} bytes")
         if not data:
             raise EndOfConnection
-        return Packet(decode(data), descriptors, bool(flags & socket.MSG_CTRUNC))
+        return Packet(decode(data), descriptors, bool(flags & _CTRUNC))
     except BaseException:
         close_all(descriptors)
         raise
@@ -96,9 +99,9 @@ def receive_without_descriptors(connection: socket.socket, buffer: bytearray) ->
     Raises as `receive`, and `BrokenPacket` for a packet that carried descriptors.
     """
     count, _, flags, _ = connection.recvmsg_into([buffer])
-    if flags & socket.MSG_TRUNC:
+    if flags & _TRUNC:
         raise BrokenPacket(f"the packet is longer than {MAX_FRAME_BYTES} bytes")
-    if flags & socket.MSG_CTRUNC:
+    if flags & _CTRUNC:
         raise BrokenPacket("the packet carries descriptors")
     if not count:
         raise EndOfConnection

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from types import TracebackType
 
 from membroker.errors import ClosedError
 from membroker.interrupts import HeldOff
 from membroker.region import Region
 from membroker.source import Source
-from membroker.views import Views
-from membroker.vmm.driver import Handle
+from membroker.views import Hold, Views
 
 
 class Holding:
@@ -55,20 +54,29 @@ class Holding:
         """Whether this is given back, or will be when the last view of it is gone."""
         return self._ending or self.abandoned
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Hold off the end during a call."""
+    def in_use(self) -> _Use:
+        """Hold off the end during a call, a block."""
+        return _Use(self)
+
+    def begin_use(self) -> None:
+        """A call begins. Raises `ClosedError`."""
         self.check_open()
         with self._lock:
             self.check_open()
             self._uses += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._uses -= 1
-            if self._ending:
-                self.end()
+
+    def end_use(self) -> None:
+        """A call has ended."""
+        with self._lock:
+            self._uses -= 1
+        if self._ending:
+            self.end()
+
+    def hold(self, keeper: object, offset: int, size: int, *, writable: bool = True) -> Hold:
+        """Hold off the end as long as the result lives, which keeps `keeper`. Raises `ClosedError`."""
+        with self.in_use():
+            address = self.region.address + offset
+            return self.views.count(Hold(keeper, address, size, self.source.driver.device, writable))
 
     def end(self) -> None:
         """Give everything back, now, or once the last call has returned and the last view is gone."""
@@ -102,6 +110,23 @@ class Holding:
             self.source.later(self.end)
 
 
+class _Use:
+    """A call that uses a holding. No generator: it stands around each allocation."""
+
+    __slots__ = ("_holding",)
+
+    def __init__(self, holding: Holding) -> None:
+        self._holding = holding
+
+    def __enter__(self) -> None:
+        self._holding.begin_use()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._holding.end_use()
+
+
 class Placing:
     """Maps extents side by side from `offset` on, as they come, and remembers them (a `Placement`)."""
 
@@ -111,13 +136,11 @@ class Placing:
         self._end = offset
         self.extents: dict[int, int] = {}
 
-    def place(self, extent_ids: Sequence[int], handles: Sequence[Handle]) -> None:
+    def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
         """Map the extents behind the ones before them."""
-        end = self._end + self._region.bind(self._end, handles)
-        for extent_id, handle in zip(extent_ids, handles, strict=True):
-            self.extents[self._end] = extent_id
-            self._end += handle.size
-        assert self._end == end
+        end = self._end + self._region.bind_descriptors(self._end, descriptors, extent_bytes)
+        self.extents.update(zip(range(self._end, end, extent_bytes), extent_ids, strict=True))
+        self._end = end
 
     def undo(self) -> None:
         """Unmap them all. Nobody has used them yet, so there is no work to wait for."""

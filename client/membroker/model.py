@@ -7,7 +7,6 @@ and gives ids back. It must never map anything: what it imports goes to a `Place
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
 from membroker import convert
 from membroker.buffer import Buffer
@@ -68,15 +67,17 @@ class Model:
         page_size: int | str = DEFAULT_PAGE_SIZE,
         virtual_capacity: int | str | None = None,
         location: Location | str = Location.DEVICE,
+        spare_pages: int = 0,
     ) -> VirtualMemoryPool:
         """Reserve addresses for `virtual_capacity` bytes (the model's, unless given) and return the pool.
 
-        No memory is borrowed yet. Raises `InvalidPageSize` unless `page_size` is a power of two and at least the
-        granularity, `InvalidRequest`, and `DeviceFailure` when the addresses cannot be had.
+        No memory is borrowed yet; `spare_pages` is how many pages it may keep when they are deallocated. Raises
+        `InvalidPageSize` unless `page_size` is a power of two and at least the granularity, `InvalidRequest`, and
+        `DeviceFailure` when the addresses cannot be had.
         """
         self._session.check_open()
         capacity = self.virtual_capacity if virtual_capacity is None else virtual_capacity
-        return VirtualMemoryPool(self, capacity, page_size, location)
+        return VirtualMemoryPool(self, capacity, page_size, location, spare_pages)
 
     def allocate(self, size: int | str, location: Location | str = Location.DEVICE) -> Buffer:
         """Borrow one contiguous extent of at least `size` bytes and return it mapped.
@@ -168,7 +169,7 @@ class Model:
             extent_bytes=extent_bytes,
             count=count,
         )
-        self._session.transport.allocate(request, _Importing(self.driver, extent_bytes, location, placement))
+        self._session.transport.allocate(request, _Placing(placement, extent_bytes))
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
         """Release extents."""
@@ -176,24 +177,16 @@ class Model:
             self._session.transport.release(extent_ids)
 
 
-class _Importing:
-    """Imports the descriptors of each delivery, and lets the placement map them (a `DeliveryHandler`)."""
+class _Placing:
+    """Lets the placement map each delivery (a `DeliveryHandler`). The mappings alone keep the memory afterwards."""
 
-    def __init__(self, driver: Driver, extent_bytes: int, location: Location, placement: Placement) -> None:
-        self._driver = driver
-        self._extent_bytes = extent_bytes
-        self._location = location
+    def __init__(self, placement: Placement, extent_bytes: int) -> None:
         self._placement = placement
+        self._extent_bytes = extent_bytes
 
     def receive(self, delivery: Delivery, descriptors: Sequence[int]) -> None:
-        """Import and map one delivery. The mappings alone keep the memory afterwards."""
-        with ExitStack() as imported:
-            handles = []
-            for descriptor in descriptors:
-                handle = self._driver.import_extent(descriptor, self._extent_bytes, self._location)
-                imported.callback(self._driver.release, handle)
-                handles.append(handle)
-            self._placement.place(delivery.extent_ids, handles)
+        """Map one delivery."""
+        self._placement.place(delivery.extent_ids, descriptors, self._extent_bytes)
 
     def undo(self) -> None:
         """Unmap what was mapped."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 from membroker.convert import bytes_of, location_of
@@ -25,6 +25,7 @@ from membroker.interrupts import HeldOff
 from membroker.region import device_failures
 from membroker.source import Source
 from membroker.types import MemoryStats
+from membroker.views import Hold
 from membroker.vmm.driver import Location
 from membroker.vmm.sizes import MAX_BYTES, MIB, format_size, is_power_of_two, round_up
 
@@ -37,6 +38,9 @@ class VirtualMemoryPool:
     Offsets and sizes are in bytes (sizes may be text, such as `"8GiB"`) and need no alignment: a call works on
     every page that its range touches. What is charged is whole pages. `virtual_capacity` is rounded up to whole
     pages; nothing but the process's address space limits it.
+
+    Up to `spare_pages` pages that are deallocated stay mapped and charged, with what is in them, and the next
+    allocation of them costs no call; `prepare` lends ahead of need, `trim` gives back what is spare.
     """
 
     def __init__(
@@ -45,7 +49,10 @@ class VirtualMemoryPool:
         virtual_capacity: int | str,
         page_size: int | str = DEFAULT_PAGE_SIZE,
         location: Location | str = Location.DEVICE,
+        spare_pages: int = 0,
     ) -> None:
+        if spare_pages < 0:
+            raise InvalidRequest(f"a pool keeps no less than 0 spare pages, not {spare_pages}")
         self._page_size = _check_page_size(page_size, source.driver.device.granularity)
         self._location = location_of(location)
         self._capacity = round_up(bytes_of("virtual_capacity", virtual_capacity, at_least=1), self._page_size)
@@ -54,8 +61,10 @@ class VirtualMemoryPool:
         with device_failures():
             self._holding = Holding(source, self._capacity, "pool")
         self._on_host = source.driver.device.driver == "host"
-        # By page number: the pages that a running call maps or unmaps.
+        # By page number: the pages that a running call maps or unmaps, and those that are backed and not in use.
         self._pending: set[int] = set()
+        self._spare: set[int] = set()
+        self._spare_pages = spare_pages
         self._lock = threading.Lock()
         self._holding.owned_by(self)
 
@@ -88,21 +97,22 @@ class VirtualMemoryPool:
         return self._holding.closed
 
     def is_mapped(self, offset: int) -> bool:
-        """Say whether the byte at `offset` is backed. Raises `InvalidOffset` outside the pool."""
+        """Say whether the byte at `offset` is allocated. Raises `InvalidOffset` outside the pool."""
         self._holding.check_open()
         page = self._touched(offset, 1).start
         with self._lock:
-            return self._is_backed(page) and page not in self._pending
+            return self._is_used(page) and page not in self._pending
 
     def stats(self) -> MemoryStats:
         """Return the pool's numbers at this moment."""
         self._holding.check_open()
         with self._lock:
-            backed = sorted(self._holding.extents)
+            backed, spare = sorted(self._holding.extents), len(self._spare)
         return MemoryStats(
             virtual_capacity=self._capacity,
             physical_usage=len(backed) * self._page_size,
             mapped_pages=len(backed),
+            spare_pages=spare,
             fragmentation_ratio=_fragmentation(backed, self._page_size, self._capacity),
         )
 
@@ -118,6 +128,8 @@ class VirtualMemoryPool:
         """
         self._holding.check_open()
         pages = self._touched(offset, size)
+        if self._spare and self._use_spare(pages):
+            return self._holding.region.address + offset
         self._back(lambda: pages)
         return self._holding.region.address + offset
 
@@ -132,29 +144,81 @@ class VirtualMemoryPool:
         pages = self._back(lambda: self._touched(self._top(), length))
         return self._holding.region.address + pages.start * self._page_size
 
-    def _back(self, choose: Callable[[], range]) -> range:
+    def prepare(self, size: int | str) -> None:
+        """Back the next `size` bytes after the highest allocated page ahead of need, as spare pages.
+
+        The next `grow`, or `allocate` there, then asks nobody. They are charged from now on, beside `spare_pages`.
+        Raises as `allocate`.
+        """
+        self._holding.check_open()
+        length = bytes_of("a size", size, at_least=1)
+        self._back(lambda: self._touched(self._top(), length), spare=True)
+
+    def trim(self) -> int:
+        """Give back every spare page, and return how many bytes that was. Waits as `deallocate` does."""
+        self._holding.check_open()
+        with HeldOff(), device_failures(), self._holding.in_use():
+            with self._lock:
+                pages = sorted(self._spare - self._pending)  # what another call is about to use stays
+                self._spare.difference_update(pages)
+                self._pending.update(pages)
+            try:
+                for run in _runs(pages):
+                    self._holding.source.give_back(self._unbind(run))
+            finally:
+                with self._lock:
+                    self._pending.difference_update(pages)
+                    self._spare.update(page for page in pages if self._is_backed(page))
+        return len(pages) * self._page_size
+
+    def _use_spare(self, pages: range) -> bool:
+        """Allocate pages that are all spare, and that no other call is at; say whether they were."""
+        with self._lock:
+            spare, pending = self._spare, self._pending
+            if len(pages) == 1:
+                if pages.start not in spare or pages.start in pending:
+                    return False
+                spare.remove(pages.start)
+                return True
+            if not spare.issuperset(pages) or not pending.isdisjoint(pages):
+                return False
+            spare.difference_update(pages)
+            return True
+
+    def _back(self, choose: Callable[[], range], *, spare: bool = False) -> range:
+        """Back what is not backed of some unused pages: all of them, or none. Then they are used, or spare."""
         with (
             HeldOff(),
             device_failures(),
             self._holding.in_use(),
-            self._claim(choose, self._check_unmapped) as pages,
+            self._claim(choose, self._check_unused) as pages,
+            ExitStack() as undo,
         ):
-            placing = Placing(self._holding.region, pages.start * self._page_size)
-            source = self._holding.source
-            source.borrow(self._page_size, len(pages), self._location, placing)
-            try:
+            for run in _runs([page for page in pages if not self._is_backed(page)]):
+                placing = Placing(self._holding.region, run.start * self._page_size)
+                self._holding.source.borrow(self._page_size, len(run), self._location, placing)
+                undo.callback(self._take_back, placing)
                 self._commit(placing)
-            except BaseException:
-                extent_ids = list(placing.extents.values())
-                placing.undo()
-                source.give_back(extent_ids)
-                raise
+            with self._lock:
+                if spare:
+                    self._spare.update(pages)
+                else:
+                    self._spare.difference_update(pages)
+            undo.pop_all()
         return pages
 
     def _commit(self, placing: Placing) -> None:
         with self._lock:
             self._holding.check_open()
             self._holding.extents.update(placing.extents)
+
+    def _take_back(self, placing: Placing) -> None:
+        with self._lock:
+            for offset in placing.extents:
+                self._holding.extents.pop(offset, None)
+        extent_ids = list(placing.extents.values())
+        placing.undo()
+        self._holding.source.give_back(extent_ids)
 
     def deallocate(self, offset: int, size: int | str) -> None:
         """Give back every page that [offset, offset + size) touches. Their addresses stay the pool's.
@@ -165,17 +229,32 @@ class VirtualMemoryPool:
         """
         self._holding.check_open()
         touched = self._touched(offset, size)
-        with HeldOff(), device_failures(), self._holding.in_use():
-            self._holding.source.give_back(self._unbind(touched))
+        if self._spare_pages and self._keep_spare(touched):
+            return
+        with (
+            HeldOff(),
+            device_failures(),
+            self._holding.in_use(),
+            self._claim(lambda: touched, self._check_removable) as pages,
+        ):
+            self._holding.source.give_back(self._unbind(pages))
 
-    def _unbind(self, touched: range) -> list[int]:
-        """Unmap pages, and return the ids of their extents."""
-        with self._claim(lambda: touched, self._check_removable) as pages:
-            start, length = pages.start * self._page_size, len(pages) * self._page_size
-            self._holding.source.driver.synchronize()
-            self._holding.region.unbind(start, length)
-            with self._lock:
-                return [self._holding.extents.pop(page * self._page_size) for page in pages]
+    def _keep_spare(self, pages: range) -> bool:
+        """Keep pages mapped that nobody uses any more, if there is room for all of them; say whether there was."""
+        with self._lock:
+            if len(self._spare) + len(pages) > self._spare_pages:
+                return False
+            self._check_removable(pages)
+            self._spare.update(pages)
+            return True
+
+    def _unbind(self, pages: range) -> list[int]:
+        """Unmap pages that nobody else touches, and return the ids of their extents."""
+        start, length = pages.start * self._page_size, len(pages) * self._page_size
+        self._holding.source.driver.synchronize()
+        self._holding.region.unbind(start, length)
+        with self._lock:
+            return [self._holding.extents.pop(page * self._page_size) for page in pages]
 
     def view(self, offset: int, size: int | str) -> memoryview:
         """Return [offset, offset + size) as a writable memoryview, on the host driver.
@@ -190,6 +269,20 @@ class VirtualMemoryPool:
         with self._holding.in_use(), self._lock:
             self._check_mapped(pages)
             return self._holding.views.make(self, self._holding.region.address + offset, length)
+
+    def hold(self, offset: int, size: int | str) -> Hold:
+        """Keep [offset, offset + size) mapped as long as the result lives: for whoever gives its addresses away.
+
+        It is to the pool what a living view is: the range cannot be deallocated, and a closed pool keeps its memory.
+        An empty range is where its first byte would be. Raises `NotMapped` when a page is not backed, `InvalidOffset`,
+        `InvalidRequest` and `ClosedError`.
+        """
+        self._holding.check_open()
+        length = bytes_of("a size", size)
+        pages = self._touched(offset, length or 1)
+        with self._holding.in_use(), self._lock:
+            self._check_mapped(pages)
+            return self._holding.hold(self, offset, length)
 
     def close(self) -> None:
         """Unmap and give back everything, addresses too. Idempotent; raises nothing when the broker is away.
@@ -241,20 +334,24 @@ class VirtualMemoryPool:
     def _is_backed(self, page: int) -> bool:
         return page * self._page_size in self._holding.extents
 
+    def _is_used(self, page: int) -> bool:
+        return page * self._page_size in self._holding.extents and page not in self._spare
+
     def _top(self) -> int:
-        """Return the offset behind the highest page that is backed or pending. The lock is held."""
-        highest = max(self._holding.extents, default=-self._page_size)
+        """Return the offset behind the highest page that is used or pending. The lock is held."""
+        spare, size = self._spare, self._page_size
+        highest = max((offset for offset in self._holding.extents if offset // size not in spare), default=-size)
         return max(highest, max(self._pending, default=-1) * self._page_size) + self._page_size
 
-    def _check_unmapped(self, pages: range) -> None:
+    def _check_unused(self, pages: range) -> None:
         for page in pages:
-            if page in self._pending or self._is_backed(page):
+            if page in self._pending or self._is_used(page):
                 by = "is being changed by another call" if page in self._pending else "is mapped already"
                 raise AlreadyMapped(f"the page at offset {page * self._page_size} {by}")
 
     def _check_mapped(self, pages: range) -> None:
         for page in pages:
-            if page in self._pending or not self._is_backed(page):
+            if page in self._pending or not self._is_used(page):
                 raise NotMapped(f"the page at offset {page * self._page_size} is not mapped")
 
     def _check_removable(self, pages: range) -> None:
@@ -262,6 +359,17 @@ class VirtualMemoryPool:
         start, length = pages.start * self._page_size, len(pages) * self._page_size
         if self._holding.views.any_in(self._holding.region.address + start, length):
             raise BufferError(f"a view of [{start}, {start + length}) is still alive: release it first")
+
+
+def _runs(pages: list[int]) -> list[range]:
+    """Return page numbers, which are in order, as runs without a gap."""
+    runs: list[range] = []
+    for page in pages:
+        if runs and runs[-1].stop == page:
+            runs[-1] = range(runs[-1].start, page + 1)
+        else:
+            runs.append(range(page, page + 1))
+    return runs
 
 
 def _check_page_size(page_size: int | str, granularity: int) -> int:

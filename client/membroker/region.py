@@ -6,21 +6,36 @@ pages, and must never wait for work on the device: who unmaps has synchronised.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
 
 from membroker.errors import DescriptorLimit, DeviceFailure
 from membroker.vmm.driver import AccessFlags, Driver, DriverError, DriverLimit, Handle
 
 
-@contextmanager
-def device_failures() -> Iterator[None]:
+class _DeviceFailures:
+    """A block whose driver's errors are the library's. No generator: it stands around each allocation."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, DriverError):
+            out_of_descriptors = isinstance(error, DriverLimit) and error.name == "EMFILE"
+            raise (DescriptorLimit if out_of_descriptors else DeviceFailure)(str(error)) from error
+
+
+_device_failures = _DeviceFailures()
+
+
+def device_failures() -> _DeviceFailures:
     """Turn a driver's error into `DeviceFailure`, or `DescriptorLimit` where descriptors ran out."""
-    try:
-        yield
-    except DriverError as error:
-        out_of_descriptors = isinstance(error, DriverLimit) and error.name == "EMFILE"
-        raise (DescriptorLimit if out_of_descriptors else DeviceFailure)(str(error)) from error
+    return _device_failures
 
 
 class Region:
@@ -47,6 +62,13 @@ class Region:
             self._driver.set_access(self.address + offset, end - offset, access)
             self._note(offset, handles)
             undo.pop_all()
+        return end - offset
+
+    def bind_descriptors(self, offset: int, descriptors: Sequence[int], size: int) -> int:
+        """Map the extents behind descriptors, each of `size` bytes, side by side; return how many bytes that is."""
+        self._driver.map_descriptors(self.address + offset, descriptors, size)
+        end = offset + size * len(descriptors)
+        self._extents.update(dict.fromkeys(range(offset, end, size), size))
         return end - offset
 
     def _note(self, offset: int, handles: Sequence[Handle]) -> None:

@@ -27,6 +27,7 @@ from membroker.types import SegmentStatus
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2
 from membroker.v1.handoff_pb2 import Delivery
+from membroker.views import Hold
 from membroker.vmm.driver import AccessFlags, Driver, Handle, Location
 from membroker.vmm.sizes import MAX_BYTES, MIB, round_up
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 MAX_WAIT_SECONDS = 24 * 3600.0
 MAX_HEADER_BYTES = 16 * MIB
 """The longest header that is read: some 160,000 tensors. The bytes are another process's."""
+ALIGNMENT = 256
+"""Where the first tensor begins, as kernels and JAX like it; the format allows no gap before the others."""
 CHUNK_BYTES = 64 * MIB
 """How much `write` copies at once: enough for a bus's full speed, little enough to tell how far it is."""
 
@@ -147,6 +150,15 @@ class Segment:
             view = self._holding.views.make(self, self._holding.region.address, self.size)
         return view if self._writable else view.toreadonly()
 
+    def hold(self, offset: int, size: int) -> Hold:
+        """Keep the segment mapped as long as the result lives: for whoever gives addresses in the range away.
+
+        As with a living view, `close` then unmaps when the last hold is gone, and `seal` refuses while one of the
+        writer's lives. Raises `InvalidRequest` and `ClosedError`.
+        """
+        self._check_range(offset, size)
+        return self._holding.hold(self, offset, size, writable=self._writable)
+
     def read(self, offset: int, size: int) -> bytes:
         """Return a copy of [offset, offset + size). Raises `InvalidRequest`, `ClosedError`, `DeviceFailure`."""
         self._check_range(offset, size)
@@ -204,7 +216,7 @@ class Segment:
         `segment_size` says how large a segment they need. Raises `InvalidRequest` where they do not fit, and
         `SegmentNotWritable`.
         """
-        header, index = write_index(tensors, metadata)
+        header, index = write_index(tensors, metadata, alignment=ALIGNMENT)
         if index.size > self.size:
             raise InvalidRequest(f"the tensors need {index.size} bytes, and the segment has {self.size}")
         self.write(0, header)
@@ -272,7 +284,7 @@ class Segment:
 
 def segment_size(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> int:
     """Return how many bytes a segment needs for these tensors, name -> (safetensors dtype, shape), and their header."""
-    return write_index(tensors, metadata)[1].size
+    return write_index(tensors, metadata, alignment=ALIGNMENT)[1].size
 
 
 def publish_arrays(

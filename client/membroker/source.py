@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from membroker.vmm.driver import Driver, Handle, Location
+from membroker.vmm.driver import Driver, Location
 
 if TYPE_CHECKING:
     from membroker.holding import Holding
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Placement(Protocol):
     """What a borrower does with extents as they come."""
 
-    def place(self, extent_ids: Sequence[int], handles: Sequence[Handle]) -> None:
-        """Map the next extents, in order. The handles are the source's, which releases them afterwards."""
+    def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
+        """Map the next extents, in order. The descriptors are the source's, which closes them afterwards."""
         ...
 
     def undo(self) -> None:

@@ -34,6 +34,7 @@ from membroker._testing import (
     import_and_map,
     keep_descriptor,
     keep_mapping,
+    lent,
     map_extent,
     mapped,
     mapped_handle,
@@ -290,6 +291,105 @@ def a_foreign_descriptor_is_refused(make_driver: MakeDriver) -> None:
             refused("a foreign descriptor", import_and_map, driver, descriptor, size, address)
 
 
+def extents_are_lent_as_descriptors(make_driver: MakeDriver) -> None:
+    """`lend` returns descriptors that alone keep fresh extents: nobody inherits them, and the last close frees them."""
+    with opened(make_driver) as driver:
+        size = 2 * driver.device.granularity
+        with lent(driver, size, 1):  # a driver may open descriptors of its own for the first
+            pass
+        for location in Location:
+            before = open_descriptors()
+            with lent(driver, size, 3, location) as descriptors:
+                expect(len(set(descriptors)) == 3, f"{descriptors} are not three descriptors")
+                expect(open_descriptors() == before + 3, "lend left something else open")
+                expect(not any(map(os.get_inheritable, descriptors)), "a child process would inherit an extent")
+                for descriptor in descriptors:
+                    handle = driver.import_extent(descriptor, size, location)
+                    with mapped_handle(driver, handle) as address:
+                        expect(driver.read(address, size) == bytes(size), "a lent extent is not zero, or lent twice")
+                        driver.write(address, b"\xff" * size)
+        expect(driver.lend(size, 0) == [], "no extents are some descriptors")
+        used = used_bytes(driver)
+        os.close(driver.lend(TRUTH_BYTES, 1)[0])
+        wait_until(lambda: used_bytes(driver) <= used + TRUTH_BYTES // 2, "an extent lives without its descriptor")
+
+
+def all_is_lent_or_nothing(make_driver: MakeDriver) -> None:
+    """A `lend` that fails, at once or at its last extent, leaves no descriptor open and no memory in use."""
+    with opened(make_driver) as driver:
+        granule, memory = driver.device.granularity, driver.memory(Location.DEVICE)
+        calls: list[Callable[[], object]] = [partial(driver.lend, size, 2) for size in (0, 1, granule + 1, -granule)]
+        if memory is not None:  # the first of them fits
+            most = max(granule, memory.free // 5 * 3 // granule * granule)
+            calls.append(partial(driver.lend, most, 2))
+        with lent(driver, granule, 1):
+            pass
+        before, used = open_descriptors(), used_bytes(driver)
+        errors = [refused("a lend that cannot work", call) for call in calls]
+        if memory is not None:
+            expect(isinstance(errors[-1], DriverOutOfMemory), f"{errors[-1]!r} is no DriverOutOfMemory")
+        expect(open_descriptors() == before, "a refused lend left descriptors open")
+        wait_until(lambda: used_bytes(driver) <= used + TRUTH_BYTES // 2, "a refused lend left no memory in use")
+        with lent(driver, granule, 1):
+            pass
+
+
+def descriptors_are_mapped_side_by_side(make_driver: MakeDriver) -> None:
+    """`map_descriptors` maps each extent at its place, with the access that was asked for; descriptors stay open."""
+    with opened(make_driver) as driver, ExitStack() as stack:
+        size = 2 * driver.device.granularity
+        first, second = (stack.enter_context(reserved(driver, 5 * size)) for _ in range(2))
+        with lent(driver, size, 1):
+            pass
+        before = open_descriptors()
+        with lent(driver, size, 3) as descriptors:
+            driver.map_descriptors(first + size, descriptors, size)
+            driver.map_descriptors(second, descriptors[::-1], size, AccessFlags.READ)
+            expect(open_descriptors() == before + 3, "mapping closed a descriptor of its caller's, or kept one")
+            for number in range(3):
+                driver.write(first + (1 + number) * size, bytes([number + 1]) * 16)
+        expect(open_descriptors() == before, "a mapping holds a descriptor")
+        for number in range(3):
+            shown = driver.read(second + (2 - number) * size, 16)
+            expect(shown == bytes([number + 1]) * 16, "an extent is not where it should be, or lives no longer")
+        if driver.device.driver == "host":
+            refused("write to what may only be read", driver.write, second, b"x")
+        driver.unmap(first + 2 * size, size)
+        driver.unmap(first + size, size)
+        driver.unmap(first + 3 * size, size)
+        driver.unmap(second, 3 * size)
+
+
+def all_is_mapped_or_nothing(make_driver: MakeDriver) -> None:
+    """A `map_descriptors` that fails, at whichever extent, leaves every address free and descriptors to their owner."""
+    with opened(make_driver) as driver, tempfile.TemporaryFile() as file, ExitStack() as stack:
+        size = 2 * driver.device.granularity
+        file.truncate(size)
+        address = stack.enter_context(reserved(driver, 4 * size))
+        good = stack.enter_context(lent(driver, size, 3))
+        (small,) = stack.enter_context(lent(driver, size // 2, 1))
+        taken = stack.enter_context(extent(driver, size))
+        map_extent(driver, address + 3 * size, taken)
+        driver.write(address + 3 * size, b"taken")
+        driver.map_descriptors(address, good, size)
+        driver.unmap(address, 3 * size)
+        before = open_descriptors()
+        for at in range(3):
+            for wrong in (small, file.fileno(), closed_descriptor()):
+                mixed = [*good[:at], wrong, *good[at + 1 :]]
+                refused("a wrong descriptor among good ones", driver.map_descriptors, address, mixed, size)
+        refused("half of each extent", driver.map_descriptors, address, good, size // 2)
+        refused("no granules", driver.map_descriptors, address, good, size - 1)
+        refused("map over a mapping", driver.map_descriptors, address + size, good, size)
+        refused("map over the end", driver.map_descriptors, address + 2 * size, good, size)
+        refused("map outside of any reservation", driver.map_descriptors, size, good, size)
+        expect(open_descriptors() == before, "a refused map closed a descriptor, or left one open")
+        expect(driver.read(address + 3 * size, 5) == b"taken", "a refused map changed what was mapped")
+        driver.map_descriptors(address, good, size)  # every address is free, every descriptor works
+        driver.write(address, b"works")
+        driver.unmap(address, 4 * size)
+
+
 def memory_follows_births_and_deaths(make_driver: MakeDriver) -> None:
     """The device's figure falls only when the last holder in any process is gone, and then it does fall."""
     for keep in (keep_descriptor, keep_mapping):
@@ -383,6 +483,8 @@ def a_closed_driver_refuses(make_driver: MakeDriver) -> None:
         refused("export on a closed driver", driver.export, handle)
         refused("seal on a closed driver", driver.seal, descriptor)
         refused("memory of a closed driver", driver.memory, Location.DEVICE)
+        refused("lend of a closed driver", driver.lend, handle.size, 1)
+        refused("map_descriptors of a closed driver", driver.map_descriptors, handle.size, [descriptor], handle.size)
 
 
 CHECKS: tuple[Callable[[MakeDriver], None], ...] = (
@@ -402,6 +504,10 @@ CHECKS: tuple[Callable[[MakeDriver], None], ...] = (
     what_is_sealed_is_only_read,
     an_imported_extent_is_not_exported,
     a_foreign_descriptor_is_refused,
+    extents_are_lent_as_descriptors,
+    all_is_lent_or_nothing,
+    descriptors_are_mapped_side_by_side,
+    all_is_mapped_or_nothing,
     memory_follows_births_and_deaths,
     too_much_is_out_of_memory,
     errors_carry_the_drivers_names,

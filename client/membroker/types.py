@@ -15,7 +15,8 @@ from datetime import datetime
 class MemoryStats:
     """A pool at one moment.
 
-    `virtual_capacity` and `physical_usage` are bytes: addresses reserved, and memory behind them (whole pages).
+    `virtual_capacity` and `physical_usage` are bytes: addresses reserved, and memory behind them (whole pages), of
+    which `spare_pages` are mapped and not in use.
     `fragmentation_ratio` is external fragmentation of the addresses, 1 - largest free run / free addresses: 0.0
     when what is free lies in one piece, or nothing is free. It says nothing about the device's memory, which
     cannot fragment: pages lie anywhere.
@@ -25,6 +26,7 @@ class MemoryStats:
     physical_usage: int
     mapped_pages: int
     fragmentation_ratio: float
+    spare_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)

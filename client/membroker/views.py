@@ -1,8 +1,8 @@
-"""Views: memoryviews over mapped bytes, and which of them are still alive.
+"""Views: memoryviews over mapped bytes, holds of bytes that others address, and which of them are still alive.
 
-Owns a weak reference to the array behind each view. Python 3.11 has no buffer protocol for classes (PEP 688), so
-a view is a memoryview of a ctypes array, and every slice, cast or numpy array made from it keeps that array. It
-must never take a lock: an array dies in whatever thread, wherever the garbage collector happens to run.
+Owns a weak reference to each hold, and to the array behind each view. Python 3.11 has no buffer protocol for classes
+(PEP 688), so a view is a memoryview of a ctypes array, and every slice, cast or numpy array made from it keeps that
+array. It must never take a lock: an array dies in whatever thread, wherever the garbage collector happens to run.
 """
 
 from __future__ import annotations
@@ -11,12 +11,29 @@ import ctypes
 import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from membroker.vmm.driver import DeviceInfo
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Hold:
+    """`size` bytes at `address` that somebody uses by their addresses, as long as this lives. It cannot be read.
+
+    `device` is where the memory is, `writable` whether it is mapped so; `keeper` is what the memory belongs to.
+    """
+
+    keeper: object
+    address: int
+    size: int
+    device: DeviceInfo
+    writable: bool
+
 
 class Views:
-    """The living views of one holding. `gone`, a method of it, is called after each death, from any thread.
+    """The living views and holds of one holding. `gone`, a method of it, is called after each death, from any thread.
 
     It is kept weakly: a cycle would leave a client that was forgotten to the garbage collector's leisure.
     """
@@ -30,10 +47,18 @@ class Views:
         """Return the bytes [address, address + size), writable. It keeps `keeper` alive."""
         array: Any = (ctypes.c_ubyte * size).from_address(address)
         array.keeper = keeper
-        number = next(self._numbers)
-        reference = weakref.ref(array, partial(self._forget, number))
-        self._living[number] = (reference, address, address + size)
+        self._watch(array, address, size)
         return memoryview(array).cast("B")
+
+    def count(self, hold: Hold) -> Hold:
+        """Count a hold among what lives, and return it."""
+        self._watch(hold, hold.address, hold.size)
+        return hold
+
+    def _watch(self, living: Any, address: int, size: int) -> None:
+        number = next(self._numbers)
+        reference = weakref.ref(living, partial(self._forget, number))
+        self._living[number] = (reference, address, address + size)
 
     def any_in(self, address: int, size: int) -> bool:
         """Say whether a living view touches [address, address + size)."""

@@ -36,6 +36,7 @@ def test_no_file_at_all_is_a_broker_in_which_each_uid_is_a_tenant() -> None:
     assert (found.driver, found.device, found.capacity, found.headroom) == ("auto", 0, None, None)
     assert (found.settle_seconds, found.audit_seconds, found.model_grace_seconds) == (10.0, 0.1, 60.0)
     assert found.uid_tenants
+    assert (found.stock, found.stock_extents) == (None, 64)
     assert found.metrics == config.MetricsConfig(True, "127.0.0.1", None)
 
 
@@ -61,6 +62,8 @@ def test_a_whole_file_is_read(tmp_path: Path) -> None:
         gate_reserve = 1048576
         settle_seconds = 2
         max_sessions = 40
+        stock = "96MiB"
+        stock_extents = 0
         [metrics]
         port = 0
         [log]
@@ -78,6 +81,7 @@ def test_a_whole_file_is_read(tmp_path: Path) -> None:
     found = load(write(tmp_path, text), {})
     assert (found.driver, found.capacity, found.host_driver_total) == ("host", 256 * MIB, GIB)
     assert (found.headroom, found.gate_reserve, found.settle_seconds, found.max_sessions) == (64 * MIB, MIB, 2.0, 40)
+    assert (found.stock, found.stock_extents) == (96 * MIB, 0)
     assert found.metrics.port == 0
     assert found.log == config.LogConfig("json", "info")
     assert not found.uid_tenants
@@ -118,6 +122,13 @@ def test_the_command_line_wins_and_is_named_when_it_is_wrong(tmp_path: Path) -> 
         ('model_grace_seconds = "60"', "model_grace_seconds: write a number of seconds"),
         ("max_sessions = 0", "max_sessions: write a whole number from 1"),
         ("max_models_per_tenant = 2.0", "max_models_per_tenant: write a whole number from 1"),
+        ('stock = "a lot"', "stock: cannot read 'a lot' as a size"),
+        ("stock = -1", "stock: a size must be between 0 and 2^63-1"),
+        ("stock = 0.5", "stock: a size is an int of bytes or text"),
+        ("stock_extents = -1", "stock_extents: write a whole number from 0 to 4,096, not -1"),
+        ("stock_extents = 4097", "stock_extents: write a whole number from 0 to 4,096, not 4097"),
+        ('stock_extents = "64"', "stock_extents: write a whole number from 0 to 4,096, not '64'"),
+        ("stocks = 1", "stocks: is not a key that membrokerd knows; did you mean 'stock'?"),
         ('runtime_directory = "run"', "runtime_directory: write an absolute path"),
         ("metrics = 1", "metrics: is a table: write [metrics]"),
         ("metrics.port = 65536", "metrics.port: write a whole number from 0 to 65,535, not 65536"),

@@ -1,10 +1,15 @@
-"""What one tenant may have of the sessions, so that it cannot shut the others out."""
+"""What the configuration comes to: what one tenant may have of the sessions, and what is kept ready."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from membrokerd.device import _share
+from membrokerd.config import Config
+from membrokerd.device import _share, plan
+
+MIB = 1 << 20
 
 
 def test_the_only_tenant_may_have_every_session() -> None:
@@ -23,3 +28,25 @@ def test_all_but_one_tenant_leave_room_for_the_last(sessions: int, tenants: int)
 def test_where_each_uid_is_a_tenant_a_quarter_is_left_to_the_others() -> None:
     assert _share(155, tenants=0) == 155 - 38
     assert _share(1, tenants=0) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "extents", "size"),
+    [
+        ({}, 0, 0),
+        ({"stock_extents": 8}, 0, 0),
+        ({"stock": 64 * MIB}, 64, 64 * MIB),
+        ({"stock": 64 * MIB, "stock_extents": 8}, 8, 64 * MIB),
+        ({"stock": 0, "stock_extents": 8}, 0, 0),
+    ],
+    ids=str,
+)
+def test_the_host_twin_keeps_a_stock_only_where_one_is_configured(
+    keys: dict[str, Any], extents: int, size: int, tmp_path: Any
+) -> None:
+    found = plan(Config(runtime_directory=tmp_path, driver="host", **keys))
+    try:
+        rules = found.rules(Config(runtime_directory=tmp_path), anchor=0, max_sessions=4, max_segment_extents=4)
+        assert (rules.stock_extents, rules.stock_bytes) == (found.stock_extents, found.stock_bytes) == (extents, size)
+    finally:
+        found.driver.close()

@@ -1,4 +1,7 @@
-"""The driver thread: what it makes it hands over whole, or nothing of it is left; and nothing ends it."""
+"""The driver's calls: what is made is handed over whole, or nothing of it is left; nothing ends the thread.
+
+Few extents are made where they are asked for, more of them on the thread; whichever it is, there is one order.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +21,7 @@ from membroker.vmm import DriverError, DriverLimit, DriverOutOfMemory, Handle, L
 from membroker.vmm.host import HostDriver
 from membrokerd.core.denied import Reason
 from membrokerd.core.effects import Make
-from membrokerd.executor import Executor, Failure, Figures
+from membrokerd.executor import INLINE_EXTENTS, Executor, Failure, Figures
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -30,6 +34,9 @@ class Failing(HostDriver):
     def __init__(self) -> None:
         super().__init__(TOTAL, TOTAL)
         self.call, self.left, self.failure = "", 0, Exception()
+        self.lent: list[tuple[int, str]] = []
+        """How many extents each call made, and on which thread."""
+        self.before_lend: Callable[[], None] = lambda: None
 
     def fail(self, call: str, at: int, failure: Exception) -> None:
         self.call, self.left, self.failure = call, at, failure
@@ -39,6 +46,11 @@ class Failing(HostDriver):
             self.left -= 1
             if not self.left:
                 raise self.failure
+
+    def lend(self, size: int, count: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> list[int]:
+        self.before_lend()
+        self.lent.append((count, threading.current_thread().name))
+        return super().lend(size, count, location, sealable=sealable)
 
     def create(self, size: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> Handle:
         self._count("create")
@@ -154,18 +166,28 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("why", "failure"), FAILURES, ids=[str(failure) for _, failure in FAILURES])
-@pytest.mark.parametrize("at", [1, 3, 5])
+@pytest.mark.parametrize(("count", "at"), [(1, 1), (INLINE_EXTENTS, 1), (INLINE_EXTENTS, INLINE_EXTENTS)])
+@pytest.mark.parametrize("call", ["create", "export", "release"])
+def test_a_failure_at_the_kth_call_leaves_nothing_inline(
+    driver: Failing, call: str, count: int, at: int, why: Reason, failure: Exception
+) -> None:
+    """As below, and the event loop, where it happens, is not ended by it either."""
+    test_a_failure_at_the_kth_call_leaves_nothing(driver, call, count, at, why, failure)
+
+
+@pytest.mark.parametrize(("why", "failure"), FAILURES, ids=[str(failure) for _, failure in FAILURES])
+@pytest.mark.parametrize(("count", "at"), [(5, 1), (5, 3), (5, 5)])
 @pytest.mark.parametrize("call", ["create", "export", "release"])
 def test_a_failure_at_the_kth_call_leaves_nothing(
-    driver: Failing, call: str, at: int, why: Reason, failure: Exception
+    driver: Failing, call: str, count: int, at: int, why: Reason, failure: Exception
 ) -> None:
     """Whatever fails, and wherever: nothing is open, nothing is used, and the next packet is made."""
     before = descriptors()
     driver.fail(call, at, failure)
-    refused, made = run(driver, makes(packet(5)), makes(packet(1)))
+    refused, made = run(driver, makes(packet(count)), makes(packet(1)))
     assert isinstance(refused, Failure)
     assert refused.reason is why
-    assert refused.numbers["requested_bytes"] == 5 * PAGE
+    assert refused.numbers["requested_bytes"] == count * PAGE
     close_all(made)
     assert len(made) == 1
     assert descriptors() == before
@@ -196,6 +218,147 @@ def test_answers_come_in_the_order_of_the_jobs(driver: Failing) -> None:
     close_all(first + second)
     assert seen["device"].used == 2 * PAGE
     assert (seen["host"].used, last["host"].used) == (0, 3 * PAGE)
+
+
+# --- where it happens, and in which order ---
+
+ON_LOOP, ON_THREAD = "MainThread", "membrokerd-driver"
+
+
+def test_few_extents_are_made_where_they_are_asked_for(driver: Failing) -> None:
+    """Two hops between threads would cost more than the driver does: the outcome is there when `make` returns."""
+    told: list[tuple[str, int]] = []
+
+    def ask(count: int) -> Callable[[Executor, Callable[[Any], None]], None]:
+        def piece(executor: Executor, done: Callable[[Any], None]) -> None:
+            def heard(made: Any) -> None:
+                told.append((threading.current_thread().name, count))
+                done(made)
+
+            executor.make(packet(count), heard)
+            told.append(("returned", count))
+
+        return piece
+
+    for made in run(driver, ask(1), ask(INLINE_EXTENTS), ask(INLINE_EXTENTS + 1)):
+        close_all(made)
+    few, more = INLINE_EXTENTS, INLINE_EXTENTS + 1
+    assert told == [
+        (ON_LOOP, 1),
+        ("returned", 1),
+        (ON_LOOP, few),
+        ("returned", few),
+        ("returned", more),
+        (ON_LOOP, more),
+    ]
+    assert driver.lent == [(1, ON_LOOP), (few, ON_LOOP), (more, ON_THREAD)]
+
+
+def test_few_extents_wait_for_what_was_asked_before(driver: Failing) -> None:
+    """The thread is at a large packet: a small one behind it is made after it, and told after it, on the thread."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert go_on.wait(10)
+
+    driver.before_lend = wait
+
+    def small(executor: Executor, done: Callable[[Any], None]) -> None:
+        assert begun.wait(10)
+        executor.make(packet(1), done)
+        driver.before_lend = lambda: None
+        go_on.set()
+
+    large, one = run(driver, makes(packet(7)), small)
+    assert (len(large), len(one)) == (7, 1)
+    close_all(large + one)
+    assert driver.lent == [(7, ON_THREAD), (1, ON_THREAD)]
+
+
+def test_a_result_that_nobody_has_heard_of_is_still_before(driver: Failing) -> None:
+    """The thread is idle again, and its outcome lies in the event loop's queue: nothing may be told before it."""
+    done_first: list[str] = []
+
+    async def main() -> None:
+        executor = Executor(driver, 0)
+        executor.start(asyncio.get_running_loop())
+        finished = threading.Event()
+        driver.before_lend = lambda: None
+        told: asyncio.Queue[str] = asyncio.Queue()
+
+        def tell(what: str) -> Callable[[Any], None]:
+            def heard(made: list[int]) -> None:
+                close_all(made)
+                done_first.append(what)
+                told.put_nowait(what)
+
+            return heard
+
+        executor.make(packet(9), tell("large"))
+        executor.close([], lambda _: None)
+        executor._jobs.put(finished.set)  # behind all that was asked
+        assert finished.wait(10)
+        executor.make(packet(1), tell("small"))
+        assert done_first == []
+        assert [await asyncio.wait_for(told.get(), 10) for _ in range(2)] == ["large", "small"]
+        executor.make(packet(2), tell("idle"))
+        assert done_first == ["large", "small", "idle"]
+        executor.stop()
+
+    asyncio.run(main())
+    assert [where for _, where in driver.lent] == [ON_THREAD, ON_THREAD, ON_LOOP]
+
+
+def test_outcomes_keep_their_order_whatever_is_mixed(driver: Failing) -> None:
+    """A look sees every packet that was asked for before it, and none of those behind, wherever each was made."""
+    counts = (1, 8, 2, 1, 6, 4, 1)
+    pieces = [piece for count in counts for piece in (makes(packet(count)), looks)]
+    told = run(driver, *pieces)
+    made, figures = told[::2], told[1::2]
+    assert [len(one) for one in made] == list(counts)
+    assert [seen["device"].used for seen in figures] == [sum(counts[: n + 1]) * PAGE for n in range(len(counts))]
+    for one in made:
+        close_all(one)
+
+
+def test_a_look_is_at_once_when_nothing_is_under_way_and_in_its_turn_otherwise(driver: Failing) -> None:
+    seen: list[Any] = []
+    held: list[int] = []
+
+    def look_twice(executor: Executor, done: Callable[[Any], None]) -> None:
+        executor.look(lambda figures: seen.append(figures["device"]))
+        assert len(seen) == 1
+        executor.make(packet(6), held.extend)
+        executor.look(lambda figures: seen.append(figures["device"]))
+        executor.close([], done)
+        assert len(seen) == 1, "it overtook a packet"
+
+    run(driver, look_twice)
+    assert [info.used for info in seen] == [0, 6 * PAGE]
+    close_all(held)
+
+
+def test_an_outcome_may_ask_for_more(driver: Failing) -> None:
+    """The core's answer to one packet is the next: made at once in the middle of the telling, and told in order."""
+    told: list[int] = []
+    kept: list[int] = []
+
+    def chain(executor: Executor, done: Callable[[Any], None]) -> None:
+        def made(count: int, descriptors: Sequence[int]) -> None:
+            told.append(count)
+            kept.extend(descriptors)
+            if count < 6:
+                executor.make(packet(count + 1), lambda more: made(count + 1, more))
+            else:
+                done(None)
+
+        executor.make(packet(1), lambda first: made(1, first))
+
+    run(driver, chain)
+    close_all(kept)
+    assert told == [1, 2, 3, 4, 5, 6]
+    assert [where for _, where in driver.lent] == [ON_LOOP] * 4 + [ON_THREAD] * 2
 
 
 def test_only_a_segments_extents_can_be_sealed(driver: Failing) -> None:

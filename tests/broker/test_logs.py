@@ -39,6 +39,7 @@ FACTS: tuple[ft.Fact, ...] = (
     ft.SegmentHeld(40, 26),
     ft.SegmentLeft(40, 26, 1, "detached"),
     ft.SegmentCredited(40, range(41, 44)),
+    ft.StockChanged("device", 2 << 20, -3, "dropped"),
     ft.QuotaSet("acme", None, "device", None),
 )
 

@@ -6,10 +6,12 @@ Here it has a real driver thread over the host twin; the connections, and where 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import fcntl
 import logging
 import os
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -43,6 +45,18 @@ class Failing(HostDriver):
     """The twin, whose next seal fails where a test says so."""
 
     seal_failure: Exception | None = None
+    lent = 0
+    """Extents that were made, or are being made."""
+
+    def __init__(self, total_bytes: int, host_bytes: int) -> None:
+        super().__init__(total_bytes, host_bytes)
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def lend(self, size: int, count: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> list[int]:
+        self.lent += count
+        assert self.go_on.wait(SECONDS)
+        return super().lend(size, count, location, sealable=sealable)
 
     def seal(self, descriptor: int) -> None:
         if self.seal_failure is not None:
@@ -61,6 +75,9 @@ class Queue:
     def deliver(self, packet: fx.Make | fx.Send, descriptors: list[int]) -> None:
         self.packets.append(packet)
         self.descriptors += descriptors
+
+    def flush(self) -> None:
+        """Nothing is ever sent."""
 
     def disconnect(self, why: str) -> None:
         raise AssertionError(why)
@@ -117,6 +134,19 @@ class World:
         await self.ask(lambda call: ev.RegisterModel(call, session, self.request(), MODEL, None, {}, False))
         return session
 
+    def allocate(self, session: int, count: int = 1, size: int = 2 * MIB) -> asyncio.Future[Any]:
+        number = self.request()
+        return self.ask(lambda call: ev.Allocate(call, session, number, MODEL, "device", size, count))
+
+    async def give_back(self, session: int) -> None:
+        """Close all that was delivered, and release it."""
+        self.queues[session].close()
+        ids = tuple(self.loop.broker.ledger.sessions[session].extents)
+        await self.ask(lambda call: ev.Release(call, session, self.request(), ids))
+        for packet in self.queues[session].packets:
+            self.loop.tell(ev.Acknowledge(session, packet.request_id, packet.part))
+        self.queues[session].packets.clear()
+
     def create(self, session: int, size: int) -> asyncio.Future[Any]:
         number = self.request()
         return self.ask(lambda call: ev.CreateSegment(call, session, number, WEIGHTS, "device", size))
@@ -146,6 +176,10 @@ class World:
     def charged(self) -> int:
         return self.loop.broker.ledger.totals["device"].charged
 
+    def keep_busy(self) -> None:
+        """Give the driver's thread work, so that what is asked for next waits for its turn there."""
+        self.loop.executor.close([], lambda _: None)
+
     async def look(self) -> None:
         """Wait until the driver's thread has done all that it was asked."""
         seen: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -167,8 +201,11 @@ class World:
         await asyncio.wait_for(wait(), SECONDS)
 
 
-def play(story: Callable[[World], Awaitable[_T]], store: DescriptorStore | None = None) -> _T:
-    """Tell a story in a world of 64 MiB whose segments are made of extents of 4 MiB; nothing of it stays open."""
+def play(story: Callable[[World], Awaitable[_T]], store: DescriptorStore | None = None, stock: int = 0) -> _T:
+    """Tell a story in a world of 64 MiB whose segments are made of extents of 4 MiB; nothing of it stays open.
+
+    `stock` is how many extents may be kept ready.
+    """
 
     async def main() -> _T:
         driver = Failing(64 * MIB, 64 * MIB)
@@ -177,6 +214,7 @@ def play(story: Callable[[World], Awaitable[_T]], store: DescriptorStore | None 
         executor = Executor(driver, 0)
         executor.start(asyncio.get_running_loop())
         rules = policy.Rules(2 * MIB, {"device": 64 * MIB}, segment_extent_bytes=4 * MIB)
+        rules = dataclasses.replace(rules, stock_extents=stock, stock_bytes=64 * MIB if stock else 0)
         kept = store if store is not None else MemoryStore()
         loop = Loop(Broker(rules, epoch=1), executor, kept, audit_seconds=0.05)
         loop.start()
@@ -329,6 +367,7 @@ def test_a_connection_that_ends_before_the_packet_is_made_loses_nothing() -> Non
 
     async def story(world: World) -> None:
         writer = await world.open()
+        world.keep_busy()
         created = world.create(writer, 6 * MIB)
         world.lose(writer)
         assert (await created).reason is Reason.DELIVERY_FAILED
@@ -538,3 +577,158 @@ def test_a_dead_holders_segment_is_settled_by_the_device() -> None:
         await world.until(lambda: not totals.releasing)
 
     play(story)
+
+
+# --- the stock ---
+
+
+async def filled(world: World, count: int) -> None:
+    """Wait until so many extents are ready, and no more are to come."""
+    await world.until(lambda: world.loop.stocked == count)
+    await world.look()
+    assert world.loop.stocked == count
+
+
+def stock(world: World) -> int:
+    return world.loop.broker.ledger.totals["device"].stock
+
+
+def test_the_second_of_a_size_is_there_already() -> None:
+    """Nothing is made when it is asked for: it was, and what is given out is new, zero, and nobody else's."""
+
+    async def story(world: World) -> None:
+        session = await world.open()
+        await world.allocate(session)
+        await filled(world, 2)
+        assert (stock(world), world.used(), world.charged()) == (4 * MIB, 6 * MIB, 2 * MIB)
+        before = world.driver.lent
+        answer = world.allocate(session, count=2)
+        assert answer.done(), "it was not there"
+        assert (world.driver.lent, world.loop.stocked, stock(world)) == (before, 0, 0)
+        mine = world.queues[session].descriptors
+        assert len({os.fstat(one).st_ino for one in mine}) == 3
+        assert not any(os.get_inheritable(one) for one in mine)
+        assert all(os.pread(one, 2 * MIB, 0) == bytes(2 * MIB) for one in mine)
+        await filled(world, 4)
+        await world.give_back(session)
+        assert world.used() == stock(world) == 8 * MIB
+
+    play(story, stock=4)
+
+
+def test_what_is_in_the_way_is_closed_before_more_is_made() -> None:
+    """All of the device is wanted at once: the stock goes first, in the very order of the effects."""
+
+    async def story(world: World) -> None:
+        session = await world.open()
+        await world.allocate(session)
+        await filled(world, 2)
+        made = await world.allocate(session, count=31)
+        assert made.count == 31
+        assert (world.charged(), world.used(), world.loop.stocked) == (64 * MIB, 64 * MIB, 0)
+        await world.give_back(session)
+        await world.look()
+
+    play(story, stock=2)
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_a_full_device_gets_what_the_stock_holds(count: int) -> None:
+    """A stranger took the card; the books have room, and what is ready, of another size, is what is missing."""
+
+    async def story(world: World) -> None:
+        session = await world.open()
+        await world.allocate(session, size=4 * MIB)
+        await filled(world, 2)
+        world.driver.stranger_bytes = 64 * MIB - 12 * MIB - count * 2 * MIB + 2 * MIB
+        made = await world.allocate(session, count=count)
+        assert made.count == count
+        assert world.loop.stocked == 0 or stock(world) == world.loop.stocked * 2 * MIB
+        world.driver.stranger_bytes = 0
+        await world.give_back(session)
+
+    play(story, stock=2)
+
+
+def test_stock_for_a_connection_that_is_gone_is_closed() -> None:
+    """It left the stock for a session that nobody can reach by now: credited, closed, and not given to another."""
+
+    async def story(world: World) -> None:
+        session = await world.open()
+        await world.allocate(session)
+        await filled(world, 2)
+        queue, world.loop.links = world.loop.links[session], {}
+        refused = await world.allocate(session)
+        assert refused.reason is Reason.DELIVERY_FAILED
+        assert (world.charged(), world.loop.stocked, stock(world)) == (2 * MIB, 1, 2 * MIB)
+        assert world.used() == 4 * MIB
+        world.loop.links[session] = queue
+        await world.give_back(session)
+
+    play(story, stock=2)
+
+
+def test_a_stop_closes_what_is_ready_and_what_comes_to_it_late() -> None:
+    """The thread was at one for the stock when the daemon was told to stop."""
+
+    async def story(world: World) -> None:
+        session = await world.open()
+        await world.allocate(session)
+        world.driver.go_on.clear()
+        world.keep_busy()
+        await world.until(lambda: world.driver.lent == 2)  # the first for the stock, on the thread
+        await world.loop.stop(SECONDS)
+        world.driver.go_on.set()
+        await world.look()
+        assert stock(world) == world.loop.stocked == 0
+        await world.look()
+        await world.give_back(session)
+
+    play(story, stock=4)
+
+
+def test_what_is_forgotten_after_a_stop_is_no_fault(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last look comes in behind the stop, ten seconds after anybody asked: what it lets go of is closed by then."""
+    ahead = 0
+    true = loop_module.clock
+    monkeypatch.setattr(loop_module, "clock", lambda: true() + ahead)
+
+    async def story(world: World) -> None:
+        nonlocal ahead
+        session = await world.open()
+        await world.allocate(session)
+        await filled(world, 2)
+        await world.loop.stop(SECONDS)
+        ahead = 11_000_000_000
+        world.loop.tell(ev.Audit({"device": 2 * MIB}))
+        assert stock(world) == world.loop.stocked == 0
+        await world.give_back(session)
+
+    monkeypatch.setattr(logging.getLogger("membrokerd"), "propagate", True)
+    with caplog.at_level(logging.ERROR, logger="membrokerd"):
+        play(story, stock=2)
+    assert "a fault of the broker" not in caplog.text
+
+
+def test_what_nobody_asks_for_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = 0
+    true = loop_module.clock
+    monkeypatch.setattr(loop_module, "clock", lambda: true() + ahead)
+
+    async def story(world: World) -> None:
+        nonlocal ahead
+        session = await world.open()
+        before = descriptors()
+        await world.allocate(session)
+        await filled(world, 2)
+        await world.give_back(session)
+        assert descriptors() == before + 2
+        ahead = 10_500_000_000
+        await world.until(lambda: not stock(world))
+        await world.look()
+        assert descriptors() == before
+        assert world.used() == 0
+
+    play(story, stock=2)

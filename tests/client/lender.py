@@ -105,22 +105,18 @@ class Lender:
             raise
 
     def _deliver(self, count: int, size: int, location: Location, placement: Placement, ids: list[int]) -> None:
-        handles = []
+        descriptors: list[int] = []
         try:
             for _ in range(count):
                 if self.fails_after is not None and len(ids) >= self.fails_after:
                     raise self.failure
-                created = self.device.create(size, location)
-                descriptor = self.device.export(created)
-                self.device.release(created)
-                handles.append(self.driver.import_extent(descriptor, size, location))
-                os.close(descriptor)
+                descriptors += self.device.lend(size, 1, location)
                 ids.append(next(self._ids))
                 self.lent[ids[-1]] = size
-            placement.place(ids[-count:], handles)
+            placement.place(ids[-count:], descriptors, size)
         finally:
-            for handle in handles:
-                self.driver.release(handle)
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
         for extent_id in extent_ids:

@@ -337,7 +337,7 @@ with model.pool(PAGE) as pool:
     pool.allocate(0, PAGE)
     opened = len(os.listdir("/proc/self/fd"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for spare in (1, 10, 40, 70, 100):
+    for spare in (1, 10, 40, 60):
         resource.setrlimit(resource.RLIMIT_NOFILE, (opened + spare, hard))
         try:
             pool.allocate(PAGE, 100 * PAGE)

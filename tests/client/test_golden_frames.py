@@ -177,8 +177,9 @@ def _check_said(daemon: Daemon, channels: dict[tuple[int, str], socket.socket], 
         assert grpc_call(daemon.endpoint(), frame.welcome.token, "RegisterModel", request).name
         assert len(frame.welcome.token) == len(TOKEN)
         frame.welcome.token = TOKEN
-    if frame.reply.HasField("segment"):
-        created = frame.reply.segment.create_time
+    reply = frame.delivery.reply if frame.HasField("delivery") else frame.reply
+    if reply.HasField("segment"):
+        created = reply.segment.create_time
         assert abs(created.seconds - time.time()) < 600
         created.seconds, created.nanos = CREATE_SECONDS, 0
     handoff.close_all(packet.descriptors)

@@ -40,7 +40,7 @@ struct held { u64 inode, size; int pid; };
 static struct table reservations, mappings;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int contexts, last_rdma, nvml_users;
-static __thread void *current_context;
+static __thread void *current_context, *context_below;
 static char the_context;
 
 #define LOCKED(body) do { pthread_mutex_lock(&lock); int result_ = (body); pthread_mutex_unlock(&lock); return result_; } while (0)
@@ -150,6 +150,8 @@ int cuGetErrorName(int code, const char **name) {
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &the_context; LOCKED((contexts++, OK)); }
 int cuDevicePrimaryCtxRelease(int device) { LOCKED(contexts ? (contexts--, OK) : INVALID); }
 int cuCtxSetCurrent(void *context) { current_context = context; return OK; }
+int cuCtxPushCurrent(void *context) { context_below = current_context; current_context = context; return OK; }
+int cuCtxPopCurrent(void **context) { *context = current_context; current_context = context_below; return OK; }
 int cuCtxSynchronize(void) { return current_context ? OK : NO_CONTEXT; }
 
 /* libcuda: extents. */

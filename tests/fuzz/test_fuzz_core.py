@@ -8,7 +8,7 @@ the core asks of the world in between happens, or fails; and in the end nobody w
 from __future__ import annotations
 
 import copy
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 from google.protobuf.message import Message
@@ -46,6 +46,8 @@ RULES = policy.Rules(
     segment_extent_bytes=2 * PAGE,
     max_segments_per_tenant=6,
     max_segment_extents=32,
+    stock_extents=6,
+    stock_bytes=16 * PAGE,
 )
 DAY_NS = 86_400_000_000_000
 
@@ -63,6 +65,8 @@ class Bench:
         self.unanswered: set[int] = set()
         self.asked: deque[fx.Effect] = deque()
         """What the core has asked of the world, and has not heard of."""
+        self.ready: Counter[tuple[ev.Location, int]] = Counter()
+        """What was made ahead."""
         self.red, self.blue = self.open("red"), self.open("blue")
         self.name = ev.ModelName("red", "mine")
         self.ask(lambda call: ev.RegisterModel(call, self.red, 1, self.name, None, {}, False))
@@ -104,8 +108,13 @@ class Bench:
         for effect in step.effects:
             if isinstance(effect, fx.Answer):
                 self.unanswered.remove(effect.call)
-            elif isinstance(effect, fx.Make | fx.Send | fx.Seal | fx.Drop):
+            elif isinstance(effect, fx.DropStock):
+                self.ready[effect.location, effect.extent_bytes] -= effect.count
+            elif isinstance(effect, fx.Make | fx.Send | fx.Seal | fx.Drop | fx.Stock):
                 self.asked.append(effect)
+                if isinstance(effect, fx.Make) and effect.stocked:
+                    self.ready[effect.location, effect.extent_bytes] -= len(effect.ids)
+        assert all(count >= 0 for count in self.ready.values()), "what is not in the stock goes out of it"
         self.broker.ledger.recount()
         return step
 
@@ -123,6 +132,9 @@ class Bench:
                 self.tell(ev.NotSealed(segment, "DRIVER_FAILED", {}) if fails else ev.Sealed(segment))
             case fx.Drop(segment):
                 self.tell(ev.Dropped(segment))
+            case fx.Stock(where, size):
+                self.ready[where, size] += not fails
+                self.tell(ev.Stocked(where, size, made=not fails))
 
     def hear_all(self) -> None:
         while self.asked:
@@ -167,7 +179,8 @@ class Bench:
         assert not ledger.segments
         assert not ledger.labels
         assert not ledger.models
-        assert ledger.totals["device"].charged == 0
+        assert ledger.totals["device"].charged == ledger.totals["device"].stock == 0
+        assert not +self.ready
         assert self.broker.lending.making["device"] == 0
 
 

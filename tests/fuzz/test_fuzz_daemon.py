@@ -152,9 +152,10 @@ class Asker:
                 if frame.HasField("delivery"):
                     with suppress(OSError):  # it hung up after our Goodbye; what it said before is to be read
                         self.session.send(pb.Frame(request_id=frame.request_id, ack=pb.Ack(part=frame.delivery.part)))
-                elif frame.HasField("reply"):
+                answer = frame.delivery if frame.HasField("delivery") else frame
+                if answer.HasField("reply"):
                     with self.arrived:
-                        self.replies[frame.request_id] = frame.reply
+                        self.replies[frame.request_id] = answer.reply
                         self.arrived.notify_all()
 
     def by_handoff(self, kind: str, request_id: int, request: Any) -> pb.Reply | None:

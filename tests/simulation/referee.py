@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tests.simulation.sharing_referee import SharingReferee
+from tests.simulation.stock_referee import StockReferee
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
@@ -55,6 +56,7 @@ class Referee:
     def __init__(self, world: World) -> None:
         self.world = world
         self.sharing = SharingReferee(world)
+        self.stock = StockReferee(world)
         self.judged = 0
         self.last_id = 0
         self.quotas: dict[tuple[str, str | None, ev.Location], int] = {}
@@ -100,6 +102,7 @@ class Referee:
         row = self.world.broker.ledger.sessions.get(event.session) if isinstance(event, ev.ProcessDied) else None
         if row is not None and row.session not in self.deaths:
             self._died(row)
+        self.stock.before()
         if isinstance(event, ev.Dropped):
             segment = self.world.broker.ledger.segments[event.segment]
             if segment.uncertain:
@@ -133,13 +136,14 @@ class Referee:
                 owned = ledger.sessions[effect.session].extents
                 assert all(extent in owned for extent in effect.ids), "a packet is made of what is not charged"
         for total in ledger.totals.values():
-            assert 0 <= total.lent + total.releasing <= total.capacity
+            assert 0 <= total.lent + total.releasing <= total.lent + total.releasing + total.stock <= total.capacity
         looked = isinstance(event, ev.ProcessDied | ev.Audit)
         for fact in step.facts:
             proven = isinstance(fact, ft.LocationSettled | ft.SegmentEnded) and fact.proven
             assert looked or not proven, "a credit is proven, and the device was not asked"
             self._judge_fact(fact)
         self.sharing.judge(event, step)
+        self.stock.judge(event, step)
 
     @staticmethod
     def _refused(event: ev.Event, step: Step) -> bool:
@@ -261,15 +265,16 @@ class Referee:
         assert not self.owners
         assert not self.deaths
         self.sharing.at_the_end()
+        self.stock.at_the_end()
         again = replay(broker.rules.capacities, world.facts)
         for name in ("revision", "totals", "sessions", "models", "segments", "labels", "tenants", "quotas"):
             assert getattr(again, name) == getattr(broker.ledger, name), f"the facts tell other {name}"
 
     def report(self) -> str:
-        """Return what happened, in two lines."""
+        """Return what happened, in a few lines."""
         causes = ", ".join(f"{count} beside a fall by {why}" for why, count in sorted(self.early.items())) or "none"
         return (
             f"{self.judged:,} steps, {self.sessions:,} sessions; credits proven {self.proven:,}, by the time limit "
             f"{self.timed_out:,}; early {self.early.total():,} ({causes}), {self.early_of_segments:,} of segments\n"
-            f"{self.sharing.report()}"
+            f"{self.sharing.report()}\n{self.stock.report()}"
         )

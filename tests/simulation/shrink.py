@@ -131,6 +131,7 @@ def commands(world: World) -> list[str]:
         f" calls={rules.max_calls_per_session} limits={limits}"
         f" segment_extent={rules.segment_extent_bytes // MIB} segments={rules.max_segments_per_tenant}"
         f" segment_extents={rules.max_segment_extents}"
+        f" stock_extents={rules.stock_extents} stock={rules.stock_bytes // MIB}"
     ]
     names = {session: f"s{number}" for number, session in enumerate(world.opened.values(), 1)}
     now = 0
@@ -161,6 +162,8 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
             return f"dropped {_ids([segment])}"
         case ev.Elapsed():
             return "elapsed"
+        case ev.Stocked(where, size, made):
+            return f"{'stocked' if made else 'notstocked'} {size // MIB} where={where}"
         case ev.DeleteSegment(_, None):
             return f"delete operator {event.request_id} {_segment(event.name)}{_generation(event.generation)}"
     name = names[event.session]

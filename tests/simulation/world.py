@@ -3,7 +3,8 @@
 The device is dumb: it keeps each block that was made until its last holder drops it, and shows a sum. Around it are
 processes that crash, fork children that keep a dead parent's memory, say that they released what they still map, or
 lose their connection with packets queued on it, and that share segments (`sharing`); a driver that is slow and fails;
-strangers that take memory and give it back; an operator that moves quotas. As in the daemon, the driver works on one
+strangers that take memory and give it back; an operator that moves quotas. In three seeds of four the broker keeps a
+stock. As in the daemon, the driver works on one
 job at a time, and what it found is told later, in the order in which it was found, behind whatever else was queued by
 then: so figures are stale when the core hears them, and never ahead of an outcome.
 
@@ -14,6 +15,7 @@ that could happen. `tests.simulation.shrink` lives on that. What every step must
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections import Counter, deque
@@ -49,6 +51,7 @@ RULES = policy.Rules(
     max_segments_per_tenant=4,
     max_segment_extents=250,
 )
+STOCKED_RULES = dataclasses.replace(RULES, stock_extents=12, stock_bytes=40 * MIB)
 RESERVE = 60 * MIB
 """What the device gate leaves free."""
 DEVICE_TOTAL = CAPACITIES["device"] + 300 * MIB
@@ -106,17 +109,26 @@ class Look:
     dead: Worker | None
 
 
-Job = fx.Make | fx.Send | fx.Seal | Dropping | Look
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """The driver's thread closes what the broker let go of its stock."""
+
+    blocks: tuple[int, ...]
+
+
+Job = fx.Make | fx.Send | fx.Seal | fx.Stock | Closing | Dropping | Look
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the driver found, and when; `failure` is why a packet was not made, or a segment not sealed."""
+    """What the driver found, and when; `failure` is why nothing was made, or a segment not sealed."""
 
     job: Job
     at: int
     seen: ev.Seen | None = None
     failure: str | None = None
+    block: int = 0
+    """What was made for the stock."""
 
 
 class World:
@@ -126,7 +138,8 @@ class World:
         self.seed = seed
         self.random = random.Random(seed)
         self.host_shows = bool(seed % 2)
-        self.broker = Broker(RULES, epoch=1)
+        self.stocks = bool(seed % 4)
+        self.broker = Broker(STOCKED_RULES if self.stocks else RULES, epoch=1)
         self.referee = Referee(self)
         self.now = 0
         self.turn_number = 0
@@ -136,7 +149,10 @@ class World:
         self.past: deque[Worker] = deque(maxlen=5)
         """Sessions that ended: some go on asking."""
         self.exists: dict[int, tuple[ev.Location, int]] = {}
-        """What the device holds, by block: extents by id, and what workers allocated themselves by negative numbers."""
+        """What the device holds, by block: extents by id, and what workers allocated themselves, and what of the stock
+        was never lent, by negative numbers."""
+        self.stock: dict[tuple[ev.Location, int], list[int]] = {}
+        """The blocks that the broker keeps ready, by location and size."""
         self.used: dict[ev.Location, int] = {"device": 0, "host": 0}
         self.stranger: dict[ev.Location, int] = {"device": 0, "host": 0}
         self.blocks = 0
@@ -146,8 +162,8 @@ class World:
         """Sessions of dead processes of which the broker has not heard, with the time of the death."""
         self.sharing = Sharing(self)
         self.jobs: list[Job] = []
-        self.sends: deque[fx.Send] = deque()
-        """Packets of segments that are copied and queued at once."""
+        self.sends: deque[fx.Make | fx.Send] = deque()
+        """Packets that are queued at once: of segments, which are copied, and of the stock."""
         self.told: deque[Found | ev.NotDelivered] = deque()
         self.auditing = False
         self.audited_at = 0
@@ -186,6 +202,8 @@ class World:
             self.sharing.delete: 3,
             self.elapse: 0.3,
         }
+        if self.stocks:
+            self.deeds |= {self.allocate_little: 10, self.rest: 0.1, self.squeeze: 0.1}
         self._choices = list(self.deeds)
         self._weights = list(itertools.accumulate(self.deeds.values()))
 
@@ -273,7 +291,7 @@ class World:
                 self.lose(self.workers[effect.session])
         while self.sends:
             send = self.sends.popleft()
-            self.hear_of_packet(send, self.sharing.copy(send))
+            self.hear_of_packet(send, self.sharing.copy(send) if isinstance(send, fx.Send) else None)
         return step
 
     def obey(self, effect: fx.Effect) -> None:
@@ -283,8 +301,16 @@ class World:
                 del self.unanswered[call]
                 self.answers[result.reason if isinstance(result, Denied) else type(result).__name__] += 1
             case fx.Make(session=session):
-                self.jobs.append(effect)
+                if effect.stocked:
+                    self.take_stock(effect)
+                    self.sends.append(effect)
+                else:
+                    self.jobs.append(effect)
                 self.workers[session].makes.append(effect)
+            case fx.Stock():
+                self.jobs.append(effect)
+            case fx.DropStock(where, size, count):
+                self.jobs.append(Closing(self.out_of_stock(where, size, count)))
             case fx.Send(session=session):
                 (self.sends if self.random.random() < 0.7 else self.jobs).append(effect)
                 self.workers[session].makes.append(effect)
@@ -323,6 +349,11 @@ class World:
 
     # --- the device ---
 
+    def new_block(self) -> int:
+        """Return the number of a block that is no extent."""
+        self.blocks -= 1
+        return self.blocks
+
     def put(self, block: int, where: ev.Location, size: int) -> None:
         self.exists[block] = (where, size)
         self.used[where] += size
@@ -345,6 +376,34 @@ class World:
         host = self.used["host"] + self.stranger["host"] if self.host_shows else None
         return {"device": self.used["device"] + self.stranger["device"], "host": host}
 
+    # --- the stock ---
+
+    def out_of_stock(self, where: ev.Location, size: int, count: int) -> tuple[int, ...]:
+        """Take blocks out of what is kept ready, the oldest first."""
+        kept = self.stock.get((where, size), [])
+        assert len(kept) >= count, f"{count} of {size} bytes are to go out of a stock of {len(kept)}"
+        blocks = tuple(kept[:count])
+        del kept[:count]
+        assert all(self.exists[block] == (where, size) for block in blocks), "the stock is of another size"
+        return blocks
+
+    def take_stock(self, make: fx.Make) -> None:
+        """A packet is of blocks that were never lent: from now on they are its extents."""
+        assert not make.segment, "a segment is made of stock"
+        for extent, block in zip(
+            make.ids, self.out_of_stock(make.location, make.extent_bytes, len(make.ids)), strict=True
+        ):
+            assert extent not in self.exists, "an extent exists that was not made"
+            self.exists[extent] = self.exists.pop(block)
+
+    def stock_up(self, stock: fx.Stock) -> str | None:
+        """Make an extent for the stock, or return why it cannot be made. It is the broker's when that is told."""
+        failure = "DRIVER_FAILED" if self.random.random() < 0.15 else None
+        failure = failure or self.refuse_to_make(stock.location, stock.extent_bytes)
+        if failure is None:
+            self.put(self.new_block(), stock.location, stock.extent_bytes)
+        return failure
+
     # --- the driver's thread, and what is told of its work ---
 
     def execute(self) -> None:
@@ -357,9 +416,19 @@ class World:
     def carry_out(self, job: Job) -> None:
         if isinstance(job, Dropping):  # what was asked before about a segment is done before
             job = next((one for one in self.jobs if one == fx.Seal(job.segment)), job)
+        if isinstance(job, fx.Make | fx.Stock):  # what was let go of before is gone before
+            before = self.jobs[: self.jobs.index(job)]
+            job = next((one for one in before if isinstance(one, Closing)), job)
         self.jobs.remove(job)
         failure = None
+        block = 0
         match job:
+            case Closing(blocks):
+                self.drop(blocks, "stock")
+                return
+            case fx.Stock():
+                failure = self.stock_up(job)
+                block = self.blocks
             case Look():
                 self.told.append(Found(job, self.now, seen=self.seen()))
                 return
@@ -371,21 +440,28 @@ class World:
                 failure = "DRIVER_FAILED" if self.random.random() < 0.3 else None
             case Dropping(_, blocks):
                 self.drop(blocks, "segment")
-        self.told.append(Found(job, self.now, failure=failure))
+        self.told.append(Found(job, self.now, failure=failure, block=block))
 
     def make(self, make: fx.Make) -> str | None:
         """Make a packet, or return why it cannot be made."""
         where, size = make.location, make.extent_bytes * len(make.ids)
-        free = DEVICE_TOTAL - self.used["device"] - self.stranger["device"] if where == "device" else None
-        if not policy.gate(free, size, RESERVE):
-            return "DEVICE_FULL"
-        if self.random.random() < 0.04:
-            return self.random.choice(("DRIVER_FAILED", "DESCRIPTORS_EXHAUSTED", "INTERNAL"))
+        failure = self.refuse_to_make(where, size)
+        if failure is not None:
+            return failure
         if make.segment:
             self.put(make.ids.start, where, size)
         else:
             for extent in make.ids:
                 self.put(extent, where, make.extent_bytes)
+        return None
+
+    def refuse_to_make(self, where: ev.Location, size: int) -> str | None:
+        """Return why the driver does not make so much, or None: the gate, or now and then a failure."""
+        free = DEVICE_TOTAL - self.used["device"] - self.stranger["device"] if where == "device" else None
+        if not policy.gate(free, size, RESERVE):
+            return "DEVICE_FULL"
+        if self.random.random() < 0.04:
+            return self.random.choice(("DRIVER_FAILED", "DESCRIPTORS_EXHAUSTED", "INTERNAL"))
         return None
 
     def hear(self) -> None:
@@ -400,6 +476,10 @@ class World:
             case fx.Seal(segment):
                 done = ev.NotSealed(segment, found.failure, {}) if found.failure else ev.Sealed(segment)
                 self.send(done)
+            case fx.Stock(where, size):
+                if found.failure is None:
+                    self.stock.setdefault((where, size), []).append(found.block)
+                self.send(ev.Stocked(where, size, made=found.failure is None))
             case Dropping(segment):
                 self.sharing.dropping.discard(segment)
                 self.send(ev.Dropped(segment))
@@ -530,6 +610,30 @@ class World:
             count = self.random.choice((1, 5, 64, 65, 130, 200, 300))
             self.send(ev.Allocate(*self.ask(worker), self.model(worker), self.where(), size, count))
 
+    def allocate_little(self) -> None:
+        """What a stock is for: a few extents, of sizes that come again, one after the other, and all else is done."""
+        worker = self.borrower()
+        if worker:
+            size = self.random.choice((2, 2, 4, 4, 6, 8, 10)) * MIB
+            name, where = self.model(worker), self.random.choice(ev.LOCATIONS)
+            for _ in range(self.random.choice((1, 2, 4))):
+                while any(not isinstance(job, Look | fx.Seal | Dropping) for job in self.jobs):
+                    self.execute_next()
+                while self.told:
+                    self.hear()
+                if worker.session not in self.workers or not worker.process.alive:
+                    return
+                self.send(ev.Allocate(*self.ask(worker), name, where, size, self.random.choice((1, 1, 2, 5))))
+
+    def execute_next(self) -> None:
+        """The driver takes the job that was asked for first, of those that are not for later."""
+        self.carry_out(next(job for job in self.jobs if not isinstance(job, Look | fx.Seal | Dropping)))
+
+    def rest(self) -> None:
+        """Nobody asks for anything for a while."""
+        for _ in range(11):
+            self.pass_time(SECOND)
+
     def flush(self) -> None:
         """A socket takes what was queued for it."""
         worker = self.pick(lambda one: any(packet.place == "queue" for packet in one.sent))
@@ -615,9 +719,8 @@ class World:
                 self.drop([worker.own.pop(where)], "word")
             actual = self.random.choice((size, size, size // 2, size + 30 * MIB))
             if actual and worker.process.alive and worker.session in self.workers:
-                self.blocks -= 1
-                self.put(self.blocks, where, actual)
-                worker.own[where] = self.blocks
+                worker.own[where] = self.new_block()
+                self.put(worker.own[where], where, actual)
 
     def lose_one(self) -> None:
         busy = self.random.random() < 0.8
@@ -712,6 +815,11 @@ class World:
         limit = self.random.choice((None, None, None, None, None, 0, 100, 400, 800))
         size = None if limit is None else limit * MIB
         self.send(ev.SetQuota(self.call(-1), f"t{self.random.randrange(3)}", model, self.where(), size))
+
+    def squeeze(self) -> None:
+        """The stranger takes nearly all that the device has left: the books have room, and the gate has none."""
+        left = DEVICE_TOTAL - RESERVE - self.used["device"] - self.stranger["device"]
+        self.stranger["device"] += max(0, left - self.random.choice((0, 2, 20)) * MIB)
 
     def play_the_stranger(self) -> None:
         where = self.where()

@@ -89,6 +89,13 @@ class Connection:
         self.close()
 
 
+def reply_in(frame: pb.Frame) -> pb.Reply | None:
+    """Return the Reply that a frame is, or that the last Delivery of a call has with it."""
+    if frame.HasField("reply"):
+        return frame.reply
+    return frame.delivery.reply if frame.delivery.HasField("reply") else None
+
+
 class Session(Connection):
     """A connection whose Hello was answered. Ends with Goodbye, as long as the broker listens."""
 
@@ -114,12 +121,12 @@ class Session(Connection):
             frame = self.receive().frame
             if frame.request_id != request_id:
                 continue
-            if frame.HasField("reply"):
-                kind = frame.reply.WhichOneof("result")
-                return getattr(frame.reply, kind), ids
+            reply = reply_in(frame)
             ids += frame.delivery.extent_ids
-            if acknowledge:
+            if acknowledge and frame.HasField("delivery"):
                 self.send(pb.Frame(request_id=request_id, ack=pb.Ack(part=frame.delivery.part)))
+            if reply is not None:
+                return getattr(reply, reply.WhichOneof("result")), ids
 
     def call(self, **kind: Any) -> Any:
         """Send a request and return its response, or the Status that refuses it."""
@@ -136,12 +143,13 @@ class Session(Connection):
         while True:
             packet = handoff.receive(self.sock)
             assert packet.frame.request_id == request_id, packet.frame
-            if packet.frame.HasField("reply"):
-                result = packet.frame.reply.WhichOneof("result")
-                return getattr(packet.frame.reply, result), ids, descriptors
+            reply = reply_in(packet.frame)
             ids += packet.frame.delivery.extent_ids
             descriptors += packet.descriptors
-            self.send(pb.Frame(request_id=request_id, ack=pb.Ack(part=packet.frame.delivery.part)))
+            if packet.frame.HasField("delivery"):
+                self.send(pb.Frame(request_id=request_id, ack=pb.Ack(part=packet.frame.delivery.part)))
+            if reply is not None:
+                return getattr(reply, reply.WhichOneof("result")), ids, descriptors
 
     def borrow(self, model: str, size: int, count: int = 1) -> list[int]:
         """Return the ids of extents that were granted."""

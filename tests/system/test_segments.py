@@ -628,8 +628,7 @@ def test_an_attach_that_is_never_acknowledged_stops_nobody_else() -> None:
         detach = pb.DetachSegmentRequest(generation=segments(daemon)[0].generation)
         assert reason(mute.call(detach_segment=detach)) == "SEGMENT_NOT_FOUND"
         acknowledge(mute, 77, 0)
-        frames = [mute.receive().frame for _ in range(2)]
-        assert [frame.WhichOneof("kind") for frame in frames] == ["delivery", "reply"]
+        assert mute.receive().frame.delivery.HasField("reply")
         assert mute.call(detach_segment=detach) == pb.DetachSegmentResponse()
         assert holders(daemon) == 1
         acknowledge(mute, 77, 1, 2)

@@ -224,6 +224,7 @@ class Raw:
         self.handles: list[Any] = []
         self.parts: list[int] = []
         self.addresses: list[int] = []
+        self.answered = False
 
     def hello(self) -> None:
         """Say Hello, keep what came with the Welcome, and register the model `m`."""
@@ -259,6 +260,7 @@ class Raw:
         self.parts.append(packet.frame.delivery.part)
         self.extent_ids += packet.frame.delivery.extent_ids
         self.descriptors += packet.descriptors
+        self.answered = packet.frame.delivery.reply.WhichOneof("result") == "allocate"
 
     def import_all(self) -> None:
         """Take handles of what was delivered; the descriptors are closed."""
@@ -272,13 +274,11 @@ class Raw:
             self._send(3, ack={"part": part})
 
     def read_reply(self) -> None:
-        """Read the answer to the Allocate."""
-        from membroker import handoff
-
+        """Take the answer to the Allocate: by gRPC, or what came with the last delivery."""
         if self.transport == "grpc":
             self.future.result()
         else:
-            assert handoff.receive(self.socket).frame.reply.WhichOneof("result") == "allocate"
+            assert self.answered, "the last delivery came without the reply"
 
     def map_all(self) -> None:
         """Map what was imported, write to it, and let the handles go: the mappings keep the memory."""

@@ -19,6 +19,7 @@ from .ledger import Ledger, ModelRow, SessionRow
 from .lending import Lending
 from .segments import Segments
 from .settling import Settling
+from .stock import Stock
 
 _COUNTER_BITS = 40
 _COUNTER_MAX = (1 << _COUNTER_BITS) - 1
@@ -48,6 +49,7 @@ class Broker:
         self._facts: list[ft.Fact] = []
         self.lending = Lending(self)
         self.segments = Segments(self)
+        self.stock = Stock(self)
         self.settling = Settling(self)
 
     def step(self, event: ev.Event, now: int) -> Step:
@@ -271,7 +273,7 @@ _HANDLERS: dict[type, Callable[[Broker, Any, int], None]] = {
     ev.Goodbye: Broker._goodbye,
     ev.RegisterModel: Broker._register_model,
     ev.UnregisterModel: Broker._unregister_model,
-    ev.Allocate: lambda broker, event, now: broker.lending.allocate(event),
+    ev.Allocate: lambda broker, event, now: broker.lending.allocate(event, now),
     ev.Release: lambda broker, event, now: broker.lending.release(event),
     ev.Declare: lambda broker, event, now: broker.lending.declare(event),
     ev.CreateSegment: lambda broker, event, now: broker.segments.create(event, now),
@@ -281,6 +283,7 @@ _HANDLERS: dict[type, Callable[[Broker, Any, int], None]] = {
     ev.DeleteSegment: lambda broker, event, now: broker.segments.delete(event),
     ev.Sealed: lambda broker, event, now: broker.segments.sealed(event),
     ev.NotSealed: lambda broker, event, now: broker.segments.not_sealed(event),
+    ev.Stocked: lambda broker, event, now: broker.stock.stocked(event),
     ev.Dropped: lambda broker, event, now: broker.segments.dropped(event, now),
     ev.Elapsed: lambda broker, event, now: broker.segments.elapsed(now),
     ev.Acknowledge: lambda broker, event, now: broker.lending.acknowledge(event),

@@ -84,7 +84,7 @@ class Answer:
 class Make:
     """Create, export and send one packet of extents, if the device gate allows. Outcome: Made or NotMade.
 
-    Those of a `segment` (not 0) are kept by the descriptor store first.
+    Those of a `segment` (not 0) are kept by the descriptor store first; those that are `stocked` exist already.
     """
 
     session: int
@@ -95,6 +95,24 @@ class Make:
     extent_bytes: int
     location: Location
     segment: int = 0
+    stocked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """Make one extent ahead, when nothing else is to be done. Outcome: Stocked."""
+
+    location: Location
+    extent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropStock:
+    """Let go of so many extents of the stock."""
+
+    location: Location
+    extent_bytes: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,4 +157,4 @@ class Forget:
     session: int
 
 
-Effect = Answer | Make | Send | Seal | Drop | Disconnect | Forget
+Effect = Answer | Make | Send | Stock | DropStock | Seal | Drop | Disconnect | Forget

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Location = Literal["device", "host"]
 LOCATIONS: tuple[Location, ...] = ("device", "host")
@@ -21,8 +21,7 @@ core knows which of its debits the figure can show.
 """
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ModelName:
+class ModelName(NamedTuple):
     """A model: its tenant and its own name."""
 
     tenant: str
@@ -36,8 +35,7 @@ ANY_MODEL = "-"
 """In a segment's name, where a model stands: whichever has the segment."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class SegmentName:
+class SegmentName(NamedTuple):
     """A segment: its model, or `ANY_MODEL`, and its own name (`label`)."""
 
     tenant: str
@@ -214,6 +212,15 @@ class NotSealed:
 
 
 @dataclass(frozen=True, slots=True)
+class Stocked:
+    """An extent was made ahead, and is kept; `made` is False when it could not be."""
+
+    location: Location
+    extent_bytes: int
+    made: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Dropped:
     """The broker's own descriptors of a segment are closed."""
 
@@ -298,6 +305,7 @@ Event = (
     | DeleteSegment
     | Sealed
     | NotSealed
+    | Stocked
     | Dropped
     | Elapsed
     | Acknowledge

@@ -184,6 +184,16 @@ class SegmentEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class StockChanged:
+    """So many more, or fewer, extents of this size are kept that were never lent: made, used or dropped."""
+
+    location: Location
+    extent_bytes: int
+    change: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class QuotaSet:
     """A limit was commanded for a model, or for a tenant (`model` is None); None ends the command."""
 
@@ -212,5 +222,6 @@ Fact = (
     | SegmentLeft
     | SegmentCredited
     | SegmentEnded
+    | StockChanged
     | QuotaSet
 )

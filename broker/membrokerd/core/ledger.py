@@ -312,6 +312,9 @@ class Ledger:
         row.state = ended
         del self.segments[fact.segment], self.labels[row.full_name()]
 
+    def _stock_changed(self, fact: facts.StockChanged) -> None:
+        self.totals[fact.location].stock += fact.extent_bytes * fact.change
+
     def _quota_set(self, fact: facts.QuotaSet) -> None:
         key = (fact.tenant, fact.model, fact.location)
         if fact.limit is None:
@@ -383,6 +386,7 @@ class Ledger:
             _same("segments, by model", sum(charge.segments for charge in models), segments)
             assert total.lent >= 0, total
             assert total.releasing >= 0, total
+            assert total.stock >= 0, total
             assert total.charged + total.stock <= total.capacity, total
 
     def recount(self) -> None:
@@ -452,6 +456,7 @@ _APPLY: dict[type, Callable[[Ledger, Any], None]] = {
     facts.SegmentLeft: Ledger._segment_left,
     facts.SegmentCredited: Ledger._segment_credited,
     facts.SegmentEnded: Ledger._segment_ended,
+    facts.StockChanged: Ledger._stock_changed,
     facts.QuotaSet: Ledger._quota_set,
 }
 

@@ -42,6 +42,7 @@ class Call:
     segment: int = 0
     sends: bool = False
     states: list[str] = field(init=False)
+    stocked: set[int] = field(default_factory=set)
     issued: int = 0
     failure: Denied | None = None
 
@@ -172,7 +173,7 @@ class Lending:
 
     # --- allocate ---
 
-    def allocate(self, event: ev.Allocate) -> None:
+    def allocate(self, event: ev.Allocate, now: int) -> None:
         """Debit the whole call, then send it out in packets."""
         denied = self._refuse_allocate(event)
         if denied:
@@ -183,7 +184,16 @@ class Lending:
         self._broker.record(fact)
         size = event.extent_bytes
         call = Call(event.call, event.request_id, event.name, event.location, size, size, ids)
+        if not self._is_in_stock(event.session, call):
+            self._broker.stock.make_room(event.location)
+        self._broker.stock.asked(event.location, size, event.count, now)
         self.begin_call(event.session, call)
+
+    def _is_in_stock(self, session: int, call: Call) -> bool:
+        """Say whether a call begins and ends with what the stock has: then nothing must go for it."""
+        traffic = self._traffic[session]
+        at_once = len(call.states) == 1 and not traffic.queue and traffic.window < policy.WINDOW
+        return at_once and self._broker.stock.has(call.location, call.extent_bytes, len(call.ids))
 
     def _refuse_allocate(self, event: ev.Allocate) -> Denied | None:
         broker = self._broker
@@ -216,7 +226,16 @@ class Lending:
             traffic.window += 1
             if call.issued == len(call.states):
                 traffic.queue.popleft()
-            self._broker.emit(_packet(session, call, part))
+            self._emit(session, call, part)
+
+    def _emit(self, session: int, call: Call, part: int) -> None:
+        """Ask for a packet: from the stock, if that has it, or to be made, or sent."""
+        ids, size = call.packet(part), call.size_of(part)
+        stocked = not call.segment and self._broker.stock.take(call.location, size, len(ids))
+        if stocked:
+            self._made_or_not(call, part)  # it exists
+            call.stocked.add(part)
+        self._broker.emit(_packet(session, call, part))
 
     # --- outcomes ---
 
@@ -226,11 +245,15 @@ class Lending:
         call.move(event.part, "made")
         self._made_or_not(call, event.part)
         self._conclude(event.session, call, now)
+        self._broker.stock.fill()
 
     def not_made(self, event: ev.NotMade, now: int) -> None:
         """Credit a packet that could not be made, give up the packets behind it, and end the call with the reason."""
         traffic = self._traffic[event.session]
         call = traffic.calls[event.request_id]
+        if event.reason == Reason.DEVICE_FULL and self._broker.stock.drop_all(call.location):
+            self._broker.emit(_packet(event.session, call, event.part))  # once more: there was memory to spare
+            return
         call.move(event.part, "not made")
         traffic.window -= 1
         call.failure = call.failure or Denied(Reason(event.reason), {"model": str(call.name), **event.numbers})
@@ -307,7 +330,7 @@ class Lending:
             self._credit_unmade(session, call, range(call.packet(waiting.start).start, call.ids.stop))
 
     def _made_or_not(self, call: Call, part: int) -> None:
-        if not call.sends:
+        if not call.sends and part not in call.stocked:
             self.making[call.location] -= call.size_of(part) * len(call.packet(part))
 
     def _credit_unmade(self, session: int, call: Call, ids: range) -> None:
@@ -381,6 +404,7 @@ class Lending:
             return
         fact = ft.DeclarationSet(event.session, event.name, event.location, event.declared_bytes)
         self._broker.record(fact)
+        self._broker.stock.make_room(event.location)
         self._broker.answer(event.call, fx.Declared(event.declared_bytes))
 
     def _refuse_declare(self, event: ev.Declare) -> Denied | None:
@@ -404,4 +428,4 @@ def _packet(session: int, call: Call, part: int) -> fx.Make | fx.Send:
     number, parts, ids, size = call.request_id, len(call.states), call.packet(part), call.size_of(part)
     if call.sends:
         return fx.Send(session, number, part, parts, ids, size, call.segment)
-    return fx.Make(session, number, part, parts, ids, size, call.location, call.segment)
+    return fx.Make(session, number, part, parts, ids, size, call.location, call.segment, part in call.stocked)

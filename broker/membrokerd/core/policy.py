@@ -29,7 +29,8 @@ _OWN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 class Rules:
     """What the configuration says, in bytes, nanoseconds and counts. `limits` of a tenant have no model.
 
-    A segment is made of extents of `segment_extent_bytes`, and one of the rest.
+    A segment is made of extents of `segment_extent_bytes`, and one of the rest. `stock_extents` and `stock_bytes` are
+    the most that is kept ready, all sizes together; 0: nothing.
     """
 
     granularity: int
@@ -46,6 +47,8 @@ class Rules:
     segment_extent_bytes: int = 1 << 30
     max_segments_per_tenant: int = 256
     max_segment_extents: int = 4_096
+    stock_extents: int = 0
+    stock_bytes: int = 0
 
 
 def valid_own_name(name: str) -> bool:

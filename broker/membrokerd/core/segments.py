@@ -67,6 +67,7 @@ class Segments:
             ft.SegmentBegan(segment, name, label, location, extent, last, ids.start, count, event.session, now)
         )
         broker.record(ft.SegmentHeld(segment, event.session))
+        broker.stock.make_room(location)
         call = Call(event.call, event.request_id, name, location, extent, last, ids, segment)
         broker.lending.begin_call(event.session, call)
 

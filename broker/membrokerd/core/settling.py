@@ -108,6 +108,7 @@ class Settling:
         self._lately.append((now, self._at_audit))
         while now - self._lately[0][0] > NOTICE_NS:
             self._lately.popleft()
+        self._broker.stock.forget_stale(now)
         grace = self._broker.rules.model_grace_ns
         for row in list(self._broker.ledger.models.values()):
             if not row.sessions and now - row.idle_since >= grace:

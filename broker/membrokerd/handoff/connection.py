@@ -50,9 +50,8 @@ _Pair = tuple[socket.socket, socket.socket]
 
 
 class _Outgoing(NamedTuple):
-    data: bytes
+    frame: pb.Frame
     descriptors: list[int]
-    delivery: tuple[int, int] | None
 
 
 class Connection:
@@ -126,7 +125,7 @@ class Connection:
 
         def respond(result: fx.Result | Denied) -> None:
             if not quiet:
-                self._send(_reply_frame(request_id, result))
+                self._answer(request_id, result)
             elif isinstance(result, Denied):
                 self.notify(pb.Frame(request_id=request_id, notice=pb.Notice(release_refused=to_status(result))))
 
@@ -213,7 +212,10 @@ class Connection:
     # --- out ---
 
     def deliver(self, packet: fx.Make | fx.Send, descriptors: list[int]) -> None:
-        """Queue one packet of a call; its descriptors are closed here, sent or not."""
+        """Queue one packet of a call; its descriptors are closed here, sent or not.
+
+        It goes with the next `flush`: until then the call's answer may join it.
+        """
         delivery = pb.Delivery(
             part=packet.part,
             parts=packet.parts,
@@ -222,8 +224,26 @@ class Connection:
             segment=packet.segment,
         )
         self._listener.count_descriptors(len(descriptors))
-        frame = pb.Frame(request_id=packet.request_id, delivery=delivery)
-        self._send(frame, descriptors, (packet.request_id, packet.part))
+        outgoing = _Outgoing(pb.Frame(request_id=packet.request_id, delivery=delivery), descriptors)
+        if self._closed:
+            self._drop(outgoing)
+        else:
+            self._outgoing.append(outgoing)
+
+    def flush(self) -> None:
+        """Send what is queued, unless the socket is full."""
+        if self._outgoing and not self._blocked:
+            self._flush()
+
+    def _answer(self, request_id: int, result: fx.Result | Denied) -> None:
+        """Answer a request, in its last delivery where that is still here."""
+        last = self._outgoing[-1].frame if self._outgoing else None
+        joins = last is not None and last.request_id == request_id and last.HasField("delivery")
+        if last is not None and joins and not isinstance(result, Denied):
+            field, message = from_result(result)
+            getattr(last.delivery.reply, field).CopyFrom(message)
+        else:
+            self._send(_reply_frame(request_id, result))
 
     def notify(self, frame: pb.Frame) -> None:
         """Say something on the broker's own account; what a full socket does not take is dropped and counted."""
@@ -238,10 +258,8 @@ class Connection:
         """End the connection because its peer broke the protocol."""
         self._violated(0, why)
 
-    def _send(
-        self, frame: pb.Frame, descriptors: list[int] | None = None, delivery: tuple[int, int] | None = None
-    ) -> None:
-        outgoing = _Outgoing(handoff.encode(frame), descriptors or [], delivery)
+    def _send(self, frame: pb.Frame, descriptors: list[int] | None = None) -> None:
+        outgoing = _Outgoing(frame, descriptors or [])
         if self._closed:
             self._drop(outgoing)
             return
@@ -254,7 +272,7 @@ class Connection:
         while self._outgoing and not self._closed:
             outgoing = self._outgoing[0]
             try:
-                handoff.send(self._sock, outgoing.data, outgoing.descriptors)
+                handoff.send(self._sock, handoff.encode(outgoing.frame), outgoing.descriptors)
             except BlockingIOError:
                 self._wait_for_room()
                 self._io.add_writer(self._sock, self._flush)
@@ -286,15 +304,15 @@ class Connection:
 
     def _close_descriptors(self, outgoing: _Outgoing) -> None:
         handoff.close_all(outgoing.descriptors)
-        if outgoing.delivery:
+        if outgoing.frame.HasField("delivery"):
             self._listener.count_descriptors(-len(outgoing.descriptors))
 
     def _drop(self, outgoing: _Outgoing) -> None:
         """Close a packet that will never be sent; the core credits what was in it."""
         self._close_descriptors(outgoing)
-        if outgoing.delivery and self._session is not None:
-            session, (request_id, part) = self._session, outgoing.delivery
-            self._io.call_soon(self._loop.tell, ev.NotDelivered(session, request_id, part))
+        if outgoing.frame.HasField("delivery") and self._session is not None:
+            event = ev.NotDelivered(self._session, outgoing.frame.request_id, outgoing.frame.delivery.part)
+            self._io.call_soon(self._loop.tell, event)
 
     # --- the end ---
 

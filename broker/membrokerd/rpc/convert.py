@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from google.protobuf.message import Message
@@ -58,6 +59,7 @@ class Refused(Exception):
         self.denied = denied
 
 
+@lru_cache(4096)
 def parse_model(name: str) -> ev.ModelName:
     """Return the model that `tenants/{tenant}/models/{model}` names, or raise `Refused`."""
     match = MODEL_NAME.fullmatch(name)

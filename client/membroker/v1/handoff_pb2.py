@@ -27,7 +27,7 @@ from membroker.v1 import broker_pb2 as membroker_dot_v1_dot_broker__pb2
 from membroker.v1 import resources_pb2 as membroker_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amembroker/v1/handoff.proto\x12\x0cmembroker.v1\x1a\x17google/rpc/status.proto\x1a\x19membroker/v1/broker.proto\x1a\x1cmembroker/v1/resources.proto\"\x94\x06\n\x05\x46rame\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12$\n\x05hello\x18\x02 \x01(\x0b\x32\x13.membroker.v1.HelloH\x00\x12\x38\n\x08\x61llocate\x18\x03 \x01(\x0b\x32$.membroker.v1.AllocateExtentsRequestH\x00\x12\x36\n\x07release\x18\x04 \x01(\x0b\x32#.membroker.v1.ReleaseExtentsRequestH\x00\x12\x35\n\x07\x64\x65\x63lare\x18\x05 \x01(\x0b\x32\".membroker.v1.DeclareMemoryRequestH\x00\x12 \n\x03\x61\x63k\x18\x06 \x01(\x0b\x32\x11.membroker.v1.AckH\x00\x12(\n\x07goodbye\x18\x07 \x01(\x0b\x32\x15.membroker.v1.GoodbyeH\x00\x12<\n\x0e\x63reate_segment\x18\x08 \x01(\x0b\x32\".membroker.v1.CreateSegmentRequestH\x00\x12\x38\n\x0cseal_segment\x18\t \x01(\x0b\x32 .membroker.v1.SealSegmentRequestH\x00\x12<\n\x0e\x61ttach_segment\x18\n \x01(\x0b\x32\".membroker.v1.AttachSegmentRequestH\x00\x12<\n\x0e\x64\x65tach_segment\x18\x0b \x01(\x0b\x32\".membroker.v1.DetachSegmentRequestH\x00\x12<\n\x0e\x64\x65lete_segment\x18\x0c \x01(\x0b\x32\".membroker.v1.DeleteSegmentRequestH\x00\x12(\n\x07welcome\x18\x14 \x01(\x0b\x32\x15.membroker.v1.WelcomeH\x00\x12*\n\x08\x64\x65livery\x18\x15 \x01(\x0b\x32\x16.membroker.v1.DeliveryH\x00\x12$\n\x05reply\x18\x16 \x01(\x0b\x32\x13.membroker.v1.ReplyH\x00\x12&\n\x06notice\x18\x17 \x01(\x0b\x32\x14.membroker.v1.NoticeH\x00\x42\x06\n\x04kind\"C\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x10\n\x08observer\x18\x02 \x01(\x08\x12\x0e\n\x06\x63lient\x18\x03 \x01(\t\"\xbc\x01\n\x07Welcome\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x04 \x01(\t\x12\x0e\n\x06\x64river\x18\x05 \x01(\t\x12\x19\n\x11granularity_bytes\x18\x06 \x01(\x03\x12\'\n\ncapacities\x18\x07 \x03(\x0b\x32\x13.membroker.v1.Limit\x12\x18\n\x10protocol_version\x18\x08 \x01(\r\"b\n\x08\x44\x65livery\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\r\n\x05parts\x18\x02 \x01(\r\x12\x14\n\x0c\x65xtent_bytes\x18\x03 \x01(\x03\x12\x12\n\nextent_ids\x18\x04 \x03(\x04\x12\x0f\n\x07segment\x18\x05 \x01(\x04\"\x13\n\x03\x41\x63k\x12\x0c\n\x04part\x18\x01 \x01(\r\"\xfd\x02\n\x05Reply\x12#\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12\x39\n\x08\x61llocate\x18\x02 \x01(\x0b\x32%.membroker.v1.AllocateExtentsResponseH\x00\x12\x37\n\x07release\x18\x03 \x01(\x0b\x32$.membroker.v1.ReleaseExtentsResponseH\x00\x12\x36\n\x07\x64\x65\x63lare\x18\x04 \x01(\x0b\x32#.membroker.v1.DeclareMemoryResponseH\x00\x12\x30\n\x07goodbye\x18\x05 \x01(\x0b\x32\x1d.membroker.v1.GoodbyeResponseH\x00\x12(\n\x07segment\x18\x06 \x01(\x0b\x32\x15.membroker.v1.SegmentH\x00\x12=\n\x0e\x64\x65tach_segment\x18\x07 \x01(\x0b\x32#.membroker.v1.DetachSegmentResponseH\x00\x42\x08\n\x06result\"\t\n\x07Goodbye\"\x11\n\x0fGoodbyeResponse\"k\n\x06Notice\x12-\n\x0frelease_refused\x18\x01 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12*\n\x08stopping\x18\x02 \x01(\x0b\x32\x16.membroker.v1.StoppingH\x00\x42\x06\n\x04kind\"\n\n\x08Stoppingb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amembroker/v1/handoff.proto\x12\x0cmembroker.v1\x1a\x17google/rpc/status.proto\x1a\x19membroker/v1/broker.proto\x1a\x1cmembroker/v1/resources.proto\"\x94\x06\n\x05\x46rame\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12$\n\x05hello\x18\x02 \x01(\x0b\x32\x13.membroker.v1.HelloH\x00\x12\x38\n\x08\x61llocate\x18\x03 \x01(\x0b\x32$.membroker.v1.AllocateExtentsRequestH\x00\x12\x36\n\x07release\x18\x04 \x01(\x0b\x32#.membroker.v1.ReleaseExtentsRequestH\x00\x12\x35\n\x07\x64\x65\x63lare\x18\x05 \x01(\x0b\x32\".membroker.v1.DeclareMemoryRequestH\x00\x12 \n\x03\x61\x63k\x18\x06 \x01(\x0b\x32\x11.membroker.v1.AckH\x00\x12(\n\x07goodbye\x18\x07 \x01(\x0b\x32\x15.membroker.v1.GoodbyeH\x00\x12<\n\x0e\x63reate_segment\x18\x08 \x01(\x0b\x32\".membroker.v1.CreateSegmentRequestH\x00\x12\x38\n\x0cseal_segment\x18\t \x01(\x0b\x32 .membroker.v1.SealSegmentRequestH\x00\x12<\n\x0e\x61ttach_segment\x18\n \x01(\x0b\x32\".membroker.v1.AttachSegmentRequestH\x00\x12<\n\x0e\x64\x65tach_segment\x18\x0b \x01(\x0b\x32\".membroker.v1.DetachSegmentRequestH\x00\x12<\n\x0e\x64\x65lete_segment\x18\x0c \x01(\x0b\x32\".membroker.v1.DeleteSegmentRequestH\x00\x12(\n\x07welcome\x18\x14 \x01(\x0b\x32\x15.membroker.v1.WelcomeH\x00\x12*\n\x08\x64\x65livery\x18\x15 \x01(\x0b\x32\x16.membroker.v1.DeliveryH\x00\x12$\n\x05reply\x18\x16 \x01(\x0b\x32\x13.membroker.v1.ReplyH\x00\x12&\n\x06notice\x18\x17 \x01(\x0b\x32\x14.membroker.v1.NoticeH\x00\x42\x06\n\x04kind\"C\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x10\n\x08observer\x18\x02 \x01(\x08\x12\x0e\n\x06\x63lient\x18\x03 \x01(\t\"\xbc\x01\n\x07Welcome\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x04 \x01(\t\x12\x0e\n\x06\x64river\x18\x05 \x01(\t\x12\x19\n\x11granularity_bytes\x18\x06 \x01(\x03\x12\'\n\ncapacities\x18\x07 \x03(\x0b\x32\x13.membroker.v1.Limit\x12\x18\n\x10protocol_version\x18\x08 \x01(\r\"\x86\x01\n\x08\x44\x65livery\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\r\n\x05parts\x18\x02 \x01(\r\x12\x14\n\x0c\x65xtent_bytes\x18\x03 \x01(\x03\x12\x12\n\nextent_ids\x18\x04 \x03(\x04\x12\x0f\n\x07segment\x18\x05 \x01(\x04\x12\"\n\x05reply\x18\x06 \x01(\x0b\x32\x13.membroker.v1.Reply\"\x13\n\x03\x41\x63k\x12\x0c\n\x04part\x18\x01 \x01(\r\"\xfd\x02\n\x05Reply\x12#\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12\x39\n\x08\x61llocate\x18\x02 \x01(\x0b\x32%.membroker.v1.AllocateExtentsResponseH\x00\x12\x37\n\x07release\x18\x03 \x01(\x0b\x32$.membroker.v1.ReleaseExtentsResponseH\x00\x12\x36\n\x07\x64\x65\x63lare\x18\x04 \x01(\x0b\x32#.membroker.v1.DeclareMemoryResponseH\x00\x12\x30\n\x07goodbye\x18\x05 \x01(\x0b\x32\x1d.membroker.v1.GoodbyeResponseH\x00\x12(\n\x07segment\x18\x06 \x01(\x0b\x32\x15.membroker.v1.SegmentH\x00\x12=\n\x0e\x64\x65tach_segment\x18\x07 \x01(\x0b\x32#.membroker.v1.DetachSegmentResponseH\x00\x42\x08\n\x06result\"\t\n\x07Goodbye\"\x11\n\x0fGoodbyeResponse\"k\n\x06Notice\x12-\n\x0frelease_refused\x18\x01 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12*\n\x08stopping\x18\x02 \x01(\x0b\x32\x16.membroker.v1.StoppingH\x00\x42\x06\n\x04kind\"\n\n\x08Stoppingb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,18 +40,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO']._serialized_end=984
   _globals['_WELCOME']._serialized_start=987
   _globals['_WELCOME']._serialized_end=1175
-  _globals['_DELIVERY']._serialized_start=1177
-  _globals['_DELIVERY']._serialized_end=1275
-  _globals['_ACK']._serialized_start=1277
-  _globals['_ACK']._serialized_end=1296
-  _globals['_REPLY']._serialized_start=1299
-  _globals['_REPLY']._serialized_end=1680
-  _globals['_GOODBYE']._serialized_start=1682
-  _globals['_GOODBYE']._serialized_end=1691
-  _globals['_GOODBYERESPONSE']._serialized_start=1693
-  _globals['_GOODBYERESPONSE']._serialized_end=1710
-  _globals['_NOTICE']._serialized_start=1712
-  _globals['_NOTICE']._serialized_end=1819
-  _globals['_STOPPING']._serialized_start=1821
-  _globals['_STOPPING']._serialized_end=1831
+  _globals['_DELIVERY']._serialized_start=1178
+  _globals['_DELIVERY']._serialized_end=1312
+  _globals['_ACK']._serialized_start=1314
+  _globals['_ACK']._serialized_end=1333
+  _globals['_REPLY']._serialized_start=1336
+  _globals['_REPLY']._serialized_end=1717
+  _globals['_GOODBYE']._serialized_start=1719
+  _globals['_GOODBYE']._serialized_end=1728
+  _globals['_GOODBYERESPONSE']._serialized_start=1730
+  _globals['_GOODBYERESPONSE']._serialized_end=1747
+  _globals['_NOTICE']._serialized_start=1749
+  _globals['_NOTICE']._serialized_end=1856
+  _globals['_STOPPING']._serialized_start=1858
+  _globals['_STOPPING']._serialized_end=1868
 # @@protoc_insertion_point(module_scope)

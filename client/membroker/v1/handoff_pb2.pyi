@@ -204,6 +204,7 @@ class Delivery(google.protobuf.message.Message):
     EXTENT_BYTES_FIELD_NUMBER: builtins.int
     EXTENT_IDS_FIELD_NUMBER: builtins.int
     SEGMENT_FIELD_NUMBER: builtins.int
+    REPLY_FIELD_NUMBER: builtins.int
     part: builtins.int
     """0 to parts - 1, in order."""
     parts: builtins.int
@@ -212,6 +213,10 @@ class Delivery(google.protobuf.message.Message):
     """The generation of the segment that these extents are of: in order, side by side. 0: lent to this session alone."""
     @property
     def extent_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def reply(self) -> global___Reply:
+        """In the last Delivery of a call that was made here and succeeded: its Reply, which does not come by itself then."""
+
     def __init__(
         self,
         *,
@@ -220,8 +225,10 @@ class Delivery(google.protobuf.message.Message):
         extent_bytes: builtins.int = ...,
         extent_ids: collections.abc.Iterable[builtins.int] | None = ...,
         segment: builtins.int = ...,
+        reply: global___Reply | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["extent_bytes", b"extent_bytes", "extent_ids", b"extent_ids", "part", b"part", "parts", b"parts", "segment", b"segment"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["reply", b"reply"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["extent_bytes", b"extent_bytes", "extent_ids", b"extent_ids", "part", b"part", "parts", b"parts", "reply", b"reply", "segment", b"segment"]) -> None: ...
 
 global___Delivery = Delivery
 
@@ -244,7 +251,7 @@ global___Ack = Ack
 
 @typing.final
 class Reply(google.protobuf.message.Message):
-    """The last frame of every call, after its last Delivery."""
+    """The last frame of every call, after its last Delivery, or in it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -12,6 +12,7 @@ import os
 import threading
 import uuid
 from bisect import bisect_right, insort
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -57,7 +58,10 @@ class CudaDriver:
             self._check_abilities()
             self._nvml = NvmlDevice(self._uuid_text(self._ordinal))
             undo.callback(self._nvml.close)
+            kinds = self._cuda.CUmemAllocationHandleType
+            self._descriptor_kind = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
             self._properties = {location: self._extent_properties(location) for location in Location}
+            self._grants = {access: self._grant(access) for access in AccessFlags}
             self._device = self._describe()
             self._context = self._call("cuDevicePrimaryCtxRetain", self._ordinal) if context else None
             undo.pop_all()
@@ -82,8 +86,50 @@ class CudaDriver:
         """Return a new descriptor (CLOEXEC). CUDA refuses an imported extent: pass its descriptor on instead."""
         self._enter("cuMemExportToShareableHandle")
         extent = self._extent(handle, "cuMemExportToShareableHandle")
-        kind = self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        return int(self._call("cuMemExportToShareableHandle", extent, kind, 0))
+        return int(self._call("cuMemExportToShareableHandle", extent, self._descriptor_kind, 0))
+
+    def lend(self, size: int, count: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> list[int]:
+        """Create `count` extents and return a descriptor of each: 53 us for one of 2 MiB (H200), while one is open."""
+        self._enter("cuMemCreate")
+        _check_size(size, self._device.granularity, "cuMemCreate")
+        cuda, properties, kind = self._cuda, self._properties[location], self._descriptor_kind
+        descriptors: list[int] = []
+        try:
+            for _ in range(count):
+                result, extent = cuda.cuMemCreate(size, properties, 0)
+                self._check("cuMemCreate", result)
+                result, descriptor = cuda.cuMemExportToShareableHandle(extent, kind, 0)
+                (released,) = cuda.cuMemRelease(extent)
+                self._check("cuMemExportToShareableHandle", result)
+                descriptors.append(int(descriptor))
+                self._check("cuMemRelease", released)
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+        return descriptors
+
+    def map_descriptors(
+        self, address: int, descriptors: Sequence[int], size: int, access: AccessFlags = AccessFlags.READ_WRITE
+    ) -> None:
+        """Bind the extents behind `descriptors` side by side from `address` on; 56 us for one of 2 MiB (H200)."""
+        self._enter("cuMemMap")
+        self._check_reserved(address, size * len(descriptors))
+        cuda, kind, at = self._cuda, self._descriptor_kind, address
+        try:
+            for descriptor in descriptors:
+                result, extent = cuda.cuMemImportFromShareableHandle(descriptor, kind)
+                self._check("cuMemImportFromShareableHandle", result)
+                (result,) = cuda.cuMemMap(at, size, 0, extent, 0)
+                (released,) = cuda.cuMemRelease(extent)
+                self._check("cuMemMap", result)
+                at += size
+                self._check("cuMemRelease", released)
+            self.set_access(address, at - address, access)
+        except BaseException:
+            if at > address:
+                self._call("cuMemUnmap", address, at - address)
+            raise
 
     def seal(self, descriptor: int) -> None:
         """Do nothing: a card lets whoever imports an extent map it as it likes."""
@@ -93,8 +139,8 @@ class CudaDriver:
         """Return a handle to the extent behind `descriptor`. A wrong `size` shows at `map`."""
         self._enter("cuMemImportFromShareableHandle")
         _check_size(size, self._device.granularity, "cuMemImportFromShareableHandle")
-        kind = self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        return self._book(self._call("cuMemImportFromShareableHandle", descriptor, kind), size, location)
+        extent = self._call("cuMemImportFromShareableHandle", descriptor, self._descriptor_kind)
+        return self._book(extent, size, location)
 
     def release(self, handle: Handle) -> None:
         """Drop this reference. The last one in any process frees the memory: 5 ms for 8 GiB."""
@@ -141,10 +187,7 @@ class CudaDriver:
     def set_access(self, address: int, size: int, access: AccessFlags) -> None:
         """Set what this card may do with whole mappings, of the card's own memory or of the host's."""
         self._enter("cuMemSetAccess")
-        grant = self._cuda.CUmemAccessDesc()
-        grant.location = self._own_location()
-        grant.flags = self._cuda.CUmemAccess_flags(access.value)
-        self._call("cuMemSetAccess", address, size, [grant], 1)
+        self._call("cuMemSetAccess", address, size, [self._grants[access]], 1)
 
     def unmap(self, address: int, size: int) -> None:
         """Unbind whole mappings. Does not wait for kernels: `synchronize` first, or the card faults (Xid 31)."""
@@ -154,8 +197,14 @@ class CudaDriver:
     def synchronize(self) -> None:
         """Wait for this process's work on the card; without a context there is none."""
         self._enter("cuCtxSynchronize")
-        if self._context is not None:
+        if self._context is None:
+            return
+        # Another driver of this process, or a framework, may have made another card's context this thread's.
+        self._call("cuCtxPushCurrent", self._context)
+        try:
             self._call("cuCtxSynchronize")
+        finally:
+            self._call("cuCtxPopCurrent")
 
     # Bytes
 
@@ -286,12 +335,17 @@ class CudaDriver:
         location.id = int(self._ordinal)
         return location
 
+    def _grant(self, access: AccessFlags) -> Any:
+        grant = self._cuda.CUmemAccessDesc()
+        grant.location = self._own_location()
+        grant.flags = self._cuda.CUmemAccess_flags(access.value)
+        return grant
+
     def _extent_properties(self, location: Location) -> Any:
         cuda = self._cuda
         properties = cuda.CUmemAllocationProp()
         properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        properties.requestedHandleTypes = kind
+        properties.requestedHandleTypes = self._descriptor_kind
         if location is Location.HOST:
             host = cuda.CUmemLocation()
             host.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA
@@ -310,7 +364,8 @@ class CudaDriver:
         properties = self._properties[Location.DEVICE]
         granularity = int(self._call("cuMemGetAllocationGranularity", properties, kind))
         nvml = self._nvml
-        return DeviceInfo(nvml.uuid, nvml.name, "cuda", granularity, nvml.index, nvml.driver_version)
+        about = (granularity, nvml.index, nvml.driver_version, int(self._ordinal))
+        return DeviceInfo(nvml.uuid, nvml.name, "cuda", *about)
 
     # Shared by the calls above
 
@@ -331,10 +386,13 @@ class CudaDriver:
     def _call(self, name: str, *arguments: Any) -> Any:
         """Call the driver's function `name`, and return what it returns or raise what it says."""
         result, *values = getattr(self._cuda, name)(*arguments)
+        self._check(name, result)
+        return values[0] if values else None
+
+    def _check(self, name: str, result: Any) -> None:
         if int(result):
             kind = DriverOutOfMemory if int(result) == _OUT_OF_MEMORY else DriverError
             raise kind(name, self._error_name(result), int(result))
-        return values[0] if values else None
 
     def _error_name(self, result: Any) -> str:
         status, name = self._cuda.cuGetErrorName(result)

@@ -8,6 +8,7 @@ whole mappings are unmapped. This module owns names and types only; it must neve
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +33,8 @@ class DeviceInfo:
     """What a driver knows of its device.
 
     `uuid` is NVML's text for a card and `host` for the twin; `driver` is `cuda` or `host`; `granularity` is in bytes
-    and every extent and every reservation is a multiple of it; `index` is NVML's; `driver_version` is NVIDIA's.
+    and every extent and every reservation is a multiple of it; `index` is NVML's; `driver_version` is NVIDIA's;
+    `ordinal` is the card's number in this process, where CUDA_VISIBLE_DEVICES counts.
     """
 
     uuid: str
@@ -41,6 +43,7 @@ class DeviceInfo:
     granularity: int
     index: int = 0
     driver_version: str = ""
+    ordinal: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,23 @@ class Driver(Protocol):
 
     def export(self, handle: Handle) -> int:
         """Return a new descriptor (CLOEXEC, the caller closes it) that keeps the extent and can be sent on."""
+        ...
+
+    def lend(self, size: int, count: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> list[int]:
+        """Create `count` extents of `size` bytes and return a descriptor of each, which alone keeps it. All or none.
+
+        As create, export and release for each; one call, because a broker lends by hundreds.
+        """
+        ...
+
+    def map_descriptors(
+        self, address: int, descriptors: Sequence[int], size: int, access: AccessFlags = AccessFlags.READ_WRITE
+    ) -> None:
+        """Bind the extents behind `descriptors`, each of `size` bytes, side by side from `address` on. All or none.
+
+        As import, map, set access and release for each: the mappings alone keep the memory. The descriptors stay the
+        caller's.
+        """
         ...
 
     def seal(self, descriptor: int) -> None:

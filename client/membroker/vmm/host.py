@@ -14,6 +14,7 @@ import itertools
 import os
 import stat
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -125,6 +126,37 @@ class HostDriver:
             if extent.imported:
                 raise invalid("dup", "an imported extent cannot be exported again: pass its descriptor on instead")
             return _duplicate(extent.descriptor)
+
+    def lend(self, size: int, count: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> list[int]:
+        """Create `count` memfds of `size` bytes and return their descriptors."""
+        descriptors: list[int] = []
+        try:
+            for _ in range(count):
+                handle = self.create(size, location, sealable=sealable)
+                try:
+                    descriptors.append(self.export(handle))
+                finally:
+                    self.release(handle)
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+        return descriptors
+
+    def map_descriptors(
+        self, address: int, descriptors: Sequence[int], size: int, access: AccessFlags = AccessFlags.READ_WRITE
+    ) -> None:
+        """Map the memfds behind `descriptors` side by side from `address` on."""
+        with ExitStack() as undo:
+            for number, descriptor in enumerate(descriptors):
+                handle = self.import_extent(descriptor, size)
+                try:
+                    self.map(address + number * size, handle)
+                finally:
+                    self.release(handle)
+                undo.callback(self.unmap, address + number * size, size)
+            self.set_access(address, len(descriptors) * size, access)
+            undo.pop_all()
 
     def seal(self, descriptor: int) -> None:
         """Seal the memfd: from now on a writable map of it fails with EPERM, and `set_access` with EACCES."""

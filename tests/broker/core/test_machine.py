@@ -21,7 +21,7 @@ from membrokerd.core import lifecycles, policy
 from membrokerd.core.denied import Reason
 from membrokerd.core.ledger import replay
 
-STEPS = 20_000
+STEPS = 30_000
 SEEDS = [int(seed) for seed in os.environ.get("MEMBROKER_SEEDS", "1,2,3").split(",")]
 
 
@@ -37,7 +37,7 @@ def test_the_books_hold_whatever_happens(ended: World, books: Callable[[Any], An
     broker.ledger.recount()
     assert books(replay(CAPACITIES, ended.facts)) == books(broker.ledger)
     for where, total in broker.ledger.totals.items():
-        assert (total.lent, total.releasing, total.free) == (0, 0, CAPACITIES[where])
+        assert (total.lent, total.releasing, total.stock, total.free) == (0, 0, 0, CAPACITIES[where])
         assert broker.lending.making[where] == 0
     assert not broker.ledger.sessions
     assert not broker.ledger.models
@@ -50,6 +50,7 @@ def test_the_books_hold_whatever_happens(ended: World, books: Callable[[Any], An
     assert broker.deadline is None
     assert not ended.workers
     assert not ended.exists
+    assert not any(ended.stock.values())
     assert not ended.sharing.store
 
 
@@ -89,6 +90,15 @@ def test_the_segments_of_the_world_are_rich(ended: World) -> None:
     )
     assert parts[1] >= 50, parts
     assert parts.total() - parts[1] >= 15, parts
+
+
+def test_the_stock_of_the_world_is_rich(ended: World) -> None:
+    """Extents are made ahead and used, and let go of for each of the reasons that there are."""
+    stock = ended.referee.stock
+    assert min(stock.changes[cause] for cause in ("made", "used", "dropped")) >= 100, stock.report()
+    assert min(stock.hits, stock.in_the_way, stock.failed) >= 20, stock.report()
+    assert min(stock.again, stock.forgotten) >= 5, stock.report()
+    assert max(-fact.change for fact in ended.facts if isinstance(fact, ft.StockChanged)) > 1
 
 
 def test_the_same_seed_gives_the_same_story() -> None:

@@ -25,7 +25,7 @@ from membrokerd.core.ledger import replay
 MIB = 1 << 20
 SECOND = 1_000_000_000
 BASE = 1 << 40
-COUNTS = ("count", "max_count", "request_id", "extents", "sessions", "times")
+COUNTS = ("count", "max_count", "request_id", "extents", "sessions", "times", "change")
 FILES = sorted(Path(__file__).with_name("transcripts").glob("*.txt"))
 
 
@@ -57,6 +57,7 @@ class Script:
         """Begin anew: device= host= settle= grace= sessions= per_process= models= calls= limits=tenant[/model]:MiB.
 
         For segments: segment_extent= (MiB), segments= of a tenant, segment_extents= of all.
+        For the stock: stock_extents= and stock= (MiB).
         """
         capacities: dict[ev.Location, int] = {
             "device": mib(options.pop("device", "64")),
@@ -78,6 +79,8 @@ class Script:
             "segment_extent": ("segment_extent_bytes", MIB),
             "segments": ("max_segments_per_tenant", 1),
             "segment_extents": ("max_segment_extents", 1),
+            "stock_extents": ("stock_extents", 1),
+            "stock": ("stock_bytes", MIB),
         }
         numbers = {fields[key][0]: int(value) * fields[key][1] for key, value in options.items()}
         self.rules = policy.Rules(granularity=2 * MIB, capacities=capacities, limits=limits, **numbers)
@@ -201,6 +204,12 @@ class Script:
     def do_elapsed(self) -> ev.Event:
         return ev.Elapsed()
 
+    def do_stocked(self, size: str, where: Any = "device") -> ev.Event:
+        return ev.Stocked(where, mib(size), made=True)
+
+    def do_notstocked(self, size: str, where: Any = "device") -> ev.Event:
+        return ev.Stocked(where, mib(size), made=False)
+
     # --- one step ---
 
     def play(self, event: ev.Event) -> list[str]:
@@ -263,7 +272,8 @@ class Script:
             part = f"part {effect.part} of {effect.parts}"
             what = f"{ids_text(effect.ids)} x {size_text(effect.extent_bytes)} at {effect.location}"
             what += f", kept for {ids_text([effect.segment])}" if effect.segment else ""
-            return f"make for {effect.request_id} of {self.names[effect.session]}, {part}: {what}"
+            how = "take from the stock" if effect.stocked else "make"
+            return f"{how} for {effect.request_id} of {self.names[effect.session]}, {part}: {what}"
         if isinstance(effect, fx.Send):
             part = f"part {effect.part} of {effect.parts}"
             what = f"{ids_text(effect.ids)} x {size_text(effect.extent_bytes)} of {ids_text([effect.segment])}"
@@ -309,7 +319,7 @@ class Script:
         ledger = self.broker.ledger
         totals = [
             f"{where} {size_text(t.lent)} lent {size_text(t.releasing)} releasing {size_text(t.free)} free"
-            f" {size_text(self.broker.lending.making[where])} making"
+            f" {size_text(self.broker.lending.making[where])} making" + f" {size_text(t.stock)} stock" * bool(t.stock)
             for where, t in ledger.totals.items()
             if t.capacity
         ]

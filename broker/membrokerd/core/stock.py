@@ -1,0 +1,162 @@
+"""The stock: fresh extents made ahead, of the sizes that were asked for lately, and never lent before.
+
+They take the driver's create and export off the path of a small Allocate. Stock is free in the books and in use on
+the device: it is made only when nothing waits and the capacity has room beside it, and let go of before anything is
+refused for it. It belongs to nobody, and ends with the daemon.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import effects as fx
+from . import events as ev
+from . import facts as ft
+from . import policy
+
+if TYPE_CHECKING:
+    from .broker import Broker
+
+LATELY_NS = 10_000_000_000
+"""How long a size is kept ready after it was last asked for."""
+JUST_NOW_NS = 1_000_000_000
+SIZES = 8
+"""How many sizes are remembered."""
+
+Kind = tuple[ev.Location, int]
+"""A location, and the size of an extent."""
+
+
+@dataclass(slots=True)
+class Wish:
+    """How many extents of a kind to keep ready, and when it was last asked for."""
+
+    count: int
+    asked_at: int
+
+
+class Stock:
+    """What is kept ready, and what for."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._ready: dict[Kind, int] = {}
+        self._wishes: OrderedDict[Kind, Wish] = OrderedDict()
+        """The kind that was asked for last stands last."""
+        self._making = False
+        self.changes: Counter[str] = Counter()
+        """How many extents were made, used and dropped since the daemon began."""
+
+    def asked(self, location: ev.Location, extent_bytes: int, count: int, now: int) -> None:
+        """Somebody borrows: the next who does will want the same."""
+        rules = self._broker.rules
+        most = min(rules.stock_extents, rules.stock_bytes // extent_bytes, policy.PACKET_EXTENTS)
+        if most:
+            kind = (location, extent_bytes)
+            self._wishes[kind] = Wish(min(most, 2 * count), now)
+            self._wishes.move_to_end(kind)
+            self._give_way(kind, now)
+            if len(self._wishes) > SIZES:
+                self._drop_kind(self._wishes.popitem(last=False)[0])
+
+    def _give_way(self, kind: Kind, now: int) -> None:
+        """Let go of what was not asked for just now, as far as the bounds want it for this kind.
+
+        Kinds that are asked for in turns keep what they have: each would only throw the other's away.
+        """
+        rules, wish = self._broker.rules, self._wishes[kind]
+        for other in [one for one, its in self._wishes.items() if one != kind and now - its.asked_at > JUST_NOW_NS]:
+            missing = wish.count - self._ready.get(kind, 0)
+            extents = sum(self._ready.values()) + missing - rules.stock_extents
+            excess = sum(size * count for (_, size), count in self._ready.items()) + missing * kind[1]
+            surplus = max(extents, -(-(excess - rules.stock_bytes) // other[1]))
+            if missing <= 0 or surplus <= 0:
+                return
+            if self._ready.get(other):
+                self._drop(other, min(self._ready[other], surplus))
+
+    def has(self, location: ev.Location, extent_bytes: int, count: int) -> bool:
+        """Say whether a packet can be of the stock: all of it. A daemon that stops has closed what it kept."""
+        return self._ready.get((location, extent_bytes), 0) >= count and not self._broker.stopping
+
+    def take(self, location: ev.Location, extent_bytes: int, count: int) -> bool:
+        """Use extents of the stock for a packet: all of it, or none."""
+        found = self.has(location, extent_bytes, count)
+        if found:
+            self._change((location, extent_bytes), -count, "used")
+        return found
+
+    def make_room(self, location: ev.Location) -> None:
+        """Let go of as much as the capacity needs, what was asked for longest ago first."""
+        total = self._broker.ledger.totals[location]
+        for kind in [*self._wishes, *self._ready]:
+            excess = total.charged + total.stock - total.capacity
+            if excess <= 0:
+                return
+            if kind[0] == location and self._ready.get(kind):
+                self._drop(kind, min(self._ready[kind], -(-excess // kind[1])))
+
+    def drop_all(self, location: ev.Location) -> bool:
+        """Let go of all of it, because the device is full; say whether there was any."""
+        kinds = [kind for kind in self._ready if kind[0] == location]
+        for kind in kinds:
+            self._drop_kind(kind)
+            self._wishes.pop(kind, None)
+        return bool(kinds)
+
+    def forget_stale(self, now: int) -> None:
+        """Let go of what nobody has asked for lately."""
+        for kind in [kind for kind, wish in self._wishes.items() if now - wish.asked_at > LATELY_NS]:
+            del self._wishes[kind]
+            self._drop_kind(kind)
+
+    def fill(self) -> None:
+        """Ask for one more extent, if one is wished for and nothing else is to be done."""
+        broker = self._broker
+        if self._making or broker.stopping or any(broker.lending.making.values()):
+            return
+        kind = next((kind for kind in reversed(self._wishes) if self._wants(kind)), None)
+        if kind is not None:
+            self._making = True
+            broker.emit(fx.Stock(*kind))
+
+    def _wants(self, kind: Kind) -> bool:
+        location, size = kind
+        rules, total = self._broker.rules, self._broker.ledger.totals[location]
+        return (
+            self._ready.get(kind, 0) < self._wishes[kind].count
+            and sum(self._ready.values()) < rules.stock_extents
+            and sum(where_size[1] * count for where_size, count in self._ready.items()) + size <= rules.stock_bytes
+            and total.charged + total.stock + size <= total.capacity
+        )
+
+    def stocked(self, event: ev.Stocked) -> None:
+        """An extent was made, or could not be: then no more of its kind are wished for until somebody borrows it."""
+        self._making = False
+        kind = (event.location, event.extent_bytes)
+        if not event.made:
+            if kind in self._wishes:  # which stays, as what is there of it is to be forgotten in its time
+                self._wishes[kind].count = self._ready.get(kind, 0)
+            return
+        self._change(kind, 1, "made")
+        if kind not in self._wishes or self._broker.stopping:
+            self._drop_kind(kind)
+        self.make_room(event.location)
+        self.fill()
+
+    def _drop_kind(self, kind: Kind) -> None:
+        if self._ready.get(kind):
+            self._drop(kind, self._ready[kind])
+
+    def _drop(self, kind: Kind, count: int) -> None:
+        self._change(kind, -count, "dropped")
+        self._broker.emit(fx.DropStock(*kind, count))
+
+    def _change(self, kind: Kind, change: int, cause: str) -> None:
+        self._ready[kind] = self._ready.get(kind, 0) + change
+        if not self._ready[kind]:
+            del self._ready[kind]
+        self.changes[cause] += abs(change)
+        self._broker.record(ft.StockChanged(*kind, change, cause))

@@ -1,0 +1,200 @@
+"""The stock in a real daemon: what is kept ready is given out at once, is nobody's before, and is in nobody's way."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.daemons import MIB, Daemon, running, until
+from tests.system.workers import PAGE, Worker, worker
+
+from membroker.vmm.host import EXTENT_NAME, holders
+
+PAGES = 16
+"""Of the capacity."""
+_TOOLS = """
+import os
+def inodes():
+    with open('/proc/self/maps') as maps:
+        return {int(line.split()[4]) for line in maps if 'memfd:membroker' in line}
+def write(buffer):
+    view = buffer.view()
+    assert bytes(view) == bytes(len(view)), 'lent what somebody had written'
+    view[:] = b'\\xa5' * len(view)
+"""
+
+
+@pytest.fixture
+def stocked() -> Iterator[Daemon]:
+    """A daemon with a stock, and not much to lend."""
+    with running({"capacity": f"{PAGES * 2}MiB", "stock": "64MiB", "audit_seconds": 0.05}) as one:
+        yield one
+
+
+def begin(process: Worker, daemon: Daemon, transport: str = "handoff") -> Worker:
+    """Connect a worker, with a model and its tools."""
+    process.connect(daemon, "red", transport)
+    process.do("model = client.register_model('m')")
+    process.do(_TOOLS)
+    return process
+
+
+def until_ready(daemon: Daemon, pages: int) -> None:
+    """Wait until so many pages are kept ready."""
+    until(lambda: daemon.books().stock_bytes == pages * PAGE)
+
+
+def changes(daemon: Daemon, cause: str) -> int:
+    """Return how many extents were made for the stock, used of it, or dropped, by the log."""
+    pattern = rf"stock changed .*change=-?(\d+) cause={cause}"
+    return sum(int(number) for number in re.findall(pattern, daemon.log()))
+
+
+def settled(daemon: Daemon) -> Any:
+    """Return the books once the device shows nothing that they do not say."""
+    until(lambda: daemon.books().unaccounted_bytes == 0 and not daemon.books().releasing_bytes)
+    return daemon.books()
+
+
+def test_the_second_of_a_size_is_there_already(stocked: Daemon, transport: str) -> None:
+    """Four pages are borrowed, eight are made ahead; the next four are of those, new, and zero."""
+    with worker() as process:
+        begin(process, stocked, transport)
+        process.do("pool = model.pool(page_size=PAGE, virtual_capacity='256MiB')")
+        process.do("pool.allocate(0, 4 * PAGE); pool.view(0, 4 * PAGE)[:] = bytes([1]) * (4 * PAGE)")
+        until_ready(stocked, 8)
+        assert changes(stocked, "used") == 0
+        process.do("pool.allocate(4 * PAGE, 4 * PAGE)")
+        assert changes(stocked, "used") == 4
+        assert process.ask("bytes(pool.view(4 * PAGE, 4 * PAGE)) == bytes(4 * PAGE)")
+        assert process.ask("len(inodes())") == 8
+        until_ready(stocked, 8)
+        books = settled(stocked)
+        assert (books.lent_bytes, books.free_bytes) == (8 * PAGE, (PAGES - 8) * PAGE)
+
+
+def test_what_was_lent_never_comes_back_to_it(stocked: Daemon) -> None:
+    """A worker borrows, writes and gives back, on and on: each time it is memory that nobody had."""
+    with worker() as process:
+        begin(process, stocked)
+        process.do("seen = set()")
+        for _ in range(60):
+            process.do("buffers = [model.allocate(PAGE) for _ in range(2)]")
+            process.do("new = inodes(); assert len(new) == 2 and not new & seen, 'lent twice'; seen |= new")
+            process.do("[write(buffer) for buffer in buffers]; [buffer.close() for buffer in buffers]")
+        assert changes(stocked, "used") >= 30
+        assert settled(stocked).lent_bytes == 0
+
+
+def test_all_of_the_capacity_can_be_borrowed(stocked: Daemon) -> None:
+    """The stock is in nobody's way: it is used to the last page, or let go of, and only then is anybody refused."""
+    with worker() as process:
+        begin(process, stocked)
+        process.do("pool = model.pool(page_size=PAGE, virtual_capacity='256MiB')")
+        process.do("pool.allocate(0, 6 * PAGE)")
+        until_ready(stocked, 10)
+        process.do("pool.allocate(6 * PAGE, 10 * PAGE)")
+        assert changes(stocked, "dropped") == 0, "what was to be used was thrown away"
+        books = settled(stocked)
+        assert (books.lent_bytes, books.stock_bytes, books.free_bytes) == (PAGES * PAGE, 0, 0)
+        refused = process.refused("model.allocate(PAGE)")
+        assert refused.error == "OutOfMemory"
+        assert refused.numbers == ("capacity", PAGE, 0, PAGES * PAGE)
+        process.do("pool.deallocate(0, 8 * PAGE); buffer = model.allocate(PAGE)")
+        until_ready(stocked, 2)
+        process.do("large = model.allocate(7 * PAGE)")
+        books = settled(stocked)
+        assert (books.lent_bytes, books.stock_bytes) == (PAGES * PAGE, 0)
+        assert changes(stocked, "dropped") == 2
+
+
+def test_a_segment_and_a_declaration_get_its_room(stocked: Daemon) -> None:
+    with worker() as process:
+        begin(process, stocked)
+        process.do("pool = model.pool(page_size=PAGE, virtual_capacity='256MiB'); pool.allocate(0, 4 * PAGE)")
+        until_ready(stocked, 8)
+        process.do(f"segment = model.create_segment('weights', {PAGES - 8} * PAGE)")
+        until_ready(stocked, 4)
+        process.do("model.declare(4 * PAGE)")
+        books = stocked.books()
+        assert (books.lent_bytes, books.stock_bytes, books.free_bytes) == (PAGES * PAGE, 0, 0)
+        assert process.refused("model.allocate(PAGE)").error == "OutOfMemory"
+
+
+def test_a_worker_is_killed_beside_it(stocked: Daemon) -> None:
+    """Its bytes are settled by the device, amid stock that is made and used, and the next worker gets new ones."""
+    with worker() as process, worker() as other:
+        begin(process, stocked)
+        begin(other, stocked)
+        other.do("mine = model.allocate(PAGE); write(mine)")
+        process.do("pool = model.pool(page_size=PAGE, virtual_capacity='256MiB')")
+        process.do("pool.allocate(0, 3 * PAGE); pool.view(0, 3 * PAGE)[:] = bytes([7]) * (3 * PAGE)")
+        process.begin("for page in range(3, 9): pool.allocate(page * PAGE, PAGE); pool.deallocate(page * PAGE, PAGE)")
+        process.kill()
+        books = settled(stocked)
+        assert books.lent_bytes == PAGE
+        assert "proven=true" in stocked.log(), stocked.log()
+        other.do("more = [model.allocate(PAGE) for _ in range(4)]; [write(buffer) for buffer in more]")
+        assert other.ask("mine.view()[0] == 0xa5")
+        assert settled(stocked).lent_bytes == 5 * PAGE
+
+
+def test_its_descriptors_are_open_and_counted_and_go_with_it(stocked: Daemon) -> None:
+    """Each extent of it is one descriptor of the daemon's; when somebody needs all of the room, all are closed."""
+    with worker() as process:
+        begin(process, stocked)
+        process.do("first = model.allocate(PAGE); first.close()")
+        until_ready(stocked, 2)
+        assert said_to_be_open(stocked) == memory_descriptors(stocked) == 1 + 2
+        process.do(f"large = model.allocate({PAGES} * PAGE)")
+        until_ready(stocked, 0)
+        until(lambda: memory_descriptors(stocked) == 1)
+        assert said_to_be_open(stocked) == 1
+
+
+def memory_descriptors(daemon: Daemon) -> int:
+    """Return how many extents the daemon has open."""
+    found = 0
+    for one in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # a connection that ends meanwhile
+            found += EXTENT_NAME in os.readlink(one)
+    return found
+
+
+def said_to_be_open(daemon: Daemon) -> int:
+    """Return how many memory descriptors the daemon says it has open."""
+    found = re.search(r"^membroker_memory_descriptors_open\{[^}]*\} (\S+)$", daemon.metrics(), re.MULTILINE)
+    assert found
+    return int(float(found[1]))
+
+
+@pytest.mark.parametrize("filling", [False, True])
+def test_a_stop_leaves_nothing(filling: bool) -> None:
+    """SIGTERM, with a stock that is full or on its way: the daemon ends well, and what is left is the worker's own."""
+    config = {"capacity": "1GiB", "stock": "512MiB", "stock_extents": 200}
+    with running(config) as daemon, worker() as process:
+        begin(process, daemon)
+        process.do("pool = model.pool(page_size=PAGE, virtual_capacity='1GiB'); pool.allocate(0, 40 * PAGE)")
+        if not filling:
+            until_ready(daemon, 64)
+        pid = daemon.process.pid
+        assert daemon.stop() == 0
+        assert "a fault of the broker" not in daemon.log()
+        assert "Traceback" not in daemon.log()
+        left = {holder: size for holder, _, size in holders(os.geteuid()) if holder in (pid, process.pid)}
+        assert left == {process.pid: 40 * PAGE}
+        assert process.ask("bytes(pool.view(0, 8)) == bytes(8)")
+
+
+def test_without_one_nothing_is_kept() -> None:
+    """The host twin makes an extent in no time: it keeps none unless it is told to."""
+    with running({"capacity": f"{32 * MIB}"}) as daemon, worker() as process:
+        begin(process, daemon)
+        process.do("buffers = [model.allocate(PAGE) for _ in range(4)]")
+        assert daemon.books().stock_bytes == 0
+        assert "stock changed" not in daemon.log()
