@@ -1,0 +1,87 @@
+"""CuPy: arrays over borrowed memory, and CuPy's own arrays made of it.
+
+Owns no memory: an array keeps a hold, and the allocator's blocks are a `Lending`'s. It must never let an error of
+membroker end where CuPy expects its own: only `cudaErrorMemoryAllocation` makes its pool free what it caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from membroker.adapters._lending import CHUNK_BYTES, Lending
+from membroker.adapters._packages import check_card, framework
+from membroker.adapters.dlpack import DlpackTensor, Source, export, is_numpys
+from membroker.errors import InvalidRequest, OutOfMemory
+from membroker.model import Model
+
+MEMORY_ALLOCATION = 2
+"""cudaErrorMemoryAllocation (CUDA's driver_types.h): CuPy 14 has no name for it."""
+
+
+def _cupy() -> Any:
+    return framework("cupy", "CuPy", "pip install cupy-cuda13x, or cupy-cuda12x for CUDA 12")
+
+
+def array(source: Source, dtype: str, shape: Sequence[int], offset: int = 0) -> Any:
+    """Return a `cupy.ndarray` over bytes of a buffer, a pool or a segment; nothing is copied.
+
+    `dtype` is safetensors' word. The array, and every view of it, holds the range as `dlpack.export` says. CuPy has no
+    read-only arrays: writing to a sealed segment ends the process's CUDA context. Raises what `dlpack.export` raises,
+    and `InvalidRequest` for a dtype that CuPy has not, or where the broker's device is no card.
+    """
+    cupy = _cupy()
+    tensor = export(source, dtype, shape, offset)
+    check_card("CuPy", on_card=tensor.on_card)
+    memory = cupy.cuda.UnownedMemory(tensor.address, tensor.size, tensor, tensor.device[1])
+    return cupy.ndarray(tensor.shape, _native(tensor), cupy.cuda.MemoryPointer(memory, 0))
+
+
+def _native(tensor: DlpackTensor) -> Any:
+    """Return the dtype as CuPy has it: NumPy's, and ml_dtypes' bfloat16 from CuPy 14 on."""
+    if is_numpys(tensor.dtype):
+        return tensor.typestr
+    if tensor.dtype != "BF16":
+        raise InvalidRequest(f"CuPy has no {tensor.dtype}: take it as U8")
+    return framework("ml_dtypes", "ml_dtypes for BF16", "pip install ml_dtypes").bfloat16
+
+
+def memory_pool(model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> Any:
+    """Return a `cupy.cuda.MemoryPool` whose memory is borrowed from `model`.
+
+    `cupy.cuda.set_allocator(memory_pool(model).malloc)` makes it that of the whole process. A refusal of the broker
+    ends in `cupy.cuda.memory.OutOfMemoryError`, after the pool gave back all that it caches; `free_all_blocks()` gives
+    that back at any time. Raises `InvalidRequest` where the broker's device is no card.
+    """
+    cupy = _cupy()
+    device = model.driver.device
+    check_card("CuPy", on_card=device.driver == "cuda")
+    lending = Lending(model, chunk_bytes)
+
+    def malloc(size: int, device_id: int) -> int:
+        if device_id != device.ordinal:
+            raise InvalidRequest(f"the broker lends memory of card {device.ordinal}, and CuPy is on card {device_id}")
+        try:
+            return lending.allocate(size)
+        except OutOfMemory as error:
+            raise cupy.cuda.runtime.CUDARuntimeError(MEMORY_ALLOCATION) from error
+
+    def free(address: int, _device_id: int) -> None:
+        lending.free(address)
+
+    return cupy.cuda.MemoryPool(cupy.cuda.PythonFunctionAllocator(malloc, free).malloc)
+
+
+@contextmanager
+def use(model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> Iterator[Any]:
+    """Let this thread's arrays inside the block be of memory borrowed from `model`; yields the pool.
+
+    Arrays that leave the block live on. At its end the pool gives back what no array uses.
+    """
+    pool = memory_pool(model, chunk_bytes)
+    with _cupy().cuda.using_allocator(pool.malloc):
+        try:
+            yield pool
+        finally:
+            pool.free_all_blocks()

@@ -1,0 +1,68 @@
+"""RMM: the memory resource of RAPIDS (cuDF, cuML, RAFT), with memory that is borrowed from a model.
+
+Owns no memory: RMM's own pool stands on a `Lending`. It must never let RMM choose the pool's first size, which would
+be half of the card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from membroker.adapters._lending import Lending
+from membroker.adapters._packages import check_card, framework
+from membroker.convert import bytes_of
+from membroker.model import Model
+from membroker.vmm.sizes import MIB
+
+INITIAL_BYTES = 64 * MIB
+"""What a pool borrows at once, before anything is allocated in it."""
+
+
+def _rmm() -> Any:
+    return framework("rmm", "RMM", "pip install rmm-cu13, or rmm-cu12 for CUDA 12")
+
+
+def memory_resource(
+    model: Model, initial_bytes: int | str = INITIAL_BYTES, maximum_bytes: int | str | None = None
+) -> Any:
+    """Return an `rmm.mr.PoolMemoryResource` whose memory is borrowed from `model`.
+
+    It grows by doubling, as far as the broker lends and up to `maximum_bytes`, and shrinks never: RMM's pool gives
+    back when it is destroyed. A refusal ends in `MemoryError`. Raises `InvalidRequest` where the broker's device is no
+    card, and what `Model.allocate` raises.
+    """
+    rmm = _rmm()
+    check_card("RMM", on_card=model.driver.device.driver == "cuda")
+    lending = Lending(model)
+
+    def allocate(size: int, _stream: Any) -> int:
+        return lending.allocate(size)
+
+    def deallocate(address: int, _size: int, _stream: Any) -> None:
+        lending.free(address)
+
+    return rmm.mr.PoolMemoryResource(
+        rmm.mr.CallbackMemoryResource(allocate, deallocate),
+        initial_pool_size=bytes_of("a pool", initial_bytes),
+        maximum_pool_size=None if maximum_bytes is None else bytes_of("a pool", maximum_bytes),
+    )
+
+
+@contextmanager
+def use(
+    model: Model, initial_bytes: int | str = INITIAL_BYTES, maximum_bytes: int | str | None = None
+) -> Iterator[Any]:
+    """Let RMM allocate from `model` inside the block, in all threads; yields the resource.
+
+    What was allocated keeps the pool, and with it all of its memory.
+    """
+    rmm = _rmm()
+    before = rmm.mr.get_current_device_resource()
+    resource = memory_resource(model, initial_bytes, maximum_bytes)
+    rmm.mr.set_current_device_resource(resource)
+    try:
+        yield resource
+    finally:
+        rmm.mr.set_current_device_resource(before)

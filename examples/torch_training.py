@@ -1,0 +1,95 @@
+"""A torch worker that trains a small model inside a limit, and meets it.
+
+python examples/torch_training.py [STEPS]     (MEMBROKER_ENDPOINT, or the default endpoint)
+
+On a card all that torch allocates is the broker's: weights, activations, gradients, workspaces. On the host twin,
+where torch has no pools, the weights and gradients stand in a borrowed buffer.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import membroker
+
+try:
+    import torch
+
+    from membroker.adapters.torch import TorchMemory, tensor
+except ImportError as error:
+    raise SystemExit(f"this example needs PyTorch: {error}") from None
+
+LIMIT = "256MiB"
+
+
+def small_model() -> Any:
+    """Return the model that is trained: it learns to add."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
+
+
+def train(module: Any, device: Any, steps: int) -> tuple[float, float]:
+    """Train, and return the first loss and the last."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.02)
+    losses = []
+    for _ in range(steps):
+        numbers = torch.randn(64, 8, device=device)
+        loss = torch.nn.functional.mse_loss(module(numbers), numbers.sum(1, keepdim=True))
+        optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses[0], losses[-1]
+
+
+def on_a_card(model: membroker.Model, steps: int) -> None:
+    """Train in the broker's memory, then ask for more than the limit."""
+    with TorchMemory(model) as memory:
+        with memory.use():
+            module = small_model().to(memory.device)
+            first, last = train(module, memory.device, steps)
+            print(f"trained {steps} steps, loss {first:.3f} to {last:.3f}; torch has {memory.lent >> 20} MiB")
+            brokered = all(memory.owns(weight.grad) for weight in module.parameters())
+            print(f"every gradient is the broker's: {brokered}", flush=True)
+            try:
+                torch.empty(1 << 30, dtype=torch.uint8, device=memory.device)
+            except torch.OutOfMemoryError:
+                print(f"refused by torch, which heard: {memory.last_denial}", flush=True)
+            again, last = train(module, memory.device, 1)
+            print(f"goes on all the same, loss {again:.3f}", flush=True)
+        del module
+
+
+def on_the_host(model: membroker.Model, steps: int) -> None:
+    """Train with weights and gradients in one borrowed buffer, then ask for more than the limit."""
+    module = small_model()
+    size = sum(2 * weight.nbytes for weight in module.parameters())
+    with model.allocate(size) as buffer:
+        offset = 0
+        for weight in module.parameters():
+            weight.data = tensor(buffer, weight.dtype, weight.shape, offset).copy_(weight.data)
+            weight.grad = tensor(buffer, weight.dtype, weight.shape, offset + weight.nbytes)
+            offset += 2 * weight.nbytes
+        first, last = train(module, "cpu", steps)
+        print(f"trained {steps} steps, loss {first:.3f} to {last:.3f}; in {buffer.extent_size >> 20} MiB")
+        places = [weight.grad.data_ptr() - buffer.address for weight in module.parameters()]
+        print(f"every gradient is the broker's: {all(0 <= place < size for place in places)}", flush=True)
+        try:
+            model.allocate("1GiB")
+        except membroker.OutOfMemory as error:
+            print(f"refused: {error}", flush=True)
+        again, last = train(module, "cpu", 1)
+        print(f"goes on all the same, loss {again:.3f}", flush=True)
+        del module, weight
+
+
+def main(steps: int) -> None:
+    """Train inside a limit."""
+    with membroker.connect() as client:
+        model = client.register_model("training", limit=LIMIT)
+        (on_the_host if client.driver == "host" else on_a_card)(model, steps)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 200)

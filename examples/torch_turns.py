@@ -1,0 +1,91 @@
+"""Two torch workers that serve in turns, one growing while the other shrinks, inside one limit for both.
+
+python examples/torch_turns.py     (MEMBROKER_ENDPOINT, or the default endpoint; a card or the host twin)
+
+Each keeps its cache in a pool: its addresses stay the same, the memory behind them comes and goes. No memory is
+promised to a worker; it goes where the work is.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+import membroker
+
+try:
+    import torch
+
+    from membroker.adapters.torch import tensor
+except ImportError as error:
+    raise SystemExit(f"this example needs PyTorch: {error}") from None
+
+PAGE = 4 << 20
+LIMIT = 8 * PAGE
+"""What both may hold together."""
+STEP = 4 * PAGE
+
+
+def worker(number: int, orders: Connection) -> None:
+    """Do as the conductor says: grow, shrink, serve; and say what came of it."""
+    with membroker.connect(client=f"worker-{number}") as client:
+        model = client.register_model("turns", virtual_capacity=LIMIT, limit=LIMIT)
+        with model.pool(page_size=PAGE) as pool:
+            for order in iter(orders.recv, "end"):
+                orders.send(obey(order, number, pool))
+
+
+def obey(order: str, number: int, pool: membroker.VirtualMemoryPool) -> str:
+    """Carry out one order."""
+    if order == "grow":
+        try:
+            pool.grow(STEP)
+        except membroker.OutOfMemory as error:
+            return f"worker {number} is refused: {error}"
+    if order == "shrink":
+        pool.deallocate(pool.physical_memory_usage - STEP, STEP)
+    if order == "serve":
+        return f"worker {number} serves with {pool.physical_memory_usage >> 20} MiB: {serve(number, pool)}"
+    return f"worker {number} has {pool.physical_memory_usage >> 20} MiB"
+
+
+def serve(number: int, pool: membroker.VirtualMemoryPool) -> int:
+    """Fill the cache and read it, as a request would."""
+    rows = pool.physical_memory_usage // (2 * 1024)
+    cache: Any = tensor(pool, torch.bfloat16, (rows, 1024))
+    cache.fill_(number)
+    return int(cache[::64].float().mean().item())
+
+
+def main() -> None:
+    """Conduct two workers: the first grows, the second is refused, then they pass the memory on, step by step."""
+    context = multiprocessing.get_context("spawn")  # neither CUDA nor a session survives a fork
+    ends, workers = [], []
+    for number in (1, 2):
+        mine, theirs = context.Pipe()
+        workers.append(context.Process(target=worker, args=(number, theirs)))
+        workers[-1].start()
+        theirs.close()
+        ends.append(mine)
+
+    def say(number: int, order: str) -> None:
+        ends[number - 1].send(order)
+        print(ends[number - 1].recv(), flush=True)
+
+    for number, order in ((1, "grow"), (1, "grow"), (1, "serve"), (2, "grow")):
+        say(number, order)
+    for _ in range(LIMIT // STEP):
+        say(1, "shrink")
+        say(2, "grow")
+        say(2, "serve")
+    for end in ends:
+        end.send("end")
+    for one in workers:
+        one.join()
+    sys.exit(max(abs(one.exitcode or 0) for one in workers))
+
+
+if __name__ == "__main__":
+    main()

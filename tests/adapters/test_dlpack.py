@@ -1,0 +1,403 @@
+"""Borrowed memory as tensors of NumPy and PyTorch, over the host driver and a real daemon: no copy, no dangling."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import tracemalloc
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from tests.daemons import MIB, Daemon, running, until
+
+import membroker
+from membroker.adapters import dlpack
+from membroker.adapters.dlpack import DlpackTensor, export
+from membroker.errors import ClosedError, InvalidOffset, InvalidRequest, NotMapped
+from membroker.model import Model
+from membroker.segment import publish_arrays
+
+np = pytest.importorskip("numpy", reason="DLPack is tested with NumPy: pip install numpy")
+
+PAGE = 2 * MIB
+NUMPYS = {"BOOL": "bool", "F16": "float16", "F32": "float32", "F64": "float64", "C64": "complex64"} | {
+    f"{letter}{bits}": f"{name}{bits}" for letter, name in (("U", "uint"), ("I", "int")) for bits in (8, 16, 32, 64)
+}
+FLOAT8 = ["F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"]
+
+
+@pytest.fixture(scope="module")
+def shared_daemon() -> Iterator[Daemon]:
+    with running() as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def client(shared_daemon: Daemon) -> Iterator[membroker.Client]:
+    """A client; at the end of the test everything that it borrowed has come back."""
+    with membroker.connect(str(shared_daemon.endpoint())) as client:
+        yield client
+    gc.collect()
+    until(lambda: shared_daemon.books().lent_bytes == 0)
+
+
+@pytest.fixture
+def model(client: membroker.Client) -> Model:
+    return client.register_model("llama", virtual_capacity="1GiB")
+
+
+@pytest.fixture
+def torch() -> Any:
+    return pytest.importorskip("torch", reason="this is a test with PyTorch: its CPU build is enough")
+
+
+def consume(tensor: DlpackTensor, by: str) -> Any:
+    """Import a tensor with one of the frameworks that run here, as its users would."""
+    return pytest.importorskip(by, reason=f"{by} is not installed").from_dlpack(tensor)
+
+
+frameworks = pytest.mark.parametrize("by", ["numpy", "torch"])
+
+
+class TestBytes:
+    @frameworks
+    def test_both_sides_see_the_same_bytes(self, model: Model, by: str) -> None:
+        """An engine puts its cache into borrowed memory: what the kernel writes is where the broker lent it."""
+        with model.allocate("1MiB") as buffer:
+            array = consume(export(buffer, "F32", (16, 3), offset=64), by)
+            assert tuple(array.shape) == (16, 3)
+            array[2, 1] = 1.5
+            assert np.frombuffer(buffer.view(), "<f4")[16 + 7] == 1.5
+            del array
+
+    @pytest.mark.parametrize(
+        ("dtype", "name"),
+        list(NUMPYS.items()),
+    )
+    @frameworks
+    def test_every_dtype_that_numpy_has(self, model: Model, by: str, dtype: str, name: str) -> None:
+        with model.allocate("1MiB") as buffer:
+            array = consume(export(buffer, dtype, (2, 3)), by)
+            assert str(array.dtype).removeprefix("torch.") == name
+            array.reshape(-1)[1:2] = 1
+            assert bytes(np.asarray(array).tobytes()) == bytes(buffer.view()[: 6 * array.itemsize])
+            del array
+
+    @pytest.mark.parametrize("dtype", ["BF16", *FLOAT8])
+    def test_dtypes_that_torch_has_beyond_numpys(self, model: Model, torch: Any, dtype: str) -> None:
+        """Weights are BF16, and quantised ones F8: ml_dtypes writes them, and PyTorch reads the same numbers."""
+        ml_dtypes = pytest.importorskip("ml_dtypes")
+        name = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"} | {
+            "F8_E8M0": "float8_e8m0fnu",
+            "F8_E4M3FNUZ": "float8_e4m3fnuz",
+            "F8_E5M2FNUZ": "float8_e5m2fnuz",
+        }
+        values = np.array([1.0, 2.0, 0.5, 4.0]).astype(getattr(ml_dtypes, name[dtype]))
+        with model.allocate("1MiB") as buffer:
+            buffer.view()[: values.nbytes] = values.tobytes()
+            tensor = torch.from_dlpack(export(buffer, dtype, (4,)))
+            assert tensor.dtype == getattr(torch, name[dtype])
+            assert tensor.to(torch.float32).tolist() == [1.0, 2.0, 0.5, 4.0]
+            del tensor
+
+    @pytest.mark.parametrize("dtype", ["BF16", *FLOAT8])
+    def test_numpy_refuses_what_it_has_not_and_keeps_nothing(self, model: Model, dtype: str) -> None:
+        """Which is NumPy's own sentence; `Segment.arrays` is the way to those with ml_dtypes."""
+        with model.allocate("1MiB") as buffer, pytest.raises((RuntimeError, BufferError), match="nsupported dtype"):
+            np.from_dlpack(export(buffer, dtype, (4,)))
+
+    @frameworks
+    def test_scalars_and_empty_tensors(self, model: Model, by: str) -> None:
+        """A checkpoint has both: a temperature of shape (), and an adapter of no rows at the very end."""
+        with model.allocate("1MiB") as buffer:
+            assert tuple(consume(export(buffer, "F32", ()), by).shape) == ()
+            assert tuple(consume(export(buffer, "F32", (0, 5), offset=MIB), by).shape) == (0, 5)
+
+    def test_a_range_of_a_pool(self, model: Model, torch: Any) -> None:
+        """A cache in a pool: only what is backed can be exported, and what is exported cannot be deallocated."""
+        with model.pool(page_size=PAGE) as pool:
+            pool.allocate(PAGE, 2 * PAGE)
+            tensor = torch.from_dlpack(export(pool, "BF16", (PAGE,), offset=PAGE))
+            tensor.fill_(1)
+            assert bytes(pool.view(3 * PAGE - 2, 2)) == b"\x80\x3f"
+            with pytest.raises(NotMapped):
+                export(pool, "U8", (1,), offset=0)
+            with pytest.raises(BufferError, match="still alive"):
+                pool.deallocate(2 * PAGE, PAGE)
+            del tensor
+            pool.deallocate(PAGE, 2 * PAGE)
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("dtype", "shape", "offset"),
+        [
+            ("F32", (MIB,), 0),
+            ("F32", (1,), MIB),
+            ("F32", (1,), -4),
+            ("U8", (1,), MIB),
+            ("F32", (1,), 2),
+            ("F4", (2,), 0),
+            ("float32", (1,), 0),
+            ("F32", (-1,), 0),
+            ("F32", (True,), 0),
+            ("F32", (1.0,), 0),
+            ("F32", (1 << 62, 1 << 62), 0),
+            ("F32", (0, 1 << 62), 0),
+            ("U8", (1,) * 33, 0),
+        ],
+    )
+    def test_what_does_not_lie_in_the_buffer(
+        self, model: Model, dtype: str, shape: tuple[int, ...], offset: int
+    ) -> None:
+        """A layout that was computed wrong is told so before a kernel runs over its neighbour."""
+        with model.allocate("1MiB") as buffer, pytest.raises(InvalidRequest):
+            export(buffer, dtype, shape, offset)
+
+    def test_a_pool_says_that_the_offset_is_wrong(self, model: Model) -> None:
+        with model.pool(page_size=PAGE, virtual_capacity=4 * PAGE) as pool, pytest.raises(InvalidOffset):
+            export(pool, "U8", (1,), offset=4 * PAGE)
+
+    def test_another_device_a_copy_a_stream(self, model: Model) -> None:
+        with model.allocate("1MiB") as buffer:
+            tensor = export(buffer, "U8", (4,))
+            for wish in ({"dl_device": (dlpack.CUDA, 0)}, {"copy": True}, {"stream": 1}):
+                with pytest.raises(BufferError):
+                    tensor.__dlpack__(**wish)  # type: ignore[arg-type]
+            with pytest.raises(AttributeError, match="CUDA array"):
+                tensor.__cuda_array_interface__
+            del tensor
+
+    def test_a_closed_buffer(self, model: Model) -> None:
+        buffer = model.allocate("1MiB")
+        buffer.close()
+        with pytest.raises(ClosedError):
+            export(buffer, "U8", (4,))
+
+    def test_without_numpy_there_is_a_sentence(self, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "numpy", None)
+        with model.allocate("1MiB") as buffer, pytest.raises(ImportError, match="pip install numpy"):
+            export(buffer, "U8", (4,))
+
+
+class TestReadOnly:
+    """Segments that are sealed, or were attached."""
+
+    @pytest.fixture
+    def sealed(self, model: Model, client: membroker.Client) -> Iterator[membroker.Segment]:
+        with publish_arrays(model, "weights", {"w": np.arange(8, dtype="<f4")}) as segment:
+            yield segment
+            client.delete_segment("llama/weights")
+
+    def test_numpy_honours_it(self, sealed: membroker.Segment, client: membroker.Client) -> None:
+        info = sealed.index()["w"]
+        with client.attach("llama/weights") as attached:
+            for segment in (sealed, attached):
+                array = np.from_dlpack(export(segment, info.dtype, info.shape, info.offset))
+                assert not array.flags.writeable
+                assert array.tolist() == list(range(8))
+                del array
+
+    def test_torch_reads_it_and_is_not_told(self, sealed: membroker.Segment, torch: Any) -> None:
+        """PyTorch has no read-only tensors: it takes it, without a copy, and a write would be a fault."""
+        info = sealed.index()["w"]
+        tensor = torch.from_dlpack(export(sealed, info.dtype, info.shape, info.offset))
+        assert tensor.data_ptr() == sealed.address + info.offset
+        assert tensor.sum().item() == 28
+        del tensor
+
+    def test_who_cannot_be_told_is_refused_or_lied_to_on_request(self, sealed: membroker.Segment) -> None:
+        """JAX asks for no version: nobody writes through it, so it may have the memory without the flag."""
+        info = sealed.index()["w"]
+        with pytest.raises(BufferError, match="ignore_read_only"):
+            export(sealed, info.dtype, info.shape, info.offset).__dlpack__()
+        tensor = export(sealed, info.dtype, info.shape, info.offset, ignore_read_only=True)
+        assert '"dltensor"' in repr(tensor.__dlpack__())
+
+    def test_a_writer_writes_by_tensors_and_seals_when_they_are_gone(
+        self, model: Model, client: membroker.Client, torch: Any
+    ) -> None:
+        """Weights are computed straight into a segment: a tensor that could still write them puts off the seal."""
+        with model.create_segment("made", "1MiB") as segment:
+            tensor = torch.from_dlpack(export(segment, "F32", (4,)))
+            tensor.copy_(torch.arange(4.0))
+            with pytest.raises(BufferError):
+                segment.seal()
+            del tensor
+            segment.seal()
+            assert np.from_dlpack(export(segment, "F32", (4,))).tolist() == [0, 1, 2, 3]
+        client.delete_segment("llama/made")
+
+
+class TestLives:
+    @frameworks
+    def test_closing_waits_for_the_last_tensor(self, shared_daemon: Daemon, model: Model, by: str) -> None:
+        """An engine closes its buffer while a request still computes on a slice of it: nothing is pulled away."""
+        buffer = model.allocate(PAGE)
+        array = consume(export(buffer, "U8", (PAGE,)), by)
+        part = array[7:9]
+        buffer.close()
+        assert buffer.closed
+        del array
+        part[:] = 3
+        assert part.tolist() == [3, 3]
+        assert shared_daemon.books().lent_bytes == PAGE
+        del part
+        until(lambda: shared_daemon.books().lent_bytes == 0)
+
+    @frameworks
+    def test_a_tensor_keeps_a_buffer_that_nobody_else_knows(self, shared_daemon: Daemon, model: Model, by: str) -> None:
+        array = consume(export(model.allocate(PAGE), "U8", (PAGE,)), by)
+        gc.collect()
+        array[:3] = 5
+        assert shared_daemon.books().lent_bytes == PAGE
+        del array
+        until(lambda: shared_daemon.books().lent_bytes == 0)
+
+    @frameworks
+    def test_a_client_that_closes_waits_too(self, shared_daemon: Daemon, by: str) -> None:
+        client = membroker.connect(str(shared_daemon.endpoint()))
+        array = consume(export(client.register_model("short").allocate(PAGE), "U8", (PAGE,)), by)
+        client.close()
+        array[:3] = 5
+        assert shared_daemon.books().lent_bytes == PAGE
+        del array
+        until(lambda: shared_daemon.books().lent_bytes == 0)
+
+    @pytest.mark.parametrize("version", [None, (0, 8), (1, 0), (2, 0)])
+    def test_a_capsule_that_nobody_consumes(
+        self, shared_daemon: Daemon, model: Model, version: tuple[int, int] | None
+    ) -> None:
+        buffer = model.allocate(PAGE)
+        capsule = export(buffer, "BF16", (4,)).__dlpack__(max_version=version)
+        buffer.close()
+        assert shared_daemon.books().lent_bytes == PAGE
+        del capsule
+        until(lambda: shared_daemon.books().lent_bytes == 0)
+
+    def test_a_capsule_is_consumed_once(self, model: Model, torch: Any) -> None:
+        with model.allocate("1MiB") as buffer:
+            capsule = export(buffer, "U8", (4,)).__dlpack__()
+            tensor = torch.from_dlpack(capsule)
+            assert "used_dltensor" in repr(capsule)
+            with pytest.raises((RuntimeError, ValueError)):
+                torch.from_dlpack(capsule)
+            del capsule, tensor
+
+    def test_each_consumer_gets_a_capsule_of_its_own(self, model: Model, torch: Any) -> None:
+        with model.allocate("1MiB") as buffer:
+            tensor = export(buffer, "I32", (4,))
+            one, other = torch.from_dlpack(tensor), np.from_dlpack(tensor)
+            one[1] = 7
+            assert other.tolist() == [0, 7, 0, 0]
+            del tensor, one, other
+
+    @frameworks
+    def test_the_last_tensor_dies_in_another_thread(self, shared_daemon: Daemon, model: Model, by: str) -> None:
+        """An engine's worker drops its tensors wherever it ends, while other threads use the client."""
+        buffer = model.allocate(PAGE)
+        arrays = [consume(export(buffer, "U8", (16,), offset=16 * i), by) for i in range(32)]
+        buffer.close()
+        threads = [threading.Thread(target=lambda: arrays.pop() is None) for _ in range(32)]
+        for thread in threads:
+            thread.start()
+        model.stats()
+        for thread in threads:
+            thread.join()
+        until(lambda: shared_daemon.books().lent_bytes == 0)
+
+    @pytest.mark.parametrize("by", ["numpy", "torch", "nobody"])
+    def test_an_exception_survives_the_tensor_that_it_throws_away(self, model: Model, by: str) -> None:
+        """A tensor that waits on the interpreter's stack dies while the exception is on its way.
+
+        A deleter in Python would run at that moment, and lose it: "error return without exception set".
+        """
+        with model.allocate("1MiB") as buffer:
+            tensor = export(buffer, "U8", (4,))
+            make = DlpackTensor.__dlpack__ if by == "nobody" else partial(consume, by=by)
+            with pytest.raises(ZeroDivisionError):
+                print(make(tensor), 1 / 0)
+            del tensor
+
+    def test_an_owner_of_any_kind_is_let_go_of_once(self) -> None:
+        """`DlpackTensor` itself knows nothing of brokers: it keeps what it is given."""
+
+        class Owner:
+            memory = (ctypes.c_float * 4)(1, 2, 3, 4)
+
+        owner = Owner()
+        gone = weakref.ref(owner)
+        tensor = DlpackTensor(owner, ctypes.addressof(Owner.memory), (2, 2), "F32", (dlpack.CPU, 0))
+        del owner
+        array = np.from_dlpack(tensor)
+        del tensor
+        assert array.tolist() == [[1, 2], [3, 4]]
+        assert gone() is not None
+        del array
+        assert gone() is None
+
+    @frameworks
+    def test_ten_thousand_exports_leave_nothing(self, model: Model, by: str) -> None:
+        with model.allocate("1MiB") as buffer:
+
+            def export_some(count: int) -> None:
+                for number in range(count):
+                    consume(export(buffer, "F32", (number % 97 + 1, 3), offset=4 * (number % 89)), by)
+
+            export_some(1000)
+            gc.collect()
+            tracemalloc.start()
+            try:
+                export_some(1000)
+                gc.collect()
+                before = tracemalloc.get_traced_memory()[0]
+                export_some(10_000)
+                gc.collect()
+                grown = tracemalloc.get_traced_memory()[0] - before
+            finally:
+                tracemalloc.stop()
+            assert grown < 20_000, f"10,000 exports left {grown} bytes"
+            assert not buffer._holding.views.any()
+
+
+def test_tensors_that_outlive_the_interpreter(shared_daemon: Daemon) -> None:
+    """A program ends with tensors in its globals, in a cycle, and in a thread: no crash, no word on stderr."""
+    pytest.importorskip("torch")
+    code = f"""
+        import threading, numpy, torch, membroker
+        from membroker.adapters.dlpack import export
+        client = membroker.connect({str(shared_daemon.endpoint())!r})
+        buffer = client.register_model("last").allocate("1MiB")
+        tensor = torch.from_dlpack(export(buffer, "BF16", (4,)))
+        array = numpy.from_dlpack(export(buffer, "F32", (4,)))
+        capsule = export(buffer, "F32", (4,)).__dlpack__()
+        cycle = [tensor, array]
+        cycle.append(cycle)
+        kept = torch.nn.Parameter(torch.from_dlpack(export(buffer, "F32", (4,))))
+        threading.Thread(target=lambda _tensor: threading.Event().wait(), args=(tensor,), daemon=True).start()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    until(lambda: shared_daemon.books().lent_bytes == 0)
+
+
+def test_what_a_card_would_hand_out() -> None:
+    """The memory of card 1, as far as no card is needed: the device in the capsule, and the CUDA array interface."""
+    tensor = DlpackTensor(None, 0x7F00_0000_0000, (2, 3), "F16", (dlpack.CUDA, 1), read_only=True)
+    assert tensor.__dlpack_device__() == (2, 1)
+    interface = {"shape": (2, 3), "typestr": "<f2", "data": (0x7F00_0000_0000, True), "version": 3}
+    assert tensor.__cuda_array_interface__ == interface
+    capsule = tensor.__dlpack__(stream=2, max_version=(1, 0), dl_device=(2, 1))
+    assert '"dltensor_versioned"' in repr(capsule)
+    inside = dlpack._ManagedVersioned.from_address(dlpack._pointer_in(capsule, b"dltensor_versioned"))
+    assert (inside.tensor.device_type, inside.tensor.device_id, inside.flags) == (2, 1, 1)
+    assert (inside.tensor.data, inside.tensor.code, inside.tensor.bits) == (0x7F00_0000_0000, 2, 16)
+    with pytest.raises(AttributeError, match="BF16"):
+        DlpackTensor(None, 0x1000, (2,), "BF16", (dlpack.CUDA, 1)).__cuda_array_interface__

@@ -1,0 +1,295 @@
+"""The adapters that need a card, as far as they go without one, and JAX over the host driver where it is installed.
+
+What allocates for CuPy, RMM and Numba is one class, `Lending`, which is tested here over the host driver and a real
+daemon. The frameworks themselves are tested on a card (tests/gpu/test_frameworks_on_gpu.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.daemons import MIB, Daemon, running, until
+
+import membroker
+from membroker.adapters import cupy as cupy_adapter
+from membroker.adapters import jax as jax_adapter
+from membroker.adapters import numba as numba_adapter
+from membroker.adapters import rmm as rmm_adapter
+from membroker.adapters._lending import ALIGNMENT, Lending
+from membroker.errors import InvalidRequest, OutOfMemory
+from membroker.model import Model
+from membroker.segment import publish_arrays
+
+PAGE = 2 * MIB
+
+
+@pytest.fixture(scope="module")
+def shared_daemon() -> Iterator[Daemon]:
+    with running() as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def client(shared_daemon: Daemon) -> Iterator[membroker.Client]:
+    """A client; at the end of the test everything that it borrowed has come back."""
+    with membroker.connect(str(shared_daemon.endpoint())) as client:
+        yield client
+    gc.collect()
+    until(lambda: shared_daemon.books().lent_bytes == 0)
+
+
+@pytest.fixture
+def model(client: membroker.Client) -> Model:
+    return client.register_model("llama", virtual_capacity="1GiB")
+
+
+def limited(client: membroker.Client, limit: str) -> Model:
+    return client.register_model(f"limited-{limit.lower()}", limit=limit)
+
+
+class TestAbsent:
+    """Each adapter can be imported without its framework, and says what to install when it is used."""
+
+    @pytest.mark.parametrize(
+        ("package", "use", "sentence"),
+        [
+            ("cupy", lambda model: cupy_adapter.memory_pool(model), "needs CuPy: pip install cupy-cuda13x"),
+            ("cupy", lambda model: cupy_adapter.array(model.allocate(1), "U8", (1,)), "needs CuPy: pip install cupy"),
+            ("rmm", lambda model: rmm_adapter.memory_resource(model), "needs RMM: pip install rmm-cu13"),
+            ("numba.cuda", lambda model: numba_adapter.use(model), "needs Numba with CUDA: pip install 'numba-cuda"),
+            ("jax", lambda model: jax_adapter.array(model.allocate(1), "U8", (1,)), "needs JAX: pip install 'jax"),
+        ],
+    )
+    def test_a_plain_sentence(
+        self, model: Model, monkeypatch: pytest.MonkeyPatch, package: str, use: Callable[[Model], Any], sentence: str
+    ) -> None:
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(ImportError, match=sentence):
+            use(model)
+
+    def test_the_adapters_import_no_framework(self) -> None:
+        """Their names are those of the frameworks: none may import itself, or the framework before it is wanted."""
+        names = ("cupy", "rmm", "numba", "jax")
+        before = set(sys.modules)
+        for name in names:
+            importlib.reload(sys.modules[f"membroker.adapters.{name}"])
+        assert not {name for name in names if name in sys.modules} - before
+
+    @pytest.mark.parametrize(
+        ("package", "use"),
+        [
+            ("cupy", lambda model: cupy_adapter.memory_pool(model)),
+            ("cupy", lambda model: cupy_adapter.array(model.allocate(1), "U8", (1,))),
+            ("rmm", lambda model: rmm_adapter.memory_resource(model)),
+            ("numba.cuda", lambda model: numba_adapter.memory_manager(model)),
+            ("numba.cuda", lambda model: numba_adapter.array(model.allocate(1), "U8", (1,))),
+        ],
+    )
+    def test_the_host_twin_is_no_card(
+        self, model: Model, monkeypatch: pytest.MonkeyPatch, package: str, use: Callable[[Model], Any]
+    ) -> None:
+        """A developer's laptop with the framework installed and the twin behind the broker."""
+        monkeypatch.setitem(sys.modules, package, SimpleNamespace())
+        with pytest.raises(InvalidRequest, match="works on a card"):
+            use(model)
+
+
+class TestLending:
+    """What stands behind the malloc and the free of CuPy's pool, RMM's and Numba."""
+
+    def test_small_blocks_share_a_buffer(self, shared_daemon: Daemon, model: Model) -> None:
+        """A thousand small arrays are one round trip to the broker and one charge, not two gigabytes."""
+        lending = Lending(model)
+        addresses = [lending.allocate(1 + 7 * number) for number in range(1000)]
+        assert all(address % ALIGNMENT == 0 for address in addresses)
+        assert shared_daemon.books().lent_bytes == lending.held_bytes == 32 * MIB
+        for address in addresses:
+            lending.free(address)
+        until(lambda: shared_daemon.books().lent_bytes == 0)
+        assert lending.used_bytes == lending.held_bytes == 0
+
+    def test_a_large_block_has_a_buffer_of_its_own(self, shared_daemon: Daemon, model: Model) -> None:
+        lending = Lending(model)
+        address = lending.allocate(40 * MIB + 1)
+        assert shared_daemon.books().lent_bytes == 42 * MIB
+        lending.free(address)
+        until(lambda: shared_daemon.books().lent_bytes == 0)
+
+    def test_nothing_is_no_address(self, model: Model) -> None:
+        lending = Lending(model)
+        assert lending.allocate(0) == 0
+        lending.free(0)
+        assert lending.held_bytes == 0
+
+    def test_what_was_just_freed_can_be_borrowed_again(self, client: membroker.Client) -> None:
+        """A framework frees its cache because it was refused, and asks again at once: the answer waits for that."""
+        lending = Lending(limited(client, "34MiB"))
+        for _ in range(20):
+            address = lending.allocate(34 * MIB)
+            with pytest.raises(OutOfMemory):
+                lending.allocate(1)
+            lending.free(address)
+        lending.take_back()
+
+    def test_a_model_with_little_gets_less_than_a_chunk(self, client: membroker.Client) -> None:
+        lending = Lending(limited(client, "4MiB"))
+        one, other = lending.allocate(MIB), lending.allocate(2 * MIB)
+        assert lending.held_bytes == 4 * MIB
+        with pytest.raises(OutOfMemory) as refused:
+            lending.allocate(3 * MIB)
+        assert refused.value.level == "model"
+        lending.free(one)
+        lending.free(other)
+        lending.take_back()
+
+    def test_the_device_is_waited_for_before_memory_is_used_again(
+        self, model: Model, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A kernel still reads the block that was freed: the next one that gets it must not write before."""
+        lending = Lending(model)
+        kept, first = lending.allocate(512), lending.allocate(512)
+        waits: list[int] = []
+        monkeypatch.setattr(model, "later", lambda work: None, raising=True)
+        monkeypatch.setattr(model.driver, "synchronize", lambda: waits.append(1))
+        lending.free(first)
+        assert waits == []
+        assert lending.allocate(512) == first
+        assert waits == [1]
+        monkeypatch.undo()
+        for address in (kept, first):
+            lending.free(address)
+
+    def test_free_takes_no_lock(self, model: Model) -> None:
+        """The garbage collector may run a framework's finalizer in a thread that is inside the allocator."""
+        lending = Lending(model)
+        address = lending.allocate(512)
+        with lending._lock, lending._returning:
+            lending.free(address)
+        lending.take_back()
+        assert lending.held_bytes == 0
+
+    def test_a_client_that_closes_pulls_nothing_away(self, shared_daemon: Daemon) -> None:
+        client = membroker.connect(str(shared_daemon.endpoint()))
+        lending = Lending(client.register_model("short"))
+        address = lending.allocate(512)
+        client.close()
+        ctypes.memset(address, 7, 512)
+        assert shared_daemon.books().lent_bytes == 32 * MIB
+        lending.free(address)
+        until(lambda: shared_daemon.books().lent_bytes == 0)
+
+    def test_blocks_never_overlap(self, model: Model) -> None:
+        """Four threads allocate and free at random; each block keeps the bytes that its owner wrote."""
+        seed = random.randrange(1 << 32)
+        print(f"seed {seed}")
+        lending = Lending(model, "4MiB")
+        faults: list[str] = []
+
+        def churn(number: int) -> None:
+            chance = random.Random(seed + number)
+            mine: list[tuple[int, int, int]] = []
+            for turn in range(400):
+                if mine and chance.random() < 0.5:
+                    address, size, mark = mine.pop(chance.randrange(len(mine)))
+                    if ctypes.string_at(address, size) != bytes([mark]) * size:
+                        faults.append(f"thread {number}, turn {turn}: {size} bytes at {address:#x}")
+                    lending.free(address)
+                else:
+                    size, mark = chance.choice([1, 100, 5000, 300_000, 3 * MIB]), chance.randrange(256)
+                    address = lending.allocate(size)
+                    ctypes.memset(address, mark, size)
+                    mine.append((address, size, mark))
+                    if len(mine) > 12:
+                        lending.free(mine.pop(0)[0])
+            for address, _, _ in mine:
+                lending.free(address)
+
+        threads = [threading.Thread(target=churn, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert faults == []
+        lending.take_back()
+        assert lending.used_bytes == lending.held_bytes == 0
+
+
+class TestRmm:
+    """RMM's two resources are stood in for: what is tested is what they are given, and what is put back."""
+
+    @pytest.fixture
+    def rmm(self, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+        current: list[Any] = ["what was before"]
+        mr = SimpleNamespace(
+            CallbackMemoryResource=lambda allocate, deallocate: SimpleNamespace(a=allocate, d=deallocate),
+            PoolMemoryResource=lambda upstream, **sizes: SimpleNamespace(upstream=upstream, **sizes),
+            get_current_device_resource=lambda: current[-1],
+            set_current_device_resource=current.append,
+        )
+        monkeypatch.setitem(sys.modules, "rmm", SimpleNamespace(mr=mr))
+        monkeypatch.setattr(rmm_adapter, "check_card", lambda name, on_card: None)
+        return mr
+
+    def test_a_pool_begins_small_and_borrows_by_callbacks(
+        self, shared_daemon: Daemon, model: Model, rmm: SimpleNamespace
+    ) -> None:
+        """Left to itself RMM's pool begins with half of the card."""
+        with rmm_adapter.use(model, maximum_bytes="128MiB") as pool:
+            assert rmm.get_current_device_resource() is pool
+            assert (pool.initial_pool_size, pool.maximum_pool_size) == (64 * MIB, 128 * MIB)
+            address = pool.upstream.a(64 * MIB, None)
+            ctypes.memset(address, 1, 64 * MIB)
+            assert shared_daemon.books().lent_bytes == 64 * MIB
+            with pytest.raises(MemoryError):
+                pool.upstream.a(1 << 40, None)
+            pool.upstream.d(address, 64 * MIB, None)
+            until(lambda: shared_daemon.books().lent_bytes == 0)
+        assert rmm.get_current_device_resource() == "what was before"
+
+
+class TestJax:
+    @pytest.fixture(autouse=True)
+    def jax(self) -> Any:
+        return pytest.importorskip("jax", reason="JAX is not installed: pip install jax")
+
+    def test_weights_of_a_segment(self, client: membroker.Client, model: Model, jax: Any) -> None:
+        """A sealed segment is what JAX wants: constant. The array keeps it mapped after everybody closed it."""
+        np = pytest.importorskip("numpy")
+        weights = {"w": np.arange(1 << 20, dtype="<f4")}
+        segment = publish_arrays(model, "weights", weights, metadata={"pad": "x" * 1000})
+        offset = segment.index()["w"].offset
+        aligned = -(-offset // 64) * 64
+        array = jax_adapter.array(segment, "F32", (1000, 1000), aligned)
+        assert array.unsafe_buffer_pointer() == segment.address + aligned
+        segment.close()
+        client.delete_segment("llama/weights")
+        assert float(array[0, 1] - array[0, 0]) == 1.0
+        assert model.stats().books["device"].used > 0
+        jax.block_until_ready(array)
+        del array
+        gc.collect()
+        until(lambda: model.stats().books["device"].used == 0)
+
+    @pytest.mark.parametrize("dtype", ["BF16", "F16", "I32", "U8", "BOOL", "C64"])
+    def test_dtypes(self, model: Model, dtype: str) -> None:
+        with model.allocate("1MiB") as buffer:
+            array = jax_adapter.array(buffer, dtype, (4, 4))
+            assert array.shape == (4, 4)
+            del array
+            gc.collect()
+
+    def test_what_jax_would_copy(self, model: Model, jax: Any) -> None:
+        with model.allocate("1MiB") as buffer:
+            with pytest.raises(InvalidRequest, match="jax_enable_x64"):
+                jax_adapter.array(buffer, "F64", (4,))
+            with pytest.raises(InvalidRequest, match="aligned"):
+                jax_adapter.array(buffer, "F32", (4,), offset=4)

@@ -1,0 +1,74 @@
+"""The examples for PyTorch, run as their reader would run them, against a real daemon on the host twin."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.daemons import Daemon, until
+
+pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PAGE = ROOT / "docs" / "frameworks.md"
+
+
+def run(daemon: Daemon, name: str, *arguments: str) -> list[str]:
+    """Run an example, and return the lines that it wrote; it ends well and without a complaint."""
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    until(lambda: not daemon.sessions() and daemon.books().lent_bytes == 0)
+    return done.stdout.splitlines()
+
+
+def test_the_blocks_of_the_page_run(daemon: Daemon, tmp_path: Path) -> None:
+    """The ones for PyTorch that need no card, one after the other, in one process."""
+    section = PAGE.read_text().split("\n## PyTorch\n")[1].split("\n## ")[0]
+    blocks = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    runnable = [block for block in blocks if "TorchMemory" not in block]
+    assert (len(blocks), len(runnable)) == (3, 2)
+    page = tmp_path / "page.py"
+    page.write_text("\n".join(runnable))
+    assert run(daemon, str(page)) == ["(1, 3, 64)"]
+
+
+def test_training_inside_a_limit(daemon: Daemon) -> None:
+    """It learns, its gradients are borrowed, and the refusal is a sentence that it survives."""
+    trained, gradients, refused, on = run(daemon, "torch_training.py", "50")
+    first, last = trained.split("loss ")[1].split(";")[0].split(" to ")
+    assert float(last) < float(first) / 2
+    assert gradients == "every gradient is the broker's: True"
+    assert "may hold 256.0 MiB" in refused
+    assert on.startswith("goes on all the same")
+
+
+def test_two_serve_in_turns(daemon: Daemon) -> None:
+    """The second is refused until the first gives back; at the end the memory has changed hands."""
+    lines = run(daemon, "torch_turns.py")
+    assert lines[:3] == ["worker 1 has 16 MiB", "worker 1 has 32 MiB", "worker 1 serves with 32 MiB: 1"]
+    assert lines[3].startswith("worker 2 is refused: the model tenants/red/models/turns may hold 32.0 MiB")
+    assert lines[4:] == [
+        "worker 1 has 16 MiB",
+        "worker 2 has 16 MiB",
+        "worker 2 serves with 16 MiB: 2",
+        "worker 1 has 0 MiB",
+        "worker 2 has 32 MiB",
+        "worker 2 serves with 32 MiB: 2",
+    ]
+
+
+def test_many_workers_with_weights_that_stand_once(daemon: Daemon) -> None:
+    """Three processes over the same bytes answer as the one that has its own."""
+    kind, published, alike, charged = run(daemon, "torch_shared_weights.py", "3")
+    assert kind in ("the model is Small", "the model is LlamaForCausalLM")
+    assert published.endswith("in 2 MiB")
+    assert alike.startswith("3 of 3 workers answer [")
+    assert len(set(alike.split("[")[1].rstrip("]").split(", "))) > 3, "an answer that wrong weights would hardly give"
+    assert charged == "the model is charged 2 MiB, once for all"
