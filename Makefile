@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check format proto proto-check sim fuzz bench test-system test-gpu clean
+.PHONY: help demo test quick check format proto proto-check sim fuzz bench bench-gpu test-system test-gpu clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $(STAMP)
 
-demo: $(STAMP)  ## the main job in a minute: trade, refusal, death (no GPU, no root)
+demo: $(STAMP)  ## the main job in a minute: sharing, trade, refusal, death (no GPU, no root)
 	$(BIN)/membroker demo
 
 test: $(STAMP)  ## every test that needs neither root nor a GPU
@@ -40,9 +40,15 @@ bench: $(STAMP)  ## what the broker costs here, beside bare echoes: make bench O
 test-system: $(STAMP)  ## the tests that need root
 	$(BIN)/python -m pytest -m root
 
-# On the machine with the card, with its own python3 and packages: nothing is installed.
-test-gpu:  ## the tests that need a real NVIDIA GPU, with this machine's own python3
-	PYTHONPATH=client:broker:$$PYTHONPATH python3 -m pytest -p no:cacheprovider -m gpu tests/gpu
+# On the machine with the card, with its own interpreter and packages: nothing is installed, and pytest-timeout may be
+# missing. A test that hangs says where it stands after four minutes.
+test-gpu:  ## the tests that need a real NVIDIA GPU, with this machine's own python3 (two GPUs: NCCL too)
+	PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker:$$PYTHONPATH" $(PYTHON) -m pytest -p no:cacheprovider \
+	  -o faulthandler_timeout=240 -W "ignore:Unknown config option" -m gpu tests/gpu
+
+# As test-gpu: on the machine with the card, nothing is installed.
+bench-gpu:  ## what the broker costs on a card: make bench-gpu OPTIONS='--json FILE --plot FILE --markdown'
+	PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker:$(CURDIR):$$PYTHONPATH" $(PYTHON) -m benchmarks.gpu $(OPTIONS)
 
 check: $(STAMP) proto-check  ## format, lint, types, import contracts, stale stubs
 	$(BIN)/ruff format --check .

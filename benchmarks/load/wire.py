@@ -57,11 +57,13 @@ class RawSession:
         while True:
             packet = handoff.receive(self._socket)
             handoff.close_all(packet.descriptors)
-            if packet.frame.HasField("reply"):
+            delivery = packet.frame.delivery
+            if packet.frame.HasField("reply"):  # a refusal: other replies come with the last delivery
                 _granted(packet.frame.reply)
+            ids += delivery.extent_ids
+            self._send(Frame(request_id=frame.request_id, ack=Ack(part=delivery.part)))
+            if delivery.HasField("reply"):
                 return ids
-            ids += packet.frame.delivery.extent_ids
-            self._send(Frame(request_id=frame.request_id, ack=Ack(part=packet.frame.delivery.part)))
 
     def release(self, ids: Sequence[int]) -> None:
         """Give extents back, and wait for the broker's word."""

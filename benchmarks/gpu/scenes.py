@@ -1,0 +1,371 @@
+"""What is measured: five scenes, each with daemons of its own, and in each the driver in process beside the broker.
+
+Owns the story of a run and the names of its rows. What is compared is measured in turns, a moment after each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from membroker import Client
+from membroker.session import Session
+from membroker.v1 import broker_pb2
+from membroker.vmm.sizes import GIB, MIB, format_size
+
+from .bare import Bare, close_all, free_bytes, open_bare
+from .crew import crew
+from .daemon import Daemon, difference, running
+from .figures import (
+    ATTACH,
+    EXTENTS,
+    IN_PROCESS,
+    PAGES,
+    POOL,
+    WORKERS,
+    Counts,
+    Row,
+    Section,
+    Times,
+    brokered,
+    crowd_row,
+    hits,
+    row,
+    share,
+)
+from .works import (
+    AttachedSegment,
+    BareExtent,
+    BareImport,
+    BarePages,
+    BorrowedExtent,
+    Keeper,
+    PoolGrowth,
+    PoolPages,
+    Work,
+    connect,
+    timed,
+)
+
+TRANSPORTS = ("handoff", "grpc")
+MODEL = "bench"
+SIZES = (2 * MIB, 64 * MIB, GIB)
+GROWN = GIB
+PAGE_SIZES = (2 * MIB, 64 * MIB)
+SEGMENTS = (GIB, 16 * GIB, 64 * GIB)
+GAP_MS = 2.0
+KEPT_FREE = 2 * GIB
+"""What a segment must leave of the card, for contexts and the broker's gate."""
+WARM_UP = 10
+WARM_UP_AGAIN = 2
+
+IMPORT = "import and map alone"
+PAGE_BY_PAGE = "driver in process, access page by page"
+
+Tell = Callable[[str], None]
+"""Told what is being done now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much of it: seconds of a turn, how many turns, and how many processes work at once."""
+
+    seconds: float
+    rounds: int
+    workers: Sequence[int]
+    worker_seconds: float
+    worker_rounds: int
+    look_seconds: float
+
+
+FULL = Scale(seconds=0.45, rounds=3, workers=(1, 2, 4, 8, 16, 32), worker_seconds=1, worker_rounds=2, look_seconds=1)
+QUICK = Scale(seconds=0.01, rounds=1, workers=(1, 2), worker_seconds=0.1, worker_rounds=1, look_seconds=0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to do a work: whose row it is, and for the broker's, which daemon it asks and how."""
+
+    by: str
+    work: Work
+    daemon: Daemon | None = None
+    transport: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A session with a daemon."""
+
+    daemon: Daemon
+    transport: str
+    client: Client
+
+    @property
+    def by(self) -> str:
+        """Whose row it is."""
+        return brokered(self.transport, self.daemon.stock)
+
+    def way(self, work: Work) -> Way:
+        """Return the way that goes here."""
+        return Way(self.by, work, self.daemon, self.transport)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What every scene gets: the kind of driver, how much to do, and whom to tell."""
+
+    driver: str
+    scale: Scale
+    tell: Tell
+
+    def measure(self, section: Section, work: str, ways: Sequence[Way], extents: int = 0) -> None:
+        """Measure the ways of one work in turns, first in a tight loop, then with a gap; add their rows.
+
+        The first way is the one that the others are compared with. `extents` is how many one work asks for; at 0
+        nothing is asked of the broker.
+        """
+        for gap_ms in (0.0, GAP_MS):
+            taken = {way.by: Times() for way in ways}
+            counted: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {way.by: {} for way in ways}
+            for number in range(self.scale.rounds):
+                pace = f"a gap of {gap_ms:g} ms" if gap_ms else "no gap"
+                self.tell(f"{section.key}: {work}, {pace}, turn {number + 1} of {self.scale.rounds}")
+                for way in ways:
+                    times, counts = self._turn(way, gap_ms / 1e3, WARM_UP_AGAIN if number else WARM_UP)
+                    taken[way.by].add(times)
+                    for key, value in counts.items():
+                        counted[way.by][key] = counted[way.by].get(key, 0.0) + value
+            base: Row | None = None
+            for way in ways:
+                section.rows.append(_row(way, work, gap_ms, taken[way.by], counted[way.by], base, extents))
+                base = base or section.rows[-1]
+
+    def _turn(self, way: Way, gap_seconds: float, warm_up: int) -> tuple[Times, Counts]:
+        timed(way.work, 0, at_least=min(warm_up, 2) if self.scale.rounds == 1 else warm_up)
+        before = way.daemon.counts() if way.daemon else {}
+        times = timed(way.work, self.scale.seconds, gap_seconds, at_least=2)
+        after = way.daemon.counts() if way.daemon else {}
+        return times, difference(before, after)
+
+
+def _row(way: Way, work: str, gap_ms: float, times: Times, counts: Counts, base: Row | None, extents: int) -> Row:
+    if way.daemon is None or not extents:
+        return row(work, gap_ms, way.by, times, base)
+    asked, stock = extents * len(times.take), way.daemon.stock
+    where = share(counts, times, way.transport, extents=asked, stock=stock)
+    return row(work, gap_ms, way.by, times, base, hits(counts, asked) if stock else None, where)
+
+
+# --- the scenes ---
+
+
+def one_extent(stage: Stage) -> Iterator[Section]:
+    """Take and give back one extent."""
+    section = Section(
+        EXTENTS,
+        "One extent: allocate and map, free",
+        "In process: reserve, create, map, set access; then synchronize, unmap, release, and free the addresses. By "
+        "the broker: Model.allocate, and Buffer.close. 'import and map alone' is what a borrower's own driver does: "
+        "the rest of a borrowed allocation is the broker and the way to it. Its free frees no memory. Each size has "
+        "daemons of its own, so that the stock is of that size.",
+        ("allocate", "free"),
+    )
+    yield section
+    with bare_driver(stage.driver) as bare:
+        for size in SIZES:
+            with routes(stage) as sessions, ExitStack() as stack:
+                imported = BareImport(bare, [(bare.export(size), size)], read_only=False)
+                stack.callback(imported.close)
+                ways = [Way(IN_PROCESS, BareExtent(bare, size)), Way(IMPORT, imported)]
+                for route in sessions:
+                    ways.append(route.way(BorrowedExtent(route.client.register_model(MODEL), size)))
+                stage.measure(section, format_size(size), ways, extents=1)
+
+
+def pages(stage: Stage) -> Iterator[Section]:
+    """Grow and shrink by many pages."""
+    section = Section(
+        PAGES,
+        f"{format_size(GROWN)} by pages: grow and shrink",
+        "In addresses that stay reserved. In process: create and map each page and set the access of all at the end, "
+        "or of each as it comes; then synchronize, unmap all in one call, release each. By the broker: a pool's "
+        "allocate and deallocate, without spare pages. x is to the first. Each size has daemons of its own.",
+        ("grow", "shrink"),
+    )
+    yield section
+    with bare_driver(stage.driver) as bare:
+        for page in PAGE_SIZES:
+            with routes(stage) as sessions, ExitStack() as stack:
+                at_once = BarePages(bare, GROWN, page, access_each=False)
+                stack.callback(at_once.close)
+                each = BarePages(bare, GROWN, page, access_each=True)
+                stack.callback(each.close)
+                ways = [Way(IN_PROCESS, at_once), Way(PAGE_BY_PAGE, each)]
+                for route in sessions:
+                    model = route.client.register_model(MODEL)
+                    pool = stack.enter_context(model.pool(page_size=page, virtual_capacity=GROWN))
+                    ways.append(route.way(PoolPages(pool, GROWN)))
+                stage.measure(section, pages_of(page), ways, extents=GROWN // page)
+
+
+def pages_of(page: int) -> str:
+    """Return how the rows of growth by such pages are called."""
+    return f"{format_size(GROWN)} by {format_size(page)}"
+
+
+SPARE_PAGE = f"one page of {format_size(PAGE_SIZES[0])}"
+SPARE_GROWTH = f"grow by a page of {format_size(PAGE_SIZES[0])}"
+SPARE_GIB = pages_of(PAGE_SIZES[0])
+
+
+def cached(stage: Stage) -> Iterator[Section]:
+    """Take from what a pool holds."""
+    section = Section(
+        POOL,
+        "From what a pool holds: nobody is asked",
+        "A pool with spare pages, all of them prepared. Beside it the driver in process, which creates and maps.",
+        ("allocate", "deallocate"),
+    )
+    yield section
+    page, count = PAGE_SIZES[0], GROWN // PAGE_SIZES[0]
+    with bare_driver(stage.driver) as bare, running(stage.driver, stock=False) as daemon, ExitStack() as stack:
+        model = stack.enter_context(connect(daemon.endpoint, TRANSPORTS[0])).register_model(MODEL)
+        fresh = BarePages(bare, GROWN, page, access_each=False)
+        stack.callback(fresh.close)
+        bares: Mapping[str, Work] = {
+            SPARE_PAGE: BareExtent(bare, page),
+            SPARE_GROWTH: BareExtent(bare, page),
+            SPARE_GIB: fresh,
+        }
+        for work, beside in bares.items():
+            with model.pool(page_size=page, virtual_capacity=GROWN, spare_pages=count) as pool:
+                pool.prepare(GROWN)
+                held: Work = PoolGrowth(pool) if work == SPARE_GROWTH else PoolPages(pool, GROWN)
+                if work == SPARE_PAGE:
+                    held = PoolPages(pool, page)
+                stage.measure(section, work, [Way(IN_PROCESS, beside), Way("pool", held)])
+
+
+def attach(stage: Stage) -> Iterator[Section]:
+    """Attach segments, and leave them."""
+    section = Section(
+        ATTACH,
+        "A segment: attach and close",
+        f"Sealed segments in extents of {format_size(GIB)}. In process: reserve, import and map as many descriptors, "
+        "those of the same segment, set the access of all; then synchronize, unmap in one call, release, and free the "
+        "addresses.",
+        ("attach", "close"),
+    )
+    yield section
+    with bare_driver(stage.driver) as bare, routes(stage, stocks=(False,)) as sessions:
+        first = sessions[0]
+        model = first.client.register_model(MODEL)
+        for size in SEGMENTS:
+            fits = min(first.client.capacities["device"], free_bytes(bare) - KEPT_FREE)
+            if size > fits:
+                section.note += (
+                    f" {format_size(size)} did not fit here: there was room for {format_size(max(0, fits))}."
+                )
+                continue
+            name = f"{MODEL}/segment-{size // GIB}"
+            stage.tell(f"attach: making a segment of {format_size(size)}")
+            with model.create_segment(name.rpartition("/")[2], size) as made:
+                made.seal()
+                resource = made.resource_name
+            imported = BareImport(bare, _descriptors(first.daemon, resource), read_only=True)
+            try:
+                ways = [Way(IN_PROCESS, imported)]
+                ways += [route.way(AttachedSegment(route.client, name)) for route in sessions]
+                stage.measure(section, format_size(size), ways, extents=size // GIB)
+            finally:
+                imported.close()
+                first.client.delete_segment(name)
+
+
+def _descriptors(daemon: Daemon, resource: str) -> list[tuple[int, int]]:
+    """Return copies of a segment's descriptors, which the broker exported, with their sizes."""
+    session = Session(
+        daemon.endpoint, transport="handoff", observer=False, client="benchmarks", timeout=60, driver=None
+    )
+    keeper = Keeper()
+    try:
+        session.transport.attach_segment(broker_pb2.AttachSegmentRequest(name=resource), keeper)
+    except BaseException:
+        close_all(keeper.descriptors)
+        raise
+    finally:
+        session.close()
+    return keeper.descriptors
+
+
+def crowd(stage: Stage) -> Iterator[Section]:
+    """Let many processes take and give back at once."""
+    scale, size = stage.scale, SIZES[0]
+    section = Section(
+        WORKERS,
+        f"1 to {max(scale.workers)} processes at once",
+        f"Each takes one extent of {format_size(size)} and gives it back, all the time; the same processes in turns by "
+        "themselves and by the broker. rate is all of them together, in works of two calls a second.",
+        ("allocate", "free"),
+    )
+    yield section
+    with running(stage.driver, stock=False) as without, running(stage.driver, stock=True) as stocked:
+        ways = {
+            brokered(transport, daemon.stock): (daemon.endpoint, transport)
+            for transport in TRANSPORTS
+            for daemon in (without, stocked)
+        }
+        stage.tell(f"workers: starting {max(scale.workers)} processes")
+        with crew(max(scale.workers), stage.driver, size, ways) as workers:
+            for count in scale.workers:
+                taken: dict[str, list[Times]] = {by: [Times() for _ in range(count)] for by in (IN_PROCESS, *ways)}
+                for number in range(scale.worker_rounds):
+                    stage.tell(f"workers: {count} at once, turn {number + 1} of {scale.worker_rounds}")
+                    for by, all_times in taken.items():
+                        for times, more in zip(all_times, workers.run(count, by, scale.worker_seconds), strict=True):
+                            times.add(more)
+                base: Row | None = None
+                for by, all_times in taken.items():
+                    section.rows.append(crowd_row(workers_of(count), by, all_times, base))
+                    base = base or section.rows[-1]
+
+
+def workers_of(count: int) -> str:
+    """Return how the rows of so many processes are called."""
+    return "1 process" if count == 1 else f"{count} processes"
+
+
+SCENES: Mapping[str, Callable[[Stage], Iterator[Section]]] = {
+    EXTENTS: one_extent,
+    PAGES: pages,
+    POOL: cached,
+    ATTACH: attach,
+    WORKERS: crowd,
+}
+"""Each yields its section before it measures, so that what it has seen when it fails is not lost."""
+
+
+# --- what scenes share ---
+
+
+@contextmanager
+def bare_driver(driver: str) -> Iterator[Bare]:
+    """Open the driver in process."""
+    bare = open_bare(driver)
+    try:
+        yield bare
+    finally:
+        bare.close()
+
+
+@contextmanager
+def routes(stage: Stage, stocks: Sequence[bool] = (False, True)) -> Iterator[list[Route]]:
+    """Run a daemon without stock, and one with it, and open a session of each transport with each."""
+    with ExitStack() as stack:
+        daemons = [stack.enter_context(running(stage.driver, stock=stock)) for stock in stocks]
+        yield [
+            Route(daemon, transport, stack.enter_context(connect(daemon.endpoint, transport)))
+            for transport in TRANSPORTS
+            for daemon in daemons
+        ]

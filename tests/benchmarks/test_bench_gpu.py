@@ -1,0 +1,270 @@
+"""`make bench-gpu` in small, on the host twin and on the fake card: every row is there, with a number that can be true.
+
+How long anything took is no test, nor is a target that is missed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.gpu.daemon import difference, parsed
+from benchmarks.gpu.figures import IN_PROCESS, Times, brokered, hits, share, total
+from benchmarks.gpu.targets import Goal
+from tests.fakes import build_fake_cuda
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 100
+BY = {brokered(transport, stock) for transport in ("handoff", "grpc") for stock in (False, True)}
+WITHOUT_STOCK = {brokered(transport, stock=False) for transport in ("handoff", "grpc")}
+ROWS = {
+    "extents": ({"2.0 MiB", "64.0 MiB", "1.0 GiB"}, {0.0, 2.0}, {IN_PROCESS, "import and map alone", *BY}),
+    "pages": (
+        {"1.0 GiB by 2.0 MiB", "1.0 GiB by 64.0 MiB"},
+        {0.0, 2.0},
+        {IN_PROCESS, "driver in process, access page by page", *BY},
+    ),
+    "pool": (
+        {"one page of 2.0 MiB", "grow by a page of 2.0 MiB", "1.0 GiB by 2.0 MiB"},
+        {0.0, 2.0},
+        {IN_PROCESS, "pool"},
+    ),
+    "attach": ({"1.0 GiB", "16.0 GiB", "64.0 GiB"}, {0.0, 2.0}, {IN_PROCESS, *WITHOUT_STOCK}),
+    "workers": ({"1 process", "2 processes"}, {0.0}, {IN_PROCESS, *BY}),
+}
+
+
+def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
+    """All of it on the host twin: the document, and what was printed."""
+    path = tmp_path_factory.mktemp("bench") / "gpu.json"
+    done = bench("--driver", "host", "--quick", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    return json.loads(path.read_text()), done.stdout
+
+
+def test_every_row_is_there(quick: tuple[Any, str]) -> None:
+    """Each work by each way, with and without a gap; none is lost in silence."""
+    document, _ = quick
+    assert [section["key"] for section in document["sections"]] == list(ROWS)
+    for section in document["sections"]:
+        works, gaps, ways = ROWS[section["key"]]
+        found = [(row["work"], row["gap_ms"], row["by"]) for row in section["rows"]]
+        assert sorted(found) == sorted((work, gap, by) for work in works for gap in gaps for by in ways)
+        assert not section["failure"]
+
+
+def test_the_numbers_can_be_true(quick: tuple[Any, str]) -> None:
+    """Times are positive and in order, ratios are those of the medians, and a broker's share is part of the whole."""
+    for section in quick[0]["sections"]:
+        bare = {(row["work"], row["gap_ms"]): row for row in section["rows"] if row["by"] == IN_PROCESS}
+        for row in section["rows"]:
+            assert row["count"] > 0
+            for part in ("take", "give"):
+                assert 0 < row[part]["p50_ns"] <= row[part]["p99_ns"], row
+            beside = bare[row["work"], row["gap_ms"]]
+            if row is not beside:
+                assert row["take_ratio"] == pytest.approx(row["take"]["p50_ns"] / beside["take"]["p50_ns"])
+            if row["share"]:
+                assert row["share"]["broker"] > 0, row
+        if section["key"] == "workers":
+            assert all(row["per_second"] > 0 for row in section["rows"])
+
+
+def test_the_broker_was_asked_as_often_as_it_says(quick: tuple[Any, str]) -> None:
+    """Where somebody borrows there is a share of the broker's; where nobody is asked there is none."""
+    for section in quick[0]["sections"]:
+        for row in section["rows"]:
+            asked = section["key"] in ("extents", "pages", "attach") and row["by"] in BY
+            assert bool(row["share"]) == asked, row
+
+
+def test_targets_stand_beside_their_figures(quick: tuple[Any, str]) -> None:
+    """Every target of the handoff has its figure, but for the 32 workers, who are two here."""
+    targets = {goal["what"] for goal in quick[0]["targets"]}
+    assert {"allocate 2.0 MiB, handoff, stock off", "allocate 1.0 GiB, handoff, stock on"} <= targets
+    assert {"attach 64.0 GiB, handoff", "from the pool, one page of 2.0 MiB"} <= targets
+    assert {"grow 1.0 GiB by 2.0 MiB, handoff, stock off", "free 64.0 MiB, handoff, stock on"} <= targets
+    assert not any("grpc" in what for what in targets)
+    for goal in quick[0]["targets"]:
+        assert goal["reached"] == (goal["value"] <= goal["target"])
+
+
+def test_the_table_is_plain_text(quick: tuple[Any, str]) -> None:
+    """Every work is a line of it."""
+    document, printed = quick
+    assert "\x1b" not in printed
+    for section in document["sections"]:
+        for row in section["rows"]:
+            assert any(line.startswith(row["work"]) and row["by"] in line for line in printed.splitlines()), row
+
+
+def test_markdown_of_one_scene_on_the_fake_card(tmp_path: Path) -> None:
+    """The calls of cuda-bindings themselves, a process of the crew among them; the tables are Markdown."""
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    libraries = build_fake_cuda(tmp_path / "fake")
+    if libraries is None:
+        pytest.skip("no C compiler (gcc or cc) to build the fake libcuda with")
+    own = {"LD_LIBRARY_PATH": str(libraries), "FAKE_CUDA_CARD": uuid.uuid4().hex[:12]}
+    done = bench("--quick", "--markdown", "--only", "attach", "--only", "workers", **own)
+    assert done.returncode == 0, done.stderr
+    assert "| device | Fake card |" in done.stdout
+    assert "64.0 GiB did not fit here" in done.stdout.replace("\n", " ")
+    for start in ("| 1.0 GiB | 2 ms | driver in process |", "| 2 processes | handoff, stock on |"):
+        assert f"\n{start}" in done.stdout
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_all_that_was_started(number: int, status: int) -> None:
+    """In the middle, as from `timeout` or by Ctrl-C: no daemon is left, nor its directory."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--driver", "host", "--only", "workers", "--quick"]
+    with (
+        tempfile.TemporaryDirectory(prefix="mb-") as directory,  # short, for sockets
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": directory},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as started,
+    ):
+        assert started.stderr is not None
+        assert "starting 2 processes" in started.stderr.readline()
+        os.killpg(started.pid, number)
+        started.stderr.read()
+        assert started.wait(SECONDS) == status
+        end = time.monotonic() + SECONDS
+        while _lives(started.pid):  # a process of the crew ends with its pipe
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert not list(Path(directory).glob("membroker-bench-*"))
+
+
+def _lives(session: int) -> bool:
+    """Say whether a process of this session (setsid) is left."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            return True
+    return False
+
+
+def test_a_machine_without_a_card_is_told_what_to_do() -> None:
+    """Not a traceback."""
+    done = bench("--quick", FAKE_CUDA_INIT="100", CUDA_VISIBLE_DEVICES="")
+    if done.returncode == 0:
+        pytest.skip("this machine has a card that hides from nobody")
+    assert done.returncode == 1
+    assert "--driver host needs no card" in done.stderr
+
+
+def test_a_place_that_is_not_there_is_told_at_once() -> None:
+    """Not after minutes of work."""
+    done = bench("--json", "/nowhere/gpu.json")
+    assert done.returncode == 2
+    assert "there is no directory /nowhere" in done.stderr
+
+
+def test_help_teaches() -> None:
+    """It says what is measured, and how to read it."""
+    done = bench("--help")
+    assert done.returncode == 0
+    for word in ("scenes:", "how to read it:", "examples:", "--quick", "--json FILE", "--only SCENE"):
+        assert word in done.stdout
+    assert all(len(line) <= 120 for line in done.stdout.splitlines())
+
+
+# --- the arithmetic ---
+
+BEFORE = """
+membroker_request_seconds_count{gpu_uuid="host",method="AllocateExtents",transport="handoff"} 5.0
+membroker_request_seconds_sum{gpu_uuid="host",method="AllocateExtents",transport="handoff"} 1.0
+membroker_driver_call_seconds_sum{gpu_uuid="host",call="lend"} 2.0
+"""
+AFTER = """
+membroker_request_seconds_count{gpu_uuid="host",method="AllocateExtents",transport="handoff"} 15.0
+membroker_request_seconds_sum{gpu_uuid="host",method="AllocateExtents",transport="handoff"} 1.001
+membroker_request_seconds_sum{gpu_uuid="host",method="ListModels",transport="grpc"} 9.0
+membroker_request_seconds_bucket{gpu_uuid="host",le="5e-06",method="AllocateExtents",transport="handoff"} 15.0
+membroker_driver_call_seconds_sum{gpu_uuid="host",call="lend"} 2.0004
+membroker_driver_call_seconds_sum{gpu_uuid="host",call="memory"} 0.0001
+"""
+MORE = """
+membroker_core_step_seconds_sum{gpu_uuid="host"} 0.0002
+membroker_stock_extents_total{gpu_uuid="host",change="used"} 8.0
+membroker_stock_extents_total{gpu_uuid="host",change="made"} 8.0
+"""
+
+
+def _ten() -> Times:
+    times = Times(elapsed=1)
+    for _ in range(10):
+        times.take.append(300_000)
+        times.give.append(100_000)
+    return times
+
+
+def test_a_share_is_what_came_between_two_scrapes() -> None:
+    """Ten works: 100 us of the broker in each, 50 of them its driver's."""
+    counts = difference(parsed(BEFORE), parsed(AFTER))
+    assert total(counts, "membroker_request_seconds_count", transport="handoff") == 10
+    found = share(counts, _ten(), "handoff", extents=10, stock=False)
+    assert (found.caller, found.core, found.for_stock) == (400_000, None, 0)
+    assert found.broker == pytest.approx(100_000)
+    assert found.driver == pytest.approx(50_000)
+    assert found.transport == pytest.approx(50_000)
+    assert found.outside == pytest.approx(300_000)
+
+
+def test_driver_calls_for_the_stock_are_nobodys() -> None:
+    """Of ten extents 8 came from the stock, and 8 were made for it: 2 of 10 creates were the requests'."""
+    counts = difference(parsed(BEFORE), parsed(AFTER + MORE))
+    assert hits(counts, 10) == 80
+    found = share(counts, _ten(), "handoff", extents=10, stock=True)
+    assert found.driver == pytest.approx(10_000)
+    assert found.for_stock == pytest.approx(40_000)
+    assert found.core == pytest.approx(20_000)
+    assert found.transport == pytest.approx(70_000)
+
+
+def test_without_a_count_of_the_stock_nothing_is_claimed() -> None:
+    """Whose the driver calls were cannot be said then."""
+    found = share(difference(parsed(BEFORE), parsed(AFTER)), _ten(), "handoff", extents=10, stock=True)
+    assert (found.driver, found.transport, found.for_stock) == (None, None, None)
+    assert hits(parsed(AFTER), 10) is None
+
+
+def test_a_target_is_a_bound_on_the_right_side() -> None:
+    """At most for a time, at least for a rate."""
+    assert Goal("time", 0, 3.0, 3.0).reached
+    assert not Goal("time", 0, 3.1, 3.0).reached
+    assert Goal("rate", 0, 0.9, 0.8, at_least=True).reached
+    assert not Goal("rate", 0, 0.7, 0.8, at_least=True).reached

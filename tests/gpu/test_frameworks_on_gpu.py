@@ -1,0 +1,436 @@
+"""A real card and a real daemon: borrowed memory in each framework that is installed, without a copy.
+
+All frameworks share this process's primary context with the library, as they do in an engine. What a framework must be
+told before its first use of the card runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.daemons import MIB, Daemon, running, until
+
+import membroker
+from membroker.adapters.dlpack import CUDA, export
+from membroker.errors import InvalidRequest
+from membroker.model import Model
+from membroker.segment import publish_arrays
+from membroker.vmm import DriverUnavailable
+from membroker.vmm.cuda import CudaDriver
+
+# XLA takes three quarters of the card otherwise.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+pytestmark = pytest.mark.gpu
+
+PAGE = 2 * MIB
+LONG_CYCLES = 400_000_000
+"""What torch's sleeping kernel is given: some 200 ms on an H200."""
+
+
+def package(name: str) -> Any:
+    """Return a framework, or skip with a sentence where it is not installed or sees no card."""
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        pytest.skip(f"{name} is not installed on this machine: {error}")
+    if name == "torch" and not module.cuda.is_available():
+        pytest.skip("torch is installed here without CUDA")
+    if name == "jax":
+        try:
+            module.devices("cuda")
+        except RuntimeError as error:
+            pytest.skip(f"jax is installed here without CUDA: {error}")
+    return module
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _a_card() -> None:
+    try:
+        CudaDriver().close()
+    except DriverUnavailable as error:
+        pytest.skip(f"no NVIDIA card to test on: {error}")
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with running({"driver": "cuda", "capacity": "4GiB"}) as daemon:
+        (daemon.root,) = (daemon.directory / "run").glob("gpu-*")
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def client(daemon: Daemon) -> Iterator[membroker.Client]:
+    """One client for all: its driver retains the context that the frameworks compute in."""
+    with membroker.connect(str(daemon.endpoint())) as client:
+        yield client
+
+
+@pytest.fixture
+def model(daemon: Daemon, client: membroker.Client) -> Iterator[Model]:
+    """A model; at the end of each test everything has come back."""
+    yield client.register_model("llama", virtual_capacity="8GiB")
+    gc.collect()
+    until(lambda: daemon.books().lent_bytes == 0)
+
+
+def put(model: Model, address: int, data: bytes) -> None:
+    model.driver.write(address, data)
+
+
+def take(model: Model, address: int, size: int) -> bytes:
+    return model.driver.read(address, size)
+
+
+def warm_up(torch: Any, tensor: Any) -> None:
+    """Load the kernels: the first launch of each waits for all that runs."""
+    torch.cuda._sleep(1)
+    tensor.add_(0)
+    torch.cuda.synchronize()
+
+
+class TestTorch:
+    @pytest.fixture
+    def torch(self) -> Any:
+        return package("torch")
+
+    @pytest.mark.parametrize(
+        ("dtype", "name", "bits"),
+        [
+            ("F32", "float32", "0000803f"),
+            ("F16", "float16", "003c"),
+            ("BF16", "bfloat16", "803f"),
+            ("F8_E4M3", "float8_e4m3fn", "38"),
+            ("F8_E5M2", "float8_e5m2", "3c"),
+            ("I64", "int64", "01" + "00" * 7),
+        ],
+    )
+    def test_both_sides_see_the_same_bytes(self, model: Model, torch: Any, dtype: str, name: str, bits: str) -> None:
+        """One is written by the driver, read by torch, and four by torch, read by the driver."""
+        one = bytes.fromhex(bits)
+        with model.allocate(PAGE) as buffer:
+            put(model, buffer.address + 256, one)
+            tensor = torch.from_dlpack(export(buffer, dtype, (2, 4), offset=256))
+            assert tensor.device.type == "cuda"
+            assert tensor.dtype == getattr(torch, name)
+            assert tensor.data_ptr() == buffer.address + 256
+            assert tensor.to(torch.float32)[0, 0].item() == 1
+            tensor[1, 3:] = torch.ones(1, device="cuda").to(tensor.dtype)
+            torch.cuda.synchronize()
+            assert take(model, buffer.address + 256 + 7 * len(one), len(one)) == one
+            del tensor
+
+    def test_the_cuda_array_interface(self, model: Model, torch: Any) -> None:
+        with model.allocate(PAGE) as buffer:
+            tensor = torch.as_tensor(export(buffer, "F32", (4, 4)), device="cuda")
+            assert tensor.data_ptr() == buffer.address
+            tensor.fill_(1)
+            torch.cuda.synchronize()
+            assert take(model, buffer.address, 4).hex() == "0000803f"
+            del tensor
+
+    def test_a_sealed_segment(self, client: membroker.Client, model: Model, torch: Any) -> None:
+        """The weights of a model, attached and used in place: torch takes read-only memory by DLPack."""
+        numpy = package("numpy")
+        publish_arrays(model, "weights", {"w": numpy.arange(1 << 20, dtype="<f4")}).close()
+        with client.attach("llama/weights") as segment:
+            info = segment.index()["w"]
+            tensor = torch.from_dlpack(export(segment, info.dtype, info.shape, info.offset))
+            assert tensor.data_ptr() == segment.address + info.offset
+            assert tensor.double().sum().item() == (1 << 20) * ((1 << 20) - 1) / 2
+            del tensor
+        client.delete_segment("llama/weights")
+
+    def test_closing_waits_for_the_work_on_every_stream(self, daemon: Daemon, model: Model, torch: Any) -> None:
+        """No tensor lives any more, and a kernel that was given one still runs, on a stream of its own."""
+        buffer = model.allocate(PAGE)
+        tensor = torch.from_dlpack(export(buffer, "F32", (1024,)))
+        stream, done = torch.cuda.Stream(), torch.cuda.Event()
+        warm_up(torch, tensor)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(LONG_CYCLES)
+            tensor.add_(1)
+            done.record()
+        del tensor
+        assert not done.query(), "the kernel was to be slow"
+        buffer.close()
+        assert done.query()
+        torch.cuda.synchronize()
+        until(lambda: daemon.books().lent_bytes == 0)
+
+    def test_the_last_tensor_gives_the_memory_back_after_its_work(
+        self, daemon: Daemon, model: Model, torch: Any
+    ) -> None:
+        buffer = model.allocate(PAGE)
+        tensor = torch.from_dlpack(export(buffer, "F32", (1024,)))
+        warm_up(torch, tensor)
+        buffer.close()
+        done = torch.cuda.Event()
+        torch.cuda._sleep(LONG_CYCLES)
+        tensor.add_(1)
+        done.record()
+        assert daemon.books().lent_bytes >= PAGE
+        del tensor
+        until(lambda: daemon.books().lent_bytes == 0)
+        assert done.query()
+        torch.cuda.synchronize()
+
+    def test_an_exception_survives_the_tensor_that_it_throws_away(self, model: Model, torch: Any) -> None:
+        with model.allocate(PAGE) as buffer, pytest.raises(ZeroDivisionError):
+            print(torch.from_dlpack(export(buffer, "F32", (4,))), 1 / 0)
+
+
+class TestCupy:
+    @pytest.fixture
+    def cupy(self) -> Any:
+        return package("cupy")
+
+    @pytest.fixture
+    def adapter(self, cupy: Any) -> Any:
+        return importlib.import_module("membroker.adapters.cupy")
+
+    def test_an_array_over_a_buffer(self, daemon: Daemon, model: Model, cupy: Any, adapter: Any) -> None:
+        """It is where the buffer is, it is written in place, and it keeps the memory after the buffer is closed."""
+        buffer = model.allocate(PAGE)
+        array = adapter.array(buffer, "F32", (16, 4), offset=512)
+        assert array.data.ptr == buffer.address + 512
+        array[...] = 1
+        cupy.cuda.runtime.deviceSynchronize()
+        assert take(model, buffer.address + 512, 4).hex() == "0000803f"
+        part = array[3:5]
+        buffer.close()
+        del array
+        assert float(part.sum()) == 8
+        assert daemon.books().lent_bytes == PAGE
+        del part
+        until(lambda: daemon.books().lent_bytes == 0)
+
+    def test_dtypes(self, model: Model, cupy: Any, adapter: Any) -> None:
+        package("ml_dtypes")
+        with model.allocate(PAGE) as buffer:
+            for dtype in ("BOOL", "U8", "I16", "F16", "F64", "C64"):
+                assert adapter.array(buffer, dtype, (4,)).shape == (4,)
+            with pytest.raises(InvalidRequest, match="F8_E4M3"):
+                adapter.array(buffer, "F8_E4M3", (4,))
+            assert adapter.array(buffer, "U8", (0, 3)).shape == (0, 3)
+
+    def test_bfloat16(self, model: Model, cupy: Any, adapter: Any) -> None:
+        """From CuPy 14 on."""
+        package("ml_dtypes")
+        if int(cupy.__version__.split(".")[0]) < 14:
+            pytest.skip("CuPy has BF16 from version 14 on")
+        with model.allocate(PAGE) as buffer:
+            put(model, buffer.address, bytes.fromhex("803f" * 4))
+            assert float(adapter.array(buffer, "BF16", (4,)).astype("f4").sum()) == 4
+
+    @pytest.mark.parametrize("way", ["from_dlpack", "asarray"])
+    def test_dlpack_and_the_cuda_array_interface(self, model: Model, cupy: Any, way: str) -> None:
+        with model.allocate(PAGE) as buffer:
+            array = getattr(cupy, way)(export(buffer, "I32", (8,)))
+            assert array.data.ptr == buffer.address
+            array[...] = 3
+            assert int(array.sum()) == 24
+            del array
+
+    def test_the_buffers_own_interface(self, model: Model, cupy: Any) -> None:
+        with model.allocate(PAGE) as buffer:
+            array = cupy.asarray(buffer)
+            assert (array.data.ptr, array.shape) == (buffer.address, (PAGE,))
+            del array
+
+    def test_cupy_computes_in_borrowed_memory(self, daemon: Daemon, model: Model, cupy: Any, adapter: Any) -> None:
+        """Arrays made in the block are the broker's; they leave it alive, and go back when they die."""
+        before = cupy.cuda.get_allocator()
+        with adapter.use(model) as pool:
+            small = [cupy.full(100, number, "f4") for number in range(100)]
+            assert daemon.books().lent_bytes == 32 * MIB
+            large = cupy.ones((16, MIB), "f4")
+            assert daemon.books().lent_bytes == 96 * MIB
+            total = float(large.sum()) + sum(float(array[0]) for array in small)
+            assert total == 16 * MIB + 4950
+        assert cupy.cuda.get_allocator() == before
+        assert float(large[0, 0]) == 1
+        del large, small
+        pool.free_all_blocks()
+        until(lambda: daemon.books().lent_bytes == 0)
+
+    def test_a_refusal_is_cupys_own_error(
+        self, daemon: Daemon, client: membroker.Client, cupy: Any, adapter: Any
+    ) -> None:
+        """What the pool caches is given back first: a second array as large as the limit fits after the first died."""
+        model = client.register_model("small", limit="64MiB")
+        with adapter.use(model):
+            for _ in range(5):
+                array = cupy.zeros(60 * MIB, "u1")
+                del array
+                array = cupy.zeros(64 * MIB, "u1")
+                with pytest.raises(cupy.cuda.memory.OutOfMemoryError):
+                    cupy.zeros(1, "u1")
+                del array
+        until(lambda: daemon.books().lent_bytes == 0)
+
+    def test_another_stream_still_reads_what_is_given_back(
+        self, daemon: Daemon, model: Model, cupy: Any, adapter: Any
+    ) -> None:
+        """An array dies, and its pool, with work of a stream unfinished: it is waited for, and nothing faults."""
+        torch = package("torch")
+        done, stream = torch.cuda.Event(), torch.cuda.Stream()
+        with adapter.use(model) as pool:
+            array = cupy.zeros(MIB, "f4")
+            tensor = torch.from_dlpack(array)
+            cupy.cuda.runtime.deviceSynchronize()
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(LONG_CYCLES)
+                tensor.add_(1)
+                done.record()
+            del array, tensor
+            pool.free_all_blocks()
+            until(lambda: daemon.books().lent_bytes == 0)
+            assert done.query()
+        torch.cuda.synchronize()
+
+
+class TestJax:
+    @pytest.fixture
+    def jax(self) -> Any:
+        return package("jax")
+
+    @pytest.fixture
+    def adapter(self, jax: Any) -> Any:
+        return importlib.import_module("membroker.adapters.jax")
+
+    @pytest.mark.parametrize(("dtype", "bits"), [("F32", "0000803f"), ("BF16", "803f"), ("I32", "01000000")])
+    def test_an_array_over_a_buffer(
+        self, daemon: Daemon, model: Model, jax: Any, adapter: Any, dtype: str, bits: str
+    ) -> None:
+        buffer = model.allocate(PAGE)
+        put(model, buffer.address, bytes.fromhex(bits * 1024))
+        array = adapter.array(buffer, dtype, (32, 32))
+        assert array.unsafe_buffer_pointer() == buffer.address
+        assert next(iter(array.devices())).platform in ("gpu", "cuda")
+        buffer.close()
+        assert float((array @ array)[0, 0]) == 32
+        assert daemon.books().lent_bytes == PAGE
+        del array
+        gc.collect()
+        until(lambda: daemon.books().lent_bytes == 0)
+
+    def test_a_sealed_segment(self, client: membroker.Client, model: Model, jax: Any, adapter: Any) -> None:
+        numpy = package("numpy")
+        publish_arrays(model, "constants", {"w": numpy.arange(4096, dtype="<f4")}).close()
+        with client.attach("llama/constants") as segment:
+            info = segment.index()["w"]
+            array = adapter.array(segment, info.dtype, info.shape, info.offset)
+            assert array.unsafe_buffer_pointer() == segment.address + info.offset
+            assert float(jax.jit(lambda x: x.sum())(array)) == 4096 * 4095 / 2
+            del array
+            gc.collect()
+        client.delete_segment("llama/constants")
+
+
+def run_alone(daemon: Daemon, code: str) -> None:
+    """Run `code` in a process of its own, with `model` of a client; skip where it says so with status 77."""
+    prelude = f"""
+import sys
+import membroker
+client = membroker.connect({str(daemon.endpoint())!r})
+model = client.register_model("alone", limit="256MiB")
+def used():
+    return model.stats().books["device"].used
+"""
+    command = [sys.executable, "-c", prelude + textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    if done.returncode == 77:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_numba_computes_in_borrowed_memory(daemon: Daemon) -> None:
+    """Its arrays are the broker's, an array over a buffer is where the buffer is, and a refusal has its numbers."""
+    code = """
+        try:
+            from numba import cuda
+            from numba.cuda import HostOnlyCUDAMemoryManager
+        except ImportError as error:
+            print(f"numba.cuda is not installed on this machine: {error}", file=sys.stderr)
+            sys.exit(77)
+        if not cuda.is_available():
+            print("numba.cuda is installed on this machine and finds no CUDA", file=sys.stderr)
+            sys.exit(77)
+        import gc
+        import time
+        import numpy
+        from membroker.adapters import numba as adapter
+        from membroker.errors import OutOfMemory
+
+        adapter.use(model)
+        ours = cuda.device_array(1000, "f4")
+        assert used() == 32 << 20, used()
+        ours.copy_to_device(numpy.full(1000, 2, "f4"))  # copies alone: a kernel would need NVVM
+        assert ours.copy_to_host().sum() == 2000
+        moved = cuda.to_device(numpy.arange(1 << 20, dtype="f4"))
+        assert moved.copy_to_host()[-1] == (1 << 20) - 1
+        buffer = model.allocate("2MiB")
+        over = adapter.array(buffer, "I32", (8,))
+        assert over.__cuda_array_interface__["data"][0] == buffer.address
+        over.copy_to_device(numpy.full(8, 5, "i4"))
+        cuda.synchronize()
+        assert model.driver.read(buffer.address, 4) == bytes([5, 0, 0, 0])
+        try:
+            cuda.device_array(1 << 30, "u1")
+        except OutOfMemory as error:
+            assert error.level == "model"
+        else:
+            raise AssertionError("a gigabyte of 256 MiB")
+        assert cuda.current_context().get_memory_info().total > 1 << 30
+        del ours, moved, over
+        buffer.close()
+        gc.collect()
+        for _ in range(1000):
+            if used() == 0:
+                break
+            time.sleep(0.01)
+        assert used() == 0, used()
+    """
+    run_alone(daemon, code)
+
+
+def test_rmm_allocates_borrowed_memory(daemon: Daemon) -> None:
+    """RMM's pool stands on the broker, a refusal is a MemoryError, and all comes back with the pool."""
+    code = """
+        try:
+            import rmm
+        except ImportError as error:
+            print(f"rmm is not installed on this machine: {error}", file=sys.stderr)
+            sys.exit(77)
+        import gc
+        from membroker.adapters import rmm as adapter
+
+        with adapter.use(model) as pool:
+            assert used() == 64 << 20, used()
+            buffers = [rmm.DeviceBuffer(size=1 << 20) for _ in range(100)]
+            assert used() >= 100 << 20, used()
+            try:
+                rmm.DeviceBuffer(size=1 << 30)
+            except MemoryError:
+                pass
+            else:
+                raise AssertionError("a gigabyte of 256 MiB")
+        del buffers, pool
+        gc.collect()
+    """
+    run_alone(daemon, code)
+
+
+def test_the_device_that_a_capsule_names(model: Model) -> None:
+    with model.allocate(PAGE) as buffer:
+        assert export(buffer, "U8", (1,)).__dlpack_device__() == (CUDA, model.driver.device.ordinal)

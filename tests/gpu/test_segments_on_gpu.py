@@ -1,0 +1,232 @@
+"""Segments on a real card: written once, sealed, read by others in place, and gone when the card says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.daemons import MIB, Daemon, until
+from tests.gpu.helpers import (
+    GIB,
+    SLACK,
+    at_rest,
+    enter,
+    milliseconds,
+    on_card,
+    run,
+    states,
+    until_lendable,
+    used,
+)
+from tests.system.workers import worker, workers
+
+from membroker.tensor_index import write_index
+from membroker.v1 import broker_pb2, resources_pb2
+from membroker.vmm.cuda import CudaDriver
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("card")]
+
+State = Callable[[str, str], None]
+EXTENTS = 16
+"""Of a large segment, 1 GiB each."""
+CLI = "membroker.cli.main"
+
+
+def segment_states(daemon: Daemon) -> list[str]:
+    with daemon.admin_stub() as stub:
+        listed = stub.ListSegments(broker_pb2.ListSegmentsRequest()).segments
+    return [resources_pb2.Segment.State.Name(one.state) for one in listed]
+
+
+def write(size: int, seed: int = 7) -> str:
+    """The lines of a worker that writes a segment of so many bytes and does not seal it."""
+    return f"segment = model.create_segment('weights', {size}); write_blocks(segment, {seed})"
+
+
+READ = "segment = client.attach('m/weights', timeout=60)"
+DIGEST = "digest(segment, driver)"
+
+
+def test_a_segment_is_written_sealed_and_read_by_others(card: CudaDriver, transport: str) -> None:
+    """A reader waits for the seal; then three processes have the same bytes, charged once, and none can change them."""
+    size = 256 * MIB
+    with on_card(card) as daemon, workers(3) as (writer, reader, late), worker() as foreign:
+        for each in (writer, reader, late):
+            enter(each, daemon, transport=transport)
+        enter(foreign, daemon, "blue", transport)
+        writer.do(write(size))
+        reader.begin(READ)
+        until(lambda: "WRITING" in segment_states(daemon))
+        written = writer.ask(DIGEST)
+        writer.do("segment.seal()")
+        reader.result()
+        late.do(READ)
+        assert [reader.ask(DIGEST), late.ask(DIGEST), writer.ask(DIGEST)] == [written] * 3
+        for each in (writer, reader, late):
+            assert each.refused("driver.write(segment.address, b'x')").error == "DriverError"
+            assert each.refused("segment.write(0, b'x')").error == "SegmentNotWritable"
+        assert reader.ask(DIGEST) == written
+        assert foreign.refused("client.attach('m/weights', timeout=0)").error == "SegmentNotFound"
+        assert daemon.books().lent_bytes == size
+        (model,) = [each for each in daemon.models() if each.name == "tenants/red/models/m"]
+        assert model.books[0].used_bytes == size, "charged for each that reads it"
+        writer.do("client.close()")
+        late.do("segment.close()")
+        assert reader.ask(DIGEST) == written
+        reader.do("segment.delete(); client.close()")
+        until_lendable(daemon)
+
+
+def test_a_large_segment_of_many_extents_is_attached_elsewhere(card: CudaDriver, state: State) -> None:
+    """Extents of 1 GiB, side by side in three processes, with the same sums over all of their bytes."""
+    size = EXTENTS * GIB
+    with on_card(card, {"capacity": size + GIB}) as daemon, workers(3) as (writer, *readers):
+        for each in (writer, *readers):
+            enter(each, daemon)
+            # What torch loads for its sums grows the context once: before anything is measured.
+            each.do("warm = model.allocate('8MiB'); digest(warm, driver) if torch_on_the_card() else 0; warm.close()")
+        rest = at_rest(lambda: used(card))
+        began = time.monotonic()
+        writer.do(write(size))
+        wrote = time.monotonic() - began
+        writer.do("segment.seal()")
+        written = writer.ask(DIGEST)
+        times = []
+        for each in readers:
+            began = time.monotonic()
+            each.do(READ)
+            times.append(time.monotonic() - began)
+        assert [each.ask(DIGEST) for each in readers] == [written] * 2
+        for number in range(1, EXTENTS):  # across each seam: the end of one block, and the offset of the next
+            seam = number * GIB
+            read = f"segment.read({seam - 4}, 12).hex()"
+            theirs = writer.ask("segment.read(64 * MIB - 4, 4).hex()") + seam.to_bytes(8, "little").hex()
+            assert {each.ask(read) for each in (writer, *readers)} == {theirs}
+        assert daemon.books().lent_bytes == size
+        assert used(card) <= rest + size * 3 // 2, "there is more than one copy of it, beside the readers' contexts"
+        writer.do("segment.delete(); client.close()")
+        assert daemon.books().lent_bytes == size
+        for each in readers:
+            assert each.ask(DIGEST) == written, "it stays mapped where it is"
+            each.do("segment.close()")
+        until_lendable(daemon)
+        for each in readers:
+            each.do("client.close()")
+    state(f"a segment of {EXTENTS} GiB, written from the host", f"{EXTENTS / wrote:.1f} GiB/s")
+    state(f"attach of {EXTENTS} extents of 1 GiB, in two readers", milliseconds(times))
+
+
+def test_a_writer_killed_before_the_seal_takes_the_segment_with_it(card: CudaDriver, state: State) -> None:
+    """Who waits for it is told, and may make it anew once the bytes are back."""
+    size = 2 * GIB
+    with on_card(card, {"capacity": size}) as daemon, workers(2) as (writer, reader):
+        for each in (writer, reader):
+            enter(each, daemon)
+        writer.do(write(size))
+        held = at_rest(lambda: used(card))
+        reader.begin(f"try:\n    {READ}\nexcept membroker.WriterDied as error:\n    answer = str(error)\n")
+        until(lambda: states(daemon) == ["OPEN", "OPEN"])
+        began = time.monotonic()
+        writer.kill()
+        assert reader.result(), "it attached what was never sealed"
+        until_lendable(daemon)
+        seconds = time.monotonic() - began
+        assert used(card) <= held - size + SLACK
+        assert "proven=false" not in daemon.log()
+        reader.do(f"{write(size)}; segment.seal(); segment.delete(); client.close()")
+        until_lendable(daemon)
+    state("from SIGKILL of a segment's writer until its 2 GiB are lendable", milliseconds([seconds]))
+
+
+def test_a_sealed_segment_outlives_its_killed_writer(card: CudaDriver) -> None:
+    """The broker keeps it. Whoever comes later reads the same bytes; its deletion gives them back."""
+    size = GIB
+    with on_card(card) as daemon, workers(2) as (writer, reader):
+        for each in (writer, reader):
+            enter(each, daemon)
+        writer.do(f"{write(size)}; segment.seal()")
+        written = writer.ask(DIGEST)
+        writer.kill()
+        until(lambda: states(daemon) == ["OPEN"])
+        assert segment_states(daemon) == ["SEALED"]
+        assert daemon.books().lent_bytes == size
+        reader.do(READ)
+        assert reader.ask(DIGEST) == written
+        reader.do("segment.delete(); segment.close()")
+        until_lendable(daemon)
+        reader.do("client.close()")
+
+
+def test_a_killed_readers_child_keeps_a_deleted_segment_charged(card: CudaDriver, state: State) -> None:
+    """A child that was forked unseen has it mapped: the bytes are lent to nobody until the card shows them free."""
+    size = 2 * GIB
+    with on_card(card, {"settle_seconds": 60.0}) as daemon, workers(2) as (writer, reader):
+        for each in (writer, reader):
+            enter(each, daemon)
+        writer.do(f"{write(size)}; segment.seal(); segment.close()")
+        reader.do(READ)
+        held = at_rest(lambda: used(card))
+        child = reader.ask("fork_unseen()")
+        try:
+            reader.kill()
+            until(lambda: "OPEN" in states(daemon) and len(states(daemon)) == 1)
+            writer.do("client.delete_segment('m/weights')")
+            until(lambda: daemon.books().releasing_bytes == size)
+            assert segment_states(daemon) == ["RELEASING"]
+            with worker() as stranger:
+                enter(stranger, daemon, "blue")
+                stranger.kill()
+            at_rest(lambda: used(card))
+            assert daemon.books().releasing_bytes == size, "credited while a child still held it"
+            assert used(card) >= held - SLACK
+        finally:
+            os.kill(child, signal.SIGKILL)
+        began = time.monotonic()
+        until_lendable(daemon)
+        state("from SIGKILL of a reader's child until 2 GiB are lendable", milliseconds([time.monotonic() - began]))
+        assert used(card) <= held - size + SLACK
+        assert "proven=false" not in daemon.log()
+        writer.do("client.close()")
+
+
+def test_a_file_is_loaded_shown_and_deleted_by_the_command(card: CudaDriver, state: State, tmp_path: Path) -> None:
+    """`membroker segments load` puts 100 MiB of a safetensors file on the card, where a worker finds its bytes."""
+    header, index = write_index({"embed": ("F32", (1024, 5120)), "head": ("F16", (4096, 10240))}, {"format": "pt"})
+    content = header.ljust(index.size, b"\0")
+    content = content[: len(header)] + os.urandom(MIB) * 101
+    content = content[: index.size]
+    assert len(content) == index.size >= 100 * MIB
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+
+    with on_card(card) as daemon, worker() as reader:
+        at = ("--endpoint", str(daemon.endpoint()))
+
+        def segments(*arguments: str) -> Any:
+            return json.loads(run(CLI, "segments", *arguments, *at, "--json", seconds=120).stdout)
+
+        loaded = segments("load", str(path), "llama/weights")
+        assert (loaded["location"], loaded["tensors"]) == ("device", 2)
+        assert daemon.books().lent_bytes == loaded["size"] >= len(content)
+        shown = segments("show", "llama/weights")
+        found = {each["name"]: (each["dtype"], each["shape"], each["offset"]) for each in shown["tensors"]}
+        assert found == {name: (info.dtype, [*info.shape], info.offset) for name, info in index.items()}
+        assert shown["metadata"] == {"format": "pt"}
+        text = run(CLI, "segments", "show", "llama/weights", *at).stdout
+        assert "embed" in text
+        assert "[1024, 5120]" in text
+        enter(reader, daemon)
+        reader.do("import zlib; segment = client.attach('llama/weights')")
+        reader.do(f"found = segment.read(0, {len(content)})")
+        reader.do(f"import pathlib; assert found == pathlib.Path({str(path)!r}).read_bytes(), 'other bytes'")
+        assert reader.ask("[*segment.index()]") == [*index]
+        reader.do("client.close()")
+        segments("delete", "llama/weights")
+        until_lendable(daemon)
+    state("membroker segments load of 100 MiB", f"{loaded['rate'] / GIB:.1f} GiB/s, {loaded['seconds']:.2f} s")

@@ -1,0 +1,205 @@
+"""How the daemon starts on a real card: what it costs, what it tries, what it says of the card and of what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.daemons import DEADLINE_SECONDS, MIB, until
+from tests.gpu.helpers import (
+    GIB,
+    at_rest,
+    borrow,
+    enter,
+    nvidia_descriptors,
+    on_card,
+    run,
+    until_lendable,
+    used,
+)
+from tests.system.workers import worker
+
+from membroker.vmm import Location
+from membroker.vmm.cuda import CudaDriver
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.usefixtures("card")]
+
+State = Callable[[str, str], None]
+DAEMON, COMMAND = "membrokerd.cli", "membroker.cli.main"
+HEADROOM = 2 * GIB
+"""What a daemon keeps of a card by default."""
+WITHOUT_CONTEXT = 5 * MIB
+
+
+@contextmanager
+def a_runtime_directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="mb-") as directory:
+        yield Path(directory)
+
+
+def refuse_to_start(*arguments: str, **environment: str) -> str:
+    """Run a membrokerd on the CUDA driver that must not start, and return the sentence that it says."""
+    with a_runtime_directory() as directory:
+        own = ("--driver", "cuda", "--runtime-directory", str(directory), "--metrics-port", "0")
+        done = run(DAEMON, *own, *arguments, status=1, **environment)
+        assert not [*directory.rglob("*.sock")]
+    (said,) = done.stderr.strip().splitlines()
+    assert said.startswith("membrokerd: ")
+    return said
+
+
+def test_it_starts_without_a_context(card: CudaDriver, state: State) -> None:
+    """NVML shows at most 5 MiB for it: at its start, while it lends, and after. A context would be 518."""
+    before = at_rest(lambda: used(card))
+    with on_card(card) as daemon, worker() as one:
+
+        def share() -> int:
+            return dict(card.compute_processes()).get(daemon.process.pid, 0)
+
+        cost = at_rest(lambda: used(card)) - before
+        assert share() <= WITHOUT_CONTEXT
+        assert cost <= WITHOUT_CONTEXT + card.device.granularity, f"the start takes {cost >> 20} MiB of the card"
+        enter(one, daemon)
+        borrow(one, GIB)
+        assert share() <= WITHOUT_CONTEXT
+        seen = one.pid in dict(card.compute_processes())
+        one.do("segment = model.create_segment('s', '64MiB'); segment.seal(); segment.delete(); client.close()")
+        until_lendable(daemon)
+        assert share() <= WITHOUT_CONTEXT
+        one.kill()
+        until(lambda: used(card) - before <= WITHOUT_CONTEXT + card.device.granularity)
+    state("what a daemon takes of the card, its anchor included", f"{cost / MIB:.1f} MiB")
+    state("NVML names this machine's processes by their pids", "yes" if seen else "no: it is told other pids")
+
+
+def test_its_anchor_is_one_granule_that_stays_exported(card: CudaDriver) -> None:
+    """One create, export and import at the start, and one descriptor of the card's memory that it keeps."""
+    with on_card(card) as daemon:
+        device = daemon.device()
+        assert device.locations[0].lent_bytes == 0
+        assert re.search(r"^membroker_memory_descriptors_open\{.*\} 1\.0$", daemon.metrics(), re.MULTILINE)
+        assert nvidia_descriptors(daemon.process.pid), "nothing of the card is open in it"
+        with worker() as one:
+            enter(one, daemon)
+            one.do("[model.allocate('64MiB').close() for _ in range(8)]; client.close()")
+        until_lendable(daemon)
+        assert re.search(r"^membroker_memory_descriptors_open\{.*\} 1\.0$", daemon.metrics(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("form", ["NVML's text", "without its prefix", "an ordinal"])
+def test_the_card_is_named_by_ordinal_or_uuid(card: CudaDriver, form: str) -> None:
+    uuid = card.device.uuid
+    names: dict[str, str | int] = {"NVML's text": uuid, "without its prefix": uuid.partition("-")[2], "an ordinal": 0}
+    with on_card(card, {"device": names[form]}) as daemon:
+        assert daemon.device().uuid == uuid
+        assert daemon.root.name == "gpu-" + uuid.partition("-")[2].replace("-", "")[:8].lower()
+
+
+def test_a_card_that_is_not_there_is_told_in_a_sentence(card: CudaDriver) -> None:
+    said = refuse_to_start("--device", "99")
+    assert re.search(r"there is no card number 99: this process sees \d+$", said)
+    wrong = "GPU-00000000-1111-2222-3333-444444444444"
+    said = refuse_to_start("--device", wrong)
+    assert f"no card {wrong} among those that this process sees: " in said
+    assert card.device.uuid.partition("-")[2].lower() in said
+
+
+def test_a_hidden_card_is_told_in_a_sentence() -> None:
+    """CUDA_VISIBLE_DEVICES is empty: to CUDA the machine has no card. On `auto` the host twin takes its place."""
+    said = refuse_to_start(CUDA_VISIBLE_DEVICES="")
+    assert "CUDA_ERROR_NO_DEVICE" in said
+    with a_runtime_directory() as directory, by_command(directory, "", CUDA_VISIBLE_DEVICES="") as status:
+        assert (status["driver"], status["uuid"]) == ("host", "host")
+
+
+def test_a_capacity_that_does_not_fit_is_told_in_a_sentence() -> None:
+    said = refuse_to_start("--capacity", "1TiB")
+    assert "a capacity of 1.0 TiB does not fit: the device has" in said
+    assert "lower `capacity` or `headroom`" in said
+
+
+@pytest.mark.parametrize("headroom", [None, "10GiB"])
+def test_the_capacity_is_the_cards_total_less_headroom_and_anchor(card: CudaDriver, headroom: str | None) -> None:
+    """As it says in `status`, with no figure configured, and with a stated headroom."""
+    memory, granule = card.memory(Location.DEVICE), card.device.granularity
+    assert memory is not None
+    kept = HEADROOM if headroom is None else 10 * GIB
+    text = 'driver = "cuda"' + (f'\nheadroom = "{headroom}"' if headroom else "")
+    with a_runtime_directory() as directory, by_command(directory, text) as status:
+        books = status["locations"]["device"]
+    assert books["capacity"] == (memory.total - kept - granule) // granule * granule
+    assert (books["headroom"], books["device_total"]) == (kept, memory.total)
+
+
+@contextmanager
+def by_command(directory: Path, text: str, **environment: str) -> Iterator[dict[str, Any]]:
+    """Run a daemon by its command line alone, and yield what `membroker status --json` says of it."""
+    config, log = directory / "c.toml", directory / "log"
+    config.write_text(f'{text}\nruntime_directory = "{directory}"\n[metrics]\nport = 0\n')
+    env = {**os.environ, **environment}
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", DAEMON, "--config", str(config)], stderr=file, stdout=file, env=env
+        )
+    try:
+        until(lambda: " ready " in log.read_text() or process.poll() is not None)
+        assert process.poll() is None, log.read_text()
+        (admin,) = directory.glob("*/admin")
+        yield json.loads(run(COMMAND, "status", "--admin", "--endpoint", str(admin), "--json").stdout)
+        process.terminate()
+        assert process.wait(DEADLINE_SECONDS) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_status_and_metrics_name_the_card(card: CudaDriver) -> None:
+    """The product, the UUID, the granularity: where a person looks, and where Prometheus does."""
+    device = card.device
+    with on_card(card) as daemon:
+        for door in (daemon.endpoint(), daemon.admin):
+            admin = ("--admin",) if door == daemon.admin else ()
+            shown = run(COMMAND, "status", "--endpoint", str(door), *admin).stdout
+            assert re.search(rf"^uuid +{device.uuid}$", shown, re.MULTILINE)
+            assert re.search(rf"^product +{re.escape(device.name)}$", shown, re.MULTILINE)
+            assert re.search(r"^granularity +2\.0 MiB$", shown, re.MULTILINE)
+        scraped = daemon.metrics()
+        build = next(line for line in scraped.splitlines() if line.startswith("membroker_build_info{"))
+        assert f'gpu_uuid="{device.uuid}"' in build
+        assert f'product="{device.name}"' in build
+        assert 'driver="cuda"' in build
+        granularity = rf'^membroker_device_granularity_bytes\{{gpu_uuid="{device.uuid}"\}} (\S+)$'
+        found = re.search(granularity, scraped, re.MULTILINE)
+        assert found, "no metric has the granularity"
+        assert float(found[1]) == device.granularity
+        assert f"uuid={device.uuid}" in daemon.log()
+
+
+def test_a_second_daemon_for_the_card_names_the_first(card: CudaDriver) -> None:
+    with on_card(card) as daemon:
+        done = run(DAEMON, "--config", str(daemon.directory / "membrokerd.toml"), status=1)
+        assert f"process {daemon.process.pid};" in done.stderr
+
+
+def test_the_doctor_finds_the_card(card: CudaDriver) -> None:
+    """`membroker doctor` says which card a daemon would own. Its status depends on what else it finds."""
+    done = subprocess.run(
+        [sys.executable, "-m", COMMAND, "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "MEMBROKER_ENDPOINT": ""},
+        check=False,
+    )
+    (gpu,) = [each for each in json.loads(done.stdout) if each["name"] == "gpu"]
+    assert gpu["status"] == "ok", gpu
+    assert card.device.uuid in gpu["found"]

@@ -1,0 +1,515 @@
+"""A real card, a real daemon and real workers: the stories of tests/system, where memory and deaths are the card's own.
+
+Nothing else may use the card meanwhile: what is asked of its figures would be somebody else's.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from tests.daemons import MIB, Daemon, until
+from tests.gpu.helpers import (
+    CAPACITY,
+    GIB,
+    SLACK,
+    at_rest,
+    borrow,
+    enter,
+    kill_and_time,
+    milliseconds,
+    near,
+    on_card,
+    states,
+    still_has,
+    successor,
+    unaccounted,
+    until_lendable,
+    used,
+)
+from tests.system.workers import PAGE, Worker, is_gone, worker, workers
+
+from membroker.vmm.cuda import CudaDriver
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("card")]
+
+State = Callable[[str, str], None]
+GATE_RESERVE = 256 * MIB
+"""What the gate keeps of a card by default."""
+DEFAULT_STOCK = {"stock": "1GiB"}
+
+
+# Sharing
+
+
+def test_two_tenants_trade_the_whole_capacity(card: CudaDriver, transport: str) -> None:
+    """By day one tenant has all of it, by night the other, and neither reads what the other wrote."""
+    with on_card(card, DEFAULT_STOCK) as daemon, workers(2) as (red, blue):
+        enter(red, daemon, "red", transport)
+        enter(blue, daemon, "blue", transport)
+        for day, night in [(red, blue), (blue, red)]:
+            borrow(day, CAPACITY)
+            assert still_has(day, CAPACITY)
+            assert night.refused("pool.allocate(0, 64 * MIB)").numbers == ("capacity", 64 * MIB, 0, CAPACITY)
+            day.do(f"pool.deallocate(0, {CAPACITY})")
+            until_lendable(daemon)
+            night.do(f"pool.allocate(0, {CAPACITY})")
+            assert still_has(night, CAPACITY, 0), "one tenant read what another wrote"
+            night.do(f"pool.deallocate(0, {CAPACITY})")
+            until_lendable(daemon)
+        assert red.ask("[each.name for each in client.models()]") == ["tenants/red/models/m"]
+        assert blue.ask("[each.tenant for each in client.sessions()]") == ["tenants/blue"]
+        for each in (red, blue):
+            each.do("client.close()")
+
+
+def test_each_level_refuses_with_its_numbers(card: CudaDriver, transport: str) -> None:
+    """A model's limit, its tenant's, the capacity: which one, and how much it would have given, which is then given."""
+    tenants = {"red": {"limit": "768MiB", "models": {"small": {"limit": "256MiB"}}}, "blue": {}}
+    with on_card(card, {"capacity": "1GiB", "tenants": tenants}) as daemon, workers(2) as (red, blue):
+        enter(red, daemon, "red", transport, "small")
+        red.do("large = client.register_model('large', virtual_capacity='8GiB').pool('64MiB')")
+        enter(blue, daemon, "blue", transport)
+        red.do("pool.allocate(0, 128 * MIB)")
+        refused = red.refused("pool.grow(192 * MIB)")
+        assert (refused.reason, refused.numbers) == ("MODEL_LIMIT", ("model", 192 * MIB, 128 * MIB, 256 * MIB))
+        refused = red.refused("large.allocate(0, 704 * MIB)")
+        assert (refused.reason, refused.numbers) == ("TENANT_LIMIT", ("tenant", 704 * MIB, 640 * MIB, 768 * MIB))
+        red.do("large.allocate(0, 640 * MIB)")
+        refused = blue.refused("pool.allocate(0, 320 * MIB)")
+        assert (refused.reason, refused.numbers) == ("CAPACITY", ("capacity", 320 * MIB, 256 * MIB, GIB))
+        borrow(blue, 256 * MIB)
+        assert daemon.books().free_bytes == 0
+        assert still_has(blue, 256 * MIB)
+        red.do("large.deallocate(0, 640 * MIB)")
+        until(lambda: daemon.books().free_bytes == 640 * MIB)
+
+
+def test_a_pool_of_many_small_pages_grows_shrinks_and_is_written_across_their_seams(card: CudaDriver) -> None:
+    """512 extents of 2 MiB are one range of addresses to the card."""
+    with on_card(card) as daemon, worker() as one:
+        enter(one, daemon, page="2MiB")
+        borrow(one, GIB)
+        assert still_has(one, GIB)
+        one.do("driver.write(pool.base_address + 3 * PAGE - 2, b'seam')")
+        assert one.ask("driver.read(pool.base_address + 3 * PAGE - 2, 4).decode()") == "seam"
+        one.do("pool.deallocate(256 * MIB, 512 * MIB)")
+        until(lambda: daemon.books().lent_bytes == 512 * MIB)
+        assert one.ask("[pool.is_mapped(0), pool.is_mapped(256 * MIB), pool.is_mapped(768 * MIB)]") == [
+            True,
+            False,
+            True,
+        ]
+        one.do("pool.allocate(256 * MIB, 512 * MIB)")
+        assert one.ask("holds(driver, pool.base_address + 256 * MIB, 512 * MIB, 0)"), "it is not fresh"
+        one.do("client.close()")
+        until_lendable(daemon)
+
+
+def test_an_interpreter_that_exits_without_close_gives_everything_back(card: CudaDriver) -> None:
+    """It says goodbye at exit, so that nothing waits for the card's word."""
+    with on_card(card) as daemon, worker() as one:
+        enter(one, daemon)
+        borrow(one, GIB)
+        one.do("import __main__; __main__.kept = client, pool")
+        assert one.finish() == 0
+        until_lendable(daemon)
+        assert "cause=goodbye" in daemon.log()
+        assert 'cause="process died"' not in daemon.log()
+
+
+# Death
+
+
+STEPS = {
+    "said Hello": "raw.hello()",
+    "sent its Allocate": "raw.send_allocate(4)",
+    "read the delivery": "raw.read_delivery()",
+    "imported it": "raw.driver = membroker.vmm.open_driver('cuda', raw.welcome.device_uuid); raw.import_all()",
+    "acknowledged it": "raw.acknowledge()",
+    "read the reply": "raw.read_reply()",
+    "sent its Release and kept the memory": "raw.send_release()",
+}
+
+
+def go_bare(one: Worker, daemon: Daemon, transport: str) -> None:
+    """Have a worker connect without the library."""
+    one.do("from tests.gpu.working import *")
+    one.do(f"raw = Raw({str(daemon.endpoint())!r}, {transport!r})")
+
+
+def test_a_worker_killed_at_any_step_leaves_nothing(card: CudaDriver, transport: str) -> None:
+    """Wherever it dies its descriptors go with it, those that lie in a socket too."""
+    with on_card(card) as daemon:
+        for last in STEPS:
+            rest = at_rest(lambda: used(card))
+            with worker() as one:
+                go_bare(one, daemon, transport)
+                for step, line in STEPS.items():
+                    one.do(line)
+                    if step == last:
+                        break
+                one.kill()
+                until(lambda: not daemon.sessions())
+                until_lendable(daemon)
+                until(lambda rest=rest: used(card) <= rest + 4 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("page", "size"), [("2MiB", GIB), ("64MiB", CAPACITY), ("1GiB", CAPACITY)], ids=["2MiB", "64MiB", "1GiB"]
+)
+def test_a_killed_workers_bytes_are_lent_again_when_the_card_shows_them_free(
+    card: CudaDriver, state: State, page: str, size: int
+) -> None:
+    """Three lives in a row, and then somebody else takes the whole capacity."""
+    times = []
+    with on_card(card) as daemon, worker() as other:
+        enter(other, daemon, "blue")
+        for _ in range(3):
+            with worker() as one:
+                enter(one, daemon, page=page)
+                borrow(one, size)
+                held = at_rest(lambda: used(card))
+                times.append(kill_and_time(one, daemon))
+                assert used(card) <= held - size + SLACK, "lent again while the card shows it in use"
+        assert "proven=false" not in daemon.log(), "credited by the limit of time, not by the card"
+        borrow(other, CAPACITY)
+        other.do("client.close()")
+    state(f"from SIGKILL until lendable, {size >> 30} GiB in pages of {page}", milliseconds(times))
+
+
+def test_the_deaths_of_many_at_once_are_settled_by_the_card(card: CudaDriver, state: State) -> None:
+    """A node's engines are all killed at once."""
+    with on_card(card) as daemon, workers(3) as engines:
+        for number, each in enumerate(engines):
+            enter(each, daemon, ["red", "blue"][number % 2])
+            borrow(each, GIB)
+        held = at_rest(lambda: used(card))
+        began = time.monotonic()
+        for each in engines:
+            each.process.kill()
+        until_lendable(daemon)
+        seconds = time.monotonic() - began
+        until(lambda: used(card) <= held - 3 * GIB + SLACK)
+        assert "proven=false" not in daemon.log()
+    state("from SIGKILL of three workers until all of 3 GiB is lendable", milliseconds([seconds]))
+
+
+def test_workers_killed_at_any_moment_leave_nothing(card: CudaDriver) -> None:
+    """Three engines churn and are killed wherever that finds them. Some may wait for the limit of time."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    choose = random.Random(seed)
+    churn = "while True:\n    pool.allocate(0, 512 * MIB)\n    pool.deallocate(0, 512 * MIB)\n"
+    with on_card(card, {"settle_seconds": 3.0, **DEFAULT_STOCK}) as daemon:
+        for _ in range(2):
+            with workers(3) as engines:
+                for number, each in enumerate(engines):
+                    enter(each, daemon, ["red", "blue"][number % 2], ["handoff", "grpc"][number % 2])
+                revision = daemon.device().revision
+                for each in engines:
+                    each.begin(churn)
+                goal = revision + choose.randrange(10, 100)
+                until(lambda goal=goal: daemon.device().revision >= goal)
+                for each in engines:
+                    each.kill()
+            until(lambda: not daemon.sessions())
+            until_lendable(daemon)
+
+
+# Outlived by its memory
+
+
+def test_a_forked_child_keeps_its_dead_parents_charge(card: CudaDriver, state: State) -> None:
+    """The child inherited the card's descriptors by a fork that Python never saw: it keeps the memory, and the charge.
+
+    Others come and die meanwhile; their deaths are settled, and not taken for this one.
+    """
+    size = 2 * GIB
+    with on_card(card, {"settle_seconds": 60.0}) as daemon, worker() as parent, worker() as other:
+        enter(parent, daemon)
+        enter(other, daemon, "blue")
+        borrow(parent, size)
+        held = at_rest(lambda: used(card))
+        child = parent.ask("fork_unseen()")
+        try:
+            parent.kill()
+            until(lambda: daemon.books().releasing_bytes == size)
+            assert states(daemon) == ["RELEASING", "OPEN"]
+            assert other.refused("pool.allocate(0, '3GiB')").numbers == ("capacity", 3 * GIB, 2 * GIB, CAPACITY)
+            for _ in range(2):
+                with worker() as stranger:
+                    enter(stranger, daemon, "blue")
+                    borrow(stranger, 256 * MIB)
+                    stranger.kill()
+                    until(lambda: states(daemon) == ["RELEASING", "OPEN"])
+            assert daemon.books().releasing_bytes == size, "credited while a child still held it"
+            assert used(card) >= held - SLACK, "the child does not hold it: the test shows nothing"
+        finally:
+            os.kill(child, signal.SIGKILL)
+        began = time.monotonic()
+        until(lambda: daemon.books().releasing_bytes == 0)
+        state(
+            "from SIGKILL of a forked child until its parent's 2 GiB are lendable",
+            milliseconds([time.monotonic() - began]),
+        )
+        assert used(card) <= held - size + SLACK
+        assert "proven=false" not in daemon.log()
+        borrow(other, CAPACITY)
+        other.do("client.close()")
+
+
+def test_memory_that_never_comes_back_is_written_off_and_shown(card: CudaDriver) -> None:
+    """The child lives for days. Its parent's charge ends after `settle_seconds`, and the truth is in `unaccounted`."""
+    size = 2 * GIB
+    with on_card(card, {"settle_seconds": 0.5}) as daemon, worker() as parent:
+        rest = at_rest(lambda: unaccounted(daemon))
+        enter(parent, daemon)
+        borrow(parent, size)
+        child = parent.ask("fork_unseen()")
+        try:
+            parent.kill()
+            until_lendable(daemon)
+            assert "proven=false" in daemon.log()
+            shown = at_rest(lambda: unaccounted(daemon))
+            assert shown >= rest + size, "the context of the dead comes on top"
+        finally:
+            os.kill(child, signal.SIGKILL)
+        until(lambda: near(unaccounted(daemon), rest))
+
+
+def test_the_librarys_fork_hook_gives_the_memory_back(card: CudaDriver) -> None:
+    """A data loader is forked with Python's own fork: the child lets go, and the parent's death is enough."""
+    size = 2 * GIB
+    with on_card(card) as daemon, worker() as parent:
+        enter(parent, daemon)
+        borrow(parent, size)
+        held = at_rest(lambda: used(card))
+        child = parent.ask("fork_seen()")
+        try:
+            assert still_has(parent, size)
+            parent.do("pool.grow(64 * MIB)")
+            parent.kill()
+            until_lendable(daemon)
+            assert used(card) <= held - size + SLACK
+            assert not is_gone(child), "the child died: the test shows nothing"
+            assert "proven=false" not in daemon.log()
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+# Liars and strangers
+
+
+@contextmanager
+def a_full_card(card: CudaDriver, left: int, call: str = "cuMemAlloc") -> Iterator[Worker]:
+    """Have a process that knows no broker take all of the card but `left` bytes."""
+    with worker() as stranger:
+        stranger.do(f"from tests.gpu.working import *; stranger = Stranger({card.device.uuid!r}, {call!r})")
+        free = stranger.ask(f"stranger.leave({left})")
+        assert left - SLACK <= free <= left + SLACK, f"{free >> 20} MiB are left of the card, not {left >> 20}"
+        yield stranger
+
+
+@pytest.mark.parametrize(("call", "transport"), [("cuMemAlloc", "handoff"), ("cudaMalloc", "grpc")])
+def test_a_stranger_that_fills_the_card_is_told_as_a_full_device(card: CudaDriver, transport: str, call: str) -> None:
+    """The books have 4 GiB and the card has 1: the gate says so, before the driver fails, and lends what there is."""
+    with on_card(card, DEFAULT_STOCK) as daemon, worker() as one:
+        enter(one, daemon, transport=transport)
+        rest = at_rest(lambda: unaccounted(daemon))
+        with a_full_card(card, GIB + GATE_RESERVE, call) as stranger:
+            for attempt in ("model.allocate('2GiB')", "pool.allocate(0, '2GiB')"):
+                refused = one.refused(attempt)
+                assert (refused.error, refused.reason) == ("OutOfMemory", "DEVICE_FULL"), refused
+                assert refused.numbers is not None
+                assert refused.numbers[:2] == ("device", 2 * GIB)
+                assert near(int(refused.metadata["device_free_bytes"]), GIB + GATE_RESERVE)
+                assert "driver_says" not in refused.metadata, "the driver was asked for what the gate knew"
+                assert "unaccounted" in refused.message
+                until_lendable(daemon)
+            until(lambda: unaccounted(daemon) > rest + 8 * GIB)
+            borrow(one, 768 * MIB)
+            assert still_has(one, 768 * MIB)
+            assert one.refused("pool.grow('512MiB')").reason == "DEVICE_FULL"
+            assert daemon.books().lent_bytes == 768 * MIB
+            stranger.kill()
+        until(lambda: near(unaccounted(daemon), rest))
+        one.do(f"pool.grow({CAPACITY - 768 * MIB})")
+        one.do("client.close()")
+
+
+def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(card: CudaDriver, state: State) -> None:
+    """Its bytes are free by its word, and in use on the card: unaccounted, lent to nobody, until it dies."""
+    audit, size = 0.5, 2 * GIB
+    with on_card(card, {"audit_seconds": audit}) as daemon, workers(2) as (liar, other):
+        enter(liar, daemon)
+        enter(other, daemon, "blue")
+        borrow(liar, size)
+        rest = at_rest(lambda: unaccounted(daemon), 2 * audit)
+        with a_full_card(card, GIB + GATE_RESERVE):
+            filled = at_rest(lambda: unaccounted(daemon), 2 * audit)
+            began = time.monotonic()
+            liar.do("client._session.transport.release(list(pool._holding.extents.values()))")
+            until(lambda: unaccounted(daemon) >= filled + size - SLACK)
+            seconds = time.monotonic() - began
+            assert seconds < audit + 0.5, f"found out after {seconds:.2f} s, one audit is {audit} s"
+            assert daemon.books().lent_bytes == 0
+            assert daemon.books().free_bytes == CAPACITY
+            assert other.refused("pool.allocate(0, '2GiB')").reason == "DEVICE_FULL"
+            borrow(other, 768 * MIB)
+            assert still_has(liar, size), "its memory was lent to somebody else"
+            suspects = dict(card.compute_processes())
+            seen = f"NVML names it, with {suspects.get(liar.pid, 0) >> 20} MiB"
+            state("a liar that keeps 2 GiB mapped", seen if liar.pid in suspects else f"NVML names only {suspects}")
+        until(lambda: near(unaccounted(daemon), rest + size))
+        liar.kill()
+        until(lambda: unaccounted(daemon) <= rest + SLACK)
+        other.do("client.close()")
+    state(f"a liar is found out, with an audit every {1000 * audit:.0f} ms, after", milliseconds([seconds]))
+
+
+def test_a_worker_that_says_released_and_keeps_its_descriptors_is_found_out(
+    card: CudaDriver, state: State, transport: str
+) -> None:
+    """It never imports, has no context, and so NVML names nobody; the card has the bytes in use all the same."""
+    audit, count = 0.5, 64
+    with on_card(card, {"audit_seconds": audit}) as daemon, worker() as keeper:
+        rest = at_rest(lambda: unaccounted(daemon), 2 * audit)
+        go_bare(keeper, daemon, transport)
+        keeper.do(f"raw.hello(); raw.send_allocate({count})")
+        keeper.do("raw.read_delivery(); raw.acknowledge(); raw.read_reply()")
+        assert daemon.books().lent_bytes == count * PAGE
+        began = time.monotonic()
+        keeper.do("raw.send_release(); raw.read_release()")
+        assert daemon.books().lent_bytes == 0
+        until(lambda: unaccounted(daemon) >= rest + count * PAGE - 4 * MIB)
+        seconds = time.monotonic() - began
+        assert seconds < audit + 0.5, f"found out after {seconds:.2f} s, one audit is {audit} s"
+        assert dict(card.compute_processes()).get(keeper.pid, 0) == 0
+        keeper.do("[os.close(one) for one in raw.descriptors]")
+        until(lambda: unaccounted(daemon) <= rest + 4 * MIB)
+    state("a liar that keeps its descriptors is found out after", milliseconds([seconds]))
+
+
+def test_a_worker_that_only_keeps_descriptors_is_charged_until_it_dies(card: CudaDriver, transport: str) -> None:
+    """It hangs up and lives on: it has the memory, and pays for it."""
+    count = 64
+    with on_card(card) as daemon, worker() as keeper:
+        rest = at_rest(lambda: used(card))
+        go_bare(keeper, daemon, transport)
+        keeper.do(f"raw.hello(); raw.send_allocate({count})")
+        keeper.do("raw.read_delivery(); raw.socket.close(); raw.notices.close()")
+        until(lambda: states(daemon) == ["DETACHED"])
+        until(lambda: used(card) >= rest + count * PAGE)
+        assert daemon.books().lent_bytes == count * PAGE
+        keeper.kill()
+        until_lendable(daemon)
+        assert used(card) <= rest + 4 * MIB
+        assert "proven=false" not in daemon.log()
+
+
+# The daemon's own death
+
+
+def test_workers_compute_on_when_the_daemon_is_killed(card: CudaDriver, state: State) -> None:
+    """Kernels run on borrowed memory before, while and after the daemon is killed; a new one knows who has memory."""
+    size = GIB
+
+    def rounds(one: Worker) -> int:
+        error, done = one.ask("[computing.error, computing.rounds]")
+        assert not error, error
+        return int(done)
+
+    def go_on(engines: list[Worker], more: int) -> None:
+        goals = {each.pid: rounds(each) + more for each in engines}
+        until(lambda: all(rounds(each) >= goals[each.pid] for each in engines), 60)
+
+    with on_card(card) as daemon, workers(2) as engines:
+        for number, each in enumerate(engines):
+            enter(each, daemon, ["red", "blue"][number])
+            each.do(f"computing = Computing(model, {size})")
+        go_on(engines, 3)
+        daemon.kill()
+        go_on(engines, 10)
+        for each in engines:
+            for call in ("pool.grow('64MiB')", "model.allocate('64MiB')", "client.device()"):
+                assert each.refused(call).error == "BrokerUnavailable"
+        with successor(daemon) as second:
+            assert second.books().lent_bytes == 0
+            until(lambda: unaccounted(second) >= 2 * size)
+            seen = [each.pid for each in engines if each.pid in dict(card.compute_processes())]
+            told = [line for line in second.log().splitlines() if "an earlier daemon's worker" in line]
+            named = [each.pid for each in engines if any(f" pid={each.pid} " in line for line in told)]
+            assert named == seen, "NVML knows a worker that the new daemon did not name"
+            state(
+                "workers that a new daemon names", f"{len(named)} of 2" + ("" if seen else "; NVML shows no pids here")
+            )
+            go_on(engines, 3)
+            rest = at_rest(lambda: used(card))
+            done = [each.ask("computing.stop()") for each in engines]
+            until(lambda: used(card) <= rest - 2 * size + SLACK)
+            how = engines[0].ask("'torch' if torch_on_the_card() else 'memset'")
+            state(f"rounds of {how} on borrowed memory over the daemon's death", f"{done[0]} and {done[1]}")
+            for each in engines:
+                each.do("pool.close(); client.close()")
+            enter(engines[0], second)
+            borrow(engines[0], size)
+            assert second.books().lent_bytes == size
+            engines[0].do("client.close()")
+            until_lendable(second)
+        for each in engines:
+            assert each.finish() == 0
+
+
+def test_sigterm_lets_workers_go_on_as_well(card: CudaDriver) -> None:
+    """The operator stops it; it ends at once with status 0, and what was lent stays where it is."""
+    with on_card(card) as daemon, worker() as one:
+        enter(one, daemon)
+        borrow(one, GIB)
+        began = time.monotonic()
+        assert daemon.stop() == 0
+        assert time.monotonic() - began < 5
+        assert still_has(one, GIB)
+        one.do("fill(driver, pool.base_address, GIB, 7)")
+        assert still_has(one, GIB, 7)
+        one.do("pool.close(); client.close()")
+
+
+# Sizes and places
+
+
+def test_the_books_and_the_card_agree_after_many_sizes(card: CudaDriver) -> None:
+    """Two workers, in and out; what the card has more in use at the end is the stock, which the books show."""
+    with on_card(card, DEFAULT_STOCK) as daemon, workers(2) as both:
+        for number, each in enumerate(both):
+            enter(each, daemon, ["red", "blue"][number])
+        rest = at_rest(lambda: used(card))
+        for size in ("2MiB", "6MiB", "64MiB", "200MiB", "1GiB"):
+            for each in both:
+                each.do(f"buffer = model.allocate({size!r}); fill(driver, buffer.address, buffer.size, 3)")
+            for each in both:
+                assert each.ask("holds(driver, buffer.address, buffer.size, 3)")
+                each.do("buffer.close()")
+            until_lendable(daemon)
+        until(lambda: near(used(card) - daemon.books().stock_bytes, rest))
+        for each in both:
+            each.do("client.close()")
+
+
+def test_memory_of_the_host_is_lent_beside_the_cards(card: CudaDriver) -> None:
+    """One session, two places: what it has of the host is not charged to the card, and the card does not show it."""
+    with on_card(card, {"host_capacity": "256MiB"}) as daemon, worker() as one:
+        enter(one, daemon)
+        rest = at_rest(lambda: used(card))
+        one.do("host = model.allocate('128MiB', location='host'); driver.write(host.address, b'host')")
+        assert one.ask("driver.read(host.address, 4).decode()") == "host"
+        assert [books.lent_bytes for books in daemon.device().locations] == [0, 128 * MIB]
+        assert used(card) <= rest + SLACK
+        refused = one.refused("model.allocate('256MiB', location='host')")
+        assert refused.numbers == ("capacity", 256 * MIB, 128 * MIB, 256 * MIB)
+        one.do("host.close(); client.close()")
