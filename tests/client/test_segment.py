@@ -1043,7 +1043,7 @@ class TestTensors:
         assert segment.read(0, 8) == bytes(8)
         with pytest.raises(InvalidTensorIndex, match="no index was written"):
             segment.index()
-        segment.lay_out({"a": ("U8", [PAGE - 128])})
+        segment.lay_out({"a": ("U8", [PAGE - 256])})
         segment.seal()
         with pytest.raises(membroker.SegmentNotWritable):
             segment.lay_out({"a": ("U8", [1])})

@@ -414,6 +414,7 @@ def test_a_packet_cut_short_by_the_kernel(daemon: Daemon, transport: str) -> Non
 for packet in packets:
     raw.parts.append(packet.frame.delivery.part)
     raw.extent_ids += packet.frame.delivery.extent_ids
+    raw.answered = packet.frame.delivery.HasField("reply")
     handoff.close_all(packet.descriptors)
 raw.acknowledge(); raw.read_reply(); raw.send_release(); raw.read_release()
 """)
