@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from membroker.errors import ClosedError
 from membroker.interrupts import HeldOff
@@ -54,23 +54,23 @@ class Holding:
         """Whether this is given back, or will be when the last view of it is gone."""
         return self._ending or self.abandoned
 
-    def in_use(self) -> _Use:
-        """Hold off the end during a call, a block."""
-        return _Use(self)
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Hold off the end during a call.
 
-    def begin_use(self) -> None:
-        """A call begins. Raises `ClosedError`."""
+        A generator, though it costs a microsecond: an interrupt between its beginning and the block still ends it.
+        """
         self.check_open()
         with self._lock:
             self.check_open()
             self._uses += 1
-
-    def end_use(self) -> None:
-        """A call has ended."""
-        with self._lock:
-            self._uses -= 1
-        if self._ending:
-            self.end()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._uses -= 1
+            if self._ending:
+                self.end()
 
     def hold(self, keeper: object, offset: int, size: int, *, writable: bool = True) -> Hold:
         """Hold off the end as long as the result lives, which keeps `keeper`. Raises `ClosedError`."""
@@ -108,23 +108,6 @@ class Holding:
         """A view died, in whatever thread: if it was the last to wait for, another thread does the work."""
         if self._ending and not self.abandoned:
             self.source.later(self.end)
-
-
-class _Use:
-    """A call that uses a holding. No generator: it stands around each allocation."""
-
-    __slots__ = ("_holding",)
-
-    def __init__(self, holding: Holding) -> None:
-        self._holding = holding
-
-    def __enter__(self) -> None:
-        self._holding.begin_use()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._holding.end_use()
 
 
 class Placing:

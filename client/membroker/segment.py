@@ -239,7 +239,7 @@ class Segment:
         Waits for the work that this process has given to the device. Whoever waits in `attach` goes on. Raises
         `SegmentNotWritable`, and `BufferError` while a writable view or array of it lives.
         """
-        with self._holding.in_use(), HeldOff(), device_failures(), ExitStack() as undo:
+        with HeldOff(), self._holding.in_use(), device_failures(), ExitStack() as undo:
             self._check_writable()
             # First of all: a view that another thread takes from here on is read-only already.
             self._writable = False
