@@ -87,7 +87,7 @@ def worker(number: int, answers: Any) -> None:
             module = build()
         with client.attach("shared/weights") as segment:
             attach_module(segment, module)
-            device = device_of(segment.hold(0, 1).device)
+            device = device_of(segment.span(0, 1).device)
         answers.put((number, answer(module, device)))
 
 
@@ -98,7 +98,7 @@ def main(count: int) -> None:
         model = client.register_model("shared")
         with publish_module(model, "weights", build()) as segment:
             print(f"published {len(segment.index())} tensors in {segment.size >> 20} MiB", flush=True)
-            expected = answer(build().to(device_of(segment.hold(0, 1).device)), device_of(segment.hold(0, 1).device))
+            expected = answer(build().to(device_of(segment.span(0, 1).device)), device_of(segment.span(0, 1).device))
         context = multiprocessing.get_context("spawn")
         answers = context.Queue()
         workers = [context.Process(target=worker, args=(number, answers)) for number in range(count)]

@@ -216,11 +216,11 @@ class Loop:
             close_all(outcome)
             self._not_made(make, Failure(Reason.DELIVERY_FAILED, {"location": make.location}))
         elif make.segment:
-            self.store.hold(make.segment, make.ids, outcome, lambda error: self._held(make, outcome, error))
+            self.store.keep(make.segment, make.ids, outcome, lambda error: self._kept(make, outcome, error))
         else:
             self._deliver(make, outcome)
 
-    def _held(self, make: fx.Make, descriptors: list[int], error: OSError | None) -> None:
+    def _kept(self, make: fx.Make, descriptors: list[int], error: OSError | None) -> None:
         """The store has a packet of a segment, or has it not: only then may anybody get it."""
         if error is not None:
             close_all(descriptors)
@@ -253,8 +253,9 @@ class Loop:
 
     def _not_made(self, packet: fx.Make | fx.Send, failure: Failure) -> None:
         if isinstance(packet, fx.Make) and packet.segment:
-            held = self.store.give_up(packet.segment, packet.ids)
-            self.executor.close(held, lambda _: None)  # it was kept, and then it could not be sent
+            kept = self.store.give_up(packet.segment, packet.ids)
+            if kept:  # and then it could not be sent
+                self.executor.close(kept, lambda _: None)
         self.tell(ev.NotMade(packet.session, packet.request_id, packet.part, failure.reason, failure.numbers))
 
     def _seal(self, segment: int) -> None:

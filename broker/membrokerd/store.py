@@ -1,7 +1,7 @@
 """The descriptor store: where segments' descriptors are kept, so that segments outlive whoever wrote them.
 
 One small interface, because descriptors must outlive this process too, one day: then another process holds copies, and
-`hold` is over when that one has them. Nothing of a segment is delivered before. Decides nothing about memory.
+`keep` is over when that one has them. Nothing of a segment is delivered before. Decides nothing about memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 class DescriptorStore(Protocol):
     """Keeps descriptors of extents by segment and id. Not thread-safe: it belongs to the event loop's thread."""
 
-    def hold(
+    def keep(
         self, segment: int, ids: Sequence[int], descriptors: Sequence[int], done: Callable[[OSError | None], None]
     ) -> None:
         """Take these descriptors over, and call `done` once they are safe, or with why they cannot be.
@@ -41,7 +41,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self._segments: dict[int, dict[int, int]] = {}
 
-    def hold(
+    def keep(
         self, segment: int, ids: Sequence[int], descriptors: Sequence[int], done: Callable[[OSError | None], None]
     ) -> None:
         """Take these descriptors over; never fails."""

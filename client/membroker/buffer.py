@@ -16,7 +16,7 @@ from membroker.holding import Holding, Placing
 from membroker.interrupts import HeldOff
 from membroker.region import device_failures
 from membroker.source import Source
-from membroker.views import Hold
+from membroker.views import Span
 from membroker.vmm.driver import Location
 from membroker.vmm.sizes import MAX_BYTES, round_up
 
@@ -84,15 +84,15 @@ class Buffer:
         with self._holding.in_use():
             return self._holding.views.make(self, self._holding.region.address, self._size)
 
-    def hold(self, offset: int, size: int) -> Hold:
+    def span(self, offset: int, size: int) -> Span:
         """Keep the memory as long as the result lives: for whoever gives addresses in [offset, offset + size) away.
 
-        As with a living view, `close` then gives the memory back when the last hold is gone. Raises
+        As with a living view, `close` then gives the memory back when the last span is gone. Raises
         `InvalidRequest` for a range that does not lie in the buffer, and `ClosedError`.
         """
         if not 0 <= offset <= self._size or not 0 <= size <= self._size - offset:
             raise InvalidRequest(f"{size} bytes at {offset} do not lie in a buffer of {self._size} bytes")
-        return self._holding.hold(self, offset, size)
+        return self._holding.span(self, offset, size)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from membroker.errors import ClosedError
 from membroker.interrupts import HeldOff
 from membroker.region import Region
 from membroker.source import Source
-from membroker.views import Hold, Views
+from membroker.views import Span, Views
 
 
 class Holding:
@@ -72,11 +72,11 @@ class Holding:
             if self._ending:
                 self.end()
 
-    def hold(self, keeper: object, offset: int, size: int, *, writable: bool = True) -> Hold:
+    def span(self, keeper: object, offset: int, size: int, *, writable: bool = True) -> Span:
         """Hold off the end as long as the result lives, which keeps `keeper`. Raises `ClosedError`."""
         with self.in_use():
             address = self.region.address + offset
-            return self.views.count(Hold(keeper, address, size, self.source.driver.device, writable))
+            return self.views.count(Span(keeper, address, size, self.source.driver.device, writable))
 
     def end(self) -> None:
         """Give everything back, now, or once the last call has returned and the last view is gone."""

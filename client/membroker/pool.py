@@ -25,7 +25,7 @@ from membroker.interrupts import HeldOff
 from membroker.region import device_failures
 from membroker.source import Source
 from membroker.types import MemoryStats
-from membroker.views import Hold
+from membroker.views import Span
 from membroker.vmm.driver import Location
 from membroker.vmm.sizes import MAX_BYTES, MIB, format_size, is_power_of_two, round_up
 
@@ -270,7 +270,7 @@ class VirtualMemoryPool:
             self._check_mapped(pages)
             return self._holding.views.make(self, self._holding.region.address + offset, length)
 
-    def hold(self, offset: int, size: int | str) -> Hold:
+    def span(self, offset: int, size: int | str) -> Span:
         """Keep [offset, offset + size) mapped as long as the result lives: for whoever gives its addresses away.
 
         It is to the pool what a living view is: the range cannot be deallocated, and a closed pool keeps its memory.
@@ -282,7 +282,7 @@ class VirtualMemoryPool:
         pages = self._touched(offset, length or 1)
         with self._holding.in_use(), self._lock:
             self._check_mapped(pages)
-            return self._holding.hold(self, offset, length)
+            return self._holding.span(self, offset, length)
 
     def close(self) -> None:
         """Unmap and give back everything, addresses too. Idempotent; raises nothing when the broker is away.

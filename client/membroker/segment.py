@@ -27,7 +27,7 @@ from membroker.types import SegmentStatus
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2
 from membroker.v1.handoff_pb2 import Delivery
-from membroker.views import Hold
+from membroker.views import Span
 from membroker.vmm.driver import AccessFlags, Driver, Handle, Location
 from membroker.vmm.sizes import MAX_BYTES, MIB, round_up
 
@@ -150,14 +150,14 @@ class Segment:
             view = self._holding.views.make(self, self._holding.region.address, self.size)
         return view if self._writable else view.toreadonly()
 
-    def hold(self, offset: int, size: int) -> Hold:
+    def span(self, offset: int, size: int) -> Span:
         """Keep the segment mapped as long as the result lives: for whoever gives addresses in the range away.
 
-        As with a living view, `close` then unmaps when the last hold is gone, and `seal` refuses while one of the
+        As with a living view, `close` then unmaps when the last span is gone, and `seal` refuses while one of the
         writer's lives. Raises `InvalidRequest` and `ClosedError`.
         """
         self._check_range(offset, size)
-        return self._holding.hold(self, offset, size, writable=self._writable)
+        return self._holding.span(self, offset, size, writable=self._writable)
 
     def read(self, offset: int, size: int) -> bytes:
         """Return a copy of [offset, offset + size). Raises `InvalidRequest`, `ClosedError`, `DeviceFailure`."""

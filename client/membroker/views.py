@@ -1,6 +1,6 @@
-"""Views: memoryviews over mapped bytes, holds of bytes that others address, and which of them are still alive.
+"""Views: memoryviews over mapped bytes, spans of bytes that others address, and which of them are still alive.
 
-Owns a weak reference to each hold, and to the array behind each view. Python 3.11 has no buffer protocol for classes
+Owns a weak reference to each span, and to the array behind each view. Python 3.11 has no buffer protocol for classes
 (PEP 688), so a view is a memoryview of a ctypes array, and every slice, cast or numpy array made from it keeps that
 array. It must never take a lock: an array dies in whatever thread, wherever the garbage collector happens to run.
 """
@@ -19,7 +19,7 @@ from membroker.vmm.driver import DeviceInfo
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Hold:
+class Span:
     """`size` bytes at `address` that somebody uses by their addresses, as long as this lives. It cannot be read.
 
     `device` is where the memory is, `writable` whether it is mapped so; `keeper` is what the memory belongs to.
@@ -33,7 +33,7 @@ class Hold:
 
 
 class Views:
-    """The living views and holds of one holding. `gone`, a method of it, is called after each death, from any thread.
+    """The living views and spans of one holding. `gone`, a method of it, is called after each death, from any thread.
 
     It is kept weakly: a cycle would leave a client that was forgotten to the garbage collector's leisure.
     """
@@ -50,10 +50,10 @@ class Views:
         self._watch(array, address, size)
         return memoryview(array).cast("B")
 
-    def count(self, hold: Hold) -> Hold:
-        """Count a hold among what lives, and return it."""
-        self._watch(hold, hold.address, hold.size)
-        return hold
+    def count(self, span: Span) -> Span:
+        """Count a span among what lives, and return it."""
+        self._watch(span, span.address, span.size)
+        return span
 
     def _watch(self, living: Any, address: int, size: int) -> None:
         number = next(self._numbers)

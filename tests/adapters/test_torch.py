@@ -22,6 +22,7 @@ from membroker.tensor_index import InvalidTensorIndex
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
 adapter = pytest.importorskip("membroker.adapters.torch")
+lendings = pytest.importorskip("membroker.adapters._torch_lending")
 
 DTYPES = [
     "bool",
@@ -202,7 +203,7 @@ class TestLending:
 
     @pytest.fixture
     def lending(self, client: membroker.Client, alive: set[int]) -> Any:
-        return adapter.Lending(client.register_model("lending", limit="8MiB"), 0, lambda: set(alive))
+        return lendings.TorchLending(client.register_model("lending", limit="8MiB"), 0, lambda: set(alive))
 
     def test_lends_and_collects(self, daemon: Daemon, lending: Any, alive: set[int]) -> None:
         """A piece is lent whole, kept while torch has it, and given back once it was seen and is no longer there."""
@@ -245,7 +246,7 @@ class TestLending:
         """Unmapping under torch's tensors would end the process: it waits until torch has let go."""
         client = membroker.connect(daemon.endpoint())
         alive: set[int] = set()
-        lending = adapter.Lending(client.register_model("lending"), 0, lambda: alive)
+        lending = lendings.TorchLending(client.register_model("lending"), 0, lambda: alive)
         address = self.ALLOCATE(lending.allocate_address)(2 * MIB, 0, None)
         alive.add(address)
         lending.collect()
@@ -261,7 +262,7 @@ class TestLending:
         """Threads that torch made, as they allocate while another collects: nothing is lent twice or lost."""
         alive: set[int] = set()
         taken: set[int] = set()
-        lending = adapter.Lending(client.register_model("lending"), 0, lambda: set(alive))
+        lending = lendings.TorchLending(client.register_model("lending"), 0, lambda: set(alive))
         allocate, mine = self.ALLOCATE(lending.allocate_address), threading.Lock()
 
         def work() -> None:

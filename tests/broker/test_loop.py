@@ -94,12 +94,12 @@ class Late(MemoryStore):
         super().__init__()
         self.asked: list[Callable[[OSError | None], None]] = []
 
-    def hold(
+    def keep(
         self, segment: int, ids: Sequence[int], descriptors: Sequence[int], done: Callable[[OSError | None], None]
     ) -> None:
         def decide(error: OSError | None) -> None:
             if error is None:
-                MemoryStore.hold(self, segment, ids, descriptors, done)
+                MemoryStore.keep(self, segment, ids, descriptors, done)
             else:
                 done(error)
 

@@ -457,7 +457,7 @@ class TestSpare:
         keeping.allocate(0, 2 * PAGE)
         keeping.deallocate(0, PAGE)
         before = state(keeping, lender)
-        for call in (keeping.deallocate, keeping.view, keeping.hold):
+        for call in (keeping.deallocate, keeping.view, keeping.span):
             for size in (PAGE, 2 * PAGE):
                 with pytest.raises(NotMapped):
                     call(0, size)
@@ -604,13 +604,13 @@ class TestSpare:
     def test_a_view_keeps_a_page_from_turning_spare(self, keeping: VirtualMemoryPool, lender: Lender) -> None:
         """Somebody still reads it: it would be given to the next under his eyes."""
         keeping.allocate(0, 2 * PAGE)
-        view, hold = keeping.view(0, 4), keeping.hold(PAGE, 4)
+        view, span = keeping.view(0, 4), keeping.span(PAGE, 4)
         before = state(keeping, lender)
         for page in (0, 1):
             with pytest.raises(BufferError):
                 keeping.deallocate(page * PAGE, PAGE)
         assert state(keeping, lender) == before
-        del view, hold
+        del view, span
         keeping.deallocate(0, 2 * PAGE)
         assert keeping.stats().spare_pages == 2
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 LATELY_NS = 10_000_000_000
 """How long a size is kept ready after it was last asked for."""
 JUST_NOW_NS = 1_000_000_000
+"""How long a size keeps its stock when another size wants the room."""
 SIZES = 8
 """How many sizes are remembered."""
 

@@ -15,7 +15,7 @@ from membroker.convert import bytes_of
 from membroker.errors import OutOfMemory
 from membroker.model import Model
 from membroker.region import device_failures
-from membroker.views import Hold
+from membroker.views import Span
 from membroker.vmm.sizes import MIB, round_up
 
 CHUNK_BYTES = 32 * MIB
@@ -52,7 +52,7 @@ class Lending:
     def held_bytes(self) -> int:
         """Bytes that are charged to the model: the buffers behind the blocks."""
         with self._lock:
-            return sum(chunk.hold.size for chunk in self._chunks)
+            return sum(chunk.span.size for chunk in self._chunks)
 
     def allocate(self, size: int) -> int:
         """Return the address of `size` bytes; 0 for none. Raises what `Model.allocate` raises.
@@ -130,12 +130,12 @@ class _Chunk:
     def __init__(self, model: Model, size: int) -> None:
         # All of an extent is charged, so all of it is asked for.
         self._buffer = model.allocate(round_up(size, model.driver.device.granularity))
-        self.hold: Hold = self._buffer.hold(0, self._buffer.size)
-        self._runs = [(self.hold.address, self._buffer.size)]
+        self.span: Span = self._buffer.span(0, self._buffer.size)
+        self._runs = [(self.span.address, self._buffer.size)]
 
     @property
     def is_empty(self) -> bool:
-        return self._runs == [(self.hold.address, self.hold.size)]
+        return self._runs == [(self.span.address, self.span.size)]
 
     def carve(self, size: int) -> int | None:
         """Take `size` bytes from the first run that has them."""
@@ -159,5 +159,5 @@ class _Chunk:
 
     def close(self) -> None:
         """Unmap the buffer and give it back, in this thread."""
-        del self.hold
+        del self.span
         self._buffer.close()

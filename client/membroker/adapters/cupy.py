@@ -1,6 +1,6 @@
 """CuPy: arrays over borrowed memory, and CuPy's own arrays made of it.
 
-Owns no memory: an array keeps a hold, and the allocator's blocks are a `Lending`'s. It must never let an error of
+Owns no memory: an array keeps a span, and the allocator's blocks are a `Lending`'s. It must never let an error of
 membroker end where CuPy expects its own: only `cudaErrorMemoryAllocation` makes its pool free what it caches.
 """
 

@@ -1,6 +1,6 @@
 """DLPack and the CUDA array interface: borrowed bytes as a tensor of whatever framework reads either.
 
-Owns the step from a range of a buffer, a pool or a segment to something that `from_dlpack` takes, and a hold of that
+Owns the step from a range of a buffer, a pool or a segment to something that `from_dlpack` takes, and a span of that
 range for as long as the last tensor made of it. It must never read the bytes, which may be a card's.
 
 The structure that a framework gets is made by NumPy, and written over where the memory is not NumPy's: device and
@@ -21,7 +21,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from membroker.errors import InvalidRequest
-from membroker.views import Hold
+from membroker.views import Span
 from membroker.vmm.driver import DeviceInfo
 from membroker.vmm.sizes import MAX_BYTES
 
@@ -72,7 +72,7 @@ _BFLOAT, _FIRST_FLOAT8 = 4, 7
 class Source(Protocol):
     """A `Buffer`, a `VirtualMemoryPool` or a `Segment`."""
 
-    def hold(self, offset: int, size: int, /) -> Hold:
+    def span(self, offset: int, size: int, /) -> Span:
         """Keep [offset, offset + size) as long as the result lives."""
         ...
 
@@ -208,9 +208,9 @@ def export(
     Raises `InvalidRequest` (`InvalidOffset` of a pool) for a range outside of it, an offset that is no multiple of an
     element, a dtype or a shape; `NotMapped` for a pool's page without memory; `ClosedError`; `ImportError`.
     """
-    hold = source.hold(offset, size_of(dtype, shape))
-    read_only = not hold.writable and not ignore_read_only
-    return DlpackTensor(hold, hold.address, shape, dtype, device_of(hold.device), read_only)
+    span = source.span(offset, size_of(dtype, shape))
+    read_only = not span.writable and not ignore_read_only
+    return DlpackTensor(span, span.address, shape, dtype, device_of(span.device), read_only)
 
 
 def is_numpys(dtype: str) -> bool:

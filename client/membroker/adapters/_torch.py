@@ -1,0 +1,8 @@
+"""PyTorch itself, or a sentence that says what to install."""
+
+from __future__ import annotations
+
+try:
+    import torch as torch
+except ImportError as error:
+    raise ImportError("membroker.adapters.torch needs PyTorch: pip install torch") from error

@@ -1,0 +1,137 @@
+"""What torch's allocator was lent: a buffer for each of its segments, and which of them it still has.
+
+Owns the function that torch calls for memory. It must never let an exception go into torch's C++, and never wait in a
+call of torch's for something that another such call could hold.
+"""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from membroker.adapters._torch import torch
+from membroker.buffer import Buffer
+from membroker.errors import InvalidRequest, MembrokerError, OutOfMemory
+from membroker.model import Model
+
+logger = logging.getLogger("membroker")
+
+
+@dataclass(slots=True, eq=False)
+class _Lent:
+    """A segment of torch's. `span` keeps it mapped when its client is closed; `seen` says that torch has it."""
+
+    buffer: Buffer
+    span: object
+    seen: bool = False
+
+
+class TorchLending:
+    """The two functions that torch calls for memory, and what it was lent. Knows nothing of pools or routing.
+
+    `allocate_address` and `free_address` are C functions, `void*(size_t, int, void*)` and `void(void*, size_t, int,
+    void*)`. The first borrows, in Python, called with no lock of torch's held. The second is called under torch's
+    lock, where no Python may run, and so it is one that does nothing: what torch has freed is found by `collect`.
+    `alive` tells the addresses that torch has.
+    """
+
+    def __init__(self, model: Model, device: int, alive: Callable[[], set[int]]) -> None:
+        self.last_denial: MembrokerError | None = None
+        self._alive = alive
+        self._model = model
+        self._device = device
+        self._lent: dict[int, _Lent] = {}
+        self._collecting = threading.Lock()
+        self._function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(
+            self._allocate
+        )
+
+    @property
+    def allocate_address(self) -> int:
+        """The address of the function that borrows; it returns 0 when it is denied."""
+        return _address_of(self._function)
+
+    @property
+    def free_address(self) -> int:
+        """The address of a function of the interpreter's that reads a flag: compiled, without a lock or an effect."""
+        return _address_of(ctypes.pythonapi.Py_IsInitialized)
+
+    @property
+    def lent(self) -> int:
+        """Bytes that are lent now."""
+        return sum(lent.buffer.size for lent in list(self._lent.values()))
+
+    def owns(self, address: int, size: int) -> bool:
+        """Say whether [address, address + size) lies in one piece that is lent."""
+        return any(
+            start <= address and address + size <= start + lent.buffer.size for start, lent in list(self._lent.items())
+        )
+
+    def collect(self) -> int:
+        """Give back what was lent and torch no longer has, and return how many bytes that was.
+
+        A piece that torch was never seen to have is left: it may be about to take it.
+        """
+        with self._collecting:
+            return self._collect()
+
+    def _collect(self) -> int:
+        # In this order: what is lent after the first line is not touched, whatever its address was before.
+        lent = list(self._lent.items())
+        there = self._alive()
+        given_back = 0
+        for address, one in lent:
+            if address in there:
+                one.seen = True
+            elif one.seen:
+                del self._lent[address]
+                given_back += one.buffer.size
+                one.span = None
+                one.buffer.close()
+        return given_back
+
+    def _allocate(self, size: int, device: int, _stream: int | None) -> int:
+        """Borrow for torch. Nothing may be raised into its C++."""
+        try:
+            return self._borrow(size, device)
+        except KeyboardInterrupt:
+            _thread.interrupt_main()
+        except MembrokerError as error:
+            self.last_denial = error
+        except BaseException as error:
+            logger.exception("an allocation of torch's failed")
+            self.last_denial = MembrokerError(f"an allocation of torch's failed: {error!r}")
+        return 0
+
+    def _borrow(self, size: int, device: int) -> int:
+        if device != self._device:
+            raise InvalidRequest(f"torch asks for memory of card {device}, and the broker's is card {self._device}")
+        try:
+            buffer = self._model.allocate(size)
+        except OutOfMemory:
+            if not self._collect_at_once():
+                raise
+            buffer = self._model.allocate(size)
+        address = buffer.address
+        self._lent[address] = _Lent(buffer, buffer.span(0, size))
+        return address
+
+    def _collect_at_once(self) -> int:
+        """Collect, unless a thread is at it, perhaps this one, or a graph is captured, which forbids to wait."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return 0
+        if not self._collecting.acquire(blocking=False):
+            return 0
+        try:
+            return self._collect()
+        finally:
+            self._collecting.release()
+
+
+def _address_of(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -1,0 +1,70 @@
+"""Tensors of PyTorch over borrowed memory: the step from bytes to `torch.Tensor`, and the dtypes of both sides.
+
+Owns the table of dtypes. It must never copy: a tensor stands where the memory is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from membroker.adapters._torch import torch
+from membroker.adapters.dlpack import export
+from membroker.buffer import Buffer
+from membroker.errors import InvalidRequest
+from membroker.pool import VirtualMemoryPool
+from membroker.segment import Segment
+from membroker.vmm.driver import DeviceInfo
+
+# safetensors' words. A float4 of torch is two elements in a byte.
+_NAMES = {
+    "BOOL": "bool",
+    "F4": "float4_e2m1fn_x2",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+DTYPES = {text: getattr(torch, name) for text, name in _NAMES.items() if hasattr(torch, name)}
+TEXTS = {dtype: text for text, dtype in DTYPES.items()}
+
+
+def tensor(
+    source: Buffer | Segment | VirtualMemoryPool, dtype: torch.dtype, shape: Sequence[int], offset: int = 0
+) -> torch.Tensor:
+    """Return `shape` elements of `dtype` from byte `offset` of a buffer, a segment or a pool; nothing is copied.
+
+    A CUDA tensor on a card, a CPU tensor on the host driver; any dtype of torch. The memory stays as long as the
+    tensor lives, or a view of it: closing the owner waits for the last of them and for the work on the device, and
+    a pool refuses to deallocate the range (`BufferError`). torch has no read-only tensors: writing to one over a
+    segment that is sealed or attached ends the process on the host, and its CUDA context on a card.
+
+    Raises `InvalidRequest` for a range outside of the source or an offset that is no multiple of the element,
+    `NotMapped` where a pool's page has no memory, and `ClosedError`.
+    """
+    shape = tuple(shape)
+    if offset % dtype.itemsize:
+        raise InvalidRequest(f"a tensor of {dtype} begins at a multiple of {dtype.itemsize} bytes, not at {offset}")
+    size = math.prod(shape) * dtype.itemsize
+    # DLPack has not all of torch's dtypes, in no version: torch itself makes them of bytes.
+    memory = export(source, "U8", (size,), offset, ignore_read_only=True)
+    return torch.from_dlpack(memory).view(dtype).view(shape)
+
+
+def device_of(info: DeviceInfo) -> torch.device:
+    """Return torch's device for the device of a driver: `model.driver.device`, for one."""
+    return torch.device("cpu") if info.driver == "host" else torch.device("cuda", info.ordinal)
