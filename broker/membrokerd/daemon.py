@@ -16,7 +16,6 @@ from pathlib import Path
 from membroker.handoff import close_all
 from membroker.v1 import admin_pb2_grpc, broker_pb2_grpc
 from membroker.vmm import format_size
-from membroker.vmm.host import holders
 
 from . import __version__, logs
 from .config import Config, TenantConfig
@@ -42,6 +41,7 @@ from .rpc.broker_service import BrokerService
 from .rpc.server import serve
 from .rpc.views import Views
 from .store import MemoryStore
+from .suspects import CONTEXT_BYTES, command_of
 
 METRICS_PORT = 9710
 VIEW_SECONDS = 0.5
@@ -91,7 +91,8 @@ class Daemon:
         anchor = executor.drop_anchor()
         rules = plan.rules(config, anchor, *self._bounds())
         broker, observe = Broker(rules, self._home.next_epoch()), self._metrics.steps.observe
-        self._loop = Loop(broker, executor, self._store, config.audit_seconds, observe)
+        context_bytes = CONTEXT_BYTES[plan.driver.device.driver]
+        self._loop = Loop(broker, executor, self._store, config.audit_seconds, observe, context_bytes)
         self._loop.figures = executor.figures()
         self._dispatcher = Dispatcher(self._loop, self._observe_request)
         self._views = Views(
@@ -124,20 +125,14 @@ class Daemon:
         """Say who may still hold memory that an earlier daemon lent: these books begin empty."""
         if not self._home.had_predecessor():
             return
-        device = self._plan.driver.device
-        if device.driver == "host":
-            found = [(pid, name, size) for pid, name, size in holders(os.geteuid()) if pid != os.getpid()]
-        else:
-            # Only the CUDA driver has this; on a card NVML alone knows who is there.
-            processes = getattr(self._plan.driver, "compute_processes")()  # noqa: B009
-            found = [(pid, "", size) for pid, size in processes if pid != os.getpid()]
-        for pid, name, size in found:
-            logs.warn(
-                "an earlier daemon's worker may still hold memory; until it ends it counts as unaccounted",
-                pid=pid,
-                command=name,
-                holds=format_size(size),
-            )
+        for pid, size in self._plan.driver.processes():
+            if pid != os.getpid():
+                logs.warn(
+                    "an earlier daemon's worker may still hold memory; until it ends it counts as unaccounted",
+                    pid=pid,
+                    command=command_of(pid),
+                    holds=format_size(size),
+                )
 
     def _start_metrics(self, stack: AsyncExitStack) -> None:
         metrics = self._config.metrics

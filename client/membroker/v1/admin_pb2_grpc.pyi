@@ -69,6 +69,16 @@ class AdminServiceStub:
     ]
     """The limits in force by command."""
 
+    ListProcesses: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.ListProcessesRequest,
+        membroker.v1.admin_pb2.ListProcessesResponse,
+    ]
+    """The processes that the driver sees using the device's memory now, beside what the books charge them: those with
+    the largest excess first. They are suspects for what is unaccounted. Whom the driver cannot see is left out: who
+    holds memory by a descriptor alone, or lives in another pid namespace; on the host twin, other users' processes
+    too, unless the broker runs as root.
+    """
+
 class AdminServiceAsyncStub:
     """What an operator may ask, at the admin endpoint (`<runtime>/<device>/admin/grpc.sock`). No token: who can open
     the socket is an operator, so it is never mounted into a workload.
@@ -117,6 +127,16 @@ class AdminServiceAsyncStub:
         membroker.v1.admin_pb2.ListQuotasResponse,
     ]
     """The limits in force by command."""
+
+    ListProcesses: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.ListProcessesRequest,
+        membroker.v1.admin_pb2.ListProcessesResponse,
+    ]
+    """The processes that the driver sees using the device's memory now, beside what the books charge them: those with
+    the largest excess first. They are suspects for what is unaccounted. Whom the driver cannot see is left out: who
+    holds memory by a descriptor alone, or lives in another pid namespace; on the host twin, other users' processes
+    too, unless the broker runs as root.
+    """
 
 class AdminServiceServicer(metaclass=abc.ABCMeta):
     """What an operator may ask, at the admin endpoint (`<runtime>/<device>/admin/grpc.sock`). No token: who can open
@@ -180,5 +200,17 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.admin_pb2.ListQuotasResponse, collections.abc.Awaitable[membroker.v1.admin_pb2.ListQuotasResponse]]:
         """The limits in force by command."""
+
+    @abc.abstractmethod
+    def ListProcesses(
+        self,
+        request: membroker.v1.admin_pb2.ListProcessesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.admin_pb2.ListProcessesResponse, collections.abc.Awaitable[membroker.v1.admin_pb2.ListProcessesResponse]]:
+        """The processes that the driver sees using the device's memory now, beside what the books charge them: those with
+        the largest excess first. They are suspects for what is unaccounted. Whom the driver cannot see is left out: who
+        holds memory by a descriptor alone, or lives in another pid namespace; on the host twin, other users' processes
+        too, unless the broker runs as root.
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
