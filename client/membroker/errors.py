@@ -163,6 +163,7 @@ _CLASSES: dict[str, type[MembrokerError]] = {
     "MODEL_EXISTS": ModelAlreadyExists,
     "MODEL_IN_USE": ModelInUse,
     "EXTENT_NOT_FOUND": NotFound,
+    "SESSION_NOT_DETACHED": NotFound,
     "TENANT_NOT_FOUND": NotFound,
     "SEGMENT_NOT_FOUND": SegmentNotFound,
     "SEGMENT_EXISTS": SegmentExists,
@@ -183,6 +184,8 @@ _CLASSES: dict[str, type[MembrokerError]] = {
     "PROTOCOL_VIOLATION": ProtocolError,
     "REQUEST_ID_IN_USE": ProtocolError,
     "STOPPING": BrokerUnavailable,
+    "DRAINING": BrokerUnavailable,
+    "JOURNAL_FULL": BrokerUnavailable,
     "INTERNAL": MembrokerError,
 }
 
