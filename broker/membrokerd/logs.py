@@ -169,6 +169,10 @@ def _segment_ended(fact: ft.SegmentEnded) -> Fields:
     return {"generation": fact.segment, "proven": fact.proven}
 
 
+def _unaccounted_seen(fact: ft.UnaccountedSeen) -> Fields:
+    return {"location": fact.location, "unaccounted_bytes": fact.unaccounted}
+
+
 def _stock_changed(fact: ft.StockChanged) -> Fields:
     return {"location": fact.location, "extent_bytes": fact.extent_bytes, "change": fact.change, "cause": fact.cause}
 
@@ -195,6 +199,7 @@ _FACTS: dict[type, tuple[int, str, Callable[[Any], Fields]]] = {
     ft.SegmentLeft: (logging.DEBUG, "segment left", _segment_left),
     ft.SegmentCredited: (logging.DEBUG, "segment credited", _segment_credited),
     ft.StockChanged: (logging.DEBUG, "stock changed", _stock_changed),
+    ft.UnaccountedSeen: (logging.DEBUG, "unaccounted seen", _unaccounted_seen),
     ft.QuotaSet: (logging.INFO, "quota set", _quota_set),
     ft.Debited: (logging.DEBUG, "debited", _debited),
     ft.Credited: (logging.DEBUG, "credited", _credited),

@@ -24,6 +24,8 @@ class SessionBegan:
     observer: bool
     client: str
     at: int
+    endpoint: str = ""
+    token_hash: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,14 @@ class StockChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class UnaccountedSeen:
+    """What the device had used beyond the books, signed: a later daemon's dead have this to fall from."""
+
+    location: Location
+    unaccounted: int
+
+
+@dataclass(frozen=True, slots=True)
 class QuotaSet:
     """A limit was commanded for a model, or for a tenant (`model` is None); None ends the command."""
 
@@ -223,5 +233,6 @@ Fact = (
     | SegmentCredited
     | SegmentEnded
     | StockChanged
+    | UnaccountedSeen
     | QuotaSet
 )

@@ -44,6 +44,8 @@ class SessionRow:
     observer: bool
     client: str
     began_at: int
+    endpoint: str = ""
+    token_hash: str = ""
     state: str = "open"
     models: set[ModelName] = field(default_factory=set)
     extents: dict[int, Loan] = field(default_factory=dict)
@@ -122,12 +124,13 @@ class ModelRow:
 
 @dataclass(slots=True)
 class Total:
-    """A location: capacity = lent + releasing + free."""
+    """A location: capacity = lent + releasing + free. `unaccounted` is what was last noted for a later daemon."""
 
     capacity: int
     lent: int = 0
     releasing: int = 0
     stock: int = 0
+    unaccounted: int | None = None
 
     @property
     def charged(self) -> int:
@@ -167,7 +170,16 @@ class Ledger:
     def _session_began(self, fact: facts.SessionBegan) -> None:
         assert fact.session not in self.sessions
         self.sessions[fact.session] = SessionRow(
-            fact.session, fact.tenant, fact.pid, fact.uid, fact.process, fact.observer, fact.client, fact.at
+            fact.session,
+            fact.tenant,
+            fact.pid,
+            fact.uid,
+            fact.process,
+            fact.observer,
+            fact.client,
+            fact.at,
+            fact.endpoint,
+            fact.token_hash,
         )
 
     def _session_moved(self, fact: facts.SessionMoved) -> None:
@@ -315,6 +327,9 @@ class Ledger:
     def _stock_changed(self, fact: facts.StockChanged) -> None:
         self.totals[fact.location].stock += fact.extent_bytes * fact.change
 
+    def _unaccounted_seen(self, fact: facts.UnaccountedSeen) -> None:
+        self.totals[fact.location].unaccounted = fact.unaccounted
+
     def _quota_set(self, fact: facts.QuotaSet) -> None:
         key = (fact.tenant, fact.model, fact.location)
         if fact.limit is None:
@@ -457,6 +472,7 @@ _APPLY: dict[type, Callable[[Ledger, Any], None]] = {
     facts.SegmentCredited: Ledger._segment_credited,
     facts.SegmentEnded: Ledger._segment_ended,
     facts.StockChanged: Ledger._stock_changed,
+    facts.UnaccountedSeen: Ledger._unaccounted_seen,
     facts.QuotaSet: Ledger._quota_set,
 }
 

@@ -10,6 +10,8 @@ from .denied import Denied, Reason, deny
 from .events import Location, ModelName
 from .ledger import Ledger
 
+ATTACHABLE = ("writing", "sealing", "sealed")
+"""The states of a segment that is not ending."""
 PACKET_EXTENTS = 64
 """Extents in one packet: the unit of creating, delivering and taking turns."""
 WINDOW = 2

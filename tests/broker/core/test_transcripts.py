@@ -290,7 +290,11 @@ class Script:
         return f"{type(value).__name__} {self.fields(pairs)}".rstrip()
 
     def fields(self, pairs: Iterable[tuple[str, Any]]) -> str:
-        return " ".join(f"{key}={self.text(key, value)}" for key, value in pairs if key not in ("pid", "uid", "client"))
+        return " ".join(
+            f"{key}={self.text(key, value)}"
+            for key, value in pairs
+            if key not in ("pid", "uid", "client") and value != ""
+        )
 
     def text(self, key: str, value: Any) -> str:
         if key in ("session", "writer"):
