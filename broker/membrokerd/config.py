@@ -91,6 +91,8 @@ class Config:
     max_models_per_tenant: int = 256
     stock: int | None = None
     stock_extents: int = 64
+    descriptor_store: str = "auto"
+    state_directory: Path | None = None
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     log: LogConfig = field(default_factory=LogConfig)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)

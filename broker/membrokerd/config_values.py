@@ -164,6 +164,8 @@ KEYS: Mapping[str, Mapping[str, Check]] = {
         "max_models_per_tenant": integer(1, 100_000),
         "stock": size,
         "stock_extents": integer(0, 4_096),
+        "descriptor_store": choice("auto", "systemd", "keeper", "memory"),
+        "state_directory": directory,
     },
     "metrics": {"enabled": boolean, "address": text, "port": integer(0, 65_535)},
     "log": {"format": choice("text", "json"), "level": choice("debug", "info", "warning", "error")},

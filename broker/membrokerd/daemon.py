@@ -10,6 +10,7 @@ import concurrent.futures
 import os
 import signal
 import socket
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -20,13 +21,20 @@ from membroker.vmm.host import holders
 
 from . import __version__, logs
 from .config import Config, TenantConfig
+from .core import events as ev
+from .core import facts as ft
 from .core import snapshot
 from .core.broker import Broker
+from .core.story import story
 from .device import Plan
 from .dispatch import Dispatcher
+from .drain import Drain
 from .executor import Executor
 from .handoff.listener import Listener, Traffic
+from .handoff.watch import Watch
 from .home import Home, HomeError, Ownership, clear_private
+from .inheritance import condense, hold_what_is_lent, take_descriptors, watch_processes
+from .journal import Binding, Journal, boot_id
 from .limits import (
     descriptors_for,
     in_flight_is_bounded,
@@ -34,14 +42,16 @@ from .limits import (
     segment_extents_for,
     sessions_for,
 )
-from .loop import Loop
+from .loop import Loop, seen
 from .metrics import Metrics, MetricsView
 from .metrics_server import MetricsServer
 from .rpc.admin_service import AdminService
 from .rpc.broker_service import BrokerService
 from .rpc.server import serve
 from .rpc.views import Views
-from .store import MemoryStore
+from .mirrors import open_keeper, open_systemd, systemd_available
+from .quotas import Quotas
+from .store import Kept, Store
 
 METRICS_PORT = 9710
 VIEW_SECONDS = 0.5
@@ -63,9 +73,9 @@ class Daemon:
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT."""
+        stop = asyncio.Event()
         async with AsyncExitStack() as stack:
-            await self._start(stack)
-            stop = asyncio.Event()
+            await self._start(stack, stop.set)
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
             _notify(f"READY=1\nSTATUS=lending {format_size(self._plan.capacities['device'])}")
@@ -78,30 +88,86 @@ class Daemon:
 
     # --- start, in order; the stack stops in the other ---
 
-    async def _start(self, stack: AsyncExitStack) -> None:
+    async def _start(self, stack: AsyncExitStack, stop: Callable[[], None]) -> None:
         plan, config = self._plan, self._config
         self._home = Home(config.runtime_directory, plan.directory)
-        self._warn_of_predecessor()
-        clear_private(self._home)
         stack.callback(plan.driver.close)
-        self._store = MemoryStore()
-        stack.callback(lambda: close_all(self._store.close()))
+        clear_private(self._home)
+        journal = Journal(self._home.state / "journal", Binding(boot_id(), plan.driver.device.uuid))
+        stack.callback(journal.close)
+        told, kept = self._read_journal(journal), await self._open_store(stack)
+        plan.driver.adopt(kept.driver)
         executor = Executor(plan.driver, plan.gate_reserve, self._observe_driver)
         stack.callback(executor.stop)
         anchor = executor.drop_anchor()
-        rules = plan.rules(config, anchor, *self._bounds())
-        broker, observe = Broker(rules, self._home.next_epoch()), self._metrics.steps.observe
-        self._loop = Loop(broker, executor, self._store, config.audit_seconds, observe)
+        for name, descriptor in plan.driver.survivors().items():
+            self._store.keep_driver(name, descriptor)
+        condensed, charged = condense(told)
+        rules = plan.rules(config, anchor, *self._bounds(), hold_what_is_lent(plan.capacities, charged))
+        self._quotas = Quotas(config.state_directory, plan.directory)
+        broker = Broker(rules, self._home.next_epoch(), [*condensed, *self._quotas.read()])
+        self._begin_journal(journal, broker)
+        self._loop = Loop(broker, executor, self._store, config.audit_seconds, self._metrics.steps.observe, journal)
         self._loop.figures = executor.figures()
         self._dispatcher = Dispatcher(self._loop, self._observe_request)
         self._views = Views(
             self._loop, plan.driver.device, {str(where): size for where, size in plan.headroom.items()}, __version__
         )
+        self._drain = Drain(lambda: not any(total.charged for total in broker.ledger.totals.values()), stop)
+        stack.callback(self._drain.end)
         stack.callback(lambda: self._home.close(self._endpoints))
         executor.start(asyncio.get_running_loop())
+        self._watch = Watch(self._store, self._loop.process_died)
+        stack.callback(self._watch.close)
+        self._loop.on_forget.append(self._watch.forget)
+        self._take_over(executor, kept)
         self._start_metrics(stack)
         self._loop.start()
         await self._open_endpoints(stack)
+
+    def _read_journal(self, journal: Journal) -> list[ft.Fact]:
+        try:
+            told, notes = journal.read()
+        except OSError as error:
+            raise HomeError(f"cannot read {error.filename}: {error.strerror}") from error
+        for note in notes:
+            logs.warn(note)
+        if not told:
+            self._warn_of_predecessor()
+        return told
+
+    def _begin_journal(self, journal: Journal, broker: Broker) -> None:
+        try:
+            journal.begin(story(broker.ledger))
+        except OSError as error:
+            raise HomeError(
+                f"cannot write the journal in {self._home.state}: {error.strerror}; make room there. What is lent stays "
+                "with its workers meanwhile"
+            ) from error
+
+    async def _open_store(self, stack: AsyncExitStack) -> Kept:
+        kind, mirror, kept = self._config.descriptor_store, None, Kept()
+        if kind == "auto":
+            kind = "systemd" if systemd_available() else "keeper"
+        if kind == "systemd":
+            mirror, kept = open_systemd()
+        elif kind == "keeper":
+            mirror, kept = await open_keeper(self._home.state / "fdstore.sock")
+        self._store = Store(mirror)
+        stack.callback(lambda: close_all(self._store.close()))
+        self._store.adopt(kept)
+        logs.log("descriptor store", kind=kind, segments=len(kept.segments), processes=len(kept.processes))
+        return kept
+
+    def _take_over(self, executor: Executor, kept: Kept) -> None:
+        """Go on with the books of the daemon before this one."""
+        ledger = self._loop.broker.ledger
+        lost = take_descriptors(ledger, self._store, executor, kept)
+        self._loop.tell(ev.Restarted(lost, seen(self._loop.figures)))
+        watch_processes(ledger, self._watch, kept)
+        if ledger.sessions or ledger.segments:
+            charged = sum(total.charged for total in ledger.totals.values())
+            logs.log("taken over", sessions=len(ledger.sessions), segments=len(ledger.segments), charged_bytes=charged)
 
     def _bounds(self) -> tuple[int, int]:
         """Return how many sessions there may be, and how many extents segments may have together."""
@@ -163,7 +229,13 @@ class Daemon:
             await self._open_tenant(stack, name, name, tenant)
         admin = self._home.endpoint("admin", mode=0o700)
         self._endpoints.append(admin)
-        service = AdminService(self._loop, self._views, frozenset(self._config.tenants))
+        service = AdminService(
+            self._loop,
+            self._views,
+            frozenset(self._config.tenants),
+            lambda: self._quotas.write(self._loop.broker.ledger.quotas),
+            self._drain,
+        )
         server = await serve(
             self._home,
             admin / "grpc.sock",
@@ -196,7 +268,7 @@ class Daemon:
         stack.push_async_callback(server.stop, 1.0)
         sock = self._home.listen(directory / "handoff.sock", ownership)
         device = self._plan.driver.device
-        listener = Listener(sock, name, tenant, config.uids, self._dispatcher, device, self._traffic)
+        listener = Listener(sock, name, tenant, config.uids, self._dispatcher, device, self._traffic, self._watch)
         stack.callback(listener.close)
         logs.log("endpoint open", tenant=tenant or "each uid", directory=str(directory))
 

@@ -40,8 +40,15 @@ class Plan:
     stock_extents: int
     stock_bytes: int
 
-    def rules(self, config: Config, anchor: int, max_sessions: int, max_segment_extents: int) -> policy.Rules:
-        """Return the core's rules."""
+    def rules(
+        self,
+        config: Config,
+        anchor: int,
+        max_sessions: int,
+        max_segment_extents: int,
+        capacities: Mapping[CoreLocation, int],
+    ) -> policy.Rules:
+        """Return the core's rules; `capacities` are the plan's, or more where more is lent already."""
         limits: dict[tuple[str, str | None, CoreLocation], int] = {}
         for tenant, row in config.tenants.items():
             _put(limits, tenant, None, row.limit, row.host_limit)
@@ -49,7 +56,7 @@ class Plan:
                 _put(limits, tenant, model, one.limit, one.host_limit)
         return policy.Rules(
             granularity=self.driver.device.granularity,
-            capacities=self.capacities,
+            capacities=capacities,
             limits=limits,
             anchor_bytes=anchor,
             settle_ns=int(config.settle_seconds * 1e9),

@@ -328,7 +328,8 @@ class Ledger:
         self.totals[fact.location].stock += fact.extent_bytes * fact.change
 
     def _unaccounted_seen(self, fact: facts.UnaccountedSeen) -> None:
-        self.totals[fact.location].unaccounted = fact.unaccounted
+        if fact.location in self.totals:  # a later daemon may lend at fewer
+            self.totals[fact.location].unaccounted = fact.unaccounted
 
     def _quota_set(self, fact: facts.QuotaSet) -> None:
         key = (fact.tenant, fact.model, fact.location)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from membroker.v1 import admin_pb2 as pb
 from membroker.v1 import admin_pb2_grpc, broker_pb2, resources_pb2
+from membroker.v1.handoff_pb2 import Draining, Notice, Undrained
 
 from ..core import effects as fx
 from ..core import events as ev
+from ..core import snapshot
 from ..core.denied import Denied, Reason, deny
-from ..loop import Loop
+from ..drain import Drain
+from ..loop import Loop, clock
 from . import convert
 from .convert import LOCATION_NUMBERS, Refused
 from .views import Views
@@ -20,10 +24,14 @@ from .views import Views
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
     """The whole device's service. `tenants` are the configured ones; empty where each uid is a tenant."""
 
-    def __init__(self, loop: Loop, views: Views, tenants: frozenset[str]) -> None:
+    def __init__(
+        self, loop: Loop, views: Views, tenants: frozenset[str], keep_quotas: Callable[[], None], drain: Drain
+    ) -> None:
         self._loop = loop
         self._views = views
         self._tenants = tenants
+        self._keep_quotas = keep_quotas
+        self._drain = drain
 
     async def GetDevice(self, request: broker_pb2.GetDeviceRequest, context: Any) -> resources_pb2.Device:
         """Return the device and its books."""
@@ -60,12 +68,35 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         location = convert.parse_location(request.location)
         limit = request.limit_bytes if request.HasField("limit_bytes") else None
         await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, limit))
+        self._keep_quotas()
         return self._quota(tenant, model, location)
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
         """Return what is commanded."""
         keys = sorted(self._loop.broker.ledger.quotas, key=lambda key: (key[0], key[1] or "", key[2]))
         return pb.ListQuotasResponse(quotas=[self._quota(*key) for key in keys])
+
+    async def ForgetSession(self, request: pb.ForgetSessionRequest, context: Any) -> resources_pb2.Session:
+        """End a detached session on the operator's word, and return it as it was."""
+        session = convert.parse_session(request.name)
+        rows = [row for row in snapshot.take(self._loop.broker).sessions if row.session == session]
+        await self._ask(lambda call: ev.ForgetSession(call, session))
+        return convert.from_session(rows[0], clock())
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> resources_pb2.Device:
+        """Lend nothing more, and tell the workers."""
+        deadline = request.deadline if request.HasField("deadline") else None
+        await self._ask(lambda call: ev.SetDraining(call, True))
+        self._loop.say(Notice(draining=Draining(deadline=deadline)))
+        self._drain.begin(None if deadline is None else deadline.seconds + deadline.nanos / 1e9, exits=request.exit)
+        return self._views.get_device()
+
+    async def Undrain(self, request: pb.UndrainRequest, context: Any) -> resources_pb2.Device:
+        """Lend again."""
+        await self._ask(lambda call: ev.SetDraining(call, False))
+        self._loop.say(Notice(undrained=Undrained()))
+        self._drain.end()
+        return self._views.get_device()
 
     async def _ask(self, make_event: convert.MakeEvent) -> fx.Result:
         answer: asyncio.Future[fx.Result | Denied] = asyncio.get_running_loop().create_future()
