@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -91,6 +92,10 @@ class Daemon:
     def log(self) -> str:
         """Return what the daemon wrote."""
         return self.log_path.read_text()
+
+    def suspects(self) -> list[int]:
+        """Return the pids of the processes that the daemon has named in its log, in that order."""
+        return [int(pid) for pid in re.findall(r"more of the device than it is charged pid=(\d+) ", self.log())]
 
     @contextmanager
     def admin_stub(self) -> Iterator[admin_pb2_grpc.AdminServiceStub]:

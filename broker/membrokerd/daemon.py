@@ -17,7 +17,6 @@ from pathlib import Path
 from membroker.handoff import close_all
 from membroker.v1 import admin_pb2_grpc, broker_pb2_grpc
 from membroker.vmm import format_size
-from membroker.vmm.host import holders
 
 from . import __version__, logs
 from .config import Config, TenantConfig
@@ -45,13 +44,14 @@ from .limits import (
 from .loop import Loop, seen
 from .metrics import Metrics, MetricsView
 from .metrics_server import MetricsServer
+from .mirrors import open_keeper, open_systemd, systemd_available
+from .quotas import Quotas
 from .rpc.admin_service import AdminService
 from .rpc.broker_service import BrokerService
 from .rpc.server import serve
 from .rpc.views import Views
-from .mirrors import open_keeper, open_systemd, systemd_available
-from .quotas import Quotas
 from .store import Kept, Store
+from .suspects import CONTEXT_BYTES, command_of
 
 METRICS_PORT = 9710
 VIEW_SECONDS = 0.5
@@ -107,7 +107,15 @@ class Daemon:
         self._quotas = Quotas(config.state_directory, plan.directory)
         broker = Broker(rules, self._home.next_epoch(), [*condensed, *self._quotas.read()])
         self._begin_journal(journal, broker)
-        self._loop = Loop(broker, executor, self._store, config.audit_seconds, self._metrics.steps.observe, journal)
+        self._loop = Loop(
+            broker,
+            executor,
+            self._store,
+            config.audit_seconds,
+            self._metrics.steps.observe,
+            CONTEXT_BYTES[plan.driver.device.driver],
+            journal,
+        )
         self._loop.figures = executor.figures()
         self._dispatcher = Dispatcher(self._loop, self._observe_request)
         self._views = Views(
@@ -190,20 +198,14 @@ class Daemon:
         """Say who may still hold memory that an earlier daemon lent: these books begin empty."""
         if not self._home.had_predecessor():
             return
-        device = self._plan.driver.device
-        if device.driver == "host":
-            found = [(pid, name, size) for pid, name, size in holders(os.geteuid()) if pid != os.getpid()]
-        else:
-            # Only the CUDA driver has this; on a card NVML alone knows who is there.
-            processes = getattr(self._plan.driver, "compute_processes")()  # noqa: B009
-            found = [(pid, "", size) for pid, size in processes if pid != os.getpid()]
-        for pid, name, size in found:
-            logs.warn(
-                "an earlier daemon's worker may still hold memory; until it ends it counts as unaccounted",
-                pid=pid,
-                command=name,
-                holds=format_size(size),
-            )
+        for pid, size in self._plan.driver.processes():
+            if pid != os.getpid():
+                logs.warn(
+                    "an earlier daemon's worker may still hold memory; until it ends it counts as unaccounted",
+                    pid=pid,
+                    command=command_of(pid),
+                    holds=format_size(size),
+                )
 
     def _start_metrics(self, stack: AsyncExitStack) -> None:
         metrics = self._config.metrics

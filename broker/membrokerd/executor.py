@@ -119,6 +119,10 @@ class Executor:
         else:
             done(self._look())
 
+    def list_processes(self, done: Callable[[list[tuple[int, int]] | Failure], None]) -> None:
+        """Ask which processes use the device, on the thread always: it takes milliseconds, by NVML or by /proc."""
+        self._submit(self._list_processes, done)
+
     def figures(self) -> dict[str, MemoryInfo | None]:
         """Return what each location shows now."""
         return {location.value: self._figure(location) for location in Location}
@@ -202,6 +206,16 @@ class Executor:
             logs.fault(error, call="seal")
             return Failure(Reason.INTERNAL, {})
         return None
+
+    def _list_processes(self) -> list[tuple[int, int]] | Failure:
+        try:
+            return self._timed("processes", self._driver.processes)
+        except DriverError as error:
+            logs.warn("the driver does not say which processes use the device", error=str(error))
+            return Failure(Reason.DRIVER_FAILED, {"driver_says": str(error)})
+        except Exception as error:  # noqa: BLE001 - as above
+            logs.fault(error, call="processes")
+            return Failure(Reason.INTERNAL, {})
 
     def _full(self, make: Make, free: int) -> Failure:
         numbers = {"device_free_bytes": free, "available_bytes": max(0, free - self._reserve)}

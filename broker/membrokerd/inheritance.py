@@ -49,7 +49,8 @@ def take_descriptors(ledger: Ledger, store: Store, executor: Executor, kept: Kep
     lost = [
         row
         for row in ledger.segments.values()
-        if row.state in policy.ATTACHABLE and not all(extent in kept.segments.get(row.segment, {}) for extent in row.ids)
+        if row.state in policy.ATTACHABLE
+        and not all(extent in kept.segments.get(row.segment, {}) for extent in row.ids)
     ]
     for row in lost:
         logs.warn(

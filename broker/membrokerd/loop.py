@@ -15,19 +15,21 @@ from typing import Protocol
 
 from membroker.handoff import close_all
 from membroker.v1.handoff_pb2 import Frame, Notice
-from membroker.vmm import MemoryInfo
+from membroker.vmm import MemoryInfo, format_size
 
-from . import logs
+from . import logs, suspects
 from .core import effects as fx
 from .core import events as ev
-from .core.broker import Broker
 from .core import facts as ft
+from .core import snapshot
+from .core.broker import Broker
 from .core.denied import Denied, Reason
 from .core.story import story
 from .executor import Executor, Failure, Figures
 from .journal import Journal
 from .points import reach
 from .store import DescriptorStore
+from .suspects import Process
 
 Reply = Callable[[fx.Result | Denied], None]
 RELEASING_AUDIT_SECONDS = 0.01
@@ -67,6 +69,7 @@ class Loop:
         store: DescriptorStore,
         audit_seconds: float,
         observe_step: Callable[[float], None] = lambda seconds: None,
+        context_bytes: int = 0,
         journal: Journal | None = None,
     ) -> None:
         self.broker = broker
@@ -78,6 +81,7 @@ class Loop:
         self._audit_seconds = audit_seconds
         self._observe_step = observe_step
         self._journal = journal
+        self._context_bytes = context_bytes
         self._calls = itertools.count(1)
         self._replies: dict[int, Reply] = {}
         self._making = 0
@@ -233,6 +237,8 @@ class Loop:
             case fx.Drop():
                 descriptors = self.store.give_up(effect.segment)
                 self.executor.close(descriptors, lambda _: self.tell(ev.Dropped(effect.segment)))
+            case fx.NameSuspects():
+                self.list_processes(lambda found: self._name_suspects(effect, found))
             case fx.Disconnect():
                 link = self.links.get(effect.session)
                 if link is not None:
@@ -323,6 +329,33 @@ class Loop:
             self.tell(done)
 
         self.executor.seal(self.store.lend(segment, ids), sealed)
+
+    # --- who uses the device ---
+
+    def list_processes(self, done: Callable[[list[Process] | Failure], None]) -> None:
+        """Give `done` the processes that the driver sees beside what the books say of them, largest excess first."""
+        before = snapshot.take(self.broker)
+
+        def listed(found: list[tuple[int, int]] | Failure) -> None:
+            books = (before, snapshot.take(self.broker))
+            done(found if isinstance(found, Failure) else suspects.compare(found, *books))
+
+        self.executor.list_processes(listed)
+
+    def _name_suspects(self, rise: fx.NameSuspects, found: list[Process] | Failure) -> None:
+        if isinstance(found, Failure):
+            return  # the executor has said so
+        named = [process for process in found if process.excess > self._context_bytes]
+        for process in named[: suspects.MOST_NAMED]:
+            logs.warn("a process uses more of the device than it is charged", **suspects.fields(process))
+        # Contexts are no suspects, and explain a rise all the same.
+        if not named and sum(process.excess for process in found) < rise.risen:
+            logs.warn(
+                "more of the device is used beyond the books, and nobody can be named: who has it holds it without a "
+                "context, by a descriptor alone, or in a namespace that the driver cannot see",
+                risen=format_size(rise.risen),
+                unaccounted=format_size(rise.unaccounted),
+            )
 
     # --- the end ---
 

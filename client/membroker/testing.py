@@ -483,6 +483,7 @@ def a_closed_driver_refuses(make_driver: MakeDriver) -> None:
         refused("export on a closed driver", driver.export, handle)
         refused("seal on a closed driver", driver.seal, descriptor)
         refused("memory of a closed driver", driver.memory, Location.DEVICE)
+        refused("processes of a closed driver", driver.processes)
         refused("lend of a closed driver", driver.lend, handle.size, 1)
         refused("map_descriptors of a closed driver", driver.map_descriptors, handle.size, [descriptor], handle.size)
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import pytest
 
 from membroker.handoff import close_all
+from membroker.v1 import admin_pb2
 from membroker.vmm import DriverError, Location
 from membroker.vmm.host import HostDriver
 from membrokerd import loop as loop_module
@@ -28,6 +29,8 @@ from membrokerd.core.broker import Broker
 from membrokerd.core.denied import Denied, Reason
 from membrokerd.executor import Executor
 from membrokerd.loop import Loop
+from membrokerd.rpc.admin_service import AdminService
+from membrokerd.rpc.convert import Refused
 from membrokerd.store import DescriptorStore, MemoryStore
 
 MIB = 1 << 20
@@ -42,14 +45,17 @@ _T = TypeVar("_T")
 
 
 class Failing(HostDriver):
-    """The twin, whose next seal fails where a test says so."""
+    """The twin, whose next seal fails where a test says so, and which sees the processes that a test says."""
 
     seal_failure: Exception | None = None
+    shown: list[tuple[int, int]] | Exception = []  # noqa: RUF012 - never changed in place
     lent = 0
     """Extents that were made, or are being made."""
 
     def __init__(self, total_bytes: int, host_bytes: int) -> None:
         super().__init__(total_bytes, host_bytes)
+        self.asked_on: list[str] = []
+        """The threads on which it was asked for processes."""
         self.go_on = threading.Event()
         self.go_on.set()
 
@@ -63,6 +69,13 @@ class Failing(HostDriver):
             failure, self.seal_failure = self.seal_failure, None
             raise failure
         super().seal(descriptor)
+
+    def processes(self) -> list[tuple[int, int]]:
+        self.asked_on.append(threading.current_thread().name)
+        assert self.go_on.wait(SECONDS)
+        if isinstance(self.shown, Exception):
+            raise self.shown
+        return self.shown
 
 
 class Queue:
@@ -201,10 +214,15 @@ class World:
         await asyncio.wait_for(wait(), SECONDS)
 
 
-def play(story: Callable[[World], Awaitable[_T]], store: DescriptorStore | None = None, stock: int = 0) -> _T:
+def play(
+    story: Callable[[World], Awaitable[_T]],
+    store: DescriptorStore | None = None,
+    stock: int = 0,
+    context_bytes: int = 0,
+) -> _T:
     """Tell a story in a world of 64 MiB whose segments are made of extents of 4 MiB; nothing of it stays open.
 
-    `stock` is how many extents may be kept ready.
+    `stock` is how many extents may be kept ready, `context_bytes` what a process may use beyond its charge.
     """
 
     async def main() -> _T:
@@ -216,7 +234,7 @@ def play(story: Callable[[World], Awaitable[_T]], store: DescriptorStore | None 
         rules = policy.Rules(2 * MIB, {"device": 64 * MIB}, segment_extent_bytes=4 * MIB)
         rules = dataclasses.replace(rules, stock_extents=stock, stock_bytes=64 * MIB if stock else 0)
         kept = store if store is not None else MemoryStore()
-        loop = Loop(Broker(rules, epoch=1), executor, kept, audit_seconds=0.05)
+        loop = Loop(Broker(rules, epoch=1), executor, kept, audit_seconds=0.05, context_bytes=context_bytes)
         loop.start()
         world = World(loop, driver)
         try:
@@ -226,7 +244,7 @@ def play(story: Callable[[World], Awaitable[_T]], store: DescriptorStore | None 
                 queue.close()
             loop.broker.ledger.recount()
             assert len(kept) == 0
-            assert world.used() == world.charged() == 0
+            assert world.used() - driver.stranger_bytes == world.charged() == 0
             assert descriptors() == before, "a descriptor is lost"
             return told
         finally:
@@ -732,3 +750,131 @@ def test_what_nobody_asks_for_is_closed(monkeypatch: pytest.MonkeyPatch) -> None
         assert world.used() == 0
 
     play(story, stock=2)
+
+
+# --- suspects ---
+
+
+def named(story: Callable[[World], Awaitable[None]], caplog: pytest.LogCaptureFixture, context_bytes: int) -> list[Any]:
+    """Tell a story and return the warnings that came of it, as (event, fields)."""
+    with caplog.at_level(logging.WARNING, logger="membrokerd"):
+        play(story, context_bytes=context_bytes)
+    return [(record.getMessage(), getattr(record, "fields", {})) for record in caplog.records]
+
+
+async def rise(world: World) -> None:
+    """Somebody takes 32 MiB of the device, and the driver is asked who."""
+    await world.audit()
+    await world.audit()
+    world.driver.stranger_bytes = 32 * MIB
+    await world.until(lambda: bool(world.driver.asked_on))
+    await world.look()
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon's log comes to pytest's."""
+    monkeypatch.setattr(logging.getLogger("membrokerd"), "propagate", True)
+
+
+@pytest.mark.usefixtures("heard")
+def test_the_largest_suspects_are_named_and_no_more_than_eight(caplog: pytest.LogCaptureFixture) -> None:
+    """A machine of many processes: the log names the first of them; who has a context only is none."""
+
+    async def story(world: World) -> None:
+        world.driver.shown = [(100 + number, number * 100 * MIB) for number in range(20)]
+        await rise(world)
+        assert world.driver.asked_on == ["membrokerd-driver"]
+
+    said = named(story, caplog, context_bytes=500 * MIB)
+    assert {event for event, _ in said} == {"a process uses more of the device than it is charged"}
+    assert [fields["pid"] for _, fields in said] == [*range(119, 111, -1)]
+    assert said[0][1] == {
+        "pid": 119,
+        "command": said[0][1]["command"],
+        "uses": "1.9 GiB",
+        "charged": "0 B",
+        "segments": "0 B",
+        "sessions": "none",
+        "models": "none",
+    }
+
+
+@pytest.mark.usefixtures("heard")
+@pytest.mark.parametrize(("uses", "lines"), [([20], 1), ([], 1), ([20, 20], 0), ([600], 0)])
+def test_a_rise_that_nobody_shows_is_said_and_one_of_contexts_is_not(
+    caplog: pytest.LogCaptureFixture, uses: list[int], lines: int
+) -> None:
+    """32 MiB more are in use. Who has only a context is no suspect, and yet where the contexts are it may be."""
+
+    async def story(world: World) -> None:
+        world.driver.shown = [(1 << 22 | number, size * MIB) for number, size in enumerate(uses)]
+        await rise(world)
+
+    said = named(story, caplog, context_bytes=600 * MIB)
+    assert len(said) == lines
+    for event, fields in said:
+        assert "nobody can be named" in event
+        assert fields == {"risen": "32.0 MiB", "unaccounted": "32.0 MiB"}
+
+
+@pytest.mark.usefixtures("heard")
+@pytest.mark.parametrize(
+    ("failure", "event"),
+    [
+        (DriverError("nvmlDeviceGetComputeRunningProcesses", "NVML_ERROR_NOT_SUPPORTED", 3), "the driver does not say"),
+        (ValueError("a defect"), "a fault of the broker"),
+    ],
+)
+def test_a_driver_that_cannot_list_processes_is_told_and_serves_on(
+    caplog: pytest.LogCaptureFixture, failure: Exception, event: str
+) -> None:
+    async def story(world: World) -> None:
+        world.driver.shown = failure
+        await rise(world)
+        session = await world.open()
+        assert (await world.allocate(session, count=8)).count == 8
+        await world.give_back(session)
+
+    ((said, fields),) = named(story, caplog, context_bytes=0)
+    assert said.startswith(event)
+    assert str(failure) in fields["error"]
+
+
+def ask_who(world: World) -> asyncio.Task[Any]:
+    """Ask as an operator does."""
+    service = AdminService(world.loop, None, frozenset())  # type: ignore[arg-type]
+    return asyncio.create_task(service.ListProcesses(admin_pb2.ListProcessesRequest(), None))
+
+
+@pytest.mark.usefixtures("heard")
+def test_an_operator_is_told_why_the_driver_names_nobody() -> None:
+    """No processes and no answer are two things."""
+
+    async def story(world: World) -> None:
+        assert not (await ask_who(world)).processes
+        world.driver.shown = DriverError("scandir", "EMFILE", errno.EMFILE)
+        with pytest.raises(Refused) as refused:
+            await ask_who(world)
+        assert refused.value.denied.reason is Reason.DRIVER_FAILED
+        assert "EMFILE" in str(refused.value.denied.numbers["driver_says"])
+
+    play(story)
+
+
+def test_an_operator_that_leaves_before_the_driver_answers_harms_nothing() -> None:
+    """Ctrl-C while the driver is asked: its answer comes and is nobody's."""
+
+    async def story(world: World) -> None:
+        faults: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
+        world.driver.go_on.clear()
+        asked = ask_who(world)
+        await world.until(lambda: bool(world.driver.asked_on))
+        asked.cancel()
+        await asyncio.wait([asked])
+        world.driver.go_on.set()
+        await world.look()
+        assert faults == []
+
+    play(story)

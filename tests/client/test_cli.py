@@ -184,7 +184,10 @@ def test_a_location_that_a_model_never_used_is_no_row() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("status",), ("models",), ("sessions",), ("models", "--admin"), ("quota", "list"), ("status", "--json")],
+    [
+        *(("status",), ("models",), ("sessions",), ("processes",), ("models", "--admin"), ("quota", "list")),
+        ("status", "--json"),
+    ],
 )
 def test_no_broker_is_one_sentence_and_status_1(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     env = {"MEMBROKER_ENDPOINT": str(tmp_path / "tenants" / "acme")}
@@ -231,7 +234,7 @@ def test_a_wrong_command_line_is_status_2(
 @pytest.mark.parametrize(
     "arguments",
     [
-        *("", "status", "models", "sessions", "doctor", "demo", "quota", "quota set", "quota list"),
+        *("", "status", "models", "sessions", "processes", "doctor", "demo", "quota", "quota set", "quota list"),
         *("segments", "segments load", "segments show", "segments delete"),
     ],
 )

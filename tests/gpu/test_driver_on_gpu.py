@@ -123,7 +123,7 @@ def test_a_process_without_a_context_costs_under_5_mib(broker: CudaDriver) -> No
     with process(code) as started:
         expect_word(started, "ready")
         assert used(broker) - before < 5 * MIB
-        assert dict(broker.compute_processes()).get(started.pid, 0) < 5 * MIB
+        assert dict(broker.processes()).get(started.pid, 0) < 5 * MIB
 
 
 def test_the_granularity_is_2_mib(broker: CudaDriver) -> None:

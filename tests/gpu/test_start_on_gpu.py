@@ -63,7 +63,7 @@ def test_it_starts_without_a_context(card: CudaDriver, state: State) -> None:
     with on_card(card) as daemon, worker() as one:
 
         def share() -> int:
-            return dict(card.compute_processes()).get(daemon.process.pid, 0)
+            return dict(card.processes()).get(daemon.process.pid, 0)
 
         cost = at_rest(lambda: used(card)) - before
         assert share() <= WITHOUT_CONTEXT
@@ -71,7 +71,7 @@ def test_it_starts_without_a_context(card: CudaDriver, state: State) -> None:
         enter(one, daemon)
         borrow(one, GIB)
         assert share() <= WITHOUT_CONTEXT
-        seen = one.pid in dict(card.compute_processes())
+        seen = one.pid in dict(card.processes())
         one.do("segment = model.create_segment('s', '64MiB'); segment.seal(); segment.delete(); client.close()")
         until_lendable(daemon)
         assert share() <= WITHOUT_CONTEXT

@@ -186,7 +186,7 @@ def test_a_stop_leaves_nothing(filling: bool) -> None:
         assert daemon.stop() == 0
         assert "a fault of the broker" not in daemon.log()
         assert "Traceback" not in daemon.log()
-        left = {holder: size for holder, _, size in holders(os.geteuid()) if holder in (pid, process.pid)}
+        left = {holder: size for holder, size in holders(os.geteuid()) if holder in (pid, process.pid)}
         assert left == {process.pid: 40 * PAGE}
         assert process.ask("bytes(pool.view(0, 8)) == bytes(8)")
 

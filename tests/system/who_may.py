@@ -444,6 +444,7 @@ def read_all(me: Party, target: Any) -> Any:
         "ListSessions": bpb.ListSessionsRequest(page_size=1000),
         "ListSegments": bpb.ListSegmentsRequest(page_size=1000),
         "ListQuotas": apb.ListQuotasRequest(),
+        "ListProcesses": apb.ListProcessesRequest(),
     }
     (one,) = {outcome(functools.partial(raw.admin_call, me.door, *call))[0] for call in calls.items()}
     return one

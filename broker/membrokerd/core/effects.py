@@ -172,6 +172,14 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class NameSuspects:
+    """Say who may have what the device has used beyond the books: `unaccounted` bytes, `risen` of them new."""
+
+    unaccounted: int
+    risen: int
+
+
+@dataclass(frozen=True, slots=True)
 class Disconnect:
     """The session broke the protocol: close its connection. What it holds stays charged."""
 
@@ -186,4 +194,4 @@ class Forget:
     session: int
 
 
-Effect = Answer | Make | Send | Stock | DropStock | Seal | Drop | Disconnect | Forget
+Effect = Answer | Make | Send | Stock | DropStock | Seal | Drop | NameSuspects | Disconnect | Forget

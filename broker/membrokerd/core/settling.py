@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from . import effects as fx
 from . import events as ev
 from . import facts as ft
 from .ledger import SegmentRow, SessionRow
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 NOTICE_NS = 1_000_000_000
 """How late a death may be told after its memory is gone: as long as between two audits at rest."""
+NAMING_NS = 1_000_000_000
+"""So long after suspects were named none are: who lies again and again must not keep the driver busy with it."""
 
 
 @dataclass(slots=True)
@@ -48,6 +51,9 @@ class Settling:
         self._at_look = self._at_audit
         """As `_at_audit`, of an audit or a death, whichever was later."""
         self._lately: deque[tuple[int, dict[ev.Location, int | None]]] = deque()
+        self._baseline: int | None = None
+        """What of the device's `unaccounted` was there from the start, or has had its suspects named."""
+        self._name_again_at = 0
 
     @property
     def waiting(self) -> bool:
@@ -124,8 +130,10 @@ class Settling:
         """Take what the device shows, credit who is shown gone, and end what has been idle for its grace."""
         self._see(event.seen)
         self._settle(now)
+        before = self._at_audit["device"]
         self._at_audit = self._at_look = self._unaccounted_everywhere()
         self._note()
+        self._notice_rise(before, self._at_audit["device"], now)
         self._lately.append((now, self._at_audit))
         while now - self._lately[0][0] > NOTICE_NS:
             self._lately.popleft()
@@ -134,6 +142,22 @@ class Settling:
         for row in list(self._broker.ledger.models.values()):
             if not row.sessions and now - row.idle_since >= grace:
                 self._broker.end_model_if_idle(row)
+
+    def _notice_rise(self, before: int | None, seen: int | None, now: int) -> None:
+        """Have suspects named when two audits in a row show `unaccounted` a granule or more above the baseline.
+
+        One is not enough, for a rise nor for a fall: it may have been read between a worker's unmap and its word for
+        it. Below zero lie declarations that are not used yet; what fills them is in the books.
+        """
+        if before is None or seen is None:
+            return
+        seen = max(0, seen)
+        low, high = sorted((max(0, before), seen))
+        baseline = low if self._baseline is None else min(self._baseline, high)
+        if low - baseline >= self._broker.rules.granularity and now >= self._name_again_at:
+            self._broker.emit(fx.NameSuspects(seen, seen - baseline))
+            baseline, self._name_again_at = seen, now + NAMING_NS
+        self._baseline = baseline
 
     def _unaccounted_everywhere(self) -> dict[ev.Location, int | None]:
         return {location: self.unaccounted(location) for location in self._used}

@@ -15,7 +15,9 @@ from ..core import events as ev
 from ..core import snapshot
 from ..core.denied import Denied, Reason, deny
 from ..drain import Drain
+from ..executor import Failure
 from ..loop import Loop, clock
+from ..suspects import Process, command_of
 from . import convert
 from .convert import LOCATION_NUMBERS, Refused
 from .views import Views
@@ -98,6 +100,20 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._drain.end()
         return self._views.get_device()
 
+    async def ListProcesses(self, request: pb.ListProcessesRequest, context: Any) -> pb.ListProcessesResponse:
+        """Return who uses the device, as the driver sees it."""
+        answer: asyncio.Future[list[Process] | Failure] = asyncio.get_running_loop().create_future()
+
+        def listed(found: list[Process] | Failure) -> None:
+            if not answer.cancelled():  # who asked may have left before the driver answered
+                answer.set_result(found)
+
+        self._loop.list_processes(listed)
+        found = await answer
+        if isinstance(found, Failure):
+            raise Refused(deny(found.reason, **found.numbers))
+        return pb.ListProcessesResponse(processes=map(_from_process, found))
+
     async def _ask(self, make_event: convert.MakeEvent) -> fx.Result:
         answer: asyncio.Future[fx.Result | Denied] = asyncio.get_running_loop().create_future()
         self._loop.ask(make_event, answer.set_result)
@@ -116,3 +132,16 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             used = row.charges[location].bytes if row else 0
         limit = ledger.quotas.get((tenant, model, location))
         return pb.Quota(name=name, location=LOCATION_NUMBERS[location], limit_bytes=limit, used_bytes=used)
+
+
+def _from_process(process: Process) -> pb.Process:
+    return pb.Process(
+        pid=process.pid,
+        command=command_of(process.pid),
+        used_bytes=process.used,
+        charged_bytes=process.charged,
+        segment_bytes=process.segments,
+        excess_bytes=process.excess,
+        sessions=map(convert.session_name, process.sessions),
+        models=map(str, process.models),
+    )

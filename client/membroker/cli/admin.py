@@ -60,6 +60,24 @@ class Quota:
     used: int
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessStatus:
+    """A process that uses the device, as the driver and the books see it; bytes of the device.
+
+    `used` is the driver's figure, `excess` what of it is neither `charged` to its sessions nor of the `segments` that
+    they hold. `command` is empty where the broker cannot read it.
+    """
+
+    pid: int
+    command: str
+    used: int
+    charged: int
+    segments: int
+    excess: int
+    sessions: tuple[str, ...]
+    models: tuple[str, ...]
+
+
 class Admin:
     """AdminService at one device's admin endpoint. Raises the library's errors."""
 
@@ -96,6 +114,10 @@ class Admin:
         """Return the limits in force by command."""
         return [_quota(quota) for quota in self._call("ListQuotas", admin_pb2.ListQuotasRequest()).quotas]
 
+    def processes(self) -> list[ProcessStatus]:
+        """Return the processes that the driver sees using the device, largest excess first."""
+        return list(map(_process, self._call("ListProcesses", admin_pb2.ListProcessesRequest()).processes))
+
     def close(self) -> None:
         """Close the channel."""
         self._calls.close()
@@ -115,6 +137,19 @@ class Admin:
 def _quota(message: admin_pb2.Quota) -> Quota:
     limit = message.limit_bytes if message.HasField("limit_bytes") else None
     return Quota(message.name, convert.location_name(message.location), limit, message.used_bytes)
+
+
+def _process(message: admin_pb2.Process) -> ProcessStatus:
+    return ProcessStatus(
+        message.pid,
+        message.command,
+        message.used_bytes,
+        message.charged_bytes,
+        message.segment_bytes,
+        message.excess_bytes,
+        tuple(message.sessions),
+        tuple(message.models),
+    )
 
 
 @contextmanager

@@ -30,6 +30,14 @@ _ENDPOINTS = """\
 A tenant's endpoint shows that tenant's own books; the admin endpoint, which only the operator can enter, shows
 everybody's. The endpoint is --endpoint DIR, else MEMBROKER_ENDPOINT, else the only broker of this machine."""
 
+_PROCESSES = """\
+What the driver sees each process use, beside what its sessions are charged and the size of the segments that they hold.
+The rest is its excess: on a card a context that it has not declared (518 MiB on an H200), memory of its own
+(cudaMalloc), or what it gave back by its word and kept. Nothing can take that away: ask it, or end it. Whom the driver
+cannot see is left out: who holds memory by a descriptor alone, or lives in another pid namespace; on the host twin,
+other users' processes too, unless the broker runs as root. When `unaccounted` rises, the daemon's log names those whose
+excess is more than a context."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
@@ -184,6 +192,16 @@ def _quota_list(options: argparse.Namespace) -> int:
     return 0
 
 
+def _processes(options: argparse.Namespace) -> int:
+    with open_admin(options.endpoint) as admin:
+        processes = admin.processes()
+    if options.json:
+        tables.print_json(processes, sys.stdout)
+    else:
+        tables.print_tables([tables.processes_table(processes)], sys.stdout)
+    return 0
+
+
 def _doctor(options: argparse.Namespace) -> int:
     return run_doctor(options.endpoint, as_json=options.json)
 
@@ -212,6 +230,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_books(commands)
     _add_segments(commands)
     _add_quota(commands)
+    processes = _add(
+        commands,
+        "processes",
+        _processes,
+        "who uses the device beyond what is charged, at the admin endpoint",
+        "  membroker processes\n  membroker processes --json | jq '.[] | select(.excess > 1e9)'\n",
+    )
+    processes.epilog = f"{processes.epilog}\n{_PROCESSES}"
     doctor = _add(commands, "doctor", _doctor, "whether this machine can run a broker, and what to do about it", "")
     doctor.epilog = (
         "Exit status 0 unless something fails.\n\nexamples:\n  membroker doctor\n  membroker doctor --json\n"

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from membroker.cli.admin import Quota
+from membroker.cli.admin import ProcessStatus, Quota
 from membroker.tensor_index import TensorInfo
 from membroker.types import DeviceStatus, LocationBooks, ModelBooks, ModelStatus, SegmentStatus, SessionStatus
 from membroker.vmm.sizes import format_size
@@ -164,6 +164,25 @@ def quotas_table(quotas: Iterable[Quota]) -> Table:
     """Return the commanded limits."""
     rows = [[short_name(quota.name), quota.location, _size(quota.limit), format_size(quota.used)] for quota in quotas]
     return Table(("name", "where", ">limit", ">used"), rows, "no limit is commanded; what is configured holds")
+
+
+def processes_table(processes: Iterable[ProcessStatus]) -> Table:
+    """Return a row for each process that uses the device."""
+    columns = (">pid", "command", ">used", ">charged", ">in segments", ">excess", "models", "sessions")
+    return Table(columns, [_process_row(process) for process in processes], "the driver sees no process")
+
+
+def _process_row(process: ProcessStatus) -> list[str]:
+    return [
+        str(process.pid),
+        process.command or NONE,
+        format_size(process.used),
+        format_size(process.charged),
+        format_size(process.segments),
+        format_size(process.excess),
+        " ".join(map(short_name, process.models)) or NONE,
+        " ".join(name.removeprefix("sessions/") for name in process.sessions) or NONE,
+    ]
 
 
 def short_name(name: str) -> str:

@@ -144,3 +144,79 @@ class ListQuotasResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["quotas", b"quotas"]) -> None: ...
 
 global___ListQuotasResponse = ListQuotasResponse
+
+@typing.final
+class ListProcessesRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ListProcessesRequest = ListProcessesRequest
+
+@typing.final
+class ListProcessesResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROCESSES_FIELD_NUMBER: builtins.int
+    @property
+    def processes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Process]: ...
+    def __init__(
+        self,
+        *,
+        processes: collections.abc.Iterable[global___Process] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["processes", b"processes"]) -> None: ...
+
+global___ListProcessesResponse = ListProcessesResponse
+
+@typing.final
+class Process(google.protobuf.message.Message):
+    """A process that uses the device, whether it has a session or not. Bytes are the device's, not the host's."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PID_FIELD_NUMBER: builtins.int
+    COMMAND_FIELD_NUMBER: builtins.int
+    USED_BYTES_FIELD_NUMBER: builtins.int
+    CHARGED_BYTES_FIELD_NUMBER: builtins.int
+    SEGMENT_BYTES_FIELD_NUMBER: builtins.int
+    EXCESS_BYTES_FIELD_NUMBER: builtins.int
+    SESSIONS_FIELD_NUMBER: builtins.int
+    MODELS_FIELD_NUMBER: builtins.int
+    pid: builtins.int
+    """As the broker sees it."""
+    command: builtins.str
+    """What the kernel calls it (/proc/PID/comm); empty where the broker cannot read that. The process chooses it."""
+    used_bytes: builtins.int
+    """What the driver sees it use. On a card that is NVML's figure, the process's context included."""
+    charged_bytes: builtins.int
+    """What its sessions are charged, their declarations included."""
+    segment_bytes: builtins.int
+    """The size of the segments that its sessions hold: mapped by it, charged to their models."""
+    excess_bytes: builtins.int
+    """What it uses beyond both, at least 0. A context that it has not declared is part of it (518 MiB on an H200)."""
+    @property
+    def sessions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """sessions/{session}"""
+
+    @property
+    def models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """tenants/{tenant}/models/{model}: those that its sessions have registered."""
+
+    def __init__(
+        self,
+        *,
+        pid: builtins.int = ...,
+        command: builtins.str = ...,
+        used_bytes: builtins.int = ...,
+        charged_bytes: builtins.int = ...,
+        segment_bytes: builtins.int = ...,
+        excess_bytes: builtins.int = ...,
+        sessions: collections.abc.Iterable[builtins.str] | None = ...,
+        models: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["charged_bytes", b"charged_bytes", "command", b"command", "excess_bytes", b"excess_bytes", "models", b"models", "pid", b"pid", "segment_bytes", b"segment_bytes", "sessions", b"sessions", "used_bytes", b"used_bytes"]) -> None: ...
+
+global___Process = Process

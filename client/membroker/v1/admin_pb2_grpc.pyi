@@ -89,6 +89,16 @@ class AdminServiceStub:
     ]
     """Lends again."""
 
+    ListProcesses: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.ListProcessesRequest,
+        membroker.v1.admin_pb2.ListProcessesResponse,
+    ]
+    """The processes that the driver sees using the device's memory now, beside what the books charge them: those with
+    the largest excess first. They are suspects for what is unaccounted. Whom the driver cannot see is left out: who
+    holds memory by a descriptor alone, or lives in another pid namespace; on the host twin, other users' processes
+    too, unless the broker runs as root.
+    """
+
 class AdminServiceAsyncStub:
     """What an operator may ask, at the admin endpoint (`<runtime>/<device>/admin/grpc.sock`). No token: who can open
     the socket is an operator, so it is never mounted into a workload.
@@ -157,6 +167,16 @@ class AdminServiceAsyncStub:
         membroker.v1.resources_pb2.Device,
     ]
     """Lends again."""
+
+    ListProcesses: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.ListProcessesRequest,
+        membroker.v1.admin_pb2.ListProcessesResponse,
+    ]
+    """The processes that the driver sees using the device's memory now, beside what the books charge them: those with
+    the largest excess first. They are suspects for what is unaccounted. Whom the driver cannot see is left out: who
+    holds memory by a descriptor alone, or lives in another pid namespace; on the host twin, other users' processes
+    too, unless the broker runs as root.
+    """
 
 class AdminServiceServicer(metaclass=abc.ABCMeta):
     """What an operator may ask, at the admin endpoint (`<runtime>/<device>/admin/grpc.sock`). No token: who can open
@@ -246,5 +266,17 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.resources_pb2.Device, collections.abc.Awaitable[membroker.v1.resources_pb2.Device]]:
         """Lends again."""
+
+    @abc.abstractmethod
+    def ListProcesses(
+        self,
+        request: membroker.v1.admin_pb2.ListProcessesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.admin_pb2.ListProcessesResponse, collections.abc.Awaitable[membroker.v1.admin_pb2.ListProcessesResponse]]:
+        """The processes that the driver sees using the device's memory now, beside what the books charge them: those with
+        the largest excess first. They are suspects for what is unaccounted. Whom the driver cannot see is left out: who
+        holds memory by a descriptor alone, or lives in another pid namespace; on the host twin, other users' processes
+        too, unless the broker runs as root.
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -42,7 +42,7 @@ class NvmlDevice:
             info = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
         return MemoryInfo(int(info.total), int(info.free))
 
-    def compute_processes(self) -> list[tuple[int, int]]:
+    def processes(self) -> list[tuple[int, int]]:
         """Return (pid, bytes) of the processes that compute; bytes are 0 where NVML may not say."""
         with _nvml_call(self._nvml, "nvmlDeviceGetComputeRunningProcesses"):
             processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)

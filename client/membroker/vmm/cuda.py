@@ -245,14 +245,14 @@ class CudaDriver:
         self._check_usable("nvmlDeviceGetMemoryInfo")
         return self._nvml.memory() if location is Location.DEVICE else None
 
-    def compute_processes(self) -> list[tuple[int, int]]:
-        """Return (pid, bytes used) as NVML shows them. They name suspects; no book entry is made from them.
+    def processes(self) -> list[tuple[int, int]]:
+        """Return (pid, bytes used) of the processes that compute, as NVML shows them, contexts included.
 
         A dead process stays listed while a child holds its descriptors, and memory that only a descriptor
         keeps is listed for nobody.
         """
         self._check_usable("nvmlDeviceGetComputeRunningProcesses")
-        return self._nvml.compute_processes()
+        return self._nvml.processes()
 
     # The end
 

@@ -198,6 +198,14 @@ class Driver(Protocol):
         """
         ...
 
+    def processes(self) -> list[tuple[int, int]]:
+        """Return (pid, bytes) of the processes that the driver sees using the device's memory.
+
+        It names suspects and is never booked: whom the driver cannot see is left out, and what a process has besides
+        extents (on a card its context) is counted where the driver counts it.
+        """
+        ...
+
     def abandon(self) -> None:
         """In a forked child: drop every mapping, address and descriptor inherited from the parent.
 

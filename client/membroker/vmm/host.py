@@ -38,7 +38,8 @@ GRANULARITY = 2 * MIB
 """A card's granularity, in bytes, so that the twin refuses the same sizes."""
 
 EXTENT_NAME = "membroker-extent"
-"""Every extent's memfd has this name: /proc/PID/maps shows `/memfd:membroker-extent`."""
+"""Every extent's memfd of the device has this name: /proc/PID/maps shows `/memfd:membroker-extent`."""
+_NAMES = {Location.DEVICE: EXTENT_NAME, Location.HOST: f"{EXTENT_NAME}-host"}
 
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 # F_SEAL_SEAL too: otherwise any holder could seal the memory against its owner's writes. A sealable extent gets it
@@ -105,7 +106,7 @@ class HostDriver:
         _check_granules(size, "memfd_create")
         with ExitStack() as undo:
             with driver_call("memfd_create"):
-                descriptor = os.memfd_create(EXTENT_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                descriptor = os.memfd_create(_NAMES[location], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             undo.callback(os.close, descriptor)
             with driver_call("ftruncate"):
                 os.ftruncate(descriptor, size)
@@ -290,6 +291,15 @@ class HostDriver:
         total = self._totals[location]
         return MemoryInfo(total, max(0, total - used))
 
+    def processes(self) -> list[tuple[int, int]]:
+        """Return (pid, bytes) of the processes that map the device's extents: root sees all, others their own user's.
+
+        The twin cannot tell its extents from those of another twin on this machine.
+        """
+        self._check_usable("scandir")
+        with driver_call("scandir"):
+            return holders(os.geteuid() or None)
+
     def _check_room(self, size: int, location: Location) -> None:
         free = self._memory(location).free
         if size > free:
@@ -347,8 +357,8 @@ class HostDriver:
         return extent
 
 
-def holders(uid: int) -> list[tuple[int, str, int]]:
-    """Return the processes of user `uid` that map extents, as (pid, command, bytes mapped).
+def holders(uid: int | None) -> list[tuple[int, int]]:
+    """Return the processes of user `uid`, or of all, that map extents of the device, as (pid, bytes mapped).
 
     An extent mapped at several addresses counts once. Processes that cannot be read, or that end meanwhile,
     are left out; so is who holds only a descriptor. The figure names suspects and is never booked.
@@ -358,15 +368,15 @@ def holders(uid: int) -> list[tuple[int, str, int]]:
         if not entry.name.isdecimal():
             continue
         try:
-            if os.stat(entry.path).st_uid == uid and (size := _mapped_bytes(entry.path)):
-                found.append((int(entry.name), _command(entry.path), size))
+            if uid in (None, os.stat(entry.path).st_uid) and (size := _mapped_bytes(entry.path)):
+                found.append((int(entry.name), size))
         except OSError:
             continue
     return sorted(found)
 
 
 def _mapped_bytes(process: str) -> int:
-    marker, extents = f"/memfd:{EXTENT_NAME}".encode(), {}
+    marker, extents = f"/memfd:{EXTENT_NAME} ".encode(), {}
     with open(f"{process}/maps", "rb") as maps:
         for line in maps:
             if marker in line:
@@ -374,11 +384,6 @@ def _mapped_bytes(process: str) -> int:
                 first, last = addresses.split(b"-")
                 extents[inode, offset] = int(last, 16) - int(first, 16)
     return sum(extents.values())
-
-
-def _command(process: str) -> str:
-    with open(f"{process}/comm", encoding="utf-8", errors="replace") as comm:
-        return comm.read().strip()
 
 
 def _check_granules(size: int, call: str) -> None:

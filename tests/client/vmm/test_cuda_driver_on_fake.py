@@ -257,10 +257,10 @@ def test_the_devices_figure_is_nvmls_and_the_hosts_is_unknown(run: Run) -> None:
 def test_processes_that_compute_are_listed_as_suspects(run: Run) -> None:
     run("""
         driver = CudaDriver()
-        assert driver.compute_processes() == []
+        assert driver.processes() == []
         handle, address = driver.create(2 * GRANULE), driver.reserve(2 * GRANULE)
         driver.map(address, handle)
-        assert driver.compute_processes() == [(os.getpid(), 2 * GRANULE)]
+        assert driver.processes() == [(os.getpid(), 2 * GRANULE)]
     """)
 
 

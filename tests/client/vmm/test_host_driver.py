@@ -255,26 +255,27 @@ def test_a_stranger_takes_memory_that_nobody_borrowed() -> None:
     driver.close()
 
 
-def test_holders_are_named_with_the_bytes_they_map(driver: HostDriver) -> None:
-    """An operator asks who holds what; an extent mapped twice by one process counts once."""
+def test_processes_are_named_with_the_bytes_they_map(driver: HostDriver) -> None:
+    """An operator asks who holds what of the device; an extent mapped twice by one process counts once."""
     descriptor = driver.export(driver.create(TRUTH_BYTES))
     with child_process(keep_mapping, make_host) as child:
         child.wait_for_reply()
         child.send_descriptor(descriptor)
         child.wait_for_reply()
-        name = Path(f"/proc/{child.pid}/comm").read_text().strip()
-        assert (child.pid, name, TRUTH_BYTES) in holders(os.getuid())
+        assert (child.pid, TRUTH_BYTES) in driver.processes()
         assert holders(os.getuid() + 1) == []
     os.close(descriptor)
-    assert child.pid not in [pid for pid, _name, _size in holders(os.getuid())]
+    assert child.pid not in dict(driver.processes())
 
     def own() -> int:
-        return sum(size for pid, _name, size in holders(os.getuid()) if pid == os.getpid())
+        return dict(driver.processes()).get(os.getpid(), 0)
 
     before = own()
     _address, handle = mapped(driver, 2 * GRANULARITY)
     driver.map(driver.reserve(2 * GRANULARITY), handle)
     assert own() - before == 2 * GRANULARITY
+    driver.map(driver.reserve(GRANULARITY), driver.create(GRANULARITY, Location.HOST))
+    assert own() - before == 2 * GRANULARITY, "the host's memory is not the device's"
 
 
 # What a holder of a descriptor can and cannot do

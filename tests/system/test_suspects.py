@@ -1,0 +1,98 @@
+"""Suspects: when the device has more in use than the books know, an operator learns which processes have it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from tests.daemons import MIB, Daemon, running, until
+from tests.system.workers import Worker, descriptors_at_start, until_clean, workers
+
+from membroker.v1 import admin_pb2
+
+LIE = "client._session.transport.release(list(pool._holding.extents.values()))"
+
+
+def processes(daemon: Daemon) -> dict[int, Any]:
+    """What ListProcesses says of each process, by pid."""
+    with daemon.admin_stub() as stub:
+        return {one.pid: one for one in stub.ListProcesses(admin_pb2.ListProcessesRequest()).processes}
+
+
+def command(daemon: Daemon, *options: str) -> str:
+    """What `membroker processes` prints."""
+    asked = [sys.executable, "-m", "membroker.cli.main", "processes", "--endpoint", str(daemon.admin), *options]
+    return subprocess.run(asked, check=True, capture_output=True, text=True).stdout
+
+
+def borrow(one: Worker, daemon: Daemon, tenant: str, transport: str, size: int) -> None:
+    one.connect(daemon, tenant, transport)
+    one.do("model = client.register_model('m', virtual_capacity='1GiB'); pool = model.pool('2MiB')")
+    one.do(f"pool.allocate(0, {size})")
+
+
+def test_a_liar_is_named_and_shown_and_the_honest_are_not(transport: str) -> None:
+    """Three engines map 64 MiB each: one after it gave them back by its word, one as charged, one as a segment.
+
+    The log names the first. Asked, the daemon shows all three, with what the books know of each; and when the
+    liar has let go it is seen no more.
+    """
+    with running({"audit_seconds": 0.05, "host_capacity": "16MiB"}) as daemon, workers(3) as (liar, honest, reader):
+        at_start = descriptors_at_start(daemon)
+        borrow(liar, daemon, "red", transport, 64 * MIB)
+        borrow(honest, daemon, "blue", transport, 64 * MIB)
+        honest.do("weights = model.create_segment('weights', '64MiB'); weights.seal()")
+        honest.do("host = model.allocate('8MiB', location='host')")
+        reader.connect(daemon, "blue", transport)
+        reader.do("weights = client.attach('m/weights')")
+        assert [processes(daemon)[each.pid].excess_bytes for each in (liar, honest, reader)] == [0, 0, 0]
+        assert daemon.suspects() == []
+
+        liar.do(LIE)
+        until(lambda: liar.pid in daemon.suspects())
+        assert not {honest.pid, reader.pid} & {*daemon.suspects()}
+        seen = processes(daemon)
+        books = {
+            pid: (one.used_bytes, one.charged_bytes, one.segment_bytes, one.excess_bytes) for pid, one in seen.items()
+        }
+        assert books[liar.pid] == (64 * MIB, 0, 0, 64 * MIB)
+        assert books[honest.pid] == (128 * MIB, 64 * MIB, 64 * MIB, 0)
+        assert books[reader.pid] == (64 * MIB, 0, 64 * MIB, 0)
+        excesses = [one.excess_bytes for one in seen.values()]
+        assert excesses == sorted(excesses, reverse=True)
+        assert list(seen[liar.pid].models) == ["tenants/red/models/m"]
+        assert list(seen[liar.pid].sessions) == [one.name for one in daemon.sessions() if one.pid == liar.pid]
+
+        (row,) = (line for line in command(daemon).splitlines() if line.split()[0] == str(liar.pid))
+        assert row.split()[2:] == [*["64.0", "MiB"], *["0", "B"] * 2, *["64.0", "MiB"], "red/m", row.split()[-1]]
+        (told,) = (one for one in json.loads(command(daemon, "--json")) if one["pid"] == liar.pid)
+        assert (told["used"], told["charged"], told["excess"]) == (64 * MIB, 0, 64 * MIB)
+        with open(f"/proc/{liar.pid}/comm", encoding="utf-8") as comm:
+            assert told["command"] == seen[liar.pid].command == comm.read().strip()
+
+        liar.kill()
+        until(lambda: daemon.books().unaccounted_bytes == 0)
+        assert liar.pid not in processes(daemon)
+        honest.do("weights.close(); client.delete_segment('m/weights'); host.close(); pool.close(); client.close()")
+        reader.kill()
+        until_clean(daemon, at_start)
+        assert not {honest.pid, reader.pid} & {*daemon.suspects()}
+
+
+def test_a_forked_child_that_keeps_its_dead_parents_memory_is_named(transport: str) -> None:
+    """Its parent's charge ends after `settle_seconds`. The child has no session, and is named all the same."""
+    with running({"audit_seconds": 0.05, "settle_seconds": 0.3}) as daemon, workers(1) as (parent,):
+        at_start = descriptors_at_start(daemon)
+        borrow(parent, daemon, "red", transport, 64 * MIB)
+        child = parent.ask("fork_unseen()")
+        try:
+            parent.kill()
+            until(lambda: child in daemon.suspects())
+            shown = processes(daemon)[child]
+            assert (shown.used_bytes, shown.excess_bytes, list(shown.sessions)) == (64 * MIB, 64 * MIB, [])
+        finally:
+            os.kill(child, 9)
+        until_clean(daemon, at_start)
