@@ -149,8 +149,8 @@ class Daemon:
             journal.begin(story(broker.ledger))
         except OSError as error:
             raise HomeError(
-                f"cannot write the journal in {self._home.state}: {error.strerror}; make room there. What is lent stays "
-                "with its workers meanwhile"
+                f"cannot write the journal in {self._home.state}: {error.strerror}; make room there. "
+                "What is lent stays with its workers meanwhile"
             ) from error
 
     async def _open_store(self, stack: AsyncExitStack) -> Kept:

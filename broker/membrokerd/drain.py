@@ -1,4 +1,4 @@
-"""The wait for a drained device: when nothing is charged any more, or when the operator's time is over, the daemon exits.
+"""The wait for a drained device: once nothing is charged, or the operator's time is over, the daemon exits.
 
 Owns that one timer. It decides nothing about lending: that nothing more is lent is the core's state.
 """

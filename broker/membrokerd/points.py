@@ -24,8 +24,8 @@ POINTS = (
     "reconcile",
     "reconciled",
 )
-"""Before and after: a debit is journaled, extents are created and exported, a segment's descriptors are stored, a packet
-is sent, a credit is journaled, a segment is sealed, the journal is compacted, a resume is reconciled."""
+"""Before and after: a debit is journaled, extents are created and exported, a segment's descriptors are stored, a
+packet is sent, a credit is journaled, a segment is sealed, the journal is compacted, a resume is reconciled."""
 
 
 def _nothing(point: str) -> None:

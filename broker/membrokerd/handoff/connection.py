@@ -1,7 +1,8 @@
 """One handoff connection: frames in, frames and descriptors out.
 
-Owns the socket, the queue of packets that the socket would not take yet, and the pidfd until there is a session. While that queue is not empty
-nothing is read, so a peer that does not read cannot make the broker work or grow. Decides nothing about memory.
+Owns the socket, the queue of packets that the socket would not take yet, and the pidfd until there is a session. While
+that queue is not empty nothing is read, so a peer that does not read cannot make the broker work or grow. Decides
+nothing about memory.
 """
 
 from __future__ import annotations

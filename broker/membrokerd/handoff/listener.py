@@ -18,7 +18,7 @@ from ..core.denied import Reason
 from ..dispatch import Dispatcher
 from ..rpc.errors import to_status
 from .connection import Connection
-from .peer import Unattested, attest, hang_up
+from .peer import Peer, Unattested, attest, hang_up
 from .watch import Watch
 
 ACCEPTS_PER_TURN = 32

@@ -43,8 +43,8 @@ class Watch:
         """Return a pidfd of a process that was seen before, or None: it is dead, or nobody can say."""
         if pid <= 0:
             logs.warn(
-                "nobody can say whether the process of this session lives: it is in another pid namespace, and its pidfd "
-                "was lost with the descriptor store; end the session with `membroker forget` once its process is gone",
+                "nobody can say whether the process of this session lives: it is in another pid namespace, and its "
+                "pidfd was lost with the descriptor store; end the session with `membroker forget` once its process is gone",
                 session=f"sessions/{session:x}",
             )
             return None
