@@ -44,7 +44,7 @@ class Watch:
         if pid <= 0:
             logs.warn(
                 "nobody can say whether the process of this session lives: it is in another pid namespace, and its "
-                "pidfd was lost with the descriptor store; end the session with `membroker forget` once its process is gone",
+                "pidfd was lost with the descriptor store; once it is gone, `membroker forget` ends the session",
                 session=f"sessions/{session:x}",
             )
             return None
