@@ -74,6 +74,7 @@ def device(message: pb.Device) -> DeviceStatus:
         sessions=message.sessions,
         detached_sessions=message.detached_sessions,
         metrics_url=message.metrics_url,
+        draining=message.draining,
     )
 
 

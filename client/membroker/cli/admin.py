@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -117,6 +118,21 @@ class Admin:
     def processes(self) -> list[ProcessStatus]:
         """Return the processes that the driver sees using the device, largest excess first."""
         return list(map(_process, self._call("ListProcesses", admin_pb2.ListProcessesRequest()).processes))
+
+    def forget(self, name: str) -> SessionStatus:
+        """End a detached session, `sessions/…`, and return it as it was."""
+        return next(iter(convert.sessions([self._call("ForgetSession", admin_pb2.ForgetSessionRequest(name=name))])))
+
+    def drain(self, deadline: datetime | None, *, exits: bool) -> DeviceStatus:
+        """Lend nothing more; `exits`: the daemon does, once nothing is charged, or at the deadline."""
+        request = admin_pb2.DrainRequest(exit=exits)
+        if deadline is not None:
+            request.deadline.FromDatetime(deadline)
+        return convert.device(self._call("Drain", request))
+
+    def undrain(self) -> DeviceStatus:
+        """Lend again."""
+        return convert.device(self._call("Undrain", admin_pb2.UndrainRequest()))
 
     def close(self) -> None:
         """Close the channel."""

@@ -1,7 +1,7 @@
 """The command `membroker`: what a person, or a script, asks about a broker.
 
 Owns the command line. Errors are one sentence on stderr and exit status 1, a wrong command line is 2; there are
-no tracebacks, and nothing here may change a book but `quota set`, `segments load` and `segments delete`.
+no tracebacks. What only an operator may is in `operate`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from membroker import __version__
-from membroker.cli import segments, tables
-from membroker.cli.admin import open_admin, open_books
+from membroker.cli import operate, segments, tables
+from membroker.cli.admin import open_books
 from membroker.cli.doctor import run_doctor
-from membroker.convert import location_of
 from membroker.errors import MembrokerError
 from membroker.types import ModelStatus
 from membroker.vmm.driver import DriverError
@@ -169,39 +168,6 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
-def _quota_set(options: argparse.Namespace) -> int:
-    with open_admin(options.endpoint) as admin:
-        quota = admin.set_quota(options.name, location_of(options.location), options.limit[0])
-    if options.json:
-        tables.print_json(quota, sys.stdout)
-        return 0
-    limit = "as configured" if quota.limit is None else format_size(quota.limit)
-    print(f"{tables.short_name(quota.name)} at the {quota.location}: limit {limit}, used {format_size(quota.used)}")
-    if quota.limit is not None and quota.used > quota.limit:
-        print("it uses more than that: nothing is taken away, and nothing more is lent until it gives some back")
-    return 0
-
-
-def _quota_list(options: argparse.Namespace) -> int:
-    with open_admin(options.endpoint) as admin:
-        quotas = admin.quotas()
-    if options.json:
-        tables.print_json(quotas, sys.stdout)
-    else:
-        tables.print_tables([tables.quotas_table(quotas)], sys.stdout)
-    return 0
-
-
-def _processes(options: argparse.Namespace) -> int:
-    with open_admin(options.endpoint) as admin:
-        processes = admin.processes()
-    if options.json:
-        tables.print_json(processes, sys.stdout)
-    else:
-        tables.print_tables([tables.processes_table(processes)], sys.stdout)
-    return 0
-
-
 def _doctor(options: argparse.Namespace) -> int:
     return run_doctor(options.endpoint, as_json=options.json)
 
@@ -233,11 +199,12 @@ def _parser() -> argparse.ArgumentParser:
     processes = _add(
         commands,
         "processes",
-        _processes,
+        operate.processes,
         "who uses the device beyond what is charged, at the admin endpoint",
         "  membroker processes\n  membroker processes --json | jq '.[] | select(.excess > 1e9)'\n",
     )
     processes.epilog = f"{processes.epilog}\n{_PROCESSES}"
+    _add_ends(commands)
     doctor = _add(commands, "doctor", _doctor, "whether this machine can run a broker, and what to do about it", "")
     doctor.epilog = (
         "Exit status 0 unless something fails.\n\nexamples:\n  membroker doctor\n  membroker doctor --json\n"
@@ -375,12 +342,12 @@ def _add_quota(commands: _Commands) -> None:
         epilog="examples:\n  membroker quota list\n  membroker quota set acme --limit 32GiB",
     )
     actions = quota.add_subparsers(metavar="ACTION", required=True)
-    _add(actions, "list", _quota_list, "the limits in force by command", "  membroker quota list\n")
+    _add(actions, "list", operate.quota_list, "the limits in force by command", "  membroker quota list\n")
     change = _add(
         actions,
         "set",
-        _quota_set,
-        "command a limit, from now on and until the daemon ends",
+        operate.quota_set,
+        "command a limit, from now on; it is kept on disk until it is ended",
         "  membroker quota set acme --limit 32GiB                a tenant\n"
         "  membroker quota set acme/llama-7b --limit 8GiB        one of its models\n"
         "  membroker quota set acme --limit none                 what is configured holds again\n",
@@ -388,6 +355,37 @@ def _add_quota(commands: _Commands) -> None:
     change.add_argument("name", metavar="NAME", type=_name, help="TENANT or TENANT/MODEL")
     change.add_argument("--limit", metavar="SIZE|none", type=_limit, required=True, help='as in "8GiB"')
     change.add_argument("--location", choices=("device", "host"), default="device")
+
+
+def _add_ends(commands: _Commands) -> None:
+    forget = _add(
+        commands,
+        "forget",
+        operate.forget,
+        "end a detached session whose process does not come back, at the admin endpoint",
+        "  membroker sessions --admin\n  membroker forget sessions/1c0000000001\n",
+    )
+    forget.add_argument("name", metavar="SESSION", type=_session, help="as `membroker sessions --admin` shows it")
+    drain = _add(
+        commands,
+        "drain",
+        operate.drain,
+        "lend nothing more and tell the workers, at the admin endpoint",
+        "  membroker drain                          until `membroker undrain`, or a restart of the daemon\n"
+        "  membroker drain --deadline 60 --exit     exit once nothing is charged, or after a minute\n",
+    )
+    drain.add_argument("--deadline", metavar="SECONDS", type=_seconds, help="when everything should be back; told them")
+    drain.add_argument(
+        "--exit", action="store_true", help="the daemon exits when nothing is charged, or at the deadline"
+    )
+    _add(commands, "undrain", operate.undrain, "lend again, at the admin endpoint", "  membroker undrain\n")
+
+
+def _session(text: str) -> str:
+    match = re.fullmatch(r"(?:sessions/)?([0-9a-f]{1,16})", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no session, as in sessions/1c0000000001")
+    return f"sessions/{match[1]}"
 
 
 def _name(text: str) -> str:
