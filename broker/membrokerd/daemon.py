@@ -12,6 +12,7 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from membroker.handoff import close_all
@@ -89,14 +90,14 @@ class Daemon:
     # --- start, in order; the stack stops in the other ---
 
     async def _start(self, stack: AsyncExitStack, stop: Callable[[], None]) -> None:
-        plan, config = self._plan, self._config
-        self._home = Home(config.runtime_directory, plan.directory)
-        stack.callback(plan.driver.close)
+        config = self._config
+        self._home = Home(config.runtime_directory, self._plan.directory)
         clear_private(self._home)
-        journal = Journal(self._home.state / "journal", Binding(boot_id(), plan.driver.device.uuid))
+        journal = Journal(self._home.state / "journal", Binding(boot_id(), self._plan.driver.device.uuid))
         stack.callback(journal.close)
         told, kept = self._read_journal(journal), await self._open_store(stack)
-        plan.driver.adopt(kept.driver)
+        plan = self._plan = self._take_driver(kept)
+        stack.callback(plan.driver.close)
         executor = Executor(plan.driver, plan.gate_reserve, self._observe_driver)
         stack.callback(executor.stop)
         anchor = executor.drop_anchor()
@@ -166,6 +167,13 @@ class Daemon:
         self._store.adopt(kept)
         logs.log("descriptor store", kind=kind, segments=len(kept.segments), processes=len(kept.processes))
         return kept
+
+    def _take_driver(self, kept: Kept) -> Plan:
+        """Return the plan with a driver that knows what an earlier daemon's has lent."""
+        if not kept.driver:
+            return self._plan
+        self._plan.driver.close()
+        return replace(self._plan, driver=self._plan.reopen(kept.driver))
 
     def _take_over(self, executor: Executor, kept: Kept) -> None:
         """Go on with the books of the daemon before this one."""
