@@ -503,11 +503,8 @@ def a_closed_driver_refuses(make_driver: MakeDriver) -> None:
         refused("export on a closed driver", driver.export, handle)
         refused("seal on a closed driver", driver.seal, descriptor)
         refused("memory of a closed driver", driver.memory, Location.DEVICE)
-<<<<<<< HEAD
         refused("processes of a closed driver", driver.processes)
-=======
         refused("survivors of a closed driver", driver.survivors)
->>>>>>> wt-twin
         refused("lend of a closed driver", driver.lend, handle.size, 1)
         refused("map_descriptors of a closed driver", driver.map_descriptors, handle.size, [descriptor], handle.size)
 

@@ -245,18 +245,13 @@ class CudaDriver:
         self._check_usable("nvmlDeviceGetMemoryInfo")
         return self._nvml.memory() if location is Location.DEVICE else None
 
-<<<<<<< HEAD
-    def processes(self) -> list[tuple[int, int]]:
-        """Return (pid, bytes used) of the processes that compute, as NVML shows them, contexts included.
-=======
     def survivors(self) -> dict[str, int]:
         """Return none: the card itself knows what it has in use."""
         self._check_usable("survivors")
         return {}
 
-    def compute_processes(self) -> list[tuple[int, int]]:
-        """Return (pid, bytes used) as NVML shows them. They name suspects; no book entry is made from them.
->>>>>>> wt-twin
+    def processes(self) -> list[tuple[int, int]]:
+        """Return (pid, bytes used) of the processes that compute, as NVML shows them, contexts included.
 
         A dead process stays listed while a child holds its descriptors, and memory that only a descriptor
         keeps is listed for nobody.

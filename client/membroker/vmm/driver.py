@@ -198,19 +198,19 @@ class Driver(Protocol):
         """
         ...
 
-<<<<<<< HEAD
     def processes(self) -> list[tuple[int, int]]:
         """Return (pid, bytes) of the processes that the driver sees using the device's memory.
 
         It names suspects and is never booked: whom the driver cannot see is left out, and what a process has besides
         extents (on a card its context) is counted where the driver counts it.
-=======
+        """
+        ...
+
     def survivors(self) -> dict[str, int]:
         """Return the descriptors, by name, without which nobody knows what this driver's extents use after its end.
 
         They stay the driver's, and the same. Another process keeps copies, and never reads them; a successor's driver
         is made with those (`open_driver(..., survivors=...)`) when this one's process is dead. A card needs none.
->>>>>>> wt-twin
         """
         ...
 
