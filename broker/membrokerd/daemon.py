@@ -19,7 +19,7 @@ from membroker.handoff import close_all
 from membroker.v1 import admin_pb2_grpc, broker_pb2_grpc
 from membroker.vmm import format_size
 
-from . import __version__, logs
+from . import __version__, logs, quotas
 from .config import Config, TenantConfig
 from .core import events as ev
 from .core import facts as ft
@@ -45,14 +45,14 @@ from .limits import (
 from .loop import Loop, seen
 from .metrics import Metrics, MetricsView
 from .metrics_server import MetricsServer
-from .mirrors import open_keeper, open_systemd, systemd_available
-from .quotas import Quotas
+from .mirrors import open_keeper
 from .rpc.admin_service import AdminService
 from .rpc.broker_service import BrokerService
 from .rpc.server import serve
 from .rpc.views import Views
-from .store import Kept, Store
+from .store import Kept, Mirror, Store
 from .suspects import CONTEXT_BYTES, command_of
+from .systemd import open_systemd, systemd_available
 
 METRICS_PORT = 9710
 VIEW_SECONDS = 0.5
@@ -105,8 +105,7 @@ class Daemon:
             self._store.keep_driver(name, descriptor)
         condensed, charged = condense(told)
         rules = plan.rules(config, anchor, *self._bounds(), hold_what_is_lent(plan.capacities, charged))
-        self._quotas = Quotas(config.state_directory, plan.directory)
-        broker = Broker(rules, self._home.next_epoch(), [*condensed, *self._quotas.read()])
+        broker = Broker(rules, self._home.next_epoch(), [*condensed, *self._commanded()])
         self._begin_journal(journal, broker)
         self._loop = Loop(
             broker,
@@ -134,6 +133,12 @@ class Daemon:
         self._loop.start()
         await self._open_endpoints(stack)
 
+    def _commanded(self) -> list[ft.Fact]:
+        """Return the limits that an operator commanded, at whatever daemon of this device."""
+        configured, device = self._config.state_directory, self._plan.directory
+        self._quotas_path = (configured / device if configured else quotas.state_directory(device)) / "quotas.toml"
+        return [ft.QuotaSet(*key, limit) for key, limit in quotas.read(self._quotas_path).items()]
+
     def _read_journal(self, journal: Journal) -> list[ft.Fact]:
         try:
             told, notes = journal.read()
@@ -155,13 +160,20 @@ class Daemon:
             ) from error
 
     async def _open_store(self, stack: AsyncExitStack) -> Kept:
-        kind, mirror, kept = self._config.descriptor_store, None, Kept()
+        kind, most = self._config.descriptor_store, self._config.systemd_descriptors
+        mirror: Mirror | None = None
+        kept = Kept()
         if kind == "auto":
-            kind = "systemd" if systemd_available() else "keeper"
-        if kind == "systemd":
-            mirror, kept = open_systemd()
-        elif kind == "keeper":
-            mirror, kept = await open_keeper(self._home.state / "fdstore.sock")
+            kind = "systemd" if systemd_available(most) else "keeper"
+        try:
+            if kind == "systemd":
+                mirror, kept = open_systemd(most)
+            elif kind == "keeper":
+                mirror, kept = await open_keeper(self._home.state / "fdstore.sock")
+        except OSError as error:
+            raise HomeError(
+                f"there is no descriptor store ({kind}): {error}; choose another with `descriptor_store`"
+            ) from error
         self._store = Store(mirror)
         stack.callback(lambda: close_all(self._store.close()))
         self._store.adopt(kept)
@@ -243,7 +255,7 @@ class Daemon:
             self._loop,
             self._views,
             frozenset(self._config.tenants),
-            lambda: self._quotas.write(self._loop.broker.ledger.quotas),
+            lambda: quotas.write(self._quotas_path, self._loop.broker.ledger.quotas),
             self._drain,
         )
         server = await serve(

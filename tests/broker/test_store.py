@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from membrokerd.store import DescriptorStore, MemoryStore
+from membrokerd.store import DescriptorStore, Store
 
 
 @pytest.fixture
 def store() -> DescriptorStore:
-    return MemoryStore()
+    return Store()
 
 
 def keep(store: DescriptorStore, segment: int, first: int, *descriptors: int) -> None:
@@ -51,7 +51,7 @@ def test_what_is_given_up_is_gone_and_the_callers(store: DescriptorStore) -> Non
 
 
 def test_the_end_returns_everything() -> None:
-    store = MemoryStore()
+    store = Store()
     keep(store, 1, 10, 100)
     keep(store, 2, 20, 200, 201)
     assert sorted(store.close()) == [100, 200, 201]

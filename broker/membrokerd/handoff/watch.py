@@ -9,16 +9,28 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from typing import Protocol
 
 from .. import logs
-from ..store import DescriptorStore
 from .peer import NO_DESCRIPTOR, identity_of
+
+
+class Pidfds(Protocol):
+    """Where copies of pidfds outlive this daemon (`Store`)."""
+
+    def keep_process(self, session: int, pidfd: int) -> None:
+        """Copy a session's pidfd."""
+        ...
+
+    def forget_process(self, session: int) -> None:
+        """Let go of a session's pidfd."""
+        ...
 
 
 class Watch:
     """Tells `died` of each session whose process is dead, once."""
 
-    def __init__(self, store: DescriptorStore, died: Callable[[int], None]) -> None:
+    def __init__(self, store: Pidfds, died: Callable[[int], None]) -> None:
         self._store = store
         self._died = died
         self._pidfds: dict[int, int] = {}
