@@ -86,6 +86,17 @@ class ModelEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelCarried:
+    """A model's past, which a story of the books as they stand can't tell otherwise; it stands behind all charges."""
+
+    name: ModelName
+    peaks: Mapping[Location, int]
+    allocations: int
+    releases: int
+    idle_since: int
+
+
+@dataclass(frozen=True, slots=True)
 class Debited:
     """The extents `first` to `first + count - 1` are charged to the session and its model."""
 
@@ -168,6 +179,13 @@ class SegmentLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentDoubted:
+    """A holder of the segment died before this story begins. Its memory may be kept by nobody knows whom."""
+
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentCredited:
     """These extents of a segment were never made, and are charged no more."""
 
@@ -212,6 +230,7 @@ Fact = (
     | ModelJoined
     | ModelLeft
     | ModelEnded
+    | ModelCarried
     | Debited
     | Credited
     | DeclarationSet
@@ -220,6 +239,7 @@ Fact = (
     | SegmentMoved
     | SegmentHeld
     | SegmentLeft
+    | SegmentDoubted
     | SegmentCredited
     | SegmentEnded
     | StockChanged
