@@ -22,6 +22,7 @@ MAX_BYTES = (1 << 63) - 1
 MAX_WAIT_NS = 24 * 3600 * 1_000_000_000
 """How long an attach may wait for a seal."""
 
+_TENANT = re.compile(r"[a-z0-9-]{1,24}")
 _OWN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 
@@ -49,6 +50,11 @@ class Rules:
     max_segment_extents: int = 4_096
     stock_extents: int = 0
     stock_bytes: int = 0
+
+
+def valid_tenant(name: str) -> bool:
+    """Say whether `name` is 1 to 24 of [a-z0-9-]: a tenant's name is a directory's, too."""
+    return _TENANT.fullmatch(name) is not None
 
 
 def valid_own_name(name: str) -> bool:
