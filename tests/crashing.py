@@ -9,37 +9,46 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
-from membrokerd import points
+from membrokerd import daemon, points
 from membrokerd.cli import main
+from membrokerd.journal import Journal
 
 FILE = "MEMBROKER_TEST_CRASH"
 
 
-def arm(path: Path, point: str, pid: int, after: int = 0) -> None:
+def path() -> Path:
+    """Return the file that the daemons of this test look for."""
+    return Path(os.environ[FILE])
+
+
+def arm(armed: Path, point: str, pid: int, after: int = 0) -> None:
     """Let the daemon kill `pid` (0: itself) at `point`, after it has passed that so many times."""
     assert point in points.POINTS, point
-    fresh = path.with_suffix(".new")
+    fresh = armed.with_suffix(".new")
     fresh.write_text(json.dumps({"point": point, "pid": pid, "after": after}))
-    fresh.rename(path)
+    fresh.rename(armed)
 
 
 def _crash(point: str) -> None:
-    path = Path(os.environ[FILE])
+    armed = path()
     try:
-        wanted = json.loads(path.read_text())
+        wanted = json.loads(armed.read_text())
     except FileNotFoundError:
         return
     if wanted["point"] != point:
         return
     if wanted["after"]:
-        arm(path, point, wanted["pid"], wanted["after"] - 1)
+        arm(armed, point, wanted["pid"], wanted["after"] - 1)
         return
-    path.unlink()
+    armed.unlink()
     os.kill(wanted["pid"] or os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
     points.hook = _crash
+    # Small enough for a test to fill.
+    daemon.Journal = partial(Journal, compact_bytes=1_024)  # type: ignore[assignment, misc]
     sys.exit(main())

@@ -92,6 +92,7 @@ class Config:
     stock_extents: int = 64
     descriptor_store: str = "auto"
     systemd_descriptors: int = 0
+    keeper_socket: Path | None = None
     state_directory: Path | None = None
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -166,6 +166,7 @@ KEYS: Mapping[str, Mapping[str, Check]] = {
         "stock_extents": integer(0, 4_096),
         "descriptor_store": choice("auto", "systemd", "keeper", "memory"),
         "systemd_descriptors": integer(0, 1_000_000),
+        "keeper_socket": directory,
         "state_directory": directory,
     },
     "metrics": {"enabled": boolean, "address": text, "port": integer(0, 65_535)},

@@ -9,7 +9,6 @@ import asyncio
 import concurrent.futures
 import os
 import signal
-import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -46,6 +45,7 @@ from .loop import Loop, seen
 from .metrics import Metrics, MetricsView
 from .metrics_server import MetricsServer
 from .mirrors import open_keeper
+from .notify import keep_watchdog_quiet, notify
 from .rpc.admin_service import AdminService
 from .rpc.broker_service import BrokerService
 from .rpc.server import serve
@@ -79,10 +79,11 @@ class Daemon:
             await self._start(stack, stop.set)
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
-            _notify(f"READY=1\nSTATUS=lending {format_size(self._plan.capacities['device'])}")
+            notify(f"READY=1\nSTATUS=lending {format_size(self._plan.capacities['device'])}")
             logs.log("ready", pid=os.getpid(), metrics=self._views.metrics_url or "off")
+            keep_watchdog_quiet(asyncio.get_running_loop())
             await stop.wait()
-            _notify("STOPPING=1")
+            notify("STOPPING=1")
             logs.log("stopping")
             await self._loop.stop(STOP_SECONDS)
         logs.log("stopped")
@@ -169,7 +170,7 @@ class Daemon:
             if kind == "systemd":
                 mirror, kept = open_systemd(most)
             elif kind == "keeper":
-                mirror, kept = await open_keeper(self._home.state / "fdstore.sock")
+                mirror, kept = await open_keeper(self._config.keeper_socket or self._home.state / "fdstore.sock")
         except OSError as error:
             raise HomeError(
                 f"there is no descriptor store ({kind}): {error}; choose another with `descriptor_store`"
@@ -329,16 +330,3 @@ class Daemon:
 
     def _observe_request(self, method: str, transport: str, seconds: float) -> None:
         self._metrics.requests.observe(seconds, method, transport)
-
-
-def _notify(state: str) -> None:
-    """Tell systemd, if it started us (sd_notify(3))."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address:
-        return
-    target = "\0" + address[1:] if address.startswith("@") else address
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-            sock.sendto(state.encode(), target)
-    except OSError as error:  # with no descriptor left too: what it tells of must happen all the same
-        logs.warn("cannot notify systemd", socket=address, error=error.strerror)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 
@@ -31,3 +32,17 @@ def notify(state: str) -> None:
                 connection.send(state.encode())
     except OSError as error:  # with no descriptor left too: what it tells of must happen all the same
         logs.warn("cannot notify systemd", error=error.strerror)
+
+
+def keep_watchdog_quiet(io: asyncio.AbstractEventLoop) -> None:
+    """Tell systemd twice in each of its watchdog's periods that this event loop turns, where it wants to know."""
+    period = os.environ.get("WATCHDOG_USEC", "")
+    if not period.isdecimal() or os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+        return
+    seconds = int(period) / 2e6
+
+    def tell() -> None:
+        notify("WATCHDOG=1")
+        io.call_later(seconds, tell)
+
+    tell()
