@@ -88,8 +88,10 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     text = (DEPLOY / "systemd" / "membrokerd.service").read_text()
     # It looks whether the commands exist: ours is here, not where the unit expects an installation.
     unit.write_text(text.replace("/opt/membroker/bin/membrokerd", f"{sys.executable} -m membrokerd.cli"))
-    # It has words about other units of this machine too; a mistake in ours has our path before it.
-    assert str(unit) not in check(analyze, "verify", "--man=no", unit)
+    # It has words about other units of this machine too; a mistake in ours has our path before it. One key is of
+    # systemd 254, and an older one says that it leaves it out.
+    said = [line for line in check(analyze, "verify", "--man=no", unit).splitlines() if str(unit) in line]
+    assert [line for line in said if "'FileDescriptorStorePreserve'" not in line] == []
 
 
 def test_the_unit_has_what_a_broker_needs_and_not_what_breaks_one() -> None:
