@@ -28,6 +28,7 @@ from membroker.errors import (
     SegmentNotFound,
     WriterDied,
 )
+from membroker.registry import Registry
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
 
@@ -111,7 +112,7 @@ def pair() -> Iterator[tuple[Connection, Broker]]:
     """A connection and its broker. At the end no descriptor is left over."""
     before = descriptors()
     mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection = Connection(mine, "/test/handoff.sock")
+    connection = Connection(mine, "/test/handoff.sock", Registry())
     yield connection, Broker(yours)
     connection.close()
     yours.close()
@@ -400,7 +401,7 @@ class TestThreads:
 
     def test_the_broker_said_so(self, pair: tuple[Connection, Broker]) -> None:
         connection, broker = pair
-        connection.heard(pb.Notice(stopping=pb.Stopping()))
+        connection.heard_stopping()
         broker.end.close()
         with pytest.raises(BrokerUnavailable, match="it had said that it stops"):
             connection.call(allocate(), Taker())
