@@ -79,7 +79,7 @@ def check(daemon: Daemon, one: Worker) -> None:
         with worker() as reader:
             reader.connect(daemon)
             assert reader.ask("client.attach('m/weights').read(0, 7).decode()") == "weights"
-        one.do("segment.delete() if hasattr(segment, 'delete') else client.delete_segment('m/weights')")
+        one.do("segment.delete()")
     one.do("client.close()")
     until(lambda: daemon.books().lent_bytes + daemon.books().releasing_bytes == 0)
     until(lambda: daemon.books().device_used_bytes == ANCHOR_BYTES)
