@@ -162,13 +162,13 @@ class Daemon:
         self._start(None)
 
     def keeper(self) -> int:
-        """Return the pid of the process that keeps the descriptors."""
+        """Return the pid of the process that keeps the descriptors; 0 where there is none at the moment."""
         socket_path = os.fsencode(self.root / "state" / "fdstore.sock")
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
                 if entry.name.isdecimal() and socket_path in (entry / "cmdline").read_bytes().split(b"\0"):
                     return int(entry.name)
-        raise AssertionError(f"nobody keeps the descriptors of {self.root}")
+        return 0
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import asyncio
 import concurrent.futures
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from .core import events as ev
 from .core import facts as ft
 from .core import snapshot
 from .core.broker import Broker
+from .core.events import Location
 from .core.story import story
 from .device import Plan
 from .dispatch import Dispatcher
@@ -96,7 +97,7 @@ class Daemon:
         clear_private(self._home)
         journal = Journal(self._home.state / "journal", Binding(boot_id(), self._plan.driver.device.uuid))
         stack.callback(journal.close)
-        told, kept = self._read_journal(journal), await self._open_store(stack)
+        (condensed, charged), kept = self._read_journal(journal), await self._open_store(stack)
         plan = self._plan = self._take_driver(kept)
         stack.callback(plan.driver.close)
         executor = Executor(plan.driver, plan.gate_reserve, self._observe_driver)
@@ -104,7 +105,6 @@ class Daemon:
         anchor = executor.drop_anchor()
         for name, descriptor in plan.driver.survivors().items():
             self._store.keep_driver(name, descriptor)
-        condensed, charged = condense(told)
         rules = plan.rules(config, anchor, *self._bounds(), hold_what_is_lent(plan.capacities, charged))
         broker = Broker(rules, self._home.next_epoch(), [*condensed, *self._commanded()])
         self._begin_journal(journal, broker)
@@ -140,16 +140,22 @@ class Daemon:
         self._quotas_path = (configured / device if configured else quotas.state_directory(device)) / "quotas.toml"
         return [ft.QuotaSet(*key, limit) for key, limit in quotas.read(self._quotas_path).items()]
 
-    def _read_journal(self, journal: Journal) -> list[ft.Fact]:
+    def _read_journal(self, journal: Journal) -> tuple[list[ft.Fact], Mapping[Location, int]]:
+        """Return the books of the daemon before this one, as a story, and what is charged in them."""
         try:
             told, notes = journal.read()
         except OSError as error:
             raise HomeError(f"cannot read {error.filename}: {error.strerror}") from error
+        try:
+            books = condense(told)
+        except (AssertionError, KeyError) as error:  # each fact is one, and together they make no books
+            notes = [*notes, f"the journal contradicts itself ({error}); it is kept as {journal.set_aside('broken')}"]
+            books = condense(told := [])
         for note in notes:
             logs.warn(note)
         if not told:
             self._warn_of_predecessor()
-        return told
+        return books
 
     def _begin_journal(self, journal: Journal, broker: Broker) -> None:
         try:
@@ -186,7 +192,7 @@ class Daemon:
         if not kept.driver:
             return self._plan
         self._plan.driver.close()
-        return replace(self._plan, driver=self._plan.reopen(kept.driver))
+        return replace(self._plan, driver=self._plan.reopen({name: os.dup(one) for name, one in kept.driver.items()}))
 
     def _take_over(self, executor: Executor, kept: Kept) -> None:
         """Go on with the books of the daemon before this one."""

@@ -126,7 +126,7 @@ class Loop:
     def _write(self, facts: list[ft.Fact]) -> bool:
         """Write down what changed, before anything comes of it; False when it is not on file."""
         journal = self._journal
-        if journal is None or not facts:
+        if journal is None or not (facts or journal.full):
             return True
         debits = any(isinstance(fact, ft.Debited | ft.SegmentBegan) for fact in facts)
         reach("debit" if debits else "credit")

@@ -47,7 +47,7 @@ class Watch:
 
     def inherit(self, session: int, pid: int, process: str, kept: int | None) -> None:
         """Watch the process of a session of an earlier daemon, by the pidfd that was kept or by its number."""
-        pidfd = kept if kept is not None else self._find(session, pid, process)
+        pidfd = os.dup(kept) if kept is not None else self._find(session, pid, process)
         if pidfd is not None:
             self.add(session, pidfd)
 
