@@ -121,7 +121,7 @@ class SystemdMirror:
                 return
             self._unsent.popleft()
             if message.put is not None and message.text == _BARRIER:
-                pass
+                message.put.close_writer()
         self._io.remove_writer(self._sock)
 
     # --- puts: systemd comes to their barriers in order, so only the first is watched ---
