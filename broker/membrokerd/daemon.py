@@ -95,6 +95,8 @@ class Daemon:
         config = self._config
         self._home = Home(config.runtime_directory, self._plan.directory)
         clear_private(self._home)
+        for name in self._config.tenants or ("default",):  # a path that no socket can have is told before all else
+            self._home.endpoint("tenants", name)
         journal = Journal(self._home.state / "journal", Binding(boot_id(), self._plan.driver.device.uuid))
         stack.callback(journal.close)
         (condensed, charged), kept = self._read_journal(journal), await self._open_store(stack)

@@ -48,7 +48,7 @@ class Plan:
         anchor: int,
         max_sessions: int,
         max_segment_extents: int,
-        capacities: Mapping[CoreLocation, int],
+        capacities: Mapping[CoreLocation, int] | None = None,
     ) -> policy.Rules:
         """Return the core's rules; `capacities` are the plan's, or more where more is lent already."""
         limits: dict[tuple[str, str | None, CoreLocation], int] = {}
@@ -58,7 +58,7 @@ class Plan:
                 _put(limits, tenant, model, one.limit, one.host_limit)
         return policy.Rules(
             granularity=self.driver.device.granularity,
-            capacities=capacities,
+            capacities=capacities or self.capacities,
             limits=limits,
             anchor_bytes=anchor,
             settle_ns=int(config.settle_seconds * 1e9),
