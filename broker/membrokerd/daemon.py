@@ -118,6 +118,7 @@ class Daemon:
             self._metrics.steps.observe,
             CONTEXT_BYTES[plan.driver.device.driver],
             journal,
+            self._metrics.journal.observe,
         )
         self._loop.figures = executor.figures()
         self._dispatcher = Dispatcher(self._loop, self._observe_request)

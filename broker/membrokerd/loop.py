@@ -71,6 +71,7 @@ class Loop:
         observe_step: Callable[[float], None] = lambda seconds: None,
         context_bytes: int = 0,
         journal: Journal | None = None,
+        observe_write: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.broker = broker
         self.executor = executor
@@ -81,6 +82,7 @@ class Loop:
         self._audit_seconds = audit_seconds
         self._observe_step = observe_step
         self._journal = journal
+        self._observe_write = observe_write
         self._context_bytes = context_bytes
         self._calls = itertools.count(1)
         self._replies: dict[int, Reply] = {}
@@ -130,7 +132,9 @@ class Loop:
             return True
         debits = any(isinstance(fact, ft.Debited | ft.SegmentBegan) for fact in facts)
         reach("debit" if debits else "credit")
+        start = time.perf_counter()
         is_written = journal.append(facts)
+        self._observe_write(time.perf_counter() - start)
         self.broker.cannot_write = "" if is_written and not journal.full else "no room for its journal"
         if journal.due:
             self._compact(journal)
