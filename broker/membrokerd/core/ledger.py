@@ -160,9 +160,10 @@ class Ledger:
         self.revision = 0
 
     def apply(self, fact: facts.Fact) -> None:
-        """Change the books by one fact and raise the revision."""
+        """Apply one fact, and raise the revision when it changes the books."""
         _APPLY[type(fact)](self, fact)
-        self.revision += 1
+        if not isinstance(fact, facts.UnaccountedSeen):  # no change of the books, but of what is seen beside them
+            self.revision += 1
 
     def tenant_charged(self, tenant: str, location: Location) -> int:
         """Bytes that a tenant is charged at a location."""
