@@ -190,7 +190,7 @@ def running(
             with suppress(ProcessLookupError):
                 daemon.process.kill()
             daemon.process.wait()
-        shutil.rmtree(directory)
+        shutil.rmtree(directory, ignore_errors=True)  # a keeper that ends takes its socket away
 
 
 def to_toml(document: Mapping[str, Any]) -> str:
