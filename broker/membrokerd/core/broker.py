@@ -281,6 +281,9 @@ class Broker:
 
     def _set_draining(self, event: ev.SetDraining, now: int) -> None:
         self.draining = event.draining
+        if event.draining:
+            for location in self.rules.capacities:
+                self.stock.drop_all(location)
         self.answer(event.call, fx.Done())
 
 

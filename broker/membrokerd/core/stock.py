@@ -100,7 +100,7 @@ class Stock:
                 self._drop(kind, min(self._ready[kind], -(-excess // kind[1])))
 
     def drop_all(self, location: ev.Location) -> bool:
-        """Let go of all of it, because the device is full; say whether there was any."""
+        """Let go of all of it, because the device is full or to be left; say whether there was any."""
         kinds = [kind for kind in self._ready if kind[0] == location]
         for kind in kinds:
             self._drop_kind(kind)
