@@ -90,6 +90,11 @@ class Resuming:
         self._answers.append(Answer(event.call, session, result, self._ending_of(session)))
         self._answer_ready()
 
+    def under_way(self, session: int) -> bool:
+        """Say whether a session is being taken up: what it asks meanwhile would not be in what it states."""
+        answering = any(one.session == session for one in self._answers)
+        return session in self._expected or session in self._stated or answering
+
     def give_up(self, session: int) -> None:
         """The connection on which a session was to be resumed is gone as well."""
         self._expected.discard(session)

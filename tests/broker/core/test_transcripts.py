@@ -435,7 +435,7 @@ def ids_text(ids: Iterable[int]) -> str:
 
 def _run_text(first: int, last: int) -> str:
     epoch, number = divmod(first, 1 << EPOCH_BITS)
-    return f"{epoch if epoch > 1 else ''}#{number}" + (f"..{number + last - first}" if last > first else "")
+    return f"{'' if epoch == 1 else epoch}#{number}" + (f"..{number + last - first}" if last > first else "")
 
 
 def retell(text: str, script: Script) -> str:
