@@ -103,6 +103,8 @@ class Broker:
         row = self.ledger.sessions.get(session)
         if row is None or row.state not in ("open", "detached"):
             return deny(Reason.TOKEN_REJECTED)
+        if self.resuming.under_way(session):
+            return deny(Reason.DELIVERY_FAILED)
         if self.stopping and not gives_back:
             return deny(Reason.STOPPING)
         if self.lending.in_flight(session, request_id):
@@ -281,6 +283,9 @@ class Broker:
 
     def _set_draining(self, event: ev.SetDraining, now: int) -> None:
         self.draining = event.draining
+        if event.draining:
+            for location in self.rules.capacities:
+                self.stock.drop_all(location)
         self.answer(event.call, fx.Done())
 
 

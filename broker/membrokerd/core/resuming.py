@@ -76,9 +76,10 @@ class Resuming:
             return
         del self._stated[session]
         row = self._broker.ledger.sessions[session]
+        self._broker.segments.give_up_seals(session)
         self._broker.lending.forget(session)
         self._broker.lending.begin(session)
-        ending = self._reconcile(row, event)
+        self._reconcile(row, event)
         self._broker.record(ft.SessionMoved(session, "resumed", now))
         unknown_segments = [segment for segment in event.segments if segment not in row.segments]
         result = fx.Reconciled(
@@ -86,8 +87,13 @@ class Resuming:
             tuple(sorted(unknown_segments)[:MAX_TOLD]),
             tuple(sorted(row.models)),
         )
-        self._answers.append(Answer(event.call, session, result, ending))
+        self._answers.append(Answer(event.call, session, result, self._ending_of(session)))
         self._answer_ready()
+
+    def under_way(self, session: int) -> bool:
+        """Say whether a session is being taken up: what it asks meanwhile would not be in what it states."""
+        answering = any(one.session == session for one in self._answers)
+        return session in self._expected or session in self._stated or answering
 
     def give_up(self, session: int) -> None:
         """The connection on which a session was to be resumed is gone as well."""
@@ -110,27 +116,24 @@ class Resuming:
             self._answers.remove(one)
             self._broker.answer(one.call, one.result)
 
-    def _reconcile(self, row: SessionRow, event: ev.StateHolds) -> set[int]:
-        """Make the books of a session what its process has; return the segments that end by it, and soon."""
+    def _reconcile(self, row: SessionRow, event: ev.StateHolds) -> None:
+        """Make the books of a session what its process has; what it states beyond them is not believed."""
         gone = tuple(sorted(row.extents.keys() - event.extents))
         if gone:
             self._broker.record(ft.Credited(row.session, gone, "not held"))
         for (name, location), charge in list(row.charges.items()):
-            declared = event.declarations.get((name, location), 0)
+            declared = max(0, event.declarations.get((name, location), 0))
             if declared < charge.declared:
                 self._broker.record(ft.DeclarationSet(row.session, name, location, declared))
-        ending = set()
         for segment, times in list(row.segments.items()):
-            held = min(times, event.segments.get(segment, 0))
+            held = max(0, event.segments.get(segment, 0))
             if held < times:
                 self._broker.segments.leave(row.session, segment, times - held, "not held")
-                if self._ends_soon(segment):
-                    ending.add(segment)
-        return ending
 
-    def _ends_soon(self, segment: int) -> bool:
-        row = self._broker.ledger.segments.get(segment)
-        return row is not None and row.state == "dropping" and not row.uncertain
+    def _ending_of(self, session: int) -> set[int]:
+        """Return the segments of this writer whose names are free soon: it may want to make one of them anew."""
+        rows = self._broker.ledger.segments.values()
+        return {row.segment for row in rows if row.writer == session and row.state == "dropping" and not row.uncertain}
 
     # --- forgetting ---
 
@@ -156,7 +159,10 @@ class Resuming:
     # --- a new daemon ---
 
     def restarted(self, event: ev.Restarted, now: int) -> None:
-        """Go on with the books of a daemon that is dead: nobody is connected, and nothing is on its way."""
+        """Go on with the books of a daemon that is dead: nobody is connected, and nothing is on its way.
+
+        Its story may break off in the middle of a step. What is missing there is what the rows say is to follow.
+        """
         broker = self._broker
         for session in broker.ledger.sessions:
             broker.lending.begin(session)
@@ -164,12 +170,19 @@ class Resuming:
         for segment in list(broker.ledger.segments.values()):
             self._take_over_segment(segment, lost=segment.segment in event.lost)
         for row in list(broker.ledger.sessions.values()):
-            was_leaving = row.state == "leaving"
-            broker.detach(row, now)
-            if was_leaving:
-                broker.lending.finish_leaving(row, now)
+            self._take_over_session(row, now)
         for segment in list(broker.ledger.segments.values()):
             broker.segments.drop_if_left(segment)
+
+    def _take_over_session(self, row: SessionRow, now: int) -> None:
+        broker, state = self._broker, row.state
+        broker.detach(row, now)
+        if state == "leaving":
+            broker.lending.finish_leaving(row, now)
+        elif state == "releasing":
+            broker.segments.leave_all(row, "holder died")
+        elif state == "ended":
+            broker.end_session(row, now)
 
     def _take_over_segment(self, row: SegmentRow, *, lost: bool) -> None:
         """Nobody waits for its seal or attach any more; what the store has lost is attached no more."""
@@ -177,5 +190,7 @@ class Resuming:
             self._broker.record(ft.SegmentMoved(row.segment, "not sealed"))
         if lost and row.state in policy.ATTACHABLE:
             self._broker.record(ft.SegmentMoved(row.segment, "lost"))
+        if row.state == "writing" and row.writer not in row.holders:
+            self._broker.record(ft.SegmentMoved(row.segment, "writer ended"))
         if row.state == "dropping":
             self._broker.emit(fx.Drop(row.segment))

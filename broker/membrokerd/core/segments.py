@@ -115,7 +115,7 @@ class Segments:
             self._broker.answer(event.call, self.view(row))
             return
         self._broker.lending.wait(event.session, event.request_id)
-        if row.state == "sealing":  # asked for on a connection that is gone
+        if row.state == "sealing":  # whoever asked last is answered
             self._answer_seal(row, deny(Reason.DELIVERY_FAILED))
         else:
             self._broker.record(ft.SegmentMoved(event.segment, "seal asked"))
@@ -144,7 +144,7 @@ class Segments:
         self._broker.record(ft.SegmentMoved(row.segment, "sealed"))
         self._answer_seal(row, self.view(row))
         for one in self._take_waiting(lambda one: one.segment == row.segment):
-            denied = self._broker.lending.refuse_call(one.session)
+            denied = self._broker.lending.refuse_call(one.session) or self._broker.refuse_debit()
             if denied:
                 self._broker.answer(one.call, denied)
             else:
@@ -162,9 +162,15 @@ class Segments:
             self.drop_if_left(row)
 
     def _answer_seal(self, row: SegmentRow, result: fx.Result | Denied) -> None:
-        asked = self._sealing.pop(row.segment)
-        self._broker.lending.wait_no_more(asked.session, asked.request_id)
-        self._broker.answer(asked.call, result)
+        asked = self._sealing.pop(row.segment, None)
+        if asked is not None:
+            self._broker.lending.wait_no_more(asked.session, asked.request_id)
+            self._broker.answer(asked.call, result)
+
+    def give_up_seals(self, session: int) -> None:
+        """A session is taken up again: it asks for its seals anew, and those that are under way go on."""
+        for segment in [segment for segment, asked in self._sealing.items() if asked.session == session]:
+            self._answer_seal(self._broker.ledger.segments[segment], deny(Reason.DELIVERY_FAILED))
 
     def _asked_to_seal(self, segment: int) -> SegmentRow | None:
         row = self._broker.ledger.segments.get(segment)
@@ -322,8 +328,7 @@ class Segments:
         """The segment will never be sealed: tell who waits for it."""
         self._broker.record(ft.SegmentMoved(row.segment, cause))
         denied = deny(Reason.WRITER_DIED, segment=str(row.full_name()))
-        if row.segment in self._sealing:
-            self._answer_seal(row, denied)
+        self._answer_seal(row, denied)
         for one in self._take_waiting(lambda one: one.segment == row.segment):
             self._broker.answer(one.call, denied)
 

@@ -83,6 +83,7 @@ class Settling:
             return
         self._see(event.seen)
         references = {location: self._reference(location, now) for location in self._used}
+        self._broker.resuming.give_up(row.session)
         self._broker.record(ft.SessionMoved(row.session, "process died", now))
         self._broker.lending.give_up(row)
         self._broker.segments.give_up(row.session)
