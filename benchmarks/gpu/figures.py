@@ -51,8 +51,8 @@ class Share:
     """Where the time of one work goes, its two calls together: means in nanoseconds, None where nothing says it.
 
     `broker` is from a request's arrival to its answer, by the broker's histograms; `driver`, `core`, `journal` and
-    `transport` are its parts. `outside` is what the caller has beyond it. `for_stock` is no part: what the broker's driver did
-    for the stock meanwhile.
+    `transport` are its parts. `outside` is what the caller has beyond it. `for_stock` is no part: what the broker's
+    driver did for the stock meanwhile.
     """
 
     caller: float
