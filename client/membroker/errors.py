@@ -60,6 +60,14 @@ class BrokerUnavailable(MembrokerError, ConnectionError):
     """No broker answers. The message says which of the possible things is wrong, and the command that mends it."""
 
 
+class BrokerAbsent(BrokerUnavailable):
+    """There is no broker where one was looked for, and one may come: `connect` waits for it."""
+
+
+class SessionLost(BrokerUnavailable):
+    """The broker does not know the session, so it cannot be taken up again. What is mapped stays valid until closed."""
+
+
 class InvalidRequest(MembrokerError, ValueError):
     """An argument that no broker would accept: a size, a count, a name."""
 
