@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from membroker import convert
-from membroker.client import PAGE, Client, connect
+from membroker.client import PAGE, Client, enter
 from membroker.endpoint import VARIABLE, check_path, default_device, diagnose, find_endpoint
 from membroker.errors import AccessDenied, BrokerUnavailable, InvalidRequest
 from membroker.grpc_calls import GrpcCalls
@@ -129,7 +129,7 @@ def open_books(endpoint: str | None, admin: bool, env: Mapping[str, str] = os.en
 
 def _enter(endpoint: str | None, env: Mapping[str, str]) -> Client | Admin:
     try:
-        return connect(find_endpoint(endpoint, env), observer=True, client="membroker (command)")
+        return enter(find_endpoint(endpoint, env), observer=True, client="membroker (command)")
     except (BrokerUnavailable, AccessDenied):
         found = None if endpoint or env.get(VARIABLE) else _default_admin(env)
         if found is None:

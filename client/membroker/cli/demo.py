@@ -214,7 +214,9 @@ def main() -> int:
         with ExitStack() as stack:
             broker = Broker(directory)
             stack.callback(broker.kill)
-            proof = _play(broker, stack)
+            with ExitStack() as workers:
+                # They leave before it stops: afterwards they would wait for another one.
+                proof = _play(broker, workers)
             claim(broker.stop() == 0, "the daemon did not stop cleanly")
     except (Disproved, grpc.RpcError, OSError) as error:
         print(f"\nthe demo failed: {error}", file=sys.stderr)
