@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -58,12 +59,20 @@ def connect(
     Raises `BrokerUnavailable` or `AccessDenied` with what is wrong and the command that mends it,
     `InvalidRequest`, `ProtocolError`, `TooMany` or `DescriptorLimit`.
     """
-    options: dict[str, Any] = {"transport": transport, "observer": observer, "client": client}
-    options.update(timeout=timeout, outage=outage, driver=driver)
+    attempt = partial(
+        enter,
+        endpoint,
+        transport=transport,
+        observer=observer,
+        client=client,
+        timeout=timeout,
+        outage=outage,
+        driver=driver,
+    )
     deadline, told = time.monotonic() + timeout, False
     for pause in pauses():
         try:
-            return enter(endpoint, **options)
+            return attempt()
         except BrokerUnavailable as error:
             left = deadline - time.monotonic()
             if left <= 0 or not (isinstance(error, BrokerAbsent) or error.reason == "STOPPING"):
@@ -186,7 +195,8 @@ class Client:
         """Attach a segment of this tenant, read-only.
 
         `name` is the segment's own, `model/segment` where several models have one of that name, or its resource name.
-        Waits up to `timeout` seconds, at most a day, for a segment that is still being written. Raises
+        Waits up to `timeout` seconds, at most a day, for a segment that is still being written, and anew after an
+        outage of the broker. Raises
         `SegmentNotFound` at once where there is none, `SegmentNotSealed` when the time is over, `WriterDied`,
         `InvalidRequest`, `DeviceFailure`, `DescriptorLimit`, `BrokerUnavailable`.
         """
@@ -236,7 +246,8 @@ class Client:
         """Call `callback` with each `Draining`, `Undrained`, `Stopping`, `Disconnected`, `Resumed` and `Forgotten`.
 
         It is called in the library's own thread, one notice after another, and first of all with a drain that goes on
-        already. What it raises is logged. It is kept until the client is closed, and what it refers to as well.
+        already; while it runs, nothing that is garbage is given back. What it raises is logged. It is kept until the
+        client is closed, and what it refers to as well.
         """
         self._session.check_open()
         self._session.line.on_notice(callback)

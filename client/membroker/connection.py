@@ -157,10 +157,12 @@ class Connection:
         return self._end is not None and self._end[0] is BrokerUnavailable
 
     def read_to_the_end(self) -> None:
-        """The broker has closed: read what it still said, unless another thread does, and note that it is gone."""
+        """The broker has closed: read what it still said, after whoever reads already, and note that it is gone."""
         while True:
             with self._changed:
-                if self._end is not None or self._reader is not None:
+                while self._reader is not None and self._end is None:
+                    self._changed.wait()
+                if self._end is not None:
                     return
                 self._reader = threading.get_ident()
             packet = None

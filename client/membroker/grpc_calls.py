@@ -59,11 +59,8 @@ class GrpcCalls:
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
         self._stub: Any = None
-        self._patient = False
-
-    def be_patient(self) -> None:
-        """Let calls wait until a broker is there, up to the first that is answered: its handoff socket was first."""
-        self._patient = True
+        self.patient = False
+        """Whether a call waits until a broker is there: up to the first answer, where its handoff socket was there."""
 
     def call(self, method: str, request: Message, timeout: float | None = None) -> Any:
         """Make the call and return its response; `timeout` in seconds.
@@ -78,7 +75,7 @@ class GrpcCalls:
             with HeldOff():
                 ask = getattr(self._open(), method)
                 options: dict[str, Any] = {"metadata": self._metadata, "timeout": timeout}
-                if self._patient:
+                if self.patient:
                     options.update(wait_for_ready=True, timeout=PATIENT_SECONDS)
                 if nested or not is_held_off():
                     response = ask(request, **options)
@@ -86,7 +83,7 @@ class GrpcCalls:
                     response = self._wait_for(ask.future(request, **options))
         except grpc.RpcError as error:
             raise self._translate(error) from error
-        self._patient = False
+        self.patient = False
         return response
 
     def _wait_for(self, future: Any) -> Any:
@@ -104,7 +101,7 @@ class GrpcCalls:
     def start(self, method: str, request: Message, finish: Callable[[Outcome], None]) -> None:
         """Begin the call; `finish` gets the response or the error, in a thread of gRPC's."""
         future = getattr(self._open(), method).future(
-            request, metadata=self._metadata, wait_for_ready=self._patient or None
+            request, metadata=self._metadata, wait_for_ready=self.patient or None
         )
         future.add_done_callback(lambda done: finish(self._outcome(done)))
 

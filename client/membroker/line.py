@@ -2,7 +2,7 @@
 
 Owns the connection that there is, the thread that replaces a lost one, and the waiting of the calls meanwhile. A new
 connection is there for others only when the broker has agreed with the registry, so nothing but Holds goes over it
-before. It must never be what a call is about, and never hold a session: one that nobody refers to must be able to end.
+before. It must never know what a call is about, nor hold a session: one that nobody refers to must be able to end.
 """
 
 from __future__ import annotations
@@ -184,10 +184,12 @@ class Line:
             if connection is not self.connection or self._reconnecting or self._parting or self._end is not None:
                 return
             self._reconnecting = True
+            self.calls.patient = False
         threading.Thread(target=self._reconnect, args=(connection,), name="membroker-reconnect", daemon=True).start()
 
     def _reconnect(self, lost: Connection) -> None:
         begun = reminded = time.monotonic()
+        self._trouble = ""
         logger.warning("the broker at %s is gone: what is mapped stays valid, reconnecting", self._path)
         self._tell(Disconnected())
         # Until then something is mapped that nobody will hold.
@@ -276,7 +278,7 @@ class Line:
             if not held.minus(self.registry.held()).is_empty():
                 return False
             self.connection, self._draining = connection, None
-            self.calls.be_patient()
+            self.calls.patient = True
             self._background.listen(notices, connection.read_to_the_end)
             self._changed.tell_all()
         return True
@@ -294,10 +296,10 @@ class Line:
 
     # The end
 
-    def end_waits(self) -> None:
-        """Let no call wait for another connection from now on; the session still gets one, to end over."""
+    def end_waits(self, *, at_exit: bool) -> None:
+        """Let no call wait for another connection any more. The session still gets one to end over, but not at exit."""
         with HeldOff(), self._changed:
-            self._no_waiting = True
+            self._no_waiting, self._parting = True, at_exit
             self._changed.tell_all()
 
     def say_goodbye(self, *, wait: bool) -> None:
@@ -313,9 +315,10 @@ class Line:
         """Close everything. Calls in flight, and later ones, raise `ClosedError`."""
         with HeldOff(), self._changed:
             self._end = self._end or (ClosedError, "the client is closed")
-            if self._attempt is not None:
-                self._attempt.cut()
+            attempt = self._attempt
             self._changed.tell_all()
+        if attempt is not None:
+            attempt.cut()
         with HeldOff():
             self.connection.close()
         self.calls.close()

@@ -157,7 +157,7 @@ class Session:
             if self._closed or self._forked:
                 return
             self._closed = True
-        self.line.end_waits()
+        self.line.end_waits(at_exit=at_exit)
         for holding in list(self._holdings):
             try:
                 holding.end()

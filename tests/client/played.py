@@ -15,16 +15,19 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
+from tests.daemons import until
 
 from membroker import handoff
+from membroker.buffer import Buffer
 from membroker.client import Client
+from membroker.line import Line
 from membroker.model import Model
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
@@ -114,6 +117,11 @@ class PlayedBroker:
             self._listener.close()
         self._listener = None
         self.hang_up()
+
+    def is_knocked_at(self) -> bool:
+        """Say whether somebody has connected who was not let in yet."""
+        assert self._listener is not None
+        return bool(select.select([self._listener], [], [], 0)[0])
 
     # The beginning of a connection
 
@@ -218,13 +226,15 @@ class PlayedBroker:
         handoff.close_all(descriptors)
         return ids
 
-    def lend(self, count: int = 1) -> list[int]:
-        """Serve the next allocation, in one packet; return the ids."""
-        frame = self.hear("allocate")
-        assert frame.allocate.count == count
-        reply = pb.Reply(allocate=broker_pb2.AllocateExtentsResponse(count=count, extent_bytes=PAGE))
-        ids = self.deliver(frame.request_id, count, parts=1, reply=reply)
-        assert self.hear("ack").request_id == frame.request_id
+    def lend(self, count: int = 1, *, calls: int = 1) -> list[int]:
+        """Serve the next allocations, each in one packet; return the ids."""
+        frames = [self.hear("allocate") for _ in range(calls)]
+        ids: list[int] = []
+        for frame in frames:
+            assert frame.allocate.count == count
+            reply = pb.Reply(allocate=broker_pb2.AllocateExtentsResponse(count=count, extent_bytes=PAGE))
+            ids += self.deliver(frame.request_id, count, parts=1, reply=reply)
+            assert self.hear("ack").request_id == frame.request_id
         return ids
 
     def hand_over_segment(self, request_id: int, generation: int) -> None:
@@ -257,6 +267,28 @@ def playing() -> Iterator[PlayedBroker]:
 def model(client: Client) -> Model:
     """Return a model of the client's, as if it had been registered."""
     return Model(client._session, resources_pb2.Model(name=MODEL, virtual_capacity_bytes=1 << 30))
+
+
+def line(client: Client) -> Line:
+    return client._session.line
+
+
+def is_away(client: Client) -> bool:
+    """Whether the client has noticed that its broker is gone."""
+    return client._session.connection.lost
+
+
+def buffer(broker: PlayedBroker, client: Client) -> tuple[Buffer, int]:
+    """Return a buffer that the broker has lent, and the id of its extent."""
+    caller = Caller(lambda: model(client).allocate(PAGE))
+    (extent_id,) = broker.lend()
+    return caller.value(), extent_id
+
+
+def drop_all(broker: PlayedBroker, client: Client) -> None:
+    """Hang up, and wait until the client knows."""
+    broker.hang_up()
+    until(lambda: is_away(client))
 
 
 class PlayedService:
@@ -300,6 +332,10 @@ def abort(context: Any, reason: str) -> None:
     context.abort(grpc.StatusCode.ABORTED, status.message)
 
 
-def links() -> set[str]:
-    """Return this process's descriptors, by what they are."""
-    return {name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
+def open_sockets() -> int:
+    """Return how many sockets this process has open."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return found

@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from google.protobuf import any_pb2
-from google.rpc import error_details_pb2, status_pb2
+from tests.client.played import Caller, refusal
 from tests.daemons import until
 
 from membroker import handoff
@@ -82,12 +81,6 @@ class Broker:
         self.end.send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(error=refusal(reason)))))
 
 
-def refusal(reason: str) -> status_pb2.Status:
-    info = any_pb2.Any()
-    info.Pack(error_details_pb2.ErrorInfo(reason=reason, domain="membroker"))
-    return status_pb2.Status(code=8, message=f"refused: {reason}", details=[info])
-
-
 class Taker:
     """A delivery handler that notes what it took; `fails_at` extent it raises."""
 
@@ -121,28 +114,6 @@ def pair() -> Iterator[tuple[Connection, Broker]]:
 
 def allocate() -> pb.Frame:
     return pb.Frame(allocate=broker_pb2.AllocateExtentsRequest(count=1))
-
-
-class Caller(threading.Thread):
-    """A thread that makes one call and keeps what came of it."""
-
-    def __init__(self, work: Callable[[], object]) -> None:
-        super().__init__(daemon=True)
-        self._work = work
-        self.result: object = None
-        self.error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.result = self._work()
-        except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
-            self.error = error
-
-    def end(self) -> Caller:
-        self.join(30)
-        assert not self.is_alive()
-        return self
 
 
 class TestCall:

@@ -10,8 +10,9 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -21,9 +22,10 @@ from tests.client.played import (
     TOKEN,
     Caller,
     PlayedBroker,
-    PlayedService,
-    abort,
-    links,
+    buffer,
+    drop_all,
+    is_away,
+    line,
     model,
     playing,
 )
@@ -33,52 +35,9 @@ from tests.daemons import until
 import membroker
 from membroker import handoff
 from membroker.connection import Connection
-from membroker.line import Line
 from membroker.registry import Held, Registry
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
-
-
-@pytest.fixture
-def broker() -> Iterator[PlayedBroker]:
-    with playing() as one:
-        yield one
-
-
-@pytest.fixture
-def client(broker: PlayedBroker) -> Iterator[membroker.Client]:
-    """A client in its first session. It is closed without a goodbye where the test has not closed it."""
-    before = links()
-    one = broker.connect(timeout=30)
-    yield one
-    broker.die()
-    one._session.line._outage = 0
-    one.close()
-    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("membroker")])
-    until(lambda: links() <= before)
-    assert mapped_extents() == 0
-
-
-def line(client: membroker.Client) -> Line:
-    return client._session.line
-
-
-def is_away(client: membroker.Client) -> bool:
-    """Whether the client has noticed that its broker is gone."""
-    return client._session.connection.lost
-
-
-def buffer(broker: PlayedBroker, client: membroker.Client) -> tuple[membroker.Buffer, int]:
-    """Return a buffer that the broker has lent, and the id of its extent."""
-    caller = Caller(lambda: model(client).allocate(PAGE))
-    (extent_id,) = broker.lend()
-    return caller.value(), extent_id
-
-
-def drop_all(broker: PlayedBroker, client: membroker.Client) -> None:
-    """Hang up, and wait until the client knows."""
-    broker.hang_up()
-    until(lambda: is_away(client))
 
 
 class TestCallsInFlight:
@@ -124,6 +83,35 @@ class TestCallsInFlight:
         broker.hang_up()
         assert list(broker.resume().extent_ids) == ids
 
+    def test_nothing_is_stated_before_it_is_unmapped(
+        self, broker: PlayedBroker, client: membroker.Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A thread is slow at mapping when the broker dies: what it maps is nobody's, so its undoing comes first."""
+        pool = model(client).pool(PAGE)
+        bind, lost = pool._holding.region.bind_descriptors, client._session.connection
+        began, go_on = threading.Event(), threading.Event()
+
+        def slow(*arguments: Any) -> int:
+            began.set()
+            assert go_on.wait(30)
+            return bind(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pool._holding.region, "bind_descriptors", slow)
+            caller = Caller(lambda: pool.allocate(0, PAGE))
+            broker.deliver(broker.hear("allocate").request_id, 1, parts=2)
+            assert began.wait(30)
+            drop_all(broker, client)
+            until(lambda: lost._changed._waiting)
+            assert not broker.is_knocked_at()
+        go_on.set()
+        broker.greet_again()
+        request_id, _ = broker.hear_holds()
+        assert mapped_extents() == open_extents() == 0
+        broker.agree(request_id)
+        broker.lend()
+        caller.value()
+
     def test_an_answer_that_came_counts(self, broker: PlayedBroker, client: membroker.Client) -> None:
         """The broker answered with its last breath, to a thread that had not read it yet."""
         caller = Caller(lambda: model(client).declare(7))
@@ -143,9 +131,7 @@ class TestCallsInFlight:
         broker.hear("ack")
         broker.hang_up()
         assert not broker.resume().extent_ids
-        ids = []
-        for _ in callers:
-            ids += broker.lend()
+        ids = broker.lend(calls=2)
         addresses = {caller.value().address for caller in callers}
         assert len(addresses) == 2
         broker.hang_up()
@@ -362,8 +348,7 @@ class TestOutage:
         until(lambda: len(line(client)._changed._waiting) >= 3)
         broker.listen()
         broker.resume()
-        for _ in callers:
-            broker.lend()
+        broker.lend(calls=3)
         assert [caller.value().size for caller in callers] == [PAGE] * 3
 
     def test_a_call_waits_for_so_long(self, broker: PlayedBroker, client: membroker.Client) -> None:
@@ -389,7 +374,7 @@ class TestOutage:
         another.close()
 
     def test_obstacles(self, broker: PlayedBroker, client: membroker.Client) -> None:
-        """No socket, a dead one, a broker that hangs up, that stops, that is full, that dies at the Holds; then one works."""
+        """A dead socket, none, a broker that hangs up, stops, is full, dies at the Holds, refuses them; one works."""
         one, extent_id = buffer(broker, client)
         broker.die()
         until(lambda: is_away(client))
@@ -527,7 +512,7 @@ if not child:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 say("forked")
-model.allocate(1)
+another = model.allocate(1)
 say("lent again")
 client.close()
 """
@@ -613,12 +598,15 @@ while not client._session.connection.lost: pass
             assert process.wait(4) == 0, "it waited for a broker to say goodbye to"
             ends(process)
 
+    @pytest.mark.parametrize("answered", [True, False])
     def test_an_ordinary_end_is_no_outage(
-        self, broker: PlayedBroker, client: membroker.Client, caplog: pytest.LogCaptureFixture
+        self, broker: PlayedBroker, client: membroker.Client, caplog: pytest.LogCaptureFixture, answered: bool
     ) -> None:
-        """The broker closes after a Goodbye: nobody reconnects, and nothing is logged."""
+        """The broker closes after a Goodbye, answered or not: nobody reconnects, and nothing is logged."""
         caller = Caller(client.close)
-        broker.reply(broker.hear("goodbye").request_id, goodbye=pb.GoodbyeResponse())
+        request_id = broker.hear("goodbye").request_id
+        if answered:
+            broker.reply(request_id, goodbye=pb.GoodbyeResponse())
         broker.hang_up()
         caller.value()
         assert not caplog.messages
@@ -701,11 +689,16 @@ class TestNotices:
         until(lambda: told == [membroker.Draining(None)])
         broker.notice(undrained=pb.Undrained())
         until(lambda: not line(client)._draining)
-        client.on_notice(told.append)
+        broker.notice(draining=pb.Draining())
+        until(lambda: line(client)._draining)
         broker.hang_up()
         broker.resume()
-        until(lambda: len(told) == 6)
-        assert told.count(membroker.Draining(None)) == 1
+        until(lambda: not is_away(client))
+        late: list[membroker.Notice] = []
+        client.on_notice(late.append)
+        broker.notice(undrained=pb.Undrained())
+        until(lambda: membroker.Undrained() in late)
+        assert membroker.Draining(None) not in late, "a drain of the broker before"
 
     def test_a_callback_may_call(self, broker: PlayedBroker, client: membroker.Client) -> None:
         """It gives back what it can when the broker drains, and borrows when it is back: nothing stands still."""
@@ -783,231 +776,22 @@ class TestConnect:
         assert getattr(caller.end().error, "reason", "") == reason
 
 
-@pytest.fixture
-def service(broker: PlayedBroker) -> Iterator[PlayedService]:
-    """The broker's gRPC, which dies and comes back apart from its handoff socket."""
-    one = PlayedService(broker.directory)
-    one.start()
-    yield one
-    one.stop()
-
-
-class TestControlCalls:
-    """Calls by gRPC: once or not at all, over a restart."""
-
-    def restart(self, broker: PlayedBroker, service: PlayedService, **answer: object) -> None:
-        """End both, and be there again, the handoff socket a little before the other."""
-        service.stop()
-        broker.hang_up()
-        broker.resume(**answer)
-        service.start()
-
-    def begun(
-        self, service: PlayedService, method: str, then: Callable[[object, object], object]
-    ) -> tuple[threading.Event, threading.Event]:
-        """Let the first call of a method stand still in the broker until it dies."""
-        came, go_on = threading.Event(), threading.Event()
-
-        def answer(request: object, context: object) -> object:
-            service.answers[method] = then
-            came.set()
-            go_on.wait(30)
-            return None
-
-        service.answers[method] = answer
-        return came, go_on
-
-    def test_a_listing(self, broker: PlayedBroker, client: membroker.Client, service: PlayedService) -> None:
-        models = broker_pb2.ListModelsResponse(models=[resources_pb2.Model(name=MODEL)])
-        came, go_on = self.begun(service, "ListModels", lambda *_: models)
-        caller = Caller(client.models)
-        assert came.wait(30)
-        self.restart(broker, service)
-        assert [one.name for one in caller.value()] == [MODEL]
-        go_on.set()
-
-    def test_a_call_that_begins_in_the_outage(
-        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
-    ) -> None:
-        service.answers["GetDevice"] = lambda *_: resources_pb2.Device(uuid="host")
-        assert client.device().uuid == "host"
-        service.stop()
-        broker.die()
-        caller = Caller(client.device)
-        until(lambda: line(client)._changed._waiting)
-        broker.listen()
-        broker.resume()
-        service.start()
-        assert caller.value().uuid == "host"
-
-    @pytest.mark.parametrize("done", [True, False])
-    def test_an_exclusive_registration(
-        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService, done: bool
-    ) -> None:
-        """It had been done, and its answer was lost: the model is this session's. Or it had not: it is asked again."""
-        registered = resources_pb2.Model(name=MODEL)
-
-        def register(request: broker_pb2.RegisterModelRequest, context: object) -> resources_pb2.Model:
-            if done and request.exclusive:
-                abort(context, "MODEL_EXISTS")
-            return registered
-
-        came, go_on = self.begun(service, "RegisterModel", register)  # type: ignore[arg-type]
-        caller = Caller(lambda: client.register_model("m", exclusive=True))
-        assert came.wait(30)
-        self.restart(broker, service, models=[MODEL] if done else [])
-        go_on.set()
-        assert caller.value().resource_name == MODEL
-        assert [request.exclusive for _, request in service.asked] == [True, not done]
-
-    def test_an_exclusive_registration_of_what_it_had(
-        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
-    ) -> None:
-        """The session had registered it long before: the answer would have been a refusal, and is."""
-        service.answers["RegisterModel"] = lambda *_: resources_pb2.Model(name=MODEL)
-        client.register_model("m")
-        came, go_on = self.begun(service, "RegisterModel", lambda _, context: abort(context, "MODEL_EXISTS"))
-        caller = Caller(lambda: client.register_model("m", exclusive=True))
-        assert came.wait(30)
-        self.restart(broker, service, models=[MODEL])
-        go_on.set()
-        assert isinstance(caller.end().error, membroker.ModelAlreadyExists)
-
-    def test_unregistered_twice(self, broker: PlayedBroker, client: membroker.Client, service: PlayedService) -> None:
-        came, go_on = self.begun(service, "UnregisterModel", lambda _, context: abort(context, "MODEL_NOT_FOUND"))
-        caller = Caller(model(client).unregister)
-        assert came.wait(30)
-        self.restart(broker, service)
-        go_on.set()
-        caller.value()
-        with pytest.raises(membroker.ModelNotFound):
-            model(client).unregister()
-
-    def test_gone_while_the_handoff_lives(
-        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
-    ) -> None:
-        """Only gRPC is out of order: that is an error of its own, and no outage."""
-        service.answers["GetDevice"] = lambda *_: resources_pb2.Device(uuid="host")
-        client.device()
-        service.stop()
-        with pytest.raises(membroker.BrokerUnavailable, match="UNAVAILABLE"):
-            client.device()
-        assert not is_away(client)
-        service.start()
-
-    def test_a_stranger_answers_first(
-        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
-    ) -> None:
-        """A daemon without the old one's state is up: by gRPC too the session is lost, and not the access denied."""
-        service.answers["GetDevice"] = lambda _, context: abort(context, "TOKEN_REJECTED")
-        broker.die()
-        caller = Caller(client.device)
-        until(lambda: service.asked)
-        broker.listen()
-        broker.accept()
-        broker.refuse(1, "TOKEN_REJECTED")
-        assert isinstance(caller.end().error, membroker.SessionLost)
-
-
-class TestGrpcTransport:
-    """Memory by gRPC, descriptors on the handoff socket: the same promises."""
-
-    @pytest.fixture
-    def client(self, broker: PlayedBroker, service: PlayedService) -> Iterator[membroker.Client]:
-        one = broker.connect(timeout=30, transport="grpc")
-        yield one
-        broker.die()
-        one._session.line._outage = 0
-        one.close()
-
-    def allocation(self, broker: PlayedBroker, ids: list[int]) -> Callable[[object, object], object]:
-        def answer(request: broker_pb2.AllocateExtentsRequest, context: object) -> object:
-            ids.extend(broker.deliver(request.request_id, request.count, parts=1))
-            return broker_pb2.AllocateExtentsResponse(count=request.count, extent_bytes=PAGE)
-
-        return answer  # type: ignore[return-value]
-
-    def test_an_allocation_is_made_anew(
-        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
-    ) -> None:
-        came, go_on, ids = threading.Event(), threading.Event(), []
-
-        def stand_still(request: broker_pb2.AllocateExtentsRequest, context: object) -> object:
-            broker.deliver(request.request_id, 1, parts=2)
-            service.answers["AllocateExtents"] = self.allocation(broker, ids)
-            came.set()
-            go_on.wait(30)
-            return None
-
-        service.answers["AllocateExtents"] = stand_still  # type: ignore[assignment]
-        pool = model(client).pool(PAGE)
-        caller = Caller(lambda: pool.allocate(0, 2 * PAGE))
-        assert came.wait(30)
-        broker.hear("ack")
-        service.stop()
-        broker.hang_up()
-        assert not broker.resume().extent_ids
-        assert mapped_extents() == 0
-        service.start()
-        go_on.set()
-        broker.hear("ack")
-        assert caller.value() == pool.base_address
-        assert mapped_extents() == 2
-        broker.hang_up()
-        assert list(broker.resume().extent_ids) == ids
-
-    def test_given_back_during_the_outage(
-        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
-    ) -> None:
-        """By omission, as on the handoff; what is given back later is said by gRPC."""
-        ids: list[int] = []
-        service.answers["AllocateExtents"] = self.allocation(broker, ids)
-        one, two = model(client).allocate(PAGE), model(client).allocate(PAGE)
-        service.stop()
-        broker.die()
-        until(lambda: is_away(client))
-        one.close()
-        broker.listen()
-        assert list(broker.resume().extent_ids) == ids[1:]
-        until(lambda: not is_away(client))
-        service.answers["ReleaseExtents"] = lambda *_: broker_pb2.ReleaseExtentsResponse()
-        service.start()
-        two.close()
-        assert [list(request.extent_ids) for method, request in service.asked if method == "ReleaseExtents"] == [
-            ids[1:]
-        ]
-
-    def test_a_give_back_ends_before_the_holds(
-        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
-    ) -> None:
-        """It is on its way when the handoff breaks: stated as gone while it still ran, it would be done twice."""
-        service.answers["AttachSegment"] = self.segment(broker)
-        one, two = client.attach("m/weights"), client.attach("m/weights")
-        detached = broker_pb2.DetachSegmentResponse()
-        came, go_on = threading.Event(), threading.Event()
-
-        def slow(request: object, context: object) -> object:
-            came.set()
-            assert go_on.wait(30)
-            return detached
-
-        service.answers["DetachSegment"] = slow
-        caller = Caller(one.close)
-        assert came.wait(30)
-        drop_all(broker, client)
-        assert is_away(client)
-        go_on.set()
-        assert [(held.generation, held.times) for held in broker.resume().segments] == [(77, 1)]
-        caller.value()
-        until(lambda: not is_away(client))
-        two.close()
-
-    def segment(self, broker: PlayedBroker) -> Callable[[object, object], object]:
-        def answer(request: broker_pb2.AttachSegmentRequest, context: object) -> object:
-            broker.deliver(request.request_id, 1, parts=1, segment=77)
-            return resources_pb2.Segment(generation=77, size_bytes=PAGE, extents=1, name=f"{MODEL}/segments/w")
-
-        return answer  # type: ignore[return-value]
+def test_the_end_is_noticed_behind_a_last_answer() -> None:
+    """A thread reads its answer, and nobody reads on: the session has to be taken up again all the same."""
+    mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = Connection(mine, "/test", Registry())
+    request = broker_pb2.DeclareMemoryRequest()
+    caller = Caller(lambda: connection.call(pb.Frame(declare=request)))
+    until(lambda: connection._reader is not None)
+    end = Caller(connection.read_to_the_end)
+    until(lambda: connection._changed._waiting)
+    request_id = handoff.decode(yours.recv(4096)).request_id
+    yours.send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(declare={}))))
+    caller.value()
+    yours.close()
+    end.value()
+    assert connection.lost
+    connection.close()
 
 
 def test_a_connection_waits_for_its_calls() -> None:
