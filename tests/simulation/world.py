@@ -659,8 +659,9 @@ class World:
         asked = sorted(worker.unmapped)
         if self.random.random() < 0.05:
             asked.append(self.random.choice((asked[0], UNKNOWN_ID, self.extent_of_another(worker))))
-        row = self.broker.ledger.sessions[worker.session]
-        size = sum(row.extents[extent].extent_bytes for extent in asked if extent in row.extents)
+        row = self.broker.ledger.sessions.get(worker.session)
+        extents = row.extents if row else {}  # its session has ended, and the daemon died before it said so
+        size = sum(extents[extent].extent_bytes for extent in asked if extent in extents)
         answer = self.answer(self.send(ev.Release(*self.ask(worker), tuple(asked))))
         if isinstance(answer, fx.Released):
             assert answer.released_bytes == size

@@ -66,7 +66,10 @@ class OpenSession:
 
 @dataclass(frozen=True, slots=True)
 class ResumeSession:
-    """A process that knows a session's token said Hello again."""
+    """A process that knows a session's token said Hello again.
+
+    The new connection is the session's from the answer on: of the old one, if it seems to live, no end is told.
+    """
 
     call: int
     session: int
@@ -75,7 +78,10 @@ class ResumeSession:
 
 @dataclass(frozen=True, slots=True)
 class StateHolds:
-    """All that a resuming process has of its session: extents, how many times which segment, declared bytes."""
+    """All that a resuming process has of its session: extents, how many times which segment, declared bytes.
+
+    Told behind every NotDelivered of the old connection; nothing is delivered on the new one before the answer.
+    """
 
     call: int
     session: int

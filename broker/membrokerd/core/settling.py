@@ -103,7 +103,11 @@ class Settling:
         self._deaths.append(Death(row.segment, row.location, now, self._at_look[row.location]))
 
     def restarted(self, seen: ev.Seen, now: int) -> None:
-        """Go on with the deaths of a daemon that is dead; what died meanwhile falls from what that one saw last."""
+        """Go on with the deaths of a daemon that is dead; what died meanwhile falls from what that one saw last.
+
+        What it had booked and never made, and what its store has lost, looks like a fall until it is credited: so a
+        death can be credited early, as by a stranger's fall.
+        """
         ledger = self._broker.ledger
         self._lately.append((now, {location: ledger.totals[location].unaccounted for location in self._used}))
         self._see(seen)
