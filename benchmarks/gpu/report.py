@@ -21,10 +21,10 @@ TARGETS_NOTE = "Ratios are to the driver in process in the same run. A figure th
 SHARES_NOTE = (
     "Means of both calls together. broker is from a request's arrival to its answer, by its histograms: driver, core, "
     "journal and transport are its parts. outside is the rest of the caller's time: sockets, wake-ups, frames, and "
-    "what its own driver does. for stock is what the broker's driver did meanwhile to fill its stock. The core steps outside of "
-    "requests too (an acknowledgement, an extent of the stock), so transport is a little more than it says. '-' is "
-    "what this daemon does not tell: without the core's histogram transport has the core's share, and without a count "
-    "of the stock nothing says whose the driver calls were."
+    "what its own driver does. for stock is what the broker's driver did meanwhile to fill its stock. The core steps "
+    "outside of requests too (an acknowledgement, an extent of the stock), so transport is a little more than it says. "
+    "'-' is what this daemon does not tell: without the core's histogram transport has the core's share, and without a "
+    "count of the stock nothing says whose the driver calls were."
 )
 
 

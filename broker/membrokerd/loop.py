@@ -77,6 +77,8 @@ class Loop:
         self.executor = executor
         self.store = store
         self.links: dict[int, Link] = {}
+        self.resuming: dict[int, Link] = {}
+        """Connections on which a session is being taken up: nothing is delivered on them before that is done."""
         self.on_forget: list[Callable[[int], None]] = []
         self.figures: Figures = {}
         self._audit_seconds = audit_seconds
@@ -167,9 +169,9 @@ class Loop:
     def process_died(self, session: int) -> None:
         """A session's process is dead: look at the device, then tell the core."""
         self.executor.look(lambda figures: self._died(session, figures))
-        link = self.links.get(session)
-        if link is not None:
-            link.close("its process died")
+        for link in (self.links.get(session), self.resuming.get(session)):
+            if link is not None:
+                link.close("its process died")
 
     def _died(self, session: int, figures: Figures) -> None:
         self.figures = figures

@@ -54,6 +54,7 @@ class Lender:
         self.ids = itertools.count(100)
         capacities = {"device": 64 * MIB}
         self.links: dict[int, Connection] = {}
+        self.resuming: dict[int, Connection] = {}
         self.broker = SimpleNamespace(rules=policy.Rules(PAGE, cast(Any, capacities)))
         self.dispatcher = SimpleNamespace(loop=self, request=self._request, admit=lambda *_: None)
         self.listener = SimpleNamespace(

@@ -31,6 +31,7 @@ from .holds import Holds
 from .peer import Peer, hang_up
 
 if TYPE_CHECKING:
+    from ..loop import Link
     from .listener import Listener
 
 FRAMES_PER_TURN = 8
@@ -77,6 +78,7 @@ class Connection:
         self._closing = False
         self._pidfd: int | None = peer.pidfd
         self._holds: Holds | None = None
+        self._waiting = False
         self._io.add_reader(sock, self._readable)
 
     @property
@@ -88,7 +90,7 @@ class Connection:
 
     def _readable(self) -> None:
         for _ in range(FRAMES_PER_TURN):
-            if self._closed or self._outgoing:
+            if self._closed or self._outgoing or self._waiting:
                 return
             try:
                 frame = handoff.receive_without_descriptors(self._sock, self._listener.buffer)
@@ -170,7 +172,7 @@ class Connection:
                 return
             assert isinstance(result, fx.SessionOpened)
             self._dispatcher.admit(token_hash, Ticket(result.session, tenant, endpoint))
-            self._begin(result.session, tenant)
+            self._begin(result.session, tenant, self._loop.links)
             self._welcome(request_id, token, pair)
 
         self._loop.ask(
@@ -192,25 +194,34 @@ class Connection:
                 self._turn_away(request_id, pair, result)
                 return
             assert isinstance(result, fx.SessionResumed)
-            before = self._loop.links.pop(ticket.session, None)
-            if before is not None:  # no longer the session's: its end changes nothing
-                before.close("its process connected anew")
-            self._begin(ticket.session, ticket.tenant)
+            for connections in (self._loop.links, self._loop.resuming):
+                before = connections.pop(ticket.session, None)
+                if before is not None:  # no longer the session's: its end changes nothing
+                    before.close("its process connected anew")
+            self._begin(ticket.session, ticket.tenant, self._loop.resuming)
             self._holds = Holds(self._loop.broker.ledger.sessions[ticket.session])
+            # What the old connection did not deliver is told before anything is read of this one.
+            self._waiting = True
+            self._io.call_soon(self._go_on)
             reach("resume")
             self._welcome(request_id, token, pair, resumed=True)
 
         self._loop.ask(lambda call: ev.ResumeSession(call, ticket.session, self._peer.identity), resumed)
+
+    def _go_on(self) -> None:
+        self._waiting = False
+        if not self._closed:
+            self._readable()
 
     def _turn_away(self, request_id: int, pair: _Pair, denied: Denied) -> None:
         for end in pair:
             end.close()
         self._refuse(request_id, denied)
 
-    def _begin(self, session: int, tenant: str) -> None:
+    def _begin(self, session: int, tenant: str, connections: dict[int, Link]) -> None:
         """The connection is this session's from now on, and its process is watched beyond it."""
         self._session, self._tenant = session, tenant
-        self._loop.links[session] = self
+        connections[session] = self
         self._listener.greeted(self)
         assert self._pidfd is not None
         pidfd, self._pidfd = self._pidfd, None
@@ -231,10 +242,14 @@ class Connection:
         if frame.holds.last:
             holds, self._holds = self._holds, None
             reach("reconcile")
-            self._loop.ask(lambda call: holds.to_event(call), lambda result: self._reconciled(request_id, result))
+            self._loop.ask(
+                lambda call: holds.to_event(call), lambda result: self._reconciled(request_id, session, result)
+            )
 
-    def _reconciled(self, request_id: int, result: fx.Result | Denied) -> None:
+    def _reconciled(self, request_id: int, session: int, result: fx.Result | Denied) -> None:
         reach("reconciled")
+        if self._loop.resuming.get(session) is self and not isinstance(result, Denied):
+            self._loop.links[session] = self._loop.resuming.pop(session)
         self._answer(request_id, result)
 
     def _welcome(self, request_id: int, token: str, pair: _Pair, *, resumed: bool = False) -> None:
@@ -411,9 +426,10 @@ class Connection:
         if self._session is None:
             return
         logs.debug("connection ended", session=session_name(self._session), why=why)
-        if self._loop.links.get(self._session) is self:
-            del self._loop.links[self._session]
-            self._loop.tell(ev.ConnectionLost(self._session))
+        for connections in (self._loop.links, self._loop.resuming):
+            if connections.get(self._session) is self:
+                del connections[self._session]
+                self._loop.tell(ev.ConnectionLost(self._session))
 
 
 def _reply_frame(request_id: int, result: fx.Result | Denied) -> pb.Frame:
