@@ -389,7 +389,7 @@ class TestOutage:
         another.close()
 
     def test_obstacles(self, broker: PlayedBroker, client: membroker.Client) -> None:
-        """No socket, a dead one, a broker that hangs up, that stops, that is full, that dies at the Holds; then one works."""
+        """No socket, a dead one, a broker that hangs up, that stops, is full, dies at the Holds; then one works."""
         one, extent_id = buffer(broker, client)
         broker.die()
         until(lambda: is_away(client))
