@@ -6,8 +6,8 @@ Owns that one timer. It decides nothing about lending: that nothing more is lent
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 from . import logs
 
@@ -20,13 +20,15 @@ class Drain:
     def __init__(self, is_empty: Callable[[], bool], stop: Callable[[], None]) -> None:
         self._is_empty = is_empty
         self._stop = stop
-        self._deadline: float | None = None
+        self._deadline: datetime | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, deadline: float | None, *, exits: bool) -> None:
-        """Begin to wait, or wait by these terms from now on; `deadline` is a time of day, in seconds (Unix)."""
+    def begin(self, deadline: datetime | None, *, exits: bool) -> None:
+        """Begin to wait, or wait by these terms from now on."""
         self.end()
         self._deadline = deadline
+        by = "none" if deadline is None else deadline.isoformat(timespec="seconds")
+        logs.log("draining", deadline=by, exits=exits)
         if exits:
             self._look()
 
@@ -37,9 +39,11 @@ class Drain:
             self._timer = None
 
     def _look(self) -> None:
-        is_late = self._deadline is not None and time.time() >= self._deadline
+        is_late = self._deadline is not None and datetime.now(UTC) >= self._deadline
         if is_late or self._is_empty():
-            logs.log("drained" if not is_late else "the drain's deadline has come: what is lent stays with its workers")
+            logs.log(
+                "drained" if self._is_empty() else "the drain's deadline has come: what is lent stays with its workers"
+            )
             self._stop()
         else:
             self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)

@@ -81,6 +81,8 @@ class Loop:
         """Connections on which a session is being taken up: nothing is delivered on them before that is done."""
         self.on_forget: list[Callable[[int], None]] = []
         self.figures: Figures = {}
+        self.drain: Notice | None = None
+        """The drain that goes on, as a session is told of it that begins, or goes on, in the middle of it."""
         self._audit_seconds = audit_seconds
         self._observe_step = observe_step
         self._journal = journal

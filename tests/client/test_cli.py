@@ -187,6 +187,7 @@ def test_a_location_that_a_model_never_used_is_no_row() -> None:
     [
         *(("status",), ("models",), ("sessions",), ("processes",), ("models", "--admin"), ("quota", "list")),
         ("status", "--json"),
+        *(("forget", "sessions/1"), ("drain",), ("drain", "--exit", "--json"), ("undrain",)),
     ],
 )
 def test_no_broker_is_one_sentence_and_status_1(tmp_path: Path, arguments: tuple[str, ...]) -> None:
@@ -220,6 +221,9 @@ def test_a_dead_brokers_socket_is_told_from_none(daemon: Daemon) -> None:
         (("quota", "set", "Acme", "--limit", "1GiB"), "is no TENANT or TENANT/MODEL"),
         (("quota", "set", "a/b/c", "--limit", "1GiB"), "is no TENANT or TENANT/MODEL"),
         (("quota", "set", "acme", "--limit", "1GiB", "--location", "moon"), "invalid choice"),
+        (("forget",), "SESSION"),
+        (("forget", "llama-7b"), "'llama-7b' is no session, as in sessions/"),
+        (("drain", "--deadline", "0"), "is no number of seconds"),
     ],
 )
 def test_a_wrong_command_line_is_status_2(
@@ -235,7 +239,7 @@ def test_a_wrong_command_line_is_status_2(
     "arguments",
     [
         *("", "status", "models", "sessions", "processes", "doctor", "demo", "quota", "quota set", "quota list"),
-        *("segments", "segments load", "segments show", "segments delete"),
+        *("segments", "segments load", "segments show", "segments delete", "forget", "drain", "undrain"),
     ],
 )
 def test_every_help_has_an_example(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:

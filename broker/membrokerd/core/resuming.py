@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 MAX_TOLD = 4_096
 """How many ids that the books do not know are told to who holds them."""
+_NOT_FORGOTTEN = {
+    "open": "is open, its process is connected",
+    "leaving": "ends by itself, at its process's word",
+    "detached": "has memory on its way in this moment",
+    "releasing": "is of a dead process, and ends by itself when the device shows its bytes free",
+}
+"""By state: why an operator cannot have a session forgotten."""
 
 
 @dataclass(slots=True)
@@ -152,9 +159,10 @@ class Resuming:
 
     def _refuse_forget(self, session: int) -> Denied | None:
         row = self._broker.ledger.sessions.get(session)
-        if row is None or row.state != "detached" or self._broker.lending.making_of(session):
-            return deny(Reason.SESSION_NOT_DETACHED, session=f"sessions/{session:x}")
-        return None
+        if row is not None and row.state == "detached" and not self._broker.lending.making_of(session):
+            return None
+        what = _NOT_FORGOTTEN[row.state] if row is not None else "is not known, or has ended"
+        return deny(Reason.SESSION_NOT_DETACHED, session=f"sessions/{session:x}", what=what)
 
     # --- a new daemon ---
 

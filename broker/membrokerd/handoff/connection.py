@@ -271,6 +271,8 @@ class Connection:
         for location, capacity in capacities.items():
             welcome.capacities.add(location=LOCATION_NUMBERS[location], limit_bytes=capacity)
         self._send(pb.Frame(request_id=request_id, welcome=welcome), [theirs.detach()])
+        if self._loop.drain is not None:
+            self.notify(pb.Frame(notice=self._loop.drain))
 
     def _goodbye(self, request_id: int, session: int) -> None:
         def respond(result: fx.Result | Denied) -> None:

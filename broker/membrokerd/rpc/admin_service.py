@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from datetime import UTC
 from typing import Any
 
 from membroker.v1 import admin_pb2 as pb
 from membroker.v1 import admin_pb2_grpc, broker_pb2, resources_pb2
 from membroker.v1.handoff_pb2 import Draining, Notice, Undrained
 
+from .. import logs
 from ..core import effects as fx
 from ..core import events as ev
 from ..core import snapshot
@@ -88,16 +90,23 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def Drain(self, request: pb.DrainRequest, context: Any) -> resources_pb2.Device:
         """Lend nothing more, and tell the workers."""
         deadline = request.deadline if request.HasField("deadline") else None
+        try:
+            by = None if deadline is None else deadline.ToDatetime(UTC)
+        except (ValueError, OverflowError) as error:
+            raise Refused(deny(Reason.INVALID_ARGUMENT, what=f"the deadline is no time: {error}")) from error
         await self._ask(lambda call: ev.SetDraining(call, True))
-        self._loop.say(Notice(draining=Draining(deadline=deadline)))
-        self._drain.begin(None if deadline is None else deadline.seconds + deadline.nanos / 1e9, exits=request.exit)
+        self._loop.drain = Notice(draining=Draining(deadline=deadline))
+        self._loop.say(self._loop.drain)
+        self._drain.begin(by, exits=request.exit)
         return self._views.get_device()
 
     async def Undrain(self, request: pb.UndrainRequest, context: Any) -> resources_pb2.Device:
         """Lend again."""
         await self._ask(lambda call: ev.SetDraining(call, False))
+        self._loop.drain = None
         self._loop.say(Notice(undrained=Undrained()))
         self._drain.end()
+        logs.log("undrained")
         return self._views.get_device()
 
     async def ListProcesses(self, request: pb.ListProcessesRequest, context: Any) -> pb.ListProcessesResponse:

@@ -77,7 +77,7 @@ _TABLE: Mapping[Reason, _Row] = {
     Reason.EXTENT_NOT_FOUND: _Row(Code.NOT_FOUND, "extent {extent} is not lent to this session"),
     Reason.SESSION_NOT_DETACHED: _Row(
         Code.FAILED_PRECONDITION,
-        "there is no detached session {session!r}: `membroker sessions` lists them, and only those can be forgotten",
+        "{session} {what}: only a detached session can be forgotten (`membroker sessions --admin` shows which are)",
     ),
     Reason.TENANT_NOT_FOUND: _Row(Code.NOT_FOUND, "there is no tenant {tenant!r} in the broker's configuration"),
     Reason.SEGMENT_NOT_FOUND: _Row(

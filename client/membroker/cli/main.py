@@ -37,6 +37,18 @@ cannot see is left out: who holds memory by a descriptor alone, or lives in anot
 other users' processes too, unless the broker runs as root. When `unaccounted` rises, the daemon's log names those whose
 excess is more than a context."""
 
+_FORGET = """\
+A session is detached when its process lives and has no connection: it stands still since an earlier daemon, or has
+closed it. It is charged on, since it may come back to what it has mapped. Forgotten, it is charged nothing, and its
+calls raise SessionLost. Nothing can unmap its memory, and the device may be too full to lend as much again while the
+process has that: where it can be ended, end it instead."""
+
+_DRAIN = """\
+Borrowing, declaring more and attaching segments are refused (DRAINING), and every worker is told, now or when it
+connects: Client.on_notice. What is lent stays until its worker gives it back; who holds something is listed. The
+daemon's exit status is 0. Where it is always started again, as by the systemd unit in deploy/, the next one lends: to
+keep it away, stop the unit. A second drain stands in the place of the first, its deadline and --exit too."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
@@ -365,6 +377,7 @@ def _add_ends(commands: _Commands) -> None:
         "end a detached session whose process does not come back, at the admin endpoint",
         "  membroker sessions --admin\n  membroker forget sessions/1c0000000001\n",
     )
+    forget.epilog = f"{forget.epilog}\n{_FORGET}"
     forget.add_argument("name", metavar="SESSION", type=_session, help="as `membroker sessions --admin` shows it")
     drain = _add(
         commands,
@@ -374,6 +387,7 @@ def _add_ends(commands: _Commands) -> None:
         "  membroker drain                          until `membroker undrain`, or a restart of the daemon\n"
         "  membroker drain --deadline 60 --exit     exit once nothing is charged, or after a minute\n",
     )
+    drain.epilog = f"{drain.epilog}\n{_DRAIN}"
     drain.add_argument("--deadline", metavar="SECONDS", type=_seconds, help="when everything should be back; told them")
     drain.add_argument(
         "--exit", action="store_true", help="the daemon exits when nothing is charged, or at the deadline"

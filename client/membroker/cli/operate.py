@@ -10,8 +10,10 @@ import sys
 from datetime import UTC, datetime, timedelta
 
 from membroker.cli import tables
-from membroker.cli.admin import open_admin
+from membroker.cli.admin import Admin, open_admin
 from membroker.convert import location_of
+from membroker.errors import BrokerUnavailable
+from membroker.types import DeviceStatus, SegmentStatus, SessionStatus
 from membroker.vmm.sizes import format_size
 
 
@@ -59,8 +61,11 @@ def forget(options: argparse.Namespace) -> int:
         tables.print_json(session, sys.stdout)
         return 0
     size = sum(books.used for books in session.books.values())
-    print(f"{session.name} of {tables.short_name(session.tenant)} is forgotten: {format_size(size)} can be lent again")
-    print(f"if its process, {session.pid}, still has memory mapped, that counts as unaccounted until it ends")
+    print(
+        f"{session.name} of {tables.short_name(session.tenant)} is forgotten: {format_size(size)} are charged no more"
+    )
+    process = f"process {session.pid}" if session.pid else "process"  # of another pid namespace: no number
+    print(f"what its {process} still has mapped counts as unaccounted until it ends; the rest can be lent again")
     return 0
 
 
@@ -69,8 +74,7 @@ def drain(options: argparse.Namespace) -> int:
     deadline = None if options.deadline is None else datetime.now(UTC) + timedelta(seconds=options.deadline)
     with open_admin(options.endpoint) as admin:
         device = admin.drain(deadline, exits=options.exit)
-        sessions = [one for one in admin.sessions() if any(books.used for books in one.books.values())]
-        segments = admin.segments()
+        sessions, segments = _who_holds(admin, device, exits=options.exit)
     if options.json:
         tables.print_json({"device": device, "sessions": sessions, "segments": segments}, sys.stdout)
         return 0
@@ -81,7 +85,26 @@ def drain(options: argparse.Namespace) -> int:
     print("these hold out:\n")
     shown = [tables.sessions_table(sessions)] if sessions else []
     tables.print_tables([*shown, *([tables.segments_table(segments)] if segments else [])], sys.stdout)
+    print()
+    if segments:
+        print("a segment is charged until it is deleted: `membroker segments delete TENANT/MODEL/SEGMENT --admin`")
+    if options.exit:
+        late = "" if options.deadline is None else f", or in {options.deadline:g} s, whatever is charged then"
+        print(f"the daemon exits when nothing is charged any more{late}")
     return 0
+
+
+def _who_holds(admin: Admin, device: DeviceStatus, *, exits: bool) -> tuple[list[SessionStatus], list[SegmentStatus]]:
+    """Return the sessions that hold something, and the segments; a daemon that is to exit may do so meanwhile."""
+    if not any(books.lent or books.releasing for books in device.locations.values()):
+        return [], []
+    try:
+        sessions, segments = admin.sessions(), admin.segments()
+    except BrokerUnavailable:
+        if not exits:
+            raise
+        return [], []
+    return [one for one in sessions if one.segments or any(books.used for books in one.books.values())], segments
 
 
 def undrain(options: argparse.Namespace) -> int:
