@@ -167,16 +167,16 @@ def test_a_world_is_written_down_and_read(path: Path) -> None:
     journal.begin(story(world.broker.ledger))
     begun = 0
     for number in range(4_000):
-        seen = len(world.facts)
+        seen = len(world.history)
         world.turn(number)
-        assert journal.append(world.facts[seen:])
+        assert journal.append(world.history[seen:])
         if journal.due:
-            journal.begin(story(world.broker.ledger))
+            journal.begin(story(world.daemons.books))
             begun += 1
             assert not journal.due
         if number % 500 == 499:
             facts, sentences = read(path)
-            assert books(replay(CAPACITIES, facts)) == books(world.broker.ledger)
+            assert books(replay(CAPACITIES, facts)) == books(world.daemons.books)
             assert not sentences
     assert begun > 3
     assert list(path.parent.iterdir()) == [path]

@@ -40,9 +40,9 @@ def test_a_successor_has_the_same_books_at_any_time() -> None:
     states = Counter[str]()
     for seed in SEEDS:
         world = World(seed)
-        ledger = world.broker.ledger
         for number in range(TURNS):
             world.turn(number)
+            ledger = world.broker.ledger
             leaving = any(row.state == "leaving" for row in ledger.sessions.values())  # which they are hardly ever
             if leaving or number % EVERY == 0:
                 assert books(told(story(ledger))) == books(ledger), f"seed {seed}, turn {number}"
@@ -78,15 +78,15 @@ def test_life_goes_on_from_a_story(seed: int) -> None:
     world = World(seed)
     successors: list[Ledger] = []
     for number in range(TURNS // 2):
-        seen = len(world.facts)
+        seen = len(world.history)
         world.turn(number)
         for successor in successors:
-            for fact in world.facts[seen:]:
+            for fact in world.history[seen:]:
                 successor.apply(fact)
         if number % 300 == 150:
-            successors.append(told(story(world.broker.ledger)))
+            successors.append(told(story(world.daemons.books)))
     for successor in successors:
-        assert books(successor) == books(world.broker.ledger)
+        assert books(successor) == books(world.daemons.books)
 
 
 def test_nothing_is_told_in_no_facts() -> None:
