@@ -125,7 +125,9 @@ def test_the_daemonset_needs_no_privilege_of_the_host() -> None:
     assert daemonset["spec"]["updateStrategy"] == {"type": "OnDelete"}
     pod = daemonset["spec"]["template"]["spec"]
     assert {"hostPID", "hostIPC", "hostNetwork"}.isdisjoint(pod)
-    (container,) = pod["containers"]
+    container, keeper = pod["containers"]
+    assert keeper["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert keeper["command"][1] == load(DEPLOY / "kubernetes" / "membrokerd.toml", {}).keeper_socket.as_posix()
     assert not container["securityContext"].get("privileged")
     for probe, path in (("livenessProbe", "/healthz"), ("readinessProbe", "/readyz"), ("startupProbe", "/readyz")):
         assert container[probe]["httpGet"] == {"path": path, "port": "metrics"}
