@@ -66,6 +66,7 @@ class Connection:
         self._calls: dict[int, Call] = {}
         self._changed = Condition()
         self._reader: int | None = None
+        self._closed_there = False
         self._end: tuple[type[MembrokerError], str] | None = None
         self._stopping = ""
         self._nudged, self._nudge = socket.socketpair()
@@ -157,9 +158,10 @@ class Connection:
         return self._end is not None and self._end[0] is BrokerUnavailable
 
     def read_to_the_end(self) -> None:
-        """The broker has closed: read what it still said, unless another thread does, and note that it is gone."""
+        """The broker has closed: read what it still said, and note that it is gone. Who reads just now does so next."""
         while True:
             with self._changed:
+                self._closed_there = True
                 if self._end is not None or self._reader is not None:
                     return
                 self._reader = threading.get_ident()
@@ -373,6 +375,9 @@ class Connection:
             self._lose(error)
         finally:
             self._resign(packet)
+        if self._closed_there:
+            # What it read was not the end, and its call may wait for the next connection rather than for this one.
+            self.read_to_the_end()
 
     def _readable(self, call: Call) -> bool:
         # Of every call, not of this one only: a reader that waits for long may never let another thread read.
