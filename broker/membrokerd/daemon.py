@@ -53,7 +53,7 @@ from .rpc.server import serve
 from .rpc.views import Views
 from .store import Kept, Mirror, Store
 from .suspects import CONTEXT_BYTES, command_of
-from .systemd import open_systemd, systemd_available
+from .systemd import open_systemd, started_by_systemd, systemd_available
 
 METRICS_PORT = 9710
 VIEW_SECONDS = 0.5
@@ -175,6 +175,12 @@ class Daemon:
         kept = Kept()
         if kind == "auto":
             kind = "systemd" if systemd_available(most) else "keeper"
+            if kind == "keeper" and started_by_systemd():
+                logs.warn(
+                    "systemd started this daemon and does not say that it keeps descriptors: a keeper ends together "
+                    "with the service, and so would segments; set FileDescriptorStoreMax= in the unit and, before "
+                    "systemd 254, systemd_descriptors to the same"
+                )
         try:
             if kind == "systemd":
                 mirror, kept = open_systemd(most)

@@ -270,7 +270,9 @@ def main(arguments: list[str] | None = None) -> int:
         prog="membroker-fdstore",
         description="Keep descriptors for a membrokerd that may die. Where systemd keeps none, it starts this itself.",
     )
-    parser.add_argument("socket", metavar="SOCKET", help="where to listen, in a directory of mode 0700; made where it is missing")
+    parser.add_argument(
+        "socket", metavar="SOCKET", help="where to listen, in a directory of mode 0700; made where it is missing"
+    )
     path = os.path.abspath(parser.parse_args(arguments).socket)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))

@@ -149,6 +149,11 @@ def systemd_available(configured_maximum: int = 0) -> bool:
     return bool(os.environ.get("NOTIFY_SOCKET")) and _maximum(configured_maximum) > 0
 
 
+def started_by_systemd() -> bool:
+    """Say whether this process is the main one of a systemd service (248 and later say so)."""
+    return os.environ.get("SYSTEMD_EXEC_PID") == str(os.getpid())
+
+
 def open_systemd(configured_maximum: int = 0) -> tuple[SystemdMirror, Kept]:
     """Return a mirror in systemd's store, and what it has of a predecessor; raises OSError.
 

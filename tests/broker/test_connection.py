@@ -55,6 +55,7 @@ class Lender:
         capacities = {"device": 64 * MIB}
         self.links: dict[int, Connection] = {}
         self.resuming: dict[int, Connection] = {}
+        self.drain: Any = None
         self.broker = SimpleNamespace(rules=policy.Rules(PAGE, cast(Any, capacities)))
         self.dispatcher = SimpleNamespace(loop=self, request=self._request, admit=lambda *_: None)
         self.listener = SimpleNamespace(
