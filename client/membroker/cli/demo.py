@@ -250,7 +250,8 @@ def _death_of_the_broker(stage: Stage, red: Worker, blue: Worker) -> tuple[int, 
             worker.tell("finish work")
         stage.say(
             f"Its books are right to the byte: red holds {format_size(held[0])}, blue {format_size(held[1])}, and the "
-            "device shows that much in use. The weights are the segment that they were: a worker that began afterwards "
+            f"device shows that and the broker's own {format_size(PAGE)} in use. The weights are the segment that they "
+            "were: a worker that began afterwards "
             f"attached them by name, and sums them up to {written:08x}, as red does. Then red and blue finished: every "
             "page held what was written into it last."
         )
