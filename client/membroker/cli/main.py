@@ -222,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
         "Exit status 0 unless something fails.\n\nexamples:\n  membroker doctor\n  membroker doctor --json\n"
         "  membroker doctor --endpoint /run/membroker/gpu-12345678/tenants/acme    can I enter this one?"
     )
-    summary = "two tenants trade a card's memory, in a minute, without a GPU"
+    summary = "two tenants trade a card's memory, and outlive its broker, in a minute, without a GPU"
     demo = commands.add_parser("demo", help=summary, description=f"{summary[:1].upper()}{summary[1:]}.")
     demo.epilog = "It starts a daemon and workers of its own, and touches no other.\n\nexample:\n  membroker demo"
     demo.set_defaults(command=_demo)
@@ -375,7 +375,7 @@ def _add_ends(commands: _Commands) -> None:
         "forget",
         operate.forget,
         "end a detached session whose process does not come back, at the admin endpoint",
-        "  membroker sessions --admin\n  membroker forget sessions/1c0000000001\n",
+        "  membroker forget sessions/1c0000000001      one that `membroker sessions --admin` shows as detached\n",
     )
     forget.epilog = f"{forget.epilog}\n{_FORGET}"
     forget.add_argument("name", metavar="SESSION", type=_session, help="as `membroker sessions --admin` shows it")
