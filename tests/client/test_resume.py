@@ -155,29 +155,6 @@ class TestCallsInFlight:
         broker.lend()
         assert caller.value().size == PAGE
 
-    def test_refused_by_its_last_breath(self, broker: PlayedBroker, client: membroker.Client) -> None:
-        """The broker is gone before the thread that has read its refusal lets another read; the call goes on.
-
-        Nobody else reads that socket any more, and the call would wait for a loss that nobody notes.
-        """
-        connection = client._session.connection
-        resign = connection._resign
-
-        def late(packet: handoff.Packet | None) -> None:
-            connection._resign = resign  # type: ignore[method-assign]
-            broker.hang_up()
-            heard_end = threading.Event()
-            line(client)._background.later(heard_end.set)  # which it does after it has heard the end
-            assert heard_end.wait(30)
-            resign(packet)
-
-        connection._resign = late  # type: ignore[method-assign]
-        caller = Caller(lambda: model(client).allocate(PAGE))
-        broker.refuse(broker.hear("allocate").request_id, "STOPPING")
-        broker.resume()
-        broker.lend()
-        assert caller.value().size == PAGE
-
     def test_a_segment_is_attached_anew(self, broker: PlayedBroker, client: membroker.Client) -> None:
         """It had arrived, and its answer not."""
         caller = Caller(lambda: client.attach("m/weights"))
