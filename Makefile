@@ -29,7 +29,7 @@ quick: $(STAMP)  ## the heart of the tests, in under a minute
 	$(BIN)/python -m pytest -m "not root and not gpu and not slow" -x -q $(QUICK)
 
 sim: $(STAMP)  ## a world around the core: make sim STEPS=1000000 SEED=7
-	$(BIN)/python -m tests.simulation.run --steps $(or $(STEPS),200000) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.simulation.run --steps $(or $(STEPS),5000000) $(if $(SEED),--seed $(SEED))
 
 fuzz: $(STAMP)  ## bent frames, requests, documents: make fuzz SECONDS=600, for each fuzz
 	FUZZ_SECONDS=$(or $(SECONDS),60) $(BIN)/python -m pytest tests/fuzz --timeout=0 -q

@@ -50,8 +50,15 @@ def until(what: Callable[[], _T], seconds: float = DEADLINE_SECONDS) -> _T:
 class Daemon:
     """A running membrokerd. `config` are TOML keys above DEFAULTS."""
 
-    def __init__(self, directory: Path, config: Mapping[str, Any] | None = None, descriptors: int | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        config: Mapping[str, Any] | None = None,
+        descriptors: int | None = None,
+        module: str = "membrokerd.cli",
+    ):
         self.directory = directory
+        self.module = module
         self.log_path = directory / "log"
         self.config = {**DEFAULTS, **(config or {})}
         device = "host"
@@ -60,12 +67,13 @@ class Daemon:
 
     def _start(self, descriptors: int | None) -> None:
         path = self.directory / "membrokerd.toml"
-        path.write_text(to_toml({"runtime_directory": str(self.directory / "run"), **self.config}))
+        places = {"runtime_directory": str(self.directory / "run"), "state_directory": str(self.directory / "kept")}
+        path.write_text(to_toml({**places, **self.config}))
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
             address = self.directory / "notify"
             address.unlink(missing_ok=True)
             notified.bind(str(address))
-            command = [sys.executable, "-m", "membrokerd.cli", "--config", str(path), "--log-level", "debug"]
+            command = [sys.executable, "-m", self.module, "--config", str(path), "--log-level", "debug"]
             if descriptors is not None:
                 limit = f"import resource,sys,os;resource.setrlimit(resource.RLIMIT_NOFILE,({descriptors},)*2)"
                 command = [sys.executable, "-c", f"{limit};os.execv(sys.argv[1],sys.argv[1:])", *command]
@@ -148,14 +156,30 @@ class Daemon:
         self.process.kill()
         self.process.wait(DEADLINE_SECONDS)
 
+    def start_again(self) -> None:
+        """Start a successor in the same place, and wait until it is ready."""
+        assert self.process.poll() is not None, "it still runs"
+        self._start(None)
+
+    def keeper(self) -> int:
+        """Return the pid of the process that keeps the descriptors; 0 where there is none at the moment."""
+        socket_path = os.fsencode(self.root / "state" / "fdstore.sock")
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdecimal() and socket_path in (entry / "cmdline").read_bytes().split(b"\0"):
+                    return int(entry.name)
+        return 0
+
 
 @contextmanager
-def running(config: Mapping[str, Any] | None = None, descriptors: int | None = None) -> Iterator[Daemon]:
+def running(
+    config: Mapping[str, Any] | None = None, descriptors: int | None = None, module: str = "membrokerd.cli"
+) -> Iterator[Daemon]:
     """Run a daemon; at the end it must still answer, and stop with status 0, unless the test ended it itself."""
     directory = Path(tempfile.mkdtemp(prefix="mb-"))
     daemon = None
     try:
-        daemon = Daemon(directory, config, descriptors)
+        daemon = Daemon(directory, config, descriptors, module)
         yield daemon
         if daemon.process.poll() is None:
             assert daemon.stop() == 0, daemon.log()
@@ -166,7 +190,7 @@ def running(config: Mapping[str, Any] | None = None, descriptors: int | None = N
             with suppress(ProcessLookupError):
                 daemon.process.kill()
             daemon.process.wait()
-        shutil.rmtree(directory)
+        shutil.rmtree(directory, ignore_errors=True)  # a keeper that ends takes its socket away
 
 
 def to_toml(document: Mapping[str, Any]) -> str:

@@ -101,7 +101,7 @@ class Daemon:
 
 
 def _config(runtime: Path, driver: str, *, stock: bool) -> str:
-    lines = [f'driver = "{driver}"', f'runtime_directory = "{runtime}"']
+    lines = [f'driver = "{driver}"', f'runtime_directory = "{runtime}"', f'state_directory = "{runtime}/kept"']
     if not stock:
         lines.append("stock = 0")
     if driver == "host":

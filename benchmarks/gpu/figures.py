@@ -50,15 +50,16 @@ class Quantiles:
 class Share:
     """Where the time of one work goes, its two calls together: means in nanoseconds, None where nothing says it.
 
-    `broker` is from a request's arrival to its answer, by the broker's histograms; `driver`, `core` and `transport`
-    are its parts. `outside` is what the caller has beyond it. `for_stock` is no part: what the broker's driver did
-    for the stock meanwhile.
+    `broker` is from a request's arrival to its answer, by the broker's histograms; `driver`, `core`, `journal` and
+    `transport` are its parts. `outside` is what the caller has beyond it. `for_stock` is no part: what the broker's
+    driver did for the stock meanwhile.
     """
 
     caller: float
     broker: float
     driver: float | None
     core: float | None
+    journal: float | None
     transport: float | None
     for_stock: float | None
 
@@ -149,8 +150,9 @@ Counts = Mapping[tuple[str, Labels], float]
 """Sums and counts of a daemon's histograms, by name and labels."""
 
 REQUESTS, DRIVER, STEPS = "membroker_request_seconds", "membroker_driver_call_seconds", "membroker_core_step_seconds"
+JOURNAL = "membroker_journal_append_seconds"
 STOCK = "membroker_stock_extents_total"
-"""The last two are used where the daemon has them."""
+"""The last three are used where the daemon has them."""
 
 
 def total(counts: Counts, name: str, **labels: str) -> float | None:
@@ -181,5 +183,9 @@ def share(counts: Counts, times: Times, transport: str, *, extents: int, stock: 
         used, made = total(counts, STOCK, change="used"), total(counts, STOCK, change="made") or 0.0
         asked = None if used is None else max(0.0, extents - used)
         driver = None if asked is None else every_driver_call * asked / ((asked + made) or 1.0)
-    rest = None if driver is None else broker - driver - (core_ns or 0.0)
-    return Share(caller, broker, driver, core_ns, rest, None if driver is None else every_driver_call - driver)
+    journal = total(counts, f"{JOURNAL}_sum")
+    journal_ns = None if journal is None else journal * 1e9 / number
+    rest = None if driver is None else broker - driver - (core_ns or 0.0) - (journal_ns or 0.0)
+    return Share(
+        caller, broker, driver, core_ns, journal_ns, rest, None if driver is None else every_driver_call - driver
+    )

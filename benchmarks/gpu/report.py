@@ -19,12 +19,12 @@ from .targets import Goal
 TARGETS = "Beside the targets, at p50"
 TARGETS_NOTE = "Ratios are to the driver in process in the same run. A figure that misses its target fails nothing."
 SHARES_NOTE = (
-    "Means of both calls together. broker is from a request's arrival to its answer, by its histograms: driver, core "
-    "and transport are its parts. outside is the rest of the caller's time: sockets, wake-ups, frames, and what its "
-    "own driver does. for stock is what the broker's driver did meanwhile to fill its stock. The core steps outside of "
-    "requests too (an acknowledgement, an extent of the stock), so transport is a little more than it says. '-' is "
-    "what this daemon does not tell: without the core's histogram transport has the core's share, and without a count "
-    "of the stock nothing says whose the driver calls were."
+    "Means of both calls together. broker is from a request's arrival to its answer, by its histograms: driver, core, "
+    "journal and transport are its parts. outside is the rest of the caller's time: sockets, wake-ups, frames, and "
+    "what its own driver does. for stock is what the broker's driver did meanwhile to fill its stock. The core steps "
+    "outside of requests too (an acknowledgement, an extent of the stock), so transport is a little more than it says. "
+    "'-' is what this daemon does not tell: without the core's histogram transport has the core's share, and without a "
+    "count of the stock nothing says whose the driver calls were."
 )
 
 
@@ -127,7 +127,7 @@ def _crowd_table(section: Section) -> Table:
 
 def _shares_table(section: Section) -> Table:
     columns = (
-        *("work", ">gap", "by", ">caller us", ">broker us", ">driver us", ">core us", ">transport us"),
+        *("work", ">gap", "by", ">caller us", ">broker us", ">driver us", ">core us", ">journal us", ">transport us"),
         *(">outside us", ">for stock us"),
     )
     rows = [_share_row(row, row.share) for row in section.rows if row.share]
@@ -135,7 +135,7 @@ def _shares_table(section: Section) -> Table:
 
 
 def _share_row(row: Row, share: Share) -> list[str]:
-    parts = (share.driver, share.core, share.transport, share.outside, share.for_stock)
+    parts = (share.driver, share.core, share.journal, share.transport, share.outside, share.for_stock)
     return [row.work, _gap(row.gap_ms), row.by, _us(share.caller), _us(share.broker), *map(_us, parts)]
 
 

@@ -286,7 +286,7 @@ def attach(stage: Stage) -> Iterator[Section]:
 def _descriptors(daemon: Daemon, resource: str) -> list[tuple[int, int]]:
     """Return copies of a segment's descriptors, which the broker exported, with their sizes."""
     session = Session(
-        daemon.endpoint, transport="handoff", observer=False, client="benchmarks", timeout=60, driver=None
+        daemon.endpoint, transport="handoff", observer=False, client="benchmarks", timeout=60, outage=0, driver=None
     )
     keeper = Keeper()
     try:

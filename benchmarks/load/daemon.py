@@ -35,6 +35,7 @@ _CONFIG = """\
 driver = "host"
 capacity = "256GiB"
 runtime_directory = "{directory}/run"
+state_directory = "{directory}/kept"
 [metrics]
 port = 0
 [tenants]

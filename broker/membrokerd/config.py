@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from .config_values import KEYS, Check, nearest, size_text
-from .core.policy import valid_own_name
+from .core.policy import valid_own_name, valid_tenant
 
-_TENANT = re.compile(r"[a-z0-9-]{1,24}")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -91,6 +90,10 @@ class Config:
     max_models_per_tenant: int = 256
     stock: int | None = None
     stock_extents: int = 64
+    descriptor_store: str = "auto"
+    systemd_descriptors: int = 0
+    keeper_socket: Path | None = None
+    state_directory: Path | None = None
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     log: LogConfig = field(default_factory=LogConfig)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
@@ -220,7 +223,7 @@ def _check_tenant(table: Mapping[str, Any], path: str, problems: _Problems) -> T
 
 
 def _known_tenant_name(name: str, path: str, problems: _Problems) -> bool:
-    if _TENANT.fullmatch(name):
+    if valid_tenant(name):
         return True
     problems.add(path, "a tenant's name is 1 to 24 of [a-z0-9-], since it is a directory's too; rename it")
     return False

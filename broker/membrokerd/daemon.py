@@ -9,23 +9,32 @@ import asyncio
 import concurrent.futures
 import os
 import signal
-import socket
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from membroker.handoff import close_all
 from membroker.v1 import admin_pb2_grpc, broker_pb2_grpc
 from membroker.vmm import format_size
 
-from . import __version__, logs
+from . import __version__, logs, quotas
 from .config import Config, TenantConfig
+from .core import events as ev
+from .core import facts as ft
 from .core import snapshot
 from .core.broker import Broker
+from .core.events import Location
+from .core.story import story
 from .device import Plan
 from .dispatch import Dispatcher
+from .drain import Drain
 from .executor import Executor
 from .handoff.listener import Listener, Traffic
+from .handoff.watch import Watch
 from .home import Home, HomeError, Ownership, clear_private
+from .inheritance import condense, hold_what_is_lent, take_descriptors, watch_processes
+from .journal import Binding, Journal, boot_id
 from .limits import (
     descriptors_for,
     in_flight_is_bounded,
@@ -33,15 +42,18 @@ from .limits import (
     segment_extents_for,
     sessions_for,
 )
-from .loop import Loop
+from .loop import Loop, seen
 from .metrics import Metrics, MetricsView
 from .metrics_server import MetricsServer
+from .mirrors import open_keeper
+from .notify import keep_watchdog_quiet, notify
 from .rpc.admin_service import AdminService
 from .rpc.broker_service import BrokerService
 from .rpc.server import serve
 from .rpc.views import Views
-from .store import MemoryStore
+from .store import Kept, Mirror, Store
 from .suspects import CONTEXT_BYTES, command_of
+from .systemd import open_systemd, started_by_systemd, systemd_available
 
 METRICS_PORT = 9710
 VIEW_SECONDS = 0.5
@@ -63,46 +75,143 @@ class Daemon:
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT."""
+        stop = asyncio.Event()
         async with AsyncExitStack() as stack:
-            await self._start(stack)
-            stop = asyncio.Event()
+            await self._start(stack, stop.set)
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
-            _notify(f"READY=1\nSTATUS=lending {format_size(self._plan.capacities['device'])}")
+            notify(f"READY=1\nSTATUS=lending {format_size(self._plan.capacities['device'])}")
             logs.log("ready", pid=os.getpid(), metrics=self._views.metrics_url or "off")
+            keep_watchdog_quiet(asyncio.get_running_loop())
             await stop.wait()
-            _notify("STOPPING=1")
+            notify("STOPPING=1")
             logs.log("stopping")
             await self._loop.stop(STOP_SECONDS)
         logs.log("stopped")
 
     # --- start, in order; the stack stops in the other ---
 
-    async def _start(self, stack: AsyncExitStack) -> None:
-        plan, config = self._plan, self._config
-        self._home = Home(config.runtime_directory, plan.directory)
-        self._warn_of_predecessor()
+    async def _start(self, stack: AsyncExitStack, stop: Callable[[], None]) -> None:
+        config = self._config
+        self._home = Home(config.runtime_directory, self._plan.directory)
         clear_private(self._home)
+        for name in self._config.tenants or ("default",):  # a path that no socket can have is told before all else
+            self._home.endpoint("tenants", name)
+        journal = Journal(self._home.state / "journal", Binding(boot_id(), self._plan.driver.device.uuid))
+        stack.callback(journal.close)
+        (condensed, charged), kept = self._read_journal(journal), await self._open_store(stack)
+        plan = self._plan = self._take_driver(kept)
         stack.callback(plan.driver.close)
-        self._store = MemoryStore()
-        stack.callback(lambda: close_all(self._store.close()))
         executor = Executor(plan.driver, plan.gate_reserve, self._observe_driver)
         stack.callback(executor.stop)
         anchor = executor.drop_anchor()
-        rules = plan.rules(config, anchor, *self._bounds())
-        broker, observe = Broker(rules, self._home.next_epoch()), self._metrics.steps.observe
-        context_bytes = CONTEXT_BYTES[plan.driver.device.driver]
-        self._loop = Loop(broker, executor, self._store, config.audit_seconds, observe, context_bytes)
+        for name, descriptor in plan.driver.survivors().items():
+            self._store.keep_driver(name, descriptor)
+        rules = plan.rules(config, anchor, *self._bounds(), hold_what_is_lent(plan.capacities, charged))
+        broker = Broker(rules, self._home.next_epoch(), [*condensed, *self._commanded()])
+        self._begin_journal(journal, broker)
+        self._loop = Loop(
+            broker,
+            executor,
+            self._store,
+            config.audit_seconds,
+            self._metrics.steps.observe,
+            CONTEXT_BYTES[plan.driver.device.driver],
+            journal,
+            self._metrics.journal.observe,
+        )
         self._loop.figures = executor.figures()
         self._dispatcher = Dispatcher(self._loop, self._observe_request)
         self._views = Views(
             self._loop, plan.driver.device, {str(where): size for where, size in plan.headroom.items()}, __version__
         )
+        self._drain = Drain(lambda: not any(total.charged for total in broker.ledger.totals.values()), stop)
+        stack.callback(self._drain.end)
         stack.callback(lambda: self._home.close(self._endpoints))
         executor.start(asyncio.get_running_loop())
+        self._watch = Watch(self._store, self._loop.process_died)
+        stack.callback(self._watch.close)
+        self._loop.on_forget.append(self._watch.forget)
+        self._take_over(executor, kept)
         self._start_metrics(stack)
         self._loop.start()
         await self._open_endpoints(stack)
+
+    def _commanded(self) -> list[ft.Fact]:
+        """Return the limits that an operator commanded, at whatever daemon of this device."""
+        configured, device = self._config.state_directory, self._plan.directory
+        self._quotas_path = (configured / device if configured else quotas.state_directory(device)) / "quotas.toml"
+        return [ft.QuotaSet(*key, limit) for key, limit in quotas.read(self._quotas_path).items()]
+
+    def _read_journal(self, journal: Journal) -> tuple[list[ft.Fact], Mapping[Location, int]]:
+        """Return the books of the daemon before this one, as a story, and what is charged in them."""
+        try:
+            told, notes = journal.read()
+        except OSError as error:
+            raise HomeError(f"cannot read {error.filename}: {error.strerror}") from error
+        try:
+            books = condense(told)
+        except (AssertionError, KeyError) as error:  # each fact is one, and together they make no books
+            notes = [*notes, f"the journal contradicts itself ({error}); it is kept as {journal.set_aside('broken')}"]
+            books = condense(told := [])
+        for note in notes:
+            logs.warn(note)
+        if not told:
+            self._warn_of_predecessor()
+        return books
+
+    def _begin_journal(self, journal: Journal, broker: Broker) -> None:
+        try:
+            journal.begin(story(broker.ledger))
+        except OSError as error:
+            raise HomeError(
+                f"cannot write the journal in {self._home.state}: {error.strerror}; make room there. "
+                "What is lent stays with its workers meanwhile"
+            ) from error
+
+    async def _open_store(self, stack: AsyncExitStack) -> Kept:
+        kind, most = self._config.descriptor_store, self._config.systemd_descriptors
+        mirror: Mirror | None = None
+        kept = Kept()
+        if kind == "auto":
+            kind = "systemd" if systemd_available(most) else "keeper"
+            if kind == "keeper" and started_by_systemd():
+                logs.warn(
+                    "systemd started this daemon and does not say that it keeps descriptors: a keeper ends together "
+                    "with the service, and so would segments; set FileDescriptorStoreMax= in the unit and, before "
+                    "systemd 254, systemd_descriptors to the same"
+                )
+        try:
+            if kind == "systemd":
+                mirror, kept = open_systemd(most)
+            elif kind == "keeper":
+                mirror, kept = await open_keeper(self._config.keeper_socket or self._home.state / "fdstore.sock")
+        except OSError as error:
+            raise HomeError(
+                f"there is no descriptor store ({kind}): {error}; choose another with `descriptor_store`"
+            ) from error
+        self._store = Store(mirror)
+        stack.callback(lambda: close_all(self._store.close()))
+        self._store.adopt(kept)
+        logs.log("descriptor store", kind=kind, segments=len(kept.segments), processes=len(kept.processes))
+        return kept
+
+    def _take_driver(self, kept: Kept) -> Plan:
+        """Return the plan with a driver that knows what an earlier daemon's has lent."""
+        if not kept.driver:
+            return self._plan
+        self._plan.driver.close()
+        return replace(self._plan, driver=self._plan.reopen({name: os.dup(one) for name, one in kept.driver.items()}))
+
+    def _take_over(self, executor: Executor, kept: Kept) -> None:
+        """Go on with the books of the daemon before this one."""
+        ledger = self._loop.broker.ledger
+        lost = take_descriptors(ledger, self._store, executor, kept)
+        self._loop.tell(ev.Restarted(lost, seen(self._loop.figures)))
+        watch_processes(ledger, self._watch, kept)
+        if ledger.sessions or ledger.segments:
+            charged = sum(total.charged for total in ledger.totals.values())
+            logs.log("taken over", sessions=len(ledger.sessions), segments=len(ledger.segments), charged_bytes=charged)
 
     def _bounds(self) -> tuple[int, int]:
         """Return how many sessions there may be, and how many extents segments may have together."""
@@ -158,7 +267,13 @@ class Daemon:
             await self._open_tenant(stack, name, name, tenant)
         admin = self._home.endpoint("admin", mode=0o700)
         self._endpoints.append(admin)
-        service = AdminService(self._loop, self._views, frozenset(self._config.tenants))
+        service = AdminService(
+            self._loop,
+            self._views,
+            frozenset(self._config.tenants),
+            lambda: quotas.write(self._quotas_path, self._loop.broker.ledger.quotas),
+            self._drain,
+        )
         server = await serve(
             self._home,
             admin / "grpc.sock",
@@ -191,7 +306,7 @@ class Daemon:
         stack.push_async_callback(server.stop, 1.0)
         sock = self._home.listen(directory / "handoff.sock", ownership)
         device = self._plan.driver.device
-        listener = Listener(sock, name, tenant, config.uids, self._dispatcher, device, self._traffic)
+        listener = Listener(sock, name, tenant, config.uids, self._dispatcher, device, self._traffic, self._watch)
         stack.callback(listener.close)
         logs.log("endpoint open", tenant=tenant or "each uid", directory=str(directory))
 
@@ -230,16 +345,3 @@ class Daemon:
 
     def _observe_request(self, method: str, transport: str, seconds: float) -> None:
         self._metrics.requests.observe(seconds, method, transport)
-
-
-def _notify(state: str) -> None:
-    """Tell systemd, if it started us (sd_notify(3))."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address:
-        return
-    target = "\0" + address[1:] if address.startswith("@") else address
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-            sock.sendto(state.encode(), target)
-    except OSError as error:  # with no descriptor left too: what it tells of must happen all the same
-        logs.warn("cannot notify systemd", socket=address, error=error.strerror)

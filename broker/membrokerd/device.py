@@ -5,7 +5,7 @@ Opens the driver; decides sizes once, at the start. Must never be asked again wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from membroker.vmm import Driver, DriverUnavailable, Location, format_size, open_driver
@@ -33,6 +33,8 @@ class Plan:
     """The driver, and what may be lent of its device; sizes in bytes."""
 
     driver: Driver
+    reopen: Callable[[Mapping[str, int]], Driver]
+    """Opens the same driver with the descriptors that an earlier daemon's has left (`Driver.survivors`)."""
     directory: str
     capacities: Mapping[CoreLocation, int]
     headroom: Mapping[CoreLocation, int]
@@ -40,8 +42,15 @@ class Plan:
     stock_extents: int
     stock_bytes: int
 
-    def rules(self, config: Config, anchor: int, max_sessions: int, max_segment_extents: int) -> policy.Rules:
-        """Return the core's rules."""
+    def rules(
+        self,
+        config: Config,
+        anchor: int,
+        max_sessions: int,
+        max_segment_extents: int,
+        capacities: Mapping[CoreLocation, int] | None = None,
+    ) -> policy.Rules:
+        """Return the core's rules; `capacities` are the plan's, or more where more is lent already."""
         limits: dict[tuple[str, str | None, CoreLocation], int] = {}
         for tenant, row in config.tenants.items():
             _put(limits, tenant, None, row.limit, row.host_limit)
@@ -49,7 +58,7 @@ class Plan:
                 _put(limits, tenant, model, one.limit, one.host_limit)
         return policy.Rules(
             granularity=self.driver.device.granularity,
-            capacities=self.capacities,
+            capacities=capacities or self.capacities,
             limits=limits,
             anchor_bytes=anchor,
             settle_ns=int(config.settle_seconds * 1e9),
@@ -106,9 +115,14 @@ def _plan_host(config: Config) -> Plan:
         total = (config.capacity or HOST_DEFAULT_CAPACITY) + beside
     capacity = config.capacity if config.capacity is not None else total - beside
     _check_capacity(capacity, total, beside)
-    driver = open_driver("host", total_bytes=total, host_bytes=max(config.host_capacity, HOST_GRANULARITY))
+    host_bytes = max(config.host_capacity, HOST_GRANULARITY)
+
+    def open_twin(survivors: Mapping[str, int] | None = None) -> Driver:
+        return open_driver("host", total_bytes=total, host_bytes=host_bytes, survivors=survivors)
+
     return Plan(
-        driver,
+        open_twin(),
+        open_twin,
         "host",
         _capacities(capacity, config),
         {"device": config.headroom or 0},
@@ -138,7 +152,7 @@ def _plan_cuda(config: Config) -> Plan:
     stock = CUDA_STOCK if config.stock is None else config.stock
     extents = config.stock_extents if stock else 0
     directory, capacities = _directory(driver.device.uuid), _capacities(capacity, config)
-    return Plan(driver, directory, capacities, {"device": headroom}, reserve, extents, stock)
+    return Plan(driver, lambda _: driver, directory, capacities, {"device": headroom}, reserve, extents, stock)
 
 
 def _capacities(capacity: int, config: Config) -> dict[CoreLocation, int]:

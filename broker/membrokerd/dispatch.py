@@ -40,23 +40,22 @@ class Dispatcher:
     def __init__(self, loop: Loop, observe: ObserveRequest) -> None:
         self.loop = loop
         self._observe = observe
-        self._tickets: dict[bytes, Ticket] = {}
-        self._hashes: dict[int, bytes] = {}
+        self._tickets: dict[str, Ticket] = {}
+        self._hashes: dict[int, str] = {}
         loop.on_forget.append(self._forget)
+        for row in loop.broker.ledger.sessions.values():
+            self.admit(row.token_hash, Ticket(row.session, row.tenant, row.endpoint))
 
-    def issue_token(self, session: int, tenant: str, endpoint: str) -> str:
-        """Return a new secret that speaks for `session` at `endpoint`."""
-        token = secrets.token_urlsafe(32)
-        digest = _digest(token)
-        self._tickets[digest] = Ticket(session, tenant, endpoint)
-        self._hashes[session] = digest
-        return token
+    def admit(self, token_hash: str, ticket: Ticket) -> None:
+        """Let a token speak for a session."""
+        self._tickets[token_hash] = ticket
+        self._hashes[ticket.session] = token_hash
 
     def find(self, token: str, endpoint: str) -> Ticket:
         """Return what a token stands for at this endpoint, or raise `Refused`."""
         if not token:
             raise convert.Refused(deny(Reason.TOKEN_REQUIRED))
-        ticket = self._tickets.get(_digest(token))
+        ticket = self._tickets.get(hash_of(token))
         if ticket is None or ticket.endpoint != endpoint:
             raise convert.Refused(deny(Reason.TOKEN_REJECTED))
         return ticket
@@ -88,5 +87,12 @@ class Dispatcher:
             del self._tickets[digest]
 
 
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode()).digest()
+def new_token() -> tuple[str, str]:
+    """Return a new secret, and the hash by which it is known."""
+    token = secrets.token_urlsafe(32)
+    return token, hash_of(token)
+
+
+def hash_of(token: str) -> str:
+    """Return what is kept of a token."""
+    return hashlib.sha256(token.encode()).hexdigest()

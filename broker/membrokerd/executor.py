@@ -37,6 +37,7 @@ from . import logs
 from .core import policy
 from .core.denied import Reason
 from .core.effects import Make
+from .points import reach
 
 _T = TypeVar("_T")
 
@@ -168,7 +169,10 @@ class Executor:
             free = self._free(location)
             if not policy.gate(free, size, self._reserve):
                 return self._full(make, free or 0)
-            return self._lend(make.extent_bytes, len(make.ids), location, sealable=bool(make.segment))
+            reach("create")
+            descriptors = self._lend(make.extent_bytes, len(make.ids), location, sealable=bool(make.segment))
+            reach("created")
+            return descriptors
         except DriverOutOfMemory as error:
             return Failure(Reason.DEVICE_FULL, {**_numbers(make), "driver_says": str(error)})
         except DriverLimit as error:
@@ -192,8 +196,10 @@ class Executor:
 
     def _seal(self, descriptors: Sequence[int]) -> Failure | None:
         try:
+            reach("seal")
             for descriptor in descriptors:
                 self._timed("seal", partial(self._driver.seal, descriptor))
+            reach("sealed")
         except DriverError as error:
             return Failure(Reason.DRIVER_FAILED, {"driver_says": str(error)})
         except Exception as error:  # noqa: BLE001 - as above

@@ -9,7 +9,7 @@ from pathlib import Path
 from membroker.handoff import MAX_DESCRIPTORS, WINDOW
 
 OPEN_PER_SESSION = 5
-"""A session's connection, pidfd and notices, a gRPC connection, and one to spare."""
+"""A session's connection and notices, its pidfd and the copy for the descriptor store, and a gRPC connection."""
 OPEN_BESIDE = 64
 """The daemon's own: listeners, gRPC, the lock, the anchor, logs."""
 IN_FLIGHT_PER_SESSION = WINDOW * MAX_DESCRIPTORS + 1

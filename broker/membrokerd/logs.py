@@ -115,6 +115,11 @@ def _model_ended(fact: ft.ModelEnded) -> Fields:
     return {"model": str(fact.name)}
 
 
+def _model_carried(fact: ft.ModelCarried) -> Fields:
+    peaks = {f"{location}_peak_bytes": peak for location, peak in fact.peaks.items()}
+    return {"model": str(fact.name), **peaks, "allocations": fact.allocations, "releases": fact.releases}
+
+
 def _debited(fact: ft.Debited) -> Fields:
     return {
         "session": session_name(fact.session),
@@ -161,12 +166,20 @@ def _segment_left(fact: ft.SegmentLeft) -> Fields:
     return {"generation": fact.segment, "session": session_name(fact.session), "cause": fact.cause}
 
 
+def _segment_doubted(fact: ft.SegmentDoubted) -> Fields:
+    return {"generation": fact.segment}
+
+
 def _segment_credited(fact: ft.SegmentCredited) -> Fields:
     return {"generation": fact.segment, "count": len(fact.ids)}
 
 
 def _segment_ended(fact: ft.SegmentEnded) -> Fields:
     return {"generation": fact.segment, "proven": fact.proven}
+
+
+def _unaccounted_seen(fact: ft.UnaccountedSeen) -> Fields:
+    return {"location": fact.location, "unaccounted_bytes": fact.unaccounted}
 
 
 def _stock_changed(fact: ft.StockChanged) -> Fields:
@@ -193,8 +206,11 @@ _FACTS: dict[type, tuple[int, str, Callable[[Any], Fields]]] = {
     ft.SegmentEnded: (logging.INFO, "segment ended", _segment_ended),
     ft.SegmentHeld: (logging.DEBUG, "segment held", _segment_held),
     ft.SegmentLeft: (logging.DEBUG, "segment left", _segment_left),
+    ft.SegmentDoubted: (logging.DEBUG, "segment doubted", _segment_doubted),
     ft.SegmentCredited: (logging.DEBUG, "segment credited", _segment_credited),
+    ft.ModelCarried: (logging.DEBUG, "model carried", _model_carried),
     ft.StockChanged: (logging.DEBUG, "stock changed", _stock_changed),
+    ft.UnaccountedSeen: (logging.DEBUG, "unaccounted seen", _unaccounted_seen),
     ft.QuotaSet: (logging.INFO, "quota set", _quota_set),
     ft.Debited: (logging.DEBUG, "debited", _debited),
     ft.Credited: (logging.DEBUG, "credited", _credited),

@@ -14,15 +14,20 @@ from collections.abc import Callable
 from typing import Protocol
 
 from membroker.handoff import close_all
+from membroker.v1.handoff_pb2 import Frame, Notice
 from membroker.vmm import MemoryInfo, format_size
 
 from . import logs, suspects
 from .core import effects as fx
 from .core import events as ev
+from .core import facts as ft
 from .core import snapshot
 from .core.broker import Broker
 from .core.denied import Denied, Reason
+from .core.story import story
 from .executor import Executor, Failure, Figures
+from .journal import Journal
+from .points import reach
 from .store import DescriptorStore
 from .suspects import Process
 
@@ -41,7 +46,15 @@ class Link(Protocol):
         """Send what is queued."""
         ...
 
+    def notify(self, frame: Frame) -> None:
+        """Say something on the broker's own account."""
+        ...
+
     def disconnect(self, why: str) -> None:
+        """Close the connection because its peer broke the protocol."""
+        ...
+
+    def close(self, why: str) -> None:
         """Close the connection."""
         ...
 
@@ -57,15 +70,23 @@ class Loop:
         audit_seconds: float,
         observe_step: Callable[[float], None] = lambda seconds: None,
         context_bytes: int = 0,
+        journal: Journal | None = None,
+        observe_write: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.broker = broker
         self.executor = executor
         self.store = store
         self.links: dict[int, Link] = {}
+        self.resuming: dict[int, Link] = {}
+        """Connections on which a session is being taken up: nothing is delivered on them before that is done."""
         self.on_forget: list[Callable[[int], None]] = []
         self.figures: Figures = {}
+        self.drain: Notice | None = None
+        """The drain that goes on, as a session is told of it that begins, or goes on, in the middle of it."""
         self._audit_seconds = audit_seconds
         self._observe_step = observe_step
+        self._journal = journal
+        self._observe_write = observe_write
         self._context_bytes = context_bytes
         self._calls = itertools.count(1)
         self._replies: dict[int, Reply] = {}
@@ -92,17 +113,56 @@ class Loop:
         start = time.perf_counter()
         step = self.broker.step(event, clock())
         self._observe_step(time.perf_counter() - start)
+        is_written = self._write(step.facts)
         for fact in step.facts:
             logs.log_fact(fact)
         for effect in step.effects:
             try:
-                self._carry_out(effect)
+                if is_written or not isinstance(effect, fx.Make):
+                    self._carry_out(effect)
+                else:
+                    self._unwritten(effect)
             except Exception as error:  # noqa: BLE001 - the books have changed: the effects behind must happen
                 logs.fault(error, effect=type(effect).__name__)
         if self.broker.settling.waiting:
             self._schedule_audit(RELEASING_AUDIT_SECONDS)
         if self.broker.deadline != self._deadline:
             self._schedule_deadline()
+
+    def _write(self, facts: list[ft.Fact]) -> bool:
+        """Write down what changed, before anything comes of it; False when it is not on file."""
+        journal = self._journal
+        if journal is None or not (facts or journal.full):
+            return True
+        debits = any(isinstance(fact, ft.Debited | ft.SegmentBegan) for fact in facts)
+        reach("debit" if debits else "credit")
+        start = time.perf_counter()
+        is_written = journal.append(facts)
+        self._observe_write(time.perf_counter() - start)
+        self.broker.cannot_write = "" if is_written and not journal.full else "no room for its journal"
+        if journal.due:
+            self._compact(journal)
+        reach("debited" if debits else "credited")
+        return is_written
+
+    def _compact(self, journal: Journal) -> None:
+        reach("compact")
+        try:
+            journal.begin(story(self.broker.ledger))
+        except OSError as error:
+            logs.warn("the journal cannot be compacted, and grows on", error=error.strerror)
+        reach("compacted")
+
+    def _unwritten(self, make: fx.Make) -> None:
+        """Nothing is made of a debit that is not on file."""
+        if make.stocked:
+            self.executor.close(self._take_stock(make.location, make.extent_bytes, len(make.ids)), lambda _: None)
+        self._not_made(make, Failure(Reason.JOURNAL_FULL, {"driver_says": self.broker.cannot_write}))
+
+    def say(self, notice: Notice) -> None:
+        """Tell every session something on the broker's own account."""
+        for link in list(self.links.values()):
+            link.notify(Frame(notice=notice))
 
     def call_threadsafe(self, work: Callable[[], None]) -> None:
         """Run `work` on the event loop's thread; may be called from any thread."""
@@ -111,6 +171,9 @@ class Loop:
     def process_died(self, session: int) -> None:
         """A session's process is dead: look at the device, then tell the core."""
         self.executor.look(lambda figures: self._died(session, figures))
+        for link in (self.links.get(session), self.resuming.get(session)):
+            if link is not None:
+                link.close("its process died")
 
     def _died(self, session: int, figures: Figures) -> None:
         self.figures = figures
@@ -222,12 +285,14 @@ class Loop:
             close_all(outcome)
             self._not_made(make, Failure(Reason.DELIVERY_FAILED, {"location": make.location}))
         elif make.segment:
+            reach("store")
             self.store.keep(make.segment, make.ids, outcome, lambda error: self._kept(make, outcome, error))
         else:
             self._deliver(make, outcome)
 
     def _kept(self, make: fx.Make, descriptors: list[int], error: OSError | None) -> None:
         """The store has a packet of a segment, or has it not: only then may anybody get it."""
+        reach("stored")
         if error is not None:
             close_all(descriptors)
             self._not_made(make, Failure(Reason.DESCRIPTORS_EXHAUSTED, {"driver_says": str(error)}))

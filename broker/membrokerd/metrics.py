@@ -101,6 +101,7 @@ REQUESTS = Spec(
     ("method", "transport"),
 )
 STEPS = Spec("membroker_core_step_seconds", "histogram", "Time of one step of the core: the books and the rules.")
+JOURNAL = Spec("membroker_journal_append_seconds", "histogram", "Time of writing one step's facts down.")
 STOCK_EXTENTS = Spec(
     "membroker_stock_extents_total",
     "counter",
@@ -186,6 +187,7 @@ class Metrics:
         self.driver_calls = Histogram(DRIVER_CALLS)
         self.requests = Histogram(REQUESTS)
         self.steps = Histogram(STEPS)
+        self.journal = Histogram(JOURNAL)
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -205,6 +207,7 @@ class Metrics:
         yield self.driver_calls.collect(view.device.uuid)
         yield self.requests.collect(view.device.uuid)
         yield self.steps.collect(view.device.uuid)
+        yield self.journal.collect(view.device.uuid)
 
 
 class _Families:

@@ -29,8 +29,8 @@ TRUTH_BYTES = 256 * MIB
 PATTERN = b"written by a process that is dead"
 
 
-MakeDriver = Callable[[], Driver]
-"""Makes a driver in this process, or in a child."""
+MakeDriver = Callable[..., Driver]
+"""Makes a driver in this process, or in a child; with `survivors=`, where its drivers have any."""
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = DEADLINE_SECONDS) -> None:
@@ -201,6 +201,13 @@ class ChildProcess:
         expect(bool(data) and len(descriptors) == 1, "the other process sent no descriptor")
         return descriptors[0]
 
+    def receive_survivors(self) -> tuple[int, dict[str, int]]:
+        """Return the extent and the survivors that `create_and_hand_over` sent."""
+        data, descriptors, _flags, _peer = socket.recv_fds(self._channel, 1024, 16)
+        expect(bool(data) and len(data.split()) == len(descriptors), "the other process did not send all")
+        kept = dict(zip(data.decode("ascii").split(), descriptors, strict=True))
+        return kept.pop("extent"), kept
+
     def send_descriptor(self, descriptor: int) -> None:
         socket.send_fds(self._channel, [b"d"], [descriptor])
 
@@ -247,6 +254,18 @@ def create_and_send(channel: socket.socket, make_driver: MakeDriver) -> None:
         with exported(driver, handle) as descriptor:
             socket.send_fds(channel, [b"d"], [descriptor])
         channel.recv(1)
+
+
+def create_and_hand_over(channel: socket.socket, make_driver: MakeDriver) -> None:
+    """Play a driver that is killed: one of its extents is the receiver's, another dies with it."""
+    driver = make_driver()
+    kept = driver.survivors()
+    handle = driver.create(TRUTH_BYTES)
+    driver.create(driver.device.granularity)
+    with exported(driver, handle) as descriptor:
+        driver.release(handle)
+        socket.send_fds(channel, [" ".join(["extent", *kept]).encode("ascii")], [descriptor, *kept.values()])
+    channel.recv(1)
 
 
 def keep_descriptor(channel: socket.socket, _make_driver: MakeDriver) -> None:

@@ -1,36 +1,37 @@
 """A call in flight on the handoff connection: what has come of it, and when it is over.
 
-Owns the state of one call and the contract for who takes its descriptors. It must never touch a socket or a lock:
-the connection does, and keeps this state under its own.
+Owns the state of one call, what a packet means for it, and the contract for who takes its descriptors. It must never
+touch a socket or a lock: the connection does, and keeps this state under its own.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from google.protobuf.message import Message
 
 from membroker import handoff
-from membroker.errors import MembrokerError, ProtocolError
+from membroker.endpoint import DESCRIPTORS_SHORT
+from membroker.errors import DescriptorLimit, MembrokerError, ProtocolError, from_status
 from membroker.v1 import broker_pb2, resources_pb2
-from membroker.v1.handoff_pb2 import Delivery
+from membroker.v1.handoff_pb2 import Delivery, Reply
 
 Outcome = Message | MembrokerError
 """The end of a call: the response, or the refusal as it will be raised."""
 
 
 class DeliveryHandler(Protocol):
-    """Takes the descriptors of one call."""
+    """Takes the descriptors of one call, and again from the first one when it is made anew after `undo`."""
 
     def receive(self, delivery: Delivery, descriptors: Sequence[int]) -> None:
         """Import the extents of one delivery. The descriptors are closed afterwards, whatever happens."""
         ...
 
     def undo(self) -> None:
-        """Drop all that was received: the call has failed, and its extents are released after this."""
+        """Drop all that was received: the call has failed, and its extents are given back after this."""
         ...
 
 
@@ -46,17 +47,25 @@ class Nothing:
 
 
 class Call:
-    """One call in flight. `beside`: its answer comes by gRPC, beside this connection."""
+    """One call in flight. `beside`: its answer comes by gRPC, beside this connection; `note` enters what it did."""
 
     __slots__ = (
         *("beside", "deadline", "dry", "extent_ids", "inbox"),
-        *("keep", "outcome", "request_id", "segment", "sent"),
+        *("keep", "note", "outcome", "request_id", "segment", "sent"),
     )
 
-    def __init__(self, request_id: int, *, beside: bool = False, deadline: float | None = None) -> None:
+    def __init__(
+        self,
+        request_id: int,
+        *,
+        beside: bool = False,
+        deadline: float | None = None,
+        note: Callable[[], None] | None = None,
+    ) -> None:
         self.request_id = request_id
         self.beside = beside
         self.deadline = deadline
+        self.note = note
         self.inbox: deque[handoff.Packet] = deque()
         self.extent_ids: list[int] = []
         self.segment = 0
@@ -87,3 +96,35 @@ class Call:
         """Return how many milliseconds to wait for the next packet; None for ever."""
         seconds = self.seconds_left()
         return None if seconds is None else seconds * 1000
+
+
+def outcome_of(reply: Reply) -> Outcome:
+    """Return how a call ends that is answered so."""
+    result = reply.WhichOneof("result")
+    if result == "error":
+        return from_status(reply.error)
+    if result is None:
+        return ProtocolError("the broker answered with nothing that this version knows")
+    response: Message = getattr(reply, result)
+    return response
+
+
+def check_whole(packet: handoff.Packet) -> None:
+    """Raise unless every extent of a delivery came with its descriptor."""
+    ids = packet.frame.delivery.extent_ids
+    if packet.truncated:
+        raise DescriptorLimit(f"{len(packet.descriptors)} of {len(ids)} descriptors arrived: {DESCRIPTORS_SHORT}")
+    if len(ids) != len(packet.descriptors):
+        raise ProtocolError(f"{len(packet.descriptors)} descriptors came for {len(ids)} extents")
+
+
+def close_packet(packet: handoff.Packet) -> None:
+    """Close the descriptors of a packet; each is forgotten first, so that none is closed twice."""
+    while packet.descriptors:
+        handoff.close_all([packet.descriptors.pop()])
+
+
+def close_packets(packets: deque[handoff.Packet]) -> None:
+    """Close the descriptors of packets, and forget them."""
+    while packets:
+        close_packet(packets.popleft())

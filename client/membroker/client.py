@@ -6,22 +6,29 @@ wire, nor do what a `Session`, a `Model` or a pool does.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from membroker import convert
 from membroker.endpoint import find_endpoint
-from membroker.grpc_calls import CONTROL_SECONDS
+from membroker.errors import BrokerAbsent, BrokerUnavailable
 from membroker.model import Model
+from membroker.notices import Notice
+from membroker.resume import pauses
 from membroker.segment import Segment
 from membroker.session import Session
 from membroker.types import DeviceStatus, ModelStatus, SegmentStatus, SessionStatus
 from membroker.v1 import broker_pb2 as pb
 from membroker.vmm.driver import Driver, Location
+
+logger = logging.getLogger("membroker")
 
 PAGE = 1000
 """How many entries of a listing one call asks for: the most that a broker gives."""
@@ -34,6 +41,7 @@ def connect(
     observer: bool = False,
     client: str | None = None,
     timeout: float = 5.0,
+    outage: float = 30.0,
     driver: Driver | None = None,
 ) -> Client:
     """Open a session with the broker at `endpoint` and return its client, which ends it.
@@ -41,18 +49,59 @@ def connect(
     `endpoint` is a directory; without it MEMBROKER_ENDPOINT, else the only broker of this machine.
     `transport="grpc"` borrows by gRPC calls, which are slower; descriptors come on the handoff socket in any case.
     An `observer` reads the books and borrows nothing. `client` is what people see in `membroker sessions`, by
-    default the program's name. `timeout`, in seconds, bounds the greeting and the goodbye. `driver` replaces the
-    driver of the broker's device and stays the caller's.
+    default the program's name. `driver` replaces the driver of the broker's device and stays the caller's.
+
+    Where no broker is there yet, it is waited for, `timeout` seconds at most, which also bounds the greeting and the
+    goodbye. When the broker goes away later, what is mapped stays valid, and the session goes on with the next broker
+    that knows it: it tries for ever. `outage` is how many seconds a call waits for that before it raises
+    `BrokerUnavailable`; with 0 it raises at once.
 
     Raises `BrokerUnavailable` or `AccessDenied` with what is wrong and the command that mends it,
     `InvalidRequest`, `ProtocolError`, `TooMany` or `DescriptorLimit`.
     """
+    attempt = partial(
+        enter,
+        endpoint,
+        transport=transport,
+        observer=observer,
+        client=client,
+        timeout=timeout,
+        outage=outage,
+        driver=driver,
+    )
+    deadline, told = time.monotonic() + timeout, False
+    for pause in pauses():
+        try:
+            return attempt()
+        except BrokerUnavailable as error:
+            left = deadline - time.monotonic()
+            if left <= 0 or not (isinstance(error, BrokerAbsent) or error.reason == "STOPPING"):
+                raise
+            if not told:
+                logger.info("waiting up to %g s for a broker: %s", timeout, error)
+                told = True
+        time.sleep(min(pause, left))
+    raise AssertionError("pauses() has no end")
+
+
+def enter(
+    endpoint: str | os.PathLike[str] | None = None,
+    *,
+    transport: str = "handoff",
+    observer: bool = False,
+    client: str | None = None,
+    timeout: float = 5.0,
+    outage: float = 0.0,
+    driver: Driver | None = None,
+) -> Client:
+    """As `connect`, but a broker that is not there, or goes, is not waited for: for commands, which can be repeated."""
     session = Session(
         find_endpoint(endpoint),
         transport=transport,
         observer=observer,
         client=client if client is not None else _program(),
         timeout=timeout,
+        outage=outage,
         driver=driver,
     )
     return Client(session)
@@ -140,14 +189,14 @@ class Client:
         if virtual_capacity is not None:
             request.virtual_capacity_bytes = convert.bytes_of("virtual_capacity", virtual_capacity, at_least=1)
         self._session.check_open()
-        request.request_id = self._session.connection.new_request_id()
-        return Model(self._session, self._call("RegisterModel", request))
+        return Model(self._session, self._session.control.register_model(request))
 
     def attach(self, name: str, *, timeout: float = 60.0) -> Segment:
         """Attach a segment of this tenant, read-only.
 
         `name` is the segment's own, `model/segment` where several models have one of that name, or its resource name.
-        Waits up to `timeout` seconds, at most a day, for a segment that is still being written. Raises
+        Waits up to `timeout` seconds, at most a day, for a segment that is still being written, and anew after an
+        outage of the broker. Raises
         `SegmentNotFound` at once where there is none, `SegmentNotSealed` when the time is over, `WriterDied`,
         `InvalidRequest`, `DeviceFailure`, `DescriptorLimit`, `BrokerUnavailable`.
         """
@@ -193,11 +242,23 @@ class Client:
         )
         return [session for page in pages for session in convert.sessions(page.sessions)]
 
+    def on_notice(self, callback: Callable[[Notice], object]) -> None:
+        """Call `callback` with each `Draining`, `Undrained`, `Stopping`, `Disconnected`, `Resumed` and `Forgotten`.
+
+        It is called in the library's own thread, one notice after another, and first of all with a drain that goes on
+        already; while it runs, nothing that is garbage is given back. What it raises is logged. It is kept until the
+        client is closed, and what it refers to as well.
+        """
+        self._session.check_open()
+        self._session.line.on_notice(callback)
+
     def close(self) -> None:
         """Give back all that this client's pools and buffers hold, and end the session. Idempotent.
 
         Raises nothing when the broker is away. Memory that has living views, and with it the session, stays until
-        the last view is gone; no call is possible meanwhile.
+        the last view is gone; no call is possible meanwhile. A broker that is gone is waited for as long as
+        `connect`'s `timeout`, and no longer than its `outage`; when it is not back by then, the session stays charged
+        there until this process ends, or an operator has it forgotten.
         """
         self._session.close()
 
@@ -214,7 +275,7 @@ class Client:
 
     def _call(self, method: str, request: Any) -> Any:
         self._session.check_open()
-        return self._session.calls.call(method, request, CONTROL_SECONDS)
+        return self._session.control.ask(method, request)
 
 
 def _pages(ask: Callable[[str], Any]) -> Iterable[Any]:

@@ -1,8 +1,9 @@
-"""The handoff connection of one session: calls, and the descriptors that come with their answers.
+"""One handoff connection of a session: calls, and the descriptors that come with their answers.
 
 Owns the call socket. The thread that calls reads the socket itself, one thread at a time, and hands the others
 what is theirs: a thread for reading would double the round trip. It must never map anything or know what an
 extent is for, never keep a descriptor when a delivery has been handled, and never be shared with a forked child.
+When it is lost, its calls undo what they did and raise; that a session gets another one is its line's work.
 """
 
 from __future__ import annotations
@@ -13,24 +14,26 @@ import select
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from google.protobuf.message import Message
 
 from membroker import handoff
-from membroker.calls import Call, DeliveryHandler, Nothing, Outcome
-from membroker.endpoint import DESCRIPTORS_SHORT
-from membroker.errors import (
-    BrokerUnavailable,
-    ClosedError,
-    DescriptorLimit,
-    MembrokerError,
-    ProtocolError,
-    from_status,
+from membroker.calls import (
+    Call,
+    DeliveryHandler,
+    Nothing,
+    Outcome,
+    check_whole,
+    close_packet,
+    close_packets,
+    outcome_of,
 )
+from membroker.condition import Condition
+from membroker.errors import BrokerUnavailable, ClosedError, MembrokerError, ProtocolError, from_status
 from membroker.interrupts import HeldOff, Waiting, is_held_off
+from membroker.registry import Registry
 from membroker.v1 import broker_pb2
 from membroker.v1 import handoff_pb2 as pb
 
@@ -38,15 +41,30 @@ logger = logging.getLogger("membroker")
 
 
 class Connection:
-    """A connected handoff socket, after the Welcome."""
+    """A connected handoff socket, after the Welcome, or after the last Holds.
 
-    def __init__(self, connection: socket.socket, name: str) -> None:
+    What each call brings is entered in `registry`. `request_ids` are the session's, 1 was the Hello; `models` are those
+    that it had registered when it was taken up again here. `on_lost` is called when the broker is gone, by any thread.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        name: str,
+        registry: Registry,
+        *,
+        request_ids: Iterator[int] | None = None,
+        models: Collection[str] = (),
+        on_lost: Callable[[Connection], None] = lambda _: None,
+    ) -> None:
+        self.models = frozenset(models)
         self._socket = connection
         self._name = name
-        self._request_ids = itertools.count(2)  # 1 was the Hello
+        self._registry = registry
+        self._request_ids = request_ids or itertools.count(2)
+        self._on_lost = on_lost
         self._calls: dict[int, Call] = {}
-        self._changed = threading.Condition(threading.Lock())
-        self._pausing: list[threading.Lock] = []
+        self._changed = Condition()
         self._reader: int | None = None
         self._end: tuple[type[MembrokerError], str] | None = None
         self._stopping = ""
@@ -63,14 +81,21 @@ class Connection:
         """Return an id that no other call of this session has."""
         return next(self._request_ids)
 
-    def call(self, frame: pb.Frame, handler: DeliveryHandler | None = None, timeout: float | None = None) -> Message:
-        """Send `frame` and return its response, after `handler` has taken every delivery.
+    def call(
+        self,
+        frame: pb.Frame,
+        handler: DeliveryHandler | None = None,
+        *,
+        timeout: float | None = None,
+        note: Callable[[], None] | None = None,
+    ) -> Message:
+        """Send `frame` and return its response, after `handler` has taken every delivery, and `note` was called.
 
         When this raises, `handler` has undone all it took, and all extents of the call are released, at the
         latest when the broker answers. Raises the broker's refusal, `BrokerUnavailable`, `DescriptorLimit`, and
         what `handler` raises.
         """
-        call = self._begin(Call(self.new_request_id(), deadline=timeout and time.monotonic() + timeout))
+        call = Call(self.new_request_id(), deadline=timeout and time.monotonic() + timeout, note=note)
         frame.request_id = call.request_id
         data = handoff.encode(frame)
 
@@ -86,13 +111,26 @@ class Connection:
 
         `start(request_id, finish)` begins it; `finish(outcome)` is called once, by any thread.
         """
-        call = self._begin(Call(self.new_request_id(), beside=True))
+        call = Call(self.new_request_id(), beside=True)
 
         def begin() -> None:
             start(call.request_id, lambda outcome: self._finish(call, outcome))
             call.sent.append(1)
 
         return self._conduct(call, handler, begin)
+
+    @contextmanager
+    def busy(self) -> Iterator[int]:
+        """Yield an id for a call that is made elsewhere: this session is not taken up again before the block has ended.
+
+        A generator, so that an interrupt between its beginning and the block still ends it. Raises as `call`.
+        """
+        call = Call(self.new_request_id(), beside=True)
+        try:
+            self._begin(call)
+            yield call.request_id
+        finally:
+            self._forget(call)
 
     def release(self, extent_ids: Iterable[int]) -> None:
         """Say that extents are given back, without waiting for an answer; a refusal comes as a notice."""
@@ -109,14 +147,41 @@ class Connection:
 
     # The end
 
-    def heard(self, notice: pb.Notice) -> None:
-        """Take a notice of the broker."""
-        kind = notice.WhichOneof("kind")
-        if kind == "stopping":
-            self._stopping = " (it had said that it stops)"
-            logger.info("the broker stops; what is mapped stays valid")
-        elif kind == "release_refused":
-            logger.warning("the broker refused what was given back: %s", notice.release_refused.message)
+    def heard_stopping(self) -> None:
+        """Note that the broker said that it stops: the error of its end says so too."""
+        self._stopping = " (it had said that it stops)"
+
+    @property
+    def lost(self) -> bool:
+        """Whether the broker is gone from the other end."""
+        return self._end is not None and self._end[0] is BrokerUnavailable
+
+    def read_to_the_end(self) -> None:
+        """The broker has closed: read what it still said, after whoever reads already, and note that it is gone."""
+        while True:
+            with self._changed:
+                while self._reader is not None and self._end is None:
+                    self._changed.wait()
+                if self._end is not None:
+                    return
+                self._reader = threading.get_ident()
+            packet = None
+            try:
+                poller = select.poll()
+                poller.register(self._socket, select.POLLIN)
+                if not poller.poll(0):
+                    raise handoff.EndOfConnection
+                packet = handoff.receive(self._socket)
+            except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
+                self._lose(error)
+            finally:
+                self._resign(packet)
+
+    def wait_until_idle(self) -> None:
+        """Wait until every call has ended: once the connection is lost, what it had mapped is unmapped then."""
+        with self._changed:
+            while self._calls:
+                self._changed.wait()
 
     def say_goodbye(self, timeout: float) -> None:
         """End the session at the broker, when it still listens; wait `timeout` seconds for its word."""
@@ -128,16 +193,18 @@ class Connection:
         self._break(ClosedError, "the client is closed")
         with self._changed:
             # A descriptor's number can be reused the moment it is closed: nobody may be reading from it.
-            self._changed.wait_for(lambda: self._reader is None, timeout=5)
+            deadline = time.monotonic() + 5
+            while self._reader is not None and (seconds := deadline - time.monotonic()) > 0:
+                self._changed.wait(seconds)
         self._close_sockets()
 
     def abandon(self) -> None:
         """In a forked child: close the inherited sockets. Takes no lock; never a shutdown, which the parent feels."""
         self._end = (ClosedError, "this client belongs to the process that this one was forked from")
-        self._changed, self._pausing = threading.Condition(threading.Lock()), []
+        self._changed = Condition()
         self._reader = None
         for call in self._calls.values():
-            _close_packets(call.inbox)
+            close_packets(call.inbox)
         self._close_sockets()
 
     def _close_sockets(self) -> None:
@@ -150,7 +217,7 @@ class Connection:
                 self._end = (kind, why)
                 with suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
-            self._tell_all()
+            self._changed.tell_all()
 
     def _check_open(self) -> None:
         if self._end is not None:
@@ -159,10 +226,16 @@ class Connection:
 
     # One call, from its begin to its end
 
-    def _begin(self, call: Call) -> Call:
-        self._check_open()
+    def _begin(self, call: Call) -> None:
+        # In this order: whoever takes the session up again waits for what is entered when the connection is lost.
         self._calls[call.request_id] = call
-        return call
+        self._check_open()
+
+    def _forget(self, call: Call) -> None:
+        self._calls.pop(call.request_id, None)
+        if self._end is not None:
+            with self._changed:
+                self._changed.tell_all()
 
     def _conduct(self, call: Call, handler: DeliveryHandler, start: Callable[[], None]) -> Message:
         with HeldOff():
@@ -170,6 +243,7 @@ class Connection:
 
     def _conduct_held_off(self, call: Call, handler: DeliveryHandler, start: Callable[[], None]) -> Message:
         try:
+            self._begin(call)
             start()
             while self._wait(call):
                 self._take(call, handler)
@@ -190,12 +264,22 @@ class Connection:
             finally:
                 threading.Thread(target=self._abandon, args=(call,), name="membroker-given-up", daemon=True).start()
             raise
-        del self._calls[call.request_id]
+        self._note(call)
+        self._forget(call)
         assert call.outcome is not None
         return call.outcome
 
+    def _note(self, call: Call) -> None:
+        """Enter what a call has brought, before it is forgotten: no Holds can miss it."""
+        if call.segment:
+            self._registry.attached(call.segment)
+        elif call.extent_ids:
+            self._registry.borrowed(call.extent_ids)
+        if call.note is not None:
+            call.note()
+
     def _undo(self, call: Call, handler: DeliveryHandler) -> None:
-        """Let the handler unmap; what it could not unmap is not released either."""
+        """Let the handler unmap; what it could not unmap is not given back either, but held."""
         call.keep = True
         handler.undo()
         call.keep = False
@@ -213,8 +297,10 @@ class Connection:
                 else:
                     self.release(call.extent_ids)
         finally:
-            self._calls.pop(call.request_id, None)
-            _close_packets(call.inbox)
+            if call.keep:
+                self._note(call)
+            close_packets(call.inbox)
+            self._forget(call)
 
     def _take(self, call: Call, handler: DeliveryHandler | None) -> None:
         """Handle the oldest delivery of a call; without a handler, close it unused. Acknowledge it in any case."""
@@ -224,10 +310,10 @@ class Connection:
         call.segment = delivery.segment
         try:
             if handler is not None:
-                _check_whole(packet)
+                check_whole(packet)
                 handler.receive(delivery, packet.descriptors)
         finally:
-            _close(packet)
+            close_packet(packet)
             call.inbox.popleft()
             self._acknowledge(call.request_id, delivery.part)
 
@@ -238,7 +324,7 @@ class Connection:
         """Take the outcome of a call that was made beside; any thread."""
         with self._changed:
             call.outcome = outcome
-            self._tell_all()
+            self._changed.tell_all()
         # Its thread may be the one that waits for the socket. Full or closed: it is awake, or gone.
         with suppress(OSError):
             self._nudge.send(b"\0")
@@ -260,34 +346,11 @@ class Connection:
         while True:
             with self._changed:
                 while not self._my_turn(call):
-                    self._pause(call.seconds_left())
+                    self._changed.wait(call.seconds_left())
                 if call.inbox or call.is_over():
                     return bool(call.inbox)
                 self._reader = threading.get_ident()
             self._read(call)
-
-    def _pause(self, seconds: float | None) -> None:
-        """Wait for a change, with the lock let go, as `Condition.wait` does. The lock is held.
-
-        That is Python: an interrupt between two of its lines would leave the lock open where it must be held.
-        """
-        waiter = threading.Lock()
-        waiter.acquire()
-        self._pausing.append(waiter)
-        self._changed.release()
-        try:
-            with Waiting():
-                waiter.acquire(timeout=-1 if seconds is None else seconds)
-        finally:
-            self._changed.acquire()
-            if waiter in self._pausing:
-                self._pausing.remove(waiter)
-
-    def _tell_all(self) -> None:
-        """Wake every thread that waits for a change. The lock is held."""
-        self._changed.notify_all()
-        while self._pausing:
-            self._pausing.pop().release()
 
     def _my_turn(self, call: Call) -> bool:
         """Say whether `call` has something, or may read the socket. Raises when there is nothing to wait for."""
@@ -337,7 +400,7 @@ class Connection:
             if packet is not None and not self._route(packet):
                 stray = packet
             self._reader = None
-            self._tell_all()
+            self._changed.tell_all()
         if stray is not None:
             self._refuse(stray)
 
@@ -350,16 +413,23 @@ class Connection:
         if kind == "delivery":
             call.inbox.append(packet)
             if packet.frame.delivery.HasField("reply"):
-                call.outcome = _outcome(packet.frame.delivery.reply)
+                call.outcome = outcome_of(packet.frame.delivery.reply)
         else:
-            call.outcome = _outcome(packet.frame.reply)
+            call.outcome = outcome_of(packet.frame.reply)
         return True
 
     def _refuse(self, packet: handoff.Packet) -> None:
         """Drop what no call waits for; extents in it are given back."""
-        _close(packet)
-        if packet.frame.WhichOneof("kind") != "delivery":
-            logger.warning("the broker sent a frame that nobody waits for: %s", packet.frame.WhichOneof("kind"))
+        close_packet(packet)
+        kind = packet.frame.WhichOneof("kind")
+        if kind == "reply" and packet.frame.reply.HasField("error"):
+            error = from_status(packet.frame.reply.error)
+            if error.reason == "PROTOCOL_VIOLATION":
+                # It closes now, and what was wrong would be wrong again.
+                self._break(ProtocolError, f"the broker at {self._name} ended the connection: {error}")
+                return
+        if kind != "delivery":
+            logger.warning("the broker sent a frame that nobody waits for: %s", kind)
             return
         delivery = packet.frame.delivery
         with suppress(MembrokerError):
@@ -376,35 +446,7 @@ class Connection:
         self._break(
             BrokerUnavailable,
             f"the broker at {self._name} is gone{self._stopping}: what is mapped stays valid; "
-            "start it again (`membrokerd`) and connect anew",
+            "start it again (`membrokerd`), and the session goes on",
         )
-
-
-def _outcome(reply: pb.Reply) -> Outcome:
-    result = reply.WhichOneof("result")
-    if result == "error":
-        return from_status(reply.error)
-    if result is None:
-        return ProtocolError("the broker answered with nothing that this version knows")
-    response: Message = getattr(reply, result)
-    return response
-
-
-def _check_whole(packet: handoff.Packet) -> None:
-    """Raise unless every extent of a delivery came with its descriptor."""
-    ids = packet.frame.delivery.extent_ids
-    if packet.truncated:
-        raise DescriptorLimit(f"{len(packet.descriptors)} of {len(ids)} descriptors arrived: {DESCRIPTORS_SHORT}")
-    if len(ids) != len(packet.descriptors):
-        raise ProtocolError(f"{len(packet.descriptors)} descriptors came for {len(ids)} extents")
-
-
-def _close(packet: handoff.Packet) -> None:
-    """Close the descriptors of a packet; each is forgotten first, so that none is closed twice."""
-    while packet.descriptors:
-        handoff.close_all([packet.descriptors.pop()])
-
-
-def _close_packets(packets: deque[handoff.Packet]) -> None:
-    while packets:
-        _close(packets.popleft())
+        if self.lost:
+            self._on_lost(self)

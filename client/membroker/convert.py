@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from datetime import UTC
 
 from membroker.errors import InvalidRequest
+from membroker.notices import Draining, Notice, Stopping, Undrained
 from membroker.types import (
     DeviceStatus,
     LocationBooks,
@@ -18,6 +19,7 @@ from membroker.types import (
     SessionBooks,
     SessionStatus,
 )
+from membroker.v1 import handoff_pb2
 from membroker.v1 import resources_pb2 as pb
 from membroker.vmm.driver import Location
 from membroker.vmm.sizes import parse_size
@@ -74,6 +76,7 @@ def device(message: pb.Device) -> DeviceStatus:
         sessions=message.sessions,
         detached_sessions=message.detached_sessions,
         metrics_url=message.metrics_url,
+        draining=message.draining,
     )
 
 
@@ -167,3 +170,14 @@ def session(message: pb.Session) -> SessionStatus:
 
 def _session_books(message: pb.SessionBooks) -> SessionBooks:
     return SessionBooks(location_name(message.location), message.used_bytes, message.extents)
+
+
+def notice(message: handoff_pb2.Notice) -> Notice | None:
+    """Return what a user is told of a broker's notice; None for what is the library's own business."""
+    kind = message.WhichOneof("kind")
+    if kind == "draining":
+        deadline = message.draining.deadline.ToDatetime(UTC) if message.draining.HasField("deadline") else None
+        return Draining(deadline)
+    if kind == "undrained":
+        return Undrained()
+    return Stopping() if kind == "stopping" else None

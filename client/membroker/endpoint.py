@@ -14,9 +14,17 @@ import socket
 import stat
 import struct
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from membroker.errors import AccessDenied, BrokerUnavailable, DescriptorLimit, InvalidRequest, MembrokerError
+from membroker.errors import (
+    AccessDenied,
+    BrokerAbsent,
+    BrokerUnavailable,
+    DescriptorLimit,
+    InvalidRequest,
+    MembrokerError,
+)
 
 VARIABLE = "MEMBROKER_ENDPOINT"
 MAX_PATH_BYTES = 107
@@ -51,7 +59,7 @@ def default_device(env: Mapping[str, str] = os.environ) -> Path:
             )
         if devices:
             return devices[0]
-    raise BrokerUnavailable(
+    raise BrokerAbsent(
         f"no broker was found under {' or '.join(map(str, looked))}: {_START}, "
         f"or name its endpoint's directory with {VARIABLE}=…"
     )
@@ -123,11 +131,11 @@ def diagnose(path: Path, error: OSError) -> MembrokerError:
     if error.errno in (errno.EACCES, errno.EPERM):
         return AccessDenied(_denied(path))
     if error.errno == errno.ENOENT:
-        return BrokerUnavailable(_absent(path))
+        return BrokerAbsent(_absent(path))
     if error.errno == errno.ENOTDIR:
         return BrokerUnavailable(f"{_first(path, _is_no_directory)} is not a directory: {_name_endpoint(path)}")
     if error.errno == errno.ECONNREFUSED:
-        return BrokerUnavailable(_refused(path))
+        return _refused(path)
     if error.errno == errno.EPROTOTYPE:
         return BrokerUnavailable(f"{path} is a socket of another kind, not a broker's: {_name_endpoint(path)}")
     if error.errno in (errno.EAGAIN, errno.ETIMEDOUT):
@@ -143,10 +151,13 @@ def silent(path: Path) -> str:
     )
 
 
-def _refused(path: Path) -> str:
-    if not stat.S_ISSOCK(os.stat(path).st_mode):
-        return f"{path} is not a socket: {_name_endpoint(path)}"
-    return f"nobody listens at {path}: the broker is dead and left its socket behind; {_START}, which replaces it"
+def _refused(path: Path) -> BrokerUnavailable:
+    with suppress(FileNotFoundError):  # a broker that stops takes its socket away
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return BrokerUnavailable(f"{path} is not a socket: {_name_endpoint(path)}")
+    return BrokerAbsent(
+        f"nobody listens at {path}: the broker is dead and left its socket behind; {_START}, which replaces it"
+    )
 
 
 def _absent(path: Path) -> str:

@@ -60,6 +60,14 @@ class BrokerUnavailable(MembrokerError, ConnectionError):
     """No broker answers. The message says which of the possible things is wrong, and the command that mends it."""
 
 
+class BrokerAbsent(BrokerUnavailable):
+    """There is no broker where one was looked for, and one may come: `connect` waits for it."""
+
+
+class SessionLost(BrokerUnavailable):
+    """The broker does not know the session, so it cannot be taken up again. What is mapped stays valid until closed."""
+
+
 class InvalidRequest(MembrokerError, ValueError):
     """An argument that no broker would accept: a size, a count, a name."""
 
@@ -163,6 +171,7 @@ _CLASSES: dict[str, type[MembrokerError]] = {
     "MODEL_EXISTS": ModelAlreadyExists,
     "MODEL_IN_USE": ModelInUse,
     "EXTENT_NOT_FOUND": NotFound,
+    "SESSION_NOT_DETACHED": NotFound,
     "TENANT_NOT_FOUND": NotFound,
     "SEGMENT_NOT_FOUND": SegmentNotFound,
     "SEGMENT_EXISTS": SegmentExists,
@@ -183,6 +192,8 @@ _CLASSES: dict[str, type[MembrokerError]] = {
     "PROTOCOL_VIOLATION": ProtocolError,
     "REQUEST_ID_IN_USE": ProtocolError,
     "STOPPING": BrokerUnavailable,
+    "DRAINING": BrokerUnavailable,
+    "JOURNAL_FULL": BrokerUnavailable,
     "INTERNAL": MembrokerError,
 }
 

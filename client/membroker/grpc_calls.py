@@ -2,6 +2,7 @@
 
 Owns a channel, made at the first call, and the translation of an RpcError. It must never stream (a streaming call
 that races the interpreter's exit can hang for ever), never retry, and never touch the channel in a forked child.
+A channel finds the next broker by itself: what is lost with the one before is its caller's to make anew.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 CONTROL_SECONDS = 30.0
 """How long a call that moves no memory may take."""
+PATIENT_SECONDS = 5.0
+"""How long the first of them may take over a channel that has to find a new broker."""
 
 TOKEN_METADATA = "membroker-token"
 STATUS_METADATA = "grpc-status-details-bin"
@@ -56,6 +59,8 @@ class GrpcCalls:
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
         self._stub: Any = None
+        self.patient = False
+        """Whether a call waits until a broker is there: up to the first answer, where its handoff socket was there."""
 
     def call(self, method: str, request: Message, timeout: float | None = None) -> Any:
         """Make the call and return its response; `timeout` in seconds.
@@ -69,11 +74,17 @@ class GrpcCalls:
             # An interrupt inside gRPC's own code would leave its channel locked for every other thread, for ever.
             with HeldOff():
                 ask = getattr(self._open(), method)
+                options: dict[str, Any] = {"metadata": self._metadata, "timeout": timeout}
+                if self.patient:
+                    options.update(wait_for_ready=True, timeout=PATIENT_SECONDS)
                 if nested or not is_held_off():
-                    return ask(request, metadata=self._metadata, timeout=timeout)
-                return self._wait_for(ask.future(request, metadata=self._metadata, timeout=timeout))
+                    response = ask(request, **options)
+                else:
+                    response = self._wait_for(ask.future(request, **options))
         except grpc.RpcError as error:
             raise self._translate(error) from error
+        self.patient = False
+        return response
 
     def _wait_for(self, future: Any) -> Any:
         """Return the response, or raise; an interrupt is let through, and the call goes on without its caller."""
@@ -89,7 +100,9 @@ class GrpcCalls:
 
     def start(self, method: str, request: Message, finish: Callable[[Outcome], None]) -> None:
         """Begin the call; `finish` gets the response or the error, in a thread of gRPC's."""
-        future = getattr(self._open(), method).future(request, metadata=self._metadata)
+        future = getattr(self._open(), method).future(
+            request, metadata=self._metadata, wait_for_ready=self.patient or None
+        )
         future.add_done_callback(lambda done: finish(self._outcome(done)))
 
     def _outcome(self, future: Any) -> Outcome:
@@ -139,7 +152,7 @@ class GrpcCalls:
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
             return BrokerUnavailable(
                 f"the broker at {self._path} does not answer ({code.name}: {details}): "
-                "see that it runs (`pgrep -a membrokerd`), start it with `membrokerd`, and connect anew"
+                "see that it runs (`pgrep -a membrokerd`), or start it with `membrokerd`"
             )
         return MembrokerError(f"{code.name}: {details}")
 

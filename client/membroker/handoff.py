@@ -1,25 +1,24 @@
 """Frames and descriptors on a handoff socket: one packet, one frame, and up to 64 descriptors beside it.
 
-The only file that touches SCM_RIGHTS; library and daemon both stand on it. It owns no connection and no state, and
-must never decide anything: what a frame means is its callers' business.
+Library and daemon both stand on it. It owns no connection and no state, and must never decide anything: what a frame
+means is its callers' business.
 """
 
 from __future__ import annotations
 
-import array
-import os
 import socket
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
+from membroker.descriptors import MAX_DESCRIPTORS as MAX_DESCRIPTORS
+from membroker.descriptors import close_all as close_all
+from membroker.descriptors import receive as receive_packet
+from membroker.descriptors import send as send
 from membroker.v1 import handoff_pb2 as pb
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 65_536
-MAX_DESCRIPTORS = 64
-"""Descriptors in one packet. The kernel allows 253; a packet is also the unit in which the broker takes turns."""
 MAX_IDS_PER_FRAME = 4_096
 MAX_EXTENTS_PER_CALL = 65_536
 WINDOW = 2
@@ -27,10 +26,7 @@ WINDOW = 2
 table of descriptors in flight, which is counted per user of the *sender*, so for every session at once."""
 
 # Plain ints: each operation on the enum of the socket module costs as much as a system call.
-_TRUNC, _CTRUNC, _CLOEXEC = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC), int(socket.MSG_CMSG_CLOEXEC)
-_NOSIGNAL = int(socket.MSG_NOSIGNAL)
-_DESCRIPTOR = array.array("i").itemsize
-_CONTROL_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR)
+_TRUNC, _CTRUNC = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
 
 
 class EndOfConnection(Exception):
@@ -67,20 +63,12 @@ def decode(data: bytes | memoryview) -> pb.Frame:
     return frame
 
 
-def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
-    """Send one packet. The descriptors stay open and the caller's; raises what `sendmsg` raises."""
-    assert len(descriptors) <= MAX_DESCRIPTORS
-    control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-    connection.sendmsg([data], control, _NOSIGNAL)
-
-
 def receive(connection: socket.socket) -> Packet:
     """Receive one packet with its descriptors (CLOEXEC), which are the caller's to close.
 
     Raises `EndOfConnection`, `BrokenPacket` (what came with it is closed), and what `recvmsg` raises.
     """
-    data, control, flags, _ = connection.recvmsg(MAX_FRAME_BYTES, _CONTROL_BYTES, _CLOEXEC)
-    descriptors = _descriptors_in(control)
+    data, descriptors, flags = receive_packet(connection, MAX_FRAME_BYTES)
     try:
         if flags & _TRUNC:
             raise BrokenPacket(f"the packet is longer than {MAX_FRAME_BYTES} bytes")
@@ -106,17 +94,3 @@ def receive_without_descriptors(connection: socket.socket, buffer: bytearray) ->
     if not count:
         raise EndOfConnection
     return decode(memoryview(buffer)[:count])
-
-
-def close_all(descriptors: Iterable[int]) -> None:
-    """Close each descriptor."""
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
-def _descriptors_in(control: list[tuple[int, int, bytes]]) -> list[int]:
-    found = array.array("i")
-    for level, kind, data in control:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            found.frombytes(data[: len(data) - len(data) % _DESCRIPTOR])
-    return list(found)

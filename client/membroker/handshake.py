@@ -11,7 +11,14 @@ from pathlib import Path
 
 from membroker import handoff
 from membroker.endpoint import DESCRIPTORS_SHORT, open_socket, set_timeout, silent
-from membroker.errors import BrokerUnavailable, DescriptorLimit, MembrokerError, ProtocolError, from_status
+from membroker.errors import (
+    BrokerAbsent,
+    BrokerUnavailable,
+    DescriptorLimit,
+    MembrokerError,
+    ProtocolError,
+    from_status,
+)
 from membroker.v1 import handoff_pb2 as pb
 
 
@@ -60,7 +67,7 @@ def _unanswered(path: Path, error: Exception) -> MembrokerError:
         return BrokerUnavailable(silent(path))
     if isinstance(error, handoff.BrokenPacket):
         return ProtocolError(f"what listens at {path} is no broker of this protocol: {error}")
-    return BrokerUnavailable(
+    return BrokerAbsent(
         f"the broker at {path} closed the connection without an answer: it is stopping, or its log says why"
     )
 

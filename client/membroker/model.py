@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from membroker import convert
 from membroker.buffer import Buffer
 from membroker.errors import InvalidRequest, ModelNotFound
-from membroker.grpc_calls import CONTROL_SECONDS
 from membroker.handoff import MAX_EXTENTS_PER_CALL
 from membroker.holding import Holding
 from membroker.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
@@ -115,9 +114,7 @@ class Model:
     def unregister(self) -> None:
         """Leave the model; it ends with the last session that leaves it. Raises `ModelInUse` while it is charged."""
         self._session.check_open()
-        request_id = self._session.connection.new_request_id()
-        request = pb.UnregisterModelRequest(request_id=request_id, name=self.resource_name)
-        self._session.calls.call("UnregisterModel", request, CONTROL_SECONDS)
+        self._session.control.unregister_model(self.resource_name)
 
     def stats(self) -> ModelStatus:
         """Return the model's books as the broker has them now, those of all its sessions together."""
@@ -125,7 +122,7 @@ class Model:
         token = ""
         while True:
             request = pb.ListModelsRequest(page_size=1000, page_token=token)
-            page = self._session.calls.call("ListModels", request, CONTROL_SECONDS)
+            page = self._session.control.ask("ListModels", request)
             for model in page.models:
                 if model.name == self.resource_name:
                     return convert.model(model)

@@ -332,6 +332,7 @@ class _Hold:
 
     def undo(self) -> None:
         """Release the handles: after a failure, and when the mapping keeps the memory."""
+        self._ids.clear()
         while self._handles:
             self.driver.release(self._handles.pop())
 

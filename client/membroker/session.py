@@ -1,4 +1,4 @@
-"""One session: its connection, its background thread, its driver, and what is held of it.
+"""One session: its line to the broker, its driver, and what is held of it.
 
 Owns the order of the beginning and of the end: nothing is told to the broker as given back before it is unmapped.
 It must never be referred to by the background thread, so that a client that was forgotten ends by itself, and in
@@ -16,14 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from membroker.background import Background
 from membroker.connection import Connection
-from membroker.endpoint import DESCRIPTORS_SHORT
-from membroker.errors import AccessDenied, BrokerUnavailable, ClosedError, DescriptorLimit, InvalidRequest
-from membroker.grpc_calls import GrpcCalls
+from membroker.control import Control
+from membroker.errors import AccessDenied, BrokerUnavailable, ClosedError, InvalidRequest
 from membroker.handoff import PROTOCOL_VERSION
-from membroker.handshake import open_session
 from membroker.holding import Holding
+from membroker.line import Line
 from membroker.region import device_failures
 from membroker.transport import GrpcTransport, HandoffTransport, Transport
 from membroker.v1 import handoff_pb2 as pb
@@ -35,7 +33,7 @@ logger = logging.getLogger("membroker")
 
 @contextmanager
 def broker_may_be_gone() -> Iterator[None]:
-    """Give something back. A broker that is gone needs no telling: what it lent ends with the mapping."""
+    """Give something back. A broker that is gone needs no telling: the next one is told what is held still."""
     try:
         with suppress(BrokerUnavailable, ClosedError):
             yield
@@ -48,47 +46,45 @@ def broker_may_be_gone() -> Iterator[None]:
 class _Link:
     """What a session holds of the outside world, apart from it: the last one to go can be a finalizer's work."""
 
-    def __init__(self, endpoint: Path, hello: pb.Hello, timeout: float) -> None:
-        path = endpoint / "handoff.sock"
-        self.timeout = timeout
-        self.driver: Driver | None = None
-        self.owns_driver = True
-        connection, notices, self.welcome = open_session(path, hello, timeout)
-        with ExitStack() as undo:
-            undo.callback(connection.close)
-            undo.callback(notices.close)
-            try:
-                self.connection = Connection(connection, str(path))
-                undo.callback(self.connection.close)
-                self.background = Background(notices, self.connection.heard)
-            except OSError as error:
-                raise DescriptorLimit(DESCRIPTORS_SHORT) from error
-            self.calls = GrpcCalls(endpoint / "grpc.sock", self.welcome.token)
-            undo.pop_all()
+    def __init__(self, line: Line, driver: Driver | None) -> None:
+        self.line = line
+        self.driver = driver
+        self.owns_driver = driver is None
 
-    def end(self) -> None:
-        """Say goodbye and close everything."""
-        self.connection.say_goodbye(self.timeout)
-        self.connection.close()
-        self.calls.close()
-        self.background.stop()
+    def end(self, *, wait: bool = True) -> None:
+        """Say goodbye and close everything, also when the waiting is interrupted."""
+        with ExitStack() as ends:
+            ends.callback(self._close_driver)
+            ends.callback(self.line.close)
+            self.line.say_goodbye(wait=wait)
+
+    def _close_driver(self) -> None:
         if self.driver is not None and self.owns_driver:
             self.driver.close()
 
     def abandon(self) -> None:
         """In a forked child: close what was inherited; the parent feels nothing of it."""
-        self.connection.abandon()
-        self.background.abandon()
-        self.calls.abandon()
+        self.line.abandon()
         if self.driver is not None:
             self.driver.abandon()
 
 
 class Session:
-    """An open session at `endpoint`. Raises what `open_session` raises, and then has left nothing behind."""
+    """An open session at `endpoint`. Raises what `open_session` raises, and then has left nothing behind.
+
+    `timeout` and `outage` are those of `connect`.
+    """
 
     def __init__(
-        self, endpoint: Path, *, transport: str, observer: bool, client: str, timeout: float, driver: Driver | None
+        self,
+        endpoint: Path,
+        *,
+        transport: str,
+        observer: bool,
+        client: str,
+        timeout: float,
+        outage: float,
+        driver: Driver | None,
     ) -> None:
         if transport not in ("handoff", "grpc"):
             raise InvalidRequest(f'a transport is "handoff" or "grpc", not {transport!r}')
@@ -97,14 +93,12 @@ class Session:
         self._lock = threading.Lock()
         self._closed = self._ended = self._forked = False
         self._holdings: set[Holding] = set()
-        self._link = _Link(endpoint, hello, timeout)
-        self._link.driver, self._link.owns_driver = driver, driver is None
-        self.welcome = self._link.welcome
-        self.connection, self.calls = self._link.connection, self._link.calls
-        self.transport: Transport = HandoffTransport(self.connection)
-        if transport == "grpc":
-            self.transport = GrpcTransport(self.connection, self.calls)
-        self._forgotten = weakref.finalize(self, self._link.background.later, self._link.end)
+        self.line = Line(endpoint, hello, timeout=timeout, outage=outage)
+        self._link = _Link(self.line, driver)
+        self.welcome = self.line.welcome
+        self.control = Control(self.line)
+        self.transport: Transport = (GrpcTransport if transport == "grpc" else HandoffTransport)(self.line)
+        self._forgotten = weakref.finalize(self, self.line.later, self._link.end)
         self._forgotten.atexit = False
         _living.add(self)
 
@@ -119,6 +113,11 @@ class Session:
     def closed(self) -> bool:
         """Whether the session has ended, or ends when the last view is gone."""
         return self._closed or self._forked
+
+    @property
+    def connection(self) -> Connection:
+        """The connection that there is, or the lost one until there is another."""
+        return self.line.connection
 
     @property
     def driver(self) -> Driver:
@@ -137,7 +136,7 @@ class Session:
 
     def later(self, work: Callable[[], None]) -> None:
         """Do `work` in the background thread."""
-        self._link.background.later(work)
+        self.line.later(work)
 
     def enrol(self, holding: Holding) -> None:
         """Know of what is held."""
@@ -149,27 +148,31 @@ class Session:
         if self._closed and not self._holdings:
             self.later(self._end)
 
-    def close(self) -> None:
-        """Give everything back and end the session; what has living views ends with the last of them."""
+    def close(self, *, at_exit: bool = False) -> None:
+        """Give everything back and end the session; what has living views ends with the last of them.
+
+        At exit a broker that is away is not waited for: it sees the process end.
+        """
         with self._lock:
             if self._closed or self._forked:
                 return
             self._closed = True
+        self.line.end_waits(at_exit=at_exit)
         for holding in list(self._holdings):
             try:
                 holding.end()
             except DriverError:
                 logger.exception("the driver failed to unmap what a closed client held")
         if not self._holdings:
-            self._end()
+            self._end(wait=not at_exit)
 
-    def _end(self) -> None:
+    def _end(self, *, wait: bool = True) -> None:
         with self._lock:
             if self._ended or self._forked:
                 return
             self._ended = True
         self._forgotten.detach()
-        self._link.end()
+        self._link.end(wait=wait)
 
     def abandon(self) -> None:
         """In a forked child: from now on everything of this session raises `ClosedError`."""
@@ -185,7 +188,7 @@ _living: weakref.WeakSet[Session] = weakref.WeakSet()
 
 def _close_all() -> None:
     for session in list(_living):
-        session.close()
+        session.close(at_exit=True)
 
 
 def _abandon_all() -> None:

@@ -23,7 +23,7 @@ class Placement(Protocol):
         ...
 
     def undo(self) -> None:
-        """Unmap all that was placed. Called at most once, after a failure, and before the source gives back."""
+        """Unmap all that was placed: after a failure, before the source gives back, or begins from the first one."""
         ...
 
 

@@ -5,7 +5,8 @@ function for each promise, to be given to `pytest.mark.parametrize`. It must nev
 check calls what the contract has, and starts processes of its own. Bytes are moved by `write` and `read`.
 
 `make_driver` is called in other processes too, so it must be picklable: a function of an importable module, or
-`functools.partial(open_driver, "host")`. Nothing else may use the device's memory while a check runs.
+`functools.partial(open_driver, "host")`. It takes `survivors=` where its drivers have any. Nothing else may use the
+device's memory while a check runs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from membroker._testing import (
     MakeDriver,
     child_process,
     closed_descriptor,
+    create_and_hand_over,
     create_and_send,
     expect,
     exported,
@@ -399,6 +401,24 @@ def memory_follows_births_and_deaths(make_driver: MakeDriver) -> None:
             follow_one_extent(driver, keep, make_driver)
 
 
+def a_successor_knows_what_was_lent(make_driver: MakeDriver) -> None:
+    """A driver made with a killed one's survivors shows the extents that live on, and sees the last holder's end."""
+    with opened(make_driver) as driver:
+        if driver.memory(Location.DEVICE) is None:
+            return
+        driver.release(driver.create(TRUTH_BYTES))
+        most_alone = used_bytes(driver) + TRUTH_BYTES // 2
+    with child_process(create_and_hand_over, make_driver) as child:
+        descriptor, survivors = child.receive_survivors()
+        child.kill()
+    # Where there are none, `make_driver` need not know the word.
+    with opened(partial(make_driver, survivors=survivors) if survivors else make_driver) as successor:
+        expect(successor.survivors() == survivors, "the survivors were not taken over")
+        expect(used_bytes(successor) > most_alone, "the figure lacks what a dead process's driver lent")
+        os.close(descriptor)
+        wait_until(lambda: used_bytes(successor) <= most_alone, "an old extent's end shows in the figure")
+
+
 def too_much_is_out_of_memory(make_driver: MakeDriver) -> None:
     """More than the device has is `DriverOutOfMemory`, changes no figure, and less works afterwards."""
     with opened(make_driver) as driver:
@@ -484,6 +504,7 @@ def a_closed_driver_refuses(make_driver: MakeDriver) -> None:
         refused("seal on a closed driver", driver.seal, descriptor)
         refused("memory of a closed driver", driver.memory, Location.DEVICE)
         refused("processes of a closed driver", driver.processes)
+        refused("survivors of a closed driver", driver.survivors)
         refused("lend of a closed driver", driver.lend, handle.size, 1)
         refused("map_descriptors of a closed driver", driver.map_descriptors, handle.size, [descriptor], handle.size)
 
@@ -510,6 +531,7 @@ CHECKS: tuple[Callable[[MakeDriver], None], ...] = (
     descriptors_are_mapped_side_by_side,
     all_is_mapped_or_nothing,
     memory_follows_births_and_deaths,
+    a_successor_knows_what_was_lent,
     too_much_is_out_of_memory,
     errors_carry_the_drivers_names,
     a_failure_leaves_nothing_behind,

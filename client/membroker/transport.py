@@ -1,20 +1,24 @@
 """The calls that move memory, over either transport.
 
 Owns `HandoffTransport`, one packet and its answer, and `GrpcTransport`, gRPC calls whose descriptors come on the
-handoff socket. They differ in nothing that a pool could see, and must never decide anything.
+handoff socket. They differ in nothing that a pool could see. Both ask over a session's line, so that a call that
+loses its broker is made anew over the next connection, and give back over the one there is, or none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 from google.protobuf.message import Message
 
 from membroker.calls import DeliveryHandler, Outcome
 from membroker.connection import Connection
-from membroker.grpc_calls import CONTROL_SECONDS, GrpcCalls
+from membroker.errors import SegmentNotFound
+from membroker.grpc_calls import CONTROL_SECONDS
 from membroker.handoff import MAX_IDS_PER_FRAME
+from membroker.line import Line
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1.handoff_pb2 import Frame
 from membroker.v1.resources_pb2 import Segment
@@ -59,49 +63,56 @@ class Transport(Protocol):
 class HandoffTransport:
     """Everything on the handoff socket: request, descriptors and reply are one round trip."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, line: Line) -> None:
+        self._line = line
 
     def allocate(self, request: pb.AllocateExtentsRequest, handler: DeliveryHandler) -> None:
         """Borrow extents in one round trip."""
-        self._connection.call(Frame(allocate=request), handler)
+        self._call(Frame(allocate=request), handler)
 
     def release(self, extent_ids: Sequence[int]) -> None:
         """Give extents back without waiting: the next call on the socket comes after it."""
-        self._connection.release(extent_ids)
+        connection, known = self._line.give_back(extent_ids)
+        connection.release(known)
 
     def declare(self, request: pb.DeclareMemoryRequest) -> None:
         """Declare in one round trip."""
-        self._connection.call(Frame(declare=request))
+        self._call(Frame(declare=request), note=lambda: self._line.registry.declared(request))
 
     def create_segment(self, request: pb.CreateSegmentRequest, handler: DeliveryHandler) -> Segment:
         """Make a segment in one round trip."""
-        return cast("Segment", self._connection.call(Frame(create_segment=request), handler))
+        return cast("Segment", self._call(Frame(create_segment=request), handler))
 
     def attach_segment(self, request: pb.AttachSegmentRequest, handler: DeliveryHandler) -> Segment:
         """Attach in one round trip, which lasts as long as the writer writes."""
-        return cast("Segment", self._connection.call(Frame(attach_segment=request), handler))
+        return cast("Segment", self._call(Frame(attach_segment=request), handler))
 
     def seal_segment(self, generation: int) -> Segment:
         """Seal in one round trip."""
         request = pb.SealSegmentRequest(generation=generation)
-        return cast("Segment", self._connection.call(Frame(seal_segment=request)))
+        return cast("Segment", self._call(Frame(seal_segment=request)))
 
     def detach_segment(self, generation: int) -> None:
         """Detach without waiting: the next call on the socket comes after it."""
-        self._connection.detach(generation)
+        connection, known = self._line.let_go(generation)
+        if known:
+            connection.detach(generation)
 
     def delete_segment(self, request: pb.DeleteSegmentRequest) -> Segment:
         """Delete in one round trip."""
-        return cast("Segment", self._connection.call(Frame(delete_segment=request)))
+        return _delete(self._line, request, lambda connection: connection.call(Frame(delete_segment=request)))
+
+    def _call(
+        self, frame: Frame, handler: DeliveryHandler | None = None, note: Callable[[], None] | None = None
+    ) -> Message:
+        return self._line.conduct(lambda connection, _again: connection.call(frame, handler, note=note))
 
 
 class GrpcTransport:
     """Calls by gRPC; descriptors on the handoff socket, under the call's request id."""
 
-    def __init__(self, connection: Connection, calls: GrpcCalls) -> None:
-        self._connection = connection
-        self._calls = calls
+    def __init__(self, line: Line) -> None:
+        self._line = line
 
     def allocate(self, request: pb.AllocateExtentsRequest, handler: DeliveryHandler) -> None:
         """Borrow extents: wait for the answer and for as many descriptors as it counts."""
@@ -109,13 +120,15 @@ class GrpcTransport:
 
     def release(self, extent_ids: Sequence[int]) -> None:
         """Give extents back, and wait for the answers."""
-        for first in range(0, len(extent_ids), MAX_IDS_PER_FRAME):
-            some = extent_ids[first : first + MAX_IDS_PER_FRAME]
-            self._call("ReleaseExtents", pb.ReleaseExtentsRequest(extent_ids=some))
+        connection, known = self._line.give_back(extent_ids)
+        for first in range(0, len(known), MAX_IDS_PER_FRAME):
+            some = known[first : first + MAX_IDS_PER_FRAME]
+            self._call(connection, "ReleaseExtents", pb.ReleaseExtentsRequest(extent_ids=some))
 
     def declare(self, request: pb.DeclareMemoryRequest) -> None:
         """Declare by one call."""
-        self._call("DeclareMemory", request)
+        note = partial(self._line.registry.declared, request)
+        self._line.conduct(lambda connection, _again: self._call(connection, "DeclareMemory", request, note))
 
     def create_segment(self, request: pb.CreateSegmentRequest, handler: DeliveryHandler) -> Segment:
         """Make a segment: wait for the answer and for as many descriptors as it counts."""
@@ -127,24 +140,44 @@ class GrpcTransport:
 
     def seal_segment(self, generation: int) -> Segment:
         """Seal by one call."""
-        return cast("Segment", self._call("SealSegment", pb.SealSegmentRequest(generation=generation)))
+        request = pb.SealSegmentRequest(generation=generation)
+        answer = self._line.conduct(lambda connection, _again: self._call(connection, "SealSegment", request))
+        return cast("Segment", answer)
 
     def detach_segment(self, generation: int) -> None:
         """Detach, and wait for the answer."""
-        self._call("DetachSegment", pb.DetachSegmentRequest(generation=generation))
+        connection, known = self._line.let_go(generation)
+        if known:
+            self._call(connection, "DetachSegment", pb.DetachSegmentRequest(generation=generation))
 
     def delete_segment(self, request: pb.DeleteSegmentRequest) -> Segment:
         """Delete by one call."""
-        return cast("Segment", self._call("DeleteSegment", request))
+        return _delete(self._line, request, lambda connection: self._call(connection, "DeleteSegment", request))
 
     def _fetch(self, method: str, request: Any, handler: DeliveryHandler) -> Message:
         def start(request_id: int, finish: Callable[[Outcome], None]) -> None:
             request.request_id = request_id
-            self._calls.start(method, request, finish)
+            self._line.calls.start(method, request, finish)
 
-        return self._connection.call_beside(start, handler)
+        return self._line.conduct(lambda connection, _again: connection.call_beside(start, handler))
 
-    def _call(self, method: str, request: Any) -> Message:
-        request.request_id = self._connection.new_request_id()
-        response: Message = self._calls.call(method, request, CONTROL_SECONDS)
+    def _call(self, connection: Connection, method: str, request: Any, note: Callable[[], None] | None = None) -> Any:
+        """Make a call in the time of one connection: it would undo what was agreed at the beginning of the next."""
+        with connection.busy() as request.request_id:
+            response = self._line.calls.call(method, request, CONTROL_SECONDS)
+            if note is not None:
+                note()
         return response
+
+
+def _delete(line: Line, request: pb.DeleteSegmentRequest, ask: Callable[[Connection], Message]) -> Segment:
+    def attempt(connection: Connection, again: bool) -> Segment:
+        try:
+            return cast("Segment", ask(connection))
+        except SegmentNotFound:
+            if not again:
+                raise
+            # The call before this one had deleted it, and its answer was lost.
+            return Segment(name=request.name, generation=request.generation, state=Segment.ENDING)
+
+    return line.conduct(attempt)

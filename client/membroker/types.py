@@ -64,6 +64,7 @@ class DeviceStatus:
     sessions: int
     detached_sessions: int
     metrics_url: str
+    draining: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,17 +50,20 @@ class Lender:
         """By request id: how a request is answered."""
         self.told: list[ev.Event] = []
         self.open_descriptors = 0
+        self.watched = -1
         self.ids = itertools.count(100)
         capacities = {"device": 64 * MIB}
         self.links: dict[int, Connection] = {}
+        self.resuming: dict[int, Connection] = {}
+        self.drain: Any = None
         self.broker = SimpleNamespace(rules=policy.Rules(PAGE, cast(Any, capacities)))
-        self.dispatcher = SimpleNamespace(loop=self, request=self._request, issue_token=lambda *_: "token")
+        self.dispatcher = SimpleNamespace(loop=self, request=self._request, admit=lambda *_: None)
         self.listener = SimpleNamespace(
             dispatcher=self.dispatcher,
             endpoint="red",
             device=DeviceInfo("host", "twin", "host", PAGE),
             buffer=bytearray(handoff.MAX_FRAME_BYTES),
-            watched=set(),
+            watch=SimpleNamespace(add=self._watch),
             tenant_of=lambda peer: "red",
             greeted=lambda connection: None,
             ended=lambda connection: None,
@@ -74,6 +77,9 @@ class Lender:
 
     def _count(self, change: int) -> None:
         self.open_descriptors += change
+
+    def _watch(self, session: int, pidfd: int) -> None:
+        self.watched = pidfd
 
     def _request(self, session: int, tenant: str, number: int, message: Message, how: str, respond: Respond) -> None:
         self.asked[number] = respond
@@ -145,7 +151,8 @@ class Lender:
 
     def close(self) -> None:
         self.connection.close("the test is over")
-        self.connection.forget_process()
+        if self.watched >= 0:
+            os.close(self.watched)
         self.theirs.close()
         os.close(self._alive)
 

@@ -59,6 +59,7 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.MODEL_EXISTS: [{"model": MODEL}],
     Reason.MODEL_IN_USE: [{"model": MODEL, "used_bytes": 2 * MIB}],
     Reason.EXTENT_NOT_FOUND: [{"extent": (1 << 64) - 1}],
+    Reason.SESSION_NOT_DETACHED: [{"session": "sessions/1c", "what": "is open, its process is connected"}],
     Reason.TENANT_NOT_FOUND: [{"tenant": "green"}],
     Reason.SEGMENT_NOT_FOUND: [{"segment": SEGMENT}, {"segment": (1 << 64) - 1}],
     Reason.SEGMENT_EXISTS: [{"segment": SEGMENT, "state": "ending"}],
@@ -86,6 +87,8 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.REQUEST_ID_IN_USE: [{"request_id": (1 << 64) - 1}],
     Reason.OBSERVER: [{}],
     Reason.STOPPING: [{}],
+    Reason.DRAINING: [{}],
+    Reason.JOURNAL_FULL: [{"driver_says": "no room for its journal"}],
     Reason.INTERNAL: [{}, MADE],
 }
 RETRY = {
@@ -103,6 +106,8 @@ RETRY = {
     Reason.WRITER_DIED,
     Reason.TOO_MANY_SEGMENTS,
     Reason.STOPPING,
+    Reason.DRAINING,
+    Reason.JOURNAL_FULL,
 }
 """What error_reason.proto says of each: "Retry"."""
 

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -31,7 +31,7 @@ from membrokerd.executor import Executor
 from membrokerd.loop import Loop
 from membrokerd.rpc.admin_service import AdminService
 from membrokerd.rpc.convert import Refused
-from membrokerd.store import DescriptorStore, MemoryStore
+from membrokerd.store import DescriptorStore, Store
 
 MIB = 1 << 20
 MODEL = ev.ModelName("t", "m")
@@ -100,7 +100,7 @@ class Queue:
         self.descriptors = []
 
 
-class Late(MemoryStore):
+class Late(Store):
     """A store that says later whether it has taken something over, as another process would."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Late(MemoryStore):
     ) -> None:
         def decide(error: OSError | None) -> None:
             if error is None:
-                MemoryStore.keep(self, segment, ids, descriptors, done)
+                Store.keep(self, segment, ids, descriptors, done)
             else:
                 done(error)
 
@@ -233,7 +233,7 @@ def play(
         executor.start(asyncio.get_running_loop())
         rules = policy.Rules(2 * MIB, {"device": 64 * MIB}, segment_extent_bytes=4 * MIB)
         rules = dataclasses.replace(rules, stock_extents=stock, stock_bytes=64 * MIB if stock else 0)
-        kept = store if store is not None else MemoryStore()
+        kept = store if store is not None else Store()
         loop = Loop(Broker(rules, epoch=1), executor, kept, audit_seconds=0.05, context_bytes=context_bytes)
         loop.start()
         world = World(loop, driver)
@@ -843,7 +843,7 @@ def test_a_driver_that_cannot_list_processes_is_told_and_serves_on(
 
 def ask_who(world: World) -> asyncio.Task[Any]:
     """Ask as an operator does."""
-    service = AdminService(world.loop, None, frozenset())  # type: ignore[arg-type]
+    service = AdminService(world.loop, cast(Any, None), frozenset(), lambda: None, cast(Any, None))
     return asyncio.create_task(service.ListProcesses(admin_pb2.ListProcessesRequest(), None))
 
 

@@ -197,6 +197,7 @@ def test_every_series_names_the_gpu_and_every_name_is_in_the_table() -> None:
     made.driver_calls.observe(1e-4, "cuMemCreate")
     made.requests.observe(1e-5, "AllocateExtents", "handoff")
     made.steps.observe(1e-5)
+    made.journal.observe(5e-6)
     series = scrape(made)
     assert all(dict(labels)["gpu_uuid"] == UUID for _, labels in series)
     stems = {name.removesuffix(end) for name, _ in series for end in ("_bucket", "_count", "_sum")}

@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from google.protobuf import any_pb2
-from google.rpc import error_details_pb2, status_pb2
+from tests.client.played import Caller, refusal
 from tests.daemons import until
 
 from membroker import handoff
@@ -28,6 +27,7 @@ from membroker.errors import (
     SegmentNotFound,
     WriterDied,
 )
+from membroker.registry import Registry
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
 
@@ -81,12 +81,6 @@ class Broker:
         self.end.send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(error=refusal(reason)))))
 
 
-def refusal(reason: str) -> status_pb2.Status:
-    info = any_pb2.Any()
-    info.Pack(error_details_pb2.ErrorInfo(reason=reason, domain="membroker"))
-    return status_pb2.Status(code=8, message=f"refused: {reason}", details=[info])
-
-
 class Taker:
     """A delivery handler that notes what it took; `fails_at` extent it raises."""
 
@@ -111,7 +105,7 @@ def pair() -> Iterator[tuple[Connection, Broker]]:
     """A connection and its broker. At the end no descriptor is left over."""
     before = descriptors()
     mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection = Connection(mine, "/test/handoff.sock")
+    connection = Connection(mine, "/test/handoff.sock", Registry())
     yield connection, Broker(yours)
     connection.close()
     yours.close()
@@ -120,28 +114,6 @@ def pair() -> Iterator[tuple[Connection, Broker]]:
 
 def allocate() -> pb.Frame:
     return pb.Frame(allocate=broker_pb2.AllocateExtentsRequest(count=1))
-
-
-class Caller(threading.Thread):
-    """A thread that makes one call and keeps what came of it."""
-
-    def __init__(self, work: Callable[[], object]) -> None:
-        super().__init__(daemon=True)
-        self._work = work
-        self.result: object = None
-        self.error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.result = self._work()
-        except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
-            self.error = error
-
-    def end(self) -> Caller:
-        self.join(30)
-        assert not self.is_alive()
-        return self
 
 
 class TestCall:
@@ -400,7 +372,7 @@ class TestThreads:
 
     def test_the_broker_said_so(self, pair: tuple[Connection, Broker]) -> None:
         connection, broker = pair
-        connection.heard(pb.Notice(stopping=pb.Stopping()))
+        connection.heard_stopping()
         broker.end.close()
         with pytest.raises(BrokerUnavailable, match="it had said that it stops"):
             connection.call(allocate(), Taker())

@@ -18,8 +18,8 @@ import pytest
 from tests.daemons import MIB, Daemon
 
 import membroker
-from membroker.cli import demo, tables
 from membroker.cli import main as cli
+from membroker.cli import tables
 from membroker.cli.admin import admin_socket
 from membroker.errors import InvalidRequest
 from membroker.types import ModelBooks, ModelStatus
@@ -187,6 +187,7 @@ def test_a_location_that_a_model_never_used_is_no_row() -> None:
     [
         *(("status",), ("models",), ("sessions",), ("processes",), ("models", "--admin"), ("quota", "list")),
         ("status", "--json"),
+        *(("forget", "sessions/1"), ("drain",), ("drain", "--exit", "--json"), ("undrain",)),
     ],
 )
 def test_no_broker_is_one_sentence_and_status_1(tmp_path: Path, arguments: tuple[str, ...]) -> None:
@@ -220,6 +221,9 @@ def test_a_dead_brokers_socket_is_told_from_none(daemon: Daemon) -> None:
         (("quota", "set", "Acme", "--limit", "1GiB"), "is no TENANT or TENANT/MODEL"),
         (("quota", "set", "a/b/c", "--limit", "1GiB"), "is no TENANT or TENANT/MODEL"),
         (("quota", "set", "acme", "--limit", "1GiB", "--location", "moon"), "invalid choice"),
+        (("forget",), "SESSION"),
+        (("forget", "llama-7b"), "'llama-7b' is no session, as in sessions/"),
+        (("drain", "--deadline", "0"), "is no number of seconds"),
     ],
 )
 def test_a_wrong_command_line_is_status_2(
@@ -235,7 +239,7 @@ def test_a_wrong_command_line_is_status_2(
     "arguments",
     [
         *("", "status", "models", "sessions", "processes", "doctor", "demo", "quota", "quota set", "quota list"),
-        *("segments", "segments load", "segments show", "segments delete"),
+        *("segments", "segments load", "segments show", "segments delete", "forget", "drain", "undrain"),
     ],
 )
 def test_every_help_has_an_example(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,42 +257,3 @@ def test_the_admin_endpoint_is_the_sibling_of_a_tenants() -> None:
     assert str(admin_socket(None, {"MEMBROKER_ENDPOINT": f"{device}/tenants/acme"})) == f"{device}/admin/grpc.sock"
     with pytest.raises(InvalidRequest, match="name that with --endpoint"):
         admin_socket("/membroker", {})
-
-
-# --- The demo ---
-
-
-def test_the_demo_proves_what_it_says() -> None:
-    """All four scenes, as `make demo` plays them."""
-    done = subprocess.run([*COMMAND, "demo"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    out = " ".join(done.stdout.split())
-    assert "Mapped, that is 128.0 MiB; charged, and in use on the device: 64.0 MiB." in out
-    assert out.index("Sharing:") < out.index("Trade:") < out.index("Refusal:") < out.index("Death:")
-    assert "Proved: 64.0 MiB of weights mapped by two workers and charged once, " in out
-
-
-@pytest.mark.parametrize(
-    ("breakage", "disproved"),
-    [
-        ("copies", "weights of 64.0 MiB are charged 128.0 MiB"),
-        ("misreads", "the two workers read different weights"),
-        ("keeps", "a deleted segment's bytes did not come back"),
-    ],
-)
-def test_the_demo_fails_where_a_claim_of_its_sharing_does_not_hold(
-    breakage: str, disproved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A reader that borrows a copy of its own, reads something else, or never lets go: each is noticed."""
-    tell = demo.Worker.tell
-
-    def told(worker: demo.Worker, do: str, **more: Any) -> dict[str, Any]:
-        answer = {} if (breakage, do) == ("keeps", "let go") else tell(worker, do, **more)
-        if (breakage, do) == ("copies", "attach"):
-            tell(worker, "admit", request=1, pages=demo.WEIGHTS // demo.PAGE)
-        return {"sum": id(answer)} if (breakage, do) == ("misreads", "sum") else answer
-
-    monkeypatch.setattr(demo.Worker, "tell", told)
-    monkeypatch.setattr(demo, "SOON_SECONDS", 1.5)
-    assert demo.main() == 1
-    assert f"the demo failed: {disproved}" in capsys.readouterr().err

@@ -642,8 +642,8 @@ wait()
 
 class TestBrokerGone:
     def test_killed(self, daemon: Daemon, transport: str) -> None:
-        """The daemon dies: the worker computes on with what it has, is told when it asks for more, and closes well."""
-        client = membroker.connect(daemon.endpoint(), transport=transport)
+        """The daemon dies for good: the worker computes on, is told when it asks for more, and closes well."""
+        client = membroker.connect(daemon.endpoint(), transport=transport, outage=0)
         model = client.register_model("m")
         pool = model.pool(PAGE, "64MiB")
         pool.allocate(0, 4 * PAGE)
@@ -661,11 +661,11 @@ class TestBrokerGone:
         assert mapped_extents() == 0
         client.close()
         with pytest.raises(membroker.BrokerUnavailable, match="the broker is dead"):
-            membroker.connect(daemon.endpoint())
+            membroker.connect(daemon.endpoint(), timeout=0.01)
 
     def test_stopped_with_a_word(self, daemon: Daemon) -> None:
         """An upgrade: the daemon said that it stops, and the error of the next call says so too."""
-        with membroker.connect(daemon.endpoint()) as client:
+        with membroker.connect(daemon.endpoint(), outage=0) as client:
             model = client.register_model("m")
             assert daemon.stop() == 0
             with pytest.raises(membroker.BrokerUnavailable):
@@ -673,7 +673,7 @@ class TestBrokerGone:
 
     def test_killed_while_threads_wait(self, daemon: Daemon, transport: str) -> None:
         """Every thread that waits for an answer is told; none hangs."""
-        client = membroker.connect(daemon.endpoint(), transport=transport)
+        client = membroker.connect(daemon.endpoint(), transport=transport, outage=0)
         model = client.register_model("m")
         model.allocate(1).close()
         daemon.process.send_signal(signal.SIGSTOP)

@@ -16,6 +16,7 @@ import pytest
 
 import membroker
 from membroker import endpoint
+from membroker.client import enter
 from membroker.errors import AccessDenied, BrokerUnavailable, InvalidRequest
 
 
@@ -36,7 +37,7 @@ def listening(path: Path, kind: int = socket.SOCK_SEQPACKET, backlog: int = 8) -
 
 def why(directory: Path, timeout: float = 5.0) -> str:
     with pytest.raises(BrokerUnavailable) as caught:
-        membroker.connect(directory, timeout=timeout)
+        enter(directory, timeout=timeout)
     return str(caught.value)
 
 

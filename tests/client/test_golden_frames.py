@@ -22,13 +22,15 @@ from google.protobuf.descriptor_pool import Default
 from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc.code_pb2 import Code
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from tests.daemons import Daemon
-from tests.system.raw import Session, grpc_call
+from tests.system.raw import Session, admin_call, grpc_call
 
 from membroker import handoff
+from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membrokerd.core import policy
@@ -43,6 +45,8 @@ TOKEN = "A" * 43
 REWRITE = bool(os.environ.get("MEMBROKER_REWRITE"))
 CREATE_SECONDS = 1_767_225_600
 """What stands for the moment of a segment's creation, which no two daemons share."""
+DEADLINE_SECONDS = 4_102_444_800
+"""A drain's, in the year 2100."""
 LEFT_AT_ZERO = {
     f"membroker.v1.{name}Request.request_id"
     for name in (
@@ -125,6 +129,7 @@ def test_a_real_broker_says_them(daemon: Daemon) -> None:
     Ids are (epoch, counter), so a first daemon's first session has the same ones each time; the token has not.
     """
     channels: dict[tuple[int, str], socket.socket] = {}
+    tokens: list[str] = []
     try:
         for vector in VECTORS:
             key = (vector["connection"], vector["socket"])
@@ -134,10 +139,10 @@ def test_a_real_broker_says_them(daemon: Daemon) -> None:
                 if key not in channels:
                     channels[key] = _connected(daemon)
                 data = encode(from_json(vector["frame"])) if REWRITE else bytes.fromhex(vector["hex"])
-                channels[key].send(data)
+                channels[key].send(data.replace(TOKEN.encode(), tokens[-1].encode()) if tokens else data)
                 vector["hex"] = data.hex()
             else:
-                _check_said(daemon, channels, vector)
+                _check_said(daemon, channels, tokens, vector)
     finally:
         for one in channels.values():
             one.close()
@@ -166,16 +171,27 @@ def _stop(daemon: Daemon, channels: dict[tuple[int, str], socket.socket], key: t
     assert daemon.stop() == 0
 
 
-def _check_said(daemon: Daemon, channels: dict[tuple[int, str], socket.socket], vector: dict[str, Any]) -> None:
+def _check_said(
+    daemon: Daemon, channels: dict[tuple[int, str], socket.socket], tokens: list[str], vector: dict[str, Any]
+) -> None:
+    if "draining" in vector["frame"].get("notice", {}):
+        deadline = Timestamp(seconds=DEADLINE_SECONDS)
+        admin_call(daemon.admin, "Drain", apb.DrainRequest(deadline=deadline))
+    if "undrained" in vector["frame"].get("notice", {}):
+        admin_call(daemon.admin, "Undrain", apb.UndrainRequest())
     packet = handoff.receive(channels[vector["connection"], vector["socket"]])
     assert len(packet.descriptors) == vector["descriptors"], vector["name"]
     frame = packet.frame
     if frame.HasField("welcome"):
         channels[vector["connection"], "notices"] = socket.socket(fileno=packet.descriptors.pop())
         channels[vector["connection"], "notices"].settimeout(10)
-        request = bpb.RegisterModelRequest(request_id=2, model_id="golden")
-        assert grpc_call(daemon.endpoint(), frame.welcome.token, "RegisterModel", request).name
         assert len(frame.welcome.token) == len(TOKEN)
+        if frame.welcome.resumed:
+            assert frame.welcome.token == tokens[-1]
+        else:
+            request = bpb.RegisterModelRequest(request_id=2, model_id="golden")
+            assert grpc_call(daemon.endpoint(), frame.welcome.token, "RegisterModel", request).name
+            tokens.append(frame.welcome.token)
         frame.welcome.token = TOKEN
     reply = frame.delivery.reply if frame.HasField("delivery") else frame.reply
     if reply.HasField("segment"):

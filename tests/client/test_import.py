@@ -27,7 +27,7 @@ def test_import_is_light() -> None:
 def test_connecting_needs_no_grpc() -> None:
     """The error for an absent broker comes before gRPC would be loaded, which takes a tenth of a second."""
     program = "import membroker, contextlib\nwith contextlib.suppress(membroker.BrokerUnavailable): "
-    program += "membroker.connect('/nowhere')"
+    program += "membroker.connect('/nowhere', timeout=0.01)"
     assert not modules_after(program) & {"grpc", "torch", "cuda", "numpy"}
 
 

@@ -686,7 +686,7 @@ say("well")
             self.survive(daemon, transport)
 
     def survive(self, daemon: Daemon, transport: str) -> None:
-        client = membroker.connect(daemon.endpoint(), transport=transport)
+        client = membroker.connect(daemon.endpoint(), transport=transport, outage=0)
         model = client.register_model("m")
         sealed(model, data=b"hello")
         attached, written = client.attach("weights"), model.create_segment("other", 1)

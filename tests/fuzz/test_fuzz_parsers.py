@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
+import struct
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +19,10 @@ from membroker import handoff
 from membroker.cli import main as cli
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm.sizes import MAX_BYTES, parse_size
+from membrokerd import quotas
 from membrokerd.config import ConfigError, load
+from membrokerd.home import HomeError
+from membrokerd.journal import Binding, Journal
 from membrokerd.rpc import convert
 
 # --- handoff.decode ---
@@ -207,3 +213,77 @@ def test_documents_that_were_found(tmp_path: Path, case: str) -> None:
     path = tmp_path / "membrokerd.toml"
     path.write_text(DOCUMENTS[case])
     _load(path)
+
+
+# --- what a predecessor left ---
+
+BINDING = Binding("boot-1", "GPU-1")
+
+
+def _record(content: bytes) -> bytes:
+    return struct.pack("<II", len(content), zlib.crc32(content)) + content
+
+
+HEADER = _record(b'["membroker journal",1,"boot-1","GPU-1"]')
+STORY = [
+    b'[[4,["red","m"],null,{"device":1048576}],[1,7,"red",2,3,"pidfd:4",false,"toy",5],[6,["red","m"],7]]',
+    b'[[10,7,["red","m"],"device",2097152,8,64]]',
+    b'[[11,7,[[8,3],[12,1]],"released"],[11,7,[13,2],"not made"]]',
+    b"[[20,9,null]]",
+]
+JOURNAL = HEADER + b"".join(map(_record, STORY)) + bytes(40)
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 25) | st.integers() | st.floats() | st.sampled_from(["red", "device"]),
+    lambda inner: st.lists(inner, max_size=7) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+)
+WHOLE_RECORDS = st.lists(st.one_of(bent(STORY), ANY_JSON.map(lambda told: json.dumps(told).encode())), max_size=4)
+
+
+def test_a_journal_is_a_story_or_is_set_aside(tmp_path: Path) -> None:
+    """Bent ones, and such whose records are whole and say anything; what is read can be written, and is the same."""
+    path = tmp_path / "journal"
+
+    @budget(1_500)
+    @given(
+        st.one_of(
+            bent([JOURNAL]),
+            st.binary(max_size=200),
+            WHOLE_RECORDS.map(lambda records: HEADER + b"".join(map(_record, records))),
+            bent(STORY).map(lambda header: _record(header) + JOURNAL),
+        )
+    )
+    @example(JOURNAL)
+    def fuzz(data: bytes) -> None:
+        path.write_bytes(data)
+        journal = Journal(path, BINDING)
+        story, sentences = journal.read()
+        assert path.exists() or (not story and len(sentences) == 1)
+        assert len(list(tmp_path.iterdir())) <= 5
+        journal.begin(story)
+        assert journal.append(story)
+        journal.close()
+        assert Journal(path, BINDING).read() == (story * 2, [])
+
+    lasting(fuzz)
+
+
+def test_a_file_is_quotas_or_a_home_error(tmp_path: Path) -> None:
+    path = tmp_path / "quotas.toml"
+
+    @budget(1_500)
+    @given(
+        st.one_of(
+            bent([GOOD, GOOD[GOOD.index(b"[tenants") :]]),
+            st.binary(max_size=200),
+            st.dictionaries(KEYS, VALUES, max_size=6).map(lambda document: to_toml(document).encode()),
+            st.dictionaries(KEYS, VALUES).map(lambda tenants: to_toml({"tenants": tenants}).encode()),
+        )
+    )
+    def fuzz(data: bytes) -> None:
+        path.write_bytes(data)
+        with suppress(HomeError):
+            found = quotas.read(path)
+            quotas.write(path, found)
+            assert quotas.read(path) == found
+
+    lasting(fuzz)

@@ -51,14 +51,20 @@ def at_rest(what: Callable[[], _T], seconds: float = 0.3) -> _T:
 
 
 @contextmanager
-def on_card(card: CudaDriver, config: Mapping[str, Any] | None = None, *, back: bool = True) -> Iterator[Daemon]:
+def on_card(
+    card: CudaDriver,
+    config: Mapping[str, Any] | None = None,
+    *,
+    back: bool = True,
+    module: str = "membrokerd.cli",
+) -> Iterator[Daemon]:
     """Run a daemon on the card; at the end the card has as much in use as before, unless `back` is False.
 
     Without a stock, unless `config` has one: it moves the card's figure when nobody asks for anything.
     """
     before = at_rest(lambda: used(card))
     ours = {"driver": "cuda", "device": card.device.uuid, "capacity": CAPACITY, "audit_seconds": 0.1, "stock": 0}
-    with running({**ours, **(config or {})}) as daemon:
+    with running({**ours, **(config or {})}, module=module) as daemon:
         find_root(daemon)
         yield daemon
     if back:
@@ -129,18 +135,6 @@ def kill_and_time(one: Worker, daemon: Daemon, left: int = 0) -> float:
 def milliseconds(times: list[float]) -> str:
     """Return times as text."""
     return ", ".join(f"{1000 * each:.0f}" for each in times) + " ms"
-
-
-@contextmanager
-def successor(daemon: Daemon) -> Iterator[Daemon]:
-    """Start another daemon in the place of one that has ended; it must stop with status 0."""
-    second = Daemon(daemon.directory, daemon.config)
-    try:
-        find_root(second)
-        yield second
-        assert second.stop() == 0, second.log()
-    finally:
-        second.kill()
 
 
 def run(*command: str, status: int = 0, seconds: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:

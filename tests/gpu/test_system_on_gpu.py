@@ -11,8 +11,10 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+from tests import crashing
 from tests.daemons import MIB, Daemon, until
 from tests.gpu.helpers import (
     CAPACITY,
@@ -27,7 +29,6 @@ from tests.gpu.helpers import (
     on_card,
     states,
     still_has,
-    successor,
     unaccounted,
     until_lendable,
     used,
@@ -419,7 +420,7 @@ def test_a_worker_that_only_keeps_descriptors_is_charged_until_it_dies(card: Cud
 
 
 def test_workers_compute_on_when_the_daemon_is_killed(card: CudaDriver, state: State) -> None:
-    """Kernels run on borrowed memory before, while and after the daemon is killed; a new one knows who has memory."""
+    """Kernels run on borrowed memory before, while and after the daemon is killed; the next has the same books."""
     size = GIB
 
     def rounds(one: Worker) -> int:
@@ -436,36 +437,66 @@ def test_workers_compute_on_when_the_daemon_is_killed(card: CudaDriver, state: S
             enter(each, daemon, ["red", "blue"][number])
             each.do(f"computing = Computing(model, {size})")
         go_on(engines, 3)
+        contexts = at_rest(lambda: unaccounted(daemon))
         daemon.kill()
         go_on(engines, 10)
+        began = time.monotonic()
+        engines[0].begin("pool.grow('64MiB')")
+        daemon.start_again()
+        engines[0].result()
+        state("a call made while no daemon ran, from the next one's start", f"{time.monotonic() - began:.2f} s")
+        assert daemon.books().lent_bytes == 2 * size + 64 * MIB
+        assert near(unaccounted(daemon), contexts), "what is lent counts as unaccounted"
+        go_on(engines, 3)
+        done = [each.ask("computing.stop()") for each in engines]
+        how = engines[0].ask("'torch' if torch_on_the_card() else 'memset'")
+        state(f"rounds of {how} on borrowed memory over the daemon's death", f"{done[0]} and {done[1]}")
         for each in engines:
-            for call in ("pool.grow('64MiB')", "model.allocate('64MiB')", "client.device()"):
-                assert each.refused(call).error == "BrokerUnavailable"
-        with successor(daemon) as second:
-            assert second.books().lent_bytes == 0
-            until(lambda: unaccounted(second) >= 2 * size)
-            seen = [each.pid for each in engines if each.pid in dict(card.processes())]
-            told = [line for line in second.log().splitlines() if "an earlier daemon's worker" in line]
-            named = [each.pid for each in engines if any(f" pid={each.pid} " in line for line in told)]
-            assert named == seen, "NVML knows a worker that the new daemon did not name"
-            state(
-                "workers that a new daemon names", f"{len(named)} of 2" + ("" if seen else "; NVML shows no pids here")
-            )
-            go_on(engines, 3)
-            rest = at_rest(lambda: used(card))
-            done = [each.ask("computing.stop()") for each in engines]
-            until(lambda: used(card) <= rest - 2 * size + SLACK)
-            how = engines[0].ask("'torch' if torch_on_the_card() else 'memset'")
-            state(f"rounds of {how} on borrowed memory over the daemon's death", f"{done[0]} and {done[1]}")
-            for each in engines:
-                each.do("pool.close(); client.close()")
-            enter(engines[0], second)
-            borrow(engines[0], size)
-            assert second.books().lent_bytes == size
-            engines[0].do("client.close()")
-            until_lendable(second)
+            each.do("pool.close(); client.close()")
+        until_lendable(daemon)
         for each in engines:
             assert each.finish() == 0
+
+
+@pytest.mark.parametrize("point", ["debited", "created", "deliver", "credited", "stored", "sealed", "reconcile"])
+def test_the_daemon_dies_at_a_point(
+    card: CudaDriver, point: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A sample of tests/system/test_crash_points.py on the card: what was in memory before is there afterwards."""
+    monkeypatch.setenv(crashing.FILE, str(tmp_path / "armed"))
+    calls = {
+        "credited": "spare.close()",
+        "stored": "segment = model.create_segment('weights', GIB)",
+        "sealed": "segment = model.create_segment('weights', GIB); write_blocks(segment, 1); segment.seal()",
+    }
+    with on_card(card, module="tests.crashing") as daemon, worker() as one:
+        enter(one, daemon)
+        borrow(one, GIB)
+        one.do("spare = model.allocate('64MiB')")
+        if point == "reconcile":
+            daemon.kill()
+            crashing.arm(crashing.path(), point, 0)
+            daemon.start_again()
+        else:
+            crashing.arm(crashing.path(), point, 0)
+        one.begin(calls.get(point, "more = model.allocate('64MiB')"))
+        daemon.process.wait(60)
+        daemon.start_again()
+        one.result()
+        assert still_has(one, GIB)
+        held = GIB + (0 if point == "credited" else 64 * MIB) + (GIB if point in calls and point != "credited" else 0)
+        held += 64 * MIB if point not in calls else 0
+        until(lambda: daemon.books().lent_bytes == held)
+        if point in ("stored", "sealed"):
+            one.do("if segment.writable:\n    write_blocks(segment, 1)\n    segment.seal()")
+            with worker() as reader:
+                reader.connect(daemon)
+                reader.do("from tests.gpu.working import *")
+                reader.do("driver = client.register_model('m').driver; segment = client.attach('m/weights')")
+                assert reader.ask("digest(segment, driver)") == one.ask("digest(segment, driver)")
+            one.do("segment.delete()")
+        one.do("client.close()")
+        until_lendable(daemon)
 
 
 def test_sigterm_lets_workers_go_on_as_well(card: CudaDriver) -> None:

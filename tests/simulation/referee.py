@@ -15,13 +15,14 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tests.simulation.resuming_referee import ResumingReferee
 from tests.simulation.sharing_referee import SharingReferee
 from tests.simulation.stock_referee import StockReferee
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
-from membrokerd.core.broker import Step
+from membrokerd.core.broker import Broker, Step
 from membrokerd.core.denied import Denied
 from membrokerd.core.ledger import SegmentRow, SessionRow, replay
 
@@ -46,6 +47,8 @@ class Death:
     at: int
     since: int
     blocks: dict[ev.Location, set[int]] = field(default_factory=dict)
+    slack: int = 1
+    """Granules that its fall may be short of: one more where what it falls from was on file."""
     charged: dict[ev.Location, int] = field(default_factory=dict)
     """What it is charged, when a step begins that may settle it."""
 
@@ -57,6 +60,7 @@ class Referee:
         self.world = world
         self.sharing = SharingReferee(world)
         self.stock = StockReferee(world)
+        self.resuming = ResumingReferee(world)
         self.judged = 0
         self.last_id = 0
         self.quotas: dict[tuple[str, str | None, ev.Location], int] = {}
@@ -66,6 +70,10 @@ class Referee:
         self.falls: dict[ev.Location, deque[tuple[int, int, str, int]]] = {"device": deque(), "host": deque()}
         self.audits: deque[tuple[int, int]] = deque()
         """When an audit was told, and when the device had been read for it."""
+        self.noted_at: dict[ev.Location, int] = {}
+        """When the figure was read that is on file."""
+        self.began_at = -NOTICE_NS
+        """When this daemon began."""
         self.sessions = 0
         self.proven = 0
         self.timed_out = 0
@@ -84,10 +92,11 @@ class Referee:
         while self.world.now - falls[0][0] > FALLS_KEPT_NS:
             falls.popleft()
 
-    def audited(self, read_at: int) -> None:
+    def audited(self, read_at: int, seen: ev.Seen) -> None:
         """An audit was told: deaths that are older than the settle time are over, unless a packet is being made."""
         world = self.world
         self.audits.append((world.now, read_at))
+        self.noted_at |= {where: read_at for where, size in seen.items() if size is not None}
         while len(self.audits) > 1 and world.now - self.audits[0][0] > NOTICE_NS:
             self.audits.popleft()
         for owner, death in self.deaths.items():
@@ -103,6 +112,7 @@ class Referee:
         if row is not None and row.session not in self.deaths:
             self._died(row)
         self.stock.before()
+        self.resuming.before(event)
         if isinstance(event, ev.Dropped):
             segment = self.world.broker.ledger.segments[event.segment]
             if segment.uncertain:
@@ -124,7 +134,8 @@ class Referee:
         self.judged += 1
         if self.judged % RECOUNT_EVERY == 0:
             ledger.recount()
-        assert ledger.revision == before + len(step.facts)
+        changes = [fact for fact in step.facts if not isinstance(fact, ft.UnaccountedSeen)]
+        assert ledger.revision == before + len(changes)
         if step.facts and self._refused(event, step):
             raise AssertionError(f"{event} was refused and changed {step.facts}")
         assert all(size >= 0 for size in world.broker.lending.making.values())
@@ -144,6 +155,7 @@ class Referee:
             self._judge_fact(fact)
         self.sharing.judge(event, step)
         self.stock.judge(event, step)
+        self.resuming.judge(event, step)
 
     @staticmethod
     def _refused(event: ev.Event, step: Step) -> bool:
@@ -208,8 +220,7 @@ class Referee:
 
     def _died(self, row: SessionRow) -> None:
         world = self.world
-        since = min([world.now - NOTICE_NS, *(read_at for _, read_at in self.audits)])
-        death = Death(world.now, since, {"device": set(), "host": set()})
+        death = self._death({"device": set(), "host": set()})
         for extent, loan in row.extents.items():
             death.blocks[loan.location].add(extent)
         for where, block in world.workers[row.session].own.items():
@@ -217,8 +228,53 @@ class Referee:
         self.deaths[row.session] = death
 
     def _dropped(self, row: SegmentRow) -> None:
-        since = min([self.world.now - NOTICE_NS, *(read_at for _, read_at in self.audits)])
-        self.deaths[row.segment] = Death(self.world.now, since, {row.location: set(row.ids)})
+        self.deaths[row.segment] = self._death({row.location: set(row.ids)})
+
+    def _death(self, blocks: dict[ev.Location, set[int]]) -> Death:
+        now = self.world.now
+        since = min([now - NOTICE_NS, *(read_at for _, read_at in self.audits)])
+        return Death(now, since, blocks, slack=2 if now - self.began_at <= NOTICE_NS else 1)
+
+    # --- a successor ---
+
+    def inherit(self, dead: Broker, *, torn: bool) -> None:
+        """A daemon begins with the books on file: those of the dead one, but for what its last step did not write."""
+        world, ledger = self.world, self.world.broker.ledger
+        ledger.recount()
+        for name in ("sessions", "models", "segments", "labels", "tenants", "quotas"):
+            assert torn or getattr(ledger, name) == getattr(dead.ledger, name), f"other {name} are on file"
+        self.judged += 1
+        self.began_at = world.now
+        self.owners = {extent: row.session for row in ledger.sessions.values() for extent in row.extents}
+        self.quotas = dict(ledger.quotas)
+        self.asked = {name: dict(row.limits) for name, row in ledger.models.items()} | {
+            name: limits for name, limits in self.asked.items() if name in ledger.models
+        }
+        self.audits.append((world.now, min(self.noted_at.values(), default=world.now)))
+        for where, size in world.daemons.unmade.items():
+            self.fell(where, size, "unmade", 0)
+        for fact in world.daemons.torn_facts:
+            if isinstance(fact, ft.DeclarationSet):
+                self.fell(fact.location, fact.declared_bytes, "declaration", 0)
+            if isinstance(fact, ft.ModelBegan):
+                self.asked[fact.name] = dict(fact.limits)
+        self._inherit_deaths()
+        self.sharing.inherit(world.daemons.torn_facts)
+        self.stock.inherit()
+        self.resuming.inherit()
+
+    def _inherit_deaths(self) -> None:
+        """Who was dead is dead, as of now; one may have died in the last step of all."""
+        before, self.deaths = self.deaths, {}
+        ledger = self.world.broker.ledger
+        for row in [*ledger.sessions.values(), *ledger.segments.values()]:
+            if row.state == "releasing" and isinstance(row, SessionRow):
+                self._died(row)
+            elif row.state == "releasing" and isinstance(row, SegmentRow):
+                self._dropped(row)
+        for owner, death in self.deaths.items():
+            if owner in before:
+                death.since, death.blocks = min(death.since, before[owner].since), before[owner].blocks
 
     def _settled(self, owner: int, where: ev.Location, *, proven: bool) -> None:
         death = self.deaths[owner]
@@ -235,7 +291,7 @@ class Referee:
             return
         falls = [fall for fall in self.falls[where] if fall[0] >= death.since]
         fallen = sum(size for _, size, _, _ in falls)
-        assert fallen > charged - self.world.broker.rules.granularity, (
+        assert fallen > charged - death.slack * self.world.broker.rules.granularity, (
             f"{owner} was credited {charged} bytes as proven, {held} of it exist, and {fallen} fell"
         )
         kinds: Counter[str] = Counter()
@@ -266,6 +322,7 @@ class Referee:
         assert not self.deaths
         self.sharing.at_the_end()
         self.stock.at_the_end()
+        self.resuming.at_the_end()
         again = replay(broker.rules.capacities, world.facts)
         for name in ("revision", "totals", "sessions", "models", "segments", "labels", "tenants", "quotas"):
             assert getattr(again, name) == getattr(broker.ledger, name), f"the facts tell other {name}"
@@ -276,5 +333,5 @@ class Referee:
         return (
             f"{self.judged:,} steps, {self.sessions:,} sessions; credits proven {self.proven:,}, by the time limit "
             f"{self.timed_out:,}; early {self.early.total():,} ({causes}), {self.early_of_segments:,} of segments\n"
-            f"{self.sharing.report()}\n{self.stock.report()}"
+            f"{self.sharing.report()}\n{self.stock.report()}\n{self.resuming.report()}"
         )

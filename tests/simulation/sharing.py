@@ -16,7 +16,8 @@ from membrokerd.core import events as ev
 from membrokerd.core.ledger import SegmentRow
 
 if TYPE_CHECKING:
-    from tests.simulation.world import Worker, World
+    from tests.simulation.processes import Worker
+    from tests.simulation.world import World
 
 MIB = 1 << 20
 MILLISECOND = 1_000_000
@@ -132,10 +133,10 @@ class Sharing:
     def seal(self) -> None:
         """A writer is done: mostly with all that it was sent, now and then it asks for what it may not."""
         world, holds = self.world, self.world.referee.sharing.holds
-        writer = world.pick(lambda one: one.process.alive and self.written(one))
+        writer = world.pick(lambda one: one.settled and self.written(one))
         segment = self.written(writer)[0] if writer else 77
         if world.random.random() < 0.1:
-            writer = world.pick(lambda one: one.process.alive and holds.get(one.session))
+            writer = world.pick(lambda one: one.settled and holds.get(one.session))
             segment = next(iter(holds[writer.session])) if writer else 77
             segment = 77 if world.random.random() < 0.2 else segment
         if writer:
@@ -154,10 +155,11 @@ class Sharing:
             world.die(writer.process, world.now)
 
     def written(self, worker: Worker) -> list[int]:
-        """Return what a worker writes and has not sealed, once its create was answered."""
+        """Return what a worker writes and has not sealed, once it was told that its create is done."""
         rows = self.world.broker.ledger.segments
         held = self.world.referee.sharing.holds.get(worker.session, {})
-        return [one for one in held if rows[one].writer == worker.session and rows[one].state == "writing"]
+        known = [one for one, requests in held.items() if not worker.undone.issuperset(requests)]
+        return [one for one in known if rows[one].writer == worker.session and rows[one].state == "writing"]
 
     def attach(self) -> None:
         """By its full name or by its own alone; at once, or waiting; mostly something that is there."""
@@ -183,7 +185,7 @@ class Sharing:
     def detach(self) -> None:
         world = self.world
         holds = world.referee.sharing.holds
-        worker = world.pick(lambda one: one.process.alive and holds.get(one.session))
+        worker = world.pick(lambda one: one.settled and holds.get(one.session))
         if not worker or world.random.random() < 0.03:
             self.detach_nothing()
             return

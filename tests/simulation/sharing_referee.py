@@ -6,19 +6,24 @@ These books are kept from the questions, the answers and the outcomes alone. The
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from tests.simulation.sharing import blocks_of
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core.broker import Step
 from membrokerd.core.denied import Denied, Reason
+from membrokerd.core.ledger import SegmentRow
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-_AFTER_SEAL = ("deleted", "last session left", "dropped after a death")
+_ATTACHABLE = ("writing", "sealing", "sealed")
+_AFTER_SEAL = ("deleted", "lost", "last session left", "dropped after a death")
 
 
 @dataclass(slots=True)
@@ -123,6 +128,8 @@ class SharingReferee:
             case ev.AttachSegment():
                 self._take_down_attach(event, step)
             case ev.SealSegment(call, _, _, segment):
+                if isinstance(self._result(call, step), fx.SegmentView):
+                    assert self.segments[segment].sealed, "a seal is answered before the segment is sealed"
                 if self._result(call, step) is None:
                     assert self._holds(event.session, segment), "a session seals what it does not hold"
                     assert self.segments[segment].writer == event.session, "a session seals what is another's"
@@ -248,14 +255,64 @@ class SharingReferee:
                 self.segments[flight.segment].widowed |= died and bool(flight.sent)
                 self.touched.add(flight.segment)
 
+    def _resumed(self, session: int, stated: dict[int, list[int]]) -> None:
+        """A session holds what its worker stated, as far as it was booked."""
+        for segment, held in list(self.holds.get(session, {}).items()):
+            numbers = stated.get(segment, [])
+            times = self.world.workers[session].stated.segments.get(segment, 0)
+            known = [one for one in held if one in numbers] + [one for one in held if one not in numbers]
+            self.holds[session][segment] = known[:times]
+            self.touched.add(segment)
+            self._tidy(session, segment)
+
+    # --- a successor ---
+
+    def inherit(self, last: Iterable[ft.Fact]) -> None:
+        """A daemon begins with the books on file: calls in flight are nobody's, and what they booked is held."""
+        ledger = self.world.broker.ledger
+        for flight in self.flights.values():
+            if not flight.lost:
+                self.holds.setdefault(flight.session, {}).setdefault(flight.segment, []).append(flight.request_id)
+        before, self.holds = self.holds, {}
+        for row in ledger.sessions.values():
+            for segment, times in row.segments.items():
+                known = before.get(row.session, {}).get(segment, [])
+                self.holds.setdefault(row.session, {})[segment] = (known + [0] * times)[:times]
+        for mapping in (self.flights, self.calls, self.waiting, self.seals):
+            mapping.clear()
+        self.segments = {row.segment: self._inherit_segment(row) for row in ledger.segments.values()}
+        self.names = {row.full_name(): row.segment for row in ledger.segments.values()}
+        for fact in last:
+            if isinstance(fact, ft.SegmentCredited) and fact.segment in self.segments:
+                self.segments[fact.segment].extents.difference_update(fact.ids)
+
+    def _inherit_segment(self, row: SegmentRow) -> Segment:
+        known = self.segments.get(row.segment)
+        return Segment(
+            row.full_name(),
+            row.location,
+            row.size_of(row.ids),
+            row.bytes,
+            known.extents if known else set(row.ids),
+            row.writer,
+            sealed=row.state == "sealed" or (known is not None and known.sealed),
+            over=row.state not in _ATTACHABLE,
+            dropped=row.state == "releasing",
+            widowed=row.uncertain,
+        )
+
     # --- facts and effects ---
 
     def _judge_fact(self, fact: ft.Fact, event: ev.Event) -> None:
         match fact:
             case ft.SessionMoved(session, cause):
-                if cause in ("process died", "last packet"):
+                if cause in ("process died", "last packet", "forgotten"):
                     self._left(session, died=cause == "process died")
+                elif cause == "resumed":
+                    self._resumed(session, self.world.workers[session].stated_requests)
                 return
+            case ft.SegmentLeft(segment, session, cause="holder died") if isinstance(event, ev.Restarted):
+                self._left(session, died=True)  # the step in which it died is not on file to its end
             case ft.SegmentMoved(segment, cause):
                 self._moved(self.segments[segment], cause, event)
             case ft.SegmentCredited(segment, ids):
@@ -285,7 +342,7 @@ class SharingReferee:
         if cause == "sealed":
             assert isinstance(event, ev.Sealed), "a segment is sealed that the driver has not sealed"
             row.sealed = True
-        row.over |= cause in ("writer ended", "deleted", "not made", "last session left")
+        row.over |= cause in ("writer ended", "deleted", "not made", "lost", "last session left")
 
     def _ended(self, segment: int, proven: bool | None, event: ev.Event) -> None:
         """Nobody who is honest has it mapped; where a holder died, the device was asked."""
@@ -315,6 +372,8 @@ class SharingReferee:
             case fx.Send(segment=segment):
                 assert self.segments[segment].sealed, "a segment is sent that is not sealed"
                 assert not self.segments[segment].dropped, "a segment is sent that is dropped"
+                kept = self.world.sharing.store.get(segment, ())
+                assert set(blocks_of(effect)) <= set(kept), "a segment is sent of which the store has not all"
             case fx.Seal(segment):
                 assert segment in self.seals.values(), "a segment is sealed that nobody wants sealed"
             case fx.Drop(segment):
@@ -328,9 +387,11 @@ class SharingReferee:
         assert not any(self._holds(session, segment) for session in self.holds), "a segment is dropped that is held"
         flying = [one for one in self.flights.values() if one.segment == segment and not one.lost]
         assert not flying, "a segment is dropped that is on its way"
-        for worker in self.world.workers.values():
-            made = any(isinstance(one, fx.Make) and one.segment == segment for one in worker.makes)
-            assert not made, "a segment is dropped that is being made"
+        assert not self._is_made(segment), "a segment is dropped that is being made"
+
+    def _is_made(self, segment: int) -> bool:
+        packets = [packet for worker in self.world.workers.values() for packet in worker.makes]
+        return any(isinstance(packet, fx.Make) and packet.segment == segment for packet in packets)
 
     def _compare(self, segment: int) -> None:
         """The core's books of a segment are the referee's."""
@@ -346,6 +407,8 @@ class SharingReferee:
         for flight in self.flights.values():
             if flight.segment == segment and not flight.lost:
                 holders[flight.session] = holders.get(flight.session, 0) + 1
+        left = row.state == "ending" and not holders and not self._is_made(segment)
+        assert not left, "a segment is not dropped that nobody holds"
         assert row.holders == holders, f"segment {segment} is held by {row.holders}, not by {holders}"
         where, model = mine.location, ev.ModelName(mine.name.tenant, mine.name.model)
         of_model = [

@@ -14,6 +14,7 @@ from tests.simulation.world import MIB, SECOND, World
 
 from membrokerd.core import events as ev
 
+EPOCH_BITS = 40
 BUDGET = 400_000
 """Turns that may be played to shrink one failure."""
 
@@ -135,11 +136,16 @@ def commands(world: World) -> list[str]:
     ]
     names = {session: f"s{number}" for number, session in enumerate(world.opened.values(), 1)}
     now = 0
+    torn = iter(world.daemons.all_torn)
     for at, event in world.events:
         if at > now:
             now = at
             lines.append(f"at {now / SECOND:.3f}")
-        lines.append(_command(event, world.opened, names))
+        if isinstance(event, ev.Restarted):
+            lost = f" lost={_ids(sorted(event.lost))}" if event.lost else ""
+            lines.append(f"restart torn={next(torn)}{lost}{_seen(event.seen)}")
+        else:
+            lines.append(event if isinstance(event, str) else _command(event, world.opened, names))
     return lines
 
 
@@ -162,6 +168,8 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
             return f"dropped {_ids([segment])}"
         case ev.Elapsed():
             return "elapsed"
+        case ev.SetDraining(_, draining):
+            return "drain" if draining else "undrain"
         case ev.Stocked(where, size, made):
             return f"{'stocked' if made else 'notstocked'} {size // MIB} where={where}"
         case ev.DeleteSegment(_, None):
@@ -170,6 +178,12 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
     match event:
         case ev.ConnectionLost():
             return f"lost {name}"
+        case ev.ResumeSession():
+            return f"resume {name} process={event.process}"
+        case ev.StateHolds():
+            return f"holds {name}{_holds(event)}"
+        case ev.ForgetSession():
+            return f"forget {name}"
         case ev.ProcessDied():
             return f"died {name}{_seen(event.seen)}"
         case ev.Acknowledge():
@@ -210,6 +224,15 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
     raise AssertionError(f"no command for {event}")
 
 
+def _holds(event: ev.StateHolds) -> str:
+    extents = f" extents={_ids(sorted(event.extents))}" if event.extents else ""
+    segments = ",".join(f"{_ids([segment])}:{times}" for segment, times in sorted(event.segments.items()))
+    declared = ",".join(
+        f"{name.tenant}/{name.model}:{size // MIB}:{where}" for (name, where), size in event.declarations.items()
+    )
+    return extents + (f" segments={segments}" if segments else "") + (f" declared={declared}" if declared else "")
+
+
 def _segment(name: ev.SegmentName) -> str:
     return f"{name.tenant}/{name.model}/{name.label}"
 
@@ -223,11 +246,16 @@ def _seen(seen: ev.Seen) -> str:
 
 
 def _ids(ids: Sequence[int]) -> str:
-    """Return ids as runs, in their order."""
+    """Return ids as runs, in their order; those of another epoch than the first begin with its number."""
     runs: list[list[int]] = []
-    for number in (extent & 0xFF_FFFF_FFFF for extent in ids):
+    for number in ids:
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ",".join(f"#{first}" if first == last else f"#{first}..{last}" for first, last in runs)
+    return ",".join(_run(first, last) for first, last in runs)
+
+
+def _run(first: int, last: int) -> str:
+    epoch, number = divmod(first, 1 << EPOCH_BITS)
+    return f"{'' if epoch == 1 else epoch}#{number}" + (f"..{number + last - first}" if last > first else "")

@@ -128,6 +128,10 @@ class StockReferee:
                 assert not any(self.world.broker.lending.making.values()), "it is made while somebody waits"
                 assert self.asked.get((where, size)) is not None, "nobody ever asked for it"
 
+    def inherit(self) -> None:
+        """The stock ends with its daemon."""
+        self.ready.clear()
+
     def at_the_end(self) -> None:
         """Nothing is kept ready."""
         assert not +self.ready

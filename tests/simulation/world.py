@@ -2,11 +2,11 @@
 
 The device is dumb: it keeps each block that was made until its last holder drops it, and shows a sum. Around it are
 processes that crash, fork children that keep a dead parent's memory, say that they released what they still map, or
-lose their connection with packets queued on it, and that share segments (`sharing`); a driver that is slow and fails;
-strangers that take memory and give it back; an operator that moves quotas. In three seeds of four the broker keeps a
-stock. As in the daemon, the driver works on one
-job at a time, and what it found is told later, in the order in which it was found, behind whatever else was queued by
-then: so figures are stale when the core hears them, and never ahead of an outcome.
+lose their connection with packets queued on it, that share segments (`sharing`), and that take their sessions up again
+(`resuming`); a driver that is slow and fails; strangers that take memory and give it back; an operator that moves
+quotas; and daemons that die (`daemon_deaths`). In three seeds of four the broker keeps a stock. As in the daemon, the
+driver works on one job at a time, and what it found is told later, in the order in which it was found, behind whatever
+else was queued by then: so figures are stale when the core hears them, and never ahead of an outcome.
 
 Everything follows from a seed and the numbers of the turns. A turn has its own random numbers, and chooses among
 workers in a way that the absence of others does not change: so turns can be left out, and the rest is still a story
@@ -20,10 +20,12 @@ import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
+from tests.simulation.daemon_deaths import DaemonDeaths
+from tests.simulation.processes import Closing, Found, Job, Look, Packet, Process, Worker
 from tests.simulation.referee import Referee
+from tests.simulation.resuming import Resuming
 from tests.simulation.sharing import Dropping, Sharing, blocks_of
 
 from membrokerd.core import effects as fx
@@ -60,77 +62,6 @@ NOTICE = 400 * MILLISECOND
 UNKNOWN_ID = (1 << 40) + 10_000_000
 
 
-@dataclass(eq=False, slots=True)
-class Packet:
-    """A packet that was made. `place`: still in the broker's queue, in the socket, or read by the worker."""
-
-    make: fx.Make | fx.Send
-    place: str
-
-
-@dataclass(eq=False, slots=True)
-class Process:
-    """A process: `kept`, and `shared` of segments, is memory that it maps and of which its word says nothing."""
-
-    name: str
-    number: int
-    kept: set[int] = field(default_factory=set)
-    shared: list[int] = field(default_factory=list)
-    alive: bool = True
-
-
-@dataclass(eq=False, slots=True)
-class Worker:
-    """A session as its world sees it. `number` is the turn that began it."""
-
-    session: int
-    tenant: str
-    process: Process
-    number: int
-    liar: bool
-    connected: bool = True
-    makes: list[fx.Make | fx.Send] = field(default_factory=list)
-    sent: list[Packet] = field(default_factory=list)
-    held: set[int] = field(default_factory=set)
-    unmapped: set[int] = field(default_factory=set)
-    own: dict[ev.Location, int] = field(default_factory=dict)
-    """Memory that it allocated itself, as blocks of the world."""
-    maps: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    """What it has mapped of segments, by segment and the request that brought it."""
-    lied: set[int] = field(default_factory=set)
-    """Segments that it said it had unmapped, and has not."""
-    requests: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """The driver is asked what the device shows: for an audit, or because this worker's process died."""
-
-    dead: Worker | None
-
-
-@dataclass(frozen=True, slots=True)
-class Closing:
-    """The driver's thread closes what the broker let go of its stock."""
-
-    blocks: tuple[int, ...]
-
-
-Job = fx.Make | fx.Send | fx.Seal | fx.Stock | Closing | Dropping | Look
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What the driver found, and when; `failure` is why nothing was made, or a segment not sealed."""
-
-    job: Job
-    at: int
-    seen: ev.Seen | None = None
-    failure: str | None = None
-    block: int = 0
-    """What was made for the stock."""
-
-
 class World:
     """A device, its processes, and the broker between them."""
 
@@ -161,6 +92,8 @@ class World:
         self.unnoticed: list[tuple[int, Worker]] = []
         """Sessions of dead processes of which the broker has not heard, with the time of the death."""
         self.sharing = Sharing(self)
+        self.resuming = Resuming(self)
+        self.daemons = DaemonDeaths(self)
         self.jobs: list[Job] = []
         self.sends: deque[fx.Make | fx.Send] = deque()
         """Packets that are queued at once: of segments, which are copied, and of the stock."""
@@ -173,8 +106,12 @@ class World:
         """Calls by number: whose they are."""
         self.opened: dict[int, int] = {}
         """Sessions by the call that opened them."""
-        self.events: list[tuple[int, ev.Event]] = []
+        self.events: list[tuple[int, ev.Event | str]] = []
+        """What was told when; some of it is no event, and stands here as the command of a transcript."""
         self.facts: list[ft.Fact] = []
+        """What a daemon that begins now would be told."""
+        self.history: list[ft.Fact] = []
+        """All facts there ever were."""
         self.answers: Counter[str] = Counter()
         self.steps: Counter[str] = Counter()
         self.deeds: dict[Callable[[], None], float] = {
@@ -201,9 +138,17 @@ class World:
             self.sharing.detach: 6,
             self.sharing.delete: 3,
             self.elapse: 0.3,
+            self.resuming.resume_one: 6,
+            self.resuming.state_one: 8,
+            self.resuming.ask_anew: 4,
+            self.resuming.forge: 0.5,
+            self.resuming.forget: 0.6,
+            self.resuming.drain: 0.3,
+            self.resuming.fill_the_disk: 0.2,
+            self.daemons.strike: 0.2,
         }
         if self.stocks:
-            self.deeds |= {self.allocate_little: 10, self.rest: 0.1, self.squeeze: 0.1}
+            self.deeds |= {self.allocate_little: 20, self.rest: 0.2, self.squeeze: 0.2}
         self._choices = list(self.deeds)
         self._weights = list(itertools.accumulate(self.deeds.values()))
 
@@ -230,7 +175,11 @@ class World:
             self.execute()
         if self.told and self.random.random() < 0.6:
             self.hear()
-        self.random.choices(self._choices, cum_weights=self._weights)[0]()
+        self.choose()()
+
+    def choose(self) -> Callable[[], None]:
+        """Return what is done next."""
+        return self.random.choices(self._choices, cum_weights=self._weights)[0]
 
     def pass_time(self, change: int) -> None:
         """Let the clock go on; memory of the dead goes, deaths are noticed, and the audit comes in time."""
@@ -238,6 +187,9 @@ class World:
         for at, blocks in [one for one in self.doomed if one[0] <= self.now]:
             self.doomed.remove((at, blocks))
             self.drop(blocks, "death")
+        if self.daemons.dead:
+            return
+        self.resuming.end_orders()
         for at, worker in [one for one in self.unnoticed if one[0] + NOTICE <= self.now]:
             self.notice(at, worker)
         if self.now - self.audited_at >= SECOND:
@@ -277,12 +229,18 @@ class World:
 
     def send(self, event: ev.Event) -> Step:
         """Give the broker one event, obey its effects, and hold it to what every step must keep."""
+        self.resuming.asked(event)
+        if self.daemons.dead:
+            return Step([], [])
         before = self.broker.ledger.revision
         self.events.append((self.now, event))
         self.steps[type(event).__name__] += 1
         self.referee.before(event)
+        self.daemons.before()
         step = self.broker.step(event, self.now)
-        self.facts += step.facts
+        if self.daemons.dies_now(step):
+            return self.daemons.die_in(step)
+        self.daemons.file(step.facts)
         for effect in step.effects:
             self.obey(effect)
         self.referee.judge(event, step, before)
@@ -298,7 +256,7 @@ class World:
         match effect:
             case fx.Answer(call, result):
                 assert call in self.unanswered, "a call is answered twice"
-                del self.unanswered[call]
+                self.resuming.answered(self.workers.get(self.unanswered.pop(call)), call, result)
                 self.answers[result.reason if isinstance(result, Denied) else type(result).__name__] += 1
             case fx.Make(session=session):
                 if effect.stocked:
@@ -329,12 +287,18 @@ class World:
                         self.drop(blocks_of(packet.make), "word")
                 worker.sent.clear()
 
+    @staticmethod
+    def answer(step: Step) -> fx.Result | Denied | None:
+        """Return the answer that stands first among the effects; None: the daemon died before it."""
+        first = step.effects[0] if step.effects else None
+        return first.result if isinstance(first, fx.Answer) else None
+
     def ask(self, worker: Worker) -> tuple[int, int, int]:
         """Return (call, session, request id) of a new request; now and then with an id that is in use."""
         worker.requests += 1
         request_id = worker.requests
         busy = [make.request_id for make in worker.makes] + [packet.make.request_id for packet in worker.sent]
-        if busy and self.random.random() < 0.02:
+        if worker.connected and busy and self.random.random() < 0.02:
             request_id = self.random.choice(busy)
         return self.call(worker.session), worker.session, request_id
 
@@ -464,6 +428,14 @@ class World:
             return self.random.choice(("DRIVER_FAILED", "DESCRIPTORS_EXHAUSTED", "INTERNAL"))
         return None
 
+    def execute_and_hear(self) -> None:
+        """The driver works on what it was asked for, and the event loop hears of it."""
+        for _ in range(4):
+            if self.jobs:
+                self.execute()
+            if self.told:
+                self.hear()
+
     def hear(self) -> None:
         """The event loop takes what stands first in its queue."""
         found = self.told.popleft()
@@ -486,12 +458,15 @@ class World:
             case Look(dead=worker) if worker is not None:
                 assert found.seen is not None
                 self.send(ev.ProcessDied(worker.session, found.seen))
+                self.resuming.say_last(worker)
+                self.lose(worker)
             case Look():
                 assert found.seen is not None
                 self.auditing = False
                 self.audited_at = self.now
                 self.send(ev.Audit(found.seen))
-                self.referee.audited(found.at)
+                if not self.daemons.dead:
+                    self.referee.audited(found.at, found.seen)
 
     def hear_of_packet(self, make: fx.Make | fx.Send, failure: str | None) -> None:
         """Queue a packet on its session's connection, if it could be made and there still is one."""
@@ -564,12 +539,11 @@ class World:
             self.processes.append(process)
 
     def begin(self, event: ev.OpenSession, worker: Worker) -> bool:
-        step = self.send(event)
-        (answer,) = step.effects
-        assert isinstance(answer, fx.Answer)
-        if not isinstance(answer.result, fx.SessionOpened):
+        self.daemons.beginning = (event, worker)
+        answer = self.answer(self.send(event))
+        if not isinstance(answer, fx.SessionOpened):
             return False
-        self.opened[event.call] = worker.session = answer.result.session
+        self.opened[event.call] = worker.session = answer.session
         self.workers[worker.session] = worker
         return True
 
@@ -664,10 +638,11 @@ class World:
             worker.maps.setdefault((make.segment, make.request_id), []).extend(blocks_of(make))
         else:
             worker.held.update(make.ids)
+            worker.brought.setdefault(make.request_id, set()).update(make.ids)
 
     def release(self) -> None:
         """Unmap some extents, then say so: at once or a little later. A liar says so and keeps them."""
-        worker = self.pick(lambda one: one.process.alive and (one.held or one.unmapped))
+        worker = self.pick(lambda one: one.process.alive and not one.resuming and (one.held or one.unmapped))
         if not worker:
             return
         if worker.held:
@@ -683,18 +658,19 @@ class World:
                 return
         asked = sorted(worker.unmapped)
         if self.random.random() < 0.05:
-            asked.append(self.random.choice((asked[0], UNKNOWN_ID, self.any_extent(asked[0]))))
-        row = self.broker.ledger.sessions[worker.session]
-        size = sum(row.extents[extent].extent_bytes for extent in asked if extent in row.extents)
-        answer = self.send(ev.Release(*self.ask(worker), tuple(asked))).effects[0]
-        if isinstance(answer, fx.Answer) and isinstance(answer.result, fx.Released):
-            assert answer.result.released_bytes == size
+            asked.append(self.random.choice((asked[0], UNKNOWN_ID, self.extent_of_another(worker))))
+        row = self.broker.ledger.sessions.get(worker.session)
+        extents = row.extents if row else {}  # its session has ended, and the daemon died before it said so
+        size = sum(extents[extent].extent_bytes for extent in asked if extent in extents)
+        answer = self.answer(self.send(ev.Release(*self.ask(worker), tuple(asked))))
+        if isinstance(answer, fx.Released):
+            assert answer.released_bytes == size
             worker.unmapped.clear()
 
-    def any_extent(self, default: int) -> int:
-        """Return an extent of anybody."""
-        held = [sorted(worker.held)[0] for worker in self.workers.values() if worker.held]
-        return self.random.choice(held) if held else default
+    def extent_of_another(self, worker: Worker) -> int:
+        """Return an extent of anybody else, or one that nobody ever had."""
+        held = [sorted(one.held)[0] for one in self.workers.values() if one.held and one is not worker]
+        return self.random.choice(held) if held else UNKNOWN_ID
 
     def come_clean(self) -> None:
         """A process unmaps what it said it had released long ago."""
@@ -712,8 +688,7 @@ class World:
             return
         where, size = self.where(), self.random.choice((0, 10, 40, 40, -1, 3000)) * MIB
         event = ev.Declare(*self.ask(worker), self.model(worker), where, size)
-        answer = self.send(event).effects[0]
-        if isinstance(answer, fx.Answer) and isinstance(answer.result, fx.Declared):
+        if isinstance(self.answer(self.send(event)), fx.Declared):
             self.referee.fell(where, size, "declaration", 0)
             if where in worker.own:
                 self.drop([worker.own.pop(where)], "word")
@@ -724,27 +699,35 @@ class World:
 
     def lose_one(self) -> None:
         busy = self.random.random() < 0.8
-        worker = self.pick(lambda one: one.connected and (one.sent or not busy))
+        worker = self.pick(lambda one: one.resuming or (one.connected and (one.sent or not busy)))
         if worker:
             self.lose(worker)
 
     def lose(self, worker: Worker) -> None:
         """A connection breaks. What is queued is closed and will be told; what the socket held is read, or gone."""
-        if not worker.connected:
-            return
-        worker.connected = False
+        if worker.connected or worker.resuming:
+            self.told += self.hang_up(worker)
+            self.send(ev.ConnectionLost(worker.session))
+
+    def hang_up(self, worker: Worker) -> list[ev.NotDelivered]:
+        """A connection has ended; return what was still queued on it."""
+        worker.connected, worker.resuming = False, ""
+        unsent, unread = [], []
         for packet in worker.sent:
+            make = packet.make
             if packet.place == "queue":
-                make = packet.make
                 self.drop(blocks_of(make), "word")
-                self.told.append(ev.NotDelivered(make.session, make.request_id, make.part))
+                unsent.append(ev.NotDelivered(make.session, make.request_id, make.part))
+            elif packet.place == "socket" and worker.process.alive and self.random.random() < 0.5:
+                self.take_in(worker, make)
+                continue
             elif packet.place == "socket":
-                if worker.process.alive and self.random.random() < 0.5:
-                    self.take_in(worker, packet.make)
-                else:
-                    self.drop(blocks_of(packet.make), "word")
+                self.drop(blocks_of(make), "word")
+            if packet.place != "read" or self.random.random() < 0.3:
+                unread.append(make.request_id)
         worker.sent.clear()
-        self.send(ev.ConnectionLost(worker.session))
+        self.resuming.cut(worker, unread)
+        return unsent
 
     def goodbye(self) -> None:
         worker = self.pick(lambda one: one.connected and one.process.alive and self.state(one) == "open")
@@ -789,12 +772,17 @@ class World:
             if self.random.random() < 0.5:
                 self.lose(worker)
             for packet in worker.sent:
-                if packet.make.segment and packet.place == "socket":  # the child has the socket, too
+                if packet.make.segment and not worker.connected:  # a dead daemon's: nobody else has its other end
+                    self.sharing.haunted.add(packet.make.segment)
+                    shared += blocks_of(packet.make)
+                elif packet.make.segment and packet.place == "socket":  # the child has the socket, too
                     self.sharing.haunted.add(packet.make.segment)
                     self.sharing.share(blocks_of(packet.make))
                     shared += blocks_of(packet.make)
                 elif packet.place != "queue" and not packet.make.segment:
                     mapped |= set(packet.make.ids)
+            if not worker.connected:
+                worker.sent.clear()
         process.shared = []
         self.doomed.append((max(exited, child_until), mapped))
         self.doomed.append((max(exited, child_until), shared))
@@ -808,7 +796,8 @@ class World:
         """The broker hears of a death: it asks the device, and closes the connection."""
         self.unnoticed.remove((at, worker))
         self.jobs.append(Look(worker))
-        self.lose(worker)
+        if not (worker.resuming and self.random.random() < 0.5):  # or else its connection's end is told later
+            self.lose(worker)
 
     def set_quota(self) -> None:
         model = self.random.choice((None, "m0", "m1"))

@@ -30,7 +30,7 @@ from membroker.v1 import handoff_pb2 as pb
 
 # --- The broker's side ---
 
-OF_A_SESSION = 3
+OF_A_SESSION = 4
 """Descriptors that a session costs the broker: its connection, its process, its notices."""
 COUNT = 100
 """Extents of a call: a packet of 64 and one of 36. A packet's descriptors are open in the broker together."""

@@ -277,7 +277,7 @@ def test_every_call_has_a_row() -> None:
             assert called, f"no row is about {service.name}.{method.name}"
             assert method.name not in KINDS or admin or any(row.transports == BOTH for row in called)
     kinds = {kind.name for kind in pb.Frame.DESCRIPTOR.oneofs_by_name["kind"].fields if kind.number < 20}
-    assert kinds == {"hello", "ack", "goodbye", *KINDS.values()}
+    assert kinds == {"hello", "holds", "ack", "goodbye", *KINDS.values()}
 
 
 @pytest.mark.parametrize("tenant", ["red", "blue"])
@@ -340,6 +340,8 @@ def test_what_the_paths_are(plain: Scene) -> None:
         daemon.admin / "grpc.sock": 0o600,
         daemon.root / "state": 0o700,
         daemon.root / "state" / "lock": 0o600,
+        daemon.root / "state" / "journal": 0o600,
+        daemon.root / "state" / "fdstore.sock": 0o600,
     }
     assert {path: stat.S_IMODE(path.stat().st_mode) for path in modes} == modes
     assert {path.stat().st_uid for path in modes} == {os.geteuid()}

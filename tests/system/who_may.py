@@ -471,6 +471,29 @@ def delete_any(me: Party, target: Any) -> Any:
 
 
 @row(
+    "A5",
+    "AdminService, ForgetSession of an open session",
+    "UNIMPLEMENTED UNIMPLEMENTED UNIMPLEMENTED SESSION_NOT_DETACHED EACCES UNIMPLEMENTED UNIMPLEMENTED",
+    _SERVED,
+)
+def forget_open(me: Party, target: Any) -> Any:
+    return raw.admin_call(me.door, "ForgetSession", apb.ForgetSessionRequest(name=target.session))
+
+
+@row(
+    "A6",
+    "AdminService, Drain and Undrain",
+    "UNIMPLEMENTED UNIMPLEMENTED UNIMPLEMENTED yes EACCES UNIMPLEMENTED UNIMPLEMENTED",
+    _SERVED,
+)
+def drain_and_undrain(me: Party, target: Any) -> Any:
+    drained = raw.admin_call(me.door, "Drain", apb.DrainRequest())
+    undrained = raw.admin_call(me.door, "Undrain", apb.UndrainRequest())
+    assert type(drained) is type(undrained)
+    return undrained
+
+
+@row(
     "A4",
     "open `admin/grpc.sock`",
     "- EACCES EACCES yes EACCES ENOENT ENOENT",
@@ -527,6 +550,19 @@ def borrow_as_s(me: Party, target: Any) -> Any:
         return answer
     at_me = me.session is not None and raw.is_readable(me.session.sock)
     return "yes" if at_me else "S-gets-it"
+
+
+@row(
+    "T5",
+    "take S's session up with S's token",
+    "- TOKEN_REJECTED TOKEN_REJECTED ENOENT EACCES TOKEN_REJECTED TOKEN_REJECTED",
+    "broker: a session is resumed by its own process, at its own endpoint",
+)
+def resume_s(me: Party, target: Any) -> Any:
+    with raw.Connection(me.door) as line:
+        line.send(pb.Frame(request_id=1, hello=pb.Hello(protocol_version=1, resume_token=target.token)))
+        frame = line.receive().frame
+        return frame.reply.error if frame.HasField("reply") else frame
 
 
 @row(

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,19 @@ class Refused(Exception):
 
 
 class Worker:
-    """A worker process. What it runs sees `membroker`, `MIB`, `PAGE` and what its earlier lines have named."""
+    """A worker process. What it runs sees `membroker`, `MIB`, `PAGE` and what its earlier lines have named.
 
-    def __init__(self, user: int | None = None, environment: Mapping[str, str] | None = None) -> None:
+    `command` starts one that is not simply another process of this machine.
+    """
+
+    def __init__(
+        self,
+        user: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        command: Sequence[str] | None = None,
+    ) -> None:
         self.process = subprocess.Popen(
-            [*as_user(user), sys.executable, "-m", "tests.system.workers"],
+            command or [*as_user(user), sys.executable, "-m", "tests.system.workers"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,

@@ -7,7 +7,7 @@ request that is refused changes nothing but the count of refusals.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from . import effects as fx
@@ -15,8 +15,9 @@ from . import events as ev
 from . import facts as ft
 from . import policy
 from .denied import Denied, Reason, deny
-from .ledger import Ledger, ModelRow, SessionRow
+from .ledger import ModelRow, SessionRow, replay
 from .lending import Lending
+from .resuming import Resuming
 from .segments import Segments
 from .settling import Settling
 from .stock import Stock
@@ -38,12 +39,15 @@ class Broker:
     `epoch` is a number that no earlier daemon of this device had; ids are (epoch, counter), so none comes twice.
     """
 
-    def __init__(self, rules: policy.Rules, epoch: int) -> None:
+    def __init__(self, rules: policy.Rules, epoch: int, story: Iterable[ft.Fact] = ()) -> None:
         assert 0 < epoch < 1 << 24
         self.rules = rules
-        self.ledger = Ledger(rules.capacities)
+        self.ledger = replay(rules.capacities, story)
         self.denials: Counter[tuple[ev.ModelName, Reason]] = Counter()
         self.stopping = False
+        self.draining = False
+        self.cannot_write = ""
+        """Why what is lent cannot be written down, so that nothing is; the edge says so."""
         self._next_id = epoch << _COUNTER_BITS
         self._effects: list[fx.Effect] = []
         self._facts: list[ft.Fact] = []
@@ -51,6 +55,7 @@ class Broker:
         self.segments = Segments(self)
         self.stock = Stock(self)
         self.settling = Settling(self)
+        self.resuming = Resuming(self)
 
     def step(self, event: ev.Event, now: int) -> Step:
         """Take one event at `now` (nanoseconds of CLOCK_BOOTTIME) and return what follows from it."""
@@ -98,11 +103,19 @@ class Broker:
         row = self.ledger.sessions.get(session)
         if row is None or row.state not in ("open", "detached"):
             return deny(Reason.TOKEN_REJECTED)
+        if self.resuming.under_way(session):
+            return deny(Reason.DELIVERY_FAILED)
         if self.stopping and not gives_back:
             return deny(Reason.STOPPING)
         if self.lending.in_flight(session, request_id):
             return deny(Reason.REQUEST_ID_IN_USE, request_id=request_id)
         return None
+
+    def refuse_debit(self) -> Denied | None:
+        """Return why nothing at all is lent now, or None."""
+        if self.cannot_write:
+            return deny(Reason.JOURNAL_FULL, driver_says=self.cannot_write)
+        return deny(Reason.DRAINING) if self.draining else None
 
     def find_model(self, session: int, name: ev.ModelName) -> ModelRow | Denied:
         """Return the model if this session registered it. Others' models are as unknown as none."""
@@ -127,7 +140,16 @@ class Broker:
         session = self.take_ids(1)[0]
         self.record(
             ft.SessionBegan(
-                session, event.tenant, event.pid, event.uid, event.process, event.observer, event.client, now
+                session,
+                event.tenant,
+                event.pid,
+                event.uid,
+                event.process,
+                event.observer,
+                event.client,
+                now,
+                event.endpoint,
+                event.token_hash,
             )
         )
         self.lending.begin(session)
@@ -149,7 +171,13 @@ class Broker:
 
     def _connection_lost(self, event: ev.ConnectionLost, now: int) -> None:
         row = self.ledger.sessions.get(event.session)
-        if row is not None and row.state in ("open", "leaving"):
+        if row is not None:
+            self.detach(row, now)
+
+    def detach(self, row: SessionRow, now: int) -> None:
+        """A session has no connection any more; what is on its way to it never arrives."""
+        self.resuming.give_up(row.session)
+        if row.state in ("open", "leaving"):
             self.record(ft.SessionMoved(row.session, "connection lost", now))
             self.lending.give_up(row)
             self.segments.give_up(row.session)
@@ -253,6 +281,13 @@ class Broker:
             self.record(ft.QuotaSet(event.tenant, event.model, event.location, event.limit))
             self.answer(event.call, fx.Done())
 
+    def _set_draining(self, event: ev.SetDraining, now: int) -> None:
+        self.draining = event.draining
+        if event.draining:
+            for location in self.rules.capacities:
+                self.stock.drop_all(location)
+        self.answer(event.call, fx.Done())
+
 
 def _conflict(row: ModelRow, event: ev.RegisterModel) -> Denied | None:
     """Return the first number that differs from what somebody asked for before."""
@@ -268,6 +303,11 @@ def _conflict(row: ModelRow, event: ev.RegisterModel) -> Denied | None:
 
 _HANDLERS: dict[type, Callable[[Broker, Any, int], None]] = {
     ev.OpenSession: Broker._open_session,
+    ev.ResumeSession: lambda broker, event, now: broker.resuming.resume(event, now),
+    ev.StateHolds: lambda broker, event, now: broker.resuming.state_holds(event, now),
+    ev.ForgetSession: lambda broker, event, now: broker.resuming.forget(event, now),
+    ev.Restarted: lambda broker, event, now: broker.resuming.restarted(event, now),
+    ev.SetDraining: Broker._set_draining,
     ev.ConnectionLost: Broker._connection_lost,
     ev.ProcessDied: lambda broker, event, now: broker.settling.process_died(event, now),
     ev.Goodbye: Broker._goodbye,

@@ -16,6 +16,24 @@ class SessionOpened:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionResumed:
+    """Answer to ResumeSession: its Holds may come."""
+
+    session: int
+    tenant: str
+    observer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciled:
+    """Answer to StateHolds: the books agree, but for what they do not know; and the models of the session."""
+
+    unknown_extents: tuple[int, ...]
+    unknown_segments: tuple[int, ...]
+    models: tuple[ModelName, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Registered:
     """Answer to RegisterModel."""
 
@@ -69,7 +87,18 @@ class SegmentView:
     began_at: int
 
 
-Result = SessionOpened | Registered | Allocated | Released | Declared | SegmentView | Detached | Done
+Result = (
+    SessionOpened
+    | SessionResumed
+    | Reconciled
+    | Registered
+    | Allocated
+    | Released
+    | Declared
+    | SegmentView
+    | Detached
+    | Done
+)
 
 
 @dataclass(frozen=True, slots=True)

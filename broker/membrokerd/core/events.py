@@ -48,7 +48,10 @@ class SegmentName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """A process said Hello at a tenant's endpoint. `process` is equal for all sessions of one process."""
+    """A process said Hello at a tenant's endpoint. `process` is equal for all sessions of one process.
+
+    `token_hash` is of the token that will speak for the session, at this endpoint only.
+    """
 
     call: int
     tenant: str
@@ -57,6 +60,53 @@ class OpenSession:
     process: str
     observer: bool
     client: str
+    endpoint: str = ""
+    token_hash: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeSession:
+    """A process that knows a session's token said Hello again.
+
+    The new connection is the session's from the answer on: of the old one, if it seems to live, no end is told.
+    """
+
+    call: int
+    session: int
+    process: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateHolds:
+    """All that a resuming process has of its session: extents, how many times which segment, declared bytes.
+
+    Told behind every NotDelivered of the old connection; nothing is delivered on the new one before the answer.
+    """
+
+    call: int
+    session: int
+    extents: frozenset[int]
+    segments: Mapping[int, int]
+    declarations: Mapping[tuple[ModelName, Location], int]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetSession:
+    """An operator gives up on a detached session."""
+
+    call: int
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """A daemon began with the books of another. Told before anything else.
+
+    `lost` are the segments of which the descriptor store has not every descriptor; `seen` is what the device shows.
+    """
+
+    lost: frozenset[int]
+    seen: Seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +338,21 @@ class SetQuota:
     limit: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class SetDraining:
+    """Lend nothing more, or lend again."""
+
+    call: int
+    draining: bool
+
+
 Event = (
     OpenSession
+    | ResumeSession
+    | StateHolds
+    | ForgetSession
+    | Restarted
+    | SetDraining
     | ConnectionLost
     | ProcessDied
     | Goodbye

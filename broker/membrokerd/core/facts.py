@@ -24,6 +24,8 @@ class SessionBegan:
     observer: bool
     client: str
     at: int
+    endpoint: str = ""
+    token_hash: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,17 @@ class ModelEnded:
     """A model that nobody uses and that is charged nothing is gone."""
 
     name: ModelName
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCarried:
+    """A model's past, which a story of the books as they stand can't tell otherwise; it stands behind all charges."""
+
+    name: ModelName
+    peaks: Mapping[Location, int]
+    allocations: int
+    releases: int
+    idle_since: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +181,13 @@ class SegmentLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentDoubted:
+    """A holder of the segment died before this story begins. Its memory may be kept by nobody knows whom."""
+
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentCredited:
     """These extents of a segment were never made, and are charged no more."""
 
@@ -194,6 +214,14 @@ class StockChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class UnaccountedSeen:
+    """What the device had used beyond the books, signed: a later daemon's dead have this to fall from."""
+
+    location: Location
+    unaccounted: int
+
+
+@dataclass(frozen=True, slots=True)
 class QuotaSet:
     """A limit was commanded for a model, or for a tenant (`model` is None); None ends the command."""
 
@@ -212,6 +240,7 @@ Fact = (
     | ModelJoined
     | ModelLeft
     | ModelEnded
+    | ModelCarried
     | Debited
     | Credited
     | DeclarationSet
@@ -220,8 +249,10 @@ Fact = (
     | SegmentMoved
     | SegmentHeld
     | SegmentLeft
+    | SegmentDoubted
     | SegmentCredited
     | SegmentEnded
     | StockChanged
+    | UnaccountedSeen
     | QuotaSet
 )

@@ -34,7 +34,10 @@ class Charge:
 
 @dataclass(slots=True)
 class SessionRow:
-    """One session. `extents` are lent to it one by one; `charges` are their sums, declarations included."""
+    """One session. `extents` are lent to it one by one.
+
+    `charges` are their sums, declarations included; where it is charged nothing there is none.
+    """
 
     session: int
     tenant: str
@@ -44,6 +47,8 @@ class SessionRow:
     observer: bool
     client: str
     began_at: int
+    endpoint: str = ""
+    token_hash: str = ""
     state: str = "open"
     models: set[ModelName] = field(default_factory=set)
     extents: dict[int, Loan] = field(default_factory=dict)
@@ -122,12 +127,13 @@ class ModelRow:
 
 @dataclass(slots=True)
 class Total:
-    """A location: capacity = lent + releasing + free."""
+    """A location: capacity = lent + releasing + free. `unaccounted` is what was last noted for a later daemon."""
 
     capacity: int
     lent: int = 0
     releasing: int = 0
     stock: int = 0
+    unaccounted: int | None = None
 
     @property
     def charged(self) -> int:
@@ -154,9 +160,10 @@ class Ledger:
         self.revision = 0
 
     def apply(self, fact: facts.Fact) -> None:
-        """Change the books by one fact and raise the revision."""
+        """Apply one fact, and raise the revision when it changes the books."""
         _APPLY[type(fact)](self, fact)
-        self.revision += 1
+        if not isinstance(fact, facts.UnaccountedSeen):  # no change of the books, but of what is seen beside them
+            self.revision += 1
 
     def tenant_charged(self, tenant: str, location: Location) -> int:
         """Bytes that a tenant is charged at a location."""
@@ -167,7 +174,16 @@ class Ledger:
     def _session_began(self, fact: facts.SessionBegan) -> None:
         assert fact.session not in self.sessions
         self.sessions[fact.session] = SessionRow(
-            fact.session, fact.tenant, fact.pid, fact.uid, fact.process, fact.observer, fact.client, fact.at
+            fact.session,
+            fact.tenant,
+            fact.pid,
+            fact.uid,
+            fact.process,
+            fact.observer,
+            fact.client,
+            fact.at,
+            fact.endpoint,
+            fact.token_hash,
         )
 
     def _session_moved(self, fact: facts.SessionMoved) -> None:
@@ -177,8 +193,6 @@ class Ledger:
             return
         lifecycles.move(lifecycles.EXTENT, "lent", "holder died")
         for (name, location), charge in row.charges.items():
-            if not charge.bytes:
-                continue  # its model may have ended
             self.totals[location].lent -= charge.bytes
             self.totals[location].releasing += charge.bytes
             self.models[name].charges[location].releasing += charge.bytes
@@ -188,7 +202,7 @@ class Ledger:
         row = self.sessions.pop(fact.session)
         assert not row.extents, "a session ended that is still charged"
         assert not row.segments, "a session ended that still holds a segment"
-        assert not any(charge.bytes for charge in row.charges.values()), "a session ended that is still charged"
+        assert not row.charges, "a session ended that is still charged"
         self._leave_all(row, fact.at)
 
     def _model_began(self, fact: facts.ModelBegan) -> None:
@@ -209,9 +223,7 @@ class Ledger:
     def _model_left(self, fact: facts.ModelLeft) -> None:
         row = self.sessions[fact.session]
         row.models.discard(fact.name)
-        for location in self.totals:
-            charge = row.charges.pop((fact.name, location), None)
-            assert charge is None or not charge.bytes, "a session left a model that it is charged for"
+        assert not any(name == fact.name for name, _ in row.charges), "a session left a model that it is charged for"
         self._leave(fact.name, fact.session, fact.at)
 
     def _model_ended(self, fact: facts.ModelEnded) -> None:
@@ -219,6 +231,12 @@ class Ledger:
         assert not row.used(), "a model ended that is still charged"
         assert not row.sessions, "a model ended that is still used"
         assert not any(segment.name == fact.name for segment in self.segments.values()), "a model ended with a segment"
+
+    def _model_carried(self, fact: facts.ModelCarried) -> None:
+        row = self.models[fact.name]
+        for location, charge in row.charges.items():  # a later daemon may lend at fewer
+            charge.peak = fact.peaks.get(location, 0)
+        row.allocations, row.releases, row.idle_since = fact.allocations, fact.releases, fact.idle_since
 
     def _debited(self, fact: facts.Debited) -> None:
         row = self.sessions[fact.session]
@@ -251,8 +269,8 @@ class Ledger:
         row = self.sessions[fact.session]
         lifecycles.move(lifecycles.EXTENT, row.state, "settled")
         row.extents = {key: loan for key, loan in row.extents.items() if loan.location != fact.location}
-        for (name, location), charge in row.charges.items():
-            if location == fact.location and charge.bytes:
+        for (name, location), charge in list(row.charges.items()):
+            if location == fact.location:
                 self.models[name].charges[location].declared -= charge.declared
                 charge.declared = 0
                 self._credit_extents(row, name, location, charge.bytes, charge.extents)
@@ -300,6 +318,9 @@ class Ledger:
             del row.holders[fact.session], held[fact.segment]
         row.uncertain |= fact.cause == "holder died"
 
+    def _segment_doubted(self, fact: facts.SegmentDoubted) -> None:
+        self.segments[fact.segment].uncertain = True
+
     def _segment_credited(self, fact: facts.SegmentCredited) -> None:
         row = self.segments[fact.segment]
         self._credit_segment(row, row.size_of(fact.ids), len(fact.ids))
@@ -314,6 +335,10 @@ class Ledger:
 
     def _stock_changed(self, fact: facts.StockChanged) -> None:
         self.totals[fact.location].stock += fact.extent_bytes * fact.change
+
+    def _unaccounted_seen(self, fact: facts.UnaccountedSeen) -> None:
+        if fact.location in self.totals:  # a later daemon may lend at fewer
+            self.totals[fact.location].unaccounted = fact.unaccounted
 
     def _quota_set(self, fact: facts.QuotaSet) -> None:
         key = (fact.tenant, fact.model, fact.location)
@@ -333,6 +358,8 @@ class Ledger:
         charge = row.charges.setdefault((name, location), Charge())
         charge.bytes += change
         charge.extents += extents
+        if not charge.bytes:
+            del row.charges[name, location]
         self._sum(name, location, change, extents, releasing=row.state == "releasing")
 
     def _credit_segment(self, row: SegmentRow, size: int, extents: int) -> None:
@@ -398,7 +425,8 @@ class Ledger:
             seen.update(row.extents)
             _recount_session(row)
             for (name, _), charge in row.charges.items():
-                assert name in self.models or not charge.bytes, f"{name} ended and is charged"
+                assert name in self.models, f"{name} ended and is charged"
+                assert charge.bytes, f"session {row.session} has a charge of nothing"
         for segment in self.segments.values():
             assert seen.isdisjoint(segment.ids), "an extent has two owners"
             seen.update(segment.ids)
@@ -446,6 +474,7 @@ _APPLY: dict[type, Callable[[Ledger, Any], None]] = {
     facts.ModelJoined: Ledger._model_joined,
     facts.ModelLeft: Ledger._model_left,
     facts.ModelEnded: Ledger._model_ended,
+    facts.ModelCarried: Ledger._model_carried,
     facts.Debited: Ledger._debited,
     facts.Credited: Ledger._credited,
     facts.DeclarationSet: Ledger._declaration_set,
@@ -454,9 +483,11 @@ _APPLY: dict[type, Callable[[Ledger, Any], None]] = {
     facts.SegmentMoved: Ledger._segment_moved,
     facts.SegmentHeld: Ledger._segment_held,
     facts.SegmentLeft: Ledger._segment_left,
+    facts.SegmentDoubted: Ledger._segment_doubted,
     facts.SegmentCredited: Ledger._segment_credited,
     facts.SegmentEnded: Ledger._segment_ended,
     facts.StockChanged: Ledger._stock_changed,
+    facts.UnaccountedSeen: Ledger._unaccounted_seen,
     facts.QuotaSet: Ledger._quota_set,
 }
 

@@ -205,6 +205,7 @@ class Lending:
             return found
         return (
             self.refuse_call(event.session)
+            or broker.refuse_debit()
             or policy.check_extents(broker.rules, event.location, event.extent_bytes, event.count)
             or policy.admit(broker.ledger, broker.rules, event.name, event.location, event.extent_bytes * event.count)
         )
@@ -265,9 +266,9 @@ class Lending:
     def not_delivered(self, event: ev.NotDelivered, now: int) -> None:
         """Credit a packet that its broken connection never took."""
         traffic = self._traffic.get(event.session)
-        if traffic is None:
+        call = traffic.calls.get(event.request_id) if traffic else None
+        if traffic is None or call is None:
             return
-        call = traffic.calls[event.request_id]
         call.move(event.part, "not delivered")
         traffic.window -= 1
         row = self._broker.ledger.sessions[event.session]
@@ -307,14 +308,18 @@ class Lending:
         """End a session that said Goodbye, once none of its packets is being made."""
         if row.state != "leaving" or self.making_of(row.session):
             return
+        self.credit_all(row, "goodbye")
+        self._broker.record(ft.SessionMoved(row.session, "last packet", now))
+        self._broker.end_session(row, now)
+
+    def credit_all(self, row: SessionRow, cause: str) -> None:
+        """Credit all that a session is charged by somebody's word, and let it leave its segments."""
         if row.extents:
-            self._broker.record(ft.Credited(row.session, tuple(row.extents), "goodbye"))
-        self._broker.segments.leave_all(row, "goodbye")
+            self._broker.record(ft.Credited(row.session, tuple(row.extents), cause))
+        self._broker.segments.leave_all(row, cause)
         for (name, location), charge in list(row.charges.items()):
             if charge.declared:
                 self._broker.record(ft.DeclarationSet(row.session, name, location, 0))
-        self._broker.record(ft.SessionMoved(row.session, "last packet", now))
-        self._broker.end_session(row, now)
 
     def _abandon(self, session: int, call: Call) -> None:
         """Give up the packets of a call that still wait."""
@@ -348,6 +353,7 @@ class Lending:
         row = self._broker.ledger.sessions[session]
         if row.state in ("open", "detached"):
             self._issue(session)
+            self._broker.resuming.proceed(session, now)
         else:
             self.finish_leaving(row, now)
 
@@ -421,7 +427,9 @@ class Lending:
             return deny(Reason.INVALID_SIZE, size_bytes=event.declared_bytes, least_bytes=0, granularity_bytes=1)
         charge = broker.ledger.sessions[event.session].charges.get((event.name, event.location))
         more = event.declared_bytes - (charge.declared if charge else 0)
-        return policy.admit(broker.ledger, broker.rules, event.name, event.location, more) if more > 0 else None
+        if more <= 0:
+            return None
+        return broker.refuse_debit() or policy.admit(broker.ledger, broker.rules, event.name, event.location, more)
 
 
 def _packet(session: int, call: Call, part: int) -> fx.Make | fx.Send:

@@ -24,6 +24,8 @@ SESSION: Final[Lifecycle] = {
     },
     # The process lives and keeps its mappings: it stays charged.
     "detached": {
+        "resumed": "open",
+        "forgotten": "ended",
         "process died": "releasing",
     },
     # Charged until the device shows the bytes free.
@@ -39,6 +41,9 @@ EXTENT: Final[Lifecycle] = {
         "not made": "credited",
         "not delivered": "credited",
         "goodbye": "credited",
+        # By what its process says that it has, when it takes its session up again.
+        "not held": "credited",
+        "forgotten": "credited",
         "holder died": "releasing",
     },
     "releasing": {
@@ -72,15 +77,19 @@ SEGMENT: Final[Lifecycle] = {
         "writer ended": "ending",
         "deleted": "ending",
         "not made": "ending",
+        "lost": "ending",
     },
     # The writer is done: from here on its own end does not matter.
     "sealing": {
         "sealed": "sealed",
         "not sealed": "writing",
         "deleted": "ending",
+        "lost": "ending",
     },
     "sealed": {
         "deleted": "ending",
+        # The broker's own descriptors are gone: who has it mapped keeps it, and nobody else can.
+        "lost": "ending",
     },
     # Attached no more; charged while sessions have it mapped.
     "ending": {

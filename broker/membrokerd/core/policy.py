@@ -10,6 +10,8 @@ from .denied import Denied, Reason, deny
 from .events import Location, ModelName
 from .ledger import Ledger
 
+ATTACHABLE = ("writing", "sealing", "sealed")
+"""The states of a segment that is not ending."""
 PACKET_EXTENTS = 64
 """Extents in one packet: the unit of creating, delivering and taking turns."""
 WINDOW = 2
@@ -22,6 +24,7 @@ MAX_BYTES = (1 << 63) - 1
 MAX_WAIT_NS = 24 * 3600 * 1_000_000_000
 """How long an attach may wait for a seal."""
 
+_TENANT = re.compile(r"[a-z0-9-]{1,24}")
 _OWN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 
@@ -49,6 +52,11 @@ class Rules:
     max_segment_extents: int = 4_096
     stock_extents: int = 0
     stock_bytes: int = 0
+
+
+def valid_tenant(name: str) -> bool:
+    """Say whether `name` is 1 to 24 of [a-z0-9-]: a tenant's name is a directory's, too."""
+    return _TENANT.fullmatch(name) is not None
 
 
 def valid_own_name(name: str) -> bool:

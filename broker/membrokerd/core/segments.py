@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .broker import Broker
 
 _WRITING = ("writing", "sealing")
-_ATTACHABLE = (*_WRITING, "sealed")
 _TOLD = {"sealing": "writing", "dropping": "ending"}
 """States that nobody outside has to know, by what they look like there."""
 
@@ -87,6 +86,7 @@ class Segments:
             return deny(Reason.SEGMENT_EXISTS, segment=str(event.name), state=_TOLD.get(state, state))
         return (
             broker.lending.refuse_call(event.session)
+            or broker.refuse_debit()
             or policy.check_extents(broker.rules, event.location, event.size, 1)
             or self._refuse_one_more(event)
             or policy.admit(broker.ledger, broker.rules, name, event.location, event.size)
@@ -105,15 +105,22 @@ class Segments:
         return None
 
     def seal(self, event: ev.SealSegment) -> None:
-        """Ask for the seal of a segment that is written."""
+        """Ask for the seal of a segment that is written. Its writer may ask again: it may not have had the answer."""
         denied = self._refuse_seal(event)
         if denied:
             self._broker.answer(event.call, denied)
             return
-        self._broker.record(ft.SegmentMoved(event.segment, "seal asked"))
-        self._sealing[event.segment] = event
+        row = self._broker.ledger.segments[event.segment]
+        if row.state == "sealed":
+            self._broker.answer(event.call, self.view(row))
+            return
         self._broker.lending.wait(event.session, event.request_id)
-        self._broker.emit(fx.Seal(event.segment))
+        if row.state == "sealing":  # whoever asked last is answered
+            self._answer_seal(row, deny(Reason.DELIVERY_FAILED))
+        else:
+            self._broker.record(ft.SegmentMoved(event.segment, "seal asked"))
+            self._broker.emit(fx.Seal(event.segment))
+        self._sealing[event.segment] = event
 
     def _refuse_seal(self, event: ev.SealSegment) -> Denied | None:
         broker = self._broker
@@ -123,7 +130,7 @@ class Segments:
         row = self._find_held(event.session, event.segment)
         if row is None:
             return deny(Reason.SEGMENT_NOT_FOUND, segment=event.segment)
-        if row.writer != event.session or row.state != "writing":
+        if row.writer != event.session or row.state not in policy.ATTACHABLE:
             return deny(
                 Reason.SEGMENT_NOT_WRITABLE, segment=str(row.full_name()), state=_TOLD.get(row.state, row.state)
             )
@@ -137,7 +144,7 @@ class Segments:
         self._broker.record(ft.SegmentMoved(row.segment, "sealed"))
         self._answer_seal(row, self.view(row))
         for one in self._take_waiting(lambda one: one.segment == row.segment):
-            denied = self._broker.lending.refuse_call(one.session)
+            denied = self._broker.lending.refuse_call(one.session) or self._broker.refuse_debit()
             if denied:
                 self._broker.answer(one.call, denied)
             else:
@@ -152,12 +159,18 @@ class Segments:
         self._answer_seal(row, Denied(Reason(event.reason), event.numbers))
         if row.writer not in row.holders:
             self._end_writing(row, "writer ended")
-            self._drop_if_left(row)
+            self.drop_if_left(row)
 
     def _answer_seal(self, row: SegmentRow, result: fx.Result | Denied) -> None:
-        asked = self._sealing.pop(row.segment)
-        self._broker.lending.wait_no_more(asked.session, asked.request_id)
-        self._broker.answer(asked.call, result)
+        asked = self._sealing.pop(row.segment, None)
+        if asked is not None:
+            self._broker.lending.wait_no_more(asked.session, asked.request_id)
+            self._broker.answer(asked.call, result)
+
+    def give_up_seals(self, session: int) -> None:
+        """A session is taken up again: it asks for its seals anew, and those that are under way go on."""
+        for segment in [segment for segment, asked in self._sealing.items() if asked.session == session]:
+            self._answer_seal(self._broker.ledger.segments[segment], deny(Reason.DELIVERY_FAILED))
 
     def _asked_to_seal(self, segment: int) -> SegmentRow | None:
         row = self._broker.ledger.segments.get(segment)
@@ -193,7 +206,7 @@ class Segments:
             return deny(Reason.SEGMENT_NOT_FOUND, segment=str(event.name))
         if not 0 <= event.wait_ns <= policy.MAX_WAIT_NS:
             return deny(Reason.INVALID_ARGUMENT, what="a wait is between 0 and 24 hours")
-        return broker.lending.refuse_call(event.session)
+        return broker.lending.refuse_call(event.session) or broker.refuse_debit()
 
     def _begin_attach(self, number: int, session: int, request_id: int, row: SegmentRow) -> None:
         self._broker.record(ft.SegmentHeld(row.segment, session))
@@ -214,7 +227,7 @@ class Segments:
         if row is None:  # its last session died while the packet was on its way
             self._broker.refuse(call.call, call.failure or deny(Reason.DELIVERY_FAILED), session, call.name)
             return
-        if not call.failure and not call.sends and row.state not in _ATTACHABLE:
+        if not call.failure and not call.sends and row.state not in policy.ATTACHABLE:
             call.failure = deny(Reason.SEGMENT_NOT_FOUND, segment=str(row.full_name()))
         if not call.failure:
             self._broker.answer(call.call, self.view(row))
@@ -224,7 +237,7 @@ class Segments:
             self._end_writing(row, "not made")
         if not call.any_sent and session in row.holders:
             self._broker.record(ft.SegmentLeft(row.segment, session, 1, "not made"))
-        self._drop_if_left(row)
+        self.drop_if_left(row)
 
     def detach(self, event: ev.DetachSegment) -> None:
         """A session has unmapped a segment. A writer that leaves before its seal has given it up."""
@@ -258,7 +271,7 @@ class Segments:
         else:
             self._broker.record(ft.SegmentMoved(row.segment, "deleted"))
         self._broker.answer(event.call, self.view(row))
-        self._drop_if_left(row)
+        self.drop_if_left(row)
 
     def _refuse_delete(self, event: ev.DeleteSegment) -> Denied | None:
         if event.session is None:
@@ -295,12 +308,17 @@ class Segments:
             self._broker.settling.segment_dropped(row, now)
             return
         self._broker.record(ft.SegmentEnded(row.segment, None))
+        self._broker.resuming.segment_ended(row.segment)
+
+    def leave(self, session: int, segment: int, times: int, cause: str) -> None:
+        """A session has the segment so many times less."""
+        self._leave(self._broker.ledger.segments[segment], session, times, cause)
 
     def _leave(self, row: SegmentRow, session: int, times: int, cause: str) -> None:
         self._broker.record(ft.SegmentLeft(row.segment, session, times, cause))
         if session not in row.holders:
             self._without_writer(row, session)
-        self._drop_if_left(row)
+        self.drop_if_left(row)
 
     def _without_writer(self, row: SegmentRow, session: int) -> None:
         if row.writer == session and row.state == "writing":
@@ -310,12 +328,12 @@ class Segments:
         """The segment will never be sealed: tell who waits for it."""
         self._broker.record(ft.SegmentMoved(row.segment, cause))
         denied = deny(Reason.WRITER_DIED, segment=str(row.full_name()))
-        if row.segment in self._sealing:
-            self._answer_seal(row, denied)
+        self._answer_seal(row, denied)
         for one in self._take_waiting(lambda one: one.segment == row.segment):
             self._broker.answer(one.call, denied)
 
-    def _drop_if_left(self, row: SegmentRow) -> None:
+    def drop_if_left(self, row: SegmentRow) -> None:
+        """Close the broker's own descriptors of a segment that is ending, once nobody holds it."""
         busy = row.holders or self._broker.lending.making_segment(row.writer, row.segment)
         if row.state == "ending" and not busy:
             self._broker.record(ft.SegmentMoved(row.segment, "last session left"))
@@ -340,7 +358,7 @@ class Segments:
 
     def _find_named(self, name: ev.SegmentName) -> SegmentRow | Denied:
         """Return the segment of a name that is not ending, by its model or by its own name alone."""
-        found = [row for row in self._candidates(name) if row.state in _ATTACHABLE]
+        found = [row for row in self._candidates(name) if row.state in policy.ATTACHABLE]
         if not found:
             return deny(Reason.SEGMENT_NOT_FOUND, segment=str(name))
         if len(found) > 1:

@@ -83,6 +83,7 @@ class Settling:
             return
         self._see(event.seen)
         references = {location: self._reference(location, now) for location in self._used}
+        self._broker.resuming.give_up(row.session)
         self._broker.record(ft.SessionMoved(row.session, "process died", now))
         self._broker.lending.give_up(row)
         self._broker.segments.give_up(row.session)
@@ -101,6 +102,30 @@ class Settling:
         self._broker.record(ft.SegmentMoved(row.segment, "dropped after a death"))
         self._deaths.append(Death(row.segment, row.location, now, self._at_look[row.location]))
 
+    def restarted(self, seen: ev.Seen, now: int) -> None:
+        """Go on with the deaths of a daemon that is dead; what died meanwhile falls from what that one saw last.
+
+        What it had booked and never made, and what its store has lost, looks like a fall until it is credited: so a
+        death can be credited early, as by a stranger's fall.
+        """
+        ledger = self._broker.ledger
+        self._lately.append((now, {location: ledger.totals[location].unaccounted for location in self._used}))
+        self._see(seen)
+        self._at_audit = self._at_look = self._unaccounted_everywhere()
+        owners: list[SessionRow | SegmentRow] = [*ledger.sessions.values(), *ledger.segments.values()]
+        for row in [row for row in owners if row.state == "releasing"]:
+            owner = row.session if isinstance(row, SessionRow) else row.segment
+            locations = list(self._used) if isinstance(row, SessionRow) else [row.location]
+            for location in locations:
+                self._deaths.append(Death(owner, location, now, self._reference(location, now)))
+
+    def _note(self) -> None:
+        """Keep for a later daemon what is seen now, to less than a granule."""
+        for location, seen in self._at_audit.items():
+            noted = self._broker.ledger.totals[location].unaccounted
+            if seen is not None and (noted is None or abs(seen - noted) >= self._broker.rules.granularity):
+                self._broker.record(ft.UnaccountedSeen(location, seen))
+
     def _reference(self, location: ev.Location, now: int) -> int | None:
         lately = [seen[location] for at, seen in self._lately if now - at <= NOTICE_NS]
         known = [size for size in (self.unaccounted(location), self._at_audit[location], *lately) if size is not None]
@@ -112,6 +137,7 @@ class Settling:
         self._settle(now)
         before = self._at_audit["device"]
         self._at_audit = self._at_look = self._unaccounted_everywhere()
+        self._note()
         self._notice_rise(before, self._at_audit["device"], now)
         self._lately.append((now, self._at_audit))
         while now - self._lately[0][0] > NOTICE_NS:

@@ -100,7 +100,7 @@ class Stock:
                 self._drop(kind, min(self._ready[kind], -(-excess // kind[1])))
 
     def drop_all(self, location: ev.Location) -> bool:
-        """Let go of all of it, because the device is full; say whether there was any."""
+        """Let go of all of it, because the device is full or to be left; say whether there was any."""
         kinds = [kind for kind in self._ready if kind[0] == location]
         for kind in kinds:
             self._drop_kind(kind)
@@ -116,12 +116,17 @@ class Stock:
     def fill(self) -> None:
         """Ask for one more extent, if one is wished for and nothing else is to be done."""
         broker = self._broker
-        if self._making or broker.stopping or any(broker.lending.making.values()):
+        if self._making or self._unwanted or any(broker.lending.making.values()):
             return
         kind = next((kind for kind in reversed(self._wishes) if self._wants(kind)), None)
         if kind is not None:
             self._making = True
             broker.emit(fx.Stock(*kind))
+
+    @property
+    def _unwanted(self) -> bool:
+        """Whether nothing is kept ready any more."""
+        return self._broker.stopping or self._broker.draining
 
     def _wants(self, kind: Kind) -> bool:
         location, size = kind
@@ -142,7 +147,7 @@ class Stock:
                 self._wishes[kind].count = self._ready.get(kind, 0)
             return
         self._change(kind, 1, "made")
-        if kind not in self._wishes or self._broker.stopping:
+        if kind not in self._wishes or self._unwanted:
             self._drop_kind(kind)
         self.make_room(event.location)
         self.fill()

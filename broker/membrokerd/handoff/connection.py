@@ -1,7 +1,8 @@
-"""One handoff connection: frames in, frames and descriptors out, and the watch on the process behind it.
+"""One handoff connection: frames in, frames and descriptors out.
 
-Owns the socket, the queue of packets that the socket would not take yet, and the pidfd. While that queue is not empty
-nothing is read, so a peer that does not read cannot make the broker work or grow. Decides nothing about memory.
+Owns the socket, the queue of packets that the socket would not take yet, and the pidfd until there is a session. While
+that queue is not empty nothing is read, so a peer that does not read cannot make the broker work or grow. Decides
+nothing about memory.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from .. import logs
 from ..core import effects as fx
 from ..core import events as ev
 from ..core.denied import Denied, Reason, deny
-from ..rpc.convert import LOCATION_NUMBERS, from_result, session_name
+from ..dispatch import Ticket, new_token
+from ..points import reach
+from ..rpc.convert import LOCATION_NUMBERS, Refused, from_result, session_name
 from ..rpc.errors import to_status
+from .holds import Holds
 from .peer import Peer, hang_up
 
 if TYPE_CHECKING:
+    from ..loop import Link
     from .listener import Listener
 
 FRAMES_PER_TURN = 8
@@ -71,7 +76,9 @@ class Connection:
         self._blocked = False
         self._closed = False
         self._closing = False
-        self._watching = True
+        self._pidfd: int | None = peer.pidfd
+        self._holds: Holds | None = None
+        self._waiting = False
         self._io.add_reader(sock, self._readable)
 
     @property
@@ -83,7 +90,7 @@ class Connection:
 
     def _readable(self) -> None:
         for _ in range(FRAMES_PER_TURN):
-            if self._closed or self._outgoing:
+            if self._closed or self._outgoing or self._waiting:
                 return
             try:
                 frame = handoff.receive_without_descriptors(self._sock, self._listener.buffer)
@@ -110,7 +117,10 @@ class Connection:
             self._hello(frame)
         elif self._session is None:
             self._violated(frame.request_id, f"the first frame must be a Hello, not {kind}")
+        elif self._holds is not None or kind == "holds":
+            self._hold(frame, self._session)
         elif kind == "ack":
+            reach("acknowledge")
             self._loop.tell(ev.Acknowledge(self._session, frame.request_id, frame.ack.part))
         elif kind in _REQUESTS:
             self._request(frame, self._session, getattr(frame, kind))
@@ -145,45 +155,124 @@ class Connection:
         except OSError as error:  # before there is a session, which would outlive a connection that ends without a word
             self._refuse(request_id, deny(Reason.DESCRIPTORS_EXHAUSTED, driver_says=f"socketpair: {error.strerror}"))
             return
-        tenant = self._listener.tenant_of(self._peer)
+        if hello.resume_token:
+            self._resume(request_id, hello.resume_token, pair)
+        else:
+            self._open(request_id, hello, pair)
+
+    def _open(self, request_id: int, hello: pb.Hello, pair: _Pair) -> None:
+        peer, endpoint, tenant = self._peer, self._listener.endpoint, self._listener.tenant_of(self._peer)
         client = "".join(letter for letter in hello.client if letter.isprintable())[:MAX_CLIENT_NAME]
-        peer, observer = self._peer, hello.observer
+        token, token_hash = new_token()
+        observer = hello.observer
+
+        def opened(result: fx.Result | Denied) -> None:
+            if isinstance(result, Denied):
+                self._turn_away(request_id, pair, result)
+                return
+            assert isinstance(result, fx.SessionOpened)
+            self._dispatcher.admit(token_hash, Ticket(result.session, tenant, endpoint))
+            self._begin(result.session, tenant, self._loop.links)
+            self._welcome(request_id, token, pair)
+
         self._loop.ask(
-            lambda call: ev.OpenSession(call, tenant, peer.pid, peer.uid, peer.identity, observer, client),
-            lambda result: self._opened(request_id, tenant, pair, result),
+            lambda call: ev.OpenSession(
+                call, tenant, peer.pid, peer.uid, peer.identity, observer, client, endpoint, token_hash
+            ),
+            opened,
         )
 
-    def _opened(self, request_id: int, tenant: str, pair: _Pair, result: fx.Result | Denied) -> None:
-        if isinstance(result, Denied):
-            for end in pair:
-                end.close()
-            self._refuse(request_id, result)
+    def _resume(self, request_id: int, token: str, pair: _Pair) -> None:
+        try:
+            ticket = self._dispatcher.find(token, self._listener.endpoint)
+        except Refused as refused:
+            self._turn_away(request_id, pair, refused.denied)
             return
-        assert isinstance(result, fx.SessionOpened)
-        self._session, self._tenant = result.session, tenant
-        self._loop.links[result.session] = self
-        self._listener.greeted(self)
-        self._io.add_reader(self._peer.pidfd, self._process_died)
-        self._notices, theirs = pair
-        self._welcome(request_id, result.session, theirs)
 
-    def _welcome(self, request_id: int, session: int, theirs: socket.socket) -> None:
-        assert self._notices is not None
+        def resumed(result: fx.Result | Denied) -> None:
+            if isinstance(result, Denied):
+                self._turn_away(request_id, pair, result)
+                return
+            assert isinstance(result, fx.SessionResumed)
+            for connections in (self._loop.links, self._loop.resuming):
+                before = connections.pop(ticket.session, None)
+                if before is not None:  # no longer the session's: its end changes nothing
+                    before.close("its process connected anew")
+            self._begin(ticket.session, ticket.tenant, self._loop.resuming)
+            self._holds = Holds(self._loop.broker.ledger.sessions[ticket.session])
+            # What the old connection did not deliver is told before anything is read of this one.
+            self._waiting = True
+            self._io.call_soon(self._go_on)
+            reach("resume")
+            self._welcome(request_id, token, pair, resumed=True)
+
+        self._loop.ask(lambda call: ev.ResumeSession(call, ticket.session, self._peer.identity), resumed)
+
+    def _go_on(self) -> None:
+        self._waiting = False
+        if not self._closed:
+            self._readable()
+
+    def _turn_away(self, request_id: int, pair: _Pair, denied: Denied) -> None:
+        for end in pair:
+            end.close()
+        self._refuse(request_id, denied)
+
+    def _begin(self, session: int, tenant: str, connections: dict[int, Link]) -> None:
+        """The connection is this session's from now on, and its process is watched beyond it."""
+        self._session, self._tenant = session, tenant
+        connections[session] = self
+        self._listener.greeted(self)
+        assert self._pidfd is not None
+        pidfd, self._pidfd = self._pidfd, None
+        self._listener.watch.add(session, pidfd)
+
+    def _hold(self, frame: pb.Frame, session: int) -> None:
+        """Take what the process has of a session that it takes up again; nothing else before the last of it."""
+        request_id, kind = frame.request_id, frame.WhichOneof("kind")
+        if kind != "holds" or self._holds is None:
+            what = "Holds come once, after a resumed Welcome" if self._holds is None else f"first the Holds, not {kind}"
+            self._violated(request_id, what)
+            return
+        try:
+            self._holds.take(frame.holds)
+        except Refused as refused:
+            self._refuse(request_id, refused.denied)
+            return
+        if frame.holds.last:
+            holds, self._holds = self._holds, None
+            reach("reconcile")
+            self._loop.ask(
+                lambda call: holds.to_event(call), lambda result: self._reconciled(request_id, session, result)
+            )
+
+    def _reconciled(self, request_id: int, session: int, result: fx.Result | Denied) -> None:
+        reach("reconciled")
+        if self._loop.resuming.get(session) is self and not isinstance(result, Denied):
+            self._loop.links[session] = self._loop.resuming.pop(session)
+        self._answer(request_id, result)
+
+    def _welcome(self, request_id: int, token: str, pair: _Pair, *, resumed: bool = False) -> None:
+        assert self._session is not None
+        self._notices, theirs = pair
         self._notices.setblocking(False)
         device = self._listener.device
         capacities = self._loop.broker.rules.capacities
         welcome = pb.Welcome(
-            session=session_name(session),
-            token=self._dispatcher.issue_token(session, self._tenant, self._listener.endpoint),
+            session=session_name(self._session),
+            token=token,
             tenant=f"tenants/{self._tenant}",
             device_uuid=device.uuid,
             driver=device.driver,
             granularity_bytes=device.granularity,
             protocol_version=handoff.PROTOCOL_VERSION,
+            resumed=resumed,
         )
         for location, capacity in capacities.items():
             welcome.capacities.add(location=LOCATION_NUMBERS[location], limit_bytes=capacity)
         self._send(pb.Frame(request_id=request_id, welcome=welcome), [theirs.detach()])
+        if self._loop.drain is not None:
+            self.notify(pb.Frame(notice=self._loop.drain))
 
     def _goodbye(self, request_id: int, session: int) -> None:
         def respond(result: fx.Result | Denied) -> None:
@@ -271,6 +360,8 @@ class Connection:
         """Send what is queued; wait for the socket when it is full, and read nothing until it is not."""
         while self._outgoing and not self._closed:
             outgoing = self._outgoing[0]
+            if outgoing.descriptors:
+                reach("deliver")
             try:
                 handoff.send(self._sock, handoff.encode(outgoing.frame), outgoing.descriptors)
             except BlockingIOError:
@@ -286,6 +377,8 @@ class Connection:
                     return
                 self.close(error.strerror or "broken")
                 return
+            if outgoing.descriptors:
+                reach("delivered")
             self._outgoing.popleft()
             self._close_descriptors(outgoing)
         if self._closed:
@@ -329,30 +422,16 @@ class Connection:
         while self._outgoing:
             self._drop(self._outgoing.popleft())
         self._listener.ended(self)
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
         if self._session is None:
-            self.forget_process()
             return
-        if self._loop.links.get(self._session) is self:
-            del self._loop.links[self._session]
         logs.debug("connection ended", session=session_name(self._session), why=why)
-        self._loop.tell(ev.ConnectionLost(self._session))
-
-    def _process_died(self) -> None:
-        assert self._session is not None
-        self.forget_process()
-        self._loop.process_died(self._session)
-        self.close("its process died")
-
-    def forget_process(self) -> None:
-        """Stop watching the process: it is dead, or its session has ended.
-
-        Both come, one after the other, and in between the number of the pidfd may be another connection's.
-        """
-        if self._watching:
-            self._watching = False
-            self._listener.watched.discard(self._peer.pidfd)
-            self._io.remove_reader(self._peer.pidfd)
-            os.close(self._peer.pidfd)
+        for connections in (self._loop.links, self._loop.resuming):
+            if connections.get(self._session) is self:
+                del connections[self._session]
+                self._loop.tell(ev.ConnectionLost(self._session))
 
 
 def _reply_frame(request_id: int, result: fx.Result | Denied) -> pb.Frame:

@@ -6,7 +6,6 @@ Bounds how many may stay without a Hello, and for how long. Decides nothing abou
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections import Counter
 
@@ -20,6 +19,7 @@ from ..dispatch import Dispatcher
 from ..rpc.errors import to_status
 from .connection import Connection
 from .peer import Peer, Unattested, attest, hang_up
+from .watch import Watch
 
 ACCEPTS_PER_TURN = 32
 MAX_SILENT = 64
@@ -51,12 +51,13 @@ class Listener:
         dispatcher: Dispatcher,
         device: DeviceInfo,
         traffic: Traffic,
+        watch: Watch,
     ) -> None:
         self.endpoint = endpoint
         self.dispatcher = dispatcher
         self.device = device
         self.buffer = bytearray(handoff.MAX_FRAME_BYTES)
-        self.watched: set[int] = set()
+        self.watch = watch
         self._sock = sock
         self._tenant = tenant
         self._uids = uids
@@ -64,9 +65,8 @@ class Listener:
         self._unsaid = 0
         self._silent_until = 0.0
         self._silent: dict[Connection, asyncio.TimerHandle] = {}
-        self._greeted: dict[int, Connection] = {}
+        self._greeted: set[Connection] = set()
         self._io = asyncio.get_running_loop()
-        dispatcher.loop.on_forget.append(self._forget)
         self._io.add_reader(sock, self._acceptable)
 
     def tenant_of(self, peer: Peer) -> str:
@@ -101,7 +101,6 @@ class Listener:
             logs.log("cannot attest", endpoint=self.endpoint, error=error.strerror)
             sock.close()
             return
-        self.watched.add(peer.pidfd)
         connection = Connection(self, sock, peer)
         self._silent[connection] = self._io.call_later(HELLO_SECONDS, connection.close, "it said no Hello")
         if len(self._silent) > MAX_SILENT:
@@ -121,19 +120,14 @@ class Listener:
     def greeted(self, connection: Connection) -> None:
         """A connection has a session."""
         self._silent.pop(connection).cancel()
-        assert connection.session is not None
-        self._greeted[connection.session] = connection
+        self._greeted.add(connection)
 
     def ended(self, connection: Connection) -> None:
-        """A connection is closed. Its process is watched on while its session is charged."""
+        """A connection is closed."""
+        self._greeted.discard(connection)
         timer = self._silent.pop(connection, None)
         if timer is not None:
             timer.cancel()
-
-    def _forget(self, session: int) -> None:
-        connection = self._greeted.pop(session, None)
-        if connection is not None:
-            connection.forget_process()
 
     def refused(self, reason: Reason, **fields: object) -> None:
         """Count a connection that was refused, and say so once a second: nobody may fill the log by connecting."""
@@ -157,10 +151,6 @@ class Listener:
         """Accept nobody any more, and end every connection."""
         self._io.remove_reader(self._sock)
         self._sock.close()
-        for connection in [*self._silent, *self._greeted.values()]:
+        for connection in [*self._silent, *self._greeted]:
             connection.notify(pb.Frame(notice=pb.Notice(stopping=pb.Stopping())))
             connection.close("the broker stops")
-        for pidfd in self.watched:
-            self._io.remove_reader(pidfd)
-            os.close(pidfd)
-        self.watched.clear()

@@ -7,8 +7,8 @@ Owns the pidfd, which is free of pid reuse and readable when the process is dead
 from __future__ import annotations
 
 import errno
-import itertools
 import os
+import secrets
 import select
 import socket
 import struct
@@ -21,7 +21,6 @@ from ..core.denied import Denied, Reason, deny
 
 _SO_PEERPIDFD = getattr(socket, "SO_PEERPIDFD", 77)
 _CREDENTIALS = struct.Struct("3i")
-_unseen = itertools.count()
 _DRAINED_PACKETS = 64
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
@@ -97,13 +96,18 @@ def _identify(connection: socket.socket, pid: int) -> tuple[int, str]:
             raise
         return _identify_by_pid(pid)
     try:
-        if _inodes_identify():
-            return pidfd, f"pidfd:{os.fstat(pidfd).st_ino}"
-        # Two containers' processes both have pid 0 here: what cannot be told apart must not count as one.
-        return pidfd, f"pid:{pid}:{_start_time(pid)}" if pid else f"unseen:{next(_unseen)}"
+        return pidfd, identity_of(pidfd, pid)
     except OSError:
         os.close(pidfd)
         raise
+
+
+def identity_of(pidfd: int, pid: int) -> str:
+    """Return what is equal for all connections of one process, at every daemon of this boot, and for no other's."""
+    if _inodes_identify():
+        return f"pidfd:{os.fstat(pidfd).st_ino}"
+    # Two containers' processes both have pid 0 here: what cannot be told apart must not count as one.
+    return f"pid:{pid}:{_start_time(pid)}" if pid else f"unseen:{secrets.token_hex(8)}"
 
 
 def _identify_by_pid(pid: int) -> tuple[int, str]:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from datetime import UTC
 from typing import Any
 
 from membroker.v1 import admin_pb2 as pb
 from membroker.v1 import admin_pb2_grpc, broker_pb2, resources_pb2
+from membroker.v1.handoff_pb2 import Draining, Notice, Undrained
 
+from .. import logs
 from ..core import effects as fx
 from ..core import events as ev
+from ..core import snapshot
 from ..core.denied import Denied, Reason, deny
+from ..drain import Drain
 from ..executor import Failure
-from ..loop import Loop
+from ..loop import Loop, clock
 from ..suspects import Process, command_of
 from . import convert
 from .convert import LOCATION_NUMBERS, Refused
@@ -22,10 +28,14 @@ from .views import Views
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
     """The whole device's service. `tenants` are the configured ones; empty where each uid is a tenant."""
 
-    def __init__(self, loop: Loop, views: Views, tenants: frozenset[str]) -> None:
+    def __init__(
+        self, loop: Loop, views: Views, tenants: frozenset[str], keep_quotas: Callable[[], None], drain: Drain
+    ) -> None:
         self._loop = loop
         self._views = views
         self._tenants = tenants
+        self._keep_quotas = keep_quotas
+        self._drain = drain
 
     async def GetDevice(self, request: broker_pb2.GetDeviceRequest, context: Any) -> resources_pb2.Device:
         """Return the device and its books."""
@@ -62,12 +72,42 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         location = convert.parse_location(request.location)
         limit = request.limit_bytes if request.HasField("limit_bytes") else None
         await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, limit))
+        self._keep_quotas()
         return self._quota(tenant, model, location)
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
         """Return what is commanded."""
         keys = sorted(self._loop.broker.ledger.quotas, key=lambda key: (key[0], key[1] or "", key[2]))
         return pb.ListQuotasResponse(quotas=[self._quota(*key) for key in keys])
+
+    async def ForgetSession(self, request: pb.ForgetSessionRequest, context: Any) -> resources_pb2.Session:
+        """End a detached session on the operator's word, and return it as it was."""
+        session = convert.parse_session(request.name)
+        rows = [row for row in snapshot.take(self._loop.broker).sessions if row.session == session]
+        await self._ask(lambda call: ev.ForgetSession(call, session))
+        return convert.from_session(rows[0], clock())
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> resources_pb2.Device:
+        """Lend nothing more, and tell the workers."""
+        deadline = request.deadline if request.HasField("deadline") else None
+        try:
+            by = None if deadline is None else deadline.ToDatetime(UTC)
+        except (ValueError, OverflowError) as error:
+            raise Refused(deny(Reason.INVALID_ARGUMENT, what=f"the deadline is no time: {error}")) from error
+        await self._ask(lambda call: ev.SetDraining(call, True))
+        self._loop.drain = Notice(draining=Draining(deadline=deadline))
+        self._loop.say(self._loop.drain)
+        self._drain.begin(by, exits=request.exit)
+        return self._views.get_device()
+
+    async def Undrain(self, request: pb.UndrainRequest, context: Any) -> resources_pb2.Device:
+        """Lend again."""
+        await self._ask(lambda call: ev.SetDraining(call, False))
+        self._loop.drain = None
+        self._loop.say(Notice(undrained=Undrained()))
+        self._drain.end()
+        logs.log("undrained")
+        return self._views.get_device()
 
     async def ListProcesses(self, request: pb.ListProcessesRequest, context: Any) -> pb.ListProcessesResponse:
         """Return who uses the device, as the driver sees it."""

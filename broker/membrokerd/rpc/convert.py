@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from membroker.v1 import broker_pb2 as bpb
+from membroker.v1 import handoff_pb2 as hpb
 from membroker.v1 import resources_pb2 as rpb
 from membroker.vmm import DeviceInfo, MemoryInfo
 
@@ -23,6 +24,7 @@ from ..core.snapshot import LocationView, ModelView, SessionView, Snapshot
 
 MODEL_NAME = re.compile(r"tenants/([a-z0-9-]{1,24})/models/([a-z0-9][a-z0-9._-]{0,62})")
 _SEGMENT_NAME = re.compile(r"tenants/([a-z0-9-]{1,24})/models/([a-z0-9][a-z0-9._-]{0,62}|-)/segments/(.{1,63})")
+_SESSION_NAME = re.compile(r"sessions/([0-9a-f]{1,16})")
 _QUOTA_NAME = re.compile(r"tenants/([a-z0-9-]{1,24})(?:/models/([a-z0-9][a-z0-9._-]{0,62}))?")
 _SHOWN_NAME = 100
 """Of a malformed name, so much is shown: an error travels in gRPC metadata, of which a client takes 8 KiB."""
@@ -85,6 +87,14 @@ def parse_quota_name(name: str) -> tuple[str, str | None]:
     if match is None:
         raise Refused(deny(Reason.INVALID_NAME, name=name[:_SHOWN_NAME]))
     return match[1], match[2]
+
+
+def parse_session(name: str) -> int:
+    """Return the session that `sessions/{session}` names, or raise `Refused`."""
+    match = _SESSION_NAME.fullmatch(name)
+    if match is None:
+        raise Refused(deny(Reason.INVALID_ARGUMENT, what=f"{name[:_SHOWN_NAME]!r} is no session: sessions/SESSION"))
+    return int(match[1], 16)
 
 
 def parse_location(number: int) -> ev.Location:
@@ -158,6 +168,12 @@ def from_result(result: fx.Result) -> tuple[str, Any]:
             return "declare", bpb.DeclareMemoryResponse(declared_bytes=result.declared_bytes)
         case fx.SegmentView():
             return "segment", from_segment(result, time.clock_gettime_ns(time.CLOCK_BOOTTIME))
+        case fx.Reconciled():
+            return "resume", hpb.ResumeResponse(
+                unknown_extent_ids=result.unknown_extents,
+                unknown_generations=result.unknown_segments,
+                models=map(str, result.models),
+            )
         case fx.Detached():
             return "detach_segment", bpb.DetachSegmentResponse()
         case _:
@@ -174,6 +190,7 @@ def from_device(
     pid: int,
     start_time: float,
     metrics_url: str,
+    draining: bool,
 ) -> rpb.Device:
     """Return the device and its books."""
     workers = [row for row in snapshot.sessions if not row.observer]
@@ -190,6 +207,7 @@ def from_device(
         metrics_url=metrics_url,
         sessions=sum(row.state in ("open", "detached") for row in workers),
         detached_sessions=sum(row.state == "detached" for row in workers),
+        draining=draining,
     )
 
 

@@ -75,6 +75,10 @@ _TABLE: Mapping[Reason, _Row] = {
         Code.FAILED_PRECONDITION, "{of} is still charged {used} through this session: give that back first"
     ),
     Reason.EXTENT_NOT_FOUND: _Row(Code.NOT_FOUND, "extent {extent} is not lent to this session"),
+    Reason.SESSION_NOT_DETACHED: _Row(
+        Code.FAILED_PRECONDITION,
+        "{session} {what}: only a detached session can be forgotten (`membroker sessions --admin` shows which are)",
+    ),
     Reason.TENANT_NOT_FOUND: _Row(Code.NOT_FOUND, "there is no tenant {tenant!r} in the broker's configuration"),
     Reason.SEGMENT_NOT_FOUND: _Row(
         Code.NOT_FOUND, "this session knows no segment {segment}, or it is deleted, or only others hold it"
@@ -130,6 +134,14 @@ _TABLE: Mapping[Reason, _Row] = {
     Reason.REQUEST_ID_IN_USE: _Row(Code.ALREADY_EXISTS, "a request with the id {request_id} is still in flight"),
     Reason.OBSERVER: _Row(Code.PERMISSION_DENIED, "an observer reads the books and borrows nothing"),
     Reason.STOPPING: _Row(Code.UNAVAILABLE, "the broker is stopping", retry=True),
+    Reason.DRAINING: _Row(
+        Code.UNAVAILABLE, "an operator drains this device: nothing more is lent until `membroker undrain`", retry=True
+    ),
+    Reason.JOURNAL_FULL: _Row(
+        Code.UNAVAILABLE,
+        "the broker cannot write down what it lends{says}: make room on the disk of its runtime directory",
+        retry=True,
+    ),
     Reason.INTERNAL: _Row(Code.INTERNAL, "a fault of the broker, written in its log; the books are unchanged"),
 }
 assert set(_TABLE) == set(Reason)

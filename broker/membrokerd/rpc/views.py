@@ -47,6 +47,7 @@ class Views:
             pid=os.getpid(),
             start_time=self.start_time,
             metrics_url=self.metrics_url,
+            draining=self.loop.broker.draining,
         )
 
     def list_models(self, request: pb.ListModelsRequest, tenant: str | None = None) -> pb.ListModelsResponse:

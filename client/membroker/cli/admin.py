@@ -10,11 +10,12 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 from membroker import convert
-from membroker.client import PAGE, Client, connect
+from membroker.client import PAGE, Client, enter
 from membroker.endpoint import VARIABLE, check_path, default_device, diagnose, find_endpoint
 from membroker.errors import AccessDenied, BrokerUnavailable, InvalidRequest
 from membroker.grpc_calls import GrpcCalls
@@ -118,6 +119,21 @@ class Admin:
         """Return the processes that the driver sees using the device, largest excess first."""
         return list(map(_process, self._call("ListProcesses", admin_pb2.ListProcessesRequest()).processes))
 
+    def forget(self, name: str) -> SessionStatus:
+        """End a detached session, `sessions/…`, and return it as it was."""
+        return next(iter(convert.sessions([self._call("ForgetSession", admin_pb2.ForgetSessionRequest(name=name))])))
+
+    def drain(self, deadline: datetime | None, *, exits: bool) -> DeviceStatus:
+        """Lend nothing more; `exits`: the daemon does, once nothing is charged, or at the deadline."""
+        request = admin_pb2.DrainRequest(exit=exits)
+        if deadline is not None:
+            request.deadline.FromDatetime(deadline)
+        return convert.device(self._call("Drain", request))
+
+    def undrain(self) -> DeviceStatus:
+        """Lend again."""
+        return convert.device(self._call("Undrain", admin_pb2.UndrainRequest()))
+
     def close(self) -> None:
         """Close the channel."""
         self._calls.close()
@@ -164,7 +180,7 @@ def open_books(endpoint: str | None, admin: bool, env: Mapping[str, str] = os.en
 
 def _enter(endpoint: str | None, env: Mapping[str, str]) -> Client | Admin:
     try:
-        return connect(find_endpoint(endpoint, env), observer=True, client="membroker (command)")
+        return enter(find_endpoint(endpoint, env), observer=True, client="membroker (command)")
     except (BrokerUnavailable, AccessDenied):
         found = None if endpoint or env.get(VARIABLE) else _default_admin(env)
         if found is None:

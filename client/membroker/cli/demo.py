@@ -1,20 +1,14 @@
 """`membroker demo`: the main job on this machine in under a minute, with no GPU: sharing, trade, refusal, death.
 
 Starts a real daemon on the host driver and real workers of two tenants, and checks all that it claims: what does not
-hold ends it with status 1. It must never touch a daemon that it did not start.
+hold ends it with status 1. Its processes are in `demo_processes`.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import re
-import select
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,153 +23,15 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from membroker.v1 import admin_pb2_grpc, broker_pb2
+from membroker.cli.demo_processes import Broker, Disproved, Worker, claim, claim_soon
 from membroker.vmm.sizes import MIB, format_size
 
 CAPACITY = 256 * MIB
 PAGE = 2 * MIB
 WEIGHTS = 64 * MIB
-START_SECONDS = 30.0
-SOON_SECONDS = 5.0
+COMPUTED_PAGES = 8
 STEPS = 60
 SEED = 7
-
-_CONFIG = """\
-driver = "host"
-capacity = "256MiB"
-runtime_directory = "{directory}/run"
-[metrics]
-port = 0
-[tenants.red]
-[tenants.blue]
-"""
-
-
-class Disproved(Exception):
-    """Something that the demo claims does not hold."""
-
-
-def claim(holds: bool, what: str) -> None:
-    """Go on only if it holds."""
-    if not holds:
-        raise Disproved(what)
-
-
-def claim_soon(holds: Callable[[], bool], what: str, show: Callable[[], None] = lambda: None) -> None:
-    """Go on as soon as it holds; the device's own figure is read now and then."""
-    begun = time.monotonic()
-    while not holds():
-        claim(time.monotonic() - begun < SOON_SECONDS, what)
-        show()
-
-
-class Worker:
-    """A worker process, told what to do by lines and answering by lines."""
-
-    def __init__(self, endpoint: Path, model: str, virtual: str, limit: str = "") -> None:
-        self.model = model
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "membroker.cli.demo_worker", model, virtual, limit],
-            env={**os.environ, "MEMBROKER_ENDPOINT": str(endpoint)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def hear(self) -> dict[str, Any]:
-        """Return the next answer."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        claim(bool(line), f"the worker of {self.model} ended")
-        answer: dict[str, Any] = json.loads(line)
-        claim("lost" not in answer, f"{self.model}: {answer.get('lost')}")
-        return answer
-
-    def tell(self, do: str, **more: Any) -> dict[str, Any]:
-        """Give an order and return its answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **more}) + "\n")
-        self.process.stdin.flush()
-        return self.hear()
-
-    def close(self) -> None:
-        """Let the worker end by itself, or end it."""
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-class Broker:
-    """The demo's own daemon, asked at its admin endpoint."""
-
-    def __init__(self, directory: Path) -> None:
-        self._root = directory / "run" / "host"
-        config, self._log = directory / "membrokerd.toml", directory / "log"
-        config.write_text(_CONFIG.format(directory=directory))
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready, self._log.open("w") as log:
-            ready.bind(str(directory / "notify"))
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "membrokerd.cli", "--config", str(config)],
-                env={**os.environ, "NOTIFY_SOCKET": str(directory / "notify")},
-                stderr=log,
-            )
-            self._wait(ready)
-        self._channel = grpc.insecure_channel(f"unix:{self._root}/admin/grpc.sock")
-        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
-
-    def _wait(self, ready: socket.socket) -> None:
-        end = time.monotonic() + START_SECONDS
-        while not select.select([ready], [], [], 0.05)[0]:
-            if self.process.poll() is not None or time.monotonic() > end:
-                raise Disproved(f"membrokerd did not start: {self._log.read_text()}")
-
-    def endpoint(self, tenant: str) -> Path:
-        """Return the directory through which a tenant enters."""
-        return self._root / "tenants" / tenant
-
-    def device(self) -> Any:
-        """Return the device and its books."""
-        return self._admin.GetDevice(broker_pb2.GetDeviceRequest())
-
-    def memory(self) -> Any:
-        """Return the books of the device's memory, and what the device shows of it."""
-        return self.device().locations[0]
-
-    def models(self) -> dict[str, Any]:
-        """Return every model by its own name."""
-        listed = self._admin.ListModels(broker_pb2.ListModelsRequest()).models
-        return {row.name.rpartition("/")[2]: row for row in listed}
-
-    def segments(self) -> list[Any]:
-        """Return every segment."""
-        return list(self._admin.ListSegments(broker_pb2.ListSegmentsRequest()).segments)
-
-    def table(self) -> Table:
-        """Return the books of the models as a table."""
-        table = Table("tenant", "model", "used", "segments", "peak", "limit", "refusals")
-        for name, row in self.models().items():
-            books = row.books[0]
-            limit = format_size(books.limit_bytes) if books.HasField("limit_bytes") else "-"
-            sizes = [format_size(size) for size in (books.used_bytes, books.segment_bytes, books.peak_bytes)]
-            table.add_row(row.name.split("/")[1], name, *sizes, limit, str(sum(row.denials_total.values())))
-        return table
-
-    def stop(self) -> int:
-        """Ask the daemon to stop; return its exit status."""
-        self._channel.close()
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(10)
-
-    def kill(self) -> None:
-        """End the daemon whatever happened."""
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
 
 
 class Stage:
@@ -192,29 +48,43 @@ class Stage:
     def show_moment(self) -> None:
         """Print the table where it cannot be live: a moment of a scene that its end does not show."""
         if not self.console.is_terminal:
-            self.console.print(self.broker.table())
+            self.console.print(self.table())
 
     @contextmanager
     def scene(self, title: str) -> Iterator[Callable[[], None]]:
         """Show the table while a scene runs; yields what to call for a fresh one."""
         self.console.print(f"\n[bold]{title}[/bold]")
         live = self.console.is_terminal
-        with Live(self.broker.table(), console=self.console, auto_refresh=False, transient=not live) as display:
-            yield lambda: display.update(self.broker.table(), refresh=live)
-            display.update(self.broker.table(), refresh=live)
+        with Live(self.table(), console=self.console, auto_refresh=False, transient=not live) as display:
+            yield lambda: display.update(self.table(), refresh=live)
+            display.update(self.table(), refresh=live)
         if not live:
-            self.console.print(self.broker.table())
+            self.console.print(self.table())
+
+    def table(self) -> Table:
+        """Return the books of the models as a table."""
+        table = Table("tenant", "model", "used", "segments", "peak", "limit", "refusals")
+        for name, row in self.broker.models().items():
+            books = row.books[0]
+            limit = format_size(books.limit_bytes) if books.HasField("limit_bytes") else "-"
+            sizes = [format_size(size) for size in (books.used_bytes, books.segment_bytes, books.peak_bytes)]
+            table.add_row(row.name.split("/")[1], name, *sizes, limit, str(sum(row.denials_total.values())))
+        return table
 
 
 def main() -> int:
-    """Play the four scenes; returns 0 when everything held."""
+    """Play the scenes; returns 0 when everything held."""
     begun = time.monotonic()
     directory = Path(tempfile.mkdtemp(prefix="membroker-demo-"))
     try:
         with ExitStack() as stack:
             broker = Broker(directory)
-            stack.callback(broker.kill)
-            proof = _play(broker, stack)
+            stack.callback(broker.close)
+            broker.start()
+            with ExitStack() as workers:
+                # They leave before it stops: afterwards they would wait for another one.
+                proof = _play(broker, workers)
+            claim(broker.starts == 2, "a daemon ended that nobody had killed")
             claim(broker.stop() == 0, "the daemon did not stop cleanly")
     except (Disproved, grpc.RpcError, OSError) as error:
         print(f"\nthe demo failed: {error}", file=sys.stderr)
@@ -244,11 +114,13 @@ def _play(broker: Broker, stack: ExitStack) -> str:
     second.close()
     traded = _trade(stage, red, blue)
     _refusal(stage, red, blue)
+    rounds, away = _death_of_the_broker(stage, red, blue)
     back = _death(stage, red, blue)
     _scrape(stage)
     return (
         f"Proved: {format_size(WEIGHTS)} of weights mapped by two workers and charged once, {format_size(traded)} of "
-        f"peaks shared {format_size(CAPACITY)} without a byte lent twice, two refusals with their numbers, a SIGKILL "
+        f"peaks shared {format_size(CAPACITY)} without a byte lent twice, two refusals with their numbers, a broker's "
+        f"death that {rounds} rounds were computed through and that held up borrowing for {away:.0f} ms, a SIGKILL "
         f"settled in {back:.0f} ms, and metrics that add up."
     )
 
@@ -348,30 +220,85 @@ def _refusal(stage: Stage, red: Worker, blue: Worker) -> None:
         claim(stage.broker.memory().lent_bytes == 64 * PAGE, "a refused request changed the books")
 
 
+def _death_of_the_broker(stage: Stage, red: Worker, blue: Worker) -> tuple[int, float]:
+    """Kill the broker under two workers; return the rounds computed without it, and the milliseconds to a borrowing."""
+    broker = stage.broker
+    with stage.scene("Death: a broker that is killed costs its workers a moment, and nothing else"):
+        red.tell("publish", size=WEIGHTS)
+        written = red.tell("sum")["sum"]
+        (segment,) = broker.segments()
+        for worker in (red, blue):
+            worker.tell("begin work", pages=COMPUTED_PAGES)
+        dead, ready = broker.crash()
+        did = [worker.tell("end work", dead=dead, ready=ready) for worker in (red, blue)]
+        rounds, away = [one["rounds"] for one in did], max(one["away"] for one in did) * 1000
+        claim(all(rounds), f"a worker stood still while no broker ran: {rounds} rounds")
+        held = [worker.tell("held")["held"] for worker in (red, blue)]
+        for worker, size in zip((red, blue), held, strict=True):
+            _claim_agreement(broker, worker.model, size)
+        in_use = sum(held) + PAGE  # the broker's own, its anchor
+        claim_soon(lambda: broker.memory().device_used_bytes == in_use, "the device and the workers' memory differ")
+        stage.say(
+            f"red and blue compute on {COMPUTED_PAGES} pages each, and borrow another and give it back, over and over. "
+            f"In the middle of it the broker got a SIGKILL. For {(ready - dead) * 1000:.0f} ms there was none: red "
+            f"computed {rounds[0]} rounds, blue {rounds[1]}. Another was started in its place, and {away:.0f} ms after "
+            "the death both could borrow again. No call failed: they waited."
+        )
+        stage.show_moment()
+        _claim_segment_survived(broker, red, segment, written)
+        for worker in (red, blue):
+            worker.tell("finish work")
+        stage.say(
+            f"Its books are right to the byte: red holds {format_size(held[0])}, blue {format_size(held[1])}, and the "
+            f"device shows that and the broker's own {format_size(PAGE)} in use. The weights are the segment that they "
+            "were: a worker that began afterwards "
+            f"attached them by name, and sums them up to {written:08x}, as red does. Then red and blue finished: every "
+            "page held what was written into it last."
+        )
+        claim_soon(lambda: not broker.segments(), "a deleted segment's bytes did not come back")
+        claim_soon(lambda: not broker.used("chat"), "what red gave back after the broker's death is still charged")
+    return sum(rounds), away
+
+
+def _claim_agreement(broker: Broker, model: str, held: int) -> None:
+    """Compare what a model is charged with what its worker has mapped; what it gave back last may be on its way."""
+    claim_soon(lambda: broker.used(model) == held, f"{model} holds {held} bytes, and is not charged just that")
+
+
+def _claim_segment_survived(broker: Broker, red: Worker, segment: Any, written: int) -> None:
+    """Attach the weights in a worker that knows only the new broker; then end them."""
+    claim([one.generation for one in broker.segments()] == [segment.generation], "the weights are another segment")
+    claim(red.tell("sum")["sum"] == written, "the weights changed with their broker")
+    later = Worker(broker.endpoint("red"), "chat", "64GiB")
+    try:
+        later.hear()
+        later.tell("attach")
+        claim(later.tell("sum")["sum"] == written, "the new broker has other weights")
+        red.tell("let go")
+        later.tell("delete")
+        later.tell("let go")
+    finally:
+        later.close()
+
+
 def _death(stage: Stage, red: Worker, blue: Worker) -> float:
     """Kill one worker in mid-flight; returns the milliseconds until its bytes may be lent again."""
     with stage.scene("Death: a SIGKILL in mid-flight costs nobody else anything") as show:
-        assert red.process.stdin is not None
-        red.process.stdin.write(json.dumps({"do": "churn", "pages": 40}) + "\n")
-        red.process.stdin.flush()
+        red.order("churn", pages=40)
         claim(bool(red.hear().get("churning")), "the worker does not churn")
         show()
         killed = time.monotonic()
-        red.process.kill()
-        red.process.wait()
-        claim_soon(
-            lambda: not stage.broker.models()["chat"].books[0].used_bytes,
-            "a dead worker's bytes did not come back",
-            show,
-        )
+        red.kill()
+        claim_soon(lambda: not stage.broker.used("chat"), "a dead worker's bytes did not come back", show)
         back = (time.monotonic() - killed) * 1000
     location = stage.broker.memory()
     claim(location.unaccounted_bytes == 0, "the device holds memory that the books do not know")
     claim(location.device_used_bytes == location.lent_bytes + PAGE, "the device and the books differ")
     blue.tell("check")
     stage.say(
-        f"red was killed while it grew and shrank. The device showed its memory gone, and it could be lent again, "
-        f"{back:.0f} ms later. blue noticed nothing: all of its pages hold what was written into them."
+        f"red, whose session began with the dead broker, was killed while it grew and shrank. The device showed its "
+        f"memory gone, and it could be lent again, {back:.0f} ms later. blue noticed nothing: all of its pages hold "
+        "what was written into them."
     )
     return back
 

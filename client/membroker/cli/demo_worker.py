@@ -2,20 +2,27 @@
 
 It serves a model with a paged cache, as an inference engine does: each request holds some pages, every page carries a
 pattern of its own, and the pattern is checked before the page goes back. Its weights are a segment, which it makes or
-attaches. Must never know anything of the other workers.
+attaches. It can work on its own, too: compute and borrow without an end, whatever becomes of the broker. Must never
+know anything of the other workers.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
+import threading
+import time
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import membroker
 
 PAGE = 2 << 20
 WEIGHTS = "weights"
+COMPUTED, BORROWED = -1, -2
+"""Requests of a worker that works on its own: it computes on the pages of the one, and the other comes and goes."""
 
 
 class PageLost(Exception):
@@ -28,13 +35,20 @@ class Cache:
     def __init__(self, pool: membroker.VirtualMemoryPool) -> None:
         self._pool = pool
         self._requests: dict[int, list[int]] = {}
+        self._rounds: dict[int, int] = {}
         self._free = list(range(pool.capacity // PAGE - 1, -1, -1))
         self.pages_checked = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes that are mapped."""
+        return self._pool.physical_memory_usage
 
     def admit(self, request: int, pages: int) -> None:
         """Take a request: back its pages and write into each."""
         held: list[int] = []
         self._requests[request] = held
+        self._rounds[request] = 0
         for _ in range(pages):
             page = self._free.pop()
             try:
@@ -49,21 +63,29 @@ class Cache:
     def finish(self, request: int) -> None:
         """End a request: check its pages and give them back."""
         for page in self._requests.pop(request):
-            self.check(request, page)
+            self._check(request, page)
+            self.pages_checked += 1
             self._pool.deallocate(page * PAGE, PAGE)
             self._free.append(page)
 
-    def check(self, request: int, page: int) -> None:
-        """Compare a page with what was written into it."""
-        if self._pool.view(page * PAGE, PAGE) != _pattern(request, page):
+    def _check(self, request: int, page: int) -> None:
+        """Compare a page with what was written into it last."""
+        if self._pool.view(page * PAGE, PAGE) != _pattern(request, page, self._rounds[request]):
             raise PageLost(f"page {page} of request {request} does not hold what was written into it")
-        self.pages_checked += 1
+
+    def compute(self, request: int) -> None:
+        """Make one round over the pages of a request: check each, and write something else into it. Asks no broker."""
+        for page in self._requests[request]:
+            self._check(request, page)
+        self._rounds[request] += 1
+        for page in self._requests[request]:
+            self._pool.view(page * PAGE, PAGE)[:] = _pattern(request, page, self._rounds[request])
 
     def check_all(self) -> None:
         """Check every page that is held."""
         for request, pages in self._requests.items():
             for page in pages:
-                self.check(request, page)
+                self._check(request, page)
 
     def finish_all(self) -> None:
         """End every request."""
@@ -99,6 +121,11 @@ class Weights:
         with self._segment.view() as view:
             return zlib.crc32(view[tensor.offset : tensor.offset + tensor.size])
 
+    @property
+    def size(self) -> int:
+        """Bytes that are mapped here."""
+        return 0 if self._segment is None or self._segment.closed else self._segment.size
+
     def close(self) -> None:
         """Unmap it here."""
         assert self._segment is not None
@@ -109,51 +136,132 @@ class Weights:
         self._client.delete_segment(f"{self._model.name}/{WEIGHTS}")
 
 
-def _pattern(request: int, page: int) -> bytes:
-    seed = zlib.crc32(b"%d/%d" % (request, page))
+class Work:
+    """Computing and borrowing over and over, in a thread each. Times are of CLOCK_MONOTONIC, as the demo's."""
+
+    def __init__(self, cache: Cache, pages: int) -> None:
+        self._cache = cache
+        self._over = False
+        self._changed = threading.Condition()
+        self._computed: list[tuple[float, float]] = []
+        self._borrowed: list[tuple[float, float]] = []
+        self._failure: Exception | None = None
+        cache.admit(COMPUTED, pages)
+        self._threads = [
+            threading.Thread(target=self._go_on, args=(cache.compute, COMPUTED, self._computed)),
+            threading.Thread(target=self._go_on, args=(self._borrow, BORROWED, self._borrowed)),
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._wait_until(lambda: bool(self._computed and self._borrowed))
+
+    def end(self, dead: float, ready: float) -> dict[str, Any]:
+        """Stop when a page was borrowed that was asked for after the broker was `dead`.
+
+        Returns the rounds that were computed before the next one was `ready`, whole ones, and how many seconds nothing
+        could be borrowed.
+        """
+        self._wait_until(lambda: self._borrowed[-1][0] >= dead)
+        self._stop()
+        rounds = sum(1 for begun, done in self._computed if begun >= dead and done <= ready)
+        return {"rounds": rounds, "away": next(done for begun, done in self._borrowed if begun >= dead) - dead}
+
+    def _borrow(self, request: int) -> None:
+        self._cache.admit(request, 1)
+        self._cache.finish(request)
+
+    def _go_on(self, work: Callable[[int], None], request: int, times: list[tuple[float, float]]) -> None:
+        try:
+            while not self._over:
+                begun = time.monotonic()
+                work(request)
+                with self._changed:
+                    times.append((begun, time.monotonic()))
+                    self._changed.notify_all()
+        except Exception as error:  # noqa: BLE001 - raised by the thread that is told to end the work
+            with self._changed:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+
+    def _wait_until(self, holds: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or holds())
+        if self._failure is not None:
+            self._stop()
+            raise self._failure
+
+    def _stop(self) -> None:
+        self._over = True
+        for thread in self._threads:
+            thread.join()
+
+
+def _pattern(request: int, page: int, round_: int = 0) -> bytes:
+    seed = zlib.crc32(b"%d/%d/%d" % (request, page, round_))
     return seed.to_bytes(4, "little") * (PAGE // 4)
+
+
+class Engine:
+    """What a worker has, and how it obeys an order."""
+
+    def __init__(self, cache: Cache, weights: Weights) -> None:
+        self._cache = cache
+        self._weights = weights
+        self._work: Work | None = None
+
+    def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Do what an order says, and return the answer to it."""
+        cache, weights = self._cache, self._weights
+        match order["do"]:
+            case "publish":
+                weights.publish(order["size"])
+            case "attach":
+                weights.attach()
+            case "sum":
+                return {"sum": weights.checksum()}
+            case "let go":
+                weights.close()
+            case "delete":
+                weights.delete()
+            case "admit":
+                cache.admit(order["request"], order["pages"])
+            case "finish":
+                cache.finish(order["request"])
+            case "check":
+                cache.check_all()
+            case "finish all":
+                cache.finish_all()
+            case "churn":
+                _churn(cache, order["pages"])
+            case "begin work":
+                self._work = Work(cache, order["pages"])
+            case "end work":
+                assert self._work is not None
+                return self._work.end(order["dead"], order["ready"])
+            case "finish work":
+                cache.finish(COMPUTED)
+            case "held":
+                return {"held": cache.held + weights.size}
+        return {"checked": cache.pages_checked}
 
 
 def main() -> None:
     """Register a model at MEMBROKER_ENDPOINT and obey."""
+    # That a broker is gone and is back is the demo's to say.
+    logging.getLogger("membroker").addHandler(logging.NullHandler())
     name, virtual, limit = sys.argv[1:4]
     with membroker.connect(client=f"demo worker of {name}") as client:
         model = client.register_model(name, virtual_capacity=virtual, limit=limit or None)
         with model.pool(page_size=PAGE) as pool:
-            cache, weights = Cache(pool), Weights(client, model)
+            engine = Engine(Cache(pool), Weights(client, model))
             _say(ready=True)
             for line in sys.stdin:
                 try:
-                    _say(**_obey(cache, weights, json.loads(line)))
+                    _say(**engine.obey(json.loads(line)))
                 except membroker.OutOfMemory as error:
                     _say(refused=str(error), level=error.level, limit=error.limit)
-                except PageLost as error:
+                except (PageLost, membroker.MembrokerError) as error:
                     _say(lost=str(error))
-
-
-def _obey(cache: Cache, weights: Weights, order: dict[str, Any]) -> dict[str, Any]:
-    match order["do"]:
-        case "publish":
-            weights.publish(order["size"])
-        case "attach":
-            weights.attach()
-        case "sum":
-            return {"sum": weights.checksum()}
-        case "let go":
-            weights.close()
-        case "delete":
-            weights.delete()
-        case "admit":
-            cache.admit(order["request"], order["pages"])
-        case "finish":
-            cache.finish(order["request"])
-        case "check":
-            cache.check_all()
-        case "finish all":
-            cache.finish_all()
-        case "churn":
-            _churn(cache, order["pages"])
-    return {"checked": cache.pages_checked}
 
 
 def _churn(cache: Cache, pages: int) -> None:

@@ -1,7 +1,7 @@
 """The command `membroker`: what a person, or a script, asks about a broker.
 
 Owns the command line. Errors are one sentence on stderr and exit status 1, a wrong command line is 2; there are
-no tracebacks, and nothing here may change a book but `quota set`, `segments load` and `segments delete`.
+no tracebacks. What only an operator may is in `operate`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from membroker import __version__
-from membroker.cli import segments, tables
-from membroker.cli.admin import open_admin, open_books
+from membroker.cli import operate, segments, tables
+from membroker.cli.admin import open_books
 from membroker.cli.doctor import run_doctor
-from membroker.convert import location_of
 from membroker.errors import MembrokerError
 from membroker.types import ModelStatus
 from membroker.vmm.driver import DriverError
@@ -37,6 +36,18 @@ The rest is its excess: on a card a context that it has not declared (518 MiB on
 cannot see is left out: who holds memory by a descriptor alone, or lives in another pid namespace; on the host twin,
 other users' processes too, unless the broker runs as root. When `unaccounted` rises, the daemon's log names those whose
 excess is more than a context."""
+
+_FORGET = """\
+A session is detached when its process lives and has no connection: it stands still since an earlier daemon, or has
+closed it. It is charged on, since it may come back to what it has mapped. Forgotten, it is charged nothing, and its
+calls raise SessionLost. Nothing can unmap its memory, and the device may be too full to lend as much again while the
+process has that: where it can be ended, end it instead."""
+
+_DRAIN = """\
+Borrowing, declaring more and attaching segments are refused (DRAINING), and every worker is told, now or when it
+connects: Client.on_notice. What is lent stays until its worker gives it back; who holds something is listed. The
+daemon's exit status is 0. Where it is always started again, as by the systemd unit in deploy/, the next one lends: to
+keep it away, stop the unit. A second drain stands in the place of the first, its deadline and --exit too."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -169,39 +180,6 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
-def _quota_set(options: argparse.Namespace) -> int:
-    with open_admin(options.endpoint) as admin:
-        quota = admin.set_quota(options.name, location_of(options.location), options.limit[0])
-    if options.json:
-        tables.print_json(quota, sys.stdout)
-        return 0
-    limit = "as configured" if quota.limit is None else format_size(quota.limit)
-    print(f"{tables.short_name(quota.name)} at the {quota.location}: limit {limit}, used {format_size(quota.used)}")
-    if quota.limit is not None and quota.used > quota.limit:
-        print("it uses more than that: nothing is taken away, and nothing more is lent until it gives some back")
-    return 0
-
-
-def _quota_list(options: argparse.Namespace) -> int:
-    with open_admin(options.endpoint) as admin:
-        quotas = admin.quotas()
-    if options.json:
-        tables.print_json(quotas, sys.stdout)
-    else:
-        tables.print_tables([tables.quotas_table(quotas)], sys.stdout)
-    return 0
-
-
-def _processes(options: argparse.Namespace) -> int:
-    with open_admin(options.endpoint) as admin:
-        processes = admin.processes()
-    if options.json:
-        tables.print_json(processes, sys.stdout)
-    else:
-        tables.print_tables([tables.processes_table(processes)], sys.stdout)
-    return 0
-
-
 def _doctor(options: argparse.Namespace) -> int:
     return run_doctor(options.endpoint, as_json=options.json)
 
@@ -233,17 +211,18 @@ def _parser() -> argparse.ArgumentParser:
     processes = _add(
         commands,
         "processes",
-        _processes,
+        operate.processes,
         "who uses the device beyond what is charged, at the admin endpoint",
         "  membroker processes\n  membroker processes --json | jq '.[] | select(.excess > 1e9)'\n",
     )
     processes.epilog = f"{processes.epilog}\n{_PROCESSES}"
+    _add_ends(commands)
     doctor = _add(commands, "doctor", _doctor, "whether this machine can run a broker, and what to do about it", "")
     doctor.epilog = (
         "Exit status 0 unless something fails.\n\nexamples:\n  membroker doctor\n  membroker doctor --json\n"
         "  membroker doctor --endpoint /run/membroker/gpu-12345678/tenants/acme    can I enter this one?"
     )
-    summary = "two tenants trade a card's memory, in a minute, without a GPU"
+    summary = "two tenants trade a card's memory, and outlive its broker, in a minute, without a GPU"
     demo = commands.add_parser("demo", help=summary, description=f"{summary[:1].upper()}{summary[1:]}.")
     demo.epilog = "It starts a daemon and workers of its own, and touches no other.\n\nexample:\n  membroker demo"
     demo.set_defaults(command=_demo)
@@ -375,12 +354,12 @@ def _add_quota(commands: _Commands) -> None:
         epilog="examples:\n  membroker quota list\n  membroker quota set acme --limit 32GiB",
     )
     actions = quota.add_subparsers(metavar="ACTION", required=True)
-    _add(actions, "list", _quota_list, "the limits in force by command", "  membroker quota list\n")
+    _add(actions, "list", operate.quota_list, "the limits in force by command", "  membroker quota list\n")
     change = _add(
         actions,
         "set",
-        _quota_set,
-        "command a limit, from now on and until the daemon ends",
+        operate.quota_set,
+        "command a limit, from now on; it is kept on disk until it is ended",
         "  membroker quota set acme --limit 32GiB                a tenant\n"
         "  membroker quota set acme/llama-7b --limit 8GiB        one of its models\n"
         "  membroker quota set acme --limit none                 what is configured holds again\n",
@@ -388,6 +367,39 @@ def _add_quota(commands: _Commands) -> None:
     change.add_argument("name", metavar="NAME", type=_name, help="TENANT or TENANT/MODEL")
     change.add_argument("--limit", metavar="SIZE|none", type=_limit, required=True, help='as in "8GiB"')
     change.add_argument("--location", choices=("device", "host"), default="device")
+
+
+def _add_ends(commands: _Commands) -> None:
+    forget = _add(
+        commands,
+        "forget",
+        operate.forget,
+        "end a detached session whose process does not come back, at the admin endpoint",
+        "  membroker forget sessions/1c0000000001      one that `membroker sessions --admin` shows as detached\n",
+    )
+    forget.epilog = f"{forget.epilog}\n{_FORGET}"
+    forget.add_argument("name", metavar="SESSION", type=_session, help="as `membroker sessions --admin` shows it")
+    drain = _add(
+        commands,
+        "drain",
+        operate.drain,
+        "lend nothing more and tell the workers, at the admin endpoint",
+        "  membroker drain                          until `membroker undrain`, or a restart of the daemon\n"
+        "  membroker drain --deadline 60 --exit     exit once nothing is charged, or after a minute\n",
+    )
+    drain.epilog = f"{drain.epilog}\n{_DRAIN}"
+    drain.add_argument("--deadline", metavar="SECONDS", type=_seconds, help="when everything should be back; told them")
+    drain.add_argument(
+        "--exit", action="store_true", help="the daemon exits when nothing is charged, or at the deadline"
+    )
+    _add(commands, "undrain", operate.undrain, "lend again, at the admin endpoint", "  membroker undrain\n")
+
+
+def _session(text: str) -> str:
+    match = re.fullmatch(r"(?:sessions/)?([0-9a-f]{1,16})", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no session, as in sessions/1c0000000001")
+    return f"sessions/{match[1]}"
 
 
 def _name(text: str) -> str:

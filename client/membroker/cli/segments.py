@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from membroker.cli.admin import Admin, open_admin
-from membroker.client import Client, connect
+from membroker.client import Client, enter
 from membroker.errors import InvalidRequest, MembrokerError
 from membroker.segment import MAX_HEADER_BYTES, Segment
 from membroker.tensor_index import InvalidTensorIndex, TensorIndex, TensorInfo, read_index
@@ -108,7 +108,7 @@ class Wanted:
 @contextmanager
 def open_worker(endpoint: str | None) -> Iterator[Client]:
     """Yield a session that may hold memory: an observer may not. Raises the library's errors."""
-    with connect(endpoint, client="membroker (command)") as client:
+    with enter(endpoint, client="membroker (command)") as client:
         yield client
 
 

@@ -135,6 +135,7 @@ def device_table(device: DeviceStatus) -> Table:
             ["granularity", format_size(device.granularity)],
             ["membrokerd", f"{device.version}, pid {device.pid}, since {_time(device.start_time)}"],
             ["sessions", sessions],
+            *([["lending", "no: it is drained"]] if device.draining else []),
             ["metrics", device.metrics_url or "off"],
         ],
     )

@@ -8,10 +8,61 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
+import google.protobuf.timestamp_pb2
 import membroker.v1.resources_pb2
 import typing
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+@typing.final
+class ForgetSessionRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """sessions/{session}"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+
+global___ForgetSessionRequest = ForgetSessionRequest
+
+@typing.final
+class DrainRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DEADLINE_FIELD_NUMBER: builtins.int
+    EXIT_FIELD_NUMBER: builtins.int
+    exit: builtins.bool
+    """Exit once nothing is charged, or at the deadline, whatever is charged then."""
+    @property
+    def deadline(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When everything should have been given back; told to the workers. Absent: no time."""
+
+    def __init__(
+        self,
+        *,
+        deadline: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        exit: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_deadline", b"_deadline", "deadline", b"deadline"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_deadline", b"_deadline", "deadline", b"deadline", "exit", b"exit"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_deadline", b"_deadline"]) -> typing.Literal["deadline"] | None: ...
+
+global___DrainRequest = DrainRequest
+
+@typing.final
+class UndrainRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___UndrainRequest = UndrainRequest
 
 @typing.final
 class SetQuotaRequest(google.protobuf.message.Message):

@@ -73,6 +73,21 @@ class AdminServiceStub(object):
                 request_serializer=membroker_dot_v1_dot_admin__pb2.ListQuotasRequest.SerializeToString,
                 response_deserializer=membroker_dot_v1_dot_admin__pb2.ListQuotasResponse.FromString,
                 _registered_method=True)
+        self.ForgetSession = channel.unary_unary(
+                '/membroker.v1.AdminService/ForgetSession',
+                request_serializer=membroker_dot_v1_dot_admin__pb2.ForgetSessionRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_resources__pb2.Session.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/membroker.v1.AdminService/Drain',
+                request_serializer=membroker_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_resources__pb2.Device.FromString,
+                _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/membroker.v1.AdminService/Undrain',
+                request_serializer=membroker_dot_v1_dot_admin__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_resources__pb2.Device.FromString,
+                _registered_method=True)
         self.ListProcesses = channel.unary_unary(
                 '/membroker.v1.AdminService/ListProcesses',
                 request_serializer=membroker_dot_v1_dot_admin__pb2.ListProcessesRequest.SerializeToString,
@@ -122,7 +137,7 @@ class AdminServiceServicer(object):
 
     def SetQuota(self, request, context):
         """Commands a limit, for a model (registered or not) or for a tenant. It holds from now on for every debit;
-        what is lent already stays lent. It ends with the daemon.
+        what is lent already stays lent. It is kept on disk, until it is ended or changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,6 +145,28 @@ class AdminServiceServicer(object):
 
     def ListQuotas(self, request, context):
         """The limits in force by command.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetSession(self, request, context):
+        """Ends a detached session on the operator's word: what it is charged is credited at once. If its process still has
+        the memory mapped, that counts as unaccounted until it ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Lends nothing more, tells the workers, and if asked exits once nothing is charged, or at the deadline.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Lends again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -182,6 +219,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListQuotas,
                     request_deserializer=membroker_dot_v1_dot_admin__pb2.ListQuotasRequest.FromString,
                     response_serializer=membroker_dot_v1_dot_admin__pb2.ListQuotasResponse.SerializeToString,
+            ),
+            'ForgetSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetSession,
+                    request_deserializer=membroker_dot_v1_dot_admin__pb2.ForgetSessionRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_resources__pb2.Session.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=membroker_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_resources__pb2.Device.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=membroker_dot_v1_dot_admin__pb2.UndrainRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_resources__pb2.Device.SerializeToString,
             ),
             'ListProcesses': grpc.unary_unary_rpc_method_handler(
                     servicer.ListProcesses,
@@ -380,6 +432,87 @@ class AdminService(object):
             '/membroker.v1.AdminService/ListQuotas',
             membroker_dot_v1_dot_admin__pb2.ListQuotasRequest.SerializeToString,
             membroker_dot_v1_dot_admin__pb2.ListQuotasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.AdminService/ForgetSession',
+            membroker_dot_v1_dot_admin__pb2.ForgetSessionRequest.SerializeToString,
+            membroker_dot_v1_dot_resources__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.AdminService/Drain',
+            membroker_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            membroker_dot_v1_dot_resources__pb2.Device.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.AdminService/Undrain',
+            membroker_dot_v1_dot_admin__pb2.UndrainRequest.SerializeToString,
+            membroker_dot_v1_dot_resources__pb2.Device.FromString,
             options,
             channel_credentials,
             insecure,

@@ -60,7 +60,7 @@ class AdminServiceStub:
         membroker.v1.admin_pb2.Quota,
     ]
     """Commands a limit, for a model (registered or not) or for a tenant. It holds from now on for every debit;
-    what is lent already stays lent. It ends with the daemon.
+    what is lent already stays lent. It is kept on disk, until it is ended or changed.
     """
 
     ListQuotas: grpc.UnaryUnaryMultiCallable[
@@ -68,6 +68,26 @@ class AdminServiceStub:
         membroker.v1.admin_pb2.ListQuotasResponse,
     ]
     """The limits in force by command."""
+
+    ForgetSession: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.ForgetSessionRequest,
+        membroker.v1.resources_pb2.Session,
+    ]
+    """Ends a detached session on the operator's word: what it is charged is credited at once. If its process still has
+    the memory mapped, that counts as unaccounted until it ends.
+    """
+
+    Drain: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.DrainRequest,
+        membroker.v1.resources_pb2.Device,
+    ]
+    """Lends nothing more, tells the workers, and if asked exits once nothing is charged, or at the deadline."""
+
+    Undrain: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.UndrainRequest,
+        membroker.v1.resources_pb2.Device,
+    ]
+    """Lends again."""
 
     ListProcesses: grpc.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.ListProcessesRequest,
@@ -119,7 +139,7 @@ class AdminServiceAsyncStub:
         membroker.v1.admin_pb2.Quota,
     ]
     """Commands a limit, for a model (registered or not) or for a tenant. It holds from now on for every debit;
-    what is lent already stays lent. It ends with the daemon.
+    what is lent already stays lent. It is kept on disk, until it is ended or changed.
     """
 
     ListQuotas: grpc.aio.UnaryUnaryMultiCallable[
@@ -127,6 +147,26 @@ class AdminServiceAsyncStub:
         membroker.v1.admin_pb2.ListQuotasResponse,
     ]
     """The limits in force by command."""
+
+    ForgetSession: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.ForgetSessionRequest,
+        membroker.v1.resources_pb2.Session,
+    ]
+    """Ends a detached session on the operator's word: what it is charged is credited at once. If its process still has
+    the memory mapped, that counts as unaccounted until it ends.
+    """
+
+    Drain: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.DrainRequest,
+        membroker.v1.resources_pb2.Device,
+    ]
+    """Lends nothing more, tells the workers, and if asked exits once nothing is charged, or at the deadline."""
+
+    Undrain: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.UndrainRequest,
+        membroker.v1.resources_pb2.Device,
+    ]
+    """Lends again."""
 
     ListProcesses: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.ListProcessesRequest,
@@ -190,7 +230,7 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.admin_pb2.Quota, collections.abc.Awaitable[membroker.v1.admin_pb2.Quota]]:
         """Commands a limit, for a model (registered or not) or for a tenant. It holds from now on for every debit;
-        what is lent already stays lent. It ends with the daemon.
+        what is lent already stays lent. It is kept on disk, until it is ended or changed.
         """
 
     @abc.abstractmethod
@@ -200,6 +240,32 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.admin_pb2.ListQuotasResponse, collections.abc.Awaitable[membroker.v1.admin_pb2.ListQuotasResponse]]:
         """The limits in force by command."""
+
+    @abc.abstractmethod
+    def ForgetSession(
+        self,
+        request: membroker.v1.admin_pb2.ForgetSessionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.resources_pb2.Session, collections.abc.Awaitable[membroker.v1.resources_pb2.Session]]:
+        """Ends a detached session on the operator's word: what it is charged is credited at once. If its process still has
+        the memory mapped, that counts as unaccounted until it ends.
+        """
+
+    @abc.abstractmethod
+    def Drain(
+        self,
+        request: membroker.v1.admin_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.resources_pb2.Device, collections.abc.Awaitable[membroker.v1.resources_pb2.Device]]:
+        """Lends nothing more, tells the workers, and if asked exits once nothing is charged, or at the deadline."""
+
+    @abc.abstractmethod
+    def Undrain(
+        self,
+        request: membroker.v1.admin_pb2.UndrainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.resources_pb2.Device, collections.abc.Awaitable[membroker.v1.resources_pb2.Device]]:
+        """Lends again."""
 
     @abc.abstractmethod
     def ListProcesses(

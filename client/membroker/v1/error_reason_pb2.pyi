@@ -70,6 +70,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """The session cannot leave the model: it is still charged for memory there."""
     ERROR_REASON_EXTENT_NOT_FOUND: _ErrorReason.ValueType  # 44
     """An id names no extent that is lent to this session. Whose it is, or was, is not said."""
+    ERROR_REASON_SESSION_NOT_DETACHED: _ErrorReason.ValueType  # 52
+    """No such session, or it is not detached, so that there is nothing to forget."""
     ERROR_REASON_TENANT_NOT_FOUND: _ErrorReason.ValueType  # 45
     """No such tenant in the configuration."""
     ERROR_REASON_SEGMENT_NOT_FOUND: _ErrorReason.ValueType  # 46
@@ -113,6 +115,10 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
 
     The broker is stopping.
     """
+    ERROR_REASON_DRAINING: _ErrorReason.ValueType  # 102
+    """An operator drains the device: nothing more is lent. Retry: once it is undrained."""
+    ERROR_REASON_JOURNAL_FULL: _ErrorReason.ValueType  # 103
+    """The broker cannot write down what it lends (its disk is full), and lends nothing more. Retry: once there is room."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 101
     """A fault of the broker, logged there. The books are unchanged. Retry: no."""
 
@@ -171,6 +177,8 @@ ERROR_REASON_MODEL_IN_USE: ErrorReason.ValueType  # 43
 """The session cannot leave the model: it is still charged for memory there."""
 ERROR_REASON_EXTENT_NOT_FOUND: ErrorReason.ValueType  # 44
 """An id names no extent that is lent to this session. Whose it is, or was, is not said."""
+ERROR_REASON_SESSION_NOT_DETACHED: ErrorReason.ValueType  # 52
+"""No such session, or it is not detached, so that there is nothing to forget."""
 ERROR_REASON_TENANT_NOT_FOUND: ErrorReason.ValueType  # 45
 """No such tenant in the configuration."""
 ERROR_REASON_SEGMENT_NOT_FOUND: ErrorReason.ValueType  # 46
@@ -214,6 +222,10 @@ ERROR_REASON_STOPPING: ErrorReason.ValueType  # 100
 
 The broker is stopping.
 """
+ERROR_REASON_DRAINING: ErrorReason.ValueType  # 102
+"""An operator drains the device: nothing more is lent. Retry: once it is undrained."""
+ERROR_REASON_JOURNAL_FULL: ErrorReason.ValueType  # 103
+"""The broker cannot write down what it lends (its disk is full), and lends nothing more. Retry: once there is room."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 101
 """A fault of the broker, logged there. The books are unchanged. Retry: no."""
 global___ErrorReason = ErrorReason

@@ -8,6 +8,7 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
+import google.protobuf.timestamp_pb2
 import google.rpc.status_pb2
 import membroker.v1.broker_pb2
 import membroker.v1.resources_pb2
@@ -31,6 +32,16 @@ class Frame(google.protobuf.message.Message):
       > DetachSegmentRequest           < Reply, unless `no_reply`
       > Goodbye                        < Reply, then both close
 
+    When a connection is gone and the process lives, its session is detached, and charged on. The process takes it up
+    again on a new connection, also at another daemon of the same device:
+
+      > Hello with the session's token < Welcome, `resumed` (+ 1 descriptor)
+      > Holds … > Holds, `last`        < Reply: what the books do not know
+
+    The Holds state all that the process has of the session; what the books have beyond it is given back. Before the
+    last of them nothing else is accepted, and calls that were unanswered are made anew by the client: nothing is left of
+    the old ones.
+
     Only the broker sends descriptors. A packet from a client that carries one, that is no Frame, or that has no
     place where it stands, ends the connection.
     """
@@ -49,6 +60,7 @@ class Frame(google.protobuf.message.Message):
     ATTACH_SEGMENT_FIELD_NUMBER: builtins.int
     DETACH_SEGMENT_FIELD_NUMBER: builtins.int
     DELETE_SEGMENT_FIELD_NUMBER: builtins.int
+    HOLDS_FIELD_NUMBER: builtins.int
     WELCOME_FIELD_NUMBER: builtins.int
     DELIVERY_FIELD_NUMBER: builtins.int
     REPLY_FIELD_NUMBER: builtins.int
@@ -82,6 +94,8 @@ class Frame(google.protobuf.message.Message):
     @property
     def delete_segment(self) -> membroker.v1.broker_pb2.DeleteSegmentRequest: ...
     @property
+    def holds(self) -> global___Holds: ...
+    @property
     def welcome(self) -> global___Welcome:
         """From the broker."""
 
@@ -106,14 +120,15 @@ class Frame(google.protobuf.message.Message):
         attach_segment: membroker.v1.broker_pb2.AttachSegmentRequest | None = ...,
         detach_segment: membroker.v1.broker_pb2.DetachSegmentRequest | None = ...,
         delete_segment: membroker.v1.broker_pb2.DeleteSegmentRequest | None = ...,
+        holds: global___Holds | None = ...,
         welcome: global___Welcome | None = ...,
         delivery: global___Delivery | None = ...,
         reply: global___Reply | None = ...,
         notice: global___Notice | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["ack", b"ack", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "kind", b"kind", "notice", b"notice", "release", b"release", "reply", b"reply", "seal_segment", b"seal_segment", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack", b"ack", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "kind", b"kind", "notice", b"notice", "release", b"release", "reply", b"reply", "request_id", b"request_id", "seal_segment", b"seal_segment", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "allocate", "release", "declare", "ack", "goodbye", "create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment", "welcome", "delivery", "reply", "notice"] | None: ...
+    def HasField(self, field_name: typing.Literal["ack", b"ack", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "notice", b"notice", "release", b"release", "reply", b"reply", "seal_segment", b"seal_segment", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "notice", b"notice", "release", b"release", "reply", b"reply", "request_id", b"request_id", "seal_segment", b"seal_segment", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "allocate", "release", "declare", "ack", "goodbye", "create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment", "holds", "welcome", "delivery", "reply", "notice"] | None: ...
 
 global___Frame = Frame
 
@@ -126,20 +141,24 @@ class Hello(google.protobuf.message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     OBSERVER_FIELD_NUMBER: builtins.int
     CLIENT_FIELD_NUMBER: builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     """1."""
     observer: builtins.bool
     """Reads the books and borrows nothing."""
     client: builtins.str
     """What the client calls itself, for people; at most 128 characters."""
+    resume_token: builtins.str
+    """The token of a session of this process at this endpoint, to take it up again. The rest stays as it was."""
     def __init__(
         self,
         *,
         protocol_version: builtins.int = ...,
         observer: builtins.bool = ...,
         client: builtins.str = ...,
+        resume_token: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client", b"client", "observer", b"observer", "protocol_version", b"protocol_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client", b"client", "observer", b"observer", "protocol_version", b"protocol_version", "resume_token", b"resume_token"]) -> None: ...
 
 global___Hello = Hello
 
@@ -157,6 +176,7 @@ class Welcome(google.protobuf.message.Message):
     GRANULARITY_BYTES_FIELD_NUMBER: builtins.int
     CAPACITIES_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
+    RESUMED_FIELD_NUMBER: builtins.int
     session: builtins.str
     """sessions/{session}"""
     token: builtins.str
@@ -169,6 +189,8 @@ class Welcome(google.protobuf.message.Message):
     """"cuda" or "host"."""
     granularity_bytes: builtins.int
     protocol_version: builtins.int
+    resumed: builtins.bool
+    """The session is the one that the Hello's token stands for, and waits for its Holds. The token stays what it was."""
     @property
     def capacities(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[membroker.v1.resources_pb2.Limit]:
         """What the broker may lend at each location."""
@@ -184,10 +206,116 @@ class Welcome(google.protobuf.message.Message):
         granularity_bytes: builtins.int = ...,
         capacities: collections.abc.Iterable[membroker.v1.resources_pb2.Limit] | None = ...,
         protocol_version: builtins.int = ...,
+        resumed: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["capacities", b"capacities", "device_uuid", b"device_uuid", "driver", b"driver", "granularity_bytes", b"granularity_bytes", "protocol_version", b"protocol_version", "session", b"session", "tenant", b"tenant", "token", b"token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capacities", b"capacities", "device_uuid", b"device_uuid", "driver", b"driver", "granularity_bytes", b"granularity_bytes", "protocol_version", b"protocol_version", "resumed", b"resumed", "session", b"session", "tenant", b"tenant", "token", b"token"]) -> None: ...
 
 global___Welcome = Welcome
+
+@typing.final
+class Holds(google.protobuf.message.Message):
+    """What a process that takes a session up again has of it, in one frame or several."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EXTENT_IDS_FIELD_NUMBER: builtins.int
+    SEGMENTS_FIELD_NUMBER: builtins.int
+    DECLARATIONS_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
+    last: builtins.bool
+    """No Holds follows: the books are made to agree."""
+    @property
+    def extent_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Extents that are lent to it, at most 4,096 in a frame."""
+
+    @property
+    def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HeldSegment]: ...
+    @property
+    def declarations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HeldDeclaration]:
+        """Each declaration that is not 0."""
+
+    def __init__(
+        self,
+        *,
+        extent_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        segments: collections.abc.Iterable[global___HeldSegment] | None = ...,
+        declarations: collections.abc.Iterable[global___HeldDeclaration] | None = ...,
+        last: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["declarations", b"declarations", "extent_ids", b"extent_ids", "last", b"last", "segments", b"segments"]) -> None: ...
+
+global___Holds = Holds
+
+@typing.final
+class HeldSegment(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: builtins.int
+    TIMES_FIELD_NUMBER: builtins.int
+    generation: builtins.int
+    times: builtins.int
+    """How many times it is attached, the writer's own creation counted."""
+    def __init__(
+        self,
+        *,
+        generation: builtins.int = ...,
+        times: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "times", b"times"]) -> None: ...
+
+global___HeldSegment = HeldSegment
+
+@typing.final
+class HeldDeclaration(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    LOCATION_FIELD_NUMBER: builtins.int
+    DECLARED_BYTES_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    """tenants/{tenant}/models/{model}"""
+    location: membroker.v1.resources_pb2.Location.ValueType
+    declared_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+        location: membroker.v1.resources_pb2.Location.ValueType = ...,
+        declared_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["declared_bytes", b"declared_bytes", "location", b"location", "model", b"model"]) -> None: ...
+
+global___HeldDeclaration = HeldDeclaration
+
+@typing.final
+class ResumeResponse(google.protobuf.message.Message):
+    """The answer to the last Holds."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UNKNOWN_EXTENT_IDS_FIELD_NUMBER: builtins.int
+    UNKNOWN_GENERATIONS_FIELD_NUMBER: builtins.int
+    MODELS_FIELD_NUMBER: builtins.int
+    @property
+    def unknown_extent_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """What the process holds and the books do not know, at most 4,096 of them: it must unmap them, and release none."""
+
+    @property
+    def unknown_generations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """tenants/{tenant}/models/{model} of each model that the session has registered."""
+
+    def __init__(
+        self,
+        *,
+        unknown_extent_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        unknown_generations: collections.abc.Iterable[builtins.int] | None = ...,
+        models: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["models", b"models", "unknown_extent_ids", b"unknown_extent_ids", "unknown_generations", b"unknown_generations"]) -> None: ...
+
+global___ResumeResponse = ResumeResponse
 
 @typing.final
 class Delivery(google.protobuf.message.Message):
@@ -262,6 +390,7 @@ class Reply(google.protobuf.message.Message):
     GOODBYE_FIELD_NUMBER: builtins.int
     SEGMENT_FIELD_NUMBER: builtins.int
     DETACH_SEGMENT_FIELD_NUMBER: builtins.int
+    RESUME_FIELD_NUMBER: builtins.int
     @property
     def error(self) -> google.rpc.status_pb2.Status:
         """Refused or failed. Extents that were delivered before the failure are the session's until it releases them, or
@@ -282,6 +411,8 @@ class Reply(google.protobuf.message.Message):
 
     @property
     def detach_segment(self) -> membroker.v1.broker_pb2.DetachSegmentResponse: ...
+    @property
+    def resume(self) -> global___ResumeResponse: ...
     def __init__(
         self,
         *,
@@ -292,10 +423,11 @@ class Reply(google.protobuf.message.Message):
         goodbye: global___GoodbyeResponse | None = ...,
         segment: membroker.v1.resources_pb2.Segment | None = ...,
         detach_segment: membroker.v1.broker_pb2.DetachSegmentResponse | None = ...,
+        resume: global___ResumeResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["allocate", b"allocate", "declare", b"declare", "detach_segment", b"detach_segment", "error", b"error", "goodbye", b"goodbye", "release", b"release", "result", b"result", "segment", b"segment"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["allocate", b"allocate", "declare", b"declare", "detach_segment", b"detach_segment", "error", b"error", "goodbye", b"goodbye", "release", b"release", "result", b"result", "segment", b"segment"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "allocate", "release", "declare", "goodbye", "segment", "detach_segment"] | None: ...
+    def HasField(self, field_name: typing.Literal["allocate", b"allocate", "declare", b"declare", "detach_segment", b"detach_segment", "error", b"error", "goodbye", b"goodbye", "release", b"release", "result", b"result", "resume", b"resume", "segment", b"segment"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["allocate", b"allocate", "declare", b"declare", "detach_segment", b"detach_segment", "error", b"error", "goodbye", b"goodbye", "release", b"release", "result", b"result", "resume", b"resume", "segment", b"segment"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "allocate", "release", "declare", "goodbye", "segment", "detach_segment", "resume"] | None: ...
 
 global___Reply = Reply
 
@@ -329,6 +461,8 @@ class Notice(google.protobuf.message.Message):
 
     RELEASE_REFUSED_FIELD_NUMBER: builtins.int
     STOPPING_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
+    UNDRAINED_FIELD_NUMBER: builtins.int
     @property
     def release_refused(self) -> google.rpc.status_pb2.Status:
         """A release, or a detach, that wanted no Reply was refused."""
@@ -337,15 +471,25 @@ class Notice(google.protobuf.message.Message):
     def stopping(self) -> global___Stopping:
         """The daemon stops. Mapped memory stays valid."""
 
+    @property
+    def draining(self) -> global___Draining:
+        """The daemon lends nothing more: an operator wants the device free of it."""
+
+    @property
+    def undrained(self) -> global___Undrained:
+        """The daemon lends again."""
+
     def __init__(
         self,
         *,
         release_refused: google.rpc.status_pb2.Status | None = ...,
         stopping: global___Stopping | None = ...,
+        draining: global___Draining | None = ...,
+        undrained: global___Undrained | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["kind", b"kind", "release_refused", b"release_refused", "stopping", b"stopping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["kind", b"kind", "release_refused", b"release_refused", "stopping", b"stopping"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["release_refused", "stopping"] | None: ...
+    def HasField(self, field_name: typing.Literal["draining", b"draining", "kind", b"kind", "release_refused", b"release_refused", "stopping", b"stopping", "undrained", b"undrained"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["draining", b"draining", "kind", b"kind", "release_refused", b"release_refused", "stopping", b"stopping", "undrained", b"undrained"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["release_refused", "stopping", "draining", "undrained"] | None: ...
 
 global___Notice = Notice
 
@@ -358,3 +502,33 @@ class Stopping(google.protobuf.message.Message):
     ) -> None: ...
 
 global___Stopping = Stopping
+
+@typing.final
+class Draining(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DEADLINE_FIELD_NUMBER: builtins.int
+    @property
+    def deadline(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the operator wants everything back; absent: no time was given."""
+
+    def __init__(
+        self,
+        *,
+        deadline: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_deadline", b"_deadline", "deadline", b"deadline"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_deadline", b"_deadline", "deadline", b"deadline"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_deadline", b"_deadline"]) -> typing.Literal["deadline"] | None: ...
+
+global___Draining = Draining
+
+@typing.final
+class Undrained(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___Undrained = Undrained

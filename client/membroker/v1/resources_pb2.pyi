@@ -62,6 +62,7 @@ class Device(google.protobuf.message.Message):
     SESSIONS_FIELD_NUMBER: builtins.int
     DETACHED_SESSIONS_FIELD_NUMBER: builtins.int
     METRICS_URL_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
     uuid: builtins.str
     """NVML's UUID ("GPU-…"), or "host"."""
     product: builtins.str
@@ -82,6 +83,8 @@ class Device(google.protobuf.message.Message):
     """Sessions whose process lives and whose connection is gone. They are still charged."""
     metrics_url: builtins.str
     """Where Prometheus may scrape: "http://127.0.0.1:9710/metrics". Empty when metrics are off."""
+    draining: builtins.bool
+    """Nothing more is lent: an operator drains the device."""
     @property
     def locations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LocationBooks]:
         """The books of each location that this broker lends at."""
@@ -103,9 +106,10 @@ class Device(google.protobuf.message.Message):
         sessions: builtins.int = ...,
         detached_sessions: builtins.int = ...,
         metrics_url: builtins.str = ...,
+        draining: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["detached_sessions", b"detached_sessions", "driver", b"driver", "granularity_bytes", b"granularity_bytes", "locations", b"locations", "metrics_url", b"metrics_url", "pid", b"pid", "product", b"product", "revision", b"revision", "sessions", b"sessions", "start_time", b"start_time", "uuid", b"uuid", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detached_sessions", b"detached_sessions", "draining", b"draining", "driver", b"driver", "granularity_bytes", b"granularity_bytes", "locations", b"locations", "metrics_url", b"metrics_url", "pid", b"pid", "product", b"product", "revision", b"revision", "sessions", b"sessions", "start_time", b"start_time", "uuid", b"uuid", "version", b"version"]) -> None: ...
 
 global___Device = Device
 

@@ -6,6 +6,7 @@ asked for: a process that uses the twin, or only parses sizes, needs neither bin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from membroker.vmm.driver import (
@@ -43,19 +44,29 @@ __all__ = [
 ]
 
 
-def open_driver(kind: str, device: int | str = 0, *, context: bool = False, **host_options: Any) -> Driver:
+def open_driver(
+    kind: str,
+    device: int | str = 0,
+    *,
+    context: bool = False,
+    survivors: Mapping[str, int] | None = None,
+    **host_options: Any,
+) -> Driver:
     """Return a driver of `kind`: `"host"`, the twin, or `"cuda"`, a card.
 
     `device` is a card's ordinal or its UUID, and `context` says whether this process computes (a worker) or
-    only creates and exports (the broker); the twin has one device and ignores both. `host_options` are
-    `HostDriver`'s. Raises `ValueError` for another kind, and `DriverUnavailable` where there is no such card.
+    only creates and exports (the broker); the twin has one device and ignores both. `survivors` are what a dead
+    process's driver of this kind returned: descriptors that become this one's. `host_options` are `HostDriver`'s.
+    Raises `ValueError` for another kind, and `DriverUnavailable` where there is no such card.
     """
     if kind == "host":
         from membroker.vmm.host import HostDriver
 
-        return HostDriver(**host_options)
+        return HostDriver(survivors=survivors, **host_options)
     if kind != "cuda":
         raise ValueError(f'a driver is "host" or "cuda", not {kind!r}')
+    if survivors:
+        raise TypeError(f"a card has no survivors; given were {', '.join(sorted(survivors))}")
     if host_options:
         raise TypeError(f"options of the host twin given to a card: {', '.join(sorted(host_options))}")
     from membroker.vmm.cuda import CudaDriver

@@ -1,6 +1,6 @@
 """The memory calls of libc that the host twin needs, as functions that raise `OSError` with the call's errno.
 
-Owns the ctypes prototypes and the protection and sealing constants. It must never decide anything: rules stand
+Owns the ctypes prototypes and the constants. It must never decide anything: rules stand
 in `_addresses`, the truth in `_watch`, and the translation into `DriverError` in `host`.
 """
 
@@ -10,9 +10,10 @@ import ctypes
 import os
 
 PROT_NONE, PROT_READ, PROT_READ_WRITE = 0, 1, 3
-IN_DELETE_SELF, IN_Q_OVERFLOW = 0x400, 0x4000
+IN_DELETE_SELF, IN_Q_OVERFLOW, IN_IGNORED = 0x400, 0x4000, 0x8000
 
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
+_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 0x01, 0x02
 _FAILED = ctypes.c_void_p(-1).value
 
 # A CDLL releases the GIL during each call, so a large munmap stops no other thread of the interpreter.
@@ -28,6 +29,7 @@ _libc.mmap.argtypes = [
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
 _libc.inotify_init1.argtypes = [ctypes.c_int]
 _libc.inotify_add_watch.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32]
 
@@ -62,6 +64,12 @@ def munmap(address: int, size: int) -> None:
 def mprotect(address: int, size: int, protection: int) -> None:
     """Set what [address, address + size) allows (`PROT_*`)."""
     if _libc.mprotect(address, size, protection):
+        _raise_errno()
+
+
+def punch_hole(descriptor: int, start: int, size: int) -> None:
+    """Give the memory of a memfd's bytes [start, start + size) back; they read as zero, and its size stays."""
+    if _libc.fallocate(descriptor, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, start, size):
         _raise_errno()
 
 

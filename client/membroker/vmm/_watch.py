@@ -1,7 +1,7 @@
 """The host twin's truth: how many bytes live in extents that this watch has seen born, wherever they live now.
 
-Owns one inotify descriptor with an IN_DELETE_SELF watch on each memfd. The kernel fires it exactly when the
-last descriptor, mapping or queued packet in any process is gone, and the watch itself keeps nothing alive.
+Owns one inotify descriptor with an IN_DELETE_SELF watch on each memfd, and the table of their sizes. The kernel fires
+a watch exactly when the last descriptor, mapping or queued packet in any process is gone; it keeps nothing alive.
 It must never hold a descriptor or a mapping of an extent, or it would become the reason that memory stays.
 """
 
@@ -11,86 +11,116 @@ import os
 import struct
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 
-from membroker.vmm import _libc
-from membroker.vmm._errors import driver_call
+from membroker.vmm import _libc, _table
+from membroker.vmm._errors import driver_call, invalid
 from membroker.vmm.driver import Location
 
 _EVENT = struct.Struct("iIII")
 _READ_BYTES = 1 << 16
 
 
+@dataclass(frozen=True, slots=True)
+class _Descriptors:
+    watches: int
+    table: int
+
+
 class ExtentWatch:
     """The living extents and their sizes, by location. Not thread-safe: the driver locks.
 
-    `descriptor` and `entries` (watch number -> (size in bytes, location)) take up another process's watch: a
-    daemon that restarts gets the inotify descriptor back from its descriptor store, with the deaths that
-    happened meanwhile still queued in it. Without them the descriptor is made at the first `add`, because a
-    user may have only 128 inotify instances and most processes never create an extent.
+    `survivors` are the descriptors of a dead process's watch, which become this one's, with the deaths that happened
+    meanwhile still queued. Where they are refused they stay the caller's, and nothing was read from them. Without
+    them the two are made when they are first needed, because a user may have only 128 inotify instances and
+    most processes never create an extent. `granularity`, in bytes, is what every size is a multiple of.
     """
 
-    def __init__(
-        self, descriptor: int | None = None, entries: Mapping[int, tuple[int, Location]] | None = None
-    ) -> None:
-        self._descriptor = descriptor
-        self._entries = dict(entries or {})
+    def __init__(self, granularity: int, survivors: Mapping[str, int] | None = None) -> None:
+        self._granularity = granularity
+        self._descriptors: _Descriptors | None = None
+        self._entries: dict[int, tuple[int, Location]] = {}
         self._used = dict.fromkeys(Location, 0)
-        for size, location in self._entries.values():
-            self._used[location] += size
-        if descriptor is not None:
-            self._recount(descriptor)
+        if survivors:
+            self._take_over(survivors)
 
-    @property
-    def descriptor(self) -> int | None:
-        """The inotify descriptor, or None while nothing was ever created. It stays the watch's."""
-        return self._descriptor
-
-    @property
-    def entries(self) -> dict[int, tuple[int, Location]]:
-        """A copy of the table, watch number -> (size in bytes, location), for a descriptor store."""
-        return dict(self._entries)
+    def survivors(self) -> dict[str, int]:
+        """Return the descriptors that a successor needs; they stay the watch's."""
+        return asdict(self._made())
 
     def add(self, extent: int, size: int, location: Location) -> None:
         """Begin to count the memfd `extent`. The caller still holds it open, so it cannot die unseen."""
         with ExitStack() as undo:
-            if self._descriptor is None:
-                with driver_call("inotify_init1"):
-                    self._descriptor = _libc.inotify_init()
+            if self._descriptors is None:
                 undo.callback(self.close)
+            descriptors = self._made()
             with driver_call("inotify_add_watch"):
                 path = f"/proc/self/fd/{extent}"
-                number = _libc.inotify_add_watch(self._descriptor, path, _libc.IN_DELETE_SELF)
+                number = _libc.inotify_add_watch(descriptors.watches, path, _libc.IN_DELETE_SELF)
+            _table.write(descriptors.table, number, size, location)
             undo.pop_all()
         self._entries[number] = (size, location)
         self._used[location] += size
+        if number % _table.SWEEP_NUMBERS == 0:
+            _table.sweep(descriptors.table, self._entries)
 
     def used(self, location: Location) -> int:
         """Return the bytes of `location` that live now, in any process."""
-        if self._descriptor is not None:
-            self._drain(self._descriptor)
+        if self._descriptors is not None:
+            self._drain(self._descriptors.watches)
         return self._used[location]
 
     def close(self) -> None:
-        """Close the inotify descriptor and forget the table. Deaths are no longer seen."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        """Close the descriptors and forget what was counted. Deaths are no longer seen here."""
+        if self._descriptors is not None:
+            os.close(self._descriptors.watches)
+            os.close(self._descriptors.table)
+            self._descriptors = None
         self._entries.clear()
         self._used = dict.fromkeys(Location, 0)
 
-    def _drain(self, descriptor: int) -> None:
+    def _made(self) -> _Descriptors:
+        if self._descriptors is None:
+            with ExitStack() as undo:
+                with driver_call("inotify_init1"):
+                    watches = _libc.inotify_init()
+                undo.callback(os.close, watches)
+                self._descriptors = _Descriptors(watches, _table.create())
+                undo.pop_all()
+        return self._descriptors
+
+    def _take_over(self, survivors: Mapping[str, int]) -> None:
+        if survivors.keys() != {"watches", "table"}:
+            raise invalid("survivors", f"a twin's survivors are watches and table, not {', '.join(survivors)}")
+        descriptors = _Descriptors(**survivors)
+        _check_kind(descriptors.watches, "anon_inode:inotify", "watches")
+        _check_kind(descriptors.table, f"/memfd:{_table.NAME} (deleted)", "table")
+        living = _living_watches(descriptors.watches)
+        entries = _table.read(descriptors.table, living, self._granularity)
+        # One may be missing: of an extent at whose birth the process died. Nobody else has it; it counts as nothing.
+        if len(living) - len(entries) > 1:
+            raise invalid("pread", f"the table is too short: it has {len(entries)} of {len(living)} living watches")
+        for descriptor in (descriptors.watches, descriptors.table):
+            os.set_inheritable(descriptor, False)
+        os.set_blocking(descriptors.watches, False)
+        self._descriptors, self._entries = descriptors, entries
+        for size, location in entries.values():
+            self._used[location] += size
+
+    def _drain(self, watches: int) -> None:
         overflowed = False
-        while events := _read(descriptor):
+        while events := _read(watches):
             for number, mask in events:
                 overflowed |= bool(mask & _libc.IN_Q_OVERFLOW)
-                if mask & _libc.IN_DELETE_SELF:
+                # A death is both events. The kernel lists the watch until the second, so a recount may come between.
+                if mask & (_libc.IN_DELETE_SELF | _libc.IN_IGNORED):
                     self._forget(number)
         if overflowed:
-            self._recount(descriptor)
+            self._recount(watches)
 
-    def _recount(self, descriptor: int) -> None:
+    def _recount(self, watches: int) -> None:
         """Drop every entry whose watch the kernel no longer lists: the answer when deaths went unreported."""
-        living = _living_watches(descriptor)
+        living = _living_watches(watches)
         for number in self._entries.keys() - living:
             self._forget(number)
 
@@ -99,10 +129,10 @@ class ExtentWatch:
         self._used[location] -= size
 
 
-def _read(descriptor: int) -> list[tuple[int, int]]:
+def _read(watches: int) -> list[tuple[int, int]]:
     """Return the queued events as (watch number, mask); an empty list when there are none."""
     try:
-        data = os.read(descriptor, _READ_BYTES)
+        data = os.read(watches, _READ_BYTES)
     except BlockingIOError:
         return []
     events, at = [], 0
@@ -113,7 +143,16 @@ def _read(descriptor: int) -> list[tuple[int, int]]:
     return events
 
 
-def _living_watches(descriptor: int) -> set[int]:
+def _check_kind(descriptor: int, link: str, name: str) -> None:
+    try:
+        found = os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        found = "closed"
+    if found != link:
+        raise invalid("readlink", f"the survivor `{name}` (descriptor {descriptor}) is {found}, not {link}")
+
+
+def _living_watches(watches: int) -> set[int]:
     """Return the numbers of the watches that the kernel still has (`inotify wd:HEX …` in fdinfo)."""
-    with open(f"/proc/self/fdinfo/{descriptor}", encoding="ascii") as lines:
+    with driver_call("open"), open(f"/proc/self/fdinfo/{watches}", encoding="ascii") as lines:
         return {int(line.split()[1].removeprefix("wd:"), 16) for line in lines if line.startswith("inotify ")}

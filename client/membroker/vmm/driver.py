@@ -206,6 +206,14 @@ class Driver(Protocol):
         """
         ...
 
+    def survivors(self) -> dict[str, int]:
+        """Return the descriptors, by name, without which nobody knows what this driver's extents use after its end.
+
+        They stay the driver's, and the same. Another process keeps copies, and never reads them; a successor's driver
+        is made with those (`open_driver(..., survivors=...)`) when this one's process is dead. A card needs none.
+        """
+        ...
+
     def abandon(self) -> None:
         """In a forked child: drop every mapping, address and descriptor inherited from the parent.
 

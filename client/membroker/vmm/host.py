@@ -14,7 +14,7 @@ import itertools
 import os
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -66,8 +66,9 @@ class HostDriver:
     """A device of `total_bytes` and a host of `host_bytes`, both made of this machine's ordinary memory.
 
     The totals are figures, not reservations: memory is taken when it is first written. `stranger_bytes` of
-    the device count as used by somebody else, and may be changed at any time. `watch` takes up the extents
-    that an earlier process created; without it, the driver counts the ones that it creates itself.
+    the device count as used by somebody else, and may be changed at any time. `survivors` are those of a dead
+    process's driver: they become this one's, which goes on counting the extents that the other created. Where they
+    are not a twin's a `DriverError` says so, and they stay the caller's.
     """
 
     def __init__(
@@ -76,10 +77,10 @@ class HostDriver:
         host_bytes: int = 16 * GIB,
         stranger_bytes: int = 0,
         *,
-        watch: ExtentWatch | None = None,
+        survivors: Mapping[str, int] | None = None,
     ) -> None:
         self.stranger_bytes = stranger_bytes
-        self.watch = watch or ExtentWatch()
+        self._watch = ExtentWatch(GRANULARITY, survivors)
         self._totals = {Location.DEVICE: total_bytes, Location.HOST: host_bytes}
         self._device = DeviceInfo("host", "host memory twin", "host", GRANULARITY)
         self._handles: dict[Handle, _Extent] = {}
@@ -114,7 +115,7 @@ class HostDriver:
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE if sealable else _PRIVATE_SEALS)
             with self._birth_lock:
                 self._check_room(size, location)
-                self.watch.add(descriptor, size, location)
+                self._watch.add(descriptor, size, location)
             handle = self._book(descriptor, size, location, imported=False)
             undo.pop_all()
         return handle
@@ -279,13 +280,19 @@ class HostDriver:
     # The device's own figures
 
     def memory(self, location: Location) -> MemoryInfo:
-        """Return the location's total and what no living extent of this driver uses, in whatever process."""
+        """Return the location's total and what no living extent uses, of this driver or one that it follows."""
         self._check_usable("memory")
         with self._birth_lock:
             return self._memory(location)
 
+    def survivors(self) -> dict[str, int]:
+        """Return `watches`, an inotify descriptor, and `table`: the watched extents' sizes and locations."""
+        self._check_usable("survivors")
+        with self._birth_lock:
+            return self._watch.survivors()
+
     def _memory(self, location: Location) -> MemoryInfo:
-        used = self.watch.used(location)
+        used = self._watch.used(location)
         if location is Location.DEVICE:
             used += self.stranger_bytes
         total = self._totals[location]
@@ -333,7 +340,7 @@ class HostDriver:
         extents, self._handles = self._handles, {}
         for extent in extents.values():
             os.close(extent.descriptor)
-        self.watch.close()
+        self._watch.close()
 
     # Shared by the calls above
 

@@ -1,7 +1,8 @@
 """The core as stories: each file in transcripts/ is a script, and after every command what followed from it.
 
 A command stands before `----`, its outcome behind it: effects, then facts (+), then one line of books (=). Sizes are
-in MiB, ids count from the epoch's first (#1), times are seconds. MEMBROKER_REWRITE=1 writes the outcomes anew.
+in MiB, ids count from the epoch's first (#1; 2#1 in the second), times are seconds. MEMBROKER_REWRITE=1 writes the
+outcomes anew.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from membrokerd.core.ledger import replay
 
 MIB = 1 << 20
 SECOND = 1_000_000_000
-BASE = 1 << 40
+EPOCH_BITS = 40
 COUNTS = ("count", "max_count", "request_id", "extents", "sessions", "times", "change")
+IDS = ("ids", "unknown_extents", "unknown_segments")
 FILES = sorted(Path(__file__).with_name("transcripts").glob("*.txt"))
 
 
@@ -36,12 +38,15 @@ class Script:
         self.books = books
         self.now = 0
         self.rules = policy.Rules(granularity=2 * MIB, capacities={"device": 64 * MIB, "host": 0})
-        self.broker = Broker(self.rules, epoch=1)
+        self.epoch = 1
+        self.broker = Broker(self.rules, self.epoch)
         self.sessions: dict[str, int] = {}
         self.tenants: dict[str, str] = {}
+        self.processes: dict[str, str] = {}
         self.names: dict[int, str] = {}
         self.calls: dict[int, str] = {}
         self.facts: list[ft.Fact] = []
+        """What a daemon that begins now would be told."""
 
     # --- commands: each is named by the first word of its line ---
 
@@ -50,8 +55,8 @@ class Script:
         words = line.split()
         options = dict(word.split("=", 1) for word in words[1:] if "=" in word)
         rest = [word for word in words[1:] if "=" not in word]
-        event = getattr(self, f"do_{words[0]}")(*rest, **options)
-        return None if event is None else self.play(event)
+        outcome = getattr(self, f"do_{words[0]}")(*rest, **options)
+        return outcome if outcome is None or isinstance(outcome, list) else self.play(outcome)
 
     def do_rules(self, **options: str) -> None:
         """Begin anew: device= host= settle= grace= sessions= per_process= models= calls= limits=tenant[/model]:MiB.
@@ -84,7 +89,7 @@ class Script:
         }
         numbers = {fields[key][0]: int(value) * fields[key][1] for key, value in options.items()}
         self.rules = policy.Rules(granularity=2 * MIB, capacities=capacities, limits=limits, **numbers)
-        self.broker = Broker(self.rules, epoch=1)
+        self.broker = Broker(self.rules, self.epoch)
 
     def do_at(self, seconds: str) -> None:
         """Let the clock show this."""
@@ -95,11 +100,50 @@ class Script:
         """The daemon begins to stop."""
         self.broker.stopping = True
 
+    def do_cannot_write(self, why: str = "") -> None:
+        """The daemon cannot write down what it lends, or can again."""
+        self.broker.cannot_write = why
+
+    def do_restart(self, torn: str = "0", lost: str = "", **seen: str) -> list[str]:
+        """A daemon dies and another one begins; `torn` facts are missing at the end of the story that it reads."""
+        story = self.facts[: len(self.facts) - int(torn)]
+        self.facts = [fact for fact in story if not isinstance(fact, ft.StockChanged)]
+        self.epoch += 1
+        self.broker = Broker(self.rules, self.epoch, self.facts)
+        return self.play(ev.Restarted(frozenset(map(self.generation, filter(None, lost.split(",")))), self.seen(seen)))
+
+    def do_resume(self, name: str, process: str = "") -> ev.Event:
+        return ev.ResumeSession(self.call(f"resume {name}"), self.session(name), process or self.processes[name])
+
+    def do_holds(self, name: str, extents: str = "none", segments: str = "", declared: str = "") -> ev.Event:
+        """State all that is held: extents=#1..4,#9 segments=label:times,label declared=[tenant/]model:MiB[:where],…"""
+        held = (item.partition(":") for item in filter(None, segments.split(",")))
+        declarations: dict[tuple[ev.ModelName, Any], int] = {}
+        for item in filter(None, declared.split(",")):
+            model, size, *where = item.split(":")
+            declarations[self.model(name, model), where[0] if where else "device"] = mib(size)
+        return ev.StateHolds(
+            self.call(f"holds of {name}"),
+            self.session(name),
+            frozenset(parse_ids(extents)),
+            {self.generation(segment): int(times or 1) for segment, _, times in held},
+            declarations,
+        )
+
+    def do_forget(self, name: str) -> ev.Event:
+        return ev.ForgetSession(self.call(f"forget {name}"), self.session(name))
+
+    def do_drain(self) -> ev.Event:
+        return ev.SetDraining(self.call("drain"), draining=True)
+
+    def do_undrain(self) -> ev.Event:
+        return ev.SetDraining(self.call("undrain"), draining=False)
+
     def do_open(self, name: str, observer: str = "", tenant: str = "t", process: str = "") -> ev.Event:
-        self.tenants[name] = tenant
+        self.tenants[name], self.processes[name] = tenant, process or name
         pid = 100 + len(self.sessions)
         return ev.OpenSession(
-            self.call(f"open {name}"), tenant, pid, 1000, process or name, bool(observer), "transcript"
+            self.call(f"open {name}"), tenant, pid, 1000, self.processes[name], bool(observer), "transcript"
         )
 
     def do_lost(self, name: str) -> ev.Event:
@@ -221,7 +265,8 @@ class Script:
             if isinstance(effect, fx.Answer) and isinstance(effect.result, fx.SessionOpened):
                 self.name(effect)
         self.broker.ledger.recount()
-        assert self.broker.ledger.revision == before[0] + len(step.facts)
+        changes = [fact for fact in step.facts if not isinstance(fact, ft.UnaccountedSeen)]
+        assert self.broker.ledger.revision == before[0] + len(changes)
         answers = {effect.call: effect.result for effect in step.effects if isinstance(effect, fx.Answer)}
         if isinstance(answers.get(getattr(event, "call", -1)), Denied):
             assert not step.facts, "a refusal changed something"
@@ -257,8 +302,8 @@ class Script:
 
     def generation(self, text: str) -> int:
         """Return the id of a segment: `#3`, or the last one that began under this label."""
-        if text.startswith("#"):
-            return BASE + int(text[1:])
+        if "#" in text:
+            return parse_id(text)
         begun = [fact.segment for fact in self.facts if isinstance(fact, ft.SegmentBegan) and fact.label == text]
         return begun[-1]
 
@@ -290,15 +335,21 @@ class Script:
         return f"{type(value).__name__} {self.fields(pairs)}".rstrip()
 
     def fields(self, pairs: Iterable[tuple[str, Any]]) -> str:
-        return " ".join(f"{key}={self.text(key, value)}" for key, value in pairs if key not in ("pid", "uid", "client"))
+        return " ".join(
+            f"{key}={self.text(key, value)}"
+            for key, value in pairs
+            if key not in ("pid", "uid", "client") and value != ""
+        )
 
     def text(self, key: str, value: Any) -> str:
         if key in ("session", "writer"):
             return self.names.get(value, str(value))
         if key in ("extent", "first") or (key == "segment" and isinstance(value, int)):
             return ids_text([value])
-        if key == "ids":
+        if key in IDS:
             return ids_text(value)
+        if key == "models" and not isinstance(value, str):
+            return ",".join(f"{name.tenant}/{name.model}" for name in value) or "none"
         if key in ("at", "began_at"):
             return f"{value / SECOND:g}s"
         if key == "name" and isinstance(value, ev.ModelName):
@@ -359,20 +410,33 @@ def size_text(size: int) -> str:
     return str(size // MIB) if size % MIB == 0 else f"{size}B"
 
 
+def parse_id(text: str) -> int:
+    epoch, _, number = text.partition("#")
+    return (int(epoch or 1) << EPOCH_BITS) + int(number)
+
+
 def parse_ids(text: str) -> Iterator[int]:
     for item in text.split(",") if text != "none" else ():
-        first, _, last = item.replace("#", "").partition("..")
-        yield from (BASE + number for number in range(int(first), int(last or first) + 1))
+        first, _, last = item.partition("..")
+        start = parse_id(first)
+        stop = parse_id(f"{first.partition('#')[0]}#{last}") if last else start
+        yield from range(start, stop + 1)
 
 
 def ids_text(ids: Iterable[int]) -> str:
+    """Return ids as runs, in their order; those of a later epoch begin with its number."""
     runs: list[list[int]] = []
-    for number in (extent - BASE for extent in ids):
+    for number in ids:
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ",".join(f"#{a}" if a == b else f"#{a}..{b}" for a, b in runs) or "none"
+    return ",".join(_run_text(first, last) for first, last in runs) or "none"
+
+
+def _run_text(first: int, last: int) -> str:
+    epoch, number = divmod(first, 1 << EPOCH_BITS)
+    return f"{'' if epoch == 1 else epoch}#{number}" + (f"..{number + last - first}" if last > first else "")
 
 
 def retell(text: str, script: Script) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from membroker._testing import TRUTH_BYTES, child_process, keep_descriptor, keep_mapping
+from membroker._testing import TRUTH_BYTES, child_process, create_and_hand_over, keep_descriptor, keep_mapping
 from membroker.testing import CHECKS, MakeDriver, check_driver, wait_until
 from membroker.vmm import (
     AccessFlags,
@@ -27,6 +28,7 @@ from membroker.vmm import (
     Handle,
     Location,
     _libc,
+    _table,
     open_driver,
 )
 from membroker.vmm._mappings import MARGIN, mapping_count
@@ -55,8 +57,33 @@ def mapped(driver: HostDriver, size: int = GRANULARITY) -> tuple[int, Handle]:
     return address, handle
 
 
+@contextmanager
+def lent(driver: HostDriver) -> Iterator[int]:
+    (descriptor,) = driver.lend(GRANULARITY, 1)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def copies(driver: HostDriver) -> dict[str, int]:
+    return {name: os.dup(descriptor) for name, descriptor in driver.survivors().items()}
+
+
+def ended(driver: HostDriver) -> HostDriver:
+    """End the driver, and return its successor."""
+    survivors = copies(driver)
+    driver.close()
+    return HostDriver(total_bytes=1 << 50, survivors=survivors)
+
+
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def links() -> list[str]:
+    paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return [os.readlink(path) for path in paths if os.path.islink(path)]
 
 
 @contextmanager
@@ -169,7 +196,8 @@ def test_a_forked_childs_calls_raise_and_leave_the_parents_events_alone(driver: 
     """Reading the inherited inotify descriptor would take deaths from the parent."""
 
     def body() -> None:
-        for call in (partial(driver.memory, Location.DEVICE), partial(driver.create, GRANULARITY), driver.close):
+        memory, create = partial(driver.memory, Location.DEVICE), partial(driver.create, GRANULARITY)
+        for call in (memory, create, driver.survivors, driver.close):
             with pytest.raises(DriverError, match="ECHILD"):
                 call()
 
@@ -192,8 +220,9 @@ def test_a_queued_packet_keeps_the_memory(driver: HostDriver) -> None:
     wait_until(lambda: used(driver) == 0, "the unread packet is gone")
 
 
+@pytest.mark.parametrize("follower", ["the same driver", "a successor", "a successor that began later"])
 def test_more_deaths_at_once_than_the_queue_holds_are_recounted(
-    driver: HostDriver, monkeypatch: pytest.MonkeyPatch
+    driver: HostDriver, monkeypatch: pytest.MonkeyPatch, follower: str
 ) -> None:
     """A worker with thousands of extents dies: the kernel drops events, and the figure is exact all the same."""
     queue = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
@@ -201,43 +230,200 @@ def test_more_deaths_at_once_than_the_queue_holds_are_recounted(
     if count > 50_000:
         pytest.skip(f"fs.inotify.max_queued_events is {queue}: more mappings than a process may have")
     big = HostDriver(total_bytes=1 << 50)
-    survivor = big.create(GRANULARITY)
-    address = big.reserve(count * GRANULARITY)
+    descriptor = big.lend(GRANULARITY, 1)[0]
+    address = driver.reserve(count * GRANULARITY)
     for number in range(count):
-        handle = big.create(GRANULARITY)
-        big.map(address + number * GRANULARITY, handle)
-        big.release(handle)
+        with lent(big) as each:
+            driver.map_descriptors(address + number * GRANULARITY, [each], GRANULARITY)
     assert used(big) == (count + 1) * GRANULARITY
     recounts, recount = [], ExtentWatch._recount
 
-    def counted(watch: ExtentWatch, descriptor: int) -> None:
-        recounts.append(descriptor)
-        recount(watch, descriptor)
+    def counted(watch: ExtentWatch, watches: int) -> None:
+        recounts.append(watches)
+        recount(watch, watches)
 
     monkeypatch.setattr(ExtentWatch, "_recount", counted)
-    big.unmap(address, count * GRANULARITY)
-    wait_until(lambda: used(big) == GRANULARITY, "only the survivor is left")
+    if follower == "a successor":
+        big = ended(big)
+    driver.unmap(address, count * GRANULARITY)
+    if follower == "a successor that began later":
+        big = ended(big)
+    wait_until(lambda: used(big) == GRANULARITY, "only one extent is left")
     assert recounts, "the queue did not overflow: this test shows nothing"
-    big.release(survivor)
+    with lent(big):
+        assert used(big) == 2 * GRANULARITY
+    os.close(descriptor)
     wait_until(lambda: used(big) == 0, "events are followed again after an overflow")
     big.close()
 
 
-def test_a_successor_takes_up_the_watch_and_sees_what_died_meanwhile(driver: HostDriver) -> None:
-    """The daemon restarts: the descriptor store kept its inotify descriptor and its table."""
+# A successor
+
+
+def test_a_successor_knows_what_a_killed_daemon_lent() -> None:
+    """The daemon is killed; a worker computes on with what it borrowed, and the next daemon sees the worker's end."""
+    with child_process(keep_mapping, make_host) as worker:
+        with child_process(create_and_hand_over, make_host) as daemon:
+            descriptor, survivors = daemon.receive_survivors()
+            worker.wait_for_reply()
+            worker.send_descriptor(descriptor)
+            worker.wait_for_reply()
+            os.close(descriptor)
+            daemon.kill()
+        driver = make_host(survivors=survivors)
+        assert used(driver) == TRUTH_BYTES, "not what the worker maps, or what died with the daemon besides"
+        with lent(driver):
+            assert used(driver) == TRUTH_BYTES + GRANULARITY
+        worker.kill()
+        wait_until(lambda: used(driver) == 0, "the dead worker's memory is back")
+    driver.close()
+
+
+def test_what_died_meanwhile_is_counted_once() -> None:
+    """Of three extents one ends before the daemon, which sees it, and one while no daemon runs."""
     first = HostDriver()
-    kept, dying = first.create(GRANULARITY), first.create(2 * GRANULARITY)
-    kept_descriptor, dying_descriptor = first.export(kept), first.export(dying)
-    assert first.watch.descriptor is not None
-    stored, entries = os.dup(first.watch.descriptor), first.watch.entries
+    seen, unseen, kept = (first.lend(size * GRANULARITY, 1)[0] for size in (1, 2, 4))
+    host = first.lend(GRANULARITY, 1, Location.HOST)[0]
+    os.close(seen)
+    wait_until(lambda: used(first) == 6 * GRANULARITY, "the daemon sees a death")
+    survivors = copies(first)
     first.close()
-    os.close(dying_descriptor)
-    # An entry that the kernel watches no longer: the store was written before a death that was already read.
-    stale = {max(entries) + 1000: (GRANULARITY, Location.DEVICE)}
-    second = HostDriver(watch=ExtentWatch(stored, entries | stale))
-    wait_until(lambda: used(second) == GRANULARITY, "what died while no daemon ran is not counted")
-    os.close(kept_descriptor)
+    os.close(unseen)
+    second = HostDriver(survivors=survivors)
+    for _ in range(2):
+        assert used(second) == 4 * GRANULARITY
+        assert used(second, Location.HOST) == GRANULARITY
+    os.close(kept)
     wait_until(lambda: used(second) == 0, "later deaths are seen too")
+    assert used(second, Location.HOST) == GRANULARITY
+    os.close(host)
+    second.close()
+
+
+def test_a_death_that_was_half_told_before_the_restart_is_seen(driver: HostDriver) -> None:
+    """The daemon read that an extent ended and was killed, and the next one counted before the kernel was done."""
+    descriptor = driver.lend(GRANULARITY, 1)[0]
+    assert used(driver) == GRANULARITY
+    # The kernel's second word of a death, without the first.
+    assert ctypes.CDLL(None).inotify_rm_watch(driver.survivors()["watches"], 1) == 0
+    assert used(driver) == 0
+    os.close(descriptor)
+
+
+def test_a_daemon_that_died_at_an_extents_birth_has_a_successor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between the watch and its entry: nobody else has that extent. More than one is a table cut short."""
+    first = HostDriver()
+    with lent(first), ExitStack() as stack:
+        with monkeypatch.context() as patch:
+            patch.setattr(_table, "write", lambda *_arguments: None)
+            stack.enter_context(lent(first))
+        second = HostDriver(survivors=copies(first))
+        assert used(second) == GRANULARITY
+        second.close()
+        os.truncate(first.survivors()["table"], 0)
+        with pytest.raises(DriverError, match="too short: it has 0 of 2"):
+            HostDriver(survivors=first.survivors())
+    first.close()
+
+
+def test_a_successors_end_leaves_the_others_alone() -> None:
+    """The second daemon ends; the keeper's copies serve a third, and what a worker maps stays."""
+    with child_process(create_and_hand_over, make_host) as daemon:
+        descriptor, kept = daemon.receive_survivors()
+        daemon.kill()
+    worker = HostDriver()
+    address = worker.reserve(TRUTH_BYTES)
+    worker.map_descriptors(address, [descriptor], TRUTH_BYTES)
+    os.close(descriptor)
+    worker.write(address, b"kept")
+    before = open_descriptors()
+    second = HostDriver(survivors={name: os.dup(each) for name, each in kept.items()})
+    also = second.lend(GRANULARITY, 1)[0]
+    assert used(second) == TRUTH_BYTES + GRANULARITY
+    second.close()
+    assert open_descriptors() == before + 1
+    assert worker.read(address, 4) == b"kept"
+    third = HostDriver(survivors=kept)
+    assert used(third) == TRUTH_BYTES + GRANULARITY
+    os.close(also)
+    worker.unmap(address, TRUTH_BYTES)
+    wait_until(lambda: used(third) == 0, "the third sees both ends")
+    third.close()
+    worker.abandon()
+
+
+def test_junk_is_no_survivor(driver: HostDriver) -> None:
+    """A keeper that mixes its descriptors up: each mistake is named, takes nothing, and the right ones work after."""
+    end, other_end = os.pipe()
+    extents = driver.lend(GRANULARITY, 2)
+    junk = os.memfd_create(_table.NAME)
+    for number, entry in ((1, GRANULARITY), (2, GRANULARITY + 2)):
+        os.pwrite(junk, entry.to_bytes(8, "little"), number * 8)
+    good = copies(driver)
+    watches, table = good["watches"], good["table"]
+    before = open_descriptors()
+    for wrong, message in (
+        ({"watches": watches}, "are watches and table, not watches"),
+        ({**good, "memory": end}, "not watches, table, memory"),
+        ({"watches": end, "table": table}, r"`watches` .* is pipe:"),
+        ({"watches": table, "table": watches}, r"`watches` .* is /memfd:membroker-table"),
+        ({"watches": watches, "table": watches}, "`table` .* is anon_inode:inotify"),
+        ({"watches": watches, "table": extents[0]}, "`table` .* is /memfd:membroker-extent"),
+        ({"watches": watches, "table": 1 << 20}, "`table` .* is closed"),
+        ({"watches": watches, "table": junk}, "entry 2 of the table, 0x200002, is no extent's size"),
+    ):
+        with pytest.raises(DriverError, match=message):
+            HostDriver(survivors=wrong)
+    for entry in (1, 1 << 63):
+        os.pwrite(junk, entry.to_bytes(8, "little"), 16)
+        with pytest.raises(DriverError, match=f"entry 2 of the table, {entry:#x}, is no extent's size"):
+            HostDriver(survivors={"watches": watches, "table": junk})
+    os.ftruncate(junk, 0)
+    with pytest.raises(DriverError, match="too short: it has 0 of 2"):
+        HostDriver(survivors={"watches": watches, "table": junk})
+    assert open_descriptors() == before
+    os.close(extents[0])
+    with pytest.raises(DriverError, match=r"`table` .* is pipe:"):
+        HostDriver(survivors={"watches": watches, "table": end})
+    second = HostDriver(survivors=good)
+    assert used(second) == GRANULARITY
+    os.close(extents[1])
+    wait_until(lambda: used(second) == 0, "a refusal took an event")
+    second.close()
+    for each in (end, other_end, junk):
+        os.close(each)
+
+
+def test_a_table_does_not_grow_with_every_extent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A twin that lends and gets back for weeks: its table holds the living, and forgets none of them."""
+    monkeypatch.setattr(_table, "SWEEP_NUMBERS", 1 << 10)
+    first = HostDriver()
+    early = first.lend(2 * GRANULARITY, 1)[0]
+    table = first.survivors()["table"]
+    for number in range(10 << 10):
+        with lent(first):
+            if number == 5000:
+                middle = first.lend(4 * GRANULARITY, 1)[0]
+    assert used(first) == 6 * GRANULARITY
+    assert os.fstat(table).st_blocks * 512 <= 6 * 4096  # 21 pages were written
+    second = HostDriver(survivors=copies(first))
+    assert used(second) == 6 * GRANULARITY
+    for each in (early, middle):
+        os.close(each)
+    wait_until(lambda: used(second) == 0, "the early extents' ends are seen")
+    second.close()
+    first.close()
+
+
+def test_a_successors_descriptors_are_its_own(driver: HostDriver) -> None:
+    """A keeper that hands them over by an exec has them inheritable, and another may have made them wait."""
+    survivors = copies(driver)
+    for descriptor in survivors.values():
+        os.set_inheritable(descriptor, True)
+    os.set_blocking(survivors["watches"], True)
+    second = HostDriver(survivors=survivors)
+    assert used(second) == 0
+    assert not any(map(os.get_inheritable, survivors.values()))
     second.close()
 
 
@@ -463,6 +649,19 @@ def test_too_few_descriptors_is_a_limit_with_a_name(driver: HostDriver) -> None:
     assert used(driver) == GRANULARITY
 
 
+def test_a_table_that_cannot_be_made_leaves_no_inotify_instance(driver: HostDriver) -> None:
+    """One descriptor is left, and a driver needs two before its first extent."""
+    before, lowest = open_descriptors(), os.dup(0)
+    os.close(lowest)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))
+        with pytest.raises(DriverLimit, match="memfd_create failed: EMFILE"):
+            driver.survivors()
+    assert open_descriptors() == before
+
+
 def test_too_many_mappings_is_a_limit_with_a_name_and_a_way_back(driver: HostDriver) -> None:
     """A pool of small pages grows to vm.max_map_count: it is told why, and can still give everything back."""
     limit = int(Path("/proc/sys/vm/max_map_count").read_text())
@@ -486,17 +685,24 @@ def test_too_many_mappings_is_a_limit_with_a_name_and_a_way_back(driver: HostDri
     driver.unreserve(address, limit * 2 * GRANULARITY)
 
 
-def test_the_inotify_instance_is_made_at_the_first_create(driver: HostDriver) -> None:
+@pytest.mark.parametrize("need", [HostDriver.survivors, lambda driver: driver.create(GRANULARITY)])
+def test_the_inotify_instance_is_made_when_it_is_needed(need: Callable[[HostDriver], object]) -> None:
     """A worker that only imports takes none of its user's 128 instances."""
-    descriptor = HostDriver()
-    assert driver.memory(Location.DEVICE).used == 0
-    assert driver.watch.descriptor is None
+
+    def instances() -> int:
+        return sum(link == "anon_inode:inotify" for link in links())
+
+    before = instances()
+    driver = HostDriver(survivors={})
+    assert used(driver) == 0
+    assert instances() == before
+    need(driver)
+    survivors = driver.survivors()
     driver.create(GRANULARITY)
-    first = driver.watch.descriptor
-    driver.create(GRANULARITY)
-    assert first is not None
-    assert driver.watch.descriptor == first
-    descriptor.close()
+    assert driver.survivors() == survivors
+    assert instances() == before + 1
+    driver.close()
+    assert instances() == before
 
 
 def test_closing_leaves_mappings_and_exported_descriptors(driver: HostDriver) -> None:
@@ -522,6 +728,8 @@ def test_open_driver_knows_two_kinds() -> None:
         open_driver("rocm")
     with pytest.raises(TypeError, match="total_bytes"):
         open_driver("cuda", total_bytes=1)
+    with pytest.raises(TypeError, match="watches"):
+        open_driver("cuda", survivors={"watches": 0})
     driver = open_driver("host", total_bytes=GRANULARITY, stranger_bytes=0)
     assert driver.memory(Location.DEVICE) is not None
     driver.close()

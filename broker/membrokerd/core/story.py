@@ -1,0 +1,112 @@
+"""A story: the facts that make the books as they stand, from nothing, and no more of them than that takes.
+
+What a successor has to know of a life of any length is then as short as the books are. Stock is not told, since it
+dies with who made it, nor are quotas, which are kept elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from . import facts as ft
+from . import lifecycles
+from .ledger import Ledger, Loan, ModelRow, SegmentRow, SessionRow
+
+
+def story(ledger: Ledger) -> list[ft.Fact]:
+    """Return facts that, replayed, make every row and total of `ledger` but its revision, its stock and its quotas."""
+    told: list[ft.Fact] = [ft.ModelBegan(row.name, row.virtual_capacity, row.limits) for row in ledger.models.values()]
+    for session in ledger.sessions.values():
+        told += _begin_session(session)
+    for segment in ledger.segments.values():
+        told += _tell_segment(segment)
+    for session in ledger.sessions.values():
+        told += (ft.SessionMoved(session.session, cause, session.began_at) for cause in _causes(session))
+    told += (_carry(row) for row in ledger.models.values())
+    for where, total in ledger.totals.items():
+        if total.unaccounted is not None:
+            told.append(ft.UnaccountedSeen(where, total.unaccounted))
+    return told
+
+
+def _begin_session(row: SessionRow) -> Iterator[ft.Fact]:
+    """Yield all of a session but its holds and its state: when it is dead, what it is charged turns to releasing."""
+    yield ft.SessionBegan(
+        row.session,
+        row.tenant,
+        row.pid,
+        row.uid,
+        row.process,
+        row.observer,
+        row.client,
+        row.began_at,
+        row.endpoint,
+        row.token_hash,
+    )
+    for name in sorted(row.models):
+        yield ft.ModelJoined(name, row.session)
+    for first, count, loan in _runs(row.extents.items()):
+        yield ft.Debited(row.session, loan.name, loan.location, loan.extent_bytes, first, count)
+    for (name, location), charge in row.charges.items():
+        if charge.declared:
+            yield ft.DeclarationSet(row.session, name, location, charge.declared)
+
+
+def _runs(extents: Iterable[tuple[int, Loan]]) -> Iterator[tuple[int, int, Loan]]:
+    """Yield (first id, count, loan) of extents that follow each other with equal loans."""
+    first, count, last = 0, 0, None
+    for extent, loan in extents:
+        if last is not None and extent == first + count and loan == last:
+            count += 1
+            continue
+        if last is not None:
+            yield first, count, last
+        first, count, last = extent, 1, loan
+    if last is not None:
+        yield first, count, last
+
+
+def _tell_segment(row: SegmentRow) -> Iterator[ft.Fact]:
+    yield ft.SegmentBegan(
+        row.segment,
+        row.name,
+        row.label,
+        row.location,
+        row.extent_bytes,
+        row.last_bytes,
+        row.ids.start,
+        len(row.ids),
+        row.writer,
+        row.began_at,
+    )
+    if credited := len(row.ids) - row.extents:
+        yield ft.SegmentCredited(row.segment, _credited(row, credited))
+    if row.uncertain:
+        yield ft.SegmentDoubted(row.segment)
+    for session, times in row.holders.items():
+        for _ in range(times):
+            yield ft.SegmentHeld(row.segment, session)
+    for cause in _causes(row):
+        yield ft.SegmentMoved(row.segment, cause)
+
+
+def _credited(row: SegmentRow, count: int) -> range:
+    """Return `count` extents that add up to what is charged no more: which they were, the books don't say."""
+    behind = row.ids[len(row.ids) - count :]
+    return behind if row.size_of(row.ids) - row.size_of(behind) == row.bytes else row.ids[:count]
+
+
+def _causes(row: SessionRow | SegmentRow) -> list[str]:
+    """Return the shortest way through its lifecycle to where a row is."""
+    table = lifecycles.SESSION if isinstance(row, SessionRow) else lifecycles.SEGMENT
+    ways: deque[tuple[str, list[str]]] = deque([(next(iter(table)), [])])
+    while ways[0][0] != row.state:
+        state, causes = ways.popleft()
+        ways += ((following, [*causes, cause]) for cause, following in table[state].items())
+    return ways[0][1]
+
+
+def _carry(row: ModelRow) -> ft.ModelCarried:
+    peaks = {location: charge.peak for location, charge in row.charges.items()}
+    return ft.ModelCarried(row.name, peaks, row.allocations, row.releases, row.idle_since)

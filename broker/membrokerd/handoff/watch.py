@@ -1,0 +1,94 @@
+"""The watch on sessions' processes: one pidfd for each session, from its Hello until it is forgotten.
+
+A session outlives its connection, and this daemon: so the pidfd belongs to neither, and a copy is in the descriptor
+store. Decides nothing: it tells of deaths.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Protocol
+
+from .. import logs
+from .peer import NO_DESCRIPTOR, identity_of
+
+
+class Pidfds(Protocol):
+    """Where copies of pidfds outlive this daemon (`Store`)."""
+
+    def keep_process(self, session: int, pidfd: int) -> None:
+        """Copy a session's pidfd."""
+        ...
+
+    def forget_process(self, session: int) -> None:
+        """Let go of a session's pidfd."""
+        ...
+
+
+class Watch:
+    """Tells `died` of each session whose process is dead, once."""
+
+    def __init__(self, store: Pidfds, died: Callable[[int], None]) -> None:
+        self._store = store
+        self._died = died
+        self._pidfds: dict[int, int] = {}
+        self._io = asyncio.get_running_loop()
+
+    def add(self, session: int, pidfd: int) -> None:
+        """Watch a session's process; the pidfd is the watch's from now on. One that is watched already stays so."""
+        if session in self._pidfds:
+            os.close(pidfd)
+            return
+        self._pidfds[session] = pidfd
+        self._store.keep_process(session, pidfd)
+        self._io.add_reader(pidfd, self._ended, session)
+
+    def inherit(self, session: int, pid: int, process: str, kept: int | None) -> None:
+        """Watch the process of a session of an earlier daemon, by the pidfd that was kept or by its number."""
+        pidfd = os.dup(kept) if kept is not None else self._find(session, pid, process)
+        if pidfd is not None:
+            self.add(session, pidfd)
+
+    def _find(self, session: int, pid: int, process: str) -> int | None:
+        """Return a pidfd of a process that was seen before, or None: it is dead, or nobody can say."""
+        if pid <= 0:
+            logs.warn(
+                "nobody can say whether the process of this session lives: it is in another pid namespace, and its "
+                "pidfd was lost with the descriptor store; once it is gone, `membroker forget` ends the session",
+                session=f"sessions/{session:x}",
+            )
+            return None
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            if error.errno in NO_DESCRIPTOR:
+                raise
+            self._io.call_soon(self._died, session)
+            return None
+        if identity_of(pidfd, pid) == process:
+            return pidfd
+        os.close(pidfd)  # the number is another process's by now
+        self._io.call_soon(self._died, session)
+        return None
+
+    def _ended(self, session: int) -> None:
+        self._drop(session)
+        self._died(session)
+
+    def forget(self, session: int) -> None:
+        """Watch a session's process no more."""
+        self._drop(session)
+        self._store.forget_process(session)
+
+    def _drop(self, session: int) -> None:
+        pidfd = self._pidfds.pop(session, None)
+        if pidfd is not None:
+            self._io.remove_reader(pidfd)
+            os.close(pidfd)
+
+    def close(self) -> None:
+        """Watch nobody any more; the store keeps what a later daemon watches."""
+        for session in list(self._pidfds):
+            self._drop(session)

@@ -1,0 +1,139 @@
+"""The story of the books: whatever they went through, a few facts make the same ones, and life goes on from there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.simulation.world import CAPACITIES, World
+
+from membrokerd.core import facts as ft
+from membrokerd.core.events import ModelName
+from membrokerd.core.ledger import Ledger, replay
+from membrokerd.core.story import story
+
+NAME = ModelName("acme", "llama")
+SEEDS = range(31, 35)
+TURNS = 6_000
+EVERY = 23
+
+
+def books(ledger: Ledger) -> dict[str, Any]:
+    """Return all that a story tells of a ledger: every field of every row, and the totals without their stock."""
+    left_out = ("revision", "quotas")
+    told = {name: value for name, value in vars(ledger).items() if name not in left_out}
+    return told | {"totals": {where: dataclasses.replace(total, stock=0) for where, total in ledger.totals.items()}}
+
+
+def told(facts: list[ft.Fact]) -> Ledger:
+    """Return the ledger that a story makes, with its sums counted anew."""
+    ledger = replay(CAPACITIES, facts)
+    ledger.recount()
+    return ledger
+
+
+def test_a_successor_has_the_same_books_at_any_time() -> None:
+    """Worlds run wild; now and then their books are told, and each time the story makes every row and sum again."""
+    states = Counter[str]()
+    for seed in SEEDS:
+        world = World(seed)
+        for number in range(TURNS):
+            world.turn(number)
+            ledger = world.broker.ledger
+            leaving = any(row.state == "leaving" for row in ledger.sessions.values())  # which they are hardly ever
+            if leaving or number % EVERY == 0:
+                assert books(told(story(ledger))) == books(ledger), f"seed {seed}, turn {number}"
+                states.update(what_there_is(ledger))
+    wanted = {f"session {state}" for state in ("open", "leaving", "detached", "releasing")}
+    wanted |= {f"segment {state}" for state in ("writing", "sealing", "sealed", "ending", "dropping", "releasing")}
+    wanted |= {"made in part", "doubted", "held twice", "declared", "idle"}
+    assert wanted <= set(states), f"the worlds were too quiet: {wanted - set(states)}"
+
+
+def what_there_is(ledger: Ledger) -> Iterator[str]:
+    """Yield what the books show that a story could forget."""
+    for session in ledger.sessions.values():
+        yield f"session {session.state}"
+    for row in ledger.segments.values():
+        yield f"segment {row.state}"
+        if row.extents < len(row.ids):
+            yield "made in part"
+        if row.uncertain:
+            yield "doubted"
+        if max(row.holders.values(), default=0) > 1:
+            yield "held twice"
+    for model in ledger.models.values():
+        if model.charges["device"].declared:
+            yield "declared"
+        if model.idle_since and not model.sessions:
+            yield "idle"
+
+
+@pytest.mark.parametrize("seed", range(35, 37))
+def test_life_goes_on_from_a_story(seed: int) -> None:
+    """Successors that began at different times with a story, and then saw what happened, have the same books."""
+    world = World(seed)
+    successors: list[Ledger] = []
+    for number in range(TURNS // 2):
+        seen = len(world.history)
+        world.turn(number)
+        for successor in successors:
+            for fact in world.history[seen:]:
+                successor.apply(fact)
+        if number % 300 == 150:
+            successors.append(told(story(world.daemons.books)))
+    for successor in successors:
+        assert books(successor) == books(world.daemons.books)
+
+
+def test_nothing_is_told_in_no_facts() -> None:
+    assert story(Ledger(CAPACITIES)) == []
+
+
+def test_a_story_is_as_short_as_the_books() -> None:
+    """A worker borrows and gives back a million times, and keeps three pages, two of them side by side."""
+    ledger = Ledger(CAPACITIES)
+    began = ft.SessionBegan(1, "acme", 2, 3, "pidfd:4", False, "toy", 5)
+    asked = ft.ModelBegan(NAME, 1 << 30, {"device": 1 << 29})
+    for fact in (began, asked, ft.ModelJoined(NAME, 1)):
+        ledger.apply(fact)
+    for first in range(100, 600, 2):
+        ledger.apply(ft.Debited(1, NAME, "device", 4, first, 2))
+        ledger.apply(ft.Credited(1, range(first, first + 2), "released"))
+    for first in (700, 701, 800):
+        ledger.apply(ft.Debited(1, NAME, "device", 4, first, 1))
+    assert story(ledger) == [
+        asked,
+        began,
+        ft.ModelJoined(NAME, 1),
+        ft.Debited(1, NAME, "device", 4, 700, 2),
+        ft.Debited(1, NAME, "device", 4, 800, 1),
+        ft.ModelCarried(NAME, {"device": 12, "host": 0}, 503, 500, 0),
+    ]
+
+
+def test_extents_side_by_side_of_different_sizes_are_told_apart() -> None:
+    """One run has one size: else the sum of two that differ would be the sum of neither."""
+    ledger = Ledger(CAPACITIES)
+    for fact in (ft.SessionBegan(1, "acme", 2, 3, "p", False, "toy", 5), ft.ModelBegan(NAME, None, {})):
+        ledger.apply(fact)
+    ledger.apply(ft.Debited(1, NAME, "device", 4, 10, 2))
+    ledger.apply(ft.Debited(1, NAME, "device", 6, 12, 2))
+    assert books(told(story(ledger))) == books(ledger)
+
+
+@pytest.mark.parametrize("credited", [range(10, 12), range(12, 13), range(11, 13), range(10, 13)])
+def test_what_a_segment_is_charged_no_more(credited: range) -> None:
+    """A create failed in part, with the shorter last extent or without it: what is left adds up to the same."""
+    ledger = Ledger(CAPACITIES)
+    for fact in (
+        ft.SessionBegan(1, "acme", 2, 3, "p", False, "toy", 5),
+        ft.ModelBegan(NAME, None, {}),
+        ft.SegmentBegan(9, NAME, "weights", "device", 8, 2, 10, 3, 1, 6),
+        ft.SegmentCredited(9, credited),
+    ):
+        ledger.apply(fact)
+    assert books(told(story(ledger))) == books(ledger)

@@ -1,0 +1,42 @@
+"""Fixtures of the library's tests with a broker that the test plays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from tests.client.played import PlayedBroker, PlayedService, open_sockets, playing
+from tests.client.processes import mapped_extents, open_extents
+from tests.daemons import until
+
+import membroker
+
+
+@pytest.fixture
+def broker() -> Iterator[PlayedBroker]:
+    with playing() as one:
+        yield one
+
+
+@pytest.fixture
+def client(broker: PlayedBroker) -> Iterator[membroker.Client]:
+    """A client of the first session, closed without a goodbye by who has not. It leaves no thread and no descriptor."""
+    before = open_sockets()
+    one = broker.connect(timeout=30)
+    yield one
+    broker.die()
+    one._session.line._outage = 0
+    one.close()
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("membroker")])
+    until(lambda: open_sockets() < before)  # the broker's own is closed, too
+    assert mapped_extents() == open_extents() == 0
+
+
+@pytest.fixture
+def service(broker: PlayedBroker) -> Iterator[PlayedService]:
+    """The broker's gRPC, which dies and comes back apart from its handoff socket."""
+    one = PlayedService(broker.directory)
+    one.start()
+    yield one
+    one.stop()

@@ -1,0 +1,290 @@
+"""The proof that a core which errs about resumes, restarts or an operator's orders is found out in the world.
+
+Each fault is planted in the core, which is played from a few seeds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from tests.simulation.world import World
+
+from membrokerd.core import broker as broker_module
+from membrokerd.core import events as ev
+from membrokerd.core import facts as ft
+from membrokerd.core import resuming, segments, settling, stock
+
+SEEDS = range(20_301, 20_313)
+STEPS = 10_000
+
+Resuming = resuming.Resuming
+
+
+def _behind(monkeypatch: pytest.MonkeyPatch, name: str, more: Callable[[Any], None]) -> None:
+    """Let the core do something more behind one of its methods."""
+    method = getattr(Resuming, name)
+
+    def and_more(self: Any, *arguments: Any) -> Any:
+        result = method(self, *arguments)
+        more(self._broker)
+        return result
+
+    monkeypatch.setattr(Resuming, name, and_more)
+
+
+def _states(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, ev.StateHolds], Mapping[str, Any]]) -> None:
+    """Let the core take Holds for others than they are: `change` says which of their fields, from the session's row."""
+    reconcile = Resuming._reconcile
+
+    def bent(self: Any, row: Any, event: ev.StateHolds) -> None:
+        reconcile(self, row, dataclasses.replace(event, **change(row, event)))
+
+    monkeypatch.setattr(Resuming, "_reconcile", bent)
+
+
+# --- a resume with a fault ---
+
+
+def _not_credited(monkeypatch: pytest.MonkeyPatch) -> None:
+    _states(monkeypatch, lambda row, event: {"extents": frozenset(row.extents)})
+
+
+def _credited_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    _states(monkeypatch, lambda row, event: {"extents": frozenset(sorted(event.extents)[1:])})
+
+
+def _holds_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    _states(monkeypatch, lambda row, event: {"segments": dict(row.segments)})
+
+
+def _holds_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    _states(monkeypatch, lambda row, event: {"segments": {}})
+
+
+def _held_once_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    _states(monkeypatch, lambda row, event: {"segments": dict.fromkeys(event.segments, 99)})
+
+
+def _declared_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_booked(row: Any, event: ev.StateHolds) -> Mapping[str, Any]:
+        return {"declarations": {key: charge.declared for key, charge in row.charges.items()}}
+
+    _states(monkeypatch, as_booked)
+
+
+def _unknown_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resuming, "MAX_TOLD", 0)
+
+
+def _anybody_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    resume = Resuming.resume
+
+    def lax(self: Any, event: ev.ResumeSession, now: int) -> None:
+        row = self._broker.ledger.sessions.get(event.session)
+        resume(self, dataclasses.replace(event, process=row.process if row else ""), now)
+
+    monkeypatch.setattr(Resuming, "resume", lax)
+
+
+def _holds_without_a_hello(monkeypatch: pytest.MonkeyPatch) -> None:
+    state_holds = Resuming.state_holds
+
+    def lax(self: Any, event: ev.StateHolds, now: int) -> None:
+        row = self._broker.ledger.sessions.get(event.session)
+        if row and row.state == "detached":
+            self._expected.add(event.session)
+        state_holds(self, event, now)
+
+    monkeypatch.setattr(Resuming, "state_holds", lax)
+
+
+def _the_name_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Resuming, "_ending_of", lambda self, session: set())
+
+
+def _taken_up_in_the_middle_of_a_packet(monkeypatch: pytest.MonkeyPatch) -> None:
+    proceed = Resuming.proceed
+
+    def hasty(self: Any, session: int, now: int) -> None:
+        with pytest.MonkeyPatch.context() as bent:
+            bent.setattr(self._broker.lending, "making_of", lambda session: False)
+            proceed(self, session, now)
+
+    monkeypatch.setattr(Resuming, "proceed", hasty)
+
+
+def _asked_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Resuming, "under_way", lambda self, session: False)
+
+
+def _nobody_tells_who_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Resuming, "give_up", lambda self, session: None)
+
+
+def _the_dead_are_taken_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    process_died = settling.Settling.process_died
+
+    def deaf(self: Any, event: ev.ProcessDied, now: int) -> None:
+        with pytest.MonkeyPatch.context() as bent:
+            bent.setattr(Resuming, "give_up", lambda self, session: None)
+            process_died(self, event, now)
+
+    monkeypatch.setattr(settling.Settling, "process_died", deaf)
+
+
+def _anybody_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = Resuming._refuse_forget
+
+    def lax(self: Any, session: int) -> Any:
+        row = self._broker.ledger.sessions.get(session)
+        if row is not None and row.state == "open" and not self._broker.lending.making_of(session):
+            self._broker.record(ft.SessionMoved(session, "connection lost", 0))
+        return refuse(self, session)
+
+    monkeypatch.setattr(Resuming, "_refuse_forget", lax)
+
+
+# --- a restart with a fault ---
+
+
+def _credited_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def credit(broker: Any) -> None:
+        for row in [row for row in broker.ledger.sessions.values() if row.state == "detached" and row.extents]:
+            broker.record(ft.Credited(row.session, tuple(row.extents), "not held"))
+
+    _behind(monkeypatch, "restarted", credit)
+
+
+def _holders_are_lost_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(broker: Any) -> None:
+        for row in list(broker.ledger.sessions.values()):
+            broker.segments.leave_all(row, "not held")
+
+    _behind(monkeypatch, "restarted", leave)
+
+
+def _everybody_is_still_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_over = Resuming._take_over_session
+
+    def lax(self: Any, row: Any, now: int) -> None:
+        if row.state != "open":
+            take_over(self, row, now)
+
+    monkeypatch.setattr(Resuming, "_take_over_session", lax)
+
+
+def _who_was_leaving_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Resuming, "_take_over_session", lambda self, row, now: self._broker.detach(row, now))
+
+
+def _nothing_is_ever_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_over = Resuming._take_over_segment
+    monkeypatch.setattr(Resuming, "_take_over_segment", lambda self, row, *, lost: take_over(self, row, lost=False))
+
+
+def _nobody_drops_what_was_being_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take_over(self: Any, row: Any, *, lost: bool) -> None:
+        if row.state != "dropping":
+            method(self, row, lost=lost)
+
+    method = Resuming._take_over_segment
+    monkeypatch.setattr(Resuming, "_take_over_segment", take_over)
+
+
+def _a_seal_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take_over(self: Any, row: Any, *, lost: bool) -> None:
+        if row.state != "sealing":
+            method(self, row, lost=lost)
+
+    method = Resuming._take_over_segment
+    monkeypatch.setattr(Resuming, "_take_over_segment", take_over)
+
+
+def _ids_of_another_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = broker_module.Broker.__init__
+
+    def again(self: Any, rules: Any, epoch: int, story: Any = ()) -> None:
+        begin(self, rules, 1, story)
+
+    monkeypatch.setattr(broker_module.Broker, "__init__", again)
+
+
+def _the_dead_are_forgotten_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(self: Any, seen: ev.Seen, now: int) -> None:
+        restarted(self, seen, now)
+        self._deaths.clear()
+
+    restarted = settling.Settling.restarted
+    monkeypatch.setattr(settling.Settling, "restarted", forget)
+
+
+# --- orders that are not obeyed ---
+
+
+def _lent_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_module.Broker, "refuse_debit", lambda self: None)
+
+
+def _who_waited_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    sealed = segments.Segments.sealed
+
+    def lax(self: Any, event: ev.Sealed) -> None:
+        with pytest.MonkeyPatch.context() as bent:
+            bent.setattr(self._broker, "refuse_debit", lambda: None)
+            sealed(self, event)
+
+    monkeypatch.setattr(segments.Segments, "sealed", lax)
+
+
+def _made_ahead_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock.Stock, "_unwanted", property(lambda self: self._broker.stopping))
+
+
+FAULTS = (
+    _not_credited,
+    _credited_all_the_same,
+    _holds_that_nobody_has,
+    _holds_are_forgotten,
+    _held_once_is_held,
+    _declared_is_declared,
+    _unknown_is_not_told,
+    _anybody_may,
+    _holds_without_a_hello,
+    _the_name_is_not_free,
+    _taken_up_in_the_middle_of_a_packet,
+    _asked_in_the_middle,
+    _nobody_tells_who_gave_up,
+    _the_dead_are_taken_up,
+    _anybody_is_forgotten,
+    _credited_by_a_restart,
+    _holders_are_lost_by_a_restart,
+    _everybody_is_still_connected,
+    _who_was_leaving_stays,
+    _nothing_is_ever_lost,
+    _nobody_drops_what_was_being_dropped,
+    _a_seal_is_waited_for,
+    _ids_of_another_epoch,
+    _the_dead_are_forgotten_by_a_restart,
+    _lent_all_the_same,
+    _who_waited_is_served,
+    _made_ahead_all_the_same,
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
+def test_a_core_with_a_fault_is_found_out(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one of a few worlds. (That a story becomes short is `test_simulation`'s.)"""
+    fault(monkeypatch)
+    for seed in SEEDS:
+        world = World(seed)
+        try:
+            world.play_steps(STEPS)
+        except Exception as error:  # noqa: BLE001 - whatever the core or the referee raises is what is looked for
+            print(f"seed {seed}, after {world.referee.judged:,} steps: {type(error).__name__}: {error}")
+            return
+    pytest.fail("nobody noticed")

@@ -1,0 +1,305 @@
+"""The daemon ends and another goes on: what workers, segments and operators have of it then."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Iterator
+
+import pytest
+from tests.daemons import MIB, Daemon, running, until
+from tests.system import raw
+from tests.system.raw import Session
+from tests.system.workers import ANCHOR_BYTES, PAGE, worker, workers
+
+from membroker.v1 import admin_pb2
+from membroker.v1 import broker_pb2 as bpb
+from membroker.v1 import handoff_pb2 as pb
+from membrokerd.core import facts as ft
+from membrokerd.core.events import ModelName
+from membrokerd.journal import Binding, Journal
+
+PATIENT = {"settle_seconds": 600.0}
+"""Longer than any test: what is credited was shown free by the device."""
+
+
+@pytest.fixture
+def patient() -> Iterator[Daemon]:
+    with running(PATIENT) as daemon:
+        yield daemon
+
+
+def restart(daemon: Daemon, *, kill: bool = True) -> None:
+    """Let the daemon end in one of its ways, and start the next."""
+    if kill:
+        daemon.kill()
+    else:
+        assert daemon.stop() == 0
+    daemon.start_again()
+
+
+def check_free(daemon: Daemon) -> None:
+    until(lambda: daemon.books().lent_bytes + daemon.books().releasing_bytes == 0)
+    until(lambda: daemon.books().device_used_bytes == ANCHOR_BYTES)
+
+
+@pytest.mark.parametrize("kill", [True, False], ids=["killed", "stopped"])
+def test_a_pool_computes_on_and_grows_after_each_of_three_daemons(daemon: Daemon, transport: str, kill: bool) -> None:
+    """An engine churns through three deaths: what it holds stays as it is, and nothing is lent twice or lost."""
+    with worker() as one:
+        one.connect(daemon, transport=transport)
+        one.do("pool = client.register_model('m', virtual_capacity='1GiB').pool('2MiB')")
+        one.do(
+            "pool.allocate(0, 16 * MIB); view = pool.view(0, 16 * MIB); view[:4] = b'mine'; session = client.session"
+        )
+        for round_ in range(1, 4):
+            one.begin(
+                f"for _ in range(200):\n    pool.allocate({round_ * 32} * MIB, 32 * MIB)\n"
+                f"    pool.deallocate({round_ * 32} * MIB, 32 * MIB)\n"
+                f"pool.allocate({round_ * 32} * MIB, 8 * MIB)"
+            )
+            revision = daemon.device().revision
+            until(lambda: daemon.device().revision > revision + 20)  # noqa: B023 - called at once
+            restart(daemon, kill=kill)
+            one.result()
+            held = (16 + 8 * round_) * MIB
+            assert one.ask("[bytes(view[:4]).decode(), client.session == session]") == ["mine", True]
+            until(lambda: daemon.books().lent_bytes == held)  # noqa: B023
+            until(lambda: daemon.books().device_used_bytes == held + ANCHOR_BYTES)  # noqa: B023
+        one.do("view.release(); client.close()")
+    check_free(daemon)
+
+
+def test_who_died_while_no_daemon_ran_is_found_dead(patient: Daemon) -> None:
+    """A node loses its daemon and an engine at once. The next one finds the engine dead, and the card says so too."""
+    with workers(2) as (dies, lives):
+        for one in (dies, lives):
+            one.connect(patient)
+            one.do("buffer = client.register_model('m').allocate('16MiB')")
+        until(lambda: patient.books().unaccounted_bytes == 0 and patient.books().lent_bytes == 32 * MIB)
+        patient.kill()
+        dies.kill()
+        patient.start_again()
+        until(lambda: patient.books().lent_bytes == 16 * MIB and patient.books().releasing_bytes == 0)
+        lives.do("buffer.close(); client.close()")
+    check_free(patient)
+
+
+def test_a_segment_outlives_its_writer_and_two_daemons(daemon: Daemon) -> None:
+    """Weights were loaded by a process that is gone. Nobody holds them when the daemon dies, twice."""
+    with worker() as writer:
+        writer.connect(daemon)
+        writer.do("model = client.register_model('m'); segment = model.create_segment('weights', 8 * MIB)")
+        writer.do("segment.write(0, b'weights' * 1000); segment.seal()")
+        assert writer.finish() == 0
+    for _ in range(2):
+        restart(daemon)
+        with worker() as reader:
+            reader.connect(daemon)
+            assert reader.ask("bytes(client.attach('m/weights').read(0, 7000)) == b'weights' * 1000")
+            reader.do("client.close()")
+    with worker() as operator:
+        operator.connect(daemon)
+        operator.do("client.delete_segment('m/weights')")
+    check_free(daemon)
+
+
+def test_a_segment_is_written_on(daemon: Daemon, transport: str) -> None:
+    """A loader is half through a file when the daemon dies: it writes on, seals, and who waited gets it."""
+    with workers(2) as (writer, reader):
+        writer.connect(daemon, transport=transport)
+        writer.do("segment = client.register_model('m').create_segment('weights', 8 * MIB); segment.write(0, b'first')")
+        reader.connect(daemon, transport=transport)
+        reader.begin("attached = client.attach('m/weights', timeout=60)")
+        restart(daemon)
+        writer.do("segment.write(5, b'second'); segment.seal()")
+        reader.result()
+        assert reader.ask("attached.read(0, 11).decode()") == "firstsecond"
+        writer.do("segment.close()")
+        reader.do("attached.delete(); attached.close(); client.close()")
+        writer.do("client.close()")
+    check_free(daemon)
+
+
+def test_what_keeper_and_daemon_have_both_lost_is_told(patient: Daemon) -> None:
+    """Both die at once. Who has the segment mapped reads on; nobody else can have it, and its name comes free."""
+    with worker() as one:
+        one.connect(patient)
+        one.do("model = client.register_model('m'); segment = model.create_segment('weights', 8 * MIB)")
+        one.do("segment.write(0, b'weights'); segment.seal()")
+        keeper = patient.keeper()
+        patient.kill()
+        kill(keeper)
+        patient.start_again()
+        until(lambda: "not every descriptor of a segment was kept" in patient.log())
+        assert one.ask("segment.read(0, 7).decode()") == "weights"
+        until(lambda: patient.books().lent_bytes == 8 * MIB)
+        assert one.refused("client.attach('m/weights')").error == "SegmentNotFound"
+        one.do("segment.close()")
+        until(lambda: patient.books().lent_bytes + patient.books().releasing_bytes == 0)
+        one.do("model.create_segment('weights', 2 * MIB).close(); client.close()")
+    check_free(patient)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not os.path.exists(f"/proc/{pid}"))
+
+
+def test_a_stolen_token_takes_no_session_up(daemon: Daemon) -> None:
+    """Another process of the same tenant has read a worker's token. It gets nothing by it, and the worker goes on."""
+    with Session(daemon.endpoint()) as mine, worker() as thief:
+        name = mine.register("m")
+        ids = mine.borrow(name, PAGE)
+        thief.do("from tests.system import raw; from membroker.v1 import handoff_pb2 as pb; from pathlib import Path")
+        thief.do(f"line = raw.Connection(Path({str(daemon.endpoint())!r}))")
+        hello = f"pb.Frame(request_id=1, hello=pb.Hello(protocol_version=1, resume_token={mine.token!r}))"
+        assert (
+            thief.ask(f"(line.send({hello}), raw.reason(raw.reply_in(line.receive().frame).error))[1]")
+            == "TOKEN_REJECTED"
+        )
+        assert mine.call(release=bpb.ReleaseExtentsRequest(extent_ids=ids)).released_bytes == PAGE
+
+
+def test_holds_are_checked_before_they_are_used(daemon: Daemon) -> None:
+    """A client states nonsense when it resumes: it is refused, and the session is as it was."""
+    session = Session(daemon.endpoint())
+    name = session.register("m")
+    (extent,) = session.borrow(name, PAGE)
+
+    def resume(*frames: pb.Frame) -> raw.Connection:
+        line = raw.Connection(daemon.endpoint())
+        line.send(pb.Frame(request_id=1, hello=pb.Hello(protocol_version=1, resume_token=session.token)))
+        welcome = line.receive()
+        assert welcome.frame.welcome.resumed
+        for frame in frames:
+            line.send(frame)
+        return line
+
+    refused = {
+        "a goodbye": pb.Frame(request_id=2, goodbye=pb.Goodbye()),
+        "too many in a frame": pb.Frame(request_id=2, holds=pb.Holds(extent_ids=range(1, 5_000))),
+        "a name that is none": pb.Frame(
+            request_id=2, holds=pb.Holds(declarations=[pb.HeldDeclaration(model="m", declared_bytes=1)])
+        ),
+    }
+    for what, frame in refused.items():
+        with resume(frame) as line:
+            assert raw.reason(line.last_words()) in ("PROTOCOL_VIOLATION", "INVALID_COUNT", "INVALID_NAME"), what
+    assert daemon.books().lent_bytes == PAGE
+    with resume(pb.Frame(request_id=2, holds=pb.Holds(extent_ids=[extent, 99], last=True))) as line:
+        answer = line.receive().frame
+        assert (answer.request_id, list(answer.reply.resume.unknown_extent_ids)) == (2, [99])
+        assert list(answer.reply.resume.models) == [name]
+        assert daemon.books().lent_bytes == PAGE
+        again = pb.Frame(request_id=3, holds=pb.Holds(last=True))
+        line.send(again)
+        assert raw.reason(line.last_words()) == "PROTOCOL_VIOLATION"
+    with resume(pb.Frame(request_id=2, holds=pb.Holds(last=True))) as line:
+        assert line.receive().frame.reply.WhichOneof("result") == "resume"
+        assert daemon.books().lent_bytes == 0
+    session.close()
+
+
+def test_a_journal_of_another_boot_is_set_aside(daemon: Daemon) -> None:
+    """The machine was restarted, and with it went the memory: the books of before are kept for people, and not used."""
+    assert daemon.stop() == 0
+    path = daemon.root / "state" / "journal"
+    other = Journal(path, Binding("another-boot", "host"))
+    model = ModelName("red", "m")
+    other.begin([ft.ModelBegan(model, None, {}), ft.SessionBegan(1, "red", 1, 0, "p", False, "c", 1)])
+    other.close()
+    daemon.start_again()
+    assert daemon.books().lent_bytes == 0
+    assert daemon.sessions() == []
+    assert path.with_name("journal.other-boot-1").exists()
+    assert "journal.other-boot-1" in daemon.log()
+
+
+def test_a_full_disk_stops_new_debits_and_nothing_else(daemon: Daemon) -> None:
+    """The runtime directory's disk is full: nothing more is lent, everything can be given back; then there is room."""
+    with worker() as one:
+        one.connect(daemon)
+        one.do("model = client.register_model('m'); held = [model.allocate(PAGE) for _ in range(8)]")
+        pid, (_, hard) = daemon.process.pid, resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (PAGE, hard))  # an extent is a file, too
+        one.do(
+            "refused = None\n"
+            "while refused is None:\n"
+            "    try:\n"
+            "        model.allocate(PAGE).close()\n"
+            "    except membroker.MembrokerError as error:\n"
+            "        refused = error\n"
+        )
+        assert one.ask("refused.reason") == "JOURNAL_FULL"
+        one.do("held.pop().close(); held.pop().close()")
+        until(lambda: daemon.books().lent_bytes == 6 * PAGE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+        one.do(
+            "while len(held) < 7:\n"
+            "    try:\n"
+            "        held.append(model.allocate(PAGE))\n"
+            "    except membroker.MembrokerError:\n"
+            "        pass\n"
+        )
+        restart(daemon)
+        one.do("held.pop().close()")
+        until(lambda: daemon.books().lent_bytes == 6 * PAGE)
+        one.do("[buffer.close() for buffer in held]; client.close()")
+    check_free(daemon)
+
+
+def test_a_limit_by_command_outlives_the_daemon(daemon: Daemon) -> None:
+    """An operator has lowered a tenant's limit in the night. The daemon is restarted, and it still holds."""
+    with daemon.admin_stub() as stub:
+        stub.SetQuota(admin_pb2.SetQuotaRequest(name="tenants/red", limit_bytes=4 * MIB))
+    restart(daemon)
+    with worker() as one, daemon.admin_stub() as stub:
+        one.connect(daemon)
+        assert one.refused("client.register_model('m').allocate('8MiB')").reason == "TENANT_LIMIT"
+        stub.SetQuota(admin_pb2.SetQuotaRequest(name="tenants/red"))
+        one.do("client.register_model('m').allocate('8MiB').close()")
+
+
+def test_less_capacity_than_is_lent() -> None:
+    """An operator lowers the capacity and restarts: what is out stays out; nothing more is lent until it is back."""
+    with running({"host_driver_total": "512MiB"}) as daemon, worker() as one:
+        one.connect(daemon)
+        one.do("model = client.register_model('m'); buffer = model.allocate('32MiB')")
+        daemon.kill()
+        daemon.config["capacity"] = "16MiB"
+        daemon.start_again()
+        until(lambda: daemon.sessions()[0].state == daemon.sessions()[0].OPEN)
+        assert (daemon.books().capacity_bytes, daemon.books().lent_bytes) == (32 * MIB, 32 * MIB)
+        assert one.refused("model.allocate(PAGE)").reason == "CAPACITY"
+        one.do("buffer.close(); client.close()")
+        restart(daemon)
+        assert daemon.books().capacity_bytes == 16 * MIB
+
+
+def test_a_worker_that_starts_first_waits_for_the_daemon(daemon: Daemon) -> None:
+    """After a reboot nobody orders who starts: the engine says what it waits for, and goes on when it is there."""
+    assert daemon.stop() == 0
+    with worker() as one:
+        one.begin(f"client = membroker.connect({str(daemon.endpoint())!r}, timeout=60)")
+        daemon.start_again()
+        one.result()
+        one.do("client.register_model('m').allocate(PAGE).close()")
+
+
+def test_a_session_that_does_not_come_back_is_shown(daemon: Daemon) -> None:
+    """A debugger has stopped an engine when the daemon dies: it is charged on, detached, counted; it goes on later."""
+    with worker() as one:
+        one.connect(daemon)
+        one.do("buffer = client.register_model('m').allocate('16MiB')")
+        one.send(signal.SIGSTOP)
+        restart(daemon)
+        (session,) = daemon.sessions()
+        assert (session.state, session.books[0].used_bytes) == (session.DETACHED, 16 * MIB)
+        assert daemon.device().detached_sessions == 1
+        assert 'membroker_sessions{gpu_uuid="host",state="detached"} 1.0' in daemon.metrics()
+        one.send(signal.SIGCONT)
+        until(lambda: daemon.sessions()[0].state == session.OPEN)
+        one.do("buffer.close(); client.close()")
+    check_free(daemon)

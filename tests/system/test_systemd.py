@@ -1,0 +1,347 @@
+"""The daemon under a real systemd, by the unit that an installation gets: however it ends, its workers go on.
+
+Each worker computes in its memory and calls the broker all the while. Neither may fail; a call may take longer, and how
+long is stated.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.daemons import MIB, until
+from tests.system.machines import PREFIX, UNIT, Machine, booted, children, machine_or_skip
+from tests.system.workers import ANCHOR_BYTES, PAGE, Worker
+
+# The first test on a machine makes a Debian.
+pytestmark = [pytest.mark.root, pytest.mark.timeout(1_000)]
+
+ALICE, BOB = 1_001, 1_002
+PRESERVES = 254
+"""The first systemd that says how many descriptors it keeps, and that keeps them over stop and start."""
+FDSTORE_MAX = 8_192
+"""What the unit sets."""
+ROUNDS = 2
+"""Each end comes twice: what a daemon has taken over must outlive that daemon too."""
+ENOUGH_CALLS = 20
+ENOUGH_ROUNDS = 3
+WATCHDOG_SECONDS = 2
+
+
+@pytest.fixture(scope="session")
+def debian() -> Path:
+    """The file system of a Debian."""
+    return machine_or_skip()
+
+
+def configure(machine: Machine, room: int = FDSTORE_MAX) -> None:
+    """Write a configuration of two tenants, whose sockets are two users'."""
+    # As the annotated one has it: an older systemd does not say how many descriptors it keeps.
+    kept = {} if machine.version >= PRESERVES else {"systemd_descriptors": room}
+    tenants = {"red": {"owner": ALICE}, "blue": {"owner": BOB}}
+    machine.configure({"driver": "host", "capacity": "256MiB", **kept, "tenants": tenants})
+
+
+@pytest.fixture
+def machine(debian: Path) -> Iterator[Machine]:
+    """A machine whose daemon is enabled and runs."""
+    with booted(debian) as one:
+        configure(one)
+        one.run("systemctl", "enable", "--quiet", "--now", UNIT)
+        yield one
+        one.run("systemctl", "stop", UNIT)
+        for wrong in ("Traceback", "a fault of the broker", "not every descriptor"):
+            assert wrong not in one.log(), one.log()
+
+
+class Inside(Worker):
+    """A worker in a machine, as one of its users, in none of its units."""
+
+    def __init__(self, machine: Machine, user: int) -> None:
+        super().__init__(command=machine.command([f"/{PREFIX}/bin/python", "-m", "tests.system.workers"], user))
+
+    def borrow(self, tenant: str, transport: str = "handoff") -> Inside:
+        """Open a session, and register the model `m`."""
+        self.do("from tests.system.computing import Calling, Computing, pattern")
+        self.do(f"client = membroker.connect('/run/membroker/host/tenants/{tenant}', transport={transport!r})")
+        self.do("model = client.register_model('m')")
+        return self
+
+    def kill(self) -> None:
+        """Send SIGKILL to the worker itself; the command that has brought it in ends with it."""
+        for child in children(self.pid):
+            os.kill(child, signal.SIGKILL)
+        self.process.wait(30)
+
+
+class Operator(Inside):
+    """Root in a machine, who gives commands; one process for all, because Python takes its time to start."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine, 0)
+        self.do("import contextlib, io, json; from membroker.cli.main import main")
+        self.do(_COMMAND)
+
+    def tell(self, *command: str) -> Any:
+        """Return what a command of `membroker` says."""
+        return self.ask(f"command({command!r})")
+
+    def device(self) -> Any:
+        """Return the device's own memory in the books."""
+        return self.tell("status")["locations"]["device"]
+
+
+_COMMAND = """
+def command(words):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main([*words, "--json"]) == 0
+    return json.loads(said.getvalue())
+"""
+
+
+class Scene:
+    """Three workers of two tenants at work: a writer of segments, a reader of one of them, and a stranger."""
+
+    HELD: Mapping[str, int] = {"writer": 4 * PAGE, "reader": 2 * PAGE, "stranger": 3 * PAGE}
+    WEIGHTS, SHELF = 2 * PAGE, PAGE
+
+    def __init__(self, machine: Machine, stack: ExitStack) -> None:
+        self.machine = machine
+        self.stack = stack
+        self.operator = stack.enter_context(closing(Operator(machine)))
+        self.writer = self.enter(ALICE).borrow("red")
+        self.reader = self.enter(ALICE).borrow("red", "grpc")
+        self.stranger = self.enter(BOB).borrow("blue")
+        self.workers = {"writer": self.writer, "reader": self.reader, "stranger": self.stranger}
+        for name, size in (("weights", self.WEIGHTS), ("shelf", self.SHELF)):
+            self.writer.do(
+                f"{name} = model.create_segment('{name}', {size}); {name}.write(0, pattern('{name}', {size})); "
+                f"{name}.seal()"
+            )
+        self.writer.do("shelf.close()")
+        self.reader.do("weights = client.attach('m/weights')")
+        for name, one in self.workers.items():
+            one.do(f"kept = [model.allocate(PAGE) for _ in range({self.HELD[name] // PAGE})]")
+            sealed = "" if one is self.stranger else f"weights: pattern('weights', {self.WEIGHTS})"
+            one.do(f"computing = Computing(kept, {{{sealed}}})")
+
+    def enter(self, user: int) -> Inside:
+        """Return a process that ends with the scene."""
+        return self.stack.enter_context(closing(Inside(self.machine, user)))
+
+    def call(self) -> None:
+        """Let each worker call the broker all the while, from now on."""
+        for one in self.workers.values():
+            one.do("calling = Calling(model, PAGE)")
+        self.until_calls_succeed()
+
+    def until_calls_succeed(self) -> None:
+        """Wait until each has called, and computed, some times more."""
+        wanted = {
+            (one, work): one.ask(f"{work}.lives()") + more
+            for one in self.workers.values()
+            for work, more in (("calling", ENOUGH_CALLS), ("computing", ENOUGH_ROUNDS))
+        }
+        until(lambda: all(one.ask(f"{work}.lives()") >= steps for (one, work), steps in wanted.items()))
+
+    def longest_calls(self) -> str:
+        """Return how long the longest call of each has taken."""
+        longest = {name: one.ask("calling.longest") for name, one in self.workers.items()}
+        return ", ".join(f"{name} {seconds * 1e3:,.0f} ms" for name, seconds in longest.items())
+
+    def end_calls(self) -> None:
+        """Let nobody call any more: the books stand still."""
+        for one in self.workers.values():
+            one.do("calling.end()")
+
+    def attach_what_nobody_holds(self) -> None:
+        """The daemon alone keeps that segment: a process that comes now finds in it what was sealed."""
+        comer = self.enter(ALICE).borrow("red")
+        for name, size in (("shelf", self.SHELF), ("weights", self.WEIGHTS)):
+            assert comer.ask(f"client.attach('m/{name}').read(0, {size}) == pattern('{name}', {size})")
+        comer.do("client.close()")
+        assert comer.finish() == 0
+
+    def check_books(self) -> None:
+        """The books, as an operator reads them, are what the workers hold, and the device shows no byte more."""
+        tell = self.operator.tell
+        lent = {name: one.ask("sum(buffer.size for buffer in kept)") for name, one in self.workers.items()}
+        assert lent == {name: self.HELD[name] for name in self.workers}
+        segments = self.WEIGHTS + self.SHELF
+        until(lambda: self.operator.device()["device_used"] == sum(lent.values()) + segments + ANCHOR_BYTES)
+        until(lambda: self.operator.device()["unaccounted"] == 0)
+        books = self.operator.device()
+        assert (books["lent"], books["releasing"]) == (sum(lent.values()) + segments, 0)
+        assert tell("status")["detached_sessions"] == 0
+        names = {one.ask("client.session"): name for name, one in self.workers.items()}
+        assert {names[row["name"]]: row["books"]["device"]["used"] for row in tell("sessions")} == lent
+        held = {row["name"].rpartition("/")[2]: (row["state"], row["sessions"]) for row in tell("segments")}
+        assert held == {"weights": ("sealed", 2), "shelf": ("sealed", 0)}
+        red = sum(size for name, size in lent.items() if name != "stranger") + segments
+        used = {row["name"]: row["books"]["device"]["used"] for row in tell("models")}
+        assert used["tenants/red/models/m"] == red
+        assert used["tenants/blue/models/m"] == lent.get("stranger", 0)
+
+    def give_back(self) -> None:
+        """Everything that was borrowed can be given back, and then nobody keeps anything of it."""
+        for one in self.workers.values():
+            one.do("computing.end()")
+            one.do("while kept: kept.pop().close()")
+        self.writer.do("client.delete_segment('m/weights'); client.delete_segment('m/shelf')")
+        for one in self.workers.values():
+            one.do("client.close()")
+
+        until(lambda: self.operator.device()["lent"] + self.operator.device()["releasing"] == 0)
+        until(lambda: self.operator.device()["device_used"] == ANCHOR_BYTES)
+
+
+def kept_by_systemd(machine: Machine) -> int:
+    """Return how many descriptors systemd has of the daemon."""
+    return int(machine.show("NFileDescriptorStore")[0])
+
+
+# --- Ends of a daemon ---
+
+
+def kill(machine: Machine) -> None:
+    """It is killed, as the kernel does for want of memory."""
+    machine.run("systemctl", "kill", "--kill-whom=main", "--signal=KILL", UNIT)
+
+
+def restart(machine: Machine) -> None:
+    machine.run("systemctl", "restart", UNIT)
+
+
+def stop_and_start(machine: Machine) -> None:
+    """For a while there is no daemon at all."""
+    if machine.version < PRESERVES:
+        pytest.skip(f"systemd {machine.version} keeps no descriptors of a service that is stopped; {PRESERVES} does")
+    machine.run("systemctl", "stop", UNIT)
+    machine.run("systemctl", "daemon-reload")
+    machine.run("systemctl", "start", UNIT)
+
+
+def hang(machine: Machine) -> None:
+    """It stands still, and nobody but the watchdog notices."""
+    machine.run("systemctl", "kill", "--kill-whom=main", "--signal=STOP", UNIT)
+
+
+def upgrade(machine: Machine) -> None:
+    """Another build stands beside the first, and the unit leads to that one; where it does already, back again."""
+    other = machine.path("/opt/next")
+    upgraded = not other.is_dir()
+    if upgraded:
+        other.mkdir()
+        machine.run("sh", "-c", f"cp -a /{PREFIX}/lib/python3.*/site-packages/membroker* /opt/next")
+        (other / "membrokerd/__init__.py").write_text('__version__ = "next"\n')
+    machine.override("Environment=PYTHONPATH=/opt/next" if upgraded else "")
+    restart(machine)
+    told = json.loads(machine.run("membroker", "status", "--json"))
+    assert (told["version"] == "next") == upgraded
+
+
+def systemd_too(machine: Machine) -> None:
+    """systemd itself is begun anew, as when it is upgraded, and then the daemon dies."""
+    machine.run("systemctl", "daemon-reexec")
+    kill(machine)
+
+
+@pytest.mark.parametrize("end", [kill, restart, stop_and_start, hang, upgrade, systemd_too])
+def test_workers_notice_nothing_but_a_call_that_took_longer(
+    machine: Machine, end: Callable[[Machine], None], state: Callable[[str, str], None]
+) -> None:
+    """Each byte stays what it was, and the books go on where they stood; at the end all can be given back."""
+    if end is hang:
+        machine.override(f"WatchdogSec={WATCHDOG_SECONDS}s")
+        restart(machine)
+    idle = kept_by_systemd(machine)
+    with ExitStack() as stack:
+        scene = Scene(machine, stack)
+        for _ in range(ROUNDS):
+            scene.call()
+            otherwise = scene.longest_calls()
+            before = machine.daemon()
+            end(machine)
+            until(lambda: machine.daemon() not in (0, before))  # noqa: B023 - it is over when the round is
+            scene.until_calls_succeed()
+            scene.end_calls()
+            state(
+                f"systemd {machine.version}, longest call over {end.__name__}",
+                f"{scene.longest_calls()} (before: {otherwise})",
+            )
+            scene.attach_what_nobody_holds()
+            scene.check_books()
+        scene.give_back()
+    assert ("Watchdog timeout" in machine.log()) == (end is hang)
+    # What is left of the store is what it began with: nothing of a session or a segment stays behind.
+    until(lambda: kept_by_systemd(machine) == idle)
+
+
+def test_a_worker_that_dies_while_there_is_no_daemon_is_settled_by_the_next(machine: Machine) -> None:
+    """systemd kept its process, once for each of its sessions: the next daemon knows, and what is others' stays so."""
+    if machine.version < PRESERVES:
+        pytest.skip(f"systemd {machine.version} keeps no descriptors of a service that is stopped; {PRESERVES} does")
+    with ExitStack() as stack:
+        scene = Scene(machine, stack)
+        scene.stranger.do("again = membroker.connect(client.endpoint); more = again.register_model('m').allocate(PAGE)")
+        machine.run("systemctl", "stop", UNIT)
+        scene.workers.pop("stranger").kill()
+        machine.run("systemctl", "start", UNIT)
+        until(lambda: scene.operator.tell("status")["sessions"] == len(scene.workers))
+        until(lambda: scene.operator.device()["releasing"] == 0)
+        scene.call()
+        scene.end_calls()
+        scene.attach_what_nobody_holds()
+        scene.check_books()
+        scene.give_back()
+
+
+def test_a_commanded_limit_outlives_the_daemon(machine: Machine) -> None:
+    """It is kept in the unit's state directory, the only place on disk to which the unit lets it write."""
+    with closing(Operator(machine)) as operator:
+        operator.tell("quota", "set", "red/m", "--limit", "64MiB")
+        machine.run("systemctl", "stop", UNIT)
+        machine.run("rm", "-r", "/run/membroker")
+        machine.run("systemctl", "start", UNIT)
+        (row,) = operator.tell("quota", "list")
+        assert (row["name"], row["limit"]) == ("tenants/red/models/m", 64 * MIB)
+
+
+def test_a_segment_for_which_systemd_has_no_room_is_refused(machine: Machine) -> None:
+    """systemd would drop it without a word. The daemon counts; what is there is kept, and who comes now may borrow."""
+    room = kept_by_systemd(machine) + 2
+    configure(machine, room)
+    machine.override(f"FileDescriptorStoreMax={room}")
+    restart(machine)
+    with closing(Inside(machine, ALICE)) as writer, closing(Inside(machine, BOB)) as comer:
+        writer.borrow("red")
+        writer.do("kept = model.create_segment('kept', PAGE); kept.write(0, b'kept'); kept.seal(); kept.close()")
+        refused = writer.refused("model.create_segment('refused', PAGE)")
+        assert refused.error == "DescriptorLimit"
+        assert f"systemd keeps {room} descriptors of {room}: raise FileDescriptorStoreMax=" in refused.message
+        comer.borrow("blue").do("mine = model.allocate(PAGE); mine.view()[:4] = b'mine'")
+        before = machine.daemon()
+        kill(machine)
+        until(lambda: machine.daemon() not in (0, before))
+        assert writer.ask("client.attach('m/kept').read(0, 4).decode()") == "kept"
+        assert comer.ask("bytes(mine.view()[:4]).decode()") == "mine"
+        comer.do("mine.close(); model.allocate(PAGE).close()")
+        writer.do("client.delete_segment('m/kept')")
+        until(lambda: kept_by_systemd(machine) < room)
+        writer.do("model.create_segment('refused', PAGE)")
+
+
+def test_a_unit_that_keeps_no_descriptors_is_told_of(machine: Machine) -> None:
+    """A keeper would be of the same unit, and systemd ends a unit's processes together: the log says what to set."""
+    warning = "does not say that it keeps descriptors"
+    assert warning not in machine.log()
+    configure(machine, 0)
+    machine.override("FileDescriptorStoreMax=0")
+    restart(machine)
+    assert warning in machine.log()
