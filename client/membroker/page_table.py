@@ -100,8 +100,8 @@ class PageTable:
     def check_used(self, pages: range) -> None:
         """Raise `NotMapped` unless all of them are allocated, and no call is at one."""
         states = self._states[pages.start : pages.stop]
-        used = len(states) - len(states.lstrip(bytes((USED,))))
-        if used < len(pages):
+        if states.count(USED) < len(pages):
+            used = len(states) - len(states.lstrip(bytes((USED,))))
             changing = used < len(states) and states[used] & _PENDING
             why = "is being changed by another call" if changing else "is not mapped"
             raise NotMapped(f"the page at offset {(pages.start + used) * self.page_size} {why}")
@@ -130,12 +130,11 @@ class PageTable:
         return True
 
     def set(self, pages: range, state: int) -> None:
-        """Give pages another state: pages that are all claimed, and stay so, or none of which a call is at."""
-        self._reach(pages)
-        states = self._states
-        before = states[pages.start : pages.stop].translate(_RELEASE)
-        states[pages.start : pages.stop] = bytes((state | states[pages.start] & _PENDING,)) * len(pages)
-        self.spare += len(pages) * (state == SPARE) - before.count(SPARE)
+        """Give pages another state: pages that are all claimed, and stay so, or that are used, and no call is at."""
+        before = self._states[pages.start : pages.stop]
+        pending = before[0] & _PENDING
+        self._states[pages.start : pages.stop] = bytes((state | pending,)) * len(pages)
+        self.spare += len(pages) * (state == SPARE) - before.count(SPARE | pending)
         if self.restricted and state != USED:
             for page in pages:
                 self.restricted.pop(page, None)
