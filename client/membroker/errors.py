@@ -5,11 +5,13 @@ Owns the one table from the wire's reasons to classes. Must never decide by the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from google.rpc.status_pb2 import Status
+
+    from membroker.types import Move
 
 DOMAIN = "membroker"
 
@@ -164,6 +166,14 @@ class DescriptorLimit(MembrokerError, OSError):
 
 class DeviceFailure(MembrokerError):
     """The broker's driver failed. The message has the driver's own words."""
+
+
+class CompactionFailed(DeviceFailure):
+    """The driver failed while a pool was compacted. `moves` were made before that, and what they moved stays there."""
+
+    def __init__(self, message: str, moves: Sequence[Move]) -> None:
+        super().__init__(message)
+        self.moves = tuple(moves)
 
 
 class ClosedError(MembrokerError):

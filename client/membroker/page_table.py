@@ -9,13 +9,16 @@ A further state (memory that is elsewhere) is a further constant: all that is ne
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from membroker.errors import AlreadyMapped, NotMapped, OutOfVirtualMemory
 from membroker.vmm.driver import AccessFlags
 
 FREE, USED, SPARE = range(3)
 """Nothing behind it / allocated / mapped and charged, and allocated by nobody."""
+
+FIXED = 0x7F
+"""In a layout only: what has to stay where it is."""
 
 _PENDING = 0x80
 """Beside a state: a running call is changing the page, and no other call may touch it."""
@@ -112,6 +115,17 @@ class PageTable:
             state = run[1][0]
             yield range(run.start(), run.end()), state & ~_PENDING, bool(state & _PENDING)
 
+    def layout(self, pinned: Iterable[range], spare: int) -> bytearray:
+        """Return a picture for `next_move`: `FREE`, `USED` or `FIXED` for each page, and `spare` for spare ones.
+
+        Fixed are the pages of `pinned`, those that a call is at, and whatever is neither free nor used nor spare.
+        """
+        moving = {FREE: FREE, USED: USED, SPARE: spare}
+        layout = self._states.translate(bytes(moving.get(state, FIXED) for state in range(256)))
+        for pages in pinned:
+            layout[pages.start : pages.stop] = bytes((FIXED,)) * len(pages)
+        return layout
+
     # Changing
 
     def take_spare(self, pages: range) -> bool:
@@ -138,6 +152,20 @@ class PageTable:
         if self.restricted and state != USED:
             for page in pages:
                 self.restricted.pop(page, None)
+
+    def restrict(self, pages: range, access: AccessFlags) -> None:
+        """Note what used pages allow."""
+        for page in pages:
+            self.restricted.pop(page, None)
+        if access is not AccessFlags.READ_WRITE:
+            self.restricted.update(dict.fromkeys(pages, access))
+
+    def move(self, pages: range, to: range) -> None:
+        """Note that used pages are elsewhere, both claimed, and that nothing is where they were."""
+        restricted = {new: self.restricted[old] for old, new in zip(pages, to, strict=True) if old in self.restricted}
+        self.set(pages, FREE)
+        self.set(to, USED)
+        self.restricted.update(restricted)
 
     def claim(self, pages: range) -> None:
         """Keep all other calls off pages that none is at."""
