@@ -30,7 +30,7 @@ class MembrokerError(Exception):
 
 
 class OutOfMemory(MembrokerError, MemoryError):
-    """The broker lends no more. `level` says who refused: `model`, `tenant`, `capacity` or `device`.
+    """No more is lent. `level` says who refused: `model`, `tenant`, `capacity`, `device` or `shared pool`.
 
     `requested`, `available` and `limit` are bytes at that level; `available` is what a smaller request could have
     got at that moment, `limit` is None where the level has no number of its own (a card that strangers filled).
@@ -113,7 +113,7 @@ class NotFound(MembrokerError, LookupError):
 
 
 class ModelNotFound(NotFound):
-    """No such model at this tenant, or this session has not registered it."""
+    """No such model at this tenant or in this shared pool, or this session has not registered it."""
 
 
 class ModelConflict(MembrokerError):
@@ -121,11 +121,11 @@ class ModelConflict(MembrokerError):
 
 
 class ModelAlreadyExists(MembrokerError):
-    """`exclusive=True` was asked, and the model is there."""
+    """`exclusive=True` was asked, and the model is there; or a shared pool has it already."""
 
 
 class ModelInUse(MembrokerError):
-    """The model can't be left: this session is still charged for memory there."""
+    """The model can't be left: this session is still charged for memory there, or views of its pool are alive."""
 
 
 class SegmentNotFound(NotFound):
