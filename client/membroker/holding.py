@@ -36,7 +36,11 @@ class Holding:
         self._uses = 0
         self._ending = False
         self._ended = False
-        source.enrol(self)
+        try:
+            source.enrol(self)
+        except BaseException:
+            self.region.close()
+            raise
 
     def owned_by(self, owner: object) -> None:
         """End when `owner`, the object that the user has, is garbage. At exit the client does it in order."""

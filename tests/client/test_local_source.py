@@ -168,6 +168,8 @@ class TestEnd:
         view[:] = b"hello"
         threads = background_threads()
         source.close()
+        with pytest.raises(ClosedError):
+            VirtualMemoryPool(source, PAGE, PAGE)
         assert bytes(view) == b"hello"
         assert used(driver) == PAGE
         del view
