@@ -184,8 +184,7 @@ class TestEnd:
         pool.allocate(0, 3 * PAGE)
         del pool
         gc.collect()
-        until(lambda: used(driver) == 0)
-        assert source.physical_memory_usage == 0
+        until(lambda: used(driver) == source.physical_memory_usage == 0)
         gone = weakref.ref(source)
         del source
         gc.collect()
