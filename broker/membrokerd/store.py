@@ -157,7 +157,9 @@ class Store:
         self._copy(_driver_name(name), descriptor)
 
     def _copy(self, name: str, descriptor: int) -> None:
-        if self._mirror is None:
+        # A name stands for one thing for ever. What a predecessor left stays where it is: put again it would be gone
+        # from the mirror for a moment, and a death in that moment would lose it.
+        if self._mirror is None or name in self._copies:
             return
 
         def put(error: OSError | None) -> None:
@@ -169,8 +171,6 @@ class Store:
         except OSError as error:
             put(error)
             return
-        if name in self._copies:
-            os.close(self._copies[name])
         self._copies[name] = copy
         self._mirror.put([(name, copy)], put)
 
