@@ -73,7 +73,7 @@ class UnifiedBuffer:
             return self._allocation.views.make(self, self._allocation.address, self._size)
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Return a block that holds off the end of the memory, as a living view does; entered too late: `ClosedError`."""
+        """Return a block that holds off the end of the memory, as a living view does. Raises `ClosedError` on entry."""
         return self._allocation.in_use()
 
     @property
