@@ -148,6 +148,10 @@ class DeviceFailure(MembrokerError):
     """The broker's driver failed. The message has the driver's own words."""
 
 
+class ManagedMemoryUnavailable(MembrokerError):
+    """Managed memory, or advice about it, is more than this driver or this device can. The message says which."""
+
+
 class ClosedError(MembrokerError):
     """The object is closed, or belongs to the process that this one was forked from."""
 
