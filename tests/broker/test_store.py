@@ -145,6 +145,24 @@ def test_what_the_mirror_refuses_is_the_callers_again(mirror: Slow, mirrored: St
     assert mirror.names == {"segment.1.a"}
 
 
+def test_what_is_given_up_is_settled_when_the_mirror_has_done_it(mirror: Slow, mirrored: Store, store: Store) -> None:
+    """A segment is paid for until its memory is free. A daemon that ends first leaves that to its successor."""
+    settled: list[str] = []
+    mirrored.give_up(1)
+    mirrored.settle(lambda: settled.append("mirrored"))
+    assert settled == []
+    mirror.take()
+    assert settled == ["mirrored"]
+    mirrored.settle(lambda: settled.append("never"))
+    (_, end) = mirror.puts.pop()
+    end(ConnectionError("the broker stops"))
+    mirrored.settle(lambda: settled.append("in vain"))
+    (_, end) = mirror.puts.pop()
+    end(TimeoutError("no answer"))
+    store.settle(lambda: settled.append("alone"))
+    assert settled == ["mirrored", "in vain", "alone"]
+
+
 def test_a_mirror_that_begins_anew_is_told_everything(mirror: Slow, mirrored: Store) -> None:
     """What is kept and what is copied; a session's pidfd is a copy, so the connection may close its own."""
     mirrored.keep(1, [10], [1010], lambda error: None)
