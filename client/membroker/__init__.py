@@ -46,10 +46,12 @@ if TYPE_CHECKING:
         TooMany,
         WriterDied,
     )
+    from membroker.growable import GrowableBuffer
     from membroker.model import Model
     from membroker.notices import Disconnected, Draining, Forgotten, Notice, Resumed, Stopping, Undrained
     from membroker.pool import VirtualMemoryPool
     from membroker.segment import Segment
+    from membroker.sparse import SparseArray
     from membroker.types import (
         DeviceStatus,
         LocationBooks,
@@ -76,6 +78,7 @@ __all__ = [
     "Disconnected",
     "Draining",
     "Forgotten",
+    "GrowableBuffer",
     "InvalidOffset",
     "InvalidPageSize",
     "InvalidRequest",
@@ -104,6 +107,7 @@ __all__ = [
     "SessionBooks",
     "SessionLost",
     "SessionStatus",
+    "SparseArray",
     "Stopping",
     "TooMany",
     "Undrained",
@@ -120,6 +124,7 @@ _ELSEWHERE = {
     "Disconnected": "notices",
     "Draining": "notices",
     "Forgotten": "notices",
+    "GrowableBuffer": "growable",
     "LocationBooks": "types",
     "MemoryStats": "types",
     "Model": "model",
@@ -131,6 +136,7 @@ _ELSEWHERE = {
     "SegmentStatus": "types",
     "SessionBooks": "types",
     "SessionStatus": "types",
+    "SparseArray": "sparse",
     "Stopping": "notices",
     "Undrained": "notices",
     "VirtualMemoryPool": "pool",

@@ -26,20 +26,6 @@ from membroker.pool import VirtualMemoryPool
 
 
 @pytest.fixture
-def lender() -> Iterator[Lender]:
-    """A lender that has everything back at the end, by its books and by the device."""
-    lender = Lender()
-    yield lender
-    gc.collect()
-    lender.settle()
-    assert lender.lent == {}
-    assert lender.used_bytes == 0
-    assert lender.holdings == set()
-    lender.driver.close()
-    lender.device.close()  # the kernel gives a user 128 inotify instances, and garbage keeps one for a while
-
-
-@pytest.fixture
 def pool(lender: Lender) -> Iterator[VirtualMemoryPool]:
     with VirtualMemoryPool(lender, 64 * PAGE, PAGE) as pool:
         yield pool

@@ -70,7 +70,7 @@ _BFLOAT, _FIRST_FLOAT8 = 4, 7
 
 
 class Source(Protocol):
-    """A `Buffer`, a `VirtualMemoryPool` or a `Segment`."""
+    """A `Buffer`, a `GrowableBuffer`, a `VirtualMemoryPool`, a `Segment` or a `SparseArray`."""
 
     def span(self, offset: int, size: int, /) -> Span:
         """Keep [offset, offset + size) as long as the result lives."""
