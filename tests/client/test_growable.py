@@ -11,6 +11,7 @@ from contextlib import suppress
 import pytest
 from tests.client.lender import MIB, PAGE, Lender
 from tests.client.meeting import held_up
+from tests.daemons import until
 
 from membroker.errors import (
     ClosedError,
@@ -306,6 +307,7 @@ class TestThreads:
         """The server shuts down while a request still waits for memory, and another for its turn: all is given back."""
         buffer = GrowableBuffer(lender, PAGE, CAPACITY, PAGE)
         raised: list[type[BaseException]] = []
+        asked: list[int] = []
 
         def grow() -> None:
             try:
@@ -316,12 +318,14 @@ class TestThreads:
         with held_up(lender, grow) as first:
             second = threading.Thread(target=grow)
             second.start()
+            until(lambda: buffer._holding._uses == 2)
+            lender.before_borrow = lambda: asked.append(lender.lent_bytes)
             buffer.close()
             with pytest.raises(ClosedError):
                 buffer.view()
             first.go_on()
             second.join()
-        assert raised == [ClosedError] * 2
+        assert (raised, asked) == ([ClosedError] * 2, [])
         assert lender.used_bytes == lender.lent_bytes == 0
 
     def test_a_failure_lets_the_next_one_go_on(self, buffer: GrowableBuffer, lender: Lender) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.client.lender import PAGE, Lender
 from tests.client.meeting import held_up
+from tests.daemons import until
 
 from membroker.errors import (
     ClosedError,
@@ -422,23 +423,26 @@ class TestThreads:
         assert seen == [[], row(0)]
 
     def test_closed_while_borrowing(self, lender: Lender) -> None:
-        """The server shuts down while one write waits for memory, and another for the same tile: all is given back."""
+        """The server shuts down while one write waits for memory, another for its turn at the tile: all goes back."""
         table = SparseArray(lender, (COUNT, 256), "F32")
         raised: list[type[BaseException]] = []
+        asked: list[int] = []
 
-        def write() -> None:
+        def write(tiles: int = 0) -> None:
             try:
-                table.write(0, row(1))
+                table.write(0, row(1, 1 + tiles * ROWS))
             except ClosedError as error:
                 raised.append(type(error))
 
         with held_up(lender, write) as first:
-            second = threading.Thread(target=write)
+            second = threading.Thread(target=write, args=(1,))
             second.start()
+            until(lambda: table._holding._uses == 2)
+            lender.before_borrow = lambda: asked.append(lender.lent_bytes)
             table.close()
             first.go_on()
             second.join()
-        assert raised == [ClosedError] * 2
+        assert (raised, asked) == ([ClosedError] * 2, [])
         assert lender.used_bytes == lender.lent_bytes == 0
 
     def test_churn(self, zeros: SparseArray, lender: Lender) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Collection
 
 import pytest
 from tests.daemons import until
@@ -13,9 +14,18 @@ from membroker.interrupts import HeldOff, _State
 from membroker.turns import Turns
 
 
-def test_one_at_a_time() -> None:
-    """Eight threads take overlapping things again and again: no two are ever at the same one."""
-    turns, at_it, errors = Turns(), [threading.Lock() for _ in range(4)], []
+def test_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight threads take overlapping things again and again: no two are ever at the same one, and all get through."""
+    turns, at_it, errors, waits = Turns(), [threading.Lock() for _ in range(4)], [], []
+    take_once = turns._take
+
+    def counted(things: Collection[int]) -> threading.Event | None:
+        wait = take_once(things)
+        if wait is not None:
+            waits.append(things)
+        return wait
+
+    monkeypatch.setattr(turns, "_take", counted)
 
     def take(number: int) -> None:
         things = {number % 4, (number + 1) % 4}
@@ -27,11 +37,14 @@ def test_one_at_a_time() -> None:
                 for thing in things:
                     at_it[thing].release()
 
-    threads = [threading.Thread(target=take, args=(number,)) for number in range(8)]
+    threads = [threading.Thread(target=take, args=(number,), daemon=True) for number in range(8)]
+    with turns.taken({0}):
+        for thread in threads:
+            thread.start()
+        until(lambda: len(waits) >= 4)
     for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
     assert errors == []
 
 
