@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,6 +23,7 @@ from membroker.errors import (
     OutOfMemory,
 )
 from membroker.growable import GrowableBuffer
+from membroker.local_source import LocalSource
 
 CAPACITY = 64 * PAGE
 
@@ -417,3 +420,48 @@ class TestEnd:
         buffer.close()
         assert lender.lent_bytes == 2 * PAGE
         holding.abandoned = False
+
+
+def test_without_a_broker() -> None:
+    """A library's user grows a buffer of this process's own driver, within a limit of its own."""
+    with LocalSource("host", limit=4 * PAGE) as source, GrowableBuffer(source, 1, CAPACITY, PAGE) as buffer:
+        buffer.resize(4 * PAGE)
+        with pytest.raises(OutOfMemory) as refused:
+            buffer.grow(1)
+        assert (refused.value.requested, refused.value.available, buffer.size) == (PAGE, 0, 4 * PAGE)
+        buffer.resize(PAGE)
+        assert source.physical_memory_usage == PAGE
+
+
+_FORKS = """
+import os
+from membroker import ClosedError, GrowableBuffer, LocalSource, SparseArray
+
+source = LocalSource("host")
+buffer = GrowableBuffer(source, 5, "64MiB", "2MiB")
+table = SparseArray(source, (1000, 4), "F32")
+buffer.view()[:] = b"hello"
+table.write(7, bytes(16))
+child = os.fork()
+if not child:
+    for call in (lambda: buffer.grow(1), buffer.view, lambda: table.read(7), lambda: table.write(8, bytes(16))):
+        try:
+            call()
+        except ClosedError:
+            continue
+        os._exit(1)
+    buffer.close()
+    table.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+buffer.grow(3)
+assert bytes(buffer.view()) == b"hello" + bytes(3)
+table.write(8, b"x" * 16)
+assert table.read(7, 2) == bytes(16) + b"x" * 16
+"""
+
+
+def test_a_fork() -> None:
+    """A worker forks: the child's copies of both say whose they are, and the parent feels nothing of its end."""
+    done = subprocess.run([sys.executable, "-c", _FORKS], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

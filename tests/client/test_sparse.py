@@ -23,6 +23,7 @@ from membroker.errors import (
     NotMapped,
     OutOfMemory,
 )
+from membroker.local_source import LocalSource
 from membroker.sparse import SparseArray
 
 ROW = 1024
@@ -525,6 +526,17 @@ class TestEnd:
         for call in calls:
             with pytest.raises(ClosedError, match=why):
                 call()
+
+
+def test_without_a_broker() -> None:
+    """A library's user has a table in memory of this process's own driver, within a limit of its own."""
+    with LocalSource("host", limit=2 * PAGE) as source, SparseArray(source, (COUNT, 256), "F32") as table:
+        table.write(ROWS - 1, row(1, 2))
+        with pytest.raises(OutOfMemory):
+            table.back(5)
+        assert (table.tiles(), source.physical_memory_usage) == ([0, 1], 2 * PAGE)
+        table.drop(0)
+        table.back(5)
 
 
 class TestNumpy:
