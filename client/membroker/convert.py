@@ -21,7 +21,7 @@ from membroker.types import (
 )
 from membroker.v1 import handoff_pb2
 from membroker.v1 import resources_pb2 as pb
-from membroker.vmm.driver import Location
+from membroker.vmm.driver import AccessFlags, Location
 from membroker.vmm.sizes import parse_size
 
 _TO_WIRE = {Location.DEVICE: pb.LOCATION_DEVICE, Location.HOST: pb.LOCATION_HOST}
@@ -35,6 +35,16 @@ def location_of(location: Location | str) -> Location:
         raise InvalidRequest(f'a location is "device" or "host", not {location!r}') from None
 
 
+def access_of(access: AccessFlags | str) -> AccessFlags:
+    """Return `"none"`, `"read"` or `"read_write"` as `AccessFlags`; raises `InvalidRequest` for anything else."""
+    if isinstance(access, AccessFlags):
+        return access
+    for flags in AccessFlags:
+        if access == flags.name.lower():
+            return flags
+    raise InvalidRequest(f'an access is "none", "read" or "read_write", not {access!r}')
+
+
 def bytes_of(what: str, size: int | str, at_least: int = 0) -> int:
     """Return a size of a user in bytes; `what` names it in the `InvalidRequest` that this raises."""
     try:
@@ -44,6 +54,14 @@ def bytes_of(what: str, size: int | str, at_least: int = 0) -> int:
     if value < at_least:
         raise InvalidRequest(f"{what} must be at least {at_least} bytes, not {size!r}")
     return value
+
+
+def check_range(offset: int, size: int, total: int, what: str) -> None:
+    """Raise `InvalidRequest` unless [offset, offset + size) lies in the `total` bytes of `what`."""
+    if any(isinstance(value, bool) or not isinstance(value, int) for value in (offset, size)):
+        raise InvalidRequest(f"an offset and a size are ints of bytes, not {offset!r} and {size!r}")
+    if not 0 <= offset <= total or not 0 <= size <= total - offset:
+        raise InvalidRequest(f"{size} bytes at {offset} do not lie in {what} of {total} bytes")
 
 
 def location_to_wire(location: Location) -> pb.Location.ValueType:

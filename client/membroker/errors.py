@@ -5,11 +5,13 @@ Owns the one table from the wire's reasons to classes. Must never decide by the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from google.rpc.status_pb2 import Status
+
+    from membroker.types import Move
 
 DOMAIN = "membroker"
 
@@ -28,7 +30,7 @@ class MembrokerError(Exception):
 
 
 class OutOfMemory(MembrokerError, MemoryError):
-    """The broker lends no more. `level` says who refused: `model`, `tenant`, `capacity` or `device`.
+    """No more is lent. `level` says who refused: `model`, `tenant`, `capacity`, `device` or `shared pool`.
 
     `requested`, `available` and `limit` are bytes at that level; `available` is what a smaller request could have
     got at that moment, `limit` is None where the level has no number of its own (a card that strangers filled).
@@ -54,6 +56,24 @@ class OutOfMemory(MembrokerError, MemoryError):
         """The limit of this level, in bytes."""
         text = self.metadata.get("limit_bytes")
         return None if text is None else int(text)
+
+
+OutOfPhysicalMemory = OutOfMemory
+"""The name by which candle-cuda-vmm knows it."""
+
+
+class OutOfVirtualMemory(MembrokerError, MemoryError):
+    """A pool has no free run of addresses that long: deallocate, or `compact`, or reserve more in another pool.
+
+    `requested` and `available`, the largest free run, are in bytes.
+    """
+
+    def __init__(self, requested: int, available: int) -> None:
+        super().__init__(
+            f"no {requested} bytes of free addresses lie side by side, aligned as asked: "
+            f"the largest free run has {available}"
+        )
+        self.requested, self.available = requested, available
 
 
 class BrokerUnavailable(MembrokerError, ConnectionError):
@@ -93,7 +113,7 @@ class NotFound(MembrokerError, LookupError):
 
 
 class ModelNotFound(NotFound):
-    """No such model at this tenant, or this session has not registered it."""
+    """No such model at this tenant or in this shared pool, or this session has not registered it."""
 
 
 class ModelConflict(MembrokerError):
@@ -101,11 +121,11 @@ class ModelConflict(MembrokerError):
 
 
 class ModelAlreadyExists(MembrokerError):
-    """`exclusive=True` was asked, and the model is there."""
+    """`exclusive=True` was asked, and the model is there; or a shared pool has it already."""
 
 
 class ModelInUse(MembrokerError):
-    """The model can't be left: this session is still charged for memory there."""
+    """The model can't be left: this session is still charged for memory there, or views of its pool are alive."""
 
 
 class SegmentNotFound(NotFound):
@@ -150,6 +170,14 @@ class DeviceFailure(MembrokerError):
 
 class ManagedMemoryUnavailable(MembrokerError):
     """Managed memory, or advice about it, is more than this driver or this device can. The message says which."""
+
+
+class CompactionFailed(DeviceFailure):
+    """The driver failed while a pool was compacted. `moves` were made before that, and what they moved stays there."""
+
+    def __init__(self, message: str, moves: Sequence[Move]) -> None:
+        super().__init__(message)
+        self.moves = tuple(moves)
 
 
 class ClosedError(MembrokerError):

@@ -1,32 +1,25 @@
 """`VirtualMemoryPool`: many addresses, and memory behind the ones that are used.
 
-Owns which page of the pool is backed by which extent. It knows a `Source` and a `Region`, never a broker, and must
-never hold its lock during a call of the source or the driver: two borrowers that wait for each other would stand
-still.
+Owns what a user may ask of it, in offsets and sizes; they become pages here, and a `Backing` works on those. It knows
+a `Source`, never a broker, and must never map or unmap anything itself.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from itertools import groupby
 from types import TracebackType
 
-from membroker.convert import bytes_of, location_of
-from membroker.errors import (
-    AlreadyMapped,
-    InvalidOffset,
-    InvalidPageSize,
-    InvalidRequest,
-    NotMapped,
-)
-from membroker.holding import Holding, Placing
-from membroker.interrupts import HeldOff
+from membroker.backing import Backing
+from membroker.convert import access_of, bytes_of, location_of
+from membroker.errors import InvalidOffset, InvalidPageSize, InvalidRequest
+from membroker.page_table import SPARE
 from membroker.region import device_failures
 from membroker.source import Source
-from membroker.types import MemoryStats
+from membroker.types import MemoryStats, Move, PoolMapping
 from membroker.views import Span
-from membroker.vmm.driver import Location
+from membroker.vmm.driver import AccessFlags, Location
 from membroker.vmm.sizes import MAX_BYTES, MIB, format_size, is_power_of_two, round_up
 
 DEFAULT_PAGE_SIZE = 64 * MIB
@@ -37,10 +30,12 @@ class VirtualMemoryPool:
 
     Offsets and sizes are in bytes (sizes may be text, such as `"8GiB"`) and need no alignment: a call works on
     every page that its range touches. What is charged is whole pages. `virtual_capacity` is rounded up to whole
-    pages; nothing but the process's address space limits it.
+    pages; nothing but the process's address space limits it. The base address is a multiple of the page size.
 
     Up to `spare_pages` pages that are deallocated stay mapped and charged, with what is in them, and the next
     allocation of them costs no call; `prepare` lends ahead of need, `trim` gives back what is spare.
+
+    The source is a `Model`, where a broker lends, or a `LocalSource`, without one.
     """
 
     def __init__(
@@ -53,19 +48,15 @@ class VirtualMemoryPool:
     ) -> None:
         if spare_pages < 0:
             raise InvalidRequest(f"a pool keeps no less than 0 spare pages, not {spare_pages}")
-        self._page_size = _check_page_size(page_size, source.driver.device.granularity)
-        self._location = location_of(location)
+        self._page_size = check_page_size(page_size, source.driver.device.granularity)
+        where = location_of(location)
         self._capacity = round_up(bytes_of("virtual_capacity", virtual_capacity, at_least=1), self._page_size)
         if self._capacity > MAX_BYTES:
             raise InvalidRequest(f"a virtual capacity of {virtual_capacity!r} rounds up to more than 2^63-1 bytes")
         with device_failures():
-            self._holding = Holding(source, self._capacity, "pool")
+            self._backing = Backing(source, self._capacity // self._page_size, self._page_size, where, spare_pages)
+        self._holding, self._table, self._lock = self._backing.holding, self._backing.table, self._backing.lock
         self._on_host = source.driver.device.driver == "host"
-        # By page number: the pages that a running call maps or unmaps, and those that are backed and not in use.
-        self._pending: set[int] = set()
-        self._spare: set[int] = set()
-        self._spare_pages = spare_pages
-        self._lock = threading.Lock()
         self._holding.owned_by(self)
 
     # What it is
@@ -101,20 +92,41 @@ class VirtualMemoryPool:
         self._holding.check_open()
         page = self._touched(offset, 1).start
         with self._lock:
-            return self._is_used(page) and page not in self._pending
+            return self._table.is_used(page)
 
     def stats(self) -> MemoryStats:
-        """Return the pool's numbers at this moment."""
+        """Return the pool's numbers at this moment; `MemoryStats` says what they do not tell."""
         self._holding.check_open()
         with self._lock:
-            backed, spare = sorted(self._holding.extents), len(self._spare)
+            mapped, spare = len(self._holding.extents), self._table.spare
+            largest, free = self._table.largest_free_run()
         return MemoryStats(
             virtual_capacity=self._capacity,
-            physical_usage=len(backed) * self._page_size,
-            mapped_pages=len(backed),
+            physical_usage=mapped * self._page_size,
+            mapped_pages=mapped,
+            largest_free_run=largest * self._page_size,
+            fragmentation_ratio=1 - largest / free if free else 0.0,
             spare_pages=spare,
-            fragmentation_ratio=_fragmentation(backed, self._page_size, self._capacity),
         )
+
+    def mappings(self, *, by_page: bool = False) -> list[PoolMapping]:
+        """Return what is where, by offset: a row for each run of pages of which the same holds, or for each page."""
+        self._holding.check_open()
+        with self._lock:
+            pinned = {page for pages in self._backing.pinned() for page in pages}
+            rows = [
+                (page, "changing" if busy else _state(state, page in pinned), self._table.access(page), extent)
+                for pages, state, busy in self._table.runs()
+                for page in pages
+                if (extent := self._holding.extents.get(page * self._page_size)) is not None
+            ]
+        runs = groupby(enumerate(rows), lambda row: (row[1][0] if by_page else row[1][0] - row[0], *row[1][1:3]))
+        return [self._as_mapping([row for _, row in run]) for _, run in runs]
+
+    def _as_mapping(self, rows: list[tuple[int, str, AccessFlags, int]]) -> PoolMapping:
+        page, state, access, _ = rows[0]
+        size, extents = len(rows) * self._page_size, tuple(extent for *_, extent in rows)
+        return PoolMapping(page * self._page_size, size, state, access.name.lower(), extents)
 
     # Backing addresses
 
@@ -128,21 +140,49 @@ class VirtualMemoryPool:
         """
         self._holding.check_open()
         pages = self._touched(offset, size)
-        if self._spare and self._use_spare(pages):
-            return self._holding.region.address + offset
-        self._back(lambda: pages)
+        if self._table.spare:
+            with self._lock:
+                if self._table.take_spare(pages):
+                    return self._holding.region.address + offset
+        self._backing.back(lambda: pages)
         return self._holding.region.address + offset
 
-    def grow(self, size: int | str) -> int:
-        """Back the first `size` bytes after the highest backed page, and return their address.
+    def allocate_anywhere(self, size: int | str, alignment: int | str = 0) -> int:
+        """Back `size` bytes at the lowest free addresses that hold them side by side, and return the first.
 
-        Holes below are left as they are. A page that another thread is backing counts as backed, so threads that
+        It begins at a page, and at a multiple of `alignment` bytes, a power of two. Spare pages are free. To
+        deallocate, the offset is the address less `base_address`. Raises `OutOfVirtualMemory` where no free run of
+        addresses is that long, and otherwise as `allocate`.
+        """
+        self._holding.check_open()
+        count = -(-bytes_of("a size", size, at_least=1) // self._page_size)
+        align = bytes_of("an alignment", alignment)
+        if align and not is_power_of_two(align):
+            raise InvalidRequest(f"an alignment is a power of two, not {alignment!r}")
+        base, step = self._holding.region.address, max(align, self._page_size) // self._page_size
+        pages = self._backing.back(lambda: self._table.first_fit(count, step, -(base // self._page_size) % step))
+        return base + pages.start * self._page_size
+
+    def grow(self, size: int | str) -> int:
+        """Back the first `size` bytes after the highest allocated page, and return their address.
+
+        Holes below are left as they are. A page that another thread is backing counts as allocated, so threads that
         grow at once get neighbouring ranges. Raises as `allocate`.
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        pages = self._back(lambda: self._touched(self._top(), length))
+        pages = self._backing.back(lambda: self._above(length))
         return self._holding.region.address + pages.start * self._page_size
+
+    def shrink(self, size: int | str) -> None:
+        """Deallocate the pages of the last `size` bytes before the end of the highest allocated page.
+
+        It undoes a `grow` of that size. Raises as `deallocate`: `NotMapped` when there is a hole among them, and
+        `InvalidOffset` when there are not that many.
+        """
+        self._holding.check_open()
+        length = bytes_of("a size", size, at_least=1)
+        self._backing.drop(lambda: self._below(length))
 
     def prepare(self, size: int | str) -> None:
         """Back the next `size` bytes after the highest allocated page ahead of need, as spare pages.
@@ -152,73 +192,12 @@ class VirtualMemoryPool:
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        self._back(lambda: self._touched(self._top(), length), spare=True)
+        self._backing.back(lambda: self._above(length), spare=True)
 
     def trim(self) -> int:
         """Give back every spare page, and return how many bytes that was. Waits as `deallocate` does."""
         self._holding.check_open()
-        with HeldOff(), device_failures(), self._holding.in_use():
-            with self._lock:
-                pages = sorted(self._spare - self._pending)  # what another call is about to use stays
-                self._spare.difference_update(pages)
-                self._pending.update(pages)
-            try:
-                for run in _runs(pages):
-                    self._holding.source.give_back(self._unbind(run))
-            finally:
-                with self._lock:
-                    self._pending.difference_update(pages)
-                    self._spare.update(page for page in pages if self._is_backed(page))
-        return len(pages) * self._page_size
-
-    def _use_spare(self, pages: range) -> bool:
-        """Allocate pages that are all spare, and that no other call is at; say whether they were."""
-        with self._lock:
-            spare, pending = self._spare, self._pending
-            if len(pages) == 1:
-                if pages.start not in spare or pages.start in pending:
-                    return False
-                spare.remove(pages.start)
-                return True
-            if not spare.issuperset(pages) or not pending.isdisjoint(pages):
-                return False
-            spare.difference_update(pages)
-            return True
-
-    def _back(self, choose: Callable[[], range], *, spare: bool = False) -> range:
-        """Back what is not backed of some unused pages: all of them, or none. Then they are used, or spare."""
-        with (
-            HeldOff(),
-            device_failures(),
-            self._holding.in_use(),
-            self._claim(choose, self._check_unused) as pages,
-            ExitStack() as undo,
-        ):
-            for run in _runs([page for page in pages if not self._is_backed(page)]):
-                placing = Placing(self._holding.region, run.start * self._page_size)
-                self._holding.source.borrow(self._page_size, len(run), self._location, placing)
-                undo.callback(self._take_back, placing)
-                self._commit(placing)
-            with self._lock:
-                if spare:
-                    self._spare.update(pages)
-                else:
-                    self._spare.difference_update(pages)
-            undo.pop_all()
-        return pages
-
-    def _commit(self, placing: Placing) -> None:
-        with self._lock:
-            self._holding.check_open()
-            self._holding.extents.update(placing.extents)
-
-    def _take_back(self, placing: Placing) -> None:
-        with self._lock:
-            for offset in placing.extents:
-                self._holding.extents.pop(offset, None)
-        extent_ids = list(placing.extents.values())
-        placing.undo()
-        self._holding.source.give_back(extent_ids)
+        return self._backing.trim() * self._page_size
 
     def deallocate(self, offset: int, size: int | str) -> None:
         """Give back every page that [offset, offset + size) touches. Their addresses stay the pool's.
@@ -228,47 +207,60 @@ class VirtualMemoryPool:
         and `InvalidRequest`; nothing has changed then. When the broker is away the memory is given back all the same.
         """
         self._holding.check_open()
-        touched = self._touched(offset, size)
-        if self._spare_pages and self._keep_spare(touched):
-            return
-        with (
-            HeldOff(),
-            device_failures(),
-            self._holding.in_use(),
-            self._claim(lambda: touched, self._check_removable) as pages,
-        ):
-            self._holding.source.give_back(self._unbind(pages))
+        pages = self._touched(offset, size)
+        self._backing.drop(lambda: pages)
 
-    def _keep_spare(self, pages: range) -> bool:
-        """Keep pages mapped that nobody uses any more, if there is room for all of them; say whether there was."""
-        with self._lock:
-            if len(self._spare) + len(pages) > self._spare_pages:
-                return False
-            self._check_removable(pages)
-            self._spare.update(pages)
-            return True
+    def protect(self, offset: int, size: int | str, access: AccessFlags | str) -> None:
+        """Set what every page that [offset, offset + size) touches allows: `"read"`, `"none"` or `"read_write"`.
 
-    def _unbind(self, pages: range) -> list[int]:
-        """Unmap pages that nobody else touches, and return the ids of their extents."""
-        start, length = pages.start * self._page_size, len(pages) * self._page_size
-        self._holding.source.driver.synchronize()
-        self._holding.region.unbind(start, length)
-        with self._lock:
-            return [self._holding.extents.pop(page * self._page_size) for page in pages]
+        A guard against accidents of this process, no security boundary. It lasts until the pages are deallocated,
+        and goes with them when they are moved. On a card a kernel that breaks it ends the process's context.
+
+        Taking something away waits for the work that this process has given to the device. Raises `NotMapped` when a
+        page is not allocated, `BufferError` when something is to be taken away under a living view, `InvalidOffset`,
+        `InvalidRequest`, `DeviceFailure`, `ClosedError`; nothing has changed then.
+        """
+        self._holding.check_open()
+        pages = self._touched(offset, size)
+        self._backing.protect(pages, access_of(access))
+
+    def compact(self, *, dry_run: bool = False, on_move: Callable[[Move], object] = lambda move: None) -> list[Move]:
+        """Close holes among the allocated pages, lowest first, and return what was moved where. Copies no byte.
+
+        The extents of a run of allocated pages without a gap are mapped lower instead, with what each page allows: the
+        run moves as one, so what lies side by side stays so, or it stays where it is. It stays when a view, a span
+        or a pin of any part of it is alive, or another call is at it. Spare pages are given back first. Each move
+        waits for the work that this process has given to the device.
+
+        Addresses in what was moved are dead: patch them by the moves. Nobody may use them meanwhile; another thread
+        that works in the pool pins its range first. `on_move` is called after each move, while all other calls on the
+        addresses that were left and reached are still refused, and no interrupt is raised in it: with it, pointers
+        are right before anybody can come upon them.
+
+        With `dry_run` nothing is changed, and what it would do now is returned. Raises `CompactionFailed`, which has
+        the moves that were made before, `DeviceFailure`, `ClosedError`; each move happens whole or not at all.
+        """
+        self._holding.check_open()
+        return self._backing.plan() if dry_run else self._backing.compact(on_move)
+
+    # Using it
 
     def view(self, offset: int, size: int | str) -> memoryview:
-        """Return [offset, offset + size) as a writable memoryview, on the host driver.
+        """Return [offset, offset + size) as a memoryview, on the host driver; writable where all of it is.
 
         While it lives, or anything made from it, the range cannot be deallocated, and a closed pool keeps its memory.
-        Raises `NotMapped` when a page is not backed, and `InvalidRequest` on a card.
+        Raises `NotMapped` when a page is not backed, and `InvalidRequest` on a card, or where no access is allowed.
         """
         if not self._on_host:
             raise InvalidRequest("only the host driver's memory can be viewed: wrap the address on a card")
         self._holding.check_open()
         pages, length = self._touched(offset, size), bytes_of("a size", size)
         with self._holding.in_use(), self._lock:
-            self._check_mapped(pages)
-            return self._holding.views.make(self, self._holding.region.address + offset, length)
+            access = self._check_access(pages)
+            if access is AccessFlags.NONE:
+                raise InvalidRequest(f"[{offset}, {offset + length}) allows no access: protect() it otherwise")
+            view = self._holding.views.make(self, self._holding.region.address + offset, length)
+        return view if access is AccessFlags.READ_WRITE else view.toreadonly()
 
     def span(self, offset: int, size: int | str) -> Span:
         """Keep [offset, offset + size) mapped as long as the result lives: for whoever gives its addresses away.
@@ -281,8 +273,20 @@ class VirtualMemoryPool:
         length = bytes_of("a size", size)
         pages = self._touched(offset, length or 1)
         with self._holding.in_use(), self._lock:
-            self._check_mapped(pages)
-            return self._holding.span(self, offset, length)
+            writable = self._check_access(pages) is AccessFlags.READ_WRITE
+            return self._holding.span(self, offset, length, writable=writable)
+
+    @contextmanager
+    def pin(self, offset: int, size: int | str) -> Iterator[int]:
+        """Hold [offset, offset + size) where it is during a block, which gets its address.
+
+        It can be neither deallocated nor moved nor be taken access from, as under a living span. Raises as `span`.
+        """
+        span = self.span(offset, size)
+        try:
+            yield span.address
+        finally:
+            del span
 
     def close(self) -> None:
         """Unmap and give back everything, addresses too. Idempotent; raises nothing when the broker is away.
@@ -318,61 +322,29 @@ class VirtualMemoryPool:
             )
         return range(offset // self._page_size, (offset + length - 1) // self._page_size + 1)
 
-    @contextmanager
-    def _claim(self, choose: Callable[[], range], check: Callable[[range], None]) -> Iterator[range]:
-        """Keep all other calls off some pages, after `check` agreed, while the lock is not held."""
-        with self._lock:
-            pages = choose()
-            check(pages)
-            self._pending.update(pages)
-        try:
-            yield pages
-        finally:
-            with self._lock:
-                self._pending.difference_update(pages)
+    def _above(self, length: int) -> range:
+        """Return the pages of `length` bytes behind all that is taken. The lock is held."""
+        return self._touched(self._table.top() * self._page_size, length)
 
-    def _is_backed(self, page: int) -> bool:
-        return page * self._page_size in self._holding.extents
+    def _below(self, length: int) -> range:
+        """Return the pages of the last `length` bytes of what is taken. The lock is held."""
+        top, count = self._table.top(), -(-length // self._page_size)
+        if count > top:
+            raise InvalidOffset(f"the highest allocated page ends at {top * self._page_size}, before {length} bytes")
+        return range(top - count, top)
 
-    def _is_used(self, page: int) -> bool:
-        return page * self._page_size in self._holding.extents and page not in self._spare
-
-    def _top(self) -> int:
-        """Return the offset behind the highest page that is used or pending. The lock is held."""
-        spare, size = self._spare, self._page_size
-        highest = max((offset for offset in self._holding.extents if offset // size not in spare), default=-size)
-        return max(highest, max(self._pending, default=-1) * self._page_size) + self._page_size
-
-    def _check_unused(self, pages: range) -> None:
-        for page in pages:
-            if page in self._pending or self._is_used(page):
-                by = "is being changed by another call" if page in self._pending else "is mapped already"
-                raise AlreadyMapped(f"the page at offset {page * self._page_size} {by}")
-
-    def _check_mapped(self, pages: range) -> None:
-        for page in pages:
-            if page in self._pending or not self._is_used(page):
-                raise NotMapped(f"the page at offset {page * self._page_size} is not mapped")
-
-    def _check_removable(self, pages: range) -> None:
-        self._check_mapped(pages)
-        start, length = pages.start * self._page_size, len(pages) * self._page_size
-        if self._holding.views.any_in(self._holding.region.address + start, length):
-            raise BufferError(f"a view of [{start}, {start + length}) is still alive: release it first")
+    def _check_access(self, pages: range) -> AccessFlags:
+        """Return what all of some pages allow, after checking that they are used. The lock is held."""
+        self._table.check_used(pages)
+        return min(map(self._table.access, pages), key=lambda access: access.value)
 
 
-def _runs(pages: list[int]) -> list[range]:
-    """Return page numbers, which are in order, as runs without a gap."""
-    runs: list[range] = []
-    for page in pages:
-        if runs and runs[-1].stop == page:
-            runs[-1] = range(runs[-1].start, page + 1)
-        else:
-            runs.append(range(page, page + 1))
-    return runs
+def _state(state: int, pinned: bool) -> str:
+    return "spare" if state == SPARE else "pinned" if pinned else "used"
 
 
-def _check_page_size(page_size: int | str, granularity: int) -> int:
+def check_page_size(page_size: int | str, granularity: int) -> int:
+    """Return a page size in bytes. Raises `InvalidPageSize` unless it is a power of two, at least `granularity`."""
     try:
         value = bytes_of("a page size", page_size)
     except InvalidRequest as error:
@@ -383,14 +355,3 @@ def _check_page_size(page_size: int | str, granularity: int) -> int:
             f"not {page_size!r}"
         )
     return value
-
-
-def _fragmentation(backed: list[int], page_size: int, capacity: int) -> float:
-    """Return 1 - largest free run / free addresses, for the offsets of the backed pages in order."""
-    free = capacity - len(backed) * page_size
-    if not free:
-        return 0.0
-    ends = [-page_size, *backed]
-    starts = [*backed, capacity]
-    largest = max(start - end - page_size for end, start in zip(ends, starts, strict=True))
-    return 1 - largest / free

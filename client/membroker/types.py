@@ -16,17 +16,59 @@ class MemoryStats:
     """A pool at one moment.
 
     `virtual_capacity` and `physical_usage` are bytes: addresses reserved, and memory behind them (whole pages), of
-    which `spare_pages` are mapped and not in use.
+    which `spare_pages` are mapped and not in use. `largest_free_run` is how many bytes one more allocation can have
+    at most, as far as addresses go: those without memory, and those of spare pages.
+
     `fragmentation_ratio` is external fragmentation of the addresses, 1 - largest free run / free addresses: 0.0
-    when what is free lies in one piece, or nothing is free. It says nothing about the device's memory, which
-    cannot fragment: pages lie anywhere.
+    when what is free lies in one piece, or nothing is free. It does not tell what is unused inside of pages, nor
+    whether there is memory to borrow, and it says nothing about the device's memory, which cannot fragment: pages
+    lie anywhere.
     """
 
     virtual_capacity: int
     physical_usage: int
     mapped_pages: int
+    largest_free_run: int
     fragmentation_ratio: float
     spare_pages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMapping:
+    """Pages of a pool, side by side, of which the same holds. `offset` and `size` are in bytes.
+
+    `state` is `used`, `pinned` (used, and a view, a span or a pin of it lives), `spare` (mapped and charged, and
+    allocated by nobody) or `changing` (another call is at it). `access` is `none`, `read` or `read_write`. `extents`
+    are the source's ids of the extents behind the pages, one for each.
+    """
+
+    offset: int
+    size: int
+    state: str
+    access: str
+    extents: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What a compaction moved, in bytes: whatever was at `old_offset + n` is at `new_offset + n`, for n < `size`."""
+
+    old_offset: int
+    new_offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalMemoryStats:
+    """All models of a `SharedMemoryPool` at one moment.
+
+    `physical_usage` is bytes of memory behind all of their pages; `physical_limit` what it may come to, in bytes, or
+    None where only those limits hold that the lender has itself. Neither tells what others use of the device.
+    """
+
+    physical_limit: int | None
+    physical_usage: int
+    num_models: int
 
 
 @dataclass(frozen=True, slots=True)
