@@ -244,7 +244,8 @@ class Loop:
                 self._seal(effect.segment)
             case fx.Drop():
                 descriptors = self.store.give_up(effect.segment)
-                self.executor.close(descriptors, lambda _: self.tell(ev.Dropped(effect.segment)))
+                ended = ev.Dropped(effect.segment)
+                self.executor.close(descriptors, lambda _: self.store.settle(lambda: self.tell(ended)))
             case fx.NameSuspects():
                 self.list_processes(lambda found: self._name_suspects(effect, found))
             case fx.Disconnect():

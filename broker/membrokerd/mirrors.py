@@ -259,13 +259,11 @@ class KeeperMirror:
     # --- puts ---
 
     def _send(self, line: _Line, put: _KeeperPut) -> None:
-        batches = _batches(put.left())
+        batches = _batches(put.left()) or [[]]
         put.unanswered, put.error = len(batches), None
         for batch in batches:
             answer = line.ask({"put": batch}, [put.copies[name] for name in batch])
             answer.add_done_callback(functools.partial(self._answered, put))
-        if not batches:
-            self._io.call_soon(self._end, put, None)
 
     def _answered(self, put: _KeeperPut, answer: asyncio.Future[_Answer]) -> None:
         error = answer.exception()

@@ -41,6 +41,10 @@ class DescriptorStore(Protocol):
         """Forget a segment, or these extents of it; return the descriptors there were, the caller's to close."""
         ...
 
+    def settle(self, done: Callable[[], None]) -> None:
+        """Call `done` once nobody else has what was given up before: then the caller's descriptors are the last."""
+        ...
+
     def __len__(self) -> int:
         """Return how many descriptors of extents are kept."""
         ...
@@ -53,7 +57,7 @@ class Mirror(Protocol):
         """Copy descriptors under these names, in place of what has them; the descriptors stay the caller's.
 
         `done` is called later, once: when the other process has them all, or with why it may not have them. Then it may
-        have some: drop them. What is put first is done first.
+        have some: drop them. What is put or dropped first is done first, so a put of nothing tells of what was before.
         """
         ...
 
@@ -135,6 +139,21 @@ class Store:
         self._drop([_segment_name(segment, extent) for extent in given])
         return list(given.values())
 
+    def settle(self, done: Callable[[], None]) -> None:
+        """Call `done` once the mirror has let go of what was given up, or does not answer.
+
+        Never where this daemon ends first: then its successor gives it up.
+        """
+        if self._mirror is None:
+            done()
+            return
+
+        def put(error: OSError | None) -> None:
+            if not isinstance(error, ConnectionError):
+                done()
+
+        self._mirror.put((), put)
+
     def __len__(self) -> int:
         """Return how many descriptors of extents are kept."""
         return sum(map(len, self._segments.values()))
@@ -157,7 +176,9 @@ class Store:
         self._copy(_driver_name(name), descriptor)
 
     def _copy(self, name: str, descriptor: int) -> None:
-        if self._mirror is None:
+        # A name stands for one thing for ever. What a predecessor left stays where it is: put again it would be gone
+        # from the mirror for a moment, and a death in that moment would lose it.
+        if self._mirror is None or name in self._copies:
             return
 
         def put(error: OSError | None) -> None:
@@ -169,8 +190,6 @@ class Store:
         except OSError as error:
             put(error)
             return
-        if name in self._copies:
-            os.close(self._copies[name])
         self._copies[name] = copy
         self._mirror.put([(name, copy)], put)
 

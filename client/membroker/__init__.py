@@ -49,12 +49,14 @@ if TYPE_CHECKING:
         TooMany,
         WriterDied,
     )
+    from membroker.growable import GrowableBuffer
     from membroker.local_source import LocalSource
     from membroker.model import Model
     from membroker.notices import Disconnected, Draining, Forgotten, Notice, Resumed, Stopping, Undrained
     from membroker.pool import VirtualMemoryPool
     from membroker.segment import Segment
     from membroker.shared_pool import SharedMemoryPool
+    from membroker.sparse import SparseArray
     from membroker.types import (
         DeviceStatus,
         GlobalMemoryStats,
@@ -86,6 +88,7 @@ __all__ = [
     "Draining",
     "Forgotten",
     "GlobalMemoryStats",
+    "GrowableBuffer",
     "InvalidOffset",
     "InvalidPageSize",
     "InvalidRequest",
@@ -120,6 +123,7 @@ __all__ = [
     "SessionLost",
     "SessionStatus",
     "SharedMemoryPool",
+    "SparseArray",
     "Stopping",
     "TooMany",
     "Undrained",
@@ -137,6 +141,7 @@ _ELSEWHERE = {
     "Draining": "notices",
     "Forgotten": "notices",
     "GlobalMemoryStats": "types",
+    "GrowableBuffer": "growable",
     "LocalSource": "local_source",
     "LocationBooks": "types",
     "MemoryStats": "types",
@@ -152,6 +157,7 @@ _ELSEWHERE = {
     "SessionBooks": "types",
     "SessionStatus": "types",
     "SharedMemoryPool": "shared_pool",
+    "SparseArray": "sparse",
     "Stopping": "notices",
     "Undrained": "notices",
     "VirtualMemoryPool": "pool",

@@ -56,6 +56,14 @@ def bytes_of(what: str, size: int | str, at_least: int = 0) -> int:
     return value
 
 
+def check_range(offset: int, size: int, total: int, what: str) -> None:
+    """Raise `InvalidRequest` unless [offset, offset + size) lies in the `total` bytes of `what`."""
+    if any(isinstance(value, bool) or not isinstance(value, int) for value in (offset, size)):
+        raise InvalidRequest(f"an offset and a size are ints of bytes, not {offset!r} and {size!r}")
+    if not 0 <= offset <= total or not 0 <= size <= total - offset:
+        raise InvalidRequest(f"{size} bytes at {offset} do not lie in {what} of {total} bytes")
+
+
 def location_to_wire(location: Location) -> pb.Location.ValueType:
     """Return the wire's number for a location."""
     return _TO_WIRE[location]

@@ -168,6 +168,10 @@ class DeviceFailure(MembrokerError):
     """The broker's driver failed. The message has the driver's own words."""
 
 
+class ManagedMemoryUnavailable(MembrokerError):
+    """Managed memory, or advice about it, is more than this driver or this device can. The message says which."""
+
+
 class CompactionFailed(DeviceFailure):
     """The driver failed while a pool was compacted. `moves` were made before that, and what they moved stays there."""
 

@@ -8,10 +8,16 @@ interrupt: one that was held off is raised at the end.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # typeshed has no stub of it
 import os
 import signal
 import threading
 from types import FrameType, TracebackType
+
+# What `signal` wraps: its conversions between numbers and enums cost ten times as much as the calls, and a block stands
+# around each allocation and each free.
+_set_handler, _get_handler = _signal.signal, _signal.getsignal
+_SIGINT = int(signal.SIGINT)
 
 
 class _State:
@@ -36,11 +42,12 @@ class HeldOff:
 
     def __enter__(self) -> None:
         self._active = threading.current_thread() is threading.main_thread() and (
-            _State.depth > 0 or signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            _State.depth > 0 or _get_handler(_SIGINT) is signal.default_int_handler
         )
         if self._active:
             if not _State.depth:
-                signal.signal(signal.SIGINT, _handle)
+                _State.pending = False
+                _set_handler(_SIGINT, _handle)
             _State.depth += 1
 
     def __exit__(
@@ -51,10 +58,20 @@ class HeldOff:
         _State.depth -= 1
         if _State.depth:
             return
+        _give_handler_back()
         pending, _State.pending = _State.pending, False
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         if pending and kind is not KeyboardInterrupt:
             raise KeyboardInterrupt
+
+
+def _give_handler_back() -> None:
+    """Let the next interrupt be Python's again. One that comes meanwhile is pending."""
+    try:
+        _set_handler(_SIGINT, signal.default_int_handler)
+    except BaseException:
+        # Before it sets anything it runs the handlers of signals that wait, and one of the program's own has raised.
+        _set_handler(_SIGINT, signal.default_int_handler)
+        raise
 
 
 class Waiting:
@@ -85,7 +102,7 @@ def _restore() -> None:
     """In a forked child: the block may have been another thread's, which did not come along."""
     if _State.depth:
         _State.depth, _State.waiting, _State.pending = 0, False, False
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _set_handler(_SIGINT, signal.default_int_handler)
 
 
 os.register_at_fork(after_in_child=_restore)

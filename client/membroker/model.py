@@ -11,12 +11,15 @@ from collections.abc import Callable, Sequence
 from membroker import convert
 from membroker.buffer import Buffer
 from membroker.errors import InvalidRequest, ModelNotFound
+from membroker.growable import DEFAULT_PAGE_SIZE as GROWABLE_PAGE_SIZE
+from membroker.growable import GrowableBuffer
 from membroker.handoff import MAX_EXTENTS_PER_CALL
 from membroker.holding import Holding
 from membroker.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
 from membroker.segment import Segment
 from membroker.session import Session, broker_may_be_gone
 from membroker.source import Placement
+from membroker.sparse import SparseArray
 from membroker.types import ModelStatus
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2
@@ -86,6 +89,38 @@ class Model:
         """
         self._session.check_open()
         return Buffer(self, size, location)
+
+    def growable_buffer(
+        self,
+        size: int | str,
+        capacity: int | str,
+        page_size: int | str = GROWABLE_PAGE_SIZE,
+        location: Location | str = Location.DEVICE,
+    ) -> GrowableBuffer:
+        """Reserve addresses for `capacity` bytes, borrow memory for the first `size`, and return both as a buffer.
+
+        Raises `InvalidPageSize` as `pool`, `InvalidRequest`, and what `allocate` raises; nothing is mapped or charged
+        then.
+        """
+        self._session.check_open()
+        return GrowableBuffer(self, size, capacity, page_size, location)
+
+    def sparse_array(
+        self,
+        shape: Sequence[int],
+        dtype: str,
+        tile_rows: int | None = None,
+        absent: str = "error",
+        location: Location | str = Location.DEVICE,
+    ) -> SparseArray:
+        """Reserve addresses for an array, whose tiles of `tile_rows` rows get memory when they are written.
+
+        `absent` is what reading a tile without memory gives: `"error"` or `"zero"`. No memory is borrowed yet. Raises
+        `InvalidPageSize` for tiles that do not fill whole granules, `InvalidRequest`, and `DeviceFailure` when the
+        addresses cannot be had.
+        """
+        self._session.check_open()
+        return SparseArray(self, shape, dtype, tile_rows, absent, location)
 
     def create_segment(self, name: str, size: int | str, location: Location | str = Location.DEVICE) -> Segment:
         """Make a segment: `size` bytes under a name, charged to this model once, that many processes attach.

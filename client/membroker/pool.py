@@ -48,7 +48,7 @@ class VirtualMemoryPool:
     ) -> None:
         if spare_pages < 0:
             raise InvalidRequest(f"a pool keeps no less than 0 spare pages, not {spare_pages}")
-        self._page_size = _check_page_size(page_size, source.driver.device.granularity)
+        self._page_size = check_page_size(page_size, source.driver.device.granularity)
         where = location_of(location)
         self._capacity = round_up(bytes_of("virtual_capacity", virtual_capacity, at_least=1), self._page_size)
         if self._capacity > MAX_BYTES:
@@ -343,7 +343,8 @@ def _state(state: int, pinned: bool) -> str:
     return "spare" if state == SPARE else "pinned" if pinned else "used"
 
 
-def _check_page_size(page_size: int | str, granularity: int) -> int:
+def check_page_size(page_size: int | str, granularity: int) -> int:
+    """Return a page size in bytes. Raises `InvalidPageSize` unless it is a power of two, at least `granularity`."""
     try:
         value = bytes_of("a page size", page_size)
     except InvalidRequest as error:

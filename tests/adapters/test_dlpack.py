@@ -135,6 +135,98 @@ class TestBytes:
             pool.deallocate(PAGE, 2 * PAGE)
 
 
+class TestGrowing:
+    """What grows, shrinks and has holes, as arrays: they stay where they are, and keep what they see."""
+
+    @frameworks
+    def test_an_array_stays_valid_while_its_buffer_grows(self, model: Model, by: str) -> None:
+        """A column of a table is appended to: the array of before is a part of the one of after, at the same place."""
+        with model.growable_buffer(4096, "64MiB", PAGE) as buffer:
+            before = consume(export(buffer, "F32", (1024,)), by)
+            before[:] = 1
+            buffer.resize(3 * PAGE)
+            after = consume(export(buffer, "F32", (3 * PAGE // 4,)), by)
+            after[1024:] = 2
+            before[0] = 5
+            assert float(after[0]) == 5
+            assert float(after.sum()) == 5 + 1023 + 2 * (3 * PAGE // 4 - 1024)
+            with pytest.raises(BufferError, match="still alive"):
+                buffer.shrink(4)
+            del after
+            buffer.resize(4096)
+            assert float(before.sum()) == 5 + 1023
+            with pytest.raises(BufferError):
+                buffer.resize(4092)
+            del before
+            buffer.resize(0)
+            assert buffer.physical_memory_usage == 0
+
+    @frameworks
+    def test_an_array_outlives_a_growable_buffer(self, shared_daemon: Daemon, model: Model, by: str) -> None:
+        buffer = model.growable_buffer(PAGE, "64MiB", PAGE)
+        array = consume(export(buffer, "I64", (8,)), by)
+        buffer.close()
+        del buffer
+        array[:] = 7
+        assert int(array.sum()) == 56
+        assert shared_daemon.books().lent_bytes == PAGE
+        del array
+
+    @pytest.mark.parametrize("transport", ["handoff", "grpc"])
+    def test_the_books_follow(self, shared_daemon: Daemon, transport: str) -> None:
+        """The broker has lent what the figures of the library say, over both transports, and refuses with numbers."""
+        with membroker.connect(str(shared_daemon.endpoint()), transport=transport) as client:
+            model = client.register_model("small", limit="16MiB", virtual_capacity="1GiB")
+            table = model.sparse_array((1_000_000, 512), "F32")
+            with table, model.growable_buffer("3MiB", "1GiB", PAGE) as buffer:
+                table.write(1023, bytes(2 * 2048))
+                assert (buffer.physical_memory_usage, table.physical_memory_usage) == (2 * PAGE, 2 * PAGE)
+                assert model.stats().books["device"].used == shared_daemon.books().lent_bytes == 4 * PAGE
+                with pytest.raises(membroker.OutOfMemory) as refused:
+                    buffer.resize(7 * PAGE)
+                assert (refused.value.level, refused.value.available) == ("model", 4 * PAGE)
+                with pytest.raises(membroker.OutOfMemory):
+                    table.back(*range(10, 15))
+                assert (buffer.size, table.tiles()) == (3 * MIB, [0, 1])
+                buffer.resize(6 * PAGE)
+                table.drop(1)
+                assert model.stats().books["device"].used == 7 * PAGE
+
+    @frameworks
+    def test_a_tile_is_written_in_place(self, model: Model, by: str) -> None:
+        """A cache's block: taken, written by the framework, read as bytes, held as long as an array of it lives."""
+        with model.sparse_array((100, 16, 8, 64), "F32", absent="zero") as cache:
+            assert (cache.tile_rows, cache.tile_count) == (64, 2)
+            with pytest.raises(NotMapped):
+                cache.tensor(1)
+            cache.back(1)
+            block = consume(cache.tensor(1), by)
+            assert tuple(block.shape) == (36, 16, 8, 64)
+            block[35] = 1
+            assert cache[99].sum() == 16 * 8 * 64
+            assert not cache[:99].any()
+            part = block[3]
+            del block
+            with pytest.raises(BufferError, match="still used"):
+                cache.drop(1)
+            del part
+            cache.drop(1)
+            assert cache.physical_memory_usage == 0
+
+    def test_host_memory(self) -> None:
+        """What is asked of the host is lent by the host and charged there, for both."""
+        with running({"host_capacity": "64MiB"}) as daemon, membroker.connect(str(daemon.endpoint())) as client:
+            model = client.register_model("spill", virtual_capacity="1GiB")
+            with (
+                model.growable_buffer(PAGE + 1, "64MiB", PAGE, location="host") as buffer,
+                model.sparse_array((10,), "F32", location="host") as array,
+            ):
+                array.write(0, bytes(4))
+                buffer.grow(PAGE)
+                books = model.stats().books
+                assert (books["host"].used, books["device"].used) == (4 * PAGE, 0)
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         ("dtype", "shape", "offset"),

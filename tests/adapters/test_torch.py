@@ -138,6 +138,32 @@ class TestTensor:
             with pytest.raises(membroker.NotMapped):
                 adapter.tensor(pool, torch.uint8, (1,))
 
+    def test_a_growable_buffer(self, model: membroker.Model) -> None:
+        """A cache in bfloat16 grows by the token: the tensor of the first tokens is the beginning of the next one."""
+        with model.growable_buffer(0, "64MiB", "2MiB") as buffer:
+            rows = [adapter.tensor(buffer, torch.bfloat16, (64,), buffer.grow(128)).fill_(row) for row in range(3)]
+            buffer.grow("8MiB")
+            assert adapter.tensor(buffer, torch.bfloat16, (3, 64))[:, 5].tolist() == [0, 1, 2]
+            with pytest.raises(BufferError):
+                buffer.resize(256)
+            rows.pop()
+            buffer.resize(256)
+            assert [row.sum().item() for row in rows] == [0, 64]
+            with pytest.raises(membroker.InvalidRequest, match="do not lie"):
+                adapter.tensor(buffer, torch.bfloat16, (64,), 256)
+            rows.clear()
+
+    def test_a_sparse_array(self, model: membroker.Model) -> None:
+        """Any rows of tiles that are there, over the borders of tiles, in any dtype of torch; no others."""
+        with model.sparse_array((8192, 1024), "BF16") as table:
+            table.back(1, 2)
+            rows = adapter.tensor(table, torch.bfloat16, (1024, 1024), 2 * MIB + MIB).fill_(3)
+            assert table[1024 + 512].astype("float32").tolist() == [3.0] * 1024
+            with pytest.raises(membroker.NotMapped, match="tile 3 "):
+                adapter.tensor(table, torch.bfloat16, (1024, 1024), 5 * MIB)
+            del rows
+            table.drop(1, 2)
+
     def test_a_tensor_outlives_its_buffer_and_its_client(self, daemon: Daemon) -> None:
         """A view of a tensor is all that is left; everything comes back when it goes."""
         client = membroker.connect(daemon.endpoint())

@@ -503,7 +503,7 @@ def test_systemd_lets_go_of_what_is_dropped_or_replaced(directory: Path) -> None
         await keeping(store, 1, {1: b"goes", 2: b"stays"})
         for content in (b"old", b"new"):
             watch = memfd(content)
-            store.keep_driver("watch", watch)
+            mirror.put([("driver.watch", watch)], lambda error: None)
             close_all([watch])
         close_all(store.give_up(1, [1]))
         store.keep_process(5, store.lend(1, [2])[0])

@@ -145,6 +145,24 @@ def test_what_the_mirror_refuses_is_the_callers_again(mirror: Slow, mirrored: St
     assert mirror.names == {"segment.1.a"}
 
 
+def test_what_is_given_up_is_settled_when_the_mirror_has_done_it(mirror: Slow, mirrored: Store, store: Store) -> None:
+    """A segment is paid for until its memory is free. A daemon that ends first leaves that to its successor."""
+    settled: list[str] = []
+    mirrored.give_up(1)
+    mirrored.settle(lambda: settled.append("mirrored"))
+    assert settled == []
+    mirror.take()
+    assert settled == ["mirrored"]
+    mirrored.settle(lambda: settled.append("never"))
+    (_, end) = mirror.puts.pop()
+    end(ConnectionError("the broker stops"))
+    mirrored.settle(lambda: settled.append("in vain"))
+    (_, end) = mirror.puts.pop()
+    end(TimeoutError("no answer"))
+    store.settle(lambda: settled.append("alone"))
+    assert settled == ["mirrored", "in vain", "alone"]
+
+
 def test_a_mirror_that_begins_anew_is_told_everything(mirror: Slow, mirrored: Store) -> None:
     """What is kept and what is copied; a session's pidfd is a copy, so the connection may close its own."""
     mirrored.keep(1, [10], [1010], lambda error: None)
@@ -184,7 +202,9 @@ def test_what_a_predecessor_left_is_the_stores(mirror: Slow, mirrored: Store) ->
     mirror.names = {"segment.1.a", "segment.1.b", "process.5", "driver.watch"}
     pidfd, watch = memfd(b""), memfd(b"")
     mirrored.adopt(Kept({1: {10: 1010, 11: 1011}}, {5: pidfd}, {"watch": watch}))
-    assert mirror.puts == []
+    mirrored.keep_process(5, pidfd)
+    mirrored.keep_driver("watch", watch)
+    assert mirror.puts == [], "put again it would be gone from the other process for a moment"
     assert mirrored.lend(1, [10, 11]) == [1010, 1011]
     assert dict(mirror.contents()).keys() == mirror.names
     assert mirrored.give_up(1, [10]) == [1010]

@@ -184,8 +184,8 @@ class TestEnd:
         pool.allocate(0, 3 * PAGE)
         del pool
         gc.collect()
-        until(lambda: used(driver) == source.physical_memory_usage == 0)
         gone = weakref.ref(source)
+        until(lambda: used(driver) == gone().physical_memory_usage == 0)
         del source
         gc.collect()
         until(lambda: gone() is None)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+import textwrap
+import uuid
 from pathlib import Path
 
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
@@ -28,3 +31,15 @@ def build_fake_cuda(directory: Path) -> Path | None:
         target = directory / library
         subprocess.run([compiler, *options, "-o", target, _SOURCE, "-ldl"], check=True)
     return directory
+
+
+def run_beside_fake_cuda(libraries: Path, code: str, **environment: str) -> str:
+    """Run Python `code` in a process of its own beside the libraries, on a card of its own; return what it prints.
+
+    A process, because the loader finds the libraries through LD_LIBRARY_PATH, which it reads when it starts.
+    """
+    own = {"LD_LIBRARY_PATH": str(libraries), "FAKE_CUDA_CARD": uuid.uuid4().hex[:12], **environment}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

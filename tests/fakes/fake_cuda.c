@@ -6,8 +6,9 @@
  * rules are refused with CUDA's numbers. It must never be kinder than a card.
  *
  * FAKE_CUDA_CARD names the card (one for each test run), FAKE_CUDA_INIT is what cuInit returns, FAKE_CUDA_LACKS a
- * device attribute that is 0, FAKE_CUDA_MIG makes the device a slice. fake_cuda_contexts() and fake_cuda_rdma() tell
- * a test what was asked for.
+ * device attribute that is 0 ("89", or "89@1" for device 1 alone), FAKE_CUDA_MIG makes the device a slice,
+ * FAKE_CUDA_DEVICES is how many there are, FAKE_CUDA_VERSION the driver's. fake_cuda_contexts(), fake_cuda_rdma() and
+ * fake_cuda_asked() tell a test what was asked for.
  */
 #define _GNU_SOURCE
 #include <ctype.h>
@@ -15,6 +16,7 @@
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,7 +25,7 @@
 #include <unistd.h>
 
 typedef unsigned long long u64;
-enum { OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NO_CONTEXT = 201, INVALID_DEVICE = 101, NOT_FOUND = 500, NOT_SUPPORTED = 801 };
+enum { OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NO_CONTEXT = 201, INVALID_DEVICE = 101, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_SUPPORTED = 801 };
 #define GRANULE (2ull << 20)
 #define TOTAL (16ull << 30)
 #define MAX_RANGES 4096
@@ -48,6 +50,18 @@ static char the_context;
 
 int fake_cuda_contexts(void) { return contexts; }
 int fake_cuda_rdma(void) { return last_rdma; }
+
+/* What was asked about managed memory, and each wait for the card's work: a line each. */
+static char asked[1 << 16];
+const char *fake_cuda_asked(void) { return asked; }
+
+static void note(const char *format, ...) {
+    va_list values;
+    size_t length = strlen(asked);
+    va_start(values, format);
+    vsnprintf(asked + length, sizeof asked - length, format, values);
+    va_end(values);
+}
 
 /* The truth: who holds what, from /proc. */
 
@@ -131,20 +145,30 @@ static int whole(u64 address, u64 size) {
 /* libcuda: the device. */
 
 int cuInit(unsigned flags) { const char *code = getenv("FAKE_CUDA_INIT"); return code ? atoi(code) : OK; }
-int cuDeviceGetCount(int *count) { *count = 1; return OK; }
-int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal == 0 ? OK : INVALID_DEVICE; }
+static int number(const char *variable, int otherwise) { const char *text = getenv(variable); return text ? atoi(text) : otherwise; }
+static int devices(void) { return number("FAKE_CUDA_DEVICES", 1); }
+
+static int driver_version(void) { return number("FAKE_CUDA_VERSION", 13000); }
+
+int cuDriverGetVersion(int *version) { *version = driver_version(); return OK; }
+int cuDeviceGetCount(int *count) { *count = devices(); return OK; }
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal >= 0 && ordinal < devices() ? OK : INVALID_DEVICE; }
 int cuDeviceGetUuid(char *uuid, int device) { memcpy(uuid, "fake-cuda-card-0", 16); return OK; }
 
+static int lacks(int attribute, int device) {
+    const char *lack = getenv("FAKE_CUDA_LACKS"), *only = lack ? strchr(lack, '@') : NULL;
+    return lack && atoi(lack) == attribute && (!only || atoi(only + 1) == device);
+}
+
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
-    const char *lacks = getenv("FAKE_CUDA_LACKS");
-    *value = lacks && atoi(lacks) == attribute ? 0 : attribute == 134 ? -1 : 1;
-    return OK;
+    *value = lacks(attribute, device) ? 0 : attribute == 134 ? -1 : 1;
+    return device >= 0 && device < devices() ? OK : INVALID_DEVICE;
 }
 
 int cuGetErrorName(int code, const char **name) {
     *name = code == OK ? "CUDA_SUCCESS" : code == INVALID ? "CUDA_ERROR_INVALID_VALUE" : code == OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY"
         : code == NO_CONTEXT ? "CUDA_ERROR_INVALID_CONTEXT" : code == INVALID_DEVICE ? "CUDA_ERROR_INVALID_DEVICE"
-        : code == NOT_SUPPORTED ? "CUDA_ERROR_NOT_SUPPORTED" : code == 100 ? "CUDA_ERROR_NO_DEVICE" : NULL;
+        : code == INVALID_HANDLE ? "CUDA_ERROR_INVALID_HANDLE" : code == NOT_SUPPORTED ? "CUDA_ERROR_NOT_SUPPORTED" : code == 100 ? "CUDA_ERROR_NO_DEVICE" : NULL;
     return *name ? OK : INVALID;
 }
 
@@ -153,7 +177,7 @@ int cuDevicePrimaryCtxRelease(int device) { LOCKED(contexts ? (contexts--, OK) :
 int cuCtxSetCurrent(void *context) { current_context = context; return OK; }
 int cuCtxPushCurrent(void *context) { context_below = current_context; current_context = context; return OK; }
 int cuCtxPopCurrent(void **context) { *context = current_context; current_context = context_below; return OK; }
-int cuCtxSynchronize(void) { return current_context ? OK : NO_CONTEXT; }
+int cuCtxSynchronize(void) { if (!current_context) return NO_CONTEXT; LOCKED((note("cuCtxSynchronize\n"), OK)); }
 
 /* libcuda: extents. */
 
@@ -278,11 +302,134 @@ int cuMemGetAccess(u64 *flags, const struct location *location, u64 address) { L
 int cuMemcpyHtoD(u64 to, const void *from, size_t size) { if (!current_context) return NO_CONTEXT; memcpy((void *)to, from, size); return OK; }
 int cuMemcpyDtoH(void *to, u64 from, size_t size) { if (!current_context) return NO_CONTEXT; memcpy(to, (void *)from, size); return OK; }
 
+/* libcuda: managed memory. Its bytes stay on the host, and the device's figure shows none of them. */
+
+#define PAGE 4096ull
+#define MAX_MANAGED 64
+enum { HOST = -1, NOWHERE = -2 };
+struct page { int read_mostly, preferred, prefetched; unsigned accessed_by; };
+struct managed { u64 address, size; struct page *pages; };
+static struct managed managed[MAX_MANAGED];
+static char the_stream;
+
+int cuStreamCreate(void **stream, unsigned flags) { *stream = &the_stream; return current_context ? OK : NO_CONTEXT; }
+
+static int allocate_managed(u64 *address, u64 size, unsigned flags) {
+    struct managed *row = managed;
+    if (!current_context) return NO_CONTEXT;
+    if (lacks(83, 0)) return NOT_SUPPORTED;
+    if (!size || flags != 1) return INVALID;
+    while (row < managed + MAX_MANAGED && row->size) row++;
+    if (size > TOTAL || row == managed + MAX_MANAGED) return OUT_OF_MEMORY;
+    u64 count = (size + PAGE - 1) / PAGE;
+    void *start = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (start == MAP_FAILED) return OUT_OF_MEMORY;
+    madvise(start, size, MADV_DONTFORK);
+    *row = (struct managed){(u64)start, size, calloc(count, sizeof *row->pages)};
+    for (u64 i = 0; i < count; i++) row->pages[i].preferred = row->pages[i].prefetched = NOWHERE;
+    *address = row->address;
+    note("cuMemAllocManaged %llu\n", size);
+    return OK;
+}
+int cuMemAllocManaged(u64 *address, size_t size, unsigned flags) { LOCKED(allocate_managed(address, size, flags)); }
+
+static int free_managed(u64 address) {
+    if (!current_context) return NO_CONTEXT;
+    for (struct managed *row = managed; row < managed + MAX_MANAGED; row++) {
+        if (!row->size || row->address != address) continue;
+        munmap((void *)address, row->size);
+        free(row->pages);
+        *row = (struct managed){0};
+        note("cuMemFree\n");
+        return OK;
+    }
+    return INVALID;
+}
+int cuMemFree(u64 address) { LOCKED(free_managed(address)); }
+
+/* The pages of a range that lies in one allocation, widened to whole pages, and the range's place in it for a note. */
+static struct page *pages(u64 address, u64 size, u64 *count, u64 *offset) {
+    for (struct managed *row = managed; row < managed + MAX_MANAGED; row++) {
+        if (!row->size || address < row->address || address - row->address >= row->size) continue;
+        *offset = address - row->address;
+        if (!size || size > row->size - *offset) return NULL;
+        u64 first = *offset / PAGE;
+        *count = (*offset + size + PAGE - 1) / PAGE - first;
+        return row->pages + first;
+    }
+    return NULL;
+}
+
+/* The one number that CUDA 12.1 took for a location; NOWHERE for a location that is none. */
+static int place(struct location location) { return location.type == 2 ? HOST : location.type == 1 ? location.id : NOWHERE; }
+static int is_place(int device) { return device == HOST || (device >= 0 && device < devices() && !lacks(89, device)); }
+
+static int advise(const char *form, u64 address, u64 size, int advice, int device) {
+    u64 count, offset;
+    struct page *page = pages(address, size, &count, &offset);
+    int ignored = advice == 1 || advice == 2 || advice == 4;
+    if (!current_context) return NO_CONTEXT;
+    if (!page || advice < 1 || advice > 6) return INVALID;
+    if (!ignored && !is_place(device)) return INVALID_DEVICE;
+    note("%s +%llu %llu %d %d\n", form, offset, size, advice, device);
+    for (unsigned bit = 1u << (device + 1); count--; page++) {
+        if (advice <= 2) page->read_mostly = advice == 1;
+        else if (advice <= 4) page->preferred = advice == 3 ? device : NOWHERE;
+        else page->accessed_by = advice == 5 ? page->accessed_by | bit : page->accessed_by & ~bit;
+    }
+    return OK;
+}
+int cuMemAdvise(u64 address, size_t size, int advice, int device) { LOCKED(advise("cuMemAdvise", address, size, advice, device)); }
+int cuMemAdvise_v2(u64 address, size_t size, int advice, struct location location) { LOCKED(advise("cuMemAdvise_v2", address, size, advice, place(location))); }
+
+static int prefetch(const char *form, u64 address, u64 size, int device, void *stream) {
+    u64 count, offset;
+    struct page *page = pages(address, size, &count, &offset);
+    if (!current_context) return NO_CONTEXT;
+    if (stream && stream != &the_stream) return INVALID_HANDLE;
+    if (!page) return INVALID;
+    if (!is_place(device) || lacks(89, 0)) return INVALID_DEVICE;
+    note("%s +%llu %llu %d %s\n", form, offset, size, device, stream ? "stream" : "default");
+    while (count--) page++->prefetched = device;
+    return OK;
+}
+int cuMemPrefetchAsync(u64 address, size_t size, int device, void *stream) { LOCKED(prefetch("cuMemPrefetchAsync", address, size, device, stream)); }
+int cuMemPrefetchAsync_v2(u64 address, size_t size, struct location location, unsigned flags, void *stream) {
+    LOCKED(flags ? INVALID : prefetch("cuMemPrefetchAsync_v2", address, size, place(location), stream));
+}
+
+static int range_attribute(int *data, size_t size, int attribute, u64 address, u64 length) {
+    u64 count, offset;
+    struct page *page = pages(address, length, &count, &offset), all;
+    if (!page || attribute < 1 || attribute > 4 || !size || size % sizeof *data) return INVALID;
+    for (all = *page; count--; page++) {
+        all.read_mostly &= page->read_mostly;
+        all.accessed_by &= page->accessed_by;
+        if (all.preferred != page->preferred) all.preferred = NOWHERE;
+        if (all.prefetched != page->prefetched) all.prefetched = NOWHERE;
+    }
+    if (attribute == 1) *data = all.read_mostly;
+    if (attribute == 2) *data = all.preferred;
+    if (attribute == 4) *data = all.prefetched;
+    for (int device = HOST; attribute == 3 && size; device++) {
+        if (device < devices() && !(all.accessed_by & 1u << (device + 1))) continue;
+        *data++ = device < devices() ? device : NOWHERE;
+        size -= sizeof *data;
+    }
+    return OK;
+}
+int cuMemRangeGetAttribute(void *data, size_t size, int attribute, u64 address, size_t length) { LOCKED(range_attribute(data, size, attribute, address, length)); }
+
 int cuGetProcAddress_v2(const char *name, void **function, int version, u64 flags, int *found) {
     Dl_info self;
     dladdr((void *)cuInit, &self);
     void *library = dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD);
-    *function = dlsym(library, name);
+    /* The second form of what changed in CUDA 12.2 goes by the plain name, to whoever is built for that or later. */
+    char second[64];
+    snprintf(second, sizeof second, "%s_v2", name);
+    *function = version >= 12020 ? dlsym(library, second) : NULL;
+    if (!*function) *function = dlsym(library, name);
+    else if (version > driver_version()) *function = NULL;
     if (found) *found = *function ? 0 : 1;
     return *function ? OK : NOT_FOUND;
 }

@@ -142,6 +142,26 @@ def test_what_keeper_and_daemon_have_both_lost_is_told(patient: Daemon) -> None:
     check_free(patient)
 
 
+def test_a_segment_is_charged_until_the_keeper_has_let_go(daemon: Daemon) -> None:
+    """The keeper is slow to close its copy of a deleted segment: its memory is not free yet, and the books say so."""
+    with worker() as one:
+        one.connect(daemon)
+        one.do("segment = client.register_model('m').create_segment('weights', 8 * MIB)")
+        one.do("segment.write(0, b'weights'); segment.seal(); segment.delete()")
+        keeper = daemon.keeper()
+        os.kill(keeper, signal.SIGSTOP)
+        try:
+            one.do("segment.close()")
+            assert one.ask("[one.state for one in client.segments()]") == ["ending"]
+            assert daemon.books().lent_bytes == 8 * MIB
+        finally:
+            os.kill(keeper, signal.SIGCONT)
+        until(lambda: daemon.books().lent_bytes == 0)
+        assert daemon.books().unaccounted_bytes == 0
+        one.do("client.close()")
+    check_free(daemon)
+
+
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     until(lambda: not os.path.exists(f"/proc/{pid}"))

@@ -9,11 +9,8 @@ import math
 from collections.abc import Sequence
 
 from membroker.adapters._torch import torch
-from membroker.adapters.dlpack import export
-from membroker.buffer import Buffer
+from membroker.adapters.dlpack import Source, export
 from membroker.errors import InvalidRequest
-from membroker.pool import VirtualMemoryPool
-from membroker.segment import Segment
 from membroker.vmm.driver import DeviceInfo
 
 # safetensors' words. A float4 of torch is two elements in a byte.
@@ -43,18 +40,17 @@ DTYPES = {text: getattr(torch, name) for text, name in _NAMES.items() if hasattr
 TEXTS = {dtype: text for text, dtype in DTYPES.items()}
 
 
-def tensor(
-    source: Buffer | Segment | VirtualMemoryPool, dtype: torch.dtype, shape: Sequence[int], offset: int = 0
-) -> torch.Tensor:
-    """Return `shape` elements of `dtype` from byte `offset` of a buffer, a segment or a pool; nothing is copied.
+def tensor(source: Source, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
+    """Return `shape` elements of `dtype` from byte `offset` of what was borrowed, whatever it is; nothing is copied.
 
     A CUDA tensor on a card, a CPU tensor on the host driver; any dtype of torch. The memory stays as long as the
     tensor lives, or a view of it: closing the owner waits for the last of them and for the work on the device, and
-    a pool refuses to deallocate the range (`BufferError`). torch has no read-only tensors: writing to one over a
-    segment that is sealed or attached ends the process on the host, and its CUDA context on a card.
+    what can give back a part of it (a pool, a growable buffer, a sparse array) refuses to (`BufferError`). torch has no
+    read-only tensors: writing to one over a segment that is sealed or attached ends the process on the host, and its
+    CUDA context on a card.
 
     Raises `InvalidRequest` for a range outside of the source or an offset that is no multiple of the element,
-    `NotMapped` where a pool's page has no memory, and `ClosedError`.
+    `NotMapped` where a page or a tile has no memory, and `ClosedError`.
     """
     shape = tuple(shape)
     if offset % dtype.itemsize:

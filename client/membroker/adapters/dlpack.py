@@ -70,7 +70,7 @@ _BFLOAT, _FIRST_FLOAT8 = 4, 7
 
 
 class Source(Protocol):
-    """A `Buffer`, a `VirtualMemoryPool` or a `Segment`."""
+    """A `Buffer`, a `GrowableBuffer`, a `VirtualMemoryPool`, a `Segment` or a `SparseArray`."""
 
     def span(self, offset: int, size: int, /) -> Span:
         """Keep [offset, offset + size) as long as the result lives."""
@@ -226,7 +226,7 @@ def device_of(device: DeviceInfo) -> tuple[int, int]:
 
 def size_of(dtype: str, shape: Sequence[int]) -> int:
     """Return the bytes of a tensor. Raises `InvalidRequest` for a dtype that DLPack has not, or for no shape."""
-    known = _DTYPES.get(dtype)
+    known = _DTYPES.get(dtype) if isinstance(dtype, str) else None
     if known is None:
         raise InvalidRequest(f"{dtype!r} is no dtype that DLPack has; it has {', '.join(_DTYPES)}")
     if not all(type(dimension) is int and 0 <= dimension <= MAX_BYTES for dimension in shape):

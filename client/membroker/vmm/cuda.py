@@ -1,4 +1,4 @@
-"""`CudaDriver`: one NVIDIA card by CUDA's virtual memory management. The only file that names `cuMem*`.
+"""`CudaDriver`: one NVIDIA card by CUDA's virtual memory management. Only it and `_cuda_managed` name `cuMem*`.
 
 Owns the driver's handles of this process and the translation of its errors. It must never create a context
 for a broker: that costs the card 518 MiB in each process, and a sticky error of a context takes its process
@@ -46,7 +46,7 @@ class CudaDriver:
 
     def __init__(self, device: int | str = 0, context: bool = False) -> None:
         _refuse_wsl()
-        self._cuda = _load_bindings()
+        self._cuda = load_bindings()
         self._pid = os.getpid()
         self._closed = False
         self._handles: dict[Handle, Any] = {}
@@ -226,12 +226,22 @@ class CudaDriver:
     def synchronize(self) -> None:
         """Wait for this process's work on the card; without a context there is none."""
         self._enter("cuCtxSynchronize")
+        if self._context is not None:
+            self.in_context("cuCtxSynchronize")
+
+    def in_context(self, name: str, *arguments: Any) -> Any:
+        """Call the driver's function `name` in this driver's context: for `_cuda_managed`, which names more of them.
+
+        Raises `DriverError` with what the driver says, and where this one was made without a context.
+        """
+        self._check_usable(name)
         if self._context is None:
-            return
+            hint = "this driver has no context: make it with open_driver('cuda', context=True)"
+            raise DriverError(name, "CUDA_ERROR_INVALID_CONTEXT", 201, hint)
         # Another driver of this process, or a framework, may have made another card's context this thread's.
         self._call("cuCtxPushCurrent", self._context)
         try:
-            self._call("cuCtxSynchronize")
+            return self._call(name, *arguments)
         finally:
             self._call("cuCtxPopCurrent")
 
@@ -465,7 +475,8 @@ def _check_size(size: int, granularity: int, call: str) -> None:
         raise DriverError(call, *_INVALID, f"a size is a positive multiple of {granularity} bytes, not {size}")
 
 
-def _load_bindings() -> Any:
+def load_bindings() -> Any:
+    """Return `cuda.bindings.driver`; raises `DriverUnavailable`, which says what to install."""
     try:
         import cuda.bindings.driver as bindings
     except ImportError as error:

@@ -1,7 +1,7 @@
 """The real `CudaDriver` on the real cuda-bindings, over a card made of memfds: no GPU is needed.
 
 What a fake cannot show (costs, scrubbing, contexts' bytes, faults) stands in tests/gpu. Each piece of code runs in
-a process of its own, because the loader finds the fake libraries through LD_LIBRARY_PATH, read when it starts.
+a process of its own (`run_beside_fake_cuda` says why).
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import os
 import subprocess
 import sys
 import textwrap
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.fakes import build_fake_cuda
+from tests.fakes import build_fake_cuda, run_beside_fake_cuda
 
 from membroker.testing import CHECKS
 
@@ -60,13 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         pytest.skip("no C compiler (gcc or cc) to build the fake libcuda with")
 
     def run_code(code: str, **environment: str) -> str:
-        own = {"LD_LIBRARY_PATH": str(libraries), "FAKE_CUDA_CARD": uuid.uuid4().hex[:12], **environment}
-        command = [sys.executable, "-c", _PRELUDE + textwrap.dedent(code)]
-        done = subprocess.run(
-            command, env={**os.environ, **own}, capture_output=True, text=True, timeout=100, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return run_beside_fake_cuda(libraries, _PRELUDE + textwrap.dedent(code), **environment)
 
     return run_code
 

@@ -1,0 +1,52 @@
+"""A column of measurements that is appended to for as long as it takes, and never copied.
+
+python examples/growable_numpy.py        (MEMBROKER_ENDPOINT, or the default endpoint; the host twin)
+"""
+
+from __future__ import annotations
+
+import membroker
+
+try:
+    import numpy
+
+    from membroker.adapters.dlpack import export
+except ImportError as error:
+    raise SystemExit(f"this example needs NumPy: {error}") from None
+
+BATCHES = 40
+BATCH = 50_000
+"""Measurements, of 8 bytes each."""
+
+
+def column(buffer: membroker.GrowableBuffer) -> numpy.ndarray:
+    """Return all measurements so far: an array over the buffer's own bytes."""
+    return numpy.from_dlpack(export(buffer, "F64", (buffer.size // 8,)))
+
+
+def main() -> None:
+    """Append, look at the beginning all the while, and keep the best."""
+    random = numpy.random.default_rng(7)
+    with (
+        membroker.connect() as client,
+        client.register_model("measurements").growable_buffer(0, capacity="1TiB", page_size="2MiB") as buffer,
+    ):
+        buffer.grow(BATCH * 8)
+        first = column(buffer)  # stays valid, whatever comes behind it
+        first[:] = random.normal(size=BATCH)
+        for _ in range(BATCHES - 1):
+            offset = buffer.grow(BATCH * 8)
+            column(buffer)[offset // 8 :] = random.normal(size=BATCH)
+        every = column(buffer)
+        print(f"{len(every)} measurements in {buffer.size} bytes; {buffer.physical_memory_usage} are charged")
+        print(f"their mean is {every.mean():.4f}, and the first is where it was: {first[0] == every[0]}")
+        every.sort()
+        del first, every  # an array keeps its bytes from going
+        buffer.resize(BATCH * 8)
+        print(
+            f"the least {BATCH} are kept, up to {column(buffer).max():.4f}; {buffer.physical_memory_usage} are charged"
+        )
+
+
+if __name__ == "__main__":
+    main()

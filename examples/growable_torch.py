@@ -1,0 +1,80 @@
+"""A conversation's cache of keys and values: it grows by the token, in place, and is cut back to where it forks.
+
+python examples/growable_torch.py        (MEMBROKER_ENDPOINT, or the default endpoint; a card or the twin)
+
+The usual cache is a new tensor for each token, `torch.cat` of the old one and the token. This one copies the token.
+"""
+
+from __future__ import annotations
+
+import membroker
+
+try:
+    import torch
+
+    from membroker.adapters.torch import device_of, tensor
+except ImportError as error:
+    raise SystemExit(f"this example needs PyTorch: {error}") from None
+
+HEADS, WIDTH = 8, 64
+ENTRY = 2 * HEADS * WIDTH
+"""Numbers of a token: its keys and its values."""
+LONGEST = 1_000_000
+"""Tokens for which there are addresses; they cost nothing."""
+
+
+class Cache:
+    """Keys and values of all tokens so far, in bfloat16."""
+
+    def __init__(self, model: membroker.Model) -> None:
+        self.buffer = model.growable_buffer(0, LONGEST * ENTRY * 2, page_size="2MiB")
+        self.tokens = 0
+
+    def append(self, entries: torch.Tensor) -> None:
+        """Copy the entries of some tokens, (tokens, 2, heads, width), to the end."""
+        offset = self.buffer.grow(entries.numel() * 2)
+        tensor(self.buffer, torch.bfloat16, entries.shape, offset).copy_(entries)
+        self.tokens += len(entries)
+
+    def every(self) -> torch.Tensor:
+        """Return all of them: a tensor over the buffer's own bytes."""
+        return tensor(self.buffer, torch.bfloat16, (self.tokens, 2, HEADS, WIDTH))
+
+    def attend(self, query: torch.Tensor) -> torch.Tensor:
+        """Return what a query, (heads, 1, width), finds in the cache."""
+        keys, values = self.every().movedim(0, 2)
+        return torch.nn.functional.scaled_dot_product_attention(query, keys, values)
+
+    def forget(self, tokens: int) -> None:
+        """Keep the first `tokens`, and give back the memory of the others."""
+        self.buffer.resize(tokens * ENTRY * 2)
+        self.tokens = tokens
+
+
+def main() -> None:
+    """Read a prompt, answer token by token, fork where the prompt ended, and answer again."""
+    torch.manual_seed(0)
+    with membroker.connect() as client:
+        model = client.register_model("conversation")
+        device = device_of(model.driver.device)
+        prompt = torch.randn(1000, 2, HEADS, WIDTH, dtype=torch.bfloat16, device=device)
+        query = torch.randn(HEADS, 1, WIDTH, dtype=torch.bfloat16, device=device)
+        cache = Cache(model)
+        cache.append(prompt)
+        beginning, found = cache.every(), cache.attend(query)
+        for _ in range(1200):
+            cache.append(torch.randn(1, 2, HEADS, WIDTH, dtype=torch.bfloat16, device=device))
+        charged = cache.buffer.physical_memory_usage >> 20
+        print(f"{cache.tokens} tokens, {charged} MiB are charged")
+        print(f"the beginning is as it was: {torch.equal(beginning, prompt)}, and finds other things now: ", end="")
+        print(not torch.equal(cache.attend(query), found))
+        cache.forget(len(prompt))
+        charged = cache.buffer.physical_memory_usage >> 20
+        print(f"{cache.tokens} tokens, {charged} MiB are charged")
+        print(f"they find what they found: {torch.equal(cache.attend(query), found)}")
+        del beginning
+        cache.buffer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""A table with a row for every id there may be, and memory for the ids that there were.
+
+python examples/sparse_numpy.py        (MEMBROKER_ENDPOINT, or the default endpoint; the host twin)
+"""
+
+from __future__ import annotations
+
+import membroker
+
+try:
+    import numpy
+except ImportError as error:
+    raise SystemExit(f"this example needs NumPy: {error}") from None
+
+IDS = 1 << 30
+WIDTH = 256
+FAMILIES, MEMBERS = 12, 200
+"""Ids come in families, numbers side by side: what is near was made at the same time."""
+
+
+def main() -> None:
+    """Learn a row for each id that comes by; ask for one that never did."""
+    random = numpy.random.default_rng(7)
+    with (
+        membroker.connect() as client,
+        client.register_model("embeddings").sparse_array((IDS, WIDTH), "F32", absent="zero") as table,
+    ):
+        seen = {}
+        for family in random.integers(0, IDS - MEMBERS, FAMILIES):
+            for number in family + random.choice(MEMBERS, 20, replace=False):
+                seen[number] = table[number] + random.normal(size=WIDTH).astype("f4")  # absent is zero
+                table[number] = seen[number]
+        print(
+            f"a table of {table.size >> 30} GiB, of which {len(table.tiles())} of {table.tile_count} tiles have memory"
+        )
+        print(f"every id is found: {all((table[number] == row).all() for number, row in seen.items())}")
+        stranger = next(number for number in range(IDS) if number // table.tile_rows not in table.tiles())
+        print(f"id {stranger} never came: {table[stranger].any()}")
+        oldest = table.tiles()[0]
+        view = numpy.from_dlpack(table.tensor(oldest))  # no copy: the host twin's memory itself
+        print(f"the first tile has {int(view.any(axis=1).sum())} rows that are not zero")
+        del view  # an array keeps its tile from going
+        table.drop(oldest)
+        print(f"without it {table.physical_memory_usage >> 20} MiB are charged")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""A paged cache: blocks have addresses for good, and memory from the request that takes them to its end.
+
+python examples/sparse_torch.py        (MEMBROKER_ENDPOINT, or the default endpoint; a card or the twin)
+"""
+
+from __future__ import annotations
+
+import membroker
+
+try:
+    import torch
+
+    from membroker.adapters.torch import device_of
+except ImportError as error:
+    raise SystemExit(f"this example needs PyTorch: {error}") from None
+
+BLOCKS = 4096
+TOKENS, HEADS, WIDTH = 1024, 8, 128
+"""Of a block: 4 MiB with its keys and values, a tile of its own."""
+
+
+class PagedCache:
+    """Keys and values by the block. What kernels have to know is a block's number: the stride never changes."""
+
+    def __init__(self, model: membroker.Model) -> None:
+        self.array = model.sparse_array((BLOCKS, 2, TOKENS, HEADS, WIDTH), "BF16", tile_rows=1)
+
+    def take(self, count: int) -> list[int]:
+        """Take free blocks for a request: all of them, or an error that changes nothing."""
+        taken = set(self.array.tiles())
+        blocks = [block for block in range(BLOCKS) if block not in taken][:count]
+        self.array.back(*blocks)
+        return blocks
+
+    def block(self, number: int) -> torch.Tensor:
+        """Return a block that was taken, (2, tokens, heads, width): its own memory, no copy."""
+        return torch.from_dlpack(self.array.tensor(number))[0]
+
+
+def main() -> None:
+    """Serve three requests within a limit that is good for two."""
+    with membroker.connect() as client:
+        model = client.register_model("paged", limit="32MiB")
+        cache = PagedCache(model)
+        requests = [cache.take(4), cache.take(4)]
+        for number, blocks in enumerate(requests):
+            for block in blocks:
+                cache.block(block).fill_(number + 1)
+        print(f"two requests on {device_of(model.driver.device).type}: {cache.array.physical_memory_usage >> 20} MiB")
+        try:
+            cache.take(4)
+        except membroker.OutOfMemory as refused:
+            print(f"a third is refused: {refused.requested >> 20} MiB asked, {refused.available >> 20} left")
+        cache.array.drop(*requests.pop(0))
+        third = cache.take(4)
+        print(f"the first has ended: blocks {third} are the third's")
+        print(f"which begin as zero: {not any(cache.block(block).any() for block in third)}", end=", ")
+        print(f"and the second has what it had: {all((cache.block(block) == 2).all() for block in requests[0])}")
+        cache.array.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Ctrl-C around a block that holds it off. What it does to real calls stands beside them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from membroker import interrupts
+from membroker.interrupts import HeldOff
+
+SetHandler = Callable[[int, Any], Any]
+
+
+@pytest.fixture
+def set_handler(monkeypatch: pytest.MonkeyPatch) -> SetHandler:
+    """What sets handlers. The interpreter first calls those of signals that have come: a test plays that."""
+    return interrupts._set_handler  # type: ignore[no-any-return]
+
+
+def test_an_interrupt_at_the_very_end_is_raised(set_handler: SetHandler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while the handler is given back, and the program hears of it at once, not at its next allocation."""
+
+    def interrupted(number: int, handler: Any) -> None:
+        if handler is signal.default_int_handler:
+            interrupts._handle(number, None)
+        set_handler(number, handler)
+
+    monkeypatch.setattr(interrupts, "_set_handler", interrupted)
+    with pytest.raises(KeyboardInterrupt), HeldOff():
+        pass
+    with HeldOff():
+        monkeypatch.undo()
+
+
+def test_a_handler_of_the_programs_own_that_raises_takes_no_interrupts_away(
+    set_handler: SetHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A time limit by SIGALRM ends while the handler is given back: Ctrl-C works afterwards."""
+    alarms = [TimeoutError("the program's own")]
+
+    def alarmed(number: int, handler: Any) -> None:
+        if handler is signal.default_int_handler and alarms:
+            raise alarms.pop()
+        set_handler(number, handler)
+
+    monkeypatch.setattr(interrupts, "_set_handler", alarmed)
+    with pytest.raises(TimeoutError, match="own"), HeldOff():
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

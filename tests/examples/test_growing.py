@@ -1,0 +1,68 @@
+"""The examples of growable buffers and sparse arrays, run as their reader would run them, against a real daemon."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.daemons import Daemon, until
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(daemon: Daemon, name: str) -> list[str]:
+    """Run an example, and return the lines that it wrote; it ends well, without a complaint, and holds nothing."""
+    command = [sys.executable, "-W", "error::ResourceWarning", str(EXAMPLES / name)]
+    environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    until(lambda: not daemon.sessions() and daemon.books().lent_bytes == 0)
+    return done.stdout.splitlines()
+
+
+def test_a_column_that_grows(daemon: Daemon) -> None:
+    """Two million measurements in whole pages; what was made first stays valid, and at the end one page is left."""
+    pytest.importorskip("numpy")
+    counted, mean, kept = run(daemon, "growable_numpy.py")
+    assert counted == "2000000 measurements in 16000000 bytes; 16777216 are charged"
+    assert mean.startswith(("their mean is 0.00", "their mean is -0.00"))
+    assert mean.endswith("the first is where it was: True")
+    assert kept.startswith("the least 50000 are kept, up to -1.9")
+    assert kept.endswith("; 2097152 are charged")
+
+
+def test_a_conversation_that_grows(daemon: Daemon) -> None:
+    """Its beginning is never moved, and what it gives back is charged no more."""
+    pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
+    assert run(daemon, "growable_torch.py") == [
+        "2200 tokens, 6 MiB are charged",
+        "the beginning is as it was: True, and finds other things now: True",
+        "1000 tokens, 2 MiB are charged",
+        "they find what they found: True",
+    ]
+
+
+def test_a_table_of_a_terabyte(daemon: Daemon) -> None:
+    """A tebibyte of addresses on a broker of 256 MiB: only the ids that came have memory."""
+    pytest.importorskip("numpy")
+    table, found, stranger, first, left = run(daemon, "sparse_numpy.py")
+    tiles = int(table.split("of which ")[1].split(" of ")[0])
+    assert table == f"a table of 1024 GiB, of which {tiles} of 524288 tiles have memory"
+    assert 12 <= tiles <= 24
+    assert (found, stranger) == ("every id is found: True", "id 0 never came: False")
+    assert first == "the first tile has 20 rows that are not zero"
+    assert left == f"without it {2 * (tiles - 1)} MiB are charged"
+
+
+def test_a_paged_cache(daemon: Daemon) -> None:
+    """Two requests fit, the third when the first has ended; and it finds nothing of what was there before."""
+    pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
+    assert run(daemon, "sparse_torch.py") == [
+        "two requests on cpu: 32 MiB",
+        "a third is refused: 16 MiB asked, 0 left",
+        "the first has ended: blocks [0, 1, 2, 3] are the third's",
+        "which begin as zero: True, and the second has what it had: True",
+    ]

@@ -1,0 +1,266 @@
+"""Growable buffers and sparse arrays on a real card: what stays is not touched, and nothing goes under a kernel."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.daemons import MIB, Daemon, until
+from tests.gpu.helpers import near, on_card, used
+
+import membroker
+from membroker.adapters.dlpack import export
+from membroker.errors import NotMapped, OutOfMemory
+from membroker.model import Model
+from membroker.vmm.cuda import CudaDriver
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+PAGE = 2 * MIB
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LONG_CYCLES = 400_000_000
+"""What torch's sleeping kernel is given: some 200 ms on an H200."""
+
+
+@pytest.fixture(scope="module")
+def daemon(card: CudaDriver) -> Iterator[Daemon]:
+    """A daemon that owns 4 GiB of the card. This process's context stays when it ends."""
+    with on_card(card, back=False) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def client(daemon: Daemon) -> Iterator[membroker.Client]:
+    with membroker.connect(str(daemon.endpoint())) as client:
+        yield client
+
+
+@pytest.fixture
+def model(daemon: Daemon, client: membroker.Client) -> Iterator[Model]:
+    """A model; at the end of each test everything has come back."""
+    yield client.register_model("growing", virtual_capacity="8GiB")
+    gc.collect()
+    until(lambda: daemon.books().lent_bytes == 0)
+
+
+@pytest.fixture
+def torch() -> Any:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch is installed here without CUDA")
+    return torch
+
+
+def warm_up(torch: Any, tensor: Any) -> None:
+    """Load the kernels: the first launch of each waits for all that runs."""
+    torch.cuda._sleep(1)
+    tensor.add_(0)
+    torch.cuda.synchronize()
+
+
+class TestGrowableBuffer:
+    def test_tensors_stay_valid(self, model: Model, torch: Any) -> None:
+        """A cache grows in ten steps and shrinks again: each tensor of before is the same memory, with its contents."""
+        adapter = pytest.importorskip("membroker.adapters.torch")
+        with model.growable_buffer(0, "64GiB", PAGE) as buffer:
+            address, step, parts = buffer.address, 3 * MIB, []
+            for number in range(10):
+                offset = buffer.grow(step)
+                parts.append(adapter.tensor(buffer, torch.bfloat16, (step // 2,), offset).fill_(number))
+                every = adapter.tensor(buffer, torch.bfloat16, (buffer.size // 2,))
+                assert (buffer.address, every.data_ptr()) == (address, address)
+                assert [part[-1].item() for part in parts] == list(range(number + 1))
+                assert every[:: step // 2].tolist() == list(range(number + 1))
+            parts[0].fill_(42)
+            assert every[17].item() == 42
+            with pytest.raises(BufferError, match="still alive"):
+                buffer.shrink(step)
+            del every, parts[4:]
+            buffer.resize(4 * step)
+            assert (buffer.physical_memory_usage, buffer.address) == (4 * step, address)
+            assert all(bool((part == value).all()) for part, value in zip(parts, (42, 1, 2, 3), strict=True))
+            parts.clear()
+
+    def test_new_pages_are_zero_and_old_bytes_are_old(self, model: Model, torch: Any) -> None:
+        """What a shrink gives back comes again fresh; what stayed of the last page has what it had."""
+        with model.growable_buffer(4 * PAGE, "1GiB", PAGE) as buffer:
+            torch.from_dlpack(export(buffer, "U8", (4 * PAGE,))).fill_(0x5A)
+            buffer.resize(PAGE + 100)
+            buffer.resize(4 * PAGE)
+            every = torch.from_dlpack(export(buffer, "U8", (4 * PAGE,)))
+            assert bool((every[: 2 * PAGE] == 0x5A).all())
+            assert not every[2 * PAGE :].any()
+            del every
+
+    def test_it_grows_beside_a_kernel(self, model: Model, torch: Any) -> None:
+        """A kernel is at work on the beginning while the end grows: it neither waits nor loses anything."""
+        with model.growable_buffer(PAGE, "1GiB", PAGE) as buffer:
+            first = torch.from_dlpack(export(buffer, "F32", (PAGE // 4,)))
+            warm_up(torch, first)
+            torch.cuda._sleep(LONG_CYCLES)
+            first.add_(1)
+            buffer.resize(64 * PAGE)
+            every = torch.from_dlpack(export(buffer, "F32", (16 * PAGE,)))
+            every.add_(1)
+            assert (first.double().sum().item(), every.double().sum().item()) == (PAGE // 2, PAGE // 4 + 16 * PAGE)
+            del first, every
+
+    def test_shrinking_waits_for_the_kernel(self, model: Model, torch: Any) -> None:
+        """Its last tensor is gone, and a kernel that was given it still runs, on a stream of its own."""
+        with model.growable_buffer(8 * PAGE, "1GiB", PAGE) as buffer:
+            last = torch.from_dlpack(export(buffer, "F32", (PAGE // 4,), 7 * PAGE))
+            stream, done = torch.cuda.Stream(), torch.cuda.Event()
+            warm_up(torch, last)
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(LONG_CYCLES)
+                last.add_(1)
+                done.record()
+            del last
+            assert not done.query(), "the kernel was to be slow"
+            buffer.resize(PAGE)
+            assert done.query()
+            torch.cuda.synchronize()
+
+    def test_the_card_has_it_back(self, card: CudaDriver, model: Model, daemon: Daemon) -> None:
+        """The card's own figure follows, up and down; a refusal has the numbers, and changes nothing."""
+        with model.growable_buffer(PAGE, "64GiB") as buffer:
+            assert buffer.physical_memory_usage == 16 * MIB
+            before = used(card)
+            buffer.resize("1GiB")
+            until(lambda: near(used(card), before + 1024 * MIB))
+            with pytest.raises(OutOfMemory) as refused:
+                buffer.resize("8GiB")
+            assert refused.value.level == "capacity"
+            assert buffer.size == daemon.books().lent_bytes == 1024 * MIB
+            buffer.resize(0)
+            until(lambda: near(used(card), before))
+            assert daemon.books().lent_bytes == 0
+
+    def test_copies_go_over_pages(self, model: Model) -> None:
+        """The driver's copies, in and out, over the borders of extents: no framework is needed for them."""
+        with model.growable_buffer(5 * PAGE, "1GiB", PAGE) as buffer:
+            text = os.urandom(3 * PAGE)
+            model.driver.write(buffer.address + PAGE // 2, text)
+            buffer.resize(4 * PAGE)
+            assert model.driver.read(buffer.address + PAGE // 2, 3 * PAGE) == text
+
+    def test_cupy(self, model: Model) -> None:
+        """By DLPack and by the CUDA array interface of what `export` returns, which holds its range."""
+        cupy = pytest.importorskip("cupy", reason="CuPy is not installed here")
+        with model.growable_buffer(PAGE, "1GiB", PAGE) as buffer:
+            for take in (cupy.from_dlpack, cupy.asarray):
+                array = take(export(buffer, "I32", (PAGE // 4,)))
+                array[...] = 3
+                buffer.grow(PAGE)
+                assert (array.data.ptr, int(array.sum())) == (buffer.address, 3 * PAGE // 4)
+                with pytest.raises(BufferError):
+                    buffer.resize(PAGE // 2)
+                del array
+            buffer.resize(0)
+
+
+class TestSparseArray:
+    def test_copies(self, model: Model, daemon: Daemon) -> None:
+        """Rows go in and out over the borders of tiles; what is absent is an error, or zero, and takes no memory."""
+        with (
+            model.sparse_array((1 << 30, 256), "F32") as table,
+            model.sparse_array((1 << 30, 256), "F32", absent="zero") as zeros,
+        ):
+            text = os.urandom(3 * 2048 * 1024)
+            for array in (table, zeros):
+                array.write(5000, text)
+                assert array.read(5000, 3 * 2048) == text
+                assert array.tiles() == [2, 3, 4, 5]
+            with pytest.raises(NotMapped, match="tile 6 "):
+                table.read(6 * 2048 - 1, 2)
+            assert zeros.read(6 * 2048, 2048) == bytes(PAGE)
+            assert zeros.read(4096, 5000 - 4096) == bytes((5000 - 4096) * 1024)
+            assert daemon.books().lent_bytes == 8 * PAGE
+            table.drop(3, 5)
+            assert table.tiles() == [2, 4]
+            assert table.read(4 * 2048, 2048) == text[(4 * 2048 - 5000) * 1024 :][:PAGE]
+
+    def test_a_tile_in_place(self, model: Model, torch: Any) -> None:
+        """torch writes a block of a cache where it is, and all that is around it stays absent."""
+        with model.sparse_array((4096, 2, 1024, 8, 128), "BF16", tile_rows=1) as cache:
+            cache.back(7, 4095)
+            block = torch.from_dlpack(cache.tensor(7))
+            assert (block.dtype, block.device.type, tuple(block.shape)) == (
+                torch.bfloat16,
+                "cuda",
+                (1, 2, 1024, 8, 128),
+            )
+            assert block.data_ptr() == cache.address + 7 * cache.tile_size
+            assert not block.any()
+            block.fill_(1)
+            torch.cuda.synchronize()
+            assert cache.read(7) == b"\x80\x3f" * (2 * MIB)
+            assert cache.read(4095) == bytes(4 * MIB)
+            with pytest.raises(BufferError, match="still used"):
+                cache.drop(7, 4095)
+            del block
+            cache.drop(7, 4095)
+            cache.back(7)
+            assert not torch.from_dlpack(cache.tensor(7)).any(), "a tile that comes again is fresh"
+
+    def test_a_kernel_over_several_tiles(self, model: Model, torch: Any) -> None:
+        """A gather of rows by their numbers, as from a dense table: tiles that lie side by side are one tensor."""
+        adapter = pytest.importorskip("membroker.adapters.torch")
+        with model.sparse_array((1_000_000, 1024), "F16") as table:
+            table.back(10, 11, 12)
+            first = 10 * table.tile_rows
+            rows = adapter.tensor(table, torch.float16, (3 * table.tile_rows, 1024), 10 * table.tile_size)
+            rows.copy_(torch.arange(3 * table.tile_rows, device="cuda")[:, None].expand_as(rows))
+            wanted = torch.tensor([2047, 1, 3000, 1024], device="cuda")
+            assert rows[wanted].mean(1).tolist() == [2047, 1, 3000, 1024]
+            torch.cuda.synchronize()
+            assert table.read(first + 1024) == torch.full((1024,), 1024.0, dtype=torch.float16).numpy().tobytes()
+            del rows
+
+    def test_float8(self, model: Model, torch: Any) -> None:
+        """In place by torch's own dtype, and by copies of one byte an element."""
+        adapter = pytest.importorskip("membroker.adapters.torch")
+        with model.sparse_array((1000, 4096), "F8_E4M3") as table:
+            table.write(0, b"\x38" * 4096)
+            row = adapter.tensor(table, torch.float8_e4m3fn, (4096,))
+            assert row.float().sum().item() == 4096
+            del row
+
+    def test_dropping_waits_for_the_kernel(self, model: Model, torch: Any) -> None:
+        with model.sparse_array((64, PAGE // 4), "F32") as array:
+            array.back(3)
+            tile = torch.from_dlpack(array.tensor(3))
+            stream, done = torch.cuda.Stream(), torch.cuda.Event()
+            warm_up(torch, tile)
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(LONG_CYCLES)
+                tile.add_(1)
+                done.record()
+            del tile
+            assert not done.query(), "the kernel was to be slow"
+            array.drop(3)
+            assert done.query()
+            torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("growable_torch.py", ["2200 tokens, 6 MiB are charged", "as it was: True", "they find what they found: True"]),
+        ("sparse_torch.py", ["two requests on cuda: 32 MiB", "a third is refused: 16 MiB asked", "had: True"]),
+    ],
+)
+def test_the_examples(daemon: Daemon, torch: Any, name: str, words: list[str]) -> None:
+    """As on the host twin, on the card."""
+    environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
+    command = [sys.executable, str(EXAMPLES / name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(word in done.stdout for word in words), done.stdout
+    until(lambda: daemon.books().lent_bytes == 0)

@@ -1,0 +1,249 @@
+"""Managed memory on a real card: hints as CUDA itself reports them, and bytes that both sides see.
+
+At most 64 MiB of managed memory at a time. A test that fails here says that CUDA's rules have changed, or that the
+fake, on which the same hints are tested without a card, is not like one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from membroker.errors import ClosedError, DeviceFailure, InvalidRequest
+from membroker.managed import (
+    ManagedMemoryHints,
+    ManagedMemoryUnavailable,
+    MigrationPolicy,
+    PrefetchFailed,
+    PrefetchPlan,
+    UnifiedBuffer,
+    apply_migration_policy,
+)
+from membroker.vmm import AddressRange, DriverUnavailable, Location, MappedRange, PhysicalMemory
+from membroker.vmm.cuda import CudaDriver, load_bindings
+from membroker.vmm.sizes import MIB
+
+pytestmark = pytest.mark.gpu
+
+HOST, NOWHERE = -1, -2
+"""`CU_DEVICE_CPU` and `CU_DEVICE_INVALID`, as CUDA reports a location."""
+SIZE = 16 * MIB
+
+
+@pytest.fixture
+def worker() -> Iterator[CudaDriver]:
+    """The card as a worker uses it, where it takes hints."""
+    try:
+        driver = CudaDriver(context=True)
+    except DriverUnavailable as error:
+        pytest.skip(f"no NVIDIA card to test on: {error}")
+    kind = load_bindings().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS
+    if not driver.in_context("cuDeviceGetAttribute", kind, driver.device.ordinal):
+        driver.close()
+        pytest.skip("this card has no concurrent managed access")
+    yield driver
+    driver.close()
+
+
+@pytest.fixture
+def buffer(worker: CudaDriver) -> Iterator[UnifiedBuffer]:
+    with UnifiedBuffer(worker, SIZE) as made:
+        yield made
+
+
+@pytest.fixture
+def hints(buffer: UnifiedBuffer) -> ManagedMemoryHints:
+    return ManagedMemoryHints.from_unified(buffer)
+
+
+def attribute(buffer: UnifiedBuffer, name: str, offset: int = 0, size: int = SIZE) -> Any:
+    """Return what CUDA says of a range: a location as one number, or a list of them."""
+    kind = getattr(load_bindings().CUmem_range_attribute, f"CU_MEM_RANGE_ATTRIBUTE_{name}")
+    width = 16 if name == "ACCESSED_BY" else 4
+    assert isinstance(buffer.driver, CudaDriver)
+    return buffer.driver.in_context("cuMemRangeGetAttribute", width, kind, buffer.address + offset, size)
+
+
+def fill(buffer: UnifiedBuffer, value: int, offset: int, size: int) -> None:
+    """Have the card set bytes, and wait for it."""
+    assert isinstance(buffer.driver, CudaDriver)
+    buffer.driver.in_context("cuMemsetD8", buffer.address + offset, value, size)
+    buffer.driver.synchronize()
+
+
+def test_each_advice_is_read_back(buffer: UnifiedBuffer, hints: ManagedMemoryHints) -> None:
+    """CUDA itself says what it was told, and that it was taken back."""
+    assert attribute(buffer, "READ_MOSTLY") == 0
+    hints.set_read_mostly()
+    assert attribute(buffer, "READ_MOSTLY") == 1
+    hints.unset_read_mostly()
+    assert attribute(buffer, "READ_MOSTLY") == 0
+    assert attribute(buffer, "PREFERRED_LOCATION") == NOWHERE
+    hints.set_preferred_location(0)
+    assert attribute(buffer, "PREFERRED_LOCATION") == 0
+    hints.set_preferred_location("host")
+    assert attribute(buffer, "PREFERRED_LOCATION") == HOST
+    hints.unset_preferred_location()
+    assert attribute(buffer, "PREFERRED_LOCATION") == NOWHERE
+    hints.set_accessed_by(0)
+    assert 0 in attribute(buffer, "ACCESSED_BY")
+    hints.set_accessed_by("host")
+    hints.unset_accessed_by(Location.HOST)
+    assert 0 in attribute(buffer, "ACCESSED_BY")
+    hints.unset_accessed_by(0)
+    assert set(attribute(buffer, "ACCESSED_BY")) == {NOWHERE}
+
+
+def test_policies_on_the_card(worker: CudaDriver, buffer: UnifiedBuffer, hints: ManagedMemoryHints) -> None:
+    """`PreferDevice(0)` is device 0, `PreferHost` the host, and the default changes nothing."""
+    hints.apply_policy(MigrationPolicy.PreferDevice(0))
+    assert attribute(buffer, "PREFERRED_LOCATION") == 0
+    hints.apply_policy(MigrationPolicy.PreferHost)
+    assert attribute(buffer, "PREFERRED_LOCATION") == HOST
+    hints.apply_policy(MigrationPolicy.Default)
+    assert attribute(buffer, "PREFERRED_LOCATION") == HOST
+    apply_migration_policy(worker, buffer.address, MIB, MigrationPolicy.ReadMostly)
+    assert attribute(buffer, "READ_MOSTLY", 0, MIB) == 1
+    assert attribute(buffer, "READ_MOSTLY", MIB, MIB) == 0
+
+
+def test_prefer_device_on_a_second_card(worker: CudaDriver, buffer: UnifiedBuffer, hints: ManagedMemoryHints) -> None:
+    """A driver of device 0 advises for device 1: the seed preferred the device it was called with."""
+    count = worker.in_context("cuDeviceGetCount")
+    if count < 2:
+        pytest.skip("one card only")
+    try:
+        hints.apply_policy(MigrationPolicy.PreferDevice(1))
+    except ManagedMemoryUnavailable as error:
+        pytest.skip(str(error))
+    assert attribute(buffer, "PREFERRED_LOCATION") == 1
+    hints.prefetch_to(1)
+    worker.synchronize()
+    assert attribute(buffer, "LAST_PREFETCH_LOCATION") == 1
+
+
+def test_prefetches_are_read_back(worker: CudaDriver, buffer: UnifiedBuffer, hints: ManagedMemoryHints) -> None:
+    """To the card, to the host, and a part; the bytes stay what they are."""
+    view = buffer.view()
+    view[:] = bytes([7]) * SIZE
+    assert attribute(buffer, "LAST_PREFETCH_LOCATION") == NOWHERE
+    hints.prefetch_to(0)
+    assert attribute(buffer, "LAST_PREFETCH_LOCATION") == 0
+    hints.prefetch_to("host")
+    assert attribute(buffer, "LAST_PREFETCH_LOCATION") == HOST
+    hints.prefetch_range(4 * MIB, "4MiB", "device")
+    assert attribute(buffer, "LAST_PREFETCH_LOCATION", 4 * MIB, 4 * MIB) == 0
+    assert attribute(buffer, "LAST_PREFETCH_LOCATION", 8 * MIB, 8 * MIB) == HOST
+    assert attribute(buffer, "LAST_PREFETCH_LOCATION") == NOWHERE
+    worker.synchronize()
+    assert view.tobytes() == bytes([7]) * SIZE
+
+
+def test_both_sides_see_one_memory(buffer: UnifiedBuffer, hints: ManagedMemoryHints) -> None:
+    """The card writes a half, the processor the other; wherever the pages are, each reads what both wrote."""
+    half = SIZE // 2
+    hints.prefetch_to(0)
+    fill(buffer, 0x5A, 0, half)
+    view = buffer.view()
+    view[half:] = bytes([0xA5]) * half
+    assert (view[0], view[half - 1], view[half], view[-1]) == (0x5A, 0x5A, 0xA5, 0xA5)
+    hints.prefetch_to(0)
+    fill(buffer, 0x11, half - 1, 2)
+    assert view[half - 2 : half + 2].tobytes() == b"\x5a\x11\x11\xa5"
+
+
+def test_a_framework_writes_and_the_processor_reads(buffer: UnifiedBuffer) -> None:
+    """torch takes the buffer as a CUDA array, without a copy, at the same address."""
+    torch = pytest.importorskip("torch")
+    tensor = torch.as_tensor(buffer, device="cuda")
+    assert tensor.data_ptr() == buffer.address
+    tensor[:1000] = 42
+    torch.cuda.synchronize()
+    assert buffer.view()[:1000].tobytes() == bytes([42]) * 1000
+
+
+def test_streams_of_the_driver_and_of_frameworks(
+    worker: CudaDriver, buffer: UnifiedBuffer, hints: ManagedMemoryHints
+) -> None:
+    """A handle, an object that has it as torch or CuPy do, and the default stream: all are queued on."""
+    stream = worker.in_context("cuStreamCreate", 1)
+    try:
+        for each in (int(stream), SimpleNamespace(cuda_stream=int(stream)), SimpleNamespace(ptr=int(stream)), 0):
+            hints.prefetch_to("host")
+            hints.prefetch_to(0, each)
+            assert attribute(buffer, "LAST_PREFETCH_LOCATION") == 0
+        worker.in_context("cuStreamSynchronize", stream)
+    finally:
+        worker.in_context("cuStreamDestroy", stream)
+
+
+def test_a_plan_stops_at_a_bad_entry(worker: CudaDriver, buffer: UnifiedBuffer) -> None:
+    """Borrowed memory cannot be prefetched: the plan says which entry that was, and the one before it is queued."""
+    granule = worker.device.granularity
+    with (
+        AddressRange(worker, granule) as addresses,
+        PhysicalMemory.create(worker, granule) as memory,
+        MappedRange(addresses, memory) as mapped,
+    ):
+        plan = PrefetchPlan().add(buffer.address, MIB, 0).add(mapped.address, granule, 0)
+        plan.add(buffer.address + MIB, MIB, 0)
+        with pytest.raises(PrefetchFailed) as caught:
+            plan.execute(worker)
+    assert (caught.value.index, caught.value.entry, caught.value.queued) == (1, plan.entries[1], plan.entries[:1])
+    assert "cuMemPrefetchAsync" in str(caught.value)
+    assert attribute(buffer, "LAST_PREFETCH_LOCATION", 0, MIB) == 0
+    assert attribute(buffer, "LAST_PREFETCH_LOCATION", MIB, MIB) == NOWHERE
+
+
+def test_a_plan_with_a_wrong_device_queues_nothing_on_the_card(worker: CudaDriver, buffer: UnifiedBuffer) -> None:
+    """The device is looked for before anything is queued."""
+    count = worker.in_context("cuDeviceGetCount")
+    plan = PrefetchPlan().add(buffer.address, MIB, 0).add(buffer.address, MIB, count)
+    with pytest.raises(PrefetchFailed, match=f"device {count}.* 0 queued before it"):
+        plan.execute(worker)
+    assert attribute(buffer, "LAST_PREFETCH_LOCATION", 0, MIB) == NOWHERE
+    with pytest.raises(InvalidRequest, match=f"no device {count}: this process sees {count}"):
+        ManagedMemoryHints.from_unified(buffer).prefetch_to(count)
+
+
+def test_a_good_plan_is_queued_whole(worker: CudaDriver, buffer: UnifiedBuffer) -> None:
+    """Half to the card and half to the host, in one go."""
+    half = SIZE // 2
+    PrefetchPlan().add(buffer.address, half, 0).add(buffer.address + half, half, "host").execute(worker)
+    assert attribute(buffer, "LAST_PREFETCH_LOCATION", 0, half) == 0
+    assert attribute(buffer, "LAST_PREFETCH_LOCATION", half, half) == HOST
+
+
+def test_borrowed_memory_takes_no_hints(worker: CudaDriver) -> None:
+    """What a broker lends is where it is: CUDA's own word says so, and the context survives it."""
+    granule = worker.device.granularity
+    with (
+        AddressRange(worker, granule) as addresses,
+        PhysicalMemory.create(worker, granule) as memory,
+        MappedRange(addresses, memory) as mapped,
+    ):
+        with pytest.raises(DeviceFailure, match=r"cuMemPrefetchAsync\S* failed"):
+            ManagedMemoryHints.for_buffer(worker, mapped.address, granule).prefetch_to("host")
+        worker.write(mapped.address, b"alive")
+        assert worker.read(mapped.address, 5) == b"alive"
+
+
+def test_a_view_outlives_the_block_and_then_the_memory_goes(worker: CudaDriver) -> None:
+    """The last view's death frees: afterwards CUDA does not know the address any more."""
+    with UnifiedBuffer(worker, SIZE) as buffer:
+        address = buffer.address
+        fill(buffer, 0x33, 0, SIZE)
+        view = buffer.view()
+        hints = ManagedMemoryHints.from_unified(buffer)
+    assert buffer.closed
+    with pytest.raises(ClosedError):
+        hints.prefetch_to(0)
+    assert view[-1] == 0x33
+    del view
+    cuda = load_bindings()
+    kind = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED
+    result, known = cuda.cuPointerGetAttribute(kind, address)
+    assert int(result) or not known
