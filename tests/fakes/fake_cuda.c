@@ -263,6 +263,44 @@ int cuMemGetAccess(u64 *flags, const struct location *location, u64 address) { L
 int cuMemcpyHtoD(u64 to, const void *from, size_t size) { if (!current_context) return NO_CONTEXT; memcpy((void *)to, from, size); return OK; }
 int cuMemcpyDtoH(void *to, u64 from, size_t size) { if (!current_context) return NO_CONTEXT; memcpy(to, (void *)from, size); return OK; }
 
+/* libcuda: copies beside the caller. They are made when they are waited for, and no sooner. */
+
+struct copy { void *to; const void *from; size_t size; };
+struct stream { struct copy copies[MAX_RANGES]; int count; };
+struct event { struct stream *stream; int count; };
+
+int cuMemHostAlloc(void **address, size_t size, unsigned flags) {
+    if (!current_context) return NO_CONTEXT;
+    *address = size > TOTAL ? NULL : malloc(size);
+    return *address ? OK : OUT_OF_MEMORY;
+}
+int cuMemFreeHost(void *address) { free(address); return current_context ? OK : NO_CONTEXT; }
+
+int cuStreamCreate(struct stream **stream, unsigned flags) {
+    *stream = calloc(1, sizeof **stream);
+    return flags == 1 ? OK : INVALID;
+}
+int cuMemcpyAsync(u64 to, u64 from, size_t size, struct stream *stream) {
+    if (!current_context) return NO_CONTEXT;
+    if (stream->count == MAX_RANGES) abort();
+    stream->copies[stream->count++] = (struct copy){(void *)to, (const void *)from, size};
+    return OK;
+}
+static int play(struct stream *stream, int count) {
+    for (int i = 0; i < count && i < stream->count; i++) {
+        struct copy *copy = &stream->copies[i];
+        memcpy(copy->to, copy->from, copy->size);
+        copy->size = 0;
+    }
+    return OK;
+}
+int cuStreamSynchronize(struct stream *stream) { return play(stream, stream->count); }
+int cuStreamDestroy(struct stream *stream) { free(stream); return OK; }
+int cuEventCreate(struct event **event, unsigned flags) { *event = calloc(1, sizeof **event); return flags == 3 ? OK : INVALID; }
+int cuEventRecord(struct event *event, struct stream *stream) { *event = (struct event){stream, stream->count}; return OK; }
+int cuEventSynchronize(struct event *event) { return event->stream ? play(event->stream, event->count) : OK; }
+int cuEventDestroy(struct event *event) { free(event); return OK; }
+
 int cuGetProcAddress_v2(const char *name, void **function, int version, u64 flags, int *found) {
     Dl_info self;
     dladdr((void *)cuInit, &self);
