@@ -372,6 +372,13 @@ class _Hold:
         """Refuse: a segment is as large as it is."""
         raise InvalidRequest("a segment does not grow")
 
+    def charge(self, size: int, location: Location) -> None:
+        """Refuse: nothing is allocated beside a segment."""
+        raise InvalidRequest("a segment declares nothing")
+
+    def credit(self, size: int, location: Location) -> None:
+        """Do nothing: nothing was charged."""
+
     def give_back(self, extent_ids: Sequence[int]) -> None:
         """Let go of the segment."""
         with broker_may_be_gone():
