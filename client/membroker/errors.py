@@ -56,6 +56,24 @@ class OutOfMemory(MembrokerError, MemoryError):
         return None if text is None else int(text)
 
 
+OutOfPhysicalMemory = OutOfMemory
+"""The name by which candle-cuda-vmm knows it."""
+
+
+class OutOfVirtualMemory(MembrokerError, MemoryError):
+    """A pool has no free run of addresses that long: deallocate, or `compact`, or reserve more in another pool.
+
+    `requested` and `available`, the largest free run, are in bytes.
+    """
+
+    def __init__(self, requested: int, available: int) -> None:
+        super().__init__(
+            f"no {requested} bytes of free addresses lie side by side, aligned as asked: "
+            f"the largest free run has {available}"
+        )
+        self.requested, self.available = requested, available
+
+
 class BrokerUnavailable(MembrokerError, ConnectionError):
     """No broker answers. The message says which of the possible things is wrong, and the command that mends it."""
 

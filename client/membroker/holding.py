@@ -19,16 +19,16 @@ from membroker.views import Span, Views
 
 
 class Holding:
-    """A region of `size` bytes and the extents in it, `extents` by offset in bytes.
+    """A region of `size` bytes, at a multiple of `alignment`, and the extents in it, `extents` by offset in bytes.
 
     `end` gives everything back as soon as nobody uses it. After a fork the child's copy is `abandoned`: it
     belongs to the parent, and touching its lock could wait for ever.
     """
 
-    def __init__(self, source: Source, size: int, what: str) -> None:
+    def __init__(self, source: Source, size: int, what: str, alignment: int = 0) -> None:
         self.source = source
         self.what = what
-        self.region = Region(source.driver, size)
+        self.region = Region(source.driver, size, alignment)
         self.views = Views(self._used_less)
         self.extents: dict[int, int] = {}
         self.abandoned = False

@@ -1,8 +1,8 @@
 """`VirtualMemoryPool`: many addresses, and memory behind the ones that are used.
 
-Owns which page of the pool is backed by which extent. It knows a `Source` and a `Region`, never a broker, and must
-never hold its lock during a call of the source or the driver: two borrowers that wait for each other would stand
-still.
+Owns the order in which pages, their extents and their mappings change; what each page is at a moment stands in a
+`PageTable`. It knows a `Source` and a `Region`, never a broker, and must never hold its lock during a call of the
+source or the driver: two borrowers that wait for each other would stand still.
 """
 
 from __future__ import annotations
@@ -13,15 +13,10 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 from membroker.convert import bytes_of, location_of
-from membroker.errors import (
-    AlreadyMapped,
-    InvalidOffset,
-    InvalidPageSize,
-    InvalidRequest,
-    NotMapped,
-)
+from membroker.errors import InvalidOffset, InvalidPageSize, InvalidRequest
 from membroker.holding import Holding, Placing
 from membroker.interrupts import HeldOff
+from membroker.page_table import FREE, SPARE, USED, PageTable
 from membroker.region import device_failures
 from membroker.source import Source
 from membroker.types import MemoryStats
@@ -59,11 +54,9 @@ class VirtualMemoryPool:
         if self._capacity > MAX_BYTES:
             raise InvalidRequest(f"a virtual capacity of {virtual_capacity!r} rounds up to more than 2^63-1 bytes")
         with device_failures():
-            self._holding = Holding(source, self._capacity, "pool")
+            self._holding = Holding(source, self._capacity, "pool", alignment=self._page_size)
         self._on_host = source.driver.device.driver == "host"
-        # By page number: the pages that a running call maps or unmaps, and those that are backed and not in use.
-        self._pending: set[int] = set()
-        self._spare: set[int] = set()
+        self._pages = PageTable(self._capacity // self._page_size, self._page_size)
         self._spare_pages = spare_pages
         self._lock = threading.Lock()
         self._holding.owned_by(self)
@@ -101,19 +94,21 @@ class VirtualMemoryPool:
         self._holding.check_open()
         page = self._touched(offset, 1).start
         with self._lock:
-            return self._is_used(page) and page not in self._pending
+            return self._pages.is_used(page)
 
     def stats(self) -> MemoryStats:
         """Return the pool's numbers at this moment."""
         self._holding.check_open()
         with self._lock:
-            backed, spare = sorted(self._holding.extents), len(self._spare)
+            mapped, spare = len(self._holding.extents), self._pages.spare
+            largest, free = self._pages.largest_free_run()
         return MemoryStats(
             virtual_capacity=self._capacity,
-            physical_usage=len(backed) * self._page_size,
-            mapped_pages=len(backed),
+            physical_usage=mapped * self._page_size,
+            mapped_pages=mapped,
+            largest_free_run=largest * self._page_size,
+            fragmentation_ratio=1 - largest / free if free else 0.0,
             spare_pages=spare,
-            fragmentation_ratio=_fragmentation(backed, self._page_size, self._capacity),
         )
 
     # Backing addresses
@@ -128,8 +123,10 @@ class VirtualMemoryPool:
         """
         self._holding.check_open()
         pages = self._touched(offset, size)
-        if self._spare and self._use_spare(pages):
-            return self._holding.region.address + offset
+        if self._pages.spare:
+            with self._lock:
+                if self._pages.take_spare(pages):
+                    return self._holding.region.address + offset
         self._back(lambda: pages)
         return self._holding.region.address + offset
 
@@ -141,7 +138,7 @@ class VirtualMemoryPool:
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        pages = self._back(lambda: self._touched(self._top(), length))
+        pages = self._back(lambda: self._above(length))
         return self._holding.region.address + pages.start * self._page_size
 
     def prepare(self, size: int | str) -> None:
@@ -152,38 +149,24 @@ class VirtualMemoryPool:
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        self._back(lambda: self._touched(self._top(), length), spare=True)
+        self._back(lambda: self._above(length), spare=True)
 
     def trim(self) -> int:
         """Give back every spare page, and return how many bytes that was. Waits as `deallocate` does."""
         self._holding.check_open()
         with HeldOff(), device_failures(), self._holding.in_use():
             with self._lock:
-                pages = sorted(self._spare - self._pending)  # what another call is about to use stays
-                self._spare.difference_update(pages)
-                self._pending.update(pages)
+                runs = self._pages.spare_runs()
+                for run in runs:
+                    self._pages.claim(run)
             try:
-                for run in _runs(pages):
+                for run in runs:
                     self._holding.source.give_back(self._unbind(run))
             finally:
                 with self._lock:
-                    self._pending.difference_update(pages)
-                    self._spare.update(page for page in pages if self._is_backed(page))
-        return len(pages) * self._page_size
-
-    def _use_spare(self, pages: range) -> bool:
-        """Allocate pages that are all spare, and that no other call is at; say whether they were."""
-        with self._lock:
-            spare, pending = self._spare, self._pending
-            if len(pages) == 1:
-                if pages.start not in spare or pages.start in pending:
-                    return False
-                spare.remove(pages.start)
-                return True
-            if not spare.issuperset(pages) or not pending.isdisjoint(pages):
-                return False
-            spare.difference_update(pages)
-            return True
+                    for run in runs:
+                        self._pages.release(run)
+        return sum(map(len, runs)) * self._page_size
 
     def _back(self, choose: Callable[[], range], *, spare: bool = False) -> range:
         """Back what is not backed of some unused pages: all of them, or none. Then they are used, or spare."""
@@ -191,19 +174,18 @@ class VirtualMemoryPool:
             HeldOff(),
             device_failures(),
             self._holding.in_use(),
-            self._claim(choose, self._check_unused) as pages,
+            self._claim(choose, self._pages.check_unused) as pages,
             ExitStack() as undo,
         ):
-            for run in _runs([page for page in pages if not self._is_backed(page)]):
+            with self._lock:
+                missing = self._pages.unbacked(pages)
+            for run in missing:
                 placing = Placing(self._holding.region, run.start * self._page_size)
                 self._holding.source.borrow(self._page_size, len(run), self._location, placing)
                 undo.callback(self._take_back, placing)
                 self._commit(placing)
             with self._lock:
-                if spare:
-                    self._spare.update(pages)
-                else:
-                    self._spare.difference_update(pages)
+                self._pages.set(pages, SPARE if spare else USED)
             undo.pop_all()
         return pages
 
@@ -242,10 +224,10 @@ class VirtualMemoryPool:
     def _keep_spare(self, pages: range) -> bool:
         """Keep pages mapped that nobody uses any more, if there is room for all of them; say whether there was."""
         with self._lock:
-            if len(self._spare) + len(pages) > self._spare_pages:
+            if self._pages.spare + len(pages) > self._spare_pages:
                 return False
             self._check_removable(pages)
-            self._spare.update(pages)
+            self._pages.set(pages, SPARE)
             return True
 
     def _unbind(self, pages: range) -> list[int]:
@@ -254,6 +236,7 @@ class VirtualMemoryPool:
         self._holding.source.driver.synchronize()
         self._holding.region.unbind(start, length)
         with self._lock:
+            self._pages.set(pages, FREE)
             return [self._holding.extents.pop(page * self._page_size) for page in pages]
 
     def view(self, offset: int, size: int | str) -> memoryview:
@@ -267,7 +250,7 @@ class VirtualMemoryPool:
         self._holding.check_open()
         pages, length = self._touched(offset, size), bytes_of("a size", size)
         with self._holding.in_use(), self._lock:
-            self._check_mapped(pages)
+            self._pages.check_used(pages)
             return self._holding.views.make(self, self._holding.region.address + offset, length)
 
     def span(self, offset: int, size: int | str) -> Span:
@@ -281,7 +264,7 @@ class VirtualMemoryPool:
         length = bytes_of("a size", size)
         pages = self._touched(offset, length or 1)
         with self._holding.in_use(), self._lock:
-            self._check_mapped(pages)
+            self._pages.check_used(pages)
             return self._holding.span(self, offset, length)
 
     def close(self) -> None:
@@ -324,52 +307,22 @@ class VirtualMemoryPool:
         with self._lock:
             pages = choose()
             check(pages)
-            self._pending.update(pages)
+            self._pages.claim(pages)
         try:
             yield pages
         finally:
             with self._lock:
-                self._pending.difference_update(pages)
+                self._pages.release(pages)
 
-    def _is_backed(self, page: int) -> bool:
-        return page * self._page_size in self._holding.extents
-
-    def _is_used(self, page: int) -> bool:
-        return page * self._page_size in self._holding.extents and page not in self._spare
-
-    def _top(self) -> int:
-        """Return the offset behind the highest page that is used or pending. The lock is held."""
-        spare, size = self._spare, self._page_size
-        highest = max((offset for offset in self._holding.extents if offset // size not in spare), default=-size)
-        return max(highest, max(self._pending, default=-1) * self._page_size) + self._page_size
-
-    def _check_unused(self, pages: range) -> None:
-        for page in pages:
-            if page in self._pending or self._is_used(page):
-                by = "is being changed by another call" if page in self._pending else "is mapped already"
-                raise AlreadyMapped(f"the page at offset {page * self._page_size} {by}")
-
-    def _check_mapped(self, pages: range) -> None:
-        for page in pages:
-            if page in self._pending or not self._is_used(page):
-                raise NotMapped(f"the page at offset {page * self._page_size} is not mapped")
+    def _above(self, length: int) -> range:
+        """Return the pages of `length` bytes behind all that is taken. The lock is held."""
+        return self._touched(self._pages.top() * self._page_size, length)
 
     def _check_removable(self, pages: range) -> None:
-        self._check_mapped(pages)
+        self._pages.check_used(pages)
         start, length = pages.start * self._page_size, len(pages) * self._page_size
         if self._holding.views.any_in(self._holding.region.address + start, length):
             raise BufferError(f"a view of [{start}, {start + length}) is still alive: release it first")
-
-
-def _runs(pages: list[int]) -> list[range]:
-    """Return page numbers, which are in order, as runs without a gap."""
-    runs: list[range] = []
-    for page in pages:
-        if runs and runs[-1].stop == page:
-            runs[-1] = range(runs[-1].start, page + 1)
-        else:
-            runs.append(range(page, page + 1))
-    return runs
 
 
 def _check_page_size(page_size: int | str, granularity: int) -> int:
@@ -383,14 +336,3 @@ def _check_page_size(page_size: int | str, granularity: int) -> int:
             f"not {page_size!r}"
         )
     return value
-
-
-def _fragmentation(backed: list[int], page_size: int, capacity: int) -> float:
-    """Return 1 - largest free run / free addresses, for the offsets of the backed pages in order."""
-    free = capacity - len(backed) * page_size
-    if not free:
-        return 0.0
-    ends = [-page_size, *backed]
-    starts = [*backed, capacity]
-    largest = max(start - end - page_size for end, start in zip(ends, starts, strict=True))
-    return 1 - largest / free

@@ -39,17 +39,17 @@ def device_failures() -> _DeviceFailures:
 
 
 class Region:
-    """`size` bytes of addresses from `address`, reserved until `close`.
+    """`size` bytes of addresses from `address`, a multiple of `alignment` and the granularity, reserved until `close`.
 
     Offsets and sizes are in bytes. Not for two threads in the same part of it at once: different parts are fine.
     Failures are the driver's (`DriverError`) and leave nothing behind.
     """
 
-    def __init__(self, driver: Driver, size: int) -> None:
+    def __init__(self, driver: Driver, size: int, alignment: int = 0) -> None:
         self._driver = driver
         self._extents: dict[int, int] = {}
         self.size = size
-        self.address = driver.reserve(size)
+        self.address = driver.reserve(size, alignment)
 
     def bind(self, offset: int, handles: Sequence[Handle], access: AccessFlags = AccessFlags.READ_WRITE) -> int:
         """Map whole extents side by side from `offset` on, all or none, and return how many bytes that is."""

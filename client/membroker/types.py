@@ -16,15 +16,19 @@ class MemoryStats:
     """A pool at one moment.
 
     `virtual_capacity` and `physical_usage` are bytes: addresses reserved, and memory behind them (whole pages), of
-    which `spare_pages` are mapped and not in use.
+    which `spare_pages` are mapped and not in use. `largest_free_run` is how many bytes one more allocation can have
+    at most, as far as addresses go: those without memory, and those of spare pages.
+
     `fragmentation_ratio` is external fragmentation of the addresses, 1 - largest free run / free addresses: 0.0
-    when what is free lies in one piece, or nothing is free. It says nothing about the device's memory, which
-    cannot fragment: pages lie anywhere.
+    when what is free lies in one piece, or nothing is free. It does not tell what is unused inside of pages, nor
+    whether there is memory to borrow, and it says nothing about the device's memory, which cannot fragment: pages
+    lie anywhere.
     """
 
     virtual_capacity: int
     physical_usage: int
     mapped_pages: int
+    largest_free_run: int
     fragmentation_ratio: float
     spare_pages: int = 0
 

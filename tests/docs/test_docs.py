@@ -1,0 +1,62 @@
+"""The pages of docs/ keep their word: what they show as code runs, as a reader would run it.
+
+A block that opens with ```` ```python run ```` is run. The blocks of one page run in order, in one process, against a
+daemon of its own on the host driver: MEMBROKER_ENDPOINT is set, and 1 GiB can be lent at either location. Words after
+`run` are packages: a block is left out where one of them is missing. What a page says of results, it asserts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.daemons import DEADLINE_SECONDS, running, until
+
+DOCS = Path(__file__).parents[2] / "docs"
+BLOCK = re.compile(r"^```python run\b([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """The pages with a block that runs."""
+    return [page for page in sorted(DOCS.glob("*.md")) if BLOCK.search(page.read_text())]
+
+
+def program(text: str) -> str:
+    """The blocks of a page that can run here, each at the lines that it has in the page: tracebacks point into it."""
+    lines = [""] * text.count("\n")
+    for block in BLOCK.finditer(text):
+        if all(importlib.util.find_spec(package) for package in block[1].split()):
+            start = text.count("\n", 0, block.start(2))
+            code = block[2].splitlines()
+            lines[start : start + len(code)] = code
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
+def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    """From top to bottom, without a word on stderr; at the end nothing is lent and nobody is left."""
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text(program(page.read_text()))
+    with running({"capacity": "1GiB", "host_capacity": "1GiB"}) as daemon:
+        done = subprocess.run(
+            [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", script],
+            env={**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())},
+            capture_output=True,
+            text=True,
+            timeout=2 * DEADLINE_SECONDS,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        until(lambda: not any(books.lent_bytes + books.releasing_bytes for books in daemon.device().locations))
+        assert not daemon.sessions()
+
+
+def test_a_wrong_page_is_found_out() -> None:
+    """The lines of a block are the page's, text between blocks is none, and a missing package leaves a block out."""
+    text = "# A page\n\n```python run\nx = 1\n```\n```python\nno code\n```\n```python run no_such_package\nraise\n```\n"
+    assert program(text).splitlines() == ["", "", "", "x = 1"] + [""] * 6
