@@ -11,18 +11,23 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from membroker.convert import bytes_of, location_of
-from membroker.errors import InvalidOffset, InvalidPageSize, InvalidRequest
+from membroker.errors import AlreadyMapped, InvalidOffset, InvalidPageSize, InvalidRequest
 from membroker.holding import Holding, Placing
 from membroker.interrupts import HeldOff
-from membroker.page_table import FREE, SPARE, USED, PageTable
+from membroker.offload import OffloadedPages, Progress, check_segment, runs_in, size_in_segment
+from membroker.page_table import FREE, OFFLOADED, SPARE, USED, PageTable
 from membroker.region import device_failures
 from membroker.source import Source
 from membroker.types import MemoryStats
 from membroker.views import Span
 from membroker.vmm.driver import Location
 from membroker.vmm.sizes import MAX_BYTES, MIB, format_size, is_power_of_two, round_up
+
+if TYPE_CHECKING:
+    from membroker.segment import Segment
 
 DEFAULT_PAGE_SIZE = 64 * MIB
 
@@ -59,6 +64,7 @@ class VirtualMemoryPool:
         self._pages = PageTable(self._capacity // self._page_size, self._page_size)
         self._spare_pages = spare_pages
         self._lock = threading.Lock()
+        self._offloaded = OffloadedPages(self._holding, self._pages, self._lock, self._location)
         self._holding.owned_by(self)
 
     # What it is
@@ -100,7 +106,7 @@ class VirtualMemoryPool:
         """Return the pool's numbers at this moment."""
         self._holding.check_open()
         with self._lock:
-            mapped, spare = len(self._holding.extents), self._pages.spare
+            mapped, spare, offloaded = len(self._holding.extents), self._pages.spare, self._offloaded.size
             largest, free = self._pages.largest_free_run()
         return MemoryStats(
             virtual_capacity=self._capacity,
@@ -109,6 +115,7 @@ class VirtualMemoryPool:
             largest_free_run=largest * self._page_size,
             fragmentation_ratio=1 - largest / free if free else 0.0,
             spare_pages=spare,
+            offloaded_bytes=offloaded,
         )
 
     # Backing addresses
@@ -154,18 +161,17 @@ class VirtualMemoryPool:
     def trim(self) -> int:
         """Give back every spare page, and return how many bytes that was. Waits as `deallocate` does."""
         self._holding.check_open()
-        with HeldOff(), device_failures(), self._holding.in_use():
-            with self._lock:
-                runs = self._pages.spare_runs()
-                for run in runs:
-                    self._pages.claim(run)
-            try:
-                for run in runs:
-                    self._holding.source.give_back(self._unbind(run))
-            finally:
-                with self._lock:
-                    for run in runs:
-                        self._pages.release(run)
+        return self._trim(range(self._pages.count))
+
+    def _trim(self, pages: range) -> int:
+        with (
+            HeldOff(),
+            device_failures(),
+            self._holding.in_use(),
+            self._claim_runs(lambda: self._pages.spare_runs(pages)) as runs,
+        ):
+            for run in runs:
+                self._holding.source.give_back(self._unbind(run))
         return sum(map(len, runs)) * self._page_size
 
     def _back(self, choose: Callable[[], range], *, spare: bool = False) -> range:
@@ -205,6 +211,8 @@ class VirtualMemoryPool:
     def deallocate(self, offset: int, size: int | str) -> None:
         """Give back every page that [offset, offset + size) touches. Their addresses stay the pool's.
 
+        The bytes of pages that are offloaded are forgotten, and freed on the host.
+
         Waits once for the work that this process has given to the device, because unmapping does not. Raises
         `NotMapped` when a page is not backed, `BufferError` while a view of the range is alive, `InvalidOffset`
         and `InvalidRequest`; nothing has changed then. When the broker is away the memory is given back all the same.
@@ -219,7 +227,11 @@ class VirtualMemoryPool:
             self._holding.in_use(),
             self._claim(lambda: touched, self._check_removable) as pages,
         ):
-            self._holding.source.give_back(self._unbind(pages))
+            with self._lock:
+                runs = self._pages.claimed_runs(USED, pages)
+            for run in runs:
+                self._holding.source.give_back(self._unbind(run))
+            self._offloaded.drop(pages)
 
     def _keep_spare(self, pages: range) -> bool:
         """Keep pages mapped that nobody uses any more, if there is room for all of them; say whether there was."""
@@ -227,6 +239,8 @@ class VirtualMemoryPool:
             if self._pages.spare + len(pages) > self._spare_pages:
                 return False
             self._check_removable(pages)
+            if self._offloaded.size and self._pages.runs_of(OFFLOADED, pages):
+                return False
             self._pages.set(pages, SPARE)
             return True
 
@@ -238,6 +252,98 @@ class VirtualMemoryPool:
         with self._lock:
             self._pages.set(pages, FREE)
             return [self._holding.extents.pop(page * self._page_size) for page in pages]
+
+    # Offloading
+
+    def offload(
+        self,
+        offset: int = 0,
+        size: int | str | None = None,
+        *,
+        to: Segment | None = None,
+        progress: Progress | None = None,
+    ) -> int:
+        """Copy what is in the pages that [offset, offset + size) touches to the host, and give their memory back.
+
+        The whole pool, unless a range is given. Pages that are not allocated, or offloaded already, are passed over;
+        spare ones are given back as they are. The pages stay allocated and their addresses the pool's, but nothing is
+        behind them until `restore`. Returns how many bytes were copied; `progress` is told how many are done, of how
+        many, and an exception of its own stops the copying.
+
+        The bytes lie in pinned memory of this process, for which its model is charged at the location host (a
+        declaration); or in `to`, a segment of that location that this process has made and not sealed: it is sealed
+        at the end, and then outlives the process (`restore_from`). `offload_size` says how large it has to be.
+
+        Waits for the work that this process has given to the device. Raises `OutOfMemory` when the host's limit
+        refuses, `BufferError` while a view of a page is alive, `NotMapped` when another call is at one, and what a
+        segment raises; nothing has changed then. Stopped half way, by `DeviceFailure`, `ClosedError`, or `progress`,
+        what had arrived is offloaded, the rest is as it was, and the error's numbers say how much is where.
+        """
+        self._holding.check_open()
+        pages = self._touched_or_all(offset, size)
+        with (
+            HeldOff(),
+            device_failures(),
+            self._holding.in_use(),
+            self._claim_runs(lambda: self._pages.runs_of(USED, pages), self._check_removable) as runs,
+        ):
+            if runs:
+                self._holding.source.driver.synchronize()
+            copied = self._offloaded.offload(runs, to, progress)
+        self._trim(pages)
+        return copied
+
+    def offload_size(self, offset: int = 0, size: int | str | None = None) -> int:
+        """Return how many bytes a segment needs for what `offload` of this range would copy now, and where it goes."""
+        self._holding.check_open()
+        pages = self._touched_or_all(offset, size)
+        with self._lock:
+            runs = self._pages.runs_of(USED, pages)
+        return size_in_segment(runs, self._page_size)
+
+    def restore(self, offset: int = 0, size: int | str | None = None, *, progress: Progress | None = None) -> int:
+        """Borrow memory for the offloaded pages of [offset, offset + size), and bring their bytes back.
+
+        At the same addresses, which allow what they allowed. The whole pool, unless a range is given; pages that are
+        not offloaded are passed over. What was pinned is freed and no longer declared; a segment stays as it is.
+        Returns how many bytes were copied; `progress` is that of `offload`.
+
+        Raises `OutOfMemory` when there is not enough memory: what has come back is back, the rest stays offloaded, and
+        `metadata` has the numbers, `restored_bytes` and `offloaded_bytes`. So it is with every error half way. Raises
+        what `allocate` raises besides, and `NotMapped` when another call is at one of the pages.
+        """
+        self._holding.check_open()
+        pages = self._touched_or_all(offset, size)
+        with (
+            HeldOff(),
+            device_failures(),
+            self._holding.in_use(),
+            self._claim_runs(lambda: self._pages.runs_of(OFFLOADED, pages)) as runs,
+        ):
+            return self._offloaded.restore(runs, progress)
+
+    def restore_from(self, segment: Segment, *, progress: Progress | None = None) -> int:
+        """Bring pages here that another pool, of another process maybe, has offloaded to `segment`.
+
+        At the same offsets, where nothing may be allocated; the pool has the same page size, or one that fits. Then
+        they are as if this pool had offloaded them and restored them: also after an error half way. Raises
+        `InvalidRequest` for what is no segment of offloaded pages, or not of such a pool, `AlreadyMapped`, and what
+        `restore` raises.
+        """
+        self._holding.check_open()
+        check_segment(segment, self._holding.source.driver)
+        found = runs_in(segment, self._page_size, self._capacity)
+        self.trim()
+        with (
+            HeldOff(),
+            device_failures(),
+            self._holding.in_use(),
+            self._claim_runs(lambda: list(found), self._check_free) as runs,
+        ):
+            self._offloaded.adopt(segment, found)
+            return self._offloaded.restore(runs, progress)
+
+    # Its bytes
 
     def view(self, offset: int, size: int | str) -> memoryview:
         """Return [offset, offset + size) as a writable memoryview, on the host driver.
@@ -301,6 +407,29 @@ class VirtualMemoryPool:
             )
         return range(offset // self._page_size, (offset + length - 1) // self._page_size + 1)
 
+    def _touched_or_all(self, offset: int, size: int | str | None) -> range:
+        """Return the pages of a range that ends where the pool does unless it has a size."""
+        pages = self._touched(offset, 1 if size is None else size)
+        return pages if size is not None else range(pages.start, self._pages.count)
+
+    @contextmanager
+    def _claim_runs(
+        self, choose: Callable[[], list[range]], check: Callable[[range], None] = lambda _: None
+    ) -> Iterator[list[range]]:
+        """As `_claim`, of several runs: all of them, or none."""
+        with self._lock:
+            runs = choose()
+            for run in runs:
+                check(run)
+            for run in runs:
+                self._pages.claim(run)
+        try:
+            yield runs
+        finally:
+            with self._lock:
+                for run in runs:
+                    self._pages.release(run)
+
     @contextmanager
     def _claim(self, choose: Callable[[], range], check: Callable[[range], None]) -> Iterator[range]:
         """Keep all other calls off some pages, after `check` agreed, while the lock is not held."""
@@ -318,8 +447,13 @@ class VirtualMemoryPool:
         """Return the pages of `length` bytes behind all that is taken. The lock is held."""
         return self._touched(self._pages.top() * self._page_size, length)
 
+    def _check_free(self, pages: range) -> None:
+        self._pages.check_unused(pages)
+        if self._pages.unbacked(pages) != [pages]:
+            raise AlreadyMapped(f"a page at offset {pages.start * self._page_size} or behind it is spare: trim() first")
+
     def _check_removable(self, pages: range) -> None:
-        self._pages.check_used(pages)
+        self._pages.check_allocated(pages)
         start, length = pages.start * self._page_size, len(pages) * self._page_size
         if self._holding.views.any_in(self._holding.region.address + start, length):
             raise BufferError(f"a view of [{start}, {start + length}) is still alive: release it first")

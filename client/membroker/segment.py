@@ -8,7 +8,7 @@ tensors are found by name. The broker knows a name, a size and a generation, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -135,6 +135,15 @@ class Segment:
     def closed(self) -> bool:
         """Whether it was closed here."""
         return self._holding.closed
+
+    @property
+    def driver(self) -> Driver:
+        """The driver with which it is mapped in this process."""
+        return self._session.driver
+
+    def kept(self) -> AbstractContextManager[None]:
+        """Keep it mapped during a block, which no living view is: it can be sealed there. Raises `ClosedError`."""
+        return self._holding.in_use()
 
     # Its bytes
 
