@@ -38,7 +38,7 @@ BLOCK_BYTES = 256 * MIB
 Progress = Callable[[int, int], object]
 """Is told how many bytes are done, of how many."""
 
-_RUN = re.compile(r"offset-(\d{1,20})")
+_RUN = re.compile(r"offset-([0-9]{20})")
 
 
 class Block:
@@ -376,6 +376,7 @@ def runs_in(segment: Segment, page_size: int, capacity: int) -> dict[range, int]
             )
         found[range(offset // page_size, (offset + size) // page_size)] = info.offset
     runs = sorted(found, key=lambda run: run.start)
+    # One name for each offset, so no two runs begin at the same page.
     if any(run.stop > after.start for run, after in pairwise(runs)):
         raise InvalidRequest(f"{segment.resource_name} has the same page twice")
     return {run: found[run] for run in runs}

@@ -449,8 +449,8 @@ class VirtualMemoryPool:
 
     def _check_free(self, pages: range) -> None:
         self._pages.check_unused(pages)
-        if self._pages.unbacked(pages) != [pages]:
-            raise AlreadyMapped(f"a page at offset {pages.start * self._page_size} or behind it is spare: trim() first")
+        for spare in self._pages.spare_runs(pages):
+            raise AlreadyMapped(f"the page at offset {spare.start * self._page_size} is spare: trim() gives it back")
 
     def _check_removable(self, pages: range) -> None:
         self._pages.check_allocated(pages)
