@@ -21,7 +21,7 @@ from membroker.types import (
 )
 from membroker.v1 import handoff_pb2
 from membroker.v1 import resources_pb2 as pb
-from membroker.vmm.driver import Location
+from membroker.vmm.driver import AccessFlags, Location
 from membroker.vmm.sizes import parse_size
 
 _TO_WIRE = {Location.DEVICE: pb.LOCATION_DEVICE, Location.HOST: pb.LOCATION_HOST}
@@ -33,6 +33,16 @@ def location_of(location: Location | str) -> Location:
         return Location(location)
     except ValueError:
         raise InvalidRequest(f'a location is "device" or "host", not {location!r}') from None
+
+
+def access_of(access: AccessFlags | str) -> AccessFlags:
+    """Return `"none"`, `"read"` or `"read_write"` as `AccessFlags`; raises `InvalidRequest` for anything else."""
+    if isinstance(access, AccessFlags):
+        return access
+    for flags in AccessFlags:
+        if access == flags.name.lower():
+            return flags
+    raise InvalidRequest(f'an access is "none", "read" or "read_write", not {access!r}')
 
 
 def bytes_of(what: str, size: int | str, at_least: int = 0) -> int:

@@ -5,11 +5,13 @@ Owns the one table from the wire's reasons to classes. Must never decide by the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from google.rpc.status_pb2 import Status
+
+    from membroker.types import Move
 
 DOMAIN = "membroker"
 
@@ -28,7 +30,7 @@ class MembrokerError(Exception):
 
 
 class OutOfMemory(MembrokerError, MemoryError):
-    """The broker lends no more. `level` says who refused: `model`, `tenant`, `capacity` or `device`.
+    """No more is lent. `level` says who refused: `model`, `tenant`, `capacity`, `device` or `shared pool`.
 
     `requested`, `available` and `limit` are bytes at that level; `available` is what a smaller request could have
     got at that moment, `limit` is None where the level has no number of its own (a card that strangers filled).
@@ -115,7 +117,7 @@ class NotFound(MembrokerError, LookupError):
 
 
 class ModelNotFound(NotFound):
-    """No such model at this tenant, or this session has not registered it."""
+    """No such model at this tenant or in this shared pool, or this session has not registered it."""
 
 
 class ModelConflict(MembrokerError):
@@ -123,11 +125,11 @@ class ModelConflict(MembrokerError):
 
 
 class ModelAlreadyExists(MembrokerError):
-    """`exclusive=True` was asked, and the model is there."""
+    """`exclusive=True` was asked, and the model is there; or a shared pool has it already."""
 
 
 class ModelInUse(MembrokerError):
-    """The model can't be left: this session is still charged for memory there."""
+    """The model can't be left: this session is still charged for memory there, or views of its pool are alive."""
 
 
 class SegmentNotFound(NotFound):
@@ -168,6 +170,14 @@ class DescriptorLimit(MembrokerError, OSError):
 
 class DeviceFailure(MembrokerError):
     """The broker's driver failed. The message has the driver's own words."""
+
+
+class CompactionFailed(DeviceFailure):
+    """The driver failed while a pool was compacted. `moves` were made before that, and what they moved stays there."""
+
+    def __init__(self, message: str, moves: Sequence[Move]) -> None:
+        super().__init__(message)
+        self.moves = tuple(moves)
 
 
 class ClosedError(MembrokerError):

@@ -105,9 +105,11 @@ class OffloadedPages:
             ):
                 for chunk in self._chunks(runs):
                     self._holding.check_open()
+                    self._allow(chunk, AccessFlags.NONE, AccessFlags.READ)
                     moving.begin(chunk, self._copies(chunk, places, to_host=True))
                 moving.finish()
         finally:
+            self._allow(places, AccessFlags.NONE, AccessFlags.NONE)
             self._leave(places)
         if segment is not None:
             segment.seal()
@@ -158,10 +160,8 @@ class OffloadedPages:
 
     def _arrive_on_device(self, placings: dict[range, Placing], back: Places, chunk: range) -> int:
         """Let pages be used whose bytes are on the device; return how many bytes that is."""
-        for page in chunk:
-            access = self._table.access(page)
-            if access is not AccessFlags.READ_WRITE:
-                self._source.driver.set_access(self._address(page), self._page_size, access)
+        for access in (AccessFlags.NONE, AccessFlags.READ):
+            self._allow(chunk, access, access)
         with self._lock:
             self._holding.extents.update(placings.pop(chunk).extents)
             self._table.set(chunk, USED)
@@ -249,6 +249,12 @@ class OffloadedPages:
     def _give_up_all(self) -> None:
         places, self._places = self._places, {}
         self._leave(places)
+
+    def _allow(self, pages: Iterable[int], noted: AccessFlags, access: AccessFlags) -> None:
+        """Let pages of which `noted` is noted allow this."""
+        for page in pages if self._table.restricted else ():
+            if self._table.access(page) is noted:
+                self._source.driver.set_access(self._address(page), self._page_size, access)
 
     # Chunks
 

@@ -9,13 +9,16 @@ A further state is a further constant: all that is neither `FREE` nor `SPARE` is
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from membroker.errors import AlreadyMapped, NotMapped, Offloaded, OutOfVirtualMemory
 from membroker.vmm.driver import AccessFlags
 
 FREE, USED, SPARE, OFFLOADED = range(4)
 """Nothing behind it / allocated / mapped and charged, and allocated by nobody / allocated, and its bytes elsewhere."""
+
+FIXED = 0x7F
+"""In a layout only: what has to stay where it is."""
 
 _PENDING = 0x80
 """Beside a state: a running call is changing the page, and no other call may touch it."""
@@ -62,12 +65,8 @@ class PageTable:
         return [range(pages.start + run.start(), pages.start + run.end()) for run in _FREE_RUN.finditer(states)]
 
     def spare_runs(self, pages: range) -> list[range]:
-        """Return the spare ones of `pages` that no call is at, as runs."""
+        """Return those of `pages` that are spare and that no call is at, as runs."""
         return [run for run, state, busy in self.runs(pages) if state == SPARE and not busy]
-
-    def claimed_runs(self, state: int, pages: range) -> list[range]:
-        """Return which of `pages`, that are claimed, are in a state, as runs."""
-        return [run for run, other, _ in self.runs(pages) if other == state]
 
     def largest_free_run(self) -> tuple[int, int]:
         """Return the largest run of pages that could be allocated, spare ones included, and how many there are."""
@@ -106,15 +105,15 @@ class PageTable:
     def check_used(self, pages: range) -> None:
         """Raise `NotMapped` unless all of them are allocated, and no call is at one."""
         states = self._states[pages.start : pages.stop]
-        used = len(states) - len(states.lstrip(bytes((USED,))))
-        if used < len(pages):
+        if states.count(USED) < len(pages):
+            used = len(states) - len(states.lstrip(bytes((USED,))))
             self._check_not_offloaded(pages.start + used)
             changing = used < len(states) and states[used] & _PENDING
             why = "is being changed by another call" if changing else "is not mapped"
             raise NotMapped(f"the page at offset {(pages.start + used) * self.page_size} {why}")
 
     def check_allocated(self, pages: range) -> None:
-        """As `check_used`, but of pages that may be offloaded."""
+        """As `check_used`, of pages that may be offloaded as well."""
         for run in self.runs_of(OFFLOADED, pages):
             self.check_used(range(pages.start, run.start))
             pages = range(run.stop, pages.stop)
@@ -131,19 +130,31 @@ class PageTable:
                 found.append(run)
         return found
 
+    def claimed_runs(self, state: int, pages: range) -> list[range]:
+        """Return which of `pages`, that are claimed, are in a state, as runs."""
+        return [run for run, other, _ in self.runs(pages) if other == state]
+
     def _check_not_offloaded(self, page: int) -> None:
         if page < len(self._states) and self._states[page] == OFFLOADED:
             raise Offloaded(f"the page at offset {page * self.page_size} is offloaded: restore() it first")
 
     def runs(self, pages: range | None = None) -> Iterator[tuple[range, int, bool]]:
-        """Yield those of `pages`, or of all, that are not free as runs of one state: (pages, state, busy).
-
-        Busy are pages that a call is at.
-        """
+        """Yield those of `pages`, or of all, that are not free, as runs: (pages, state, whether a call is at them)."""
         first, states = (0, self._states) if pages is None else (pages.start, self._states[pages.start : pages.stop])
         for run in _TAKEN_RUN.finditer(states):
             state = run[1][0]
             yield range(first + run.start(), first + run.end()), state & ~_PENDING, bool(state & _PENDING)
+
+    def layout(self, pinned: Iterable[range], spare: int) -> bytearray:
+        """Return a picture for `next_move`: `FREE`, `USED` or `FIXED` for each page, and `spare` for spare ones.
+
+        Fixed are the pages of `pinned`, those that a call is at, and whatever is neither free nor used nor spare.
+        """
+        moving = {FREE: FREE, USED: USED, SPARE: spare}
+        layout = self._states.translate(bytes(moving.get(state, FIXED) for state in range(256)))
+        for pages in pinned:
+            layout[pages.start : pages.stop] = bytes((FIXED,)) * len(pages)
+        return layout
 
     # Changing
 
@@ -163,15 +174,28 @@ class PageTable:
         return True
 
     def set(self, pages: range, state: int) -> None:
-        """Give pages another state: pages that are all claimed, and stay so, or none of which a call is at."""
-        self._reach(pages)
-        states = self._states
-        before = states[pages.start : pages.stop].translate(_RELEASE)
-        states[pages.start : pages.stop] = bytes((state | states[pages.start] & _PENDING,)) * len(pages)
-        self.spare += len(pages) * (state == SPARE) - before.count(SPARE)
+        """Give pages another state: pages that are all claimed, and stay so, or that are used, and no call is at."""
+        before = self._states[pages.start : pages.stop]
+        pending = before[0] & _PENDING
+        self._states[pages.start : pages.stop] = bytes((state | pending,)) * len(pages)
+        self.spare += len(pages) * (state == SPARE) - before.count(SPARE | pending)
         if self.restricted and state not in (USED, OFFLOADED):
             for page in pages:
                 self.restricted.pop(page, None)
+
+    def restrict(self, pages: range, access: AccessFlags) -> None:
+        """Note what used pages allow."""
+        for page in pages:
+            self.restricted.pop(page, None)
+        if access is not AccessFlags.READ_WRITE:
+            self.restricted.update(dict.fromkeys(pages, access))
+
+    def move(self, pages: range, to: range) -> None:
+        """Note that used pages are elsewhere, both claimed, and that nothing is where they were."""
+        restricted = {new: self.restricted[old] for old, new in zip(pages, to, strict=True) if old in self.restricted}
+        self.set(pages, FREE)
+        self.set(to, USED)
+        self.restricted.update(restricted)
 
     def claim(self, pages: range) -> None:
         """Keep all other calls off pages that none is at."""

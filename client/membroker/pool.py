@@ -1,35 +1,34 @@
 """`VirtualMemoryPool`: many addresses, and memory behind the ones that are used.
 
-Owns the order in which pages, their extents and their mappings change; what each page is at a moment stands in a
-`PageTable`. It knows a `Source` and a `Region`, never a broker, and must never hold its lock during a call of the
-source or the driver: two borrowers that wait for each other would stand still.
+Owns what a user may ask of it, in offsets and sizes; they become pages here, and a `Backing` works on those. It knows
+a `Source`, never a broker, and must never map or unmap anything itself.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from itertools import groupby
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from membroker.convert import bytes_of, location_of
-from membroker.errors import AlreadyMapped, InvalidOffset, InvalidPageSize, InvalidRequest
-from membroker.holding import Holding, Placing
-from membroker.interrupts import HeldOff
-from membroker.offload import OffloadedPages, Progress, check_segment, runs_in, size_in_segment
-from membroker.page_table import FREE, OFFLOADED, SPARE, USED, PageTable
+from membroker.backing import Backing
+from membroker.convert import access_of, bytes_of, location_of
+from membroker.errors import InvalidOffset, InvalidPageSize, InvalidRequest
+from membroker.offload import Progress, check_segment, runs_in, size_in_segment
+from membroker.page_table import OFFLOADED, SPARE, USED
 from membroker.region import device_failures
 from membroker.source import Source
-from membroker.types import MemoryStats
+from membroker.types import MemoryStats, Move, PoolMapping
 from membroker.views import Span
-from membroker.vmm.driver import Location
+from membroker.vmm.driver import AccessFlags, Location
 from membroker.vmm.sizes import MAX_BYTES, MIB, format_size, is_power_of_two, round_up
 
 if TYPE_CHECKING:
     from membroker.segment import Segment
 
 DEFAULT_PAGE_SIZE = 64 * MIB
+_STATES = {SPARE: "spare", OFFLOADED: "offloaded"}
 
 
 class VirtualMemoryPool:
@@ -37,10 +36,12 @@ class VirtualMemoryPool:
 
     Offsets and sizes are in bytes (sizes may be text, such as `"8GiB"`) and need no alignment: a call works on
     every page that its range touches. What is charged is whole pages. `virtual_capacity` is rounded up to whole
-    pages; nothing but the process's address space limits it.
+    pages; nothing but the process's address space limits it. The base address is a multiple of the page size.
 
     Up to `spare_pages` pages that are deallocated stay mapped and charged, with what is in them, and the next
     allocation of them costs no call; `prepare` lends ahead of need, `trim` gives back what is spare.
+
+    The source is a `Model`, where a broker lends, or a `LocalSource`, without one.
     """
 
     def __init__(
@@ -54,17 +55,14 @@ class VirtualMemoryPool:
         if spare_pages < 0:
             raise InvalidRequest(f"a pool keeps no less than 0 spare pages, not {spare_pages}")
         self._page_size = _check_page_size(page_size, source.driver.device.granularity)
-        self._location = location_of(location)
+        where = location_of(location)
         self._capacity = round_up(bytes_of("virtual_capacity", virtual_capacity, at_least=1), self._page_size)
         if self._capacity > MAX_BYTES:
             raise InvalidRequest(f"a virtual capacity of {virtual_capacity!r} rounds up to more than 2^63-1 bytes")
         with device_failures():
-            self._holding = Holding(source, self._capacity, "pool", alignment=self._page_size)
+            self._backing = Backing(source, self._capacity // self._page_size, self._page_size, where, spare_pages)
+        self._holding, self._table, self._lock = self._backing.holding, self._backing.table, self._backing.lock
         self._on_host = source.driver.device.driver == "host"
-        self._pages = PageTable(self._capacity // self._page_size, self._page_size)
-        self._spare_pages = spare_pages
-        self._lock = threading.Lock()
-        self._offloaded = OffloadedPages(self._holding, self._pages, self._lock, self._location)
         self._holding.owned_by(self)
 
     # What it is
@@ -100,14 +98,15 @@ class VirtualMemoryPool:
         self._holding.check_open()
         page = self._touched(offset, 1).start
         with self._lock:
-            return self._pages.is_used(page)
+            return self._table.is_used(page)
 
     def stats(self) -> MemoryStats:
-        """Return the pool's numbers at this moment."""
+        """Return the pool's numbers at this moment; `MemoryStats` says what they do not tell."""
         self._holding.check_open()
         with self._lock:
-            mapped, spare, offloaded = len(self._holding.extents), self._pages.spare, self._offloaded.size
-            largest, free = self._pages.largest_free_run()
+            mapped, spare = len(self._holding.extents), self._table.spare
+            largest, free = self._table.largest_free_run()
+            offloaded = self._backing.offloaded.size
         return MemoryStats(
             virtual_capacity=self._capacity,
             physical_usage=mapped * self._page_size,
@@ -117,6 +116,25 @@ class VirtualMemoryPool:
             spare_pages=spare,
             offloaded_bytes=offloaded,
         )
+
+    def mappings(self, *, by_page: bool = False) -> list[PoolMapping]:
+        """Return what is where, by offset: a row for each run of pages of which the same holds, or for each page."""
+        self._holding.check_open()
+        with self._lock:
+            pinned = {page for pages in self._backing.pinned() for page in pages}
+            rows = [
+                (page, "changing" if busy else _state(state, page in pinned), self._table.access(page), extent)
+                for pages, state, busy in self._table.runs()
+                for page in pages
+                if (extent := self._holding.extents.get(page * self._page_size)) is not None or state == OFFLOADED
+            ]
+        runs = groupby(enumerate(rows), lambda row: (row[1][0] if by_page else row[1][0] - row[0], *row[1][1:3]))
+        return [self._as_mapping([row for _, row in run]) for _, run in runs]
+
+    def _as_mapping(self, rows: list[tuple[int, str, AccessFlags, int | None]]) -> PoolMapping:
+        page, state, access, _ = rows[0]
+        size, extents = len(rows) * self._page_size, tuple(extent for *_, extent in rows if extent is not None)
+        return PoolMapping(page * self._page_size, size, state, access.name.lower(), extents)
 
     # Backing addresses
 
@@ -130,23 +148,49 @@ class VirtualMemoryPool:
         """
         self._holding.check_open()
         pages = self._touched(offset, size)
-        if self._pages.spare:
+        if self._table.spare:
             with self._lock:
-                if self._pages.take_spare(pages):
+                if self._table.take_spare(pages):
                     return self._holding.region.address + offset
-        self._back(lambda: pages)
+        self._backing.back(lambda: pages)
         return self._holding.region.address + offset
 
-    def grow(self, size: int | str) -> int:
-        """Back the first `size` bytes after the highest backed page, and return their address.
+    def allocate_anywhere(self, size: int | str, alignment: int | str = 0) -> int:
+        """Back `size` bytes at the lowest free addresses that hold them side by side, and return the first.
 
-        Holes below are left as they are. A page that another thread is backing counts as backed, so threads that
+        It begins at a page, and at a multiple of `alignment` bytes, a power of two. Spare pages are free. To
+        deallocate, the offset is the address less `base_address`. Raises `OutOfVirtualMemory` where no free run of
+        addresses is that long, and otherwise as `allocate`.
+        """
+        self._holding.check_open()
+        count = -(-bytes_of("a size", size, at_least=1) // self._page_size)
+        align = bytes_of("an alignment", alignment)
+        if align and not is_power_of_two(align):
+            raise InvalidRequest(f"an alignment is a power of two, not {alignment!r}")
+        base, step = self._holding.region.address, max(align, self._page_size) // self._page_size
+        pages = self._backing.back(lambda: self._table.first_fit(count, step, -(base // self._page_size) % step))
+        return base + pages.start * self._page_size
+
+    def grow(self, size: int | str) -> int:
+        """Back the first `size` bytes after the highest allocated page, and return their address.
+
+        Holes below are left as they are. A page that another thread is backing counts as allocated, so threads that
         grow at once get neighbouring ranges. Raises as `allocate`.
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        pages = self._back(lambda: self._above(length))
+        pages = self._backing.back(lambda: self._above(length))
         return self._holding.region.address + pages.start * self._page_size
+
+    def shrink(self, size: int | str) -> None:
+        """Deallocate the pages of the last `size` bytes before the end of the highest allocated page.
+
+        It undoes a `grow` of that size. Raises as `deallocate`: `NotMapped` when there is a hole among them, and
+        `InvalidOffset` when there are not that many.
+        """
+        self._holding.check_open()
+        length = bytes_of("a size", size, at_least=1)
+        self._backing.drop(lambda: self._below(length))
 
     def prepare(self, size: int | str) -> None:
         """Back the next `size` bytes after the highest allocated page ahead of need, as spare pages.
@@ -156,102 +200,57 @@ class VirtualMemoryPool:
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        self._back(lambda: self._above(length), spare=True)
+        self._backing.back(lambda: self._above(length), spare=True)
 
     def trim(self) -> int:
         """Give back every spare page, and return how many bytes that was. Waits as `deallocate` does."""
         self._holding.check_open()
-        return self._trim(range(self._pages.count))
-
-    def _trim(self, pages: range) -> int:
-        with (
-            HeldOff(),
-            device_failures(),
-            self._holding.in_use(),
-            self._claim_runs(lambda: self._pages.spare_runs(pages)) as runs,
-        ):
-            for run in runs:
-                self._holding.source.give_back(self._unbind(run))
-        return sum(map(len, runs)) * self._page_size
-
-    def _back(self, choose: Callable[[], range], *, spare: bool = False) -> range:
-        """Back what is not backed of some unused pages: all of them, or none. Then they are used, or spare."""
-        with (
-            HeldOff(),
-            device_failures(),
-            self._holding.in_use(),
-            self._claim(choose, self._pages.check_unused) as pages,
-            ExitStack() as undo,
-        ):
-            with self._lock:
-                missing = self._pages.unbacked(pages)
-            for run in missing:
-                placing = Placing(self._holding.region, run.start * self._page_size)
-                self._holding.source.borrow(self._page_size, len(run), self._location, placing)
-                undo.callback(self._take_back, placing)
-                self._commit(placing)
-            with self._lock:
-                self._pages.set(pages, SPARE if spare else USED)
-            undo.pop_all()
-        return pages
-
-    def _commit(self, placing: Placing) -> None:
-        with self._lock:
-            self._holding.check_open()
-            self._holding.extents.update(placing.extents)
-
-    def _take_back(self, placing: Placing) -> None:
-        with self._lock:
-            for offset in placing.extents:
-                self._holding.extents.pop(offset, None)
-        extent_ids = list(placing.extents.values())
-        placing.undo()
-        self._holding.source.give_back(extent_ids)
+        return self._backing.trim() * self._page_size
 
     def deallocate(self, offset: int, size: int | str) -> None:
         """Give back every page that [offset, offset + size) touches. Their addresses stay the pool's.
 
-        The bytes of pages that are offloaded are forgotten, and freed on the host.
+        The bytes of offloaded pages are forgotten, and freed on the host.
 
         Waits once for the work that this process has given to the device, because unmapping does not. Raises
         `NotMapped` when a page is not backed, `BufferError` while a view of the range is alive, `InvalidOffset`
         and `InvalidRequest`; nothing has changed then. When the broker is away the memory is given back all the same.
         """
         self._holding.check_open()
-        touched = self._touched(offset, size)
-        if self._spare_pages and self._keep_spare(touched):
-            return
-        with (
-            HeldOff(),
-            device_failures(),
-            self._holding.in_use(),
-            self._claim(lambda: touched, self._check_removable) as pages,
-        ):
-            with self._lock:
-                runs = self._pages.claimed_runs(USED, pages)
-            for run in runs:
-                self._holding.source.give_back(self._unbind(run))
-            self._offloaded.drop(pages)
+        pages = self._touched(offset, size)
+        self._backing.drop(lambda: pages)
 
-    def _keep_spare(self, pages: range) -> bool:
-        """Keep pages mapped that nobody uses any more, if there is room for all of them; say whether there was."""
-        with self._lock:
-            if self._pages.spare + len(pages) > self._spare_pages:
-                return False
-            self._check_removable(pages)
-            if self._offloaded.size and self._pages.runs_of(OFFLOADED, pages):
-                return False
-            self._pages.set(pages, SPARE)
-            return True
+    def protect(self, offset: int, size: int | str, access: AccessFlags | str) -> None:
+        """Set what every page that [offset, offset + size) touches allows: `"read"`, `"none"` or `"read_write"`.
 
-    def _unbind(self, pages: range) -> list[int]:
-        """Unmap pages that nobody else touches, and return the ids of their extents."""
-        start, length = pages.start * self._page_size, len(pages) * self._page_size
-        self._holding.source.driver.synchronize()
-        self._holding.region.unbind(start, length)
-        with self._lock:
-            self._pages.set(pages, FREE)
-            return [self._holding.extents.pop(page * self._page_size) for page in pages]
+        A guard against accidents of this process, no security boundary. It lasts until the pages are deallocated,
+        and goes with them when they are moved. On a card a kernel that breaks it ends the process's context.
+
+        Taking something away waits for the work that this process has given to the device. Raises `NotMapped` when a
+        page is not allocated, `BufferError` when something is to be taken away under a living view, `InvalidOffset`,
+        `InvalidRequest`, `DeviceFailure`, `ClosedError`; nothing has changed then.
+        """
+        self._holding.check_open()
+        pages = self._touched(offset, size)
+        self._backing.protect(pages, access_of(access))
+
+    def compact(self, *, dry_run: bool = False, on_move: Callable[[Move], object] = lambda move: None) -> list[Move]:
+        """Close holes among the allocated pages, lowest first, and return what was moved where. Copies no byte.
+
+        The extents of a run of allocated pages without a gap are mapped lower instead, with what each page allows: the
+        run moves as one, so what lies side by side stays so, or it stays where it is. It stays when a view, a span
+        or a pin of any part of it is alive, or another call is at it. Spare pages are given back first. Each move
+        waits for the work that this process has given to the device.
+
+        Addresses in what was moved are dead: patch them by the moves. Nobody may use them meanwhile; another thread
+        that works in the pool pins its range, or its calls are told `NotMapped`. `on_move` is called after each move,
+        before the addresses that fell free can be had by others, and in it no interrupt is raised.
+
+        With `dry_run` nothing is changed, and what it would do now is returned. Raises `CompactionFailed`, which has
+        the moves that were made before, `DeviceFailure`, `ClosedError`; each move happens whole or not at all.
+        """
+        self._holding.check_open()
+        return self._backing.plan() if dry_run else self._backing.compact(on_move)
 
     # Offloading
 
@@ -265,14 +264,14 @@ class VirtualMemoryPool:
     ) -> int:
         """Copy what is in the pages that [offset, offset + size) touches to the host, and give their memory back.
 
-        The whole pool, unless a range is given. Pages that are not allocated, or offloaded already, are passed over;
-        spare ones are given back as they are. The pages stay allocated and their addresses the pool's, but nothing is
-        behind them until `restore`. Returns how many bytes were copied; `progress` is told how many are done, of how
-        many, and an exception of its own stops the copying.
+        The whole pool, unless a range is given. Pages that are not allocated, or are offloaded already, are passed
+        over; spare ones are given back as they are. The pages stay allocated and their addresses the pool's, but
+        nothing is behind them until `restore`. Returns how many bytes were copied; `progress` is told how many are
+        done, of how many, and an exception of its own stops the copying.
 
         The bytes lie in pinned memory of this process, for which its model is charged at the location host (a
-        declaration); or in `to`, a segment of that location that this process has made and not sealed: it is sealed
-        at the end, and then outlives the process (`restore_from`). `offload_size` says how large it has to be.
+        declaration); or in `to`, a segment of that location that this process has made and not sealed. It is sealed
+        at the end, and then outlives the process (`restore_from`); `offload_size` says how large it has to be.
 
         Waits for the work that this process has given to the device. Raises `OutOfMemory` when the host's limit
         refuses, `BufferError` while a view of a page is alive, `NotMapped` when another call is at one, and what a
@@ -280,31 +279,20 @@ class VirtualMemoryPool:
         what had arrived is offloaded, the rest is as it was, and the error's numbers say how much is where.
         """
         self._holding.check_open()
-        pages = self._touched_or_all(offset, size)
-        with (
-            HeldOff(),
-            device_failures(),
-            self._holding.in_use(),
-            self._claim_runs(lambda: self._pages.runs_of(USED, pages), self._check_removable) as runs,
-        ):
-            if runs:
-                self._holding.source.driver.synchronize()
-            copied = self._offloaded.offload(runs, to, progress)
-        self._trim(pages)
-        return copied
+        return self._backing.offload(self._touched_or_all(offset, size), to, progress)
 
     def offload_size(self, offset: int = 0, size: int | str | None = None) -> int:
         """Return how many bytes a segment needs for what `offload` of this range would copy now, and where it goes."""
         self._holding.check_open()
         pages = self._touched_or_all(offset, size)
         with self._lock:
-            runs = self._pages.runs_of(USED, pages)
+            runs = self._table.runs_of(USED, pages)
         return size_in_segment(runs, self._page_size)
 
     def restore(self, offset: int = 0, size: int | str | None = None, *, progress: Progress | None = None) -> int:
         """Borrow memory for the offloaded pages of [offset, offset + size), and bring their bytes back.
 
-        At the same addresses, which allow what they allowed. The whole pool, unless a range is given; pages that are
+        To the same addresses, which allow what they allowed. The whole pool, unless a range is given; pages that are
         not offloaded are passed over. What was pinned is freed and no longer declared; a segment stays as it is.
         Returns how many bytes were copied; `progress` is that of `offload`.
 
@@ -313,51 +301,39 @@ class VirtualMemoryPool:
         what `allocate` raises besides, and `NotMapped` when another call is at one of the pages.
         """
         self._holding.check_open()
-        pages = self._touched_or_all(offset, size)
-        with (
-            HeldOff(),
-            device_failures(),
-            self._holding.in_use(),
-            self._claim_runs(lambda: self._pages.runs_of(OFFLOADED, pages)) as runs,
-        ):
-            return self._offloaded.restore(runs, progress)
+        return self._backing.restore(self._touched_or_all(offset, size), progress)
 
     def restore_from(self, segment: Segment, *, progress: Progress | None = None) -> int:
-        """Bring pages here that another pool, of another process maybe, has offloaded to `segment`.
+        """Bring pages here that another pool, maybe of another process, has offloaded to `segment`.
 
-        At the same offsets, where nothing may be allocated; the pool has the same page size, or one that fits. Then
-        they are as if this pool had offloaded them and restored them: also after an error half way. Raises
-        `InvalidRequest` for what is no segment of offloaded pages, or not of such a pool, `AlreadyMapped`, and what
-        `restore` raises.
+        To the same offsets, where nothing may be allocated, in a pool of the same page size, or of one that fits. Then
+        they are as if this pool had offloaded and restored them: also after an error half way. Raises `InvalidRequest`
+        for what is no sealed segment of offloaded pages, or not of such a pool, `AlreadyMapped`, and what `restore`
+        raises.
         """
         self._holding.check_open()
         check_segment(segment, self._holding.source.driver)
         found = runs_in(segment, self._page_size, self._capacity)
-        self.trim()
-        with (
-            HeldOff(),
-            device_failures(),
-            self._holding.in_use(),
-            self._claim_runs(lambda: list(found), self._check_free) as runs,
-        ):
-            self._offloaded.adopt(segment, found)
-            return self._offloaded.restore(runs, progress)
+        return self._backing.restore_from(segment, found, progress)
 
-    # Its bytes
+    # Using it
 
     def view(self, offset: int, size: int | str) -> memoryview:
-        """Return [offset, offset + size) as a writable memoryview, on the host driver.
+        """Return [offset, offset + size) as a memoryview, on the host driver; writable where all of it is.
 
         While it lives, or anything made from it, the range cannot be deallocated, and a closed pool keeps its memory.
-        Raises `NotMapped` when a page is not backed, and `InvalidRequest` on a card.
+        Raises `NotMapped` when a page is not backed, and `InvalidRequest` on a card, or where no access is allowed.
         """
         if not self._on_host:
             raise InvalidRequest("only the host driver's memory can be viewed: wrap the address on a card")
         self._holding.check_open()
         pages, length = self._touched(offset, size), bytes_of("a size", size)
         with self._holding.in_use(), self._lock:
-            self._pages.check_used(pages)
-            return self._holding.views.make(self, self._holding.region.address + offset, length)
+            access = self._check_access(pages)
+            if access is AccessFlags.NONE:
+                raise InvalidRequest(f"[{offset}, {offset + length}) allows no access: protect() it otherwise")
+            view = self._holding.views.make(self, self._holding.region.address + offset, length)
+        return view if access is AccessFlags.READ_WRITE else view.toreadonly()
 
     def span(self, offset: int, size: int | str) -> Span:
         """Keep [offset, offset + size) mapped as long as the result lives: for whoever gives its addresses away.
@@ -370,8 +346,20 @@ class VirtualMemoryPool:
         length = bytes_of("a size", size)
         pages = self._touched(offset, length or 1)
         with self._holding.in_use(), self._lock:
-            self._pages.check_used(pages)
-            return self._holding.span(self, offset, length)
+            writable = self._check_access(pages) is AccessFlags.READ_WRITE
+            return self._holding.span(self, offset, length, writable=writable)
+
+    @contextmanager
+    def pin(self, offset: int, size: int | str) -> Iterator[int]:
+        """Hold [offset, offset + size) where it is during a block, which gets its address.
+
+        It can be neither deallocated nor moved nor be taken access from, as under a living span. Raises as `span`.
+        """
+        span = self.span(offset, size)
+        try:
+            yield span.address
+        finally:
+            del span
 
     def close(self) -> None:
         """Unmap and give back everything, addresses too. Idempotent; raises nothing when the broker is away.
@@ -410,53 +398,27 @@ class VirtualMemoryPool:
     def _touched_or_all(self, offset: int, size: int | str | None) -> range:
         """Return the pages of a range that ends where the pool does unless it has a size."""
         pages = self._touched(offset, 1 if size is None else size)
-        return pages if size is not None else range(pages.start, self._pages.count)
-
-    @contextmanager
-    def _claim_runs(
-        self, choose: Callable[[], list[range]], check: Callable[[range], None] = lambda _: None
-    ) -> Iterator[list[range]]:
-        """As `_claim`, of several runs: all of them, or none."""
-        with self._lock:
-            runs = choose()
-            for run in runs:
-                check(run)
-            for run in runs:
-                self._pages.claim(run)
-        try:
-            yield runs
-        finally:
-            with self._lock:
-                for run in runs:
-                    self._pages.release(run)
-
-    @contextmanager
-    def _claim(self, choose: Callable[[], range], check: Callable[[range], None]) -> Iterator[range]:
-        """Keep all other calls off some pages, after `check` agreed, while the lock is not held."""
-        with self._lock:
-            pages = choose()
-            check(pages)
-            self._pages.claim(pages)
-        try:
-            yield pages
-        finally:
-            with self._lock:
-                self._pages.release(pages)
+        return pages if size is not None else range(pages.start, self._table.count)
 
     def _above(self, length: int) -> range:
         """Return the pages of `length` bytes behind all that is taken. The lock is held."""
-        return self._touched(self._pages.top() * self._page_size, length)
+        return self._touched(self._table.top() * self._page_size, length)
 
-    def _check_free(self, pages: range) -> None:
-        self._pages.check_unused(pages)
-        for spare in self._pages.spare_runs(pages):
-            raise AlreadyMapped(f"the page at offset {spare.start * self._page_size} is spare: trim() gives it back")
+    def _below(self, length: int) -> range:
+        """Return the pages of the last `length` bytes of what is taken. The lock is held."""
+        top, count = self._table.top(), -(-length // self._page_size)
+        if count > top:
+            raise InvalidOffset(f"the highest allocated page ends at {top * self._page_size}, before {length} bytes")
+        return range(top - count, top)
 
-    def _check_removable(self, pages: range) -> None:
-        self._pages.check_allocated(pages)
-        start, length = pages.start * self._page_size, len(pages) * self._page_size
-        if self._holding.views.any_in(self._holding.region.address + start, length):
-            raise BufferError(f"a view of [{start}, {start + length}) is still alive: release it first")
+    def _check_access(self, pages: range) -> AccessFlags:
+        """Return what all of some pages allow, after checking that they are used. The lock is held."""
+        self._table.check_used(pages)
+        return min(map(self._table.access, pages), key=lambda access: access.value)
+
+
+def _state(state: int, pinned: bool) -> str:
+    return _STATES.get(state, "pinned" if pinned else "used")
 
 
 def _check_page_size(page_size: int | str, granularity: int) -> int:

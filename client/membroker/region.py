@@ -76,10 +76,17 @@ class Region:
             self._extents[offset] = handle.size
             offset += handle.size
 
-    def protect(self, access: AccessFlags) -> None:
-        """Set what all that is mapped allows."""
-        for offset, size in self.runs():
-            self._driver.set_access(self.address + offset, size, access)
+    def protect(self, access: AccessFlags, offset: int = 0, size: int | None = None) -> None:
+        """Set what all that is mapped allows, or the whole extents that fill [offset, offset + size)."""
+        for start, length in self.runs() if size is None else [(offset, size)]:
+            self._driver.set_access(self.address + start, length, access)
+
+    def move(self, offset: int, new_offset: int, size: int, count: int) -> None:
+        """Map `count` extents of `size` bytes from `offset` on at `new_offset` instead, as they are. All or none."""
+        self._driver.move(self.address + offset, self.address + new_offset, size, count)
+        for start in range(offset, offset + size * count, size):
+            del self._extents[start]
+        self._extents.update(dict.fromkeys(range(new_offset, new_offset + size * count, size), size))
 
     def unbind(self, offset: int, size: int) -> None:
         """Unmap the whole extents that fill [offset, offset + size), in one call of the driver."""

@@ -392,6 +392,77 @@ def all_is_mapped_or_nothing(make_driver: MakeDriver) -> None:
         driver.unmap(address, 4 * size)
 
 
+def extents_are_moved_without_a_copy(make_driver: MakeDriver) -> None:
+    """`move` binds extents at other addresses, down or up, over where they were too, with their bytes and access."""
+    with opened(make_driver) as driver, ExitStack() as stack:
+        size = 2 * driver.device.granularity
+        address = stack.enter_context(reserved(driver, 6 * size))
+        other = stack.enter_context(reserved(driver, size))
+        with lent(driver, size, 3) as descriptors:
+            driver.map_descriptors(address + 2 * size, descriptors, size)
+        before = open_descriptors()
+        for number in range(3):
+            driver.write(address + (2 + number) * size, bytes([number + 1]) * 16)
+        driver.set_access(address + 4 * size, size, AccessFlags.READ)
+        place = 2
+        for new in (1, 0, 3, 2, 0):
+            driver.move(address + place * size, address + new * size, size, 3)
+            place = new
+            for number in range(3):
+                shown = driver.read(address + (place + number) * size, 16)
+                expect(shown == bytes([number + 1]) * 16, "an extent was moved to a wrong place, or lost its bytes")
+            driver.write(address + place * size + 64, b"written")
+            refused("write to what may only be read", driver.write, address + (place + 2) * size, b"x")
+            with extent(driver, size) as handle:
+                free = address + (5 if place < 3 else 0) * size
+                driver.map(free, handle)
+                driver.unmap(free, size)
+        driver.move(address, other, size)
+        expect(driver.read(other, 16) == b"\x01" * 16, "an extent that was moved elsewhere shows other bytes")
+        expect(open_descriptors() == before, "a move left a descriptor open")
+        driver.unmap(other, size)
+        driver.unmap(address + size, 2 * size)
+
+
+def all_is_moved_or_nothing(make_driver: MakeDriver) -> None:
+    """A `move` that cannot be, at whichever extent, leaves everything mapped where it was, as it was."""
+    with opened(make_driver) as driver, ExitStack() as stack:
+        size = 2 * driver.device.granularity
+        address = stack.enter_context(reserved(driver, 7 * size))
+        with lent(driver, size, 3) as descriptors:
+            driver.map_descriptors(address + 3 * size, descriptors[:2], size)
+            driver.map_descriptors(address, descriptors[2:], size)
+        driver.write(address, b"other")
+        driver.write(address + 3 * size, b"first")
+        driver.set_access(address + 4 * size, size, AccessFlags.READ)
+        before, used = open_descriptors(), used_bytes(driver)
+        first = address + 3 * size
+        calls: tuple[Callable[[], object], ...] = (
+            partial(driver.move, first, address, size, 2),  # over a mapping, with its first extent
+            partial(driver.move, first, address - size, size, 2),  # out of the reservation, and over that
+            partial(driver.move, first, address + 6 * size, size, 2),  # over the end, with its second
+            partial(driver.move, first, address + size, size, 3),  # more than is mapped
+            partial(driver.move, first, address + size, size // 2, 4),  # halves
+            partial(driver.move, first, address + size, 2 * size, 1),  # two as one
+            partial(driver.move, first + size // 2, address + size // 2, size, 1),  # from a middle
+            partial(driver.move, first, first - size // 2, size, 1),  # by half an extent
+            partial(driver.move, first, address + size + size // 4, size, 1),  # to no granule
+            partial(driver.move, first, first, size, 1),  # nowhere
+            partial(driver.move, first, address + size, size, 0),  # nothing
+            partial(driver.move, address + size, address + 2 * size, size, 1),  # where nothing is mapped
+        )
+        for call in calls * 3:
+            refused(f"a move that cannot be: {call}", call)
+        expect(driver.read(address, 5) == b"other", "a refused move changed what was mapped there")
+        expect(driver.read(first, 5) == b"first", "a refused move lost what it was to move")
+        driver.write(first, b"again")
+        refused("write to what may only be read", driver.write, first + size, b"x")
+        expect(open_descriptors() == before, "a refused move left a descriptor open")
+        expect(used_bytes(driver) - used < TRUTH_BYTES // 2, "a refused move took memory")
+        driver.unmap(first, 2 * size)
+        driver.unmap(address, size)
+
+
 def memory_follows_births_and_deaths(make_driver: MakeDriver) -> None:
     """The device's figure falls only when the last holder in any process is gone, and then it does fall."""
     for keep in (keep_descriptor, keep_mapping):
@@ -508,6 +579,7 @@ def a_closed_driver_refuses(make_driver: MakeDriver) -> None:
         refused("pin of a closed driver", driver.pin, 1)
         refused("copier of a closed driver", driver.copier)
         refused("lend of a closed driver", driver.lend, handle.size, 1)
+        refused("move of a closed driver", driver.move, 2 * handle.size, handle.size, handle.size)
         refused("map_descriptors of a closed driver", driver.map_descriptors, handle.size, [descriptor], handle.size)
 
 
@@ -574,6 +646,8 @@ CHECKS: tuple[Callable[[MakeDriver], None], ...] = (
     all_is_lent_or_nothing,
     descriptors_are_mapped_side_by_side,
     all_is_mapped_or_nothing,
+    extents_are_moved_without_a_copy,
+    all_is_moved_or_nothing,
     memory_follows_births_and_deaths,
     a_successor_knows_what_was_lent,
     too_much_is_out_of_memory,

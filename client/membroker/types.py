@@ -36,6 +36,45 @@ class MemoryStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolMapping:
+    """Pages of a pool, side by side, of which the same holds. `offset` and `size` are in bytes.
+
+    `state` is `used`, `pinned` (used, and a view, a span or a pin of it lives), `spare` (mapped and charged, and
+    allocated by nobody), `offloaded` (allocated, and its bytes on the host) or `changing` (another call is at it).
+    `access` is `none`, `read` or `read_write`. `extents` are the source's ids of the extents behind the pages, one for
+    each; offloaded pages have none.
+    """
+
+    offset: int
+    size: int
+    state: str
+    access: str
+    extents: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What a compaction moved, in bytes: whatever was at `old_offset + n` is at `new_offset + n`, for n < `size`."""
+
+    old_offset: int
+    new_offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalMemoryStats:
+    """All models of a `SharedMemoryPool` at one moment.
+
+    `physical_usage` is bytes of memory behind all of their pages; `physical_limit` what it may come to, in bytes, or
+    None where only those limits hold that the lender has itself. Neither tells what others use of the device.
+    """
+
+    physical_limit: int | None
+    physical_usage: int
+    num_models: int
+
+
+@dataclass(frozen=True, slots=True)
 class LocationBooks:
     """The broker's books of one location, and what the device itself shows; all in bytes.
 

@@ -65,6 +65,10 @@ class Views:
         # A copy in one step: a view that dies meanwhile changes the table.
         return any(start < address + size and address < end for _, start, end in list(self._living.values()))
 
+    def ranges(self) -> list[tuple[int, int]]:
+        """Return the addresses under each living view, and those behind its end."""
+        return [(start, end) for _, start, end in list(self._living.values())]
+
     def any(self) -> bool:
         """Say whether any view is alive."""
         return bool(self._living)

@@ -214,6 +214,38 @@ class TestAnOffloadedPage:
         assert pool.grow(1) == pool.base_address + 4 * PAGE
         assert pool.stats().largest_free_run == (PAGES - 5) * PAGE
 
+    def test_is_listed_and_stays_where_it_is(self, pool: VirtualMemoryPool) -> None:
+        """A compaction moves what has memory, and nothing over a page that is to come back."""
+        pool.allocate(PAGE, 3 * PAGE)
+        pool.offload(2 * PAGE, PAGE)
+        rows = [(row.offset // PAGE, row.size // PAGE, row.state, len(row.extents)) for row in pool.mappings()]
+        assert rows == [(1, 1, "used", 1), (2, 1, "offloaded", 0), (3, 1, "used", 1)]
+        pool.compact()
+        rows = [(row.offset // PAGE, row.size // PAGE, row.state) for row in pool.mappings()]
+        assert rows == [(0, 2, "used"), (2, 1, "offloaded")]
+        pool.restore()
+        assert pool.is_mapped(2 * PAGE)
+
+    @pytest.mark.parametrize("access", ["read", "none"])
+    def test_comes_back_with_what_it_allowed(self, pool: VirtualMemoryPool, access: str) -> None:
+        """Weights that were protected against accidents are so again, with their bytes, also after a stop half way."""
+        pool.allocate(0, 8 * PAGE)
+        for page in range(8):
+            fill(pool, page * PAGE, bytes([page]))
+        pool.protect(0, 7 * PAGE, access)
+        with pytest.raises(ZeroDivisionError):
+            pool.offload(progress=lambda *_: 1 / 0)
+        pool.offload()
+        assert [row.access for row in pool.mappings()] == [access, "read_write"]
+        pool.restore()
+        assert [(row.access, row.size // PAGE) for row in pool.mappings()] == [(access, 7), ("read_write", 1)]
+        driver = pool._holding.source.driver
+        for page in range(7):
+            with pytest.raises(DriverError):
+                driver.write(pool.base_address + page * PAGE, b"x")
+        pool.protect(0, 8 * PAGE, "read_write")
+        assert [pool.view(page * PAGE, 1)[0] for page in range(8)] == [*range(8)]
+
     def test_is_deallocated_without_coming_back(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """Its bytes are forgotten, and a block of host memory is freed when its last page is gone."""
         pool.allocate(0, 6 * PAGE)

@@ -688,9 +688,9 @@ class TestSpare:
         keeping.allocate(0, 5 * PAGE)
         keeping.deallocate(0, 2 * PAGE)
         keeping.deallocate(3 * PAGE, 2 * PAGE)
-        keeping._spare_pages = 0
+        keeping._backing.spare_pages = 0
         keeping.deallocate(2 * PAGE, PAGE)
-        keeping._spare_pages = 4
+        keeping._backing.spare_pages = 4
         with _borrowing(keeping, lender, 0, 5 * PAGE) as go_on:
             with pytest.raises(AlreadyMapped, match="another call"):
                 keeping.allocate(0, pages * PAGE)

@@ -32,7 +32,8 @@ enum { OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NO_CONTEXT = 201, INVALID_DEVICE 
 struct location { int type, id; };
 struct properties { int type, handle_types; struct location location; void *unused; unsigned char compression, rdma; unsigned short usage; unsigned char reserved[4]; };
 struct grant { struct location location; int flags; };
-struct extent { int fd, imported; u64 size; };
+/* What is retained from a mapping has no descriptor, but a mapping of its own that nobody sees. */
+struct extent { int fd, imported; u64 size; void *alias; };
 struct range { u64 address, size; int flags; };
 struct table { struct range rows[MAX_RANGES]; int count; };
 struct held { u64 inode, size; int pid; };
@@ -166,7 +167,7 @@ static int create(u64 *handle, u64 size, const struct properties *properties) {
     int fd = memfd_create(card(), MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, size)) return OUT_OF_MEMORY;
     struct extent *extent = malloc(sizeof *extent);
-    *extent = (struct extent){fd, 0, size};
+    *extent = (struct extent){fd, 0, size, NULL};
     last_rdma = properties->rdma;
     *handle = (u64)extent;
     return OK;
@@ -175,7 +176,7 @@ int cuMemCreate(u64 *handle, size_t size, const struct properties *properties, u
 
 int cuMemRelease(u64 handle) {
     struct extent *extent = (struct extent *)handle;
-    close(extent->fd);
+    if (extent->alias) munmap(extent->alias, extent->size); else close(extent->fd);
     free(extent);
     return OK;
 }
@@ -193,7 +194,7 @@ int cuMemImportFromShareableHandle(u64 *handle, void *descriptor, int type) {
     snprintf(path, sizeof path, "/proc/self/fd/%d", (int)(long)descriptor);
     if (readlink(path, name, sizeof name - 1) < 0 || !strstr(name, card()) || fstat((int)(long)descriptor, &status)) return INVALID;
     struct extent *extent = malloc(sizeof *extent);
-    *extent = (struct extent){fcntl((int)(long)descriptor, F_DUPFD_CLOEXEC, 0), 1, status.st_size};
+    *extent = (struct extent){fcntl((int)(long)descriptor, F_DUPFD_CLOEXEC, 0), 1, status.st_size, NULL};
     *handle = (u64)extent;
     return OK;
 }
@@ -227,11 +228,25 @@ static int map(u64 address, u64 size, u64 offset, struct extent *extent) {
     if (offset || size != extent->size) return NOT_SUPPORTED;
     if (address % GRANULE || !row || address + size > row->address + row->size || overlap(&mappings, address, size)) return INVALID;
     if (mappings.count == MAX_RANGES) return OUT_OF_MEMORY;
-    mmap((void *)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, extent->fd, 0);
+    if (extent->alias) {
+        mremap(extent->alias, 0, size, MREMAP_MAYMOVE | MREMAP_FIXED, (void *)address);
+        mprotect((void *)address, size, PROT_NONE);
+    } else
+        mmap((void *)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, extent->fd, 0);
     mappings.rows[mappings.count++] = (struct range){address, size, 0};
     return OK;
 }
 int cuMemMap(u64 address, size_t size, size_t offset, u64 handle, u64 flags) { LOCKED(map(address, size, offset, (struct extent *)handle)); }
+
+static int retain(u64 *handle, u64 address) {
+    struct range *row = overlap(&mappings, address, 1);
+    if (!row) return INVALID;
+    struct extent *extent = malloc(sizeof *extent);
+    *extent = (struct extent){-1, 1, row->size, mremap((void *)row->address, 0, row->size, MREMAP_MAYMOVE)};
+    *handle = (u64)extent;
+    return OK;
+}
+int cuMemRetainAllocationHandle(u64 *handle, void *address) { LOCKED(retain(handle, (u64)address)); }
 
 static int unmap(u64 address, u64 size) {
     if (!whole(address, size)) return INVALID;

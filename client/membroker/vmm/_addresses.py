@@ -88,6 +88,13 @@ class AddressTable:
         for mapping in mappings:
             del self._mapped[mapping.address]
 
+    def move_mapping(self, mapping: Mapping, address: int) -> None:
+        """Book a mapping that the kernel has at another address now."""
+        self.drop_mappings([mapping])
+        mapping.address = address
+        self._mapped[address] = mapping
+        insort(self._mapped_order, address)
+
     def allows(self, address: int, size: int, call: str) -> AccessFlags:
         """Return what every byte of [address, address + size) allows; raise where nothing is mapped.
 

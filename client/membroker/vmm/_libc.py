@@ -12,6 +12,7 @@ import os
 PROT_NONE, PROT_READ, PROT_READ_WRITE = 0, 1, 3
 IN_DELETE_SELF, IN_Q_OVERFLOW, IN_IGNORED = 0x400, 0x4000, 0x8000
 
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 0x01, 0x02
 _FAILED = ctypes.c_void_p(-1).value
@@ -27,6 +28,8 @@ _libc.mmap.argtypes = [
     ctypes.c_int,
     ctypes.c_longlong,
 ]
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
@@ -48,11 +51,23 @@ def mmap_file(address: int, size: int, descriptor: int) -> None:
     _mmap(address, size, _MAP_SHARED | _MAP_FIXED, descriptor)
 
 
+def mmap_again(address: int, size: int, new_address: int) -> None:
+    """Map what is mapped shared at `address` at exactly `new_address` too, with the same access.
+
+    mremap from an old size of 0 (man 2 mremap): there is no moment in which the old addresses are anybody's.
+    """
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
+    _check_mapped(_libc.mremap(address, 0, size, flags, new_address))
+
+
 def _mmap(address: int, size: int, flags: int, descriptor: int) -> int:
-    result = _libc.mmap(address, size, PROT_NONE, flags, descriptor, 0)
+    return _check_mapped(_libc.mmap(address, size, PROT_NONE, flags, descriptor, 0))
+
+
+def _check_mapped(result: int | None) -> int:
     if result is None or result == _FAILED:
         _raise_errno()
-    return int(result)
+    return int(result or 0)
 
 
 def munmap(address: int, size: int) -> None:

@@ -197,6 +197,35 @@ class CudaDriver:
         self._enter("cuMemUnmap")
         self._call("cuMemUnmap", address, size)
 
+    def move(self, address: int, new_address: int, size: int, count: int = 1) -> None:
+        """Move extents one after the other, from the end to which they move, so that they may lie over one another."""
+        self._enter("cuMemMap")
+        _check_size(size, self._device.granularity, "cuMemMap")
+        if not 0 < count <= MAX_BYTES // size or abs(new_address - address) < size:
+            hint = f"{count} extents of {size} bytes do not go from {address:#x} to {new_address:#x}: one size at least"
+            raise DriverError("cuMemMap", *_INVALID, hint)
+        self._check_reserved(new_address, size * count)
+        places = range(0, size * count, size)
+        with ExitStack() as undo:
+            for place in places if new_address < address else reversed(places):
+                self._move(address + place, new_address + place, size)
+                undo.callback(self._move, new_address + place, address + place, size)
+            undo.pop_all()
+
+    def _move(self, address: int, new_address: int, size: int) -> None:
+        """Map an extent at the new address before it is unmapped at the old one: it is never without a mapping."""
+        extent = self._call("cuMemRetainAllocationHandle", address)
+        with ExitStack() as undo:
+            undo.callback(self._call, "cuMemRelease", extent)
+            access = AccessFlags(int(self._call("cuMemGetAccess", self._own_location(), address)))
+            self._call("cuMemMap", new_address, size, 0, extent, 0)
+            try:
+                self._call("cuMemSetAccess", new_address, size, [self._grants[access]], 1)
+                self._call("cuMemUnmap", address, size)
+            except BaseException:
+                self._call("cuMemUnmap", new_address, size)
+                raise
+
     def synchronize(self) -> None:
         """Wait for this process's work on the card; without a context there is none."""
         self._enter("cuCtxSynchronize")

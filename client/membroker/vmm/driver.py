@@ -182,6 +182,15 @@ class Driver(Protocol):
         """
         ...
 
+    def move(self, address: int, new_address: int, size: int, count: int = 1) -> None:
+        """Bind `count` extents of `size` bytes, side by side from `address` on, at `new_address` instead. All or none.
+
+        Not a byte is copied, and what each allows this device stays as it is. The new addresses lie in a reservation
+        and over nothing mapped but the extents themselves, at least `size` from the old ones, which are free
+        afterwards. Needs neither handles nor descriptors, and as `unmap` it does not wait for work.
+        """
+        ...
+
     def write(self, address: int, data: bytes | memoryview) -> None:
         """Copy `data` to mapped bytes, and return when it is there. A `DriverError` where access does not allow it."""
         ...

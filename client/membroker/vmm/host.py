@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from membroker.vmm import _libc
-from membroker.vmm._addresses import AddressTable
+from membroker.vmm import _addresses, _libc
 from membroker.vmm._copies import Copier, HostCopier, PinnedBlocks
 from membroker.vmm._errors import driver_call, invalid
 from membroker.vmm._mappings import MappingBudget
@@ -85,7 +84,7 @@ class HostDriver:
         self._totals = {Location.DEVICE: total_bytes, Location.HOST: host_bytes}
         self._device = DeviceInfo("host", "host memory twin", "host", GRANULARITY)
         self._handles: dict[Handle, _Extent] = {}
-        self._addresses = AddressTable()
+        self._addresses = _addresses.AddressTable()
         self._budget = MappingBudget()
         self._pinned = PinnedBlocks()
         self._pid = os.getpid()
@@ -248,6 +247,29 @@ class HostDriver:
                 _libc.mmap_nothing(size, address)
             self._addresses.drop_mappings(mappings)
 
+    def move(self, address: int, new_address: int, size: int, count: int = 1) -> None:
+        """Map memfds at other addresses, one after the other from the end to which they move."""
+        self._check_usable("mremap")
+        _check_move(address, new_address, size, count)
+        with self._lock, ExitStack() as undo:
+            mappings = self._addresses.whole_mappings(address, size * count, "mremap")
+            if len(mappings) != count:
+                raise invalid("mremap", f"{address:#x} and what follows are not {count} extents of {size} bytes")
+            for mapping in mappings if new_address < address else reversed(mappings):
+                before = mapping.address
+                self._move(mapping, before + new_address - address)
+                undo.callback(self._move, mapping, before)
+            undo.pop_all()
+
+    def _move(self, mapping: _addresses.Mapping, address: int) -> None:
+        self._addresses.check_free(address, mapping.size, "mremap")
+        with driver_call("open"):  # it reads files in /proc now and then
+            self._budget.spend("mremap")
+        with driver_call("mremap"):
+            _libc.mmap_again(mapping.address, mapping.size, address)
+            _libc.mmap_nothing(mapping.size, mapping.address)
+        self._addresses.move_mapping(mapping, address)
+
     # Bytes
 
     def view(self, address: int, size: int) -> memoryview:
@@ -286,9 +308,11 @@ class HostDriver:
         self._check_usable("mmap")
         if not 0 < size <= MAX_BYTES:
             raise invalid("mmap", f"{size} bytes cannot be pinned")
-        with driver_call("mmap"):
+        with driver_call("mmap"), ExitStack() as undo:
             address = _libc.mmap_nothing(size)
+            undo.callback(_libc.munmap, address, size)
             _libc.mprotect(address, size, _libc.PROT_READ_WRITE)
+            undo.pop_all()
         self._pinned.add(address, size)
         return address
 
@@ -364,7 +388,7 @@ class HostDriver:
         self._closed = True
         for address, size in self._addresses.reservations:
             _libc.munmap(address, size)
-        self._addresses = AddressTable()
+        self._addresses = _addresses.AddressTable()
         self._unpin_all()
         self._close_handles()
 
@@ -442,6 +466,13 @@ def _mapped_bytes(process: str) -> int:
 def _check_granules(size: int, call: str) -> None:
     if not 0 < size <= MAX_BYTES or size % GRANULARITY:
         raise invalid(call, f"a size is a positive multiple of {GRANULARITY} bytes, not {size}")
+
+
+def _check_move(address: int, new_address: int, size: int, count: int) -> None:
+    _check_granules(size, "mremap")
+    if not 0 < count <= MAX_BYTES // size or abs(new_address - address) < size or new_address % GRANULARITY:
+        why = f"{count} extents of {size} bytes do not go from {address:#x} to {new_address:#x}: at least one size away"
+        raise invalid("mremap", why)
 
 
 def _duplicate(descriptor: int) -> int:

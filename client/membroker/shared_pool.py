@@ -1,0 +1,247 @@
+"""`SharedMemoryPool`: one program's models, a pool for each, and one limit over them all.
+
+Owns which models there are, and the sum of what is behind them. It must never hold its lock while it registers a
+model, maps or unmaps: the models' threads go their own ways.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from membroker.budget import Budget
+from membroker.convert import bytes_of, location_of
+from membroker.errors import BrokerUnavailable, ClosedError, ModelAlreadyExists, ModelInUse, ModelNotFound
+from membroker.holding import Holding
+from membroker.local_source import LocalSource
+from membroker.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
+from membroker.source import Placement, Source
+from membroker.types import GlobalMemoryStats, MemoryStats
+from membroker.vmm.driver import Driver, Location
+
+if TYPE_CHECKING:
+    from membroker.client import Client
+    from membroker.model import Model
+
+
+class SharedMemoryPool:
+    """Memory for the models that one program hosts, at most `physical_limit` bytes of it. A context manager.
+
+    `lender` is a `Client`, so that each model is registered with its broker, or a `LocalSource`; it stays the
+    caller's. A `physical_limit` of None leaves it to the lender's limits. Each model has addresses of its own, and
+    pages of `page_size` bytes at `location`; usage is counted in pages.
+
+    Thread-safe. Sizes are in bytes or text.
+    """
+
+    def __init__(
+        self,
+        lender: Client | LocalSource,
+        physical_limit: int | str | None = None,
+        page_size: int | str = DEFAULT_PAGE_SIZE,
+        location: Location | str = Location.DEVICE,
+    ) -> None:
+        self._lender = lender
+        self._budget = Budget(
+            None if physical_limit is None else bytes_of("physical_limit", physical_limit), "shared pool"
+        )
+        self._page_size = page_size
+        self._location = location_of(location)
+        # None for a model that is just being registered.
+        self._models: dict[str, _Hosted | None] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def register_model(self, model_id: str, virtual_capacity: int | str, limit: int | str | None = None) -> None:
+        """Reserve addresses for a model; it holds no memory yet. `limit` is the most that it may hold, in bytes.
+
+        Over a client the model is registered with the broker, or joined there. Raises `ModelAlreadyExists`, and what
+        `Client.register_model` and `VirtualMemoryPool` raise; nothing is registered then.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClosedError("this shared pool is closed")
+            if model_id in self._models:
+                raise ModelAlreadyExists(f"{model_id!r} is registered already: unregister_model() it first")
+            self._models[model_id] = None
+        try:
+            hosted = self._host(model_id, virtual_capacity, limit)
+        except BaseException:
+            with self._lock:
+                self._models.pop(model_id, None)
+            raise
+        with self._lock:
+            if not self._closed:
+                self._models[model_id] = hosted
+                return
+        hosted.end()
+        raise ClosedError("this shared pool was closed meanwhile")
+
+    def _host(self, model_id: str, virtual_capacity: int | str, limit: int | str | None) -> _Hosted:
+        if isinstance(self._lender, LocalSource):
+            own = [] if limit is None else [Budget(bytes_of("limit", limit), "model")]
+            return _Hosted(self._pool(self._lender, virtual_capacity, own), None)
+        on_device = self._location is Location.DEVICE
+        with ExitStack() as undo:
+            model = self._lender.register_model(
+                model_id,
+                virtual_capacity=virtual_capacity,
+                limit=limit if on_device else None,
+                host_limit=None if on_device else limit,
+            )
+            undo.callback(model.unregister)
+            hosted = _Hosted(self._pool(model, virtual_capacity, []), model)
+            undo.pop_all()
+        return hosted
+
+    def _pool(self, source: Source, virtual_capacity: int | str, own: list[Budget]) -> VirtualMemoryPool:
+        counted = _Counted(source, [self._budget, *own])
+        return VirtualMemoryPool(counted, virtual_capacity, self._page_size, self._location)
+
+    def pool(self, model_id: str) -> VirtualMemoryPool:
+        """Return the model's pool, for all that a pool can do: its base address, views, what is where.
+
+        Raises `ModelNotFound`.
+        """
+        return self._hosted(model_id).pool
+
+    def allocate_for_model(self, model_id: str, size: int | str) -> int:
+        """Back `size` bytes for a model, and return their address, which stays the same until they are deallocated.
+
+        The lowest free addresses that hold them side by side, from a page's beginning on. Raises `ModelNotFound`,
+        `OutOfPhysicalMemory` with what was requested and what is available, `OutOfVirtualMemory` where the model's
+        addresses do not suffice, and otherwise as `VirtualMemoryPool.allocate`; nothing has changed then.
+        """
+        return self.pool(model_id).allocate_anywhere(size)
+
+    def deallocate_for_model(self, model_id: str, offset: int, size: int | str) -> None:
+        """Give back every page that [offset, offset + size) of a model touches.
+
+        `offset` is the address less `pool(model_id).base_address`. Raises `ModelNotFound`, and otherwise as
+        `VirtualMemoryPool.deallocate`.
+        """
+        self.pool(model_id).deallocate(offset, size)
+
+    def get_model_stats(self, model_id: str) -> MemoryStats:
+        """Return the numbers of a model's pool. Raises `ModelNotFound`."""
+        return self.pool(model_id).stats()
+
+    def global_stats(self) -> GlobalMemoryStats:
+        """Return the numbers of all models together."""
+        with self._lock:
+            models = sum(hosted is not None for hosted in self._models.values())
+        return GlobalMemoryStats(self._budget.limit, self._budget.used, models)
+
+    def unregister_model(self, model_id: str) -> None:
+        """Give back all that a model holds, addresses too, and forget it; over a client, leave it at the broker.
+
+        A broker that is away, or that knows of more that this client has of the model, goes on knowing it until the
+        client closes. Raises `ModelNotFound`, and `ModelInUse` while a view, a span or a pin of it is alive; nothing
+        has changed then.
+        """
+        with self._lock:
+            hosted = self._models.get(model_id)
+            if hosted is None:
+                raise _not_found(model_id)
+            if hosted.in_use:
+                raise ModelInUse(f"{model_id!r} has living views, spans or pins: release them first")
+            del self._models[model_id]
+        hosted.end()
+
+    def close(self) -> None:
+        """Give back what all models hold. Idempotent. Memory with living views stays until they are gone."""
+        with self._lock:
+            self._closed = True
+            models, self._models = self._models, {}
+        with ExitStack() as ends:
+            for hosted in models.values():
+                if hosted is not None:
+                    ends.callback(hosted.end)
+
+    def __enter__(self) -> SharedMemoryPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _hosted(self, model_id: str) -> _Hosted:
+        with self._lock:
+            hosted = self._models.get(model_id)
+        if hosted is None:
+            raise _not_found(model_id)
+        return hosted
+
+
+class _Hosted:
+    """A model of a shared pool: its pool, and what it is at the broker."""
+
+    def __init__(self, pool: VirtualMemoryPool, model: Model | None) -> None:
+        self.pool = pool
+        self._model = model
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a view, a span or a pin of the pool is alive."""
+        return not self.pool.closed and any(mapping.state == "pinned" for mapping in self.pool.mappings())
+
+    def end(self) -> None:
+        """Give everything back."""
+        self.pool.close()
+        if self._model is not None:
+            with suppress(BrokerUnavailable, ClosedError, ModelInUse):
+                self._model.unregister()
+
+
+class _Counted:
+    """A source whose extents count against budgets (a `Source`). Extents of a pool have one size."""
+
+    def __init__(self, source: Source, budgets: Sequence[Budget]) -> None:
+        self._source = source
+        self._budgets = budgets
+        self._extent_bytes = 0
+
+    @property
+    def driver(self) -> Driver:
+        return self._source.driver
+
+    def enrol(self, holding: Holding) -> None:
+        self._source.enrol(holding)
+
+    def dismiss(self, holding: Holding) -> None:
+        self._source.dismiss(holding)
+
+    def later(self, work: Callable[[], None]) -> None:
+        self._source.later(work)
+
+    def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
+        """Debit, then borrow."""
+        self._extent_bytes = extent_bytes
+        with ExitStack() as undo:
+            for budget in self._budgets:
+                budget.debit(extent_bytes * count)
+                undo.callback(budget.credit, extent_bytes * count)
+            self._source.borrow(extent_bytes, count, location, placement)
+            undo.pop_all()
+
+    def charge(self, size: int, location: Location) -> None:
+        """Leave it to the lender: the budgets are of the device's memory."""
+        self._source.charge(size, location)
+
+    def credit(self, size: int, location: Location) -> None:
+        """As `charge`."""
+        self._source.credit(size, location)
+
+    def give_back(self, extent_ids: Sequence[int]) -> None:
+        """Give back, then credit."""
+        self._source.give_back(extent_ids)
+        for budget in self._budgets:
+            budget.credit(self._extent_bytes * len(extent_ids))
+
+
+def _not_found(model_id: str) -> ModelNotFound:
+    return ModelNotFound(f"{model_id!r} is not registered with this shared pool")
