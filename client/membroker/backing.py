@@ -116,10 +116,10 @@ class Backing:
         self.trim(pages)
         return copied
 
-    def restore(self, pages: range, progress: Progress | None) -> int:
+    def restore(self, pages: range, progress: Progress | None, *, keep_pinned: bool) -> int:
         """Bring the offloaded ones of `pages` back, and return how many bytes were copied."""
         with self._claim_runs(lambda: self.table.runs_of(OFFLOADED, pages)) as runs:
-            return self.offloaded.restore(runs, progress)
+            return self.offloaded.restore(runs, progress, keep_pinned=keep_pinned)
 
     def restore_from(self, segment: Segment, found: Mapping[range, int], progress: Progress | None) -> int:
         """Bring pages here that lie in a segment: runs, with the offset of each in it, in bytes."""

@@ -51,6 +51,17 @@ class Block:
         self.give_up = give_up
 
 
+class PinnedBlock(Block):
+    """Pinned memory at `address`, with room for so many pages."""
+
+    __slots__ = ("address", "room")
+
+    def __init__(self, source: Source, address: int, room: int, size: int) -> None:
+        super().__init__(room, partial(_unpin, source, address, size))
+        self.address = address
+        self.room = room
+
+
 class Place(NamedTuple):
     """Where one page lies on the host."""
 
@@ -77,6 +88,7 @@ class OffloadedPages:
         self._location = location
         self._page_size = table.page_size
         self._places: Places = {}
+        self._kept: list[PinnedBlock] = []
         holding.beside.callback(self._give_up_all)
 
     @property
@@ -129,8 +141,8 @@ class OffloadedPages:
 
     # And back
 
-    def restore(self, runs: Sequence[range], progress: Progress | None) -> int:
-        """Borrow memory for offloaded pages, copy their bytes there, and free them on the host.
+    def restore(self, runs: Sequence[range], progress: Progress | None, *, keep_pinned: bool = False) -> int:
+        """Borrow memory for offloaded pages, copy their bytes there, and free them on the host, or keep it pinned.
 
         What has arrived when it stops half way is used as before, and the rest stays offloaded. Returns how many bytes
         it copied.
@@ -142,7 +154,7 @@ class OffloadedPages:
         with ExitStack() as ends:
             back = ends.enter_context(self._counting(total, "restored", "offloaded"))
             # At the end and not before: to free pinned memory waits for the card's work.
-            ends.callback(self._leave, back)
+            ends.callback(self._leave, back, keep_pinned=keep_pinned)
             ends.callback(self._lose, placings)
             arrive = partial(self._arrive_on_device, placings, back)
             moving = ends.enter_context(_Moving(self._source.driver, arrive, progress, total))
@@ -198,22 +210,66 @@ class OffloadedPages:
 
     def _pin(self, runs: Sequence[range]) -> Places:
         """Return places in pinned memory of this process, for which the model is charged."""
-        driver, size = self._source.driver, self._page_size
         pages = [page for run in runs for page in run]
-        step = max(1, BLOCK_BYTES // size)
-        places: Places = {}
+        with self._lock:
+            blocks, self._kept = self._kept, []
         with ExitStack() as undo:
-            self._source.charge(len(pages) * size, Location.HOST)
-            undo.callback(self._source.credit, len(pages) * size, Location.HOST)
-            for first in range(0, len(pages), step):
-                _let_interrupt_through()
-                some = pages[first : first + step]
-                address = driver.pin(len(some) * size)
-                undo.callback(driver.unpin, address)
-                block = Block(len(some), partial(_unpin, self._source, address, len(some) * size))
-                places.update((page, Place(address + at * size, block)) for at, page in enumerate(some))
+            undo.callback(self._keep, blocks)
+            self._pin_more(blocks, len(pages) - sum(block.room for block in blocks))
             undo.pop_all()
+        places: Places = {}
+        for block in blocks:
+            some = pages[len(places) : len(places) + block.room]
+            block.pages = len(some)
+            places.update((page, Place(block.address + at * self._page_size, block)) for at, page in enumerate(some))
+        self._keep([block for block in blocks if not block.pages])
         return places
+
+    def _pin_more(self, blocks: list[PinnedBlock], count: int) -> None:
+        """Pin room for `count` more pages, as blocks behind those that are there. All or nothing."""
+        source, size, step = self._source, self._page_size, max(1, BLOCK_BYTES // self._page_size)
+        if count <= 0:
+            return
+        with ExitStack() as undo:
+            source.charge(count * size, Location.HOST)
+            undo.callback(source.credit, count * size, Location.HOST)
+            more = []
+            for first in range(0, count, step):
+                _let_interrupt_through()
+                room = min(step, count - first)
+                address = source.driver.pin(room * size)
+                undo.callback(source.driver.unpin, address)
+                more.append(PinnedBlock(source, address, room, room * size))
+            undo.pop_all()
+        blocks += more
+
+    def _keep(self, blocks: Iterable[PinnedBlock]) -> None:
+        """Keep empty blocks for the next time."""
+        with self._lock:
+            self._kept.extend(blocks)
+
+    def trim(self) -> None:
+        """Free what was kept pinned."""
+        with self._lock:
+            blocks, self._kept = self._kept, []
+        _give_up(blocks)
+
+    def _leave(self, places: Places, *, keep_pinned: bool = False) -> None:
+        """Give up the blocks from which the last of their pages is gone, or keep those that are pinned."""
+        empty: list[Block] = []
+        with self._lock:
+            for place in places.values():
+                place.block.pages -= 1
+                if not place.block.pages:
+                    empty.append(place.block)
+        kept = [block for block in empty if keep_pinned and isinstance(block, PinnedBlock)]
+        self._keep(kept)
+        _give_up(block for block in empty if block not in kept)
+
+    def _give_up_all(self) -> None:
+        places, self._places = self._places, {}
+        self._leave(places)
+        self.trim()
 
     def _lay_out(self, segment: Segment, runs: Sequence[range]) -> Places:
         """Return places in a segment that this process writes, after writing down which page is where."""
@@ -233,22 +289,6 @@ class OffloadedPages:
             for run, address in addresses.items()
             for at, page in enumerate(run)
         }
-
-    def _leave(self, places: Places) -> None:
-        """Give up the blocks from which the last of their pages is gone."""
-        empty = []
-        with self._lock:
-            for place in places.values():
-                place.block.pages -= 1
-                if not place.block.pages:
-                    empty.append(place.block)
-        with ExitStack() as ends:
-            for block in empty:
-                ends.callback(block.give_up)
-
-    def _give_up_all(self) -> None:
-        places, self._places = self._places, {}
-        self._leave(places)
 
     def _allow(self, pages: Iterable[int], noted: AccessFlags, access: AccessFlags) -> None:
         """Let pages of which `noted` is noted allow this."""
@@ -392,6 +432,12 @@ def check_segment(segment: Segment, driver: Driver) -> None:
     """Raise `InvalidRequest` unless the segment is mapped where `driver` can copy."""
     if segment.driver is not driver:
         raise InvalidRequest(f"{segment.resource_name} is another client's: attach it with the client of this pool")
+
+
+def _give_up(blocks: Iterable[Block]) -> None:
+    with ExitStack() as ends:
+        for block in blocks:
+            ends.callback(block.give_up)
 
 
 def _unpin(source: Source, address: int, size: int) -> None:

@@ -203,8 +203,13 @@ class VirtualMemoryPool:
         self._backing.back(lambda: self._above(length), spare=True)
 
     def trim(self) -> int:
-        """Give back every spare page, and return how many bytes that was. Waits as `deallocate` does."""
+        """Give back every spare page, and return how many bytes that was. Waits as `deallocate` does.
+
+        Host memory that `restore` has kept pinned is freed as well.
+        """
         self._holding.check_open()
+        with device_failures(), self._holding.in_use():
+            self._backing.offloaded.trim()
         return self._backing.trim() * self._page_size
 
     def deallocate(self, offset: int, size: int | str) -> None:
@@ -289,11 +294,19 @@ class VirtualMemoryPool:
             runs = self._table.runs_of(USED, pages)
         return size_in_segment(runs, self._page_size)
 
-    def restore(self, offset: int = 0, size: int | str | None = None, *, progress: Progress | None = None) -> int:
+    def restore(
+        self,
+        offset: int = 0,
+        size: int | str | None = None,
+        *,
+        progress: Progress | None = None,
+        keep_pinned: bool = False,
+    ) -> int:
         """Borrow memory for the offloaded pages of [offset, offset + size), and bring their bytes back.
 
         To the same addresses, which allow what they allowed. The whole pool, unless a range is given; pages that are
-        not offloaded are passed over. What was pinned is freed and no longer declared; a segment stays as it is.
+        not offloaded are passed over. What was pinned is freed and no longer declared; with `keep_pinned` it stays, and
+        the next `offload` needs no other: to pin memory takes far longer than to copy it. A segment stays as it is.
         Returns how many bytes were copied; `progress` is that of `offload`.
 
         Raises `OutOfMemory` when there is not enough memory: what has come back is back, the rest stays offloaded, and
@@ -301,7 +314,7 @@ class VirtualMemoryPool:
         what `allocate` raises besides, and `NotMapped` when another call is at one of the pages.
         """
         self._holding.check_open()
-        return self._backing.restore(self._touched_or_all(offset, size), progress)
+        return self._backing.restore(self._touched_or_all(offset, size), progress, keep_pinned=keep_pinned)
 
     def restore_from(self, segment: Segment, *, progress: Progress | None = None) -> int:
         """Bring pages here that another pool, maybe of another process, has offloaded to `segment`.

@@ -45,7 +45,7 @@ class Held:
         """Return this without what a broker does not know."""
         unknown = set(generations)
         known = Counter({generation: times for generation, times in self.segments.items() if generation not in unknown})
-        return Held(self.extents.difference(extents), known)
+        return Held(self.extents.difference(extents), known, self.declarations)
 
     def is_empty(self) -> bool:
         """Say whether there is neither an extent nor a segment."""

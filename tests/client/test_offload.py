@@ -150,6 +150,33 @@ class TestThereAndBack:
             assert pool.stats().spare_pages == 1
             assert lender.declared_bytes == 2 * PAGE
 
+    def test_pinned_memory_is_kept_for_the_next_time(
+        self, pool: VirtualMemoryPool, lender: Lender, random_bytes: Callable[[int], bytes]
+    ) -> None:
+        """A model that sleeps and wakes again and again pins its memory once; a larger one pins what is missing."""
+        pool.allocate(0, 12 * PAGE)
+        fill(pool, 0, random_bytes(12 * PAGE))
+        every = range(0, 12 * PAGE, PAGE)
+        before = digest(pool, *every)
+        for size, pinned in ((5, 5), (5, 5), (3, 5), (8, 8), (12, 12), (1, 12)):
+            assert pool.offload(0, size * PAGE) == size * PAGE
+            assert lender.declared_bytes == pinned_bytes(lender) == pinned * PAGE
+            pool.restore(keep_pinned=True)
+            assert digest(pool, *every) == before
+            assert lender.declared_bytes == pinned_bytes(lender) == pinned * PAGE
+        lender.host_capacity = 0
+        assert pool.offload() == pool.restore(keep_pinned=True) == 12 * PAGE
+        pool.trim()
+        assert lender.declared_bytes == pinned_bytes(lender) == 0
+        lender.host_capacity = 1 << 40
+        pool.offload(0, 3 * PAGE)
+        pool.restore(keep_pinned=True)
+        lender.host_capacity = 4 * PAGE
+        with pytest.raises(OutOfMemory):
+            pool.offload()
+        assert lender.declared_bytes == pinned_bytes(lender) == 3 * PAGE
+        assert digest(pool, *every) == before
+
     def test_a_pool_of_pages_larger_than_a_chunk(self, lender: Lender, random_bytes: Callable[[int], bytes]) -> None:
         with VirtualMemoryPool(lender, "64MiB", "16MiB") as pool:
             pool.allocate(0, "48MiB")
@@ -216,15 +243,16 @@ class TestAnOffloadedPage:
 
     def test_is_listed_and_stays_where_it_is(self, pool: VirtualMemoryPool) -> None:
         """A compaction moves what has memory, and nothing over a page that is to come back."""
-        pool.allocate(PAGE, 3 * PAGE)
-        pool.offload(2 * PAGE, PAGE)
+        for page in (1, 3, 5):
+            pool.allocate(page * PAGE, PAGE)
+        pool.offload(3 * PAGE, PAGE)
         rows = [(row.offset // PAGE, row.size // PAGE, row.state, len(row.extents)) for row in pool.mappings()]
-        assert rows == [(1, 1, "used", 1), (2, 1, "offloaded", 0), (3, 1, "used", 1)]
+        assert rows == [(1, 1, "used", 1), (3, 1, "offloaded", 0), (5, 1, "used", 1)]
         pool.compact()
-        rows = [(row.offset // PAGE, row.size // PAGE, row.state) for row in pool.mappings()]
-        assert rows == [(0, 2, "used"), (2, 1, "offloaded")]
+        rows = [(row.offset // PAGE, row.size // PAGE, row.state, len(row.extents)) for row in pool.mappings()]
+        assert rows == [(0, 2, "used", 2), (3, 1, "offloaded", 0)]
         pool.restore()
-        assert pool.is_mapped(2 * PAGE)
+        assert pool.is_mapped(3 * PAGE)
 
     @pytest.mark.parametrize("access", ["read", "none"])
     def test_comes_back_with_what_it_allowed(self, pool: VirtualMemoryPool, access: str) -> None:
