@@ -126,7 +126,8 @@ class Backing:
         for run in found:
             self.trim(run)
         with self._claim_runs(lambda: list(found), self._check_free) as runs:
-            self.offloaded.adopt(segment, found)
+            if runs:
+                self.offloaded.adopt(segment, found)
             return self.offloaded.restore(runs, progress)
 
     def _unbind(self, pages: range) -> list[int]:

@@ -200,12 +200,13 @@ class OffloadedPages:
             for run in found:
                 self._table.set(run, OFFLOADED)
 
-    def drop(self, pages: Iterable[int]) -> None:
-        """Forget the bytes of those pages that are offloaded."""
+    def drop(self, pages: range) -> None:
+        """Forget the bytes of those claimed pages that are offloaded."""
         with self._lock:
-            dropped = {page: self._places.pop(page) for page in pages if page in self._places}
-            for page in dropped:
-                self._table.set(range(page, page + 1), FREE)
+            runs = self._table.claimed_runs(OFFLOADED, pages)
+            dropped = {page: self._places.pop(page) for run in runs for page in run}
+            for run in runs:
+                self._table.set(run, FREE)
         self._leave(dropped)
 
     def _pin(self, runs: Sequence[range]) -> Places:

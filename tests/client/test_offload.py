@@ -762,6 +762,17 @@ wait()
             assert sizes(pool) == (0, 0)
             segment.delete()
 
+    def test_a_segment_of_nothing(self, daemon: Daemon) -> None:
+        """Sealed with no page in it: nothing comes, and it is not held on to."""
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("m")
+            with model.create_segment("s", PAGE, "host") as segment:
+                segment.lay_out({})
+                segment.seal()
+                assert model.pool(PAGE).restore_from(segment) == 0
+                segment.delete()
+            until(lambda: not client.segments())
+
     def test_the_place_is_taken(self, daemon: Daemon) -> None:
         """A page of the range is in use, or offloaded: nothing has changed. Then it is freed, and all comes."""
         with membroker.connect(daemon.endpoint()) as client:
