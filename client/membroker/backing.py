@@ -184,8 +184,10 @@ class Backing:
         return step
 
     def _move(self, pages: range, to: range, on_move: Callable[[Move], object], moves: list[Move]) -> None:
-        """Move claimed pages. Where they come from is claimed until `on_move` has returned, so it is nobody's."""
-        held = [pages, to]
+        """Move pages that are claimed, with those where they go, and stay so until `on_move` has returned.
+
+        Where a run moved over itself, an old address would else have another's bytes before anybody was told.
+        """
         try:
             self.holding.source.driver.synchronize()
             self.holding.region.move(
@@ -196,12 +198,10 @@ class Backing:
                 extent_ids = [extents.pop(page * self._page_size) for page in pages]
                 extents.update(zip((page * self._page_size for page in to), extent_ids, strict=True))
                 self.table.move(pages, to)
-                self.table.release(to)
-                held = [range(max(pages.start, to.stop), pages.stop)]
             moves.append(self._as_move(pages, to))
             on_move(moves[-1])
         finally:
-            self._release(held)
+            self._release([pages, to])
 
     def _as_move(self, pages: range, to: range) -> Move:
         old_offset, size = self._bytes(pages)

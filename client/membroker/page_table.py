@@ -83,7 +83,7 @@ class PageTable:
         states = self._states.translate(_SPARE_AS_FREE).rstrip(bytes((FREE,)))
         at = first
         while True:
-            found = states.find(bytes(count), at)
+            found = states.find(bytes(count), at) if count < len(states) else -1
             if found < 0:
                 found = max(at, len(states))
             aligned = found + (first - found) % step

@@ -248,8 +248,9 @@ class VirtualMemoryPool:
         waits for the work that this process has given to the device.
 
         Addresses in what was moved are dead: patch them by the moves. Nobody may use them meanwhile; another thread
-        that works in the pool pins its range, or its calls are told `NotMapped`. `on_move` is called after each move,
-        before the addresses that fell free can be had by others, and in it no interrupt is raised.
+        that works in the pool pins its range first. `on_move` is called after each move, while all other calls on the
+        addresses that were left and reached are still refused, and no interrupt is raised in it: with it, pointers
+        are right before anybody can come upon them.
 
         With `dry_run` nothing is changed, and what it would do now is returned. Raises `CompactionFailed`, which has
         the moves that were made before, `DeviceFailure`, `ClosedError`; each move happens whole or not at all.

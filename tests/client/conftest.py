@@ -1,16 +1,19 @@
-"""Fixtures of the library's tests with a broker that the test plays."""
+"""Fixtures of the library's tests: a broker that the test plays, and a lender in this process."""
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 
 import pytest
+from tests.client.lender import PAGE, Lender
 from tests.client.played import PlayedBroker, PlayedService, open_sockets, playing
 from tests.client.processes import mapped_extents, open_extents
 from tests.daemons import until
 
 import membroker
+from membroker.pool import VirtualMemoryPool
 
 
 @pytest.fixture
@@ -40,3 +43,23 @@ def service(broker: PlayedBroker) -> Iterator[PlayedService]:
     one.start()
     yield one
     one.stop()
+
+
+@pytest.fixture
+def lender() -> Iterator[Lender]:
+    """A lender that has everything back at the end, by its books and by the device."""
+    lender = Lender()
+    yield lender
+    gc.collect()
+    lender.settle()
+    assert lender.lent == {}
+    assert lender.used_bytes == 0
+    assert lender.holdings == set()
+    lender.driver.close()
+    lender.device.close()  # the kernel gives a user 128 inotify instances, and garbage keeps one for a while
+
+
+@pytest.fixture
+def pool(lender: Lender) -> Iterator[VirtualMemoryPool]:
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE) as pool:
+        yield pool

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from membroker.errors import OutOfMemory
 from membroker.holding import Holding
+from membroker.pool import VirtualMemoryPool
 from membroker.source import Placement
 from membroker.vmm.driver import AccessFlags, DriverError, Handle, Location
 from membroker.vmm.host import HostDriver
@@ -133,3 +134,19 @@ class Lender:
     def give_back(self, extent_ids: Sequence[int]) -> None:
         for extent_id in extent_ids:
             del self.lent[extent_id]
+
+
+def state(pool: VirtualMemoryPool, lender: Lender) -> tuple[object, ...]:
+    """All that a refusal must leave as it was, of a pool with 64 pages."""
+    pages = [pool.is_mapped(page * PAGE) for page in range(64)]
+    return pool.stats(), pages, pool.mappings(by_page=True), dict(lender.lent), lender.used_bytes
+
+
+def put(pool: VirtualMemoryPool, page: int, text: bytes) -> None:
+    """Write into a page of a pool."""
+    pool.view(page * PAGE, len(text))[:] = text
+
+
+def text(pool: VirtualMemoryPool, page: int, size: int = 4) -> bytes:
+    """Return the first bytes of a page."""
+    return bytes(pool.view(page * PAGE, size))

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 import pytest
-from tests.client.lender import MIB, PAGE, Lender
+from tests.client.lender import MIB, PAGE, Lender, state
 
 from membroker.errors import (
     AlreadyMapped,
@@ -23,31 +23,6 @@ from membroker.errors import (
     OutOfMemory,
 )
 from membroker.pool import VirtualMemoryPool
-
-
-@pytest.fixture
-def lender() -> Iterator[Lender]:
-    """A lender that has everything back at the end, by its books and by the device."""
-    lender = Lender()
-    yield lender
-    gc.collect()
-    lender.settle()
-    assert lender.lent == {}
-    assert lender.used_bytes == 0
-    assert lender.holdings == set()
-    lender.driver.close()
-    lender.device.close()  # the kernel gives a user 128 inotify instances, and garbage keeps one for a while
-
-
-@pytest.fixture
-def pool(lender: Lender) -> Iterator[VirtualMemoryPool]:
-    with VirtualMemoryPool(lender, 64 * PAGE, PAGE) as pool:
-        yield pool
-
-
-def state(pool: VirtualMemoryPool, lender: Lender) -> tuple[object, ...]:
-    """All that a refusal must leave as it was."""
-    return pool.stats(), [pool.is_mapped(page * PAGE) for page in range(64)], dict(lender.lent), lender.used_bytes
 
 
 class TestSeed:
