@@ -309,9 +309,10 @@ class OffloadedPages:
         """Yield (target, source, size), as few of them as the places allow."""
         first = 0
         for at in range(1, len(chunk) + 1):
-            host = places[chunk[first]].address
+            host, block = places[chunk[first]]
             size = (at - first) * self._page_size
-            if at < len(chunk) and places[chunk[at]].address == host + size:
+            # Two blocks may be neighbours by chance, and no copy may cross from one to the other.
+            if at < len(chunk) and places[chunk[at]] == (host + size, block):
                 continue
             device = self._address(chunk[first])
             yield (host, device, size) if to_host else (device, host, size)

@@ -26,6 +26,7 @@ from membroker.errors import (
     OutOfMemory,
 )
 from membroker.pool import VirtualMemoryPool
+from membroker.vmm import _libc
 from membroker.vmm.driver import DriverError
 
 PAGES = 64
@@ -184,6 +185,37 @@ class TestThereAndBack:
             before = digest(pool, 0, 16 * MIB, 32 * MIB)
             assert pool.offload() == pool.restore() == 48 * MIB
             assert digest(pool, 0, 16 * MIB, 32 * MIB) == before
+
+    def test_blocks_that_are_neighbours(
+        self,
+        pool: VirtualMemoryPool,
+        lender: Lender,
+        monkeypatch: pytest.MonkeyPatch,
+        random_bytes: Callable[[int], bytes],
+    ) -> None:
+        """Pinned memory often lies side by side: a chunk whose pages are in two blocks is two copies all the same."""
+        step = offload.BLOCK_BYTES
+        first = lender.driver.reserve(8 * step)
+        lender.driver.unreserve(first, 8 * step)  # addresses that nobody else is given meanwhile
+        pinned: list[int] = []
+        mmap = _libc.mmap_nothing
+
+        def side_by_side(size: int, address: int = 0) -> int:
+            if address or size > step:
+                return mmap(size, address)
+            pinned.append(first + len(pinned) * step)
+            return mmap(size, pinned[-1])
+
+        pool.allocate(0, 8 * PAGE)
+        fill(pool, 0, random_bytes(8 * PAGE))
+        every = range(0, 8 * PAGE, PAGE)
+        before = digest(pool, *every)
+        with monkeypatch.context() as patch:
+            patch.setattr(_libc, "mmap_nothing", side_by_side)
+            pool.offload()
+        assert len(pinned) == 3
+        pool.restore()
+        assert digest(pool, *every) == before
 
     def test_every_way_at_random(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """Hundreds of calls in any order: each page has its own bytes or none, and the books are the pages."""

@@ -124,7 +124,7 @@ def test_protected_pages_come_back_protected(card: CudaDriver) -> None:
 
 def test_a_killed_workers_segment_wakes_in_another(card: CudaDriver, transport: str, state: State) -> None:
     """The bytes lie in extents of the host that the broker keeps: another process has them on the card again."""
-    size = GIB
+    size = GIB // 2
     with on_card(card, CONFIG) as daemon, workers(2) as (first, second):
         for each in (first, second):
             enter(each, daemon, transport=transport)
@@ -144,7 +144,7 @@ def test_a_killed_workers_segment_wakes_in_another(card: CudaDriver, transport: 
         second.do("segment.delete(); segment.close(); client.close()")
         until_lendable(daemon)
         until(lambda: not any(books.lent_bytes + books.releasing_bytes for books in daemon.device().locations))
-    state("1 GiB to a host segment, sealed, and from it into another worker", f"{rate(there)}, {rate(back)}")
+    state("512 MiB to a host segment, sealed, and from it into another worker", f"{rate(there)}, {rate(back)}")
 
 
 @pytest.mark.parametrize("what", ["pool.offload(progress=die)", "pool.offload(); pool.restore(progress=die)"])
@@ -152,7 +152,7 @@ def test_killed_while_it_copies(card: CudaDriver, what: str) -> None:
     """SIGKILL with copies on their way: the card has all of it back, and nothing stays charged anywhere."""
     with on_card(card, CONFIG) as daemon, worker() as one:
         enter(one, daemon)
-        fill(one, GIB)
+        fill(one, GIB // 2)
         one.do("import signal\ndef die(done, total):\n    if done > total // 3: os.kill(os.getpid(), signal.SIGKILL)")
         one.begin(what)
         one.process.wait(60)
@@ -163,19 +163,20 @@ def test_a_broker_dies_while_it_copies(card: CudaDriver) -> None:
     """The copying goes on with the next daemon, and its books are right."""
     with on_card(card, CONFIG) as daemon, worker() as one:
         enter(one, daemon)
-        before = fill(one, GIB)
-        empty = at_rest(lambda: used(card)) - GIB
+        size = GIB // 2
+        before = fill(one, size)
+        empty = at_rest(lambda: used(card)) - size
         one.do("import threading; half, on = threading.Event(), threading.Event()")
         one.do("def told(done, total):\n    if done >= total // 2: half.set(); on.wait()")
-        for call, lent in (("offload", 0), ("restore", GIB)):
+        for call, lent in (("offload", 0), ("restore", size)):
             one.do("half.clear(); on.clear()")
             one.do(f"thread = threading.Thread(target=lambda: pool.{call}(progress=told)); thread.start(); half.wait()")
             daemon.kill()
             daemon.start_again()
             one.do("on.set(); thread.join()")
             until(lambda lent=lent: daemon.books().lent_bytes == lent)
-            until(lambda lent=lent: daemon.device().locations[1].lent_bytes == GIB - lent)
+            until(lambda lent=lent: daemon.device().locations[1].lent_bytes == size - lent)
             assert abs(at_rest(lambda: used(card)) - empty - lent) <= SLACK
-        assert one.ask(f"sum_of(pool, driver, {GIB})") == before
+        assert one.ask(f"sum_of(pool, driver, {size})") == before
         one.do("client.close()")
         until_lendable(daemon)
