@@ -444,7 +444,7 @@ def all_is_moved_or_nothing(make_driver: MakeDriver) -> None:
             partial(driver.move, first, address + size, size, 3),  # more than is mapped
             partial(driver.move, first, address + size, size // 2, 4),  # halves
             partial(driver.move, first, address + size, 2 * size, 1),  # two as one
-            partial(driver.move, first + size // 2, address + size // 2, size, 1),  # from a middle
+            partial(driver.move, first + size // 2, address + size, size, 1),  # from a middle
             partial(driver.move, first, first - size // 2, size, 1),  # by half an extent
             partial(driver.move, first, address + size + size // 4, size, 1),  # to no granule
             partial(driver.move, first, first, size, 1),  # nowhere
