@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -254,6 +255,19 @@ class TestFailures:
             holes(pool).compact(on_move=patch)
         assert set(pages(pool)) == {0, 1, 2, 8}
         assert pool.compact() == [Move(8 * PAGE, 3 * PAGE, PAGE)]
+
+    def test_ctrl_c_waits_for_the_end(self, pool: VirtualMemoryPool) -> None:
+        """Somebody presses Ctrl-C in the middle: no move is made that nobody was told of."""
+        told: list[Move] = []
+
+        def patch(move: Move) -> None:
+            signal.raise_signal(signal.SIGINT)
+            told.append(move)
+
+        with pytest.raises(KeyboardInterrupt):
+            holes(pool).compact(on_move=patch)
+        assert len(told) == 3
+        assert pages(pool) == {0: b"0001", 1: b"0002", 2: b"0004", 3: b"0008"}
 
 
 class TestThreads:

@@ -308,3 +308,34 @@ def test_a_machine_without_a_driver_gets_a_sentence() -> None:
     code = "from membroker.vmm import open_driver; open_driver('cuda')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "DriverUnavailable: cuInit failed: MISSING (0): there is no NVIDIA driver here" in done.stderr
+
+
+def test_a_pool_without_a_broker(run: Run) -> None:
+    """A library's user on a card: one granule stays exported, nothing else, and compaction moves the very extents."""
+    run("""
+        import membroker
+        def descriptors():
+            return sum("fake-cuda" in os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")
+                       if os.path.islink(f"/proc/self/fd/{name}"))
+        with membroker.LocalSource(limit=100 * GRANULE) as source:
+            pool = membroker.VirtualMemoryPool(source, "64GiB", GRANULE)
+            assert descriptors() == 0
+            for page in (1, 2, 5):
+                source.driver.write(pool.allocate(page * GRANULE, GRANULE), b"%d" % page)
+            pool.protect(2 * GRANULE, GRANULE, "read")
+            assert descriptors() == 1
+            moves = pool.compact()
+            assert [(move.old_offset // GRANULE, move.new_offset // GRANULE) for move in moves] == [(1, 0), (5, 2)]
+            read = [source.driver.read(pool.base_address + page * GRANULE, 1) for page in range(3)]
+            assert read == [b"1", b"2", b"5"]
+            with pytest.raises(DriverError):
+                source.driver.write(pool.base_address + GRANULE, b"x")
+            assert source.driver.memory(Location.DEVICE).used == 4 * GRANULE
+            with pytest.raises(membroker.InvalidRequest):
+                pool.view(0, 1)
+            with pytest.raises(membroker.OutOfMemory):
+                pool.allocate(10 * GRANULE, 98 * GRANULE)
+        assert pool.closed and descriptors() == 0
+        driver = CudaDriver()
+        assert driver.memory(Location.DEVICE).used == 0
+    """)

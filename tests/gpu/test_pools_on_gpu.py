@@ -1,0 +1,190 @@
+"""Pools on a real card: compaction without a copy, a source without a broker, and several models of one program."""
+
+from __future__ import annotations
+
+import random
+import time
+import zlib
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.gpu.helpers import GIB, SLACK, at_rest, enter, on_card, until_lendable, used
+from tests.system.workers import MIB, PAGE, worker, workers
+
+from membroker import LocalSource, SharedMemoryPool, VirtualMemoryPool
+from membroker.errors import OutOfMemory, OutOfPhysicalMemory
+from membroker.vmm import DriverError, Location
+from membroker.vmm.cuda import CudaDriver
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("card")]
+
+State = Callable[[str, str], None]
+
+
+@pytest.fixture
+def source() -> Iterator[LocalSource]:
+    """The first card in this process, without a broker."""
+    with LocalSource(limit="8GiB") as source:
+        yield source
+
+
+def content(seed: int) -> bytes:
+    """What is written into a page: the same for the same seed, and different all over."""
+    return random.Random(seed).randbytes(PAGE)
+
+
+def test_compaction_keeps_every_byte(source: LocalSource, card: CudaDriver) -> None:
+    """Pages all over the addresses come together; each has its bytes and its access, and the card uses no more."""
+    driver = source.driver
+    with VirtualMemoryPool(source, "64GiB", PAGE) as pool:
+        for page in (1, 2, 7, 30, 31, 32, 1000):
+            driver.write(pool.allocate(page * PAGE, PAGE), content(page))
+        pool.protect(31 * PAGE, PAGE, "read")
+        rest = at_rest(lambda: used(card))
+        where = {page: pool.base_address + page * PAGE for page in (1, 2, 7, 30, 31, 32, 1000)}
+        with pool.pin(7 * PAGE, 1):
+            moves = pool.compact()
+        assert len(moves) == 3
+        for move in moves:
+            for page, address in where.items():
+                offset = address - pool.base_address
+                if 0 <= offset - move.old_offset < move.size:
+                    where[page] = address + move.new_offset - move.old_offset
+        assert where[7] == pool.base_address + 7 * PAGE
+        for page, address in where.items():
+            assert zlib.crc32(driver.read(address, PAGE)) == zlib.crc32(content(page))
+        with pytest.raises(DriverError):
+            driver.write(where[31], b"x")
+        driver.write(where[32], b"written")
+        assert abs(used(card) - rest) <= SLACK
+        assert source.physical_memory_usage == 7 * PAGE
+        pool.compact()
+        assert pool.stats().fragmentation_ratio == 0.0
+        assert zlib.crc32(driver.read(pool.base_address, PAGE)) == zlib.crc32(content(1))
+
+
+def test_a_run_moves_over_itself(source: LocalSource) -> None:
+    """Sixteen pages go down by one: each lies where its neighbour was a moment ago."""
+    driver = source.driver
+    with VirtualMemoryPool(source, "1GiB", PAGE) as pool:
+        pool.allocate(PAGE, 16 * PAGE)
+        for page in range(1, 17):
+            driver.write(pool.base_address + page * PAGE, content(page))
+        (move,) = pool.compact()
+        assert (move.old_offset, move.new_offset, move.size) == (PAGE, 0, 16 * PAGE)
+        for page in range(16):
+            assert driver.read(pool.base_address + page * PAGE, PAGE) == content(page + 1)
+
+
+def test_compaction_waits_for_what_runs(source: LocalSource) -> None:
+    """Work that was queued before still writes to the old addresses: it is all there afterwards, and no fault."""
+    import cuda.bindings.driver as cuda
+
+    size = GIB
+    with VirtualMemoryPool(source, "16GiB", "64MiB") as pool:
+        source.driver.synchronize()  # which makes its context this thread's
+        address = pool.allocate(size, size)
+        for value in (*range(1, 100), 0x5A):
+            (result,) = cuda.cuMemsetD8Async(address, value, size, 0)
+            assert int(result) == 0
+        (move,) = pool.compact()
+        assert (move.old_offset, move.new_offset, move.size) == (size, 0, size)
+        for offset in (0, size // 2, size - MIB):
+            assert source.driver.read(pool.base_address + offset, MIB) == b"\x5a" * MIB
+
+
+def test_what_compaction_costs(source: LocalSource, state: State) -> None:
+    """1 GiB in pages, every second one a hole. Stated beside what mapping it cost; bytes are what it would copy."""
+    for page_size in (2 * MIB, 64 * MIB):
+        count = GIB // page_size
+        with VirtualMemoryPool(source, 4 * GIB, page_size) as pool:
+            began = time.perf_counter()
+            pool.allocate(0, 2 * GIB)
+            mapped = (time.perf_counter() - began) / 2
+            for page in range(0, 2 * count, 2):
+                pool.deallocate(page * page_size, page_size)
+            began = time.perf_counter()
+            moves = pool.compact()
+            took = time.perf_counter() - began
+            assert len(moves) == count
+            what = f"compact 1 GiB of {page_size // MIB} MiB pages in {count} moves"
+            state(what, f"{1000 * took:.1f} ms (to borrow it: {1000 * mapped:.1f} ms)")
+
+
+def test_a_card_that_is_full(source: LocalSource, card: CudaDriver) -> None:
+    """More than the card has, without a limit in the way: refused with the card's own figure, and nothing stays."""
+    rest = at_rest(lambda: used(card))
+    memory = card.memory(Location.DEVICE)
+    assert memory is not None
+    with LocalSource() as unlimited, VirtualMemoryPool(unlimited, 2 * memory.total, GIB) as pool:
+        with pytest.raises(OutOfMemory) as refused:
+            pool.allocate(0, memory.total)
+        assert refused.value.level == "device"
+        assert 0 < refused.value.available < refused.value.requested
+        assert unlimited.physical_memory_usage == pool.physical_memory_usage == 0
+    assert at_rest(lambda: used(card)) <= rest + SLACK
+    with VirtualMemoryPool(source, "16GiB", GIB) as pool, pytest.raises(OutOfMemory) as refused:
+        pool.allocate(0, "9GiB")
+    assert (refused.value.level, refused.value.available) == ("capacity", 8 * GIB)
+
+
+def test_models_of_one_program(source: LocalSource) -> None:
+    """Two models under one limit, in process: each has its addresses, and what one gives back the other gets."""
+    driver = source.driver
+    with SharedMemoryPool(source, "64MiB", "2MiB") as shared:
+        shared.register_model("llama-7b", "64GiB")
+        shared.register_model("gpt2", "32GiB")
+        addresses = [shared.allocate_for_model("llama-7b", PAGE) for _ in range(32)]
+        for number, address in enumerate(addresses):
+            driver.write(address, b"%04d" % number)
+        with pytest.raises(OutOfPhysicalMemory) as refused:
+            shared.allocate_for_model("gpt2", PAGE)
+        assert (refused.value.requested, refused.value.available) == (PAGE, 0)
+        shared.deallocate_for_model("llama-7b", 8 * PAGE, 8 * PAGE)
+        other = shared.allocate_for_model("gpt2", 8 * PAGE)
+        assert driver.read(other, 4) == bytes(4)
+        for number in (0, 7, 16, 31):
+            assert driver.read(addresses[number], 4) == b"%04d" % number
+        assert shared.global_stats().physical_usage == 64 * MIB
+
+
+def test_compaction_of_what_a_broker_lent(card: CudaDriver) -> None:
+    """Imported extents have neither handle nor descriptor here: they move all the same, and the books stay."""
+    with on_card(card) as daemon, worker() as one:
+        enter(one, daemon, page="2MiB")
+        one.do("for page in (3, 4, 9, 20): fill(driver, pool.allocate(page * PAGE, PAGE), PAGE, page)")
+        one.do("moves = pool.compact()")
+        assert one.ask("[[move.old_offset // PAGE, move.new_offset // PAGE] for move in moves]") == [
+            [3, 0],
+            [9, 2],
+            [20, 3],
+        ]
+        for place, value in enumerate((3, 4, 9, 20)):
+            assert one.ask(f"holds(driver, pool.base_address + {place} * PAGE, PAGE, {value})")
+        assert daemon.books().lent_bytes == 4 * PAGE
+        one.do("pool.deallocate(0, 4 * PAGE)")
+        assert daemon.books().lent_bytes == 0
+
+
+def test_a_shared_pool_over_a_daemon(card: CudaDriver) -> None:
+    """Two programs host models of one tenant; the daemon charges each model, and has all back when one is killed."""
+    with on_card(card) as daemon, workers(2) as (one, other):
+        for each in (one, other):
+            enter(each, daemon)
+            each.do("shared = membroker.SharedMemoryPool(client, '64MiB', '2MiB')")
+        one.do("shared.register_model('llama-7b', '64GiB'); shared.register_model('gpt2', '32GiB', limit='8MiB')")
+        other.do("shared.register_model('opt', '64GiB')")
+        one.do("first, second = (shared.allocate_for_model('llama-7b', 8 * MIB) for _ in range(2))")
+        one.do("fill(driver, first, 8 * MIB, 1); fill(driver, second, 8 * MIB, 2)")
+        other.do("shared.allocate_for_model('opt', 32 * MIB)")
+        refused = one.refused("shared.allocate_for_model('gpt2', 10 * MIB)")
+        assert refused.numbers == ("model", 10 * MIB, 8 * MIB, 8 * MIB)
+        charged = {model.name.rpartition("/")[2]: model.books[0].used_bytes for model in daemon.models()}
+        assert (charged["llama-7b"], charged["gpt2"], charged["opt"]) == (16 * MIB, 0, 32 * MIB)
+        assert one.ask("holds(driver, first, 8 * MIB, 1) and holds(driver, second, 8 * MIB, 2)")
+        other.process.kill()
+        until_lendable(daemon, 16 * MIB)
+        one.do("shared.unregister_model('llama-7b')")
+        assert daemon.books().lent_bytes == 0
+        assert one.ask("shared.global_stats().num_models") == 1
+        one.do("shared.close(); client.close()")
