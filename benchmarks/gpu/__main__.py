@@ -27,6 +27,7 @@ scenes:
   pages    1 GiB by pages of 2 and 64 MiB: grow and shrink
   pool     an allocation from pages that a pool holds
   attach   a segment of 1, 16, 64 GiB: attach and close
+  offload  a pool of 2 GiB to the host and back
   workers  1 to 32 processes at once"""
 
 _EPILOG = """\

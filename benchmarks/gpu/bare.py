@@ -54,6 +54,18 @@ class Bare(Protocol):
         """Create an extent that a descriptor alone keeps, and return that."""
         ...
 
+    def pin(self, size: int) -> int:
+        """Allocate page-locked memory of the host."""
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Free it."""
+        ...
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        """Copy between mapped and pinned memory, and wait."""
+        ...
+
     def close(self) -> None:
         """Let go of the card."""
         ...
@@ -81,6 +93,8 @@ class CudaBare:
         _check("cuDeviceGetAttribute", result)
         self._properties.allocFlags.gpuDirectRDMACapable = int(bool(able))
         self._grants = [_grant(cuda, place, cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE)]
+        result, self._stream = cuda.cuStreamCreate(1)
+        _check("cuStreamCreate", result)
         self._grants_to_read = [_grant(cuda, place, cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ)]
 
     def reserve(self, size: int) -> int:
@@ -159,7 +173,21 @@ class CudaBare:
         _check("cuMemRelease", released)
         return int(descriptor)
 
+    def pin(self, size: int) -> int:
+        result, address = self._cuda.cuMemHostAlloc(size, 1)
+        _check("cuMemHostAlloc", result)
+        return int(address)
+
+    def unpin(self, address: int) -> None:
+        _check("cuMemFreeHost", self._cuda.cuMemFreeHost(address)[0])
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        cuda = self._cuda
+        _check("cuMemcpyAsync", cuda.cuMemcpyAsync(target, source, size, self._stream)[0])
+        _check("cuStreamSynchronize", cuda.cuStreamSynchronize(self._stream)[0])
+
     def close(self) -> None:
+        _check("cuStreamDestroy", self._cuda.cuStreamDestroy(self._stream)[0])
         self.driver.close()
 
 
@@ -218,6 +246,17 @@ class TwinBare:
 
     def export(self, size: int) -> int:
         return self.driver.lend(size, 1)[0]
+
+    def pin(self, size: int) -> int:
+        return self.driver.pin(size)
+
+    def unpin(self, address: int) -> None:
+        self.driver.unpin(address)
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        copier = self.driver.copier()
+        copier.copy(target, source, size)
+        copier.close()
 
     def close(self) -> None:
         self.driver.close()

@@ -35,6 +35,8 @@ TENANT = "bench"
 TAIL_LINES = 30
 TWIN_STOCK = "1GiB"
 """The host twin keeps no stock unless it is told to; a card's default is as much."""
+HOST_CAPACITY = "32GiB"
+"""For what is offloaded: a figure, and nobody takes so much."""
 _IGNORED = ("gpu_uuid", "location", "le")
 _SERIES = re.compile(r"^(membroker_(?:\w+_seconds_(?:sum|count)|stock_extents_total))\{([^}]*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -102,6 +104,7 @@ class Daemon:
 
 def _config(runtime: Path, driver: str, *, stock: bool) -> str:
     lines = [f'driver = "{driver}"', f'runtime_directory = "{runtime}"', f'state_directory = "{runtime}/kept"']
+    lines.append(f'host_capacity = "{HOST_CAPACITY}"')
     if not stock:
         lines.append("stock = 0")
     if driver == "host":

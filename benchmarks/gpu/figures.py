@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ..load.figures import percentile
 
-EXTENTS, PAGES, POOL, ATTACH, WORKERS = "extents", "pages", "pool", "attach", "workers"
+EXTENTS, PAGES, POOL, ATTACH, OFFLOAD, WORKERS = "extents", "pages", "pool", "attach", "offload", "workers"
 """The scenes."""
 IN_PROCESS = "driver in process"
 """Who does the same work without a broker: every ratio is to it."""
@@ -92,12 +92,16 @@ class Row:
 
 @dataclass(slots=True)
 class Section:
-    """One scene. `calls` names the two calls; `failure` is why there is no more of it."""
+    """One scene. `calls` names the two calls; `failure` is why there is no more of it.
+
+    `moved_bytes` is how much each call copies, where that is what it does.
+    """
 
     key: str
     title: str
     note: str
     calls: tuple[str, str]
+    moved_bytes: int = 0
     rows: list[Row] = field(default_factory=list)
     failure: str = ""
     others_percent: tuple[float, float] = (0.0, 0.0)

@@ -6,14 +6,15 @@ Tables are the command line's own: with lines on a terminal, plain text elsewher
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
 from membroker.cli.tables import NONE, Table, print_tables
+from membroker.vmm.sizes import GIB
 
-from .figures import WORKERS, Row, Section, Share
+from .figures import OFFLOAD, WORKERS, Row, Section, Share
 from .targets import Goal
 
 TARGETS = "Beside the targets, at p50"
@@ -65,7 +66,7 @@ def _chapters(sections: Sequence[Section], goals: Sequence[Goal]) -> Iterator[tu
             note += f" It FAILED here, and what stands below is what was seen before: {section.failure}"
         tables = []
         if section.rows:
-            tables.append(_crowd_table(section) if section.key == WORKERS else _rows_table(section))
+            tables.append(_TABLES.get(section.key, _rows_table)(section))
         yield section.title, note, tables
         if any(row.share for row in section.rows):
             yield f"{section.title}: the broker's own share", SHARES_NOTE, [_shares_table(section)]
@@ -125,6 +126,27 @@ def _crowd_table(section: Section) -> Table:
     return Table(columns, rows)
 
 
+def _speeds_table(section: Section) -> Table:
+    take, give = section.calls
+    columns = (
+        *("work", ">gap", "by", ">n", f">{take} p50 ms", ">p99 ms", ">GiB/s", ">x"),
+        *(f">{give} p50 ms", ">p99 ms", ">GiB/s", ">x"),
+    )
+    rows = [
+        [
+            *(row.work, _gap(row.gap_ms), row.by, f"{row.count:,}"),
+            *(_ms(row.take.p50_ns), _ms(row.take.p99_ns), _speed(section, row.take.p50_ns), _ratio(row.take_ratio)),
+            *(_ms(row.give.p50_ns), _ms(row.give.p99_ns), _speed(section, row.give.p50_ns), _ratio(row.give_ratio)),
+        ]
+        for row in section.rows
+    ]
+    return Table(columns, rows)
+
+
+_TABLES: Mapping[str, Callable[[Section], Table]] = {WORKERS: _crowd_table, OFFLOAD: _speeds_table}
+"""Scenes whose rows show something else than most."""
+
+
 def _shares_table(section: Section) -> Table:
     columns = (
         *("work", ">gap", "by", ">caller us", ">broker us", ">driver us", ">core us", ">journal us", ">transport us"),
@@ -141,6 +163,14 @@ def _share_row(row: Row, share: Share) -> list[str]:
 
 def _us(nanoseconds: float | None) -> str:
     return NONE if nanoseconds is None else f"{nanoseconds / 1e3:,.1f}"
+
+
+def _ms(nanoseconds: float) -> str:
+    return f"{nanoseconds / 1e6:,.2f}"
+
+
+def _speed(section: Section, nanoseconds: float) -> str:
+    return f"{section.moved_bytes / nanoseconds * 1e9 / GIB:.1f}"
 
 
 def _ratio(value: float | None) -> str:

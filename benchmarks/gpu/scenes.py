@@ -1,4 +1,4 @@
-"""What is measured: five scenes, each with daemons of its own, and in each the driver in process beside the broker.
+"""What is measured: six scenes, each with daemons of its own, and in each the driver in process beside the broker.
 
 Owns the story of a run and the names of its rows. What is compared is measured in turns, a moment after each other.
 """
@@ -21,6 +21,7 @@ from .figures import (
     ATTACH,
     EXTENTS,
     IN_PROCESS,
+    OFFLOAD,
     PAGES,
     POOL,
     WORKERS,
@@ -36,12 +37,14 @@ from .figures import (
 )
 from .works import (
     AttachedSegment,
+    BareCopy,
     BareExtent,
     BareImport,
     BarePages,
     BorrowedExtent,
     Keeper,
     PoolGrowth,
+    PoolOffload,
     PoolPages,
     Work,
     connect,
@@ -69,7 +72,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much of it: seconds of a turn, how many turns, and how many processes work at once."""
+    """How much of it: seconds of a turn, how many turns, how many processes work at once, how much is offloaded."""
 
     seconds: float
     rounds: int
@@ -77,10 +80,11 @@ class Scale:
     worker_seconds: float
     worker_rounds: int
     look_seconds: float
+    offloaded: int
 
 
-FULL = Scale(seconds=0.45, rounds=3, workers=(1, 2, 4, 8, 16, 32), worker_seconds=1, worker_rounds=2, look_seconds=1)
-QUICK = Scale(seconds=0.01, rounds=1, workers=(1, 2), worker_seconds=0.1, worker_rounds=1, look_seconds=0.05)
+FULL = Scale(0.45, 3, (1, 2, 4, 8, 16, 32), worker_seconds=1, worker_rounds=2, look_seconds=1, offloaded=2 * GIB)
+QUICK = Scale(0.01, 1, (1, 2), worker_seconds=0.1, worker_rounds=1, look_seconds=0.05, offloaded=64 * MIB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +123,13 @@ class Stage:
     scale: Scale
     tell: Tell
 
-    def measure(self, section: Section, work: str, ways: Sequence[Way], extents: int = 0) -> None:
+    def measure(
+        self, section: Section, work: str, ways: Sequence[Way], extents: int = 0, warm_up: int = WARM_UP
+    ) -> None:
         """Measure the ways of one work in turns, first in a tight loop, then with a gap; add their rows.
 
         The first way is the one that the others are compared with. `extents` is how many one work asks for; at 0
-        nothing is asked of the broker.
+        nothing is asked of the broker. `warm_up` works of each way are not measured.
         """
         for gap_ms in (0.0, GAP_MS):
             taken = {way.by: Times() for way in ways}
@@ -132,7 +138,7 @@ class Stage:
                 pace = f"a gap of {gap_ms:g} ms" if gap_ms else "no gap"
                 self.tell(f"{section.key}: {work}, {pace}, turn {number + 1} of {self.scale.rounds}")
                 for way in ways:
-                    times, counts = self._turn(way, gap_ms / 1e3, WARM_UP_AGAIN if number else WARM_UP)
+                    times, counts = self._turn(way, gap_ms / 1e3, min(WARM_UP_AGAIN, warm_up) if number else warm_up)
                     taken[way.by].add(times)
                     for key, value in counts.items():
                         counted[way.by][key] = counted[way.by].get(key, 0.0) + value
@@ -299,6 +305,39 @@ def _descriptors(daemon: Daemon, resource: str) -> list[tuple[int, int]]:
     return keeper.descriptors
 
 
+PIN_EACH = "driver in process, pinned each time"
+POOL_PINNED, POOL_PINS = "pool, kept pinned", "pool, pinned each time"
+
+
+def offload(stage: Stage) -> Iterator[Section]:
+    """Put a pool to sleep, and wake it."""
+    size = stage.scale.offloaded
+    section = Section(
+        OFFLOAD,
+        f"{format_size(size)} to the host and back: offload and restore",
+        "In process: one copy to pinned memory that is there, and one back, nothing else. By the broker: "
+        "VirtualMemoryPool.offload and restore, which also unmap and give back every page, and borrow and map it anew. "
+        "To pin host memory takes far longer than to copy to it: the rows that pin each time say how long.",
+        ("offload", "restore"),
+        size,
+    )
+    yield section
+    with bare_driver(stage.driver) as bare, running(stage.driver, stock=False) as daemon, ExitStack() as stack:
+        model = stack.enter_context(connect(daemon.endpoint, TRANSPORTS[0])).register_model(MODEL)
+        for page in PAGE_SIZES:
+            with ExitStack() as held:
+                ways = []
+                pinning = page == PAGE_SIZES[-1]  # which takes as long with any pages
+                for by, pin_each in ((IN_PROCESS, False), (PIN_EACH, True))[: 1 + pinning]:
+                    copy = BareCopy(bare, size, pin_each=pin_each)
+                    held.callback(copy.close)
+                    ways.append(Way(by, copy))
+                for by, keep_pinned in ((POOL_PINNED, True), (POOL_PINS, False))[: 1 + pinning]:
+                    pool = held.enter_context(model.pool(page_size=page, virtual_capacity=size))
+                    ways.append(Way(by, PoolOffload(pool, size, keep_pinned=keep_pinned)))
+                stage.measure(section, f"{format_size(size)} by {format_size(page)}", ways, warm_up=1)
+
+
 def crowd(stage: Stage) -> Iterator[Section]:
     """Let many processes take and give back at once."""
     scale, size = stage.scale, SIZES[0]
@@ -341,6 +380,7 @@ SCENES: Mapping[str, Callable[[Stage], Iterator[Section]]] = {
     PAGES: pages,
     POOL: cached,
     ATTACH: attach,
+    OFFLOAD: offload,
     WORKERS: crowd,
 }
 """Each yields its section before it measures, so that what it has seen when it fails is not lost."""

@@ -174,6 +174,54 @@ class AttachedSegment:
         self._segment.close()
 
 
+class BareCopy:
+    """A copy of all bytes to pinned memory that is there, and back, in one piece each, by the driver alone.
+
+    `pin_each` pins that memory anew for each copy there, and frees it after the one back.
+    """
+
+    def __init__(self, bare: Bare, size: int, *, pin_each: bool) -> None:
+        self._bare, self._size, self._pin_each = bare, size, pin_each
+        self._address = bare.reserve(size)
+        self._handles = bare.back(self._address, size)
+        self._pinned = 0 if pin_each else bare.pin(size)
+
+    def take(self) -> None:
+        if self._pin_each:
+            self._pinned = self._bare.pin(self._size)
+        self._bare.copy(self._pinned, self._address, self._size)
+
+    def give(self) -> None:
+        self._bare.copy(self._address, self._pinned, self._size)
+        if self._pin_each:
+            self._unpin()
+
+    def _unpin(self) -> None:
+        address, self._pinned = self._pinned, 0
+        self._bare.unpin(address)
+
+    def close(self) -> None:
+        """Free everything."""
+        if self._pinned:
+            self._unpin()
+        self._bare.unback(self._address, self._size, self._handles)
+        self._bare.unreserve(self._address, self._size)
+
+
+class PoolOffload:
+    """A pool that sleeps and wakes: what is copied is also unmapped and given back, borrowed and mapped."""
+
+    def __init__(self, pool: VirtualMemoryPool, size: int, *, keep_pinned: bool) -> None:
+        self._pool, self._keep_pinned = pool, keep_pinned
+        pool.allocate(0, size)
+
+    def take(self) -> None:
+        self._pool.offload()
+
+    def give(self) -> None:
+        self._pool.restore(keep_pinned=self._keep_pinned)
+
+
 class Keeper:
     """Keeps a copy of each descriptor that a call delivers (a `DeliveryHandler`), with its size."""
 

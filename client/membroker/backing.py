@@ -8,18 +8,23 @@ and with which offsets, is the pool's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 from membroker.compaction import next_move
-from membroker.errors import CompactionFailed
+from membroker.errors import AlreadyMapped, CompactionFailed
 from membroker.holding import Holding, Placing
 from membroker.interrupts import HeldOff
-from membroker.page_table import FIXED, FREE, SPARE, USED, PageTable
+from membroker.offload import OffloadedPages, Progress
+from membroker.page_table import FIXED, FREE, OFFLOADED, SPARE, USED, PageTable
 from membroker.region import device_failures
 from membroker.source import Source
 from membroker.types import Move
 from membroker.vmm.driver import AccessFlags, DriverError, Location
+
+if TYPE_CHECKING:
+    from membroker.segment import Segment
 
 
 class Backing:
@@ -36,6 +41,7 @@ class Backing:
         self.spare_pages = spare_pages
         self._page_size = page_size
         self._location = location
+        self.offloaded = OffloadedPages(self.holding, self.table, self.lock, location)
 
     def back(self, choose: Callable[[], range], *, spare: bool = False) -> range:
         """Back what is not backed of some unused pages: all of them, or none. Then they are used, or spare."""
@@ -66,11 +72,15 @@ class Backing:
         self.holding.source.give_back(extent_ids)
 
     def drop(self, choose: Callable[[], range]) -> None:
-        """Give used pages back, or keep them all as spare ones."""
+        """Give used pages back, or keep them all as spare ones; forget the bytes of offloaded ones."""
         if self.spare_pages and self._keep_spare(choose):
             return
-        with self._claim(choose, self._check_idle) as pages:
-            self.holding.source.give_back(self._unbind(pages))
+        with self._claim(choose, self._check_droppable) as pages:
+            with self.lock:
+                used = self.table.claimed_runs(USED, pages)
+            for run in used:
+                self.holding.source.give_back(self._unbind(run))
+            self.offloaded.drop(pages)
 
     def _keep_spare(self, choose: Callable[[], range]) -> bool:
         """Keep pages mapped that nobody uses any more, if there is room for all of them; say whether there was.
@@ -81,25 +91,44 @@ class Backing:
             pages = choose()
             if self.table.spare + len(pages) > self.spare_pages:
                 return False
+            if self.offloaded.size and self.table.runs_of(OFFLOADED, pages):
+                return False
             self._check_idle(pages)
             if self.table.restricted and not self.table.restricted.keys().isdisjoint(pages):
                 return False
             self.table.set(pages, SPARE)
             return True
 
-    def trim(self) -> int:
-        """Give back every spare page that no other call is at, and return how many those were."""
-        with HeldOff(), device_failures(), self.holding.in_use():
-            with self.lock:
-                runs = self.table.spare_runs()
-                for run in runs:
-                    self.table.claim(run)
-            try:
-                for run in runs:
-                    self.holding.source.give_back(self._unbind(run))
-            finally:
-                self._release(runs)
+    def trim(self, pages: range | None = None) -> int:
+        """Give back every spare page of `pages`, or of all, that no other call is at; return how many those were."""
+        wanted = range(self.table.count) if pages is None else pages
+        with self._claim_runs(lambda: self.table.spare_runs(wanted)) as runs:
+            for run in runs:
+                self.holding.source.give_back(self._unbind(run))
         return sum(map(len, runs))
+
+    def offload(self, pages: range, segment: Segment | None, progress: Progress | None) -> int:
+        """Copy the used ones of `pages` to the host, give the spare ones back, and return how many bytes it copied."""
+        with self._claim_runs(lambda: self.table.runs_of(USED, pages), self._check_idle) as runs:
+            if runs:
+                self.holding.source.driver.synchronize()
+            copied = self.offloaded.offload(runs, segment, progress)
+        self.trim(pages)
+        return copied
+
+    def restore(self, pages: range, progress: Progress | None, *, keep_pinned: bool) -> int:
+        """Bring the offloaded ones of `pages` back, and return how many bytes were copied."""
+        with self._claim_runs(lambda: self.table.runs_of(OFFLOADED, pages)) as runs:
+            return self.offloaded.restore(runs, progress, keep_pinned=keep_pinned)
+
+    def restore_from(self, segment: Segment, found: Mapping[range, int], progress: Progress | None) -> int:
+        """Bring pages here that lie in a segment: runs, with the offset of each in it, in bytes."""
+        for run in found:
+            self.trim(run)
+        with self._claim_runs(lambda: list(found), self._check_free) as runs:
+            if runs:
+                self.offloaded.adopt(segment, found)
+            return self.offloaded.restore(runs, progress)
 
     def _unbind(self, pages: range) -> list[int]:
         """Unmap pages that nobody else touches, and return the ids of their extents."""
@@ -191,18 +220,42 @@ class Backing:
         if self.holding.views.any_in(self.holding.region.address + start, length):
             raise BufferError(f"a view or a pin of [{start}, {start + length}) is still alive: release it first")
 
+    def _check_droppable(self, pages: range) -> None:
+        """As `_check_idle`, of pages that may be offloaded as well."""
+        used = [pages]
+        if self.offloaded.size:
+            self.table.check_allocated(pages)
+            used = self.table.runs_of(USED, pages)
+        for run in used:
+            self._check_idle(run)
+
+    def _check_free(self, pages: range) -> None:
+        self.table.check_unused(pages)
+        for spare in self.table.spare_runs(pages):
+            raise AlreadyMapped(f"the page at offset {spare.start * self._page_size} is spare: trim() gives it back")
+
     @contextmanager
     def _claim(self, choose: Callable[[], range], check: Callable[[range], None]) -> Iterator[range]:
         """Keep all other calls off some pages, after `check` agreed, while the lock is not held."""
+        with self._claim_runs(lambda: [choose()], check) as (pages,):
+            yield pages
+
+    @contextmanager
+    def _claim_runs(
+        self, choose: Callable[[], list[range]], check: Callable[[range], None] = lambda pages: None
+    ) -> Iterator[list[range]]:
+        """As `_claim`, of several runs of pages: all of them, or none."""
         with HeldOff(), device_failures(), self.holding.in_use():
             with self.lock:
-                pages = choose()
-                check(pages)
-                self.table.claim(pages)
+                runs = choose()
+                for pages in runs:
+                    check(pages)
+                for pages in runs:
+                    self.table.claim(pages)
             try:
-                yield pages
+                yield runs
             finally:
-                self._release([pages])
+                self._release(runs)
 
     def _release(self, ranges: Iterable[range]) -> None:
         with self.lock:

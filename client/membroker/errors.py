@@ -108,6 +108,10 @@ class NotMapped(MembrokerError):
     """A page of the range is not backed."""
 
 
+class Offloaded(AlreadyMapped, NotMapped):
+    """A page of the range is offloaded: it is allocated, and has no memory until it is restored."""
+
+
 class NotFound(MembrokerError, LookupError):
     """The name or id is not known to the broker, at least not as this session's."""
 

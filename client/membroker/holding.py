@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from membroker.errors import ClosedError
 from membroker.interrupts import HeldOff
@@ -31,6 +31,8 @@ class Holding:
         self.region = Region(source.driver, size, alignment)
         self.views = Views(self._used_less)
         self.extents: dict[int, int] = {}
+        self.beside = ExitStack()
+        """What ends with it."""
         self.abandoned = False
         self._lock = threading.Lock()
         self._uses: set[object] = set()
@@ -102,12 +104,13 @@ class Holding:
 
     def _give_back(self) -> None:
         try:
-            if self.extents:
-                self.source.driver.synchronize()
-            self.region.close()
-            extent_ids, self.extents = list(self.extents.values()), {}
-            if extent_ids:
-                self.source.give_back(extent_ids)
+            with self.beside:
+                if self.extents:
+                    self.source.driver.synchronize()
+                self.region.close()
+                extent_ids, self.extents = list(self.extents.values()), {}
+                if extent_ids:
+                    self.source.give_back(extent_ids)
         finally:
             # Whoever was closed need not wake the background thread when it is garbage: that costs the next call 50 us.
             if self._forgotten is not None:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -37,6 +38,7 @@ from membroker.interrupts import HeldOff
 from membroker.notices import Disconnected, Draining, Forgotten, Notice, Resumed, Undrained
 from membroker.registry import Held, Registry
 from membroker.resume import REJECTED, Attempt, pauses
+from membroker.v1 import broker_pb2
 from membroker.v1 import handoff_pb2 as pb
 
 logger = logging.getLogger("membroker")
@@ -122,6 +124,12 @@ class Line:
         """Strike one hold of a segment, as `give_back`."""
         with self._changed:
             return self.connection, self.registry.strike_segment(generation)
+
+    def declare_less(self, request: broker_pb2.DeclareMemoryRequest) -> Connection:
+        """Enter a declaration that is no more than the one before, and return where the broker is to be told."""
+        with self._changed:
+            self.registry.declared(request)
+            return self.connection
 
     def _next(self, connection: Connection, error: MembrokerError) -> Connection:
         """Return the connection after one that is lost; raise when that takes too long, or when it is not lost."""
@@ -260,11 +268,15 @@ class Line:
         )
         try:
             while not self._publish(connection, notices, held):
-                given_back = held.minus(self.registry.held())
+                now = self.registry.held()
+                given_back = held.minus(now)
                 connection.release(given_back.extents)
                 for generation in given_back.segments.elements():
                     connection.detach(generation)
-                held = held.minus(given_back)
+                for (model, location), less in held.lowered_to(now).items():
+                    request = broker_pb2.DeclareMemoryRequest(model=model, location=location, declared_bytes=less)
+                    connection.call(pb.Frame(declare=request), timeout=self._timeout)
+                held = replace(held.minus(given_back), declarations=now.declarations)
         except BaseException:
             connection.close()
             raise
@@ -275,7 +287,8 @@ class Line:
         with self._changed:
             if self._end is not None:
                 raise self._end[0](self._end[1])
-            if not held.minus(self.registry.held()).is_empty():
+            now = self.registry.held()
+            if not held.minus(now).is_empty() or held.lowered_to(now):
                 return False
             self.connection, self._draining = connection, None
             self.calls.patient = True

@@ -179,6 +179,15 @@ class LocalSource:
         for size, location in lent:
             self._budgets[location].credit(size)
 
+    def charge(self, size: int, location: Location) -> None:
+        """Count what this process allocates itself against the limit."""
+        self._check_open()
+        self._budgets[location].debit(size)
+
+    def credit(self, size: int, location: Location) -> None:
+        """Count it no longer."""
+        self._budgets[location].credit(size)
+
     def _check_open(self) -> None:
         if self._forked:
             raise ClosedError("this source belongs to the process that this one was forked from: make another")

@@ -135,16 +135,13 @@ class Model:
     def declare(self, size: int | str, location: Location | str = Location.DEVICE) -> None:
         """Say how many bytes in all this process allocates for the model by itself, and is charged for.
 
-        Its CUDA context, workspaces, memory that it must export. Replaces what was declared before; 0 ends it.
-        Raises `OutOfMemory` when a limit refuses, and then the declaration before stays.
+        Its CUDA context, workspaces, memory that it must export. Replaces what was declared before; 0 ends it. What
+        its pools have offloaded is counted beside it. Raises `OutOfMemory` when a limit refuses, and then the
+        declaration before stays.
         """
-        request = pb.DeclareMemoryRequest(
-            model=self.resource_name,
-            location=convert.location_to_wire(convert.location_of(location)),
-            declared_bytes=convert.bytes_of("a declaration", size),
-        )
+        declared, place = convert.bytes_of("a declaration", size), convert.location_of(location)
         self._session.check_open()
-        self._session.transport.declare(request)
+        self._session.declarations.say(self.resource_name, place, declared)
 
     def unregister(self) -> None:
         """Leave the model; it ends with the last session that leaves it. Raises `ModelInUse` while it is charged."""
@@ -202,6 +199,16 @@ class Model:
             count=count,
         )
         self._session.transport.allocate(request, _Placing(placement, extent_bytes))
+
+    def charge(self, size: int, location: Location) -> None:
+        """Declare `size` bytes more."""
+        self._session.check_open()
+        self._session.declarations.add(self.resource_name, location, size)
+
+    def credit(self, size: int, location: Location) -> None:
+        """Declare `size` bytes less."""
+        with broker_may_be_gone():
+            self._session.declarations.end(self.resource_name, location, size)
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
         """Release extents."""

@@ -3,7 +3,7 @@
 Owns one byte for each page. Finding, checking and counting pages is its work; what is done with them is the pool's,
 which holds its lock around every method. It must never call a source or a driver.
 
-A further state (memory that is elsewhere) is a further constant: all that is neither `FREE` nor `SPARE` is taken.
+A further state is a further constant: all that is neither `FREE` nor `SPARE` is taken.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from membroker.errors import AlreadyMapped, NotMapped, OutOfVirtualMemory
+from membroker.errors import AlreadyMapped, NotMapped, Offloaded, OutOfVirtualMemory
 from membroker.vmm.driver import AccessFlags
 
-FREE, USED, SPARE = range(3)
-"""Nothing behind it / allocated / mapped and charged, and allocated by nobody."""
+FREE, USED, SPARE, OFFLOADED = range(4)
+"""Nothing behind it / allocated / mapped and charged, and allocated by nobody / allocated, and its bytes elsewhere."""
 
 FIXED = 0x7F
 """In a layout only: what has to stay where it is."""
@@ -28,6 +28,7 @@ _CLAIM = bytes(byte | _PENDING for byte in range(256))
 _RELEASE = bytes(byte & ~_PENDING for byte in range(256))
 _SPARE_AS_FREE = bytes.maketrans(bytes((SPARE,)), bytes((FREE,)))
 _FREE_RUN = re.compile(b"%c+" % FREE)
+_TAKEN_RUN = re.compile(rb"(?s)([^%c%c])\1*" % (FREE, FREE | _PENDING))
 
 
 class PageTable:
@@ -63,9 +64,9 @@ class PageTable:
         states = self._states[pages.start : pages.stop].translate(_RELEASE)
         return [range(pages.start + run.start(), pages.start + run.end()) for run in _FREE_RUN.finditer(states)]
 
-    def spare_runs(self) -> list[range]:
-        """Return the spare pages that no call is at, as runs."""
-        return [range(run.start(), run.end()) for run in re.finditer(b"%c+" % SPARE, self._states)]
+    def spare_runs(self, pages: range) -> list[range]:
+        """Return those of `pages` that are spare and that no call is at, as runs."""
+        return [run for run, state, busy in self.runs(pages) if state == SPARE and not busy]
 
     def largest_free_run(self) -> tuple[int, int]:
         """Return the largest run of pages that could be allocated, spare ones included, and how many there are."""
@@ -97,6 +98,7 @@ class PageTable:
         taken = self._states[pages.start : pages.stop].lstrip(_AVAILABLE)
         if taken:
             page = min(pages.stop, len(self._states)) - len(taken)
+            self._check_not_offloaded(page)
             by = "is being changed by another call" if taken[0] & _PENDING else "is mapped already"
             raise AlreadyMapped(f"the page at offset {page * self.page_size} {by}")
 
@@ -105,15 +107,43 @@ class PageTable:
         states = self._states[pages.start : pages.stop]
         if states.count(USED) < len(pages):
             used = len(states) - len(states.lstrip(bytes((USED,))))
+            self._check_not_offloaded(pages.start + used)
             changing = used < len(states) and states[used] & _PENDING
             why = "is being changed by another call" if changing else "is not mapped"
             raise NotMapped(f"the page at offset {(pages.start + used) * self.page_size} {why}")
 
-    def runs(self) -> Iterator[tuple[range, int, bool]]:
-        """Yield the pages that are not free as runs of one state: (pages, state, whether a call is at them)."""
-        for run in re.finditer(rb"(?s)([^%c%c])\1*" % (FREE, FREE | _PENDING), self._states):
+    def check_allocated(self, pages: range) -> None:
+        """As `check_used`, of pages that may be offloaded as well."""
+        for run in self.runs_of(OFFLOADED, pages):
+            self.check_used(range(pages.start, run.start))
+            pages = range(run.stop, pages.stop)
+        self.check_used(pages)
+
+    def runs_of(self, state: int, pages: range) -> list[range]:
+        """Return which of `pages` are in a state, as runs. Raises `NotMapped` where a call is at one of them."""
+        found = []
+        for run, other, busy in self.runs(pages):
+            if other == state:
+                if busy:
+                    offset = run.start * self.page_size
+                    raise NotMapped(f"the page at offset {offset} is being changed by another call")
+                found.append(run)
+        return found
+
+    def claimed_runs(self, state: int, pages: range) -> list[range]:
+        """Return which of `pages`, that are claimed, are in a state, as runs."""
+        return [run for run, other, _ in self.runs(pages) if other == state]
+
+    def _check_not_offloaded(self, page: int) -> None:
+        if page < len(self._states) and self._states[page] == OFFLOADED:
+            raise Offloaded(f"the page at offset {page * self.page_size} is offloaded: restore() it first")
+
+    def runs(self, pages: range | None = None) -> Iterator[tuple[range, int, bool]]:
+        """Yield those of `pages`, or of all, that are not free, as runs: (pages, state, whether a call is at them)."""
+        first, states = (0, self._states) if pages is None else (pages.start, self._states[pages.start : pages.stop])
+        for run in _TAKEN_RUN.finditer(states):
             state = run[1][0]
-            yield range(run.start(), run.end()), state & ~_PENDING, bool(state & _PENDING)
+            yield range(first + run.start(), first + run.end()), state & ~_PENDING, bool(state & _PENDING)
 
     def layout(self, pinned: Iterable[range], spare: int) -> bytearray:
         """Return a picture for `next_move`: `FREE`, `USED` or `FIXED` for each page, and `spare` for spare ones.
@@ -149,7 +179,7 @@ class PageTable:
         pending = before[0] & _PENDING
         self._states[pages.start : pages.stop] = bytes((state | pending,)) * len(pages)
         self.spare += len(pages) * (state == SPARE) - before.count(SPARE | pending)
-        if self.restricted and state != USED:
+        if self.restricted and state not in (USED, OFFLOADED):
             for page in pages:
                 self.restricted.pop(page, None)
 

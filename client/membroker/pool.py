@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from membroker.backing import Backing
 from membroker.convert import access_of, bytes_of, location_of
 from membroker.errors import InvalidOffset, InvalidPageSize, InvalidRequest
-from membroker.page_table import SPARE
+from membroker.offload import Progress, check_segment, runs_in, size_in_segment
+from membroker.page_table import OFFLOADED, SPARE, USED
 from membroker.region import device_failures
 from membroker.source import Source
 from membroker.types import MemoryStats, Move, PoolMapping
@@ -22,7 +24,11 @@ from membroker.views import Span
 from membroker.vmm.driver import AccessFlags, Location
 from membroker.vmm.sizes import MAX_BYTES, MIB, format_size, is_power_of_two, round_up
 
+if TYPE_CHECKING:
+    from membroker.segment import Segment
+
 DEFAULT_PAGE_SIZE = 64 * MIB
+_STATES = {SPARE: "spare", OFFLOADED: "offloaded"}
 
 
 class VirtualMemoryPool:
@@ -100,6 +106,7 @@ class VirtualMemoryPool:
         with self._lock:
             mapped, spare = len(self._holding.extents), self._table.spare
             largest, free = self._table.largest_free_run()
+            offloaded = self._backing.offloaded.size
         return MemoryStats(
             virtual_capacity=self._capacity,
             physical_usage=mapped * self._page_size,
@@ -107,6 +114,7 @@ class VirtualMemoryPool:
             largest_free_run=largest * self._page_size,
             fragmentation_ratio=1 - largest / free if free else 0.0,
             spare_pages=spare,
+            offloaded_bytes=offloaded,
         )
 
     def mappings(self, *, by_page: bool = False) -> list[PoolMapping]:
@@ -118,14 +126,14 @@ class VirtualMemoryPool:
                 (page, "changing" if busy else _state(state, page in pinned), self._table.access(page), extent)
                 for pages, state, busy in self._table.runs()
                 for page in pages
-                if (extent := self._holding.extents.get(page * self._page_size)) is not None
+                if (extent := self._holding.extents.get(page * self._page_size)) is not None or state == OFFLOADED
             ]
         runs = groupby(enumerate(rows), lambda row: (row[1][0] if by_page else row[1][0] - row[0], *row[1][1:3]))
         return [self._as_mapping([row for _, row in run]) for _, run in runs]
 
-    def _as_mapping(self, rows: list[tuple[int, str, AccessFlags, int]]) -> PoolMapping:
+    def _as_mapping(self, rows: list[tuple[int, str, AccessFlags, int | None]]) -> PoolMapping:
         page, state, access, _ = rows[0]
-        size, extents = len(rows) * self._page_size, tuple(extent for *_, extent in rows)
+        size, extents = len(rows) * self._page_size, tuple(extent for *_, extent in rows if extent is not None)
         return PoolMapping(page * self._page_size, size, state, access.name.lower(), extents)
 
     # Backing addresses
@@ -195,12 +203,19 @@ class VirtualMemoryPool:
         self._backing.back(lambda: self._above(length), spare=True)
 
     def trim(self) -> int:
-        """Give back every spare page, and return how many bytes that was. Waits as `deallocate` does."""
+        """Give back every spare page, and return how many bytes that was. Waits as `deallocate` does.
+
+        Host memory that `restore` has kept pinned is freed as well.
+        """
         self._holding.check_open()
+        with device_failures(), self._holding.in_use():
+            self._backing.offloaded.trim()
         return self._backing.trim() * self._page_size
 
     def deallocate(self, offset: int, size: int | str) -> None:
         """Give back every page that [offset, offset + size) touches. Their addresses stay the pool's.
+
+        The bytes of offloaded pages are forgotten, and freed on the host.
 
         Waits once for the work that this process has given to the device, because unmapping does not. Raises
         `NotMapped` when a page is not backed, `BufferError` while a view of the range is alive, `InvalidOffset`
@@ -242,6 +257,78 @@ class VirtualMemoryPool:
         """
         self._holding.check_open()
         return self._backing.plan() if dry_run else self._backing.compact(on_move)
+
+    # Offloading
+
+    def offload(
+        self,
+        offset: int = 0,
+        size: int | str | None = None,
+        *,
+        to: Segment | None = None,
+        progress: Progress | None = None,
+    ) -> int:
+        """Copy what is in the pages that [offset, offset + size) touches to the host, and give their memory back.
+
+        The whole pool, unless a range is given. Pages that are not allocated, or are offloaded already, are passed
+        over; spare ones are given back as they are. The pages stay allocated and their addresses the pool's, but
+        nothing is behind them until `restore`. Returns how many bytes were copied; `progress` is told how many are
+        done, of how many, and an exception of its own stops the copying.
+
+        The bytes lie in pinned memory of this process, for which its model is charged at the location host (a
+        declaration); or in `to`, a segment of that location that this process has made and not sealed. It is sealed
+        at the end, and then outlives the process (`restore_from`); `offload_size` says how large it has to be.
+
+        Waits for the work that this process has given to the device. Raises `OutOfMemory` when the host's limit
+        refuses, `BufferError` while a view of a page is alive, `NotMapped` when another call is at one, and what a
+        segment raises; nothing has changed then. Stopped half way, by `DeviceFailure`, `ClosedError`, or `progress`,
+        what had arrived is offloaded, the rest is as it was, and the error's numbers say how much is where.
+        """
+        self._holding.check_open()
+        return self._backing.offload(self._touched_or_all(offset, size), to, progress)
+
+    def offload_size(self, offset: int = 0, size: int | str | None = None) -> int:
+        """Return how many bytes a segment needs for what `offload` of this range would copy now, and where it goes."""
+        self._holding.check_open()
+        pages = self._touched_or_all(offset, size)
+        with self._lock:
+            runs = self._table.runs_of(USED, pages)
+        return size_in_segment(runs, self._page_size)
+
+    def restore(
+        self,
+        offset: int = 0,
+        size: int | str | None = None,
+        *,
+        progress: Progress | None = None,
+        keep_pinned: bool = False,
+    ) -> int:
+        """Borrow memory for the offloaded pages of [offset, offset + size), and bring their bytes back.
+
+        To the same addresses, which allow what they allowed. The whole pool, unless a range is given; pages that are
+        not offloaded are passed over. What was pinned is freed and no longer declared; with `keep_pinned` it stays, and
+        the next `offload` needs no other: to pin memory takes far longer than to copy it. A segment stays as it is.
+        Returns how many bytes were copied; `progress` is that of `offload`.
+
+        Raises `OutOfMemory` when there is not enough memory: what has come back is back, the rest stays offloaded, and
+        `metadata` has the numbers, `restored_bytes` and `offloaded_bytes`. So it is with every error half way. Raises
+        what `allocate` raises besides, and `NotMapped` when another call is at one of the pages.
+        """
+        self._holding.check_open()
+        return self._backing.restore(self._touched_or_all(offset, size), progress, keep_pinned=keep_pinned)
+
+    def restore_from(self, segment: Segment, *, progress: Progress | None = None) -> int:
+        """Bring pages here that another pool, maybe of another process, has offloaded to `segment`.
+
+        To the same offsets, where nothing may be allocated, in a pool of the same page size, or of one that fits. Then
+        they are as if this pool had offloaded and restored them: also after an error half way. Raises `InvalidRequest`
+        for what is no sealed segment of offloaded pages, or not of such a pool, `AlreadyMapped`, and what `restore`
+        raises.
+        """
+        self._holding.check_open()
+        check_segment(segment, self._holding.source.driver)
+        found = runs_in(segment, self._page_size, self._capacity)
+        return self._backing.restore_from(segment, found, progress)
 
     # Using it
 
@@ -322,6 +409,11 @@ class VirtualMemoryPool:
             )
         return range(offset // self._page_size, (offset + length - 1) // self._page_size + 1)
 
+    def _touched_or_all(self, offset: int, size: int | str | None) -> range:
+        """Return the pages of a range that ends where the pool does unless it has a size."""
+        pages = self._touched(offset, 1 if size is None else size)
+        return pages if size is not None else range(pages.start, self._table.count)
+
     def _above(self, length: int) -> range:
         """Return the pages of `length` bytes behind all that is taken. The lock is held."""
         return self._touched(self._table.top() * self._page_size, length)
@@ -340,7 +432,7 @@ class VirtualMemoryPool:
 
 
 def _state(state: int, pinned: bool) -> str:
-    return "spare" if state == SPARE else "pinned" if pinned else "used"
+    return _STATES.get(state, "pinned" if pinned else "used")
 
 
 def check_page_size(page_size: int | str, granularity: int) -> int:

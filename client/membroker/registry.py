@@ -37,11 +37,15 @@ class Held:
         """Return the extents and segments that the other has not."""
         return Held(self.extents - other.extents, self.segments - other.segments)
 
+    def lowered_to(self, now: Held) -> Declarations:
+        """Return the declarations of this that are less now, as they are now."""
+        return {key: less for key, size in self.declarations.items() if (less := now.declarations.get(key, 0)) < size}
+
     def without(self, extents: Iterable[int], generations: Iterable[int]) -> Held:
         """Return this without what a broker does not know."""
         unknown = set(generations)
         known = Counter({generation: times for generation, times in self.segments.items() if generation not in unknown})
-        return Held(self.extents.difference(extents), known)
+        return Held(self.extents.difference(extents), known, self.declarations)
 
     def is_empty(self) -> bool:
         """Say whether there is neither an extent nor a segment."""

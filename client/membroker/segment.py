@@ -8,7 +8,7 @@ tensors are found by name. The broker knows a name, a size and a generation, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -135,6 +135,15 @@ class Segment:
     def closed(self) -> bool:
         """Whether it was closed here."""
         return self._holding.closed
+
+    @property
+    def driver(self) -> Driver:
+        """The driver with which it is mapped in this process."""
+        return self._session.driver
+
+    def kept(self) -> AbstractContextManager[None]:
+        """Keep it mapped during a block, which no living view is: it can be sealed there. Raises `ClosedError`."""
+        return self._holding.in_use()
 
     # Its bytes
 
@@ -371,6 +380,13 @@ class _Hold:
     def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
         """Refuse: a segment is as large as it is."""
         raise InvalidRequest("a segment does not grow")
+
+    def charge(self, size: int, location: Location) -> None:
+        """Refuse: nothing is allocated beside a segment."""
+        raise InvalidRequest("a segment declares nothing")
+
+    def credit(self, size: int, location: Location) -> None:
+        """Do nothing: nothing was charged."""
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
         """Let go of the segment."""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from membroker.connection import Connection
 from membroker.control import Control
+from membroker.declarations import Declarations
 from membroker.errors import AccessDenied, BrokerUnavailable, ClosedError, InvalidRequest
 from membroker.handoff import PROTOCOL_VERSION
 from membroker.holding import Holding
@@ -98,6 +99,7 @@ class Session:
         self.welcome = self.line.welcome
         self.control = Control(self.line)
         self.transport: Transport = (GrpcTransport if transport == "grpc" else HandoffTransport)(self.line)
+        self.declarations = Declarations(self.transport)
         self._forgotten = weakref.finalize(self, self.line.later, self._link.end)
         self._forgotten.atexit = False
         _living.add(self)

@@ -228,6 +228,14 @@ class _Counted:
             self._source.borrow(extent_bytes, count, location, placement)
             undo.pop_all()
 
+    def charge(self, size: int, location: Location) -> None:
+        """Leave it to the lender: the budgets are of the device's memory."""
+        self._source.charge(size, location)
+
+    def credit(self, size: int, location: Location) -> None:
+        """As `charge`."""
+        self._source.credit(size, location)
+
     def give_back(self, extent_ids: Sequence[int]) -> None:
         """Give back, then credit."""
         self._source.give_back(extent_ids)

@@ -50,6 +50,14 @@ class Source(Protocol):
         """
         ...
 
+    def charge(self, size: int, location: Location) -> None:
+        """Be charged for `size` bytes that this process allocates itself. Raises `OutOfMemory`, changing nothing."""
+        ...
+
+    def credit(self, size: int, location: Location) -> None:
+        """Be charged for `size` bytes less, which are freed. Raises nothing when the lender is gone."""
+        ...
+
     def give_back(self, extent_ids: Sequence[int]) -> None:
         """Give extents back that are unmapped. Raises nothing when the lender is gone: so are its books."""
         ...

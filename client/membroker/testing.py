@@ -576,9 +576,53 @@ def a_closed_driver_refuses(make_driver: MakeDriver) -> None:
         refused("memory of a closed driver", driver.memory, Location.DEVICE)
         refused("processes of a closed driver", driver.processes)
         refused("survivors of a closed driver", driver.survivors)
+        refused("pin of a closed driver", driver.pin, 1)
+        refused("copier of a closed driver", driver.copier)
         refused("lend of a closed driver", driver.lend, handle.size, 1)
         refused("move of a closed driver", driver.move, 2 * handle.size, handle.size, handle.size)
         refused("map_descriptors of a closed driver", driver.map_descriptors, handle.size, [descriptor], handle.size)
+
+
+def copies_arrive_when_they_are_waited_for(make_driver: MakeDriver) -> None:
+    """A copier brings bytes to pinned memory and back, of the device's memory and of the host's, in the order asked."""
+    with opened(make_driver) as driver:
+        granule = driver.device.granularity
+        pinned, copier = driver.pin(granule + 1), driver.copier()
+        try:
+            for location in Location:
+                with mapped(driver, granule, location) as (address, _handle):
+                    driver.write(address, PATTERN)
+                    driver.synchronize()
+                    copier.copy(pinned + 1, address, granule)
+                    there = copier.mark()
+                    copier.copy(address + granule // 2, pinned + 1, len(PATTERN))
+                    back = copier.mark()
+                    copier.wait(there)
+                    copier.wait(back)
+                    found = driver.read(address + granule // 2, len(PATTERN))
+                    expect(found == PATTERN, f"the copier brought {found!r} back from pinned memory ({location.value})")
+        finally:
+            copier.close()
+            driver.unpin(pinned)
+
+
+def copies_are_refused_where_access_is(make_driver: MakeDriver) -> None:
+    """No copy over the end of what is pinned or mapped, none into what is only read; and no odd unpin."""
+    with opened(make_driver) as driver:
+        granule = driver.device.granularity
+        pinned, copier = driver.pin(granule), driver.copier()
+        with mapped(driver, granule) as (address, _handle):
+            refused("a copy over the end of what is pinned", copier.copy, pinned + 1, address, granule)
+            refused("a copy over the end of what is mapped", copier.copy, pinned, address + 1, granule)
+            refused("a copy of nothing", copier.copy, pinned, address, 0)
+            driver.set_access(address, granule, AccessFlags.READ)
+            refused("a copy into what is only read", copier.copy, address, pinned, granule)
+        copier.close()
+        refused("unpin from the middle", driver.unpin, pinned + granule // 2)
+        driver.unpin(pinned)
+        refused("a second unpin", driver.unpin, pinned)
+        for size in (0, -1, 1 << 63):
+            refused(f"pin({size})", driver.pin, size)
 
 
 CHECKS: tuple[Callable[[MakeDriver], None], ...] = (
@@ -611,6 +655,8 @@ CHECKS: tuple[Callable[[MakeDriver], None], ...] = (
     a_failure_leaves_nothing_behind,
     threads_work_side_by_side,
     one_of_two_releases_wins,
+    copies_arrive_when_they_are_waited_for,
+    copies_are_refused_where_access_is,
     a_closed_driver_refuses,
 )
 """Every promise; each is called with `make_driver` and raises `AssertionError` where it is broken."""

@@ -39,6 +39,10 @@ class Transport(Protocol):
         """Say what is allocated beside the broker."""
         ...
 
+    def declare_less(self, request: pb.DeclareMemoryRequest) -> None:
+        """Say that it is no more than what was declared before. A broker that is gone is told when it is back."""
+        ...
+
     def create_segment(self, request: pb.CreateSegmentRequest, handler: DeliveryHandler) -> Segment:
         """Make a segment, whose descriptors `handler` takes. All or nothing."""
         ...
@@ -78,6 +82,10 @@ class HandoffTransport:
     def declare(self, request: pb.DeclareMemoryRequest) -> None:
         """Declare in one round trip."""
         self._call(Frame(declare=request), note=lambda: self._line.registry.declared(request))
+
+    def declare_less(self, request: pb.DeclareMemoryRequest) -> None:
+        """Declare in one round trip, over the connection there is."""
+        self._line.declare_less(request).call(Frame(declare=request), timeout=CONTROL_SECONDS)
 
     def create_segment(self, request: pb.CreateSegmentRequest, handler: DeliveryHandler) -> Segment:
         """Make a segment in one round trip."""
@@ -129,6 +137,10 @@ class GrpcTransport:
         """Declare by one call."""
         note = partial(self._line.registry.declared, request)
         self._line.conduct(lambda connection, _again: self._call(connection, "DeclareMemory", request, note))
+
+    def declare_less(self, request: pb.DeclareMemoryRequest) -> None:
+        """Declare by one call, in the time of the connection there is."""
+        self._call(self._line.declare_less(request), "DeclareMemory", request)
 
     def create_segment(self, request: pb.CreateSegmentRequest, handler: DeliveryHandler) -> Segment:
         """Make a segment: wait for the answer and for as many descriptors as it counts."""

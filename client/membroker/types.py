@@ -17,7 +17,8 @@ class MemoryStats:
 
     `virtual_capacity` and `physical_usage` are bytes: addresses reserved, and memory behind them (whole pages), of
     which `spare_pages` are mapped and not in use. `largest_free_run` is how many bytes one more allocation can have
-    at most, as far as addresses go: those without memory, and those of spare pages.
+    at most, as far as addresses go: those without memory, and those of spare pages. `offloaded_bytes` are allocated,
+    have no memory behind them, and lie on the host.
 
     `fragmentation_ratio` is external fragmentation of the addresses, 1 - largest free run / free addresses: 0.0
     when what is free lies in one piece, or nothing is free. It does not tell what is unused inside of pages, nor
@@ -31,6 +32,7 @@ class MemoryStats:
     largest_free_run: int
     fragmentation_ratio: float
     spare_pages: int = 0
+    offloaded_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,9 @@ class PoolMapping:
     """Pages of a pool, side by side, of which the same holds. `offset` and `size` are in bytes.
 
     `state` is `used`, `pinned` (used, and a view, a span or a pin of it lives), `spare` (mapped and charged, and
-    allocated by nobody) or `changing` (another call is at it). `access` is `none`, `read` or `read_write`. `extents`
-    are the source's ids of the extents behind the pages, one for each.
+    allocated by nobody), `offloaded` (allocated, and its bytes on the host) or `changing` (another call is at it).
+    `access` is `none`, `read` or `read_write`. `extents` are the source's ids of the extents behind the pages, one for
+    each; offloaded pages have none.
     """
 
     offset: int

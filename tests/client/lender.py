@@ -62,6 +62,8 @@ class Lender:
         self.capacity = capacity
         self.part = part
         self.lent: dict[int, int] = {}
+        self.host_capacity = 1 << 40
+        self.declared_bytes = 0
         self.holdings: set[Holding] = set()
         self.fails_after: int | None = None
         self.failure: BaseException = OutOfMemory("the card is full")
@@ -118,6 +120,16 @@ class Lender:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+
+    def charge(self, size: int, location: Location) -> None:
+        assert location is Location.HOST
+        if self.declared_bytes + size > self.host_capacity:
+            raise OutOfMemory("the lender's host")
+        self.declared_bytes += size
+
+    def credit(self, size: int, location: Location) -> None:
+        self.declared_bytes -= size
+        assert self.declared_bytes >= 0
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
         for extent_id in extent_ids:

@@ -321,7 +321,7 @@ class TestThreads:
         with held_up(lender, grow) as first:
             second = threading.Thread(target=grow)
             second.start()
-            until(lambda: buffer._holding._uses == 2)
+            until(lambda: len(buffer._holding._uses) == 2)
             lender.before_borrow = lambda: asked.append(lender.lent_bytes)
             buffer.close()
             with pytest.raises(ClosedError):

@@ -36,8 +36,10 @@ import membroker
 from membroker import handoff
 from membroker.connection import Connection
 from membroker.registry import Held, Registry
+from membroker.session import broker_may_be_gone
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
+from membroker.vmm.driver import Location
 
 
 class TestCallsInFlight:
@@ -248,6 +250,29 @@ class TestHolds:
         assert broker.hear("detach_segment").detach_segment.generation == 77
         broker.lend()
         waiting.value()
+
+    def test_declared_less_between_the_holds_and_the_answer(
+        self, broker: PlayedBroker, client: membroker.Client
+    ) -> None:
+        """Host memory is freed while the broker reads what was held: it hears of it after its answer."""
+        declarations = client._session.declarations
+        caller = Caller(lambda: declarations.add(MODEL, Location.HOST, 7))
+        broker.reply(broker.hear("declare").request_id, declare=broker_pb2.DeclareMemoryResponse(declared_bytes=7))
+        caller.value()
+        broker.hang_up()
+        broker.greet_again()
+        request_id, frames = broker.hear_holds()
+        assert [one.declared_bytes for frame in frames for one in frame.declarations] == [7]
+        with broker_may_be_gone():
+            declarations.end(MODEL, Location.HOST, 4)
+        assert broker.hears_nothing(), "said before the broker had agreed to anything"
+        broker.agree(request_id)
+        told = broker.hear("declare")
+        assert told.declare.declared_bytes == 3
+        broker.reply(told.request_id, declare=broker_pb2.DeclareMemoryResponse(declared_bytes=3))
+        until(lambda: not is_away(client))
+        broker.hang_up()
+        assert [one.declared_bytes for one in broker.resume().declarations] == [3]
 
     def test_more_than_a_frame_has(self, broker: PlayedBroker, client: membroker.Client) -> None:
         """A cache of ten thousand pages, models with long names, and segments: in several frames, each a legal one."""

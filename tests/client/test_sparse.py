@@ -438,7 +438,7 @@ class TestThreads:
         with held_up(lender, write) as first:
             second = threading.Thread(target=write, args=(1,))
             second.start()
-            until(lambda: table._holding._uses == 2)
+            until(lambda: len(table._holding._uses) == 2)
             lender.before_borrow = lambda: asked.append(lender.lent_bytes)
             table.close()
             first.go_on()

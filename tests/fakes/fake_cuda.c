@@ -302,6 +302,60 @@ int cuMemGetAccess(u64 *flags, const struct location *location, u64 address) { L
 int cuMemcpyHtoD(u64 to, const void *from, size_t size) { if (!current_context) return NO_CONTEXT; memcpy((void *)to, from, size); return OK; }
 int cuMemcpyDtoH(void *to, u64 from, size_t size) { if (!current_context) return NO_CONTEXT; memcpy(to, (void *)from, size); return OK; }
 
+/* libcuda: copies beside the caller. They are made when they are waited for, and no sooner. */
+
+#define MAX_STREAMS 16
+struct copy { void *to; const void *from; size_t size; };
+struct stream { struct copy copies[MAX_RANGES]; int count; };
+struct event { struct stream *stream; int count; };
+
+int cuMemHostAlloc(void **address, size_t size, unsigned flags) {
+    if (!current_context) return NO_CONTEXT;
+    *address = size > TOTAL ? NULL : malloc(size);
+    return *address ? OK : OUT_OF_MEMORY;
+}
+int cuMemFreeHost(void *address) { free(address); return current_context ? OK : NO_CONTEXT; }
+
+static struct stream *streams[MAX_STREAMS];
+static int is_stream(struct stream *stream) {
+    for (int i = 0; i < MAX_STREAMS; i++) if (stream && streams[i] == stream) return 1;
+    return 0;
+}
+static int create_stream(struct stream **stream, unsigned flags) {
+    int place = 0;
+    if (!current_context) return NO_CONTEXT;
+    while (place < MAX_STREAMS && streams[place]) place++;
+    if (flags > 1 || place == MAX_STREAMS) return INVALID;
+    *stream = streams[place] = calloc(1, sizeof **stream);
+    return OK;
+}
+int cuStreamCreate(struct stream **stream, unsigned flags) { LOCKED(create_stream(stream, flags)); }
+int cuMemcpyAsync(u64 to, u64 from, size_t size, struct stream *stream) {
+    if (!current_context) return NO_CONTEXT;
+    if (stream->count == MAX_RANGES) abort();
+    stream->copies[stream->count++] = (struct copy){(void *)to, (const void *)from, size};
+    return OK;
+}
+static int play(struct stream *stream, int count) {
+    for (int i = 0; i < count && i < stream->count; i++) {
+        struct copy *copy = &stream->copies[i];
+        memcpy(copy->to, copy->from, copy->size);
+        copy->size = 0;
+    }
+    return OK;
+}
+int cuStreamSynchronize(struct stream *stream) { return play(stream, stream->count); }
+static int destroy_stream(struct stream *stream) {
+    for (int i = 0; i < MAX_STREAMS; i++) if (streams[i] == stream) streams[i] = NULL;
+    free(stream);
+    return OK;
+}
+int cuStreamDestroy(struct stream *stream) { LOCKED(destroy_stream(stream)); }
+int cuEventCreate(struct event **event, unsigned flags) { *event = calloc(1, sizeof **event); return flags == 3 ? OK : INVALID; }
+int cuEventRecord(struct event *event, struct stream *stream) { *event = (struct event){stream, stream->count}; return OK; }
+int cuEventSynchronize(struct event *event) { return event->stream ? play(event->stream, event->count) : OK; }
+int cuEventDestroy(struct event *event) { free(event); return OK; }
+
 /* libcuda: managed memory. Its bytes stay on the host, and the device's figure shows none of them. */
 
 #define PAGE 4096ull
@@ -310,9 +364,6 @@ enum { HOST = -1, NOWHERE = -2 };
 struct page { int read_mostly, preferred, prefetched; unsigned accessed_by; };
 struct managed { u64 address, size; struct page *pages; };
 static struct managed managed[MAX_MANAGED];
-static char the_stream;
-
-int cuStreamCreate(void **stream, unsigned flags) { *stream = &the_stream; return current_context ? OK : NO_CONTEXT; }
 
 static int allocate_managed(u64 *address, u64 size, unsigned flags) {
     struct managed *row = managed;
@@ -382,19 +433,19 @@ static int advise(const char *form, u64 address, u64 size, int advice, int devic
 int cuMemAdvise(u64 address, size_t size, int advice, int device) { LOCKED(advise("cuMemAdvise", address, size, advice, device)); }
 int cuMemAdvise_v2(u64 address, size_t size, int advice, struct location location) { LOCKED(advise("cuMemAdvise_v2", address, size, advice, place(location))); }
 
-static int prefetch(const char *form, u64 address, u64 size, int device, void *stream) {
+static int prefetch(const char *form, u64 address, u64 size, int device, struct stream *stream) {
     u64 count, offset;
     struct page *page = pages(address, size, &count, &offset);
     if (!current_context) return NO_CONTEXT;
-    if (stream && stream != &the_stream) return INVALID_HANDLE;
+    if (stream && !is_stream(stream)) return INVALID_HANDLE;
     if (!page) return INVALID;
     if (!is_place(device) || lacks(89, 0)) return INVALID_DEVICE;
     note("%s +%llu %llu %d %s\n", form, offset, size, device, stream ? "stream" : "default");
     while (count--) page++->prefetched = device;
     return OK;
 }
-int cuMemPrefetchAsync(u64 address, size_t size, int device, void *stream) { LOCKED(prefetch("cuMemPrefetchAsync", address, size, device, stream)); }
-int cuMemPrefetchAsync_v2(u64 address, size_t size, struct location location, unsigned flags, void *stream) {
+int cuMemPrefetchAsync(u64 address, size_t size, int device, struct stream *stream) { LOCKED(prefetch("cuMemPrefetchAsync", address, size, device, stream)); }
+int cuMemPrefetchAsync_v2(u64 address, size_t size, struct location location, unsigned flags, struct stream *stream) {
     LOCKED(flags ? INVALID : prefetch("cuMemPrefetchAsync_v2", address, size, place(location), stream));
 }
 

@@ -1,4 +1,4 @@
-"""`CudaDriver`: one NVIDIA card by CUDA's virtual memory management. Only it and `_cuda_managed` name `cuMem*`.
+"""`CudaDriver`: one NVIDIA card by CUDA's virtual memory management. Only the `cuda` modules here name `cuMem*`.
 
 Owns the driver's handles of this process and the translation of its errors. It must never create a context
 for a broker: that costs the card 518 MiB in each process, and a sticky error of a context takes its process
@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from membroker.vmm._copies import Copier, PinnedBlocks
+from membroker.vmm._cuda_copies import CudaCopier, pin, unpin
 from membroker.vmm._nvml import INSTALL_HINT, NvmlDevice
 from membroker.vmm.driver import (
     AccessFlags,
@@ -52,6 +54,7 @@ class CudaDriver:
         self._handles: dict[Handle, Any] = {}
         self._reservations: list[tuple[int, int]] = []
         self._reservations_lock = threading.Lock()
+        self._pinned = PinnedBlocks()
         self._threads = threading.local()
         with ExitStack() as undo:
             self._ordinal = self._find(device)
@@ -277,6 +280,31 @@ class CudaDriver:
             if flags & needed.value != needed.value:
                 raise DriverError(call, *_INVALID, f"{end:#x} does not allow {needed.name}")
 
+    # Copies
+
+    def pin(self, size: int) -> int:
+        """Allocate page-locked memory, with which copies run at the link's speed. Needs `context=True`."""
+        # The bindings raise an OverflowError of their own for a size that the driver could not be told.
+        if not 0 < size <= MAX_BYTES:
+            raise DriverError("cuMemHostAlloc", *_INVALID, f"{size} bytes cannot be pinned")
+        address = pin(self._call_entered, size)
+        self._pinned.add(address, size)
+        return address
+
+    def unpin(self, address: int) -> None:
+        """Free page-locked memory; waits for the card's work."""
+        if self._pinned.take(address) is None:
+            raise DriverError("cuMemFreeHost", *_INVALID, f"nothing is pinned at {address:#x}")
+        unpin(self._call_entered, address)
+
+    def copier(self) -> Copier:
+        """Return a stream of its own. Needs `context=True`."""
+        return CudaCopier(self._call_entered, self._check_copy)
+
+    def _check_copy(self, address: int, size: int, needed: AccessFlags) -> None:
+        if not self._pinned.hold(address, size):
+            self._check_access(address, size, needed, "cuMemcpyAsync")
+
     # The device's own figures
 
     def memory(self, location: Location) -> MemoryInfo | None:
@@ -311,7 +339,7 @@ class CudaDriver:
         close_descriptors("/dev/nvidia")
 
     def close(self) -> None:
-        """Release the handles, NVML, and this driver's reference to the primary context.
+        """Release the handles, what is pinned, NVML, and this driver's reference to the primary context.
 
         Where nobody else retains the context it ends here, and with it what was computing: close last.
         """
@@ -325,6 +353,8 @@ class CudaDriver:
                 steps.callback(self._call, "cuDevicePrimaryCtxRelease", self._ordinal)
             while self._handles:
                 steps.callback(self._call, "cuMemRelease", self._handles.popitem()[1])
+            for address, _size in self._pinned.take_all():
+                steps.callback(unpin, self._call, address)
 
     # Finding and describing the card
 
@@ -426,6 +456,10 @@ class CudaDriver:
         if self._pid != os.getpid():
             hint = "CUDA does not survive a fork: start processes with spawn"
             raise DriverError(call, "CUDA_ERROR_NOT_INITIALIZED", 3, hint)
+
+    def _call_entered(self, name: str, *arguments: Any) -> Any:
+        self._enter(name)
+        return self._call(name, *arguments)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Call the driver's function `name`, and return what it returns or raise what it says."""

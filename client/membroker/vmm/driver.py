@@ -10,7 +10,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from membroker.vmm._copies import Copier
 
 
 class Location(enum.Enum):
@@ -198,6 +201,21 @@ class Driver(Protocol):
 
     def synchronize(self) -> None:
         """Wait for all the work this process has given to the device."""
+        ...
+
+    def pin(self, size: int) -> int:
+        """Allocate `size` bytes of the host, any number of them, for this process's copies; return the address.
+
+        They are locked in memory where the device copies faster so. Nobody's books know of them, nor does `memory`.
+        """
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Free what `pin` returned. Nothing may be copying there."""
+        ...
+
+    def copier(self) -> Copier:
+        """Return a queue of copies of its own, to be closed by the caller."""
         ...
 
     def memory(self, location: Location) -> MemoryInfo | None:

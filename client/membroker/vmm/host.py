@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from membroker.vmm import _addresses, _libc
+from membroker.vmm._copies import Copier, HostCopier, PinnedBlocks
 from membroker.vmm._errors import driver_call, invalid
 from membroker.vmm._mappings import MappingBudget
 from membroker.vmm._watch import ExtentWatch
@@ -85,6 +86,7 @@ class HostDriver:
         self._handles: dict[Handle, _Extent] = {}
         self._addresses = _addresses.AddressTable()
         self._budget = MappingBudget()
+        self._pinned = PinnedBlocks()
         self._pid = os.getpid()
         self._closed = False
         # Births and deaths of extents have a lock of their own: they never wait for a long unmap.
@@ -299,6 +301,46 @@ class HostDriver:
         """Return at once: the twin has no work that runs beside the caller."""
         self._check_usable("synchronize")
 
+    # Copies
+
+    def pin(self, size: int) -> int:
+        """Return ordinary memory: the twin's copies are the processor's own."""
+        self._check_usable("mmap")
+        if not 0 < size <= MAX_BYTES:
+            raise invalid("mmap", f"{size} bytes cannot be pinned")
+        with driver_call("mmap"), ExitStack() as undo:
+            address = _libc.mmap_nothing(size)
+            undo.callback(_libc.munmap, address, size)
+            _libc.mprotect(address, size, _libc.PROT_READ_WRITE)
+            undo.pop_all()
+        self._pinned.add(address, size)
+        return address
+
+    def unpin(self, address: int) -> None:
+        """Unmap it."""
+        self._check_usable("munmap")
+        size = self._pinned.take(address)
+        if size is None:
+            raise invalid("munmap", f"nothing is pinned at {address:#x}")
+        with driver_call("munmap"):
+            _libc.munmap(address, size)
+
+    def copier(self) -> Copier:
+        """Return a queue whose copies are made when they are waited for."""
+        self._check_usable("copier")
+        return HostCopier(self._check_copy)
+
+    def _check_copy(self, address: int, size: int, needed: AccessFlags) -> None:
+        self._check_usable("memmove")
+        if self._pinned.hold(address, size):
+            return
+        with self._lock:
+            access = self._addresses.allows(address, size, "memmove")
+        if access.value & needed.value != needed.value:
+            raise DriverError(
+                "memmove", "EACCES", errno.EACCES, f"[{address:#x}, +{size}) does not allow {needed.name}"
+            )
+
     # The device's own figures
 
     def memory(self, location: Location) -> MemoryInfo:
@@ -347,16 +389,22 @@ class HostDriver:
         for address, size in self._addresses.reservations:
             _libc.munmap(address, size)
         self._addresses = _addresses.AddressTable()
+        self._unpin_all()
         self._close_handles()
 
     def close(self) -> None:
-        """Drop every handle and the watch. Mappings and exported descriptors stay, and keep their memory."""
+        """Drop every handle, the watch and what is pinned. Mappings and exported descriptors keep their memory."""
         if self._closed:
             return
         self._check_usable("close")
         with self._lock, self._birth_lock:
             self._closed = True
+            self._unpin_all()
             self._close_handles()
+
+    def _unpin_all(self) -> None:
+        for address, size in self._pinned.take_all():
+            _libc.munmap(address, size)
 
     def _close_handles(self) -> None:
         extents, self._handles = self._handles, {}

@@ -1,0 +1,78 @@
+"""A card's copier and its pinned memory: streams, events, `cuMemHostAlloc` and `cuMemcpyAsync`.
+
+Owns one stream of a copier and the events that are its marks. It must never decide what may be copied, nor make a
+context current: the driver hands it calls that do both.
+
+Addresses are unified on every card that has virtual memory management, so one call copies in every direction, also
+from and to extents of the host.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from membroker.vmm.driver import AccessFlags
+
+_PORTABLE = 1
+"""CU_MEMHOSTALLOC_PORTABLE: pinned for every context of the process."""
+_BESIDE_OTHER_STREAMS = 1
+"""CU_STREAM_NON_BLOCKING: not in line with the default stream."""
+_SLEEP_WITHOUT_TIMING = 3
+"""CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING: who waits leaves the processor to others."""
+
+Call = Callable[..., Any]
+"""Calls the driver's function of a name, in the context, and raises what it says."""
+
+
+def pin(call: Call, size: int) -> int:
+    """Allocate page-locked memory: slow, because every page of it is locked, 0.3 to 1 s for each GiB."""
+    return int(call("cuMemHostAlloc", size, _PORTABLE))
+
+
+def unpin(call: Call, address: int) -> None:
+    """Free page-locked memory. Waits for the card's work."""
+    call("cuMemFreeHost", address)
+
+
+class CudaCopier:
+    """A stream of its own. `check(address, size, needed)` raises unless those bytes allow it."""
+
+    def __init__(self, call: Call, check: Callable[[int, int, AccessFlags], None]) -> None:
+        self._call = call
+        self._check = check
+        self._numbers = itertools.count(1)
+        self._events: dict[int, Any] = {}
+        self._stream = call("cuStreamCreate", _BESIDE_OTHER_STREAMS)
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        """Queue a copy on the stream."""
+        self._check(target, size, AccessFlags.READ_WRITE)
+        self._check(source, size, AccessFlags.READ)
+        self._call("cuMemcpyAsync", target, source, size, self._stream)
+
+    def mark(self) -> int:
+        """Record an event."""
+        event = self._call("cuEventCreate", _SLEEP_WITHOUT_TIMING)
+        with ExitStack() as undo:
+            undo.callback(self._call, "cuEventDestroy", event)
+            self._call("cuEventRecord", event, self._stream)
+            undo.pop_all()
+        number = next(self._numbers)
+        self._events[number] = event
+        return number
+
+    def wait(self, mark: int) -> None:
+        """Sleep until the event is there."""
+        self._call("cuEventSynchronize", self._events[mark])
+        self._call("cuEventDestroy", self._events.pop(mark))
+
+    def close(self) -> None:
+        """Wait for the stream, and destroy it and the events that nobody waited for."""
+        with ExitStack() as ends:
+            ends.callback(self._call, "cuStreamDestroy", self._stream)
+            while self._events:
+                ends.callback(self._call, "cuEventDestroy", self._events.popitem()[1])
+            self._call("cuStreamSynchronize", self._stream)

@@ -1,0 +1,61 @@
+"""A model that goes to sleep and wakes: its memory is everybody's meanwhile, and a bar says how far the copying is.
+
+python examples/offload.py [SIZE]     (MEMBROKER_ENDPOINT, or the default endpoint; the broker needs host_capacity)
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import zlib
+from collections.abc import Callable
+
+import membroker
+from membroker.vmm import format_size, parse_size
+
+WIDTH = 30
+STEP = 1 << 20
+
+
+def bar(what: str) -> Callable[[int, int], None]:
+    """Return a callback that draws a line on stderr: over itself on a terminal, and once at the end elsewhere."""
+    begun, terminal = time.monotonic(), sys.stderr.isatty()
+
+    def draw(done: int, total: int) -> None:
+        if not terminal and done < total:
+            return
+        full = WIDTH * done // total
+        rate = done / max(time.monotonic() - begun, 1e-9)
+        line = f"{what} [{'#' * full}{'.' * (WIDTH - full)}] {format_size(done)}, {format_size(int(rate))}/s"
+        print(f"\r{line}" if terminal else line, end="" if terminal and done < total else "\n", file=sys.stderr)
+
+    return draw
+
+
+def checksum(driver: membroker.vmm.Driver, address: int, size: int) -> int:
+    """Return the CRC of mapped bytes, on a card or on the host twin."""
+    total = 0
+    for offset in range(0, size, STEP):
+        total = zlib.crc32(driver.read(address + offset, min(STEP, size - offset)), total)
+    return total
+
+
+def main(size: int) -> None:
+    """Fill a pool, put it to sleep, and wake it."""
+    with membroker.connect() as client:
+        model = client.register_model("sleeper")
+        with model.pool(page_size="2MiB") as pool:
+            address = pool.allocate(0, size)
+            for offset in range(0, size, STEP):
+                model.driver.write(address + offset, offset.to_bytes(8, "little"))
+            before = checksum(model.driver, address, size)
+            pool.offload(progress=bar("offload"))
+            here, there = pool.physical_memory_usage, model.stats().books["host"].used
+            print(f"asleep: {format_size(here)} on the device, {format_size(there)} on the host")
+            pool.restore(progress=bar("restore"))
+            here, after = pool.physical_memory_usage, checksum(model.driver, address, size)
+            print(f"awake: {format_size(here)} on the device, {before:08x} before, {after:08x} now")
+
+
+if __name__ == "__main__":
+    main(parse_size(sys.argv[1] if len(sys.argv) > 1 else "64MiB"))

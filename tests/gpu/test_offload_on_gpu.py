@@ -1,0 +1,182 @@
+"""Pools that sleep on a real card: the card gets its memory back, and every byte comes back to its address."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+from tests.daemons import MIB, until
+from tests.gpu.helpers import GIB, SLACK, at_rest, borrow, enter, near, on_card, still_has, until_lendable, used
+from tests.system.workers import Worker, worker, workers
+
+from membroker.vmm.cuda import CudaDriver
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("card")]
+
+State = Callable[[str, str], None]
+CONFIG = {"capacity": 2 * GIB, "host_capacity": 3 * GIB, "settle_seconds": 2.0}
+
+
+def fill(one: Worker, size: int) -> int:
+    """Have a worker back and fill the first `size` bytes of its pool with random bytes; return their checksum."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    one.do("from tests.gpu.sleeping import *")
+    one.do(f"pool.allocate(0, {size}); fill_random(pool, driver, {size}, {seed})")
+    return int(one.ask(f"sum_of(pool, driver, {size})"))
+
+
+def rate(bytes_a_second: float) -> str:
+    return f"{bytes_a_second / GIB:.1f} GiB/s"
+
+
+@pytest.mark.parametrize(("page", "size"), [("64MiB", GIB + 64 * MIB), ("2MiB", 512 * MIB)])
+def test_two_models_take_turns_in_the_same_memory(card: CudaDriver, transport: str, page: str, size: int) -> None:
+    """While one sleeps the other fills all that there is; then they change places. Bytes and addresses stay."""
+    with on_card(card, {**CONFIG, "capacity": size}) as daemon, workers(2) as (first, second):
+        for each in (first, second):
+            enter(each, daemon, transport=transport, page=page, model=f"m{each.pid}")
+        empty = at_rest(lambda: used(card))
+        before = fill(first, size)
+        address = first.ask("pool.base_address")
+        full = at_rest(lambda: used(card))
+        assert near(full - empty, size)
+        assert second.refused("pool.allocate(0, 64 * MIB)").error == "OutOfMemory"
+        assert first.ask("pool.offload()") == size
+        assert near(at_rest(lambda: used(card)), empty)
+        assert daemon.books().lent_bytes == 0
+        assert daemon.device().locations[1].lent_bytes == size
+        borrow(second, size)
+        assert still_has(second, size)
+        refused = first.refused("pool.restore()")
+        assert (refused.error, refused.metadata["restored_bytes"]) == ("OutOfMemory", "0")
+        second.do(f"pool.deallocate({size // 2}, {size - size // 2})")
+        refused = first.refused("pool.restore()")
+        restored, rest = (int(refused.metadata[f"{what}_bytes"]) for what in ("restored", "offloaded"))
+        assert restored + rest == size
+        assert restored >= size // 2 - 64 * MIB
+        second.do(f"pool.deallocate(0, {size // 2})")
+        assert first.ask("pool.restore()") == rest
+        assert first.ask("pool.base_address") == address
+        assert first.ask(f"sum_of(pool, driver, {size})") == before
+        assert daemon.device().locations[1].lent_bytes == 0
+        for each in (first, second):
+            each.do("client.close()")
+        until_lendable(daemon)
+
+
+def test_it_keeps_up_with_the_link(card: CudaDriver, state: State) -> None:
+    """Said, not held: what a card's link does is the machine's. Pinned memory is kept from the second time on."""
+    size = 2 * GIB
+    with on_card(card, CONFIG) as daemon, worker() as one:
+        enter(one, daemon)
+        before = fill(one, size)
+        began = time.monotonic()
+        one.do("pool.offload()")
+        first = size / (time.monotonic() - began)
+        one.do("pool.restore(keep_pinned=True)")
+        rates = [one.ask("sleep_and_wake(pool)") for _ in range(3)]
+        assert one.ask(f"sum_of(pool, driver, {size})") == before
+        one.do("pool.trim()")
+        there, back = one.ask(f"bare_rates(pool, driver, {size})")
+        one.do("client.close()")
+        until_lendable(daemon)
+    state("offload of 2 GiB by 64 MiB, its pinned memory made as well", rate(first))
+    state("offload of 2 GiB by 64 MiB, pinned memory kept", ", ".join(rate(each) for each, _ in rates))
+    state("restore of the same", ", ".join(rate(each) for _, each in rates))
+    state("a bare copy of the same to pinned memory, and back", f"{rate(there)}, {rate(back)}")
+
+
+def test_work_is_waited_for_and_pointers_stay(card: CudaDriver) -> None:
+    """Kernels still write when the pool goes to sleep: what they write is there when it wakes, at the same pointers."""
+    with on_card(card, CONFIG) as daemon, worker() as one:
+        enter(one, daemon)
+        if not one.ask("torch_on_the_card() is not None"):
+            pytest.skip("torch is not installed here")
+        one.do("from tests.gpu.sleeping import *; import torch")
+        one.do("address = pool.allocate(0, 256 * MIB)")
+        one.do("tensor = tensor_over(address, 64 * MIB, driver.device.ordinal); tensor.zero_()")
+        one.do("for _ in range(400): tensor.add_(1)\npool.offload()")
+        one.do("pool.restore()")
+        assert one.ask("bool((tensor == 400).all())")
+        one.do("tensor.add_(1)")
+        assert one.ask("tensor.sum().item()") == 401 * 64 * MIB
+        one.do("del tensor; client.close()")
+        until_lendable(daemon)
+
+
+def test_protected_pages_come_back_protected(card: CudaDriver) -> None:
+    with on_card(card, CONFIG) as daemon, worker() as one:
+        enter(one, daemon, page="2MiB")
+        before = fill(one, 64 * MIB)
+        one.do("pool.protect(0, 32 * MIB, 'read'); pool.protect(32 * MIB, 2 * MIB, 'none')")
+        one.do("pool.offload(); pool.restore()")
+        for offset in (0, 32 * MIB - 1, 32 * MIB):
+            assert one.refused(f"driver.write(pool.base_address + {offset}, b'x')").error == "DriverError"
+        assert one.refused("driver.read(pool.base_address + 32 * MIB, 1)").error == "DriverError"
+        one.do("pool.protect(0, 64 * MIB, 'read_write')")
+        assert one.ask("sum_of(pool, driver, 64 * MIB)") == before
+        one.do("client.close()")
+        until_lendable(daemon)
+
+
+def test_a_killed_workers_segment_wakes_in_another(card: CudaDriver, transport: str, state: State) -> None:
+    """The bytes lie in extents of the host that the broker keeps: another process has them on the card again."""
+    size = GIB // 2
+    with on_card(card, CONFIG) as daemon, workers(2) as (first, second):
+        for each in (first, second):
+            enter(each, daemon, transport=transport)
+        before = fill(first, size)
+        first.do("segment = model.create_segment('sleeping', pool.offload_size(), 'host')")
+        began = time.monotonic()
+        first.do("pool.offload(to=segment)")
+        there = size / (time.monotonic() - began)
+        assert first.ask("segment.writable") is False
+        first.kill()
+        until(lambda: daemon.books().lent_bytes == 0 and daemon.books().releasing_bytes == 0)
+        second.do("from tests.gpu.sleeping import *; segment = client.attach('sleeping')")
+        began = time.monotonic()
+        assert second.ask("pool.restore_from(segment)") == size
+        back = size / (time.monotonic() - began)
+        assert second.ask(f"sum_of(pool, driver, {size})") == before
+        second.do("segment.delete(); segment.close(); client.close()")
+        until_lendable(daemon)
+        until(lambda: not any(books.lent_bytes + books.releasing_bytes for books in daemon.device().locations))
+    state("512 MiB to a host segment, sealed, and from it into another worker", f"{rate(there)}, {rate(back)}")
+
+
+@pytest.mark.parametrize("what", ["pool.offload(progress=die)", "pool.offload(); pool.restore(progress=die)"])
+def test_killed_while_it_copies(card: CudaDriver, what: str) -> None:
+    """SIGKILL with copies on their way: the card has all of it back, and nothing stays charged anywhere."""
+    with on_card(card, CONFIG) as daemon, worker() as one:
+        enter(one, daemon)
+        fill(one, GIB // 2)
+        one.do("import signal\ndef die(done, total):\n    if done > total // 3: os.kill(os.getpid(), signal.SIGKILL)")
+        one.begin(what)
+        one.process.wait(60)
+        until(lambda: not any(books.lent_bytes + books.releasing_bytes for books in daemon.device().locations))
+
+
+def test_a_broker_dies_while_it_copies(card: CudaDriver) -> None:
+    """The copying goes on with the next daemon, and its books are right."""
+    with on_card(card, CONFIG) as daemon, worker() as one:
+        enter(one, daemon)
+        size = GIB // 2
+        before = fill(one, size)
+        empty = at_rest(lambda: used(card)) - size
+        one.do("import threading; half, on = threading.Event(), threading.Event()")
+        one.do("def told(done, total):\n    if done >= total // 2: half.set(); on.wait()")
+        for call, lent in (("offload", 0), ("restore", size)):
+            one.do("half.clear(); on.clear()")
+            one.do(f"thread = threading.Thread(target=lambda: pool.{call}(progress=told)); thread.start(); half.wait()")
+            daemon.kill()
+            daemon.start_again()
+            one.do("on.set(); thread.join()")
+            until(lambda lent=lent: daemon.books().lent_bytes == lent)
+            until(lambda lent=lent: daemon.device().locations[1].lent_bytes == size - lent)
+            assert abs(at_rest(lambda: used(card)) - empty - lent) <= SLACK
+        assert one.ask(f"sum_of(pool, driver, {size})") == before
+        one.do("client.close()")
+        until_lendable(daemon)
