@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         SegmentNotSealed,
         SegmentNotWritable,
         SessionLost,
+        StillMapped,
         TooMany,
         WriterDied,
     )
@@ -104,6 +105,7 @@ __all__ = [
     "SessionBooks",
     "SessionLost",
     "SessionStatus",
+    "StillMapped",
     "Stopping",
     "TooMany",
     "Undrained",

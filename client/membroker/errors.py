@@ -88,6 +88,10 @@ class NotMapped(MembrokerError):
     """A page of the range is not backed."""
 
 
+class StillMapped(MembrokerError):
+    """Something is mapped there: unmap it first."""
+
+
 class NotFound(MembrokerError, LookupError):
     """The name or id is not known to the broker, at least not as this session's."""
 
