@@ -718,6 +718,8 @@ def test_closing_leaves_mappings_and_exported_descriptors(driver: HostDriver) ->
     driver.set_access(alias, GRANULARITY, AccessFlags.READ)
     assert driver.read(alias, 4) == b"kept"
     os.close(descriptor)
+    driver.unmap(address, GRANULARITY)
+    driver.unreserve(address, GRANULARITY)
 
 
 # Opening

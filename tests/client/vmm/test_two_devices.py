@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
+from tests.client.vmm.children import in_a_child
 
 from membroker.errors import InvalidRequest
 from membroker.testing import TWO_DEVICE_CHECKS, MakeDriver, check_two_devices
@@ -176,20 +176,15 @@ def test_a_manager_of_two_devices(first: HostDriver, second: HostDriver) -> None
 
 def test_a_child_begins_with_addresses_of_its_own(first: HostDriver) -> None:
     """A worker forks in the middle of a reservation of another thread: the child's own twin works all the same."""
-    with AddressRange(first, GRANULARITY) as inherited:
-        with first._process.lock:
-            child = os.fork()
-            if not child:
-                status = 1
-                try:
-                    own = HostDriver()
-                    with AddressRange(own, GRANULARITY) as addresses, PhysicalMemory.create(own, GRANULARITY) as memory:
-                        with MappedRange(addresses, memory) as mapping:
-                            own.write(mapping.address, b"child")
-                        with pytest.raises(DriverError, match="one reservation"):
-                            own.map(inherited.base, memory.handle)
-                    first.abandon()
-                    status = 0
-                finally:
-                    os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def body() -> None:
+        own = HostDriver()
+        with AddressRange(own, GRANULARITY) as addresses, PhysicalMemory.create(own, GRANULARITY) as memory:
+            with MappedRange(addresses, memory) as mapping:
+                own.write(mapping.address, b"child")
+            with pytest.raises(DriverError, match="one reservation"):
+                own.map(inherited.base, memory.handle)
+        first.abandon()
+
+    with AddressRange(first, GRANULARITY) as inherited, first._process.lock:
+        in_a_child(body)
