@@ -66,19 +66,21 @@ def a_range_has_extents_of_two_devices(make_first: MakeDriver, make_second: Make
     """Extents of both stand side by side in one reservation; one call grants, writes and unmaps across them."""
     with _both(make_first, make_second) as (first, second), ExitStack() as stack:
         size = first.device.granularity
-        address = stack.enter_context(reserved(first, 4 * size))
-        for number in range(4):
+        address = stack.enter_context(reserved(first, 5 * size))
+        for number in range(5):
             owner = (first, second)[number % 2]
             owner.map(address + number * size, stack.enter_context(extent(owner, size)))
         refused("one device's handle, by the other", first.map, address, stack.enter_context(extent(second, size)))
-        first.set_access(address, 4 * size, AccessFlags.READ_WRITE)
-        pattern = bytes(range(256)) * (4 * size // 256)
+        first.set_access(address, 5 * size, AccessFlags.READ_WRITE)
+        pattern = bytes(range(256)) * (5 * size // 256)
         first.write(address, pattern)
         second.set_access(address + size, 2 * size, AccessFlags.READ)
         expect(second.read(address + size, 2 * size) == pattern[size : 3 * size], "other bytes across two extents")
-        refused("read over extents of which one is not granted", second.read, address + size, 3 * size)
-        expect(first.read(address, 4 * size) == pattern, "bytes are lost between two devices' extents")
-        second.unmap(address, 4 * size)
+        second.set_access(address + 4 * size, size, AccessFlags.READ)
+        refused("read over an extent in the middle that is not granted", second.read, address + 2 * size, 3 * size)
+        expect(second.read(address + 4 * size, 256) == pattern[:256], "a refused read cost a device more than that")
+        expect(first.read(address, 5 * size) == pattern, "bytes are lost between two devices' extents")
+        second.unmap(address, 5 * size)
 
 
 def memory_is_counted_where_it_is(make_first: MakeDriver, make_second: MakeDriver) -> None:

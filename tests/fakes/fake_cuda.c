@@ -41,7 +41,7 @@ struct held { u64 inode, size; int pid; };
 static struct table reservations, mappings;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int contexts, last_rdma, nvml_users;
-/* A context is a pointer to its device's place here. */
+/* A context is a pointer to its device's place here, which says whether it has faulted. */
 static char the_contexts[MAX_DEVICES];
 static __thread char *current_context, *context_below;
 
@@ -270,12 +270,14 @@ static int get_access(u64 *flags, const struct location *location, u64 address) 
 }
 int cuMemGetAccess(u64 *flags, const struct location *location, u64 address) { LOCKED(get_access(flags, location, address)); }
 
-/* Say what a copy through the current context comes to: a fault, where its device has no such access to every byte. */
+/* Say what a copy through the current context comes to: a fault, where its device has no such access to every byte.
+ * After it the context is good for nothing. */
 static int touch(u64 address, u64 size, int flags) {
     if (!current_context) return NO_CONTEXT;
+    if (*current_context) return FAULT;
     for (u64 at = address; at < address + size;) {
         struct range *row = overlap(&mappings, at, 1);
-        if (!row || (row->flags[current_context - the_contexts] & flags) != flags) return FAULT;
+        if (!row || (row->flags[current_context - the_contexts] & flags) != flags) return *current_context = 1, FAULT;
         at = row->address + row->size;
     }
     return OK;

@@ -264,8 +264,9 @@ def test_the_addresses_are_given_back_once(
 
     def unreserve_beside_a_close(address: int, size: int) -> None:
         given_back.append(address)
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(mapping.close).result(20)
+        if len(given_back) == 1:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(mapping.close).result(20)
         unreserve(address, size)
 
     monkeypatch.setattr(driver, "unreserve", unreserve_beside_a_close)
