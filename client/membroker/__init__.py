@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         SegmentNotSealed,
         SegmentNotWritable,
         SessionLost,
+        StillMapped,
         TooMany,
         WriterDied,
     )
@@ -126,6 +127,7 @@ __all__ = [
     "SessionStatus",
     "SharedMemoryPool",
     "SparseArray",
+    "StillMapped",
     "Stopping",
     "TooMany",
     "Undrained",

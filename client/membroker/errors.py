@@ -112,6 +112,10 @@ class Offloaded(AlreadyMapped, NotMapped):
     """A page of the range is offloaded: it is allocated, and has no memory until it is restored."""
 
 
+class StillMapped(MembrokerError):
+    """Something is mapped there: unmap it first."""
+
+
 class NotFound(MembrokerError, LookupError):
     """The name or id is not known to the broker, at least not as this session's."""
 

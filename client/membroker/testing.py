@@ -1,8 +1,9 @@
 """The promises of a driver as checks: what every `Driver` must do, on a card and on its host twin.
 
 Owns the conformance suite. `check_driver(make_driver)` runs it all; `CHECKS` is the same as a tuple, one
-function for each promise, to be given to `pytest.mark.parametrize`. It must never look inside a driver: a
-check calls what the contract has, and starts processes of its own. Bytes are moved by `write` and `read`.
+function for each promise, to be given to `pytest.mark.parametrize`. `check_two_devices(make_first, make_second)` and
+`TWO_DEVICE_CHECKS` are what drivers of two devices that reach each other promise besides. It must never look inside a
+driver: a check calls what the contract has, and starts processes of its own. Bytes are moved by `write` and `read`.
 
 `make_driver` is called in other processes too, so it must be picklable: a function of an importable module, or
 `functools.partial(open_driver, "host")`. It takes `survivors=` where its drivers have any. Nothing else may use the
@@ -20,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
+from membroker._device_checks import TWO_DEVICE_CHECKS
 from membroker._testing import (
     DEADLINE_SECONDS,
     PATTERN,
@@ -52,7 +54,7 @@ from membroker._testing import (
 from membroker.vmm.driver import AccessFlags, DriverOutOfMemory, Handle, Location
 from membroker.vmm.sizes import is_power_of_two, round_up
 
-__all__ = ["CHECKS", "MakeDriver", "check_driver", "wait_until"]
+__all__ = ["CHECKS", "TWO_DEVICE_CHECKS", "MakeDriver", "check_driver", "check_two_devices", "wait_until"]
 
 _ERROR_NAME = re.compile(r"CUDA_ERROR_\w+|NVML_ERROR_\w+|E[A-Z0-9]+")
 
@@ -61,6 +63,12 @@ def check_driver(make_driver: MakeDriver) -> None:
     """Run every check, each on a driver of its own; raise `AssertionError` at the first broken promise."""
     for check in CHECKS:
         check(make_driver)
+
+
+def check_two_devices(make_first: MakeDriver, make_second: MakeDriver) -> None:
+    """Run every check of two devices; raise `AssertionError` at the first broken promise."""
+    for check in TWO_DEVICE_CHECKS:
+        check(make_first, make_second)
 
 
 # The promises, one function each
@@ -74,6 +82,8 @@ def sizes_are_granules(make_driver: MakeDriver) -> None:
         for size in (0, 1, granule - 1, granule + 1, -granule, 1 << 63, 1 << 70):
             refused(f"create({size})", driver.create, size)
             refused(f"reserve({size})", driver.reserve, size)
+        for alignment in (3, granule - 1, -granule, 1 << 64):
+            refused(f"reserve at {alignment}", driver.reserve, granule, alignment)
 
 
 def fresh_memory_is_zero(make_driver: MakeDriver) -> None:
@@ -133,6 +143,25 @@ def an_extent_is_mapped_whole_in_a_reservation(make_driver: MakeDriver) -> None:
             driver.unmap(address, 2 * granule)
 
 
+def addresses_are_the_processs(make_driver: MakeDriver) -> None:
+    """Another driver of the device maps into this one's reservation and unmaps there; handles are one driver's."""
+    with opened(make_driver) as driver, opened(make_driver) as other:
+        size = driver.device.granularity
+        with reserved(driver, 2 * size) as address, extent(driver, size) as ours, extent(other, size) as theirs:
+            refused("map of another driver's handle", driver.map, address, theirs)
+            map_extent(driver, address, ours)
+            map_extent(other, address + size, theirs)
+            refused("map over another driver's mapping", driver.map, address + size, ours)
+            refused("map over the end of another driver's reservation", other.map, address + 2 * size, theirs)
+            refused("unreserve under another driver's mapping", driver.unreserve, address, 2 * size)
+            other.write(address, b"ours")
+            driver.write(address + size, b"theirs")
+            expect(driver.read(address, 4) + other.read(address + size, 6) == b"ourstheirs", "other bytes are shown")
+            driver.set_access(address, 2 * size, AccessFlags.READ)
+            expect(other.get_access(address) is AccessFlags.READ, "one device has two kinds of access to a mapping")
+            other.unmap(address, 2 * size)
+
+
 def nothing_is_mapped_over_a_mapping(make_driver: MakeDriver) -> None:
     """A map that touches a mapping is refused, and the mapping keeps its bytes."""
     with opened(make_driver) as driver:
@@ -186,9 +215,12 @@ def access_is_as_it_was_set(make_driver: MakeDriver) -> None:
         for number in range(2):
             driver.map(address + number * granule, stack.enter_context(extent(driver, granule)))
         refused("read of a mapping without access", driver.read, address, 1)
+        expect(driver.get_access(address) is AccessFlags.NONE, "a fresh mapping shows some access")
         driver.set_access(address, 2 * granule, AccessFlags.READ_WRITE)
         driver.write(address + granule, b"bytes")
+        expect(driver.get_access(address + granule) is AccessFlags.READ_WRITE, "READ_WRITE does not show")
         driver.set_access(address, 2 * granule, AccessFlags.READ)
+        expect(driver.get_access(address + 2 * granule - 1) is AccessFlags.READ, "READ does not show")
         expect(driver.read(address + granule, 5) == b"bytes", "READ does not allow a read")
         refused("write to a read-only mapping", driver.write, address, b"x")
         refused("access to a hole", driver.set_access, address, 3 * granule, AccessFlags.READ_WRITE)
@@ -632,6 +664,7 @@ CHECKS: tuple[Callable[[MakeDriver], None], ...] = (
     reservations_are_aligned,
     a_reservation_is_given_back_whole,
     an_extent_is_mapped_whole_in_a_reservation,
+    addresses_are_the_processs,
     nothing_is_mapped_over_a_mapping,
     whole_mappings_are_unmapped,
     one_extent_is_mapped_many_times,

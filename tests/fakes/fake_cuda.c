@@ -1,14 +1,14 @@
-/* A card without a card: the part of libcuda and NVML that membroker calls, over memfds.
+/* Cards without a card: the part of libcuda and NVML that membroker calls, over memfds.
  *
  * Built into libcuda.so.1 and libnvidia-ml.so.1 and found through LD_LIBRARY_PATH, so that the real CudaDriver
  * runs on the real cuda-bindings. Both libraries tell one truth and keep none: they look into /proc for who holds
  * a memfd named after this card, so a death in any process shows by itself (a queued packet does not). CUDA's
  * rules are refused with CUDA's numbers. It must never be kinder than a card.
  *
- * FAKE_CUDA_CARD names the card (one for each test run), FAKE_CUDA_INIT is what cuInit returns, FAKE_CUDA_LACKS a
- * device attribute that is 0 ("89", or "89@1" for device 1 alone), FAKE_CUDA_MIG makes the device a slice,
- * FAKE_CUDA_DEVICES is how many there are, FAKE_CUDA_VERSION the driver's. fake_cuda_contexts(), fake_cuda_rdma() and
- * fake_cuda_asked() tell a test what was asked for.
+ * FAKE_CUDA_CARD names the card (one for each test run), FAKE_CUDA_DEVICES says how many there are (1, or 2, which reach
+ * each other), FAKE_CUDA_INIT is what cuInit returns, FAKE_CUDA_LACKS a device attribute that is 0 ("89", or "89@1" for
+ * device 1 alone), FAKE_CUDA_MIG makes the first a slice, FAKE_CUDA_VERSION is the driver's. fake_cuda_contexts(),
+ * fake_cuda_rdma() and fake_cuda_asked() tell a test what was asked for.
  */
 #define _GNU_SOURCE
 #include <ctype.h>
@@ -25,7 +25,11 @@
 #include <unistd.h>
 
 typedef unsigned long long u64;
-enum { OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NO_CONTEXT = 201, INVALID_DEVICE = 101, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_SUPPORTED = 801 };
+enum {
+    OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NO_CONTEXT = 201, INVALID_DEVICE = 101, INVALID_HANDLE = 400, NOT_FOUND = 500, FAULT = 700,
+    NOT_SUPPORTED = 801
+};
+#define MAX_DEVICES 2
 #define GRANULE (2ull << 20)
 #define TOTAL (16ull << 30)
 #define MAX_RANGES 4096
@@ -36,15 +40,16 @@ struct properties { int type, handle_types; struct location location; void *unus
 struct grant { struct location location; int flags; };
 /* What is retained from a mapping has no descriptor, but a mapping of its own that nobody sees. */
 struct extent { int fd, imported; u64 size; void *alias; };
-struct range { u64 address, size; int flags; };
+struct range { u64 address, size; int flags[MAX_DEVICES]; };
 struct table { struct range rows[MAX_RANGES]; int count; };
 struct held { u64 inode, size; int pid; };
 
 static struct table reservations, mappings;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int contexts, last_rdma, nvml_users;
-static __thread void *current_context, *context_below;
-static char the_context;
+/* A context is a pointer to its device's place here, which says whether it has faulted. */
+static char the_contexts[MAX_DEVICES];
+static __thread char *current_context, *context_below;
 
 #define LOCKED(body) do { pthread_mutex_lock(&lock); int result_ = (body); pthread_mutex_unlock(&lock); return result_; } while (0)
 
@@ -65,10 +70,13 @@ static void note(const char *format, ...) {
 
 /* The truth: who holds what, from /proc. */
 
-static const char *card(void) {
-    static char name[64];
+static int devices(void) { const char *env = getenv("FAKE_CUDA_DEVICES"); return env ? atoi(env) : 1; }
+
+/* The name of a device's memfds. That of device 0 begins all others. */
+static const char *card(int device) {
+    static __thread char name[64];
     const char *env = getenv("FAKE_CUDA_CARD");
-    snprintf(name, sizeof name, "fake-cuda-%s", env ? env : "0");
+    snprintf(name, sizeof name, device ? "fake-cuda-%s+%d" : "fake-cuda-%s", env ? env : "0", device);
     return name;
 }
 
@@ -80,11 +88,11 @@ static int add(struct held *held, int count, int pid, u64 inode, u64 size) {
     return count + 1;
 }
 
-/* Fill `held` with each extent that some process maps or has open; `per_process` 1 lists mappings of each process. */
-static int look(struct held *held, int per_process) {
+/* Fill `held` with each extent of a device that some process maps or has open; `per_process` 1 lists mappings of each. */
+static int look(struct held *held, int device, int per_process) {
     char path[600], line[4096], marker[80];
     int count = 0;
-    snprintf(marker, sizeof marker, "/memfd:%s (", card());
+    snprintf(marker, sizeof marker, "/memfd:%s (", card(device));
     DIR *processes = opendir("/proc");
     for (struct dirent *process; (process = readdir(processes));) {
         if (!isdigit(process->d_name[0])) continue;
@@ -113,10 +121,10 @@ static int look(struct held *held, int per_process) {
     return count;
 }
 
-static u64 used(void) {
+static u64 used(int device) {
     static struct held held[MAX_HELD];
     u64 sum = 0;
-    for (int i = look(held, 0); i-- > 0;) sum += held[i].size;
+    for (int i = look(held, device, 0); i-- > 0;) sum += held[i].size;
     return sum;
 }
 
@@ -145,15 +153,12 @@ static int whole(u64 address, u64 size) {
 /* libcuda: the device. */
 
 int cuInit(unsigned flags) { const char *code = getenv("FAKE_CUDA_INIT"); return code ? atoi(code) : OK; }
-static int number(const char *variable, int otherwise) { const char *text = getenv(variable); return text ? atoi(text) : otherwise; }
-static int devices(void) { return number("FAKE_CUDA_DEVICES", 1); }
-
-static int driver_version(void) { return number("FAKE_CUDA_VERSION", 13000); }
+static int driver_version(void) { const char *text = getenv("FAKE_CUDA_VERSION"); return text ? atoi(text) : 13000; }
 
 int cuDriverGetVersion(int *version) { *version = driver_version(); return OK; }
 int cuDeviceGetCount(int *count) { *count = devices(); return OK; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal >= 0 && ordinal < devices() ? OK : INVALID_DEVICE; }
-int cuDeviceGetUuid(char *uuid, int device) { memcpy(uuid, "fake-cuda-card-0", 16); return OK; }
+int cuDeviceGetUuid(char *uuid, int device) { memcpy(uuid, "fake-cuda-card-0", 16); uuid[15] += device; return OK; }
 
 static int lacks(int attribute, int device) {
     const char *lack = getenv("FAKE_CUDA_LACKS"), *only = lack ? strchr(lack, '@') : NULL;
@@ -168,11 +173,12 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
 int cuGetErrorName(int code, const char **name) {
     *name = code == OK ? "CUDA_SUCCESS" : code == INVALID ? "CUDA_ERROR_INVALID_VALUE" : code == OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY"
         : code == NO_CONTEXT ? "CUDA_ERROR_INVALID_CONTEXT" : code == INVALID_DEVICE ? "CUDA_ERROR_INVALID_DEVICE"
-        : code == INVALID_HANDLE ? "CUDA_ERROR_INVALID_HANDLE" : code == NOT_SUPPORTED ? "CUDA_ERROR_NOT_SUPPORTED" : code == 100 ? "CUDA_ERROR_NO_DEVICE" : NULL;
+        : code == INVALID_HANDLE ? "CUDA_ERROR_INVALID_HANDLE" : code == FAULT ? "CUDA_ERROR_ILLEGAL_ADDRESS"
+        : code == NOT_SUPPORTED ? "CUDA_ERROR_NOT_SUPPORTED" : code == 100 ? "CUDA_ERROR_NO_DEVICE" : NULL;
     return *name ? OK : INVALID;
 }
 
-int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &the_context; LOCKED((contexts++, OK)); }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &the_contexts[device]; LOCKED((contexts++, OK)); }
 int cuDevicePrimaryCtxRelease(int device) { LOCKED(contexts ? (contexts--, OK) : INVALID); }
 int cuCtxSetCurrent(void *context) { current_context = context; return OK; }
 int cuCtxPushCurrent(void *context) { context_below = current_context; current_context = context; return OK; }
@@ -181,14 +187,15 @@ int cuCtxSynchronize(void) { if (!current_context) return NO_CONTEXT; LOCKED((no
 
 /* libcuda: extents. */
 
-int cuMemGetAllocationGranularity(size_t *granule, const struct properties *properties, int option) { *granule = GRANULE; return OK; }
+int cuMemGetAllocationGranularity(size_t *granule, const struct properties *properties, int option) { *granule = option ? 2 * GRANULE : GRANULE; return OK; }
 
 static int create(u64 *handle, u64 size, const struct properties *properties) {
     if (!size || size % GRANULE || properties->type != 1 || properties->handle_types != 1) return INVALID;
     /* 1 is the device and 3 a host's NUMA node, which must be given as one. */
-    if ((properties->location.type != 1 && properties->location.type != 3) || properties->location.id != 0) return INVALID;
-    if (size > TOTAL || used() + size > TOTAL) return OUT_OF_MEMORY;
-    int fd = memfd_create(card(), MFD_CLOEXEC);
+    int device = properties->location.type == 1 ? properties->location.id : 0;
+    if ((properties->location.type != 1 && properties->location.type != 3) || device < 0 || device >= devices()) return INVALID;
+    if (size > TOTAL || used(device) + size > TOTAL) return OUT_OF_MEMORY;
+    int fd = memfd_create(card(device), MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, size)) return OUT_OF_MEMORY;
     struct extent *extent = malloc(sizeof *extent);
     *extent = (struct extent){fd, 0, size, NULL};
@@ -216,7 +223,7 @@ int cuMemImportFromShareableHandle(u64 *handle, void *descriptor, int type) {
     char path[64], name[128] = "";
     struct stat status;
     snprintf(path, sizeof path, "/proc/self/fd/%d", (int)(long)descriptor);
-    if (readlink(path, name, sizeof name - 1) < 0 || !strstr(name, card()) || fstat((int)(long)descriptor, &status)) return INVALID;
+    if (readlink(path, name, sizeof name - 1) < 0 || !strstr(name, card(0)) || fstat((int)(long)descriptor, &status)) return INVALID;
     struct extent *extent = malloc(sizeof *extent);
     *extent = (struct extent){fcntl((int)(long)descriptor, F_DUPFD_CLOEXEC, 0), 1, status.st_size, NULL};
     *handle = (u64)extent;
@@ -233,7 +240,7 @@ static int reserve(u64 *address, u64 size, u64 alignment) {
     *address = ((u64)start + step - 1) / step * step;
     munmap(start, *address - (u64)start);
     munmap((void *)(*address + size), (u64)start + step - *address);
-    reservations.rows[reservations.count++] = (struct range){*address, size, 0};
+    reservations.rows[reservations.count++] = (struct range){*address, size, {0}};
     return OK;
 }
 int cuMemAddressReserve(u64 *address, size_t size, size_t alignment, u64 wanted, u64 flags) { LOCKED(reserve(address, size, alignment)); }
@@ -257,7 +264,7 @@ static int map(u64 address, u64 size, u64 offset, struct extent *extent) {
         mprotect((void *)address, size, PROT_NONE);
     } else
         mmap((void *)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, extent->fd, 0);
-    mappings.rows[mappings.count++] = (struct range){address, size, 0};
+    mappings.rows[mappings.count++] = (struct range){address, size, {0}};
     return OK;
 }
 int cuMemMap(u64 address, size_t size, size_t offset, u64 handle, u64 flags) { LOCKED(map(address, size, offset, (struct extent *)handle)); }
@@ -282,25 +289,43 @@ int cuMemUnmap(u64 address, size_t size) { LOCKED(unmap(address, size)); }
 
 static int set_access(u64 address, u64 size, const struct grant *grant) {
     if (!whole(address, size) || grant->location.type != 1) return INVALID;
-    mprotect((void *)address, size, grant->flags == 3 ? PROT_READ | PROT_WRITE : grant->flags == 1 ? PROT_READ : PROT_NONE);
+    if (grant->location.id < 0 || grant->location.id >= devices()) return INVALID_DEVICE;
     for (u64 at = address; at < address + size;) {
         struct range *row = overlap(&mappings, at, 1);
-        row->flags = grant->flags;
+        row->flags[grant->location.id] = grant->flags;
+        /* The processor, which plays all devices, may do what any of them may (READ is 1, READ_WRITE 3). */
+        int any = 0;
+        for (int device = 0; device < MAX_DEVICES; device++) any |= row->flags[device];
+        mprotect((void *)row->address, row->size, any == 3 ? PROT_READ | PROT_WRITE : any == 1 ? PROT_READ : PROT_NONE);
         at += row->size;
     }
     return OK;
 }
 int cuMemSetAccess(u64 address, size_t size, const struct grant *grant, size_t count) { LOCKED(set_access(address, size, grant)); }
 
-static int get_access(u64 *flags, u64 address) {
+static int get_access(u64 *flags, const struct location *location, u64 address) {
     struct range *row = overlap(&mappings, address, 1);
-    *flags = row ? row->flags : 0;
+    *flags = row ? row->flags[location->id] : 0;
     return row ? OK : INVALID;
 }
-int cuMemGetAccess(u64 *flags, const struct location *location, u64 address) { LOCKED(get_access(flags, address)); }
+int cuMemGetAccess(u64 *flags, const struct location *location, u64 address) { LOCKED(get_access(flags, location, address)); }
 
-int cuMemcpyHtoD(u64 to, const void *from, size_t size) { if (!current_context) return NO_CONTEXT; memcpy((void *)to, from, size); return OK; }
-int cuMemcpyDtoH(void *to, u64 from, size_t size) { if (!current_context) return NO_CONTEXT; memcpy(to, (void *)from, size); return OK; }
+/* Say what a copy through the current context comes to: a fault, where its device has no such access to every byte.
+ * After it the context is good for nothing. */
+static int touch(u64 address, u64 size, int flags) {
+    if (!current_context) return NO_CONTEXT;
+    if (*current_context) return FAULT;
+    for (u64 at = address; at < address + size;) {
+        struct range *row = overlap(&mappings, at, 1);
+        if (!row || (row->flags[current_context - the_contexts] & flags) != flags) return *current_context = 1, FAULT;
+        at = row->address + row->size;
+    }
+    return OK;
+}
+static int may_touch(u64 address, u64 size, int flags) { LOCKED(touch(address, size, flags)); }
+
+int cuMemcpyHtoD(u64 to, const void *from, size_t size) { int result = may_touch(to, size, 3); if (!result) memcpy((void *)to, from, size); return result; }
+int cuMemcpyDtoH(void *to, u64 from, size_t size) { int result = may_touch(from, size, 1); if (!result) memcpy(to, (void *)from, size); return result; }
 
 /* libcuda: copies beside the caller. They are made when they are waited for, and no sooner. */
 
@@ -490,36 +515,43 @@ int cuGetProcAddress_v2(const char *name, void **function, int version, u64 flag
 struct memory { u64 total, free, used; };
 struct process { unsigned pid; u64 used; unsigned instance, compute; };
 enum { NVML_UNINITIALIZED = 1, NVML_INVALID_ARGUMENT = 2, NVML_NOT_FOUND = 6, NVML_INSUFFICIENT_SIZE = 7 };
-static char the_card, the_slice;
+/* A card is a pointer to its device's place here. */
+static char the_cards[MAX_DEVICES], the_slice;
 
 int nvmlInitWithFlags(unsigned flags) { LOCKED((nvml_users++, OK)); }
 int nvmlShutdown(void) { LOCKED(nvml_users ? (nvml_users--, OK) : NVML_UNINITIALIZED); }
 const char *nvmlErrorString(int code) { return code == NVML_NOT_FOUND ? "Not Found" : "an error of the fake"; }
 int nvmlDeviceGetName(void *device, char *name, unsigned length) { snprintf(name, length, "Fake card"); return OK; }
 int nvmlSystemGetDriverVersion(char *version, unsigned length) { snprintf(version, length, "1.2.3"); return OK; }
-int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(void *slice, void **device) { *device = &the_card; return OK; }
-int nvmlDeviceGetIndex(void *device, unsigned *index) { *index = 3; return device == &the_card ? OK : NVML_INVALID_ARGUMENT; }
+int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(void *slice, void **device) { *device = &the_cards[0]; return OK; }
+int nvmlDeviceGetIndex(void *device, unsigned *index) { *index = 3 + ((char *)device - the_cards); return device != &the_slice ? OK : NVML_INVALID_ARGUMENT; }
 
 int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
     int slice = getenv("FAKE_CUDA_MIG") != NULL;
-    *device = slice ? &the_slice : &the_card;
     if (!nvml_users) return NVML_UNINITIALIZED;
     /* The bytes of cuDeviceGetUuid. */
-    return !strcmp(uuid + 4, "66616b65-2d63-7564-612d-636172642d30") && !strncmp(uuid, slice ? "MIG-" : "GPU-", 4) ? OK : NVML_NOT_FOUND;
+    static const char known[] = "66616b65-2d63-7564-612d-636172642d3";
+    if (strlen(uuid) != 40 || strncmp(uuid + 4, known, 35) || strncmp(uuid, slice ? "MIG-" : "GPU-", 4)) return NVML_NOT_FOUND;
+    int number = uuid[39] - '0';
+    if (number < 0 || number >= devices()) return NVML_NOT_FOUND;
+    *device = slice ? &the_slice : &the_cards[number];
+    return OK;
 }
 
-static int memory_info(struct memory *memory) {
+static int number_of(void *device) { return device == &the_slice ? 0 : (char *)device - the_cards; }
+
+static int memory_info(void *device, struct memory *memory) {
     if (!nvml_users) return NVML_UNINITIALIZED;
-    u64 taken = used();
+    u64 taken = used(number_of(device));
     *memory = (struct memory){TOTAL, TOTAL - taken, taken};
     return OK;
 }
-int nvmlDeviceGetMemoryInfo(void *device, struct memory *memory) { LOCKED(memory_info(memory)); }
+int nvmlDeviceGetMemoryInfo(void *device, struct memory *memory) { LOCKED(memory_info(device, memory)); }
 
-static int processes(unsigned *count, struct process *infos) {
+static int processes(void *device, unsigned *count, struct process *infos) {
     static struct held held[MAX_HELD];
     unsigned room = infos ? *count : 0, listed = 0;
-    int found = look(held, 1);
+    int found = look(held, number_of(device), 1);
     for (int i = 0; i < found; i++) {
         unsigned at = 0;
         while (at < listed && infos[at].pid != (unsigned)held[i].pid) at++;
@@ -530,4 +562,4 @@ static int processes(unsigned *count, struct process *infos) {
     *count = listed;
     return OK;
 }
-int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, struct process *infos) { LOCKED(processes(count, infos)); }
+int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, struct process *infos) { LOCKED(processes(device, count, infos)); }

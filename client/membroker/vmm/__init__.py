@@ -21,7 +21,8 @@ from membroker.vmm.driver import (
     Location,
     MemoryInfo,
 )
-from membroker.vmm.ranges import AddressRange, MappedRange, PhysicalMemory
+from membroker.vmm.manager import MappingRecord, PhysicalAllocation, VirtualAddressRange, VirtualMemoryManager
+from membroker.vmm.ranges import AddressRange, MappedRange, PhysicalMemory, allocation_granularity
 from membroker.vmm.sizes import format_size, parse_size
 
 __all__ = [
@@ -36,8 +37,13 @@ __all__ = [
     "Handle",
     "Location",
     "MappedRange",
+    "MappingRecord",
     "MemoryInfo",
+    "PhysicalAllocation",
     "PhysicalMemory",
+    "VirtualAddressRange",
+    "VirtualMemoryManager",
+    "allocation_granularity",
     "format_size",
     "open_driver",
     "parse_size",
@@ -55,9 +61,9 @@ def open_driver(
     """Return a driver of `kind`: `"host"`, the twin, or `"cuda"`, a card.
 
     `device` is a card's ordinal or its UUID, and `context` says whether this process computes (a worker) or
-    only creates and exports (the broker); the twin has one device and ignores both. `survivors` are what a dead
-    process's driver of this kind returned: descriptors that become this one's. `host_options` are `HostDriver`'s.
-    Raises `ValueError` for another kind, and `DriverUnavailable` where there is no such card.
+    only creates and exports (the broker); the twin ignores both, and has an `ordinal` of its own. `survivors` are what
+    a dead process's driver of this kind returned: descriptors that become this one's. `host_options` are
+    `HostDriver`'s. Raises `ValueError` for another kind, and `DriverUnavailable` where there is no such card.
     """
     if kind == "host":
         from membroker.vmm.host import HostDriver

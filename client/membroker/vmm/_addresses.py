@@ -7,7 +7,7 @@ and told afterwards. A broken rule raises `DriverError` with `EINVAL` and change
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from membroker.vmm._errors import invalid
 from membroker.vmm.driver import AccessFlags
@@ -15,30 +15,42 @@ from membroker.vmm.driver import AccessFlags
 
 @dataclass(slots=True)
 class Mapping:
-    """One extent bound to [address, address + size), in bytes, and what it allows."""
+    """One extent bound to [address, address + size), in bytes, and what each device may do with it, by its ordinal."""
 
     address: int
     size: int
-    access: AccessFlags = AccessFlags.NONE
+    access: dict[int, AccessFlags] = field(default_factory=dict)
+
+    def allows(self, device: int) -> AccessFlags:
+        """Return what a device may do; nothing until it was granted something."""
+        return self.access.get(device, AccessFlags.NONE)
+
+    def most(self) -> AccessFlags:
+        """Return the most that any device may do."""
+        return max(self.access.values(), key=lambda access: access.value, default=AccessFlags.NONE)
 
 
 class AddressTable:
-    """Reservations and mappings, both kept in order of their addresses. Not thread-safe: the driver locks."""
+    """Reservations and mappings, both kept in order of their addresses. Not thread-safe: the driver locks.
+
+    They belong to the process. Whose a reservation is (`owner`, any number) is kept for who abandons what it made.
+    """
 
     def __init__(self) -> None:
         self._reserved: dict[int, int] = {}
+        self._owners: dict[int, int] = {}
         self._reserved_order: list[int] = []
         self._mapped: dict[int, Mapping] = {}
         self._mapped_order: list[int] = []
 
-    @property
-    def reservations(self) -> list[tuple[int, int]]:
-        """Every reservation as (address, size in bytes)."""
-        return list(self._reserved.items())
+    def reservations(self, owner: int) -> list[tuple[int, int]]:
+        """Return the reservations of one owner as (address, size in bytes)."""
+        return [(address, self._reserved[address]) for address, other in self._owners.items() if other == owner]
 
-    def add_reservation(self, address: int, size: int) -> None:
+    def add_reservation(self, address: int, size: int, owner: int) -> None:
         """Book a reservation that the kernel has made."""
         self._reserved[address] = size
+        self._owners[address] = owner
         insort(self._reserved_order, address)
 
     def check_reservation(self, address: int, size: int, call: str) -> None:
@@ -50,8 +62,17 @@ class AddressTable:
 
     def drop_reservation(self, address: int) -> None:
         """Forget a reservation that the kernel has given back."""
-        del self._reserved[address]
+        del self._reserved[address], self._owners[address]
         del self._reserved_order[bisect_left(self._reserved_order, address)]
+
+    def forget_reservations(self, owner: int) -> list[tuple[int, int]]:
+        """Forget the reservations of one owner, with all that is mapped in them, and return them."""
+        reservations = self.reservations(owner)
+        for address, size in reservations:
+            if mappings := self._beginning_in(address, size):
+                self.drop_mappings(mappings)
+            self.drop_reservation(address)
+        return reservations
 
     def check_free(self, address: int, size: int, call: str) -> None:
         """Raise unless [address, address + size) lies in one reservation and over no mapping."""
@@ -95,8 +116,8 @@ class AddressTable:
         self._mapped[address] = mapping
         insort(self._mapped_order, address)
 
-    def allows(self, address: int, size: int, call: str) -> AccessFlags:
-        """Return what every byte of [address, address + size) allows; raise where nothing is mapped.
+    def allows(self, address: int, size: int, device: int, call: str) -> AccessFlags:
+        """Return what every byte of [address, address + size) allows a device; raise where nothing is mapped.
 
         The range may begin and end inside a mapping: bytes are read and written in pieces, unlike mappings.
         """
@@ -107,9 +128,13 @@ class AddressTable:
             mapping = self._overlapping(at, 1)
             if mapping is None:
                 raise invalid(call, f"nothing is mapped at {at:#x}")
-            weakest = min(weakest, mapping.access, key=lambda access: access.value)
+            weakest = min(weakest, mapping.allows(device), key=lambda access: access.value)
             at = mapping.address + mapping.size
         return weakest
+
+    def _beginning_in(self, address: int, size: int) -> list[Mapping]:
+        first, last = (bisect_left(self._mapped_order, edge) for edge in (address, address + size))
+        return [self._mapped[start] for start in self._mapped_order[first:last]]
 
     def _overlapping(self, address: int, size: int) -> Mapping | None:
         place = bisect_left(self._mapped_order, address + size) - 1

@@ -29,13 +29,39 @@ from membroker.vmm.driver import (
     Location,
     MemoryInfo,
 )
-from membroker.vmm.sizes import MAX_BYTES
+from membroker.vmm.sizes import MAX_BYTES, is_power_of_two
 
 _INVALID = ("CUDA_ERROR_INVALID_VALUE", 1)
 _OUT_OF_MEMORY = 2
 _NOT_SUPPORTED = ("CUDA_ERROR_NOT_SUPPORTED", 801)
 # One counter for all drivers of the process: a handle of one driver is unknown to every other.
 _handle_values = itertools.count(1)
+
+
+class _Reservations:
+    """What this process has reserved, through whichever driver: CUDA's addresses are the process's."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, int]] = []
+        self._lock = threading.Lock()
+
+    def add(self, address: int, size: int) -> None:
+        with self._lock:
+            insort(self._rows, (address, size))
+
+    def remove(self, address: int, size: int) -> None:
+        with self._lock:
+            self._rows.remove((address, size))
+
+    def have(self, address: int, size: int) -> bool:
+        """Say whether `size` bytes at `address` lie inside one of them."""
+        with self._lock:
+            place = bisect_right(self._rows, (address, MAX_BYTES)) - 1
+            start, length = self._rows[place] if place >= 0 else (0, 0)
+        return size <= length and address - start <= length - size
+
+
+_reservations = _Reservations()
 
 
 class CudaDriver:
@@ -52,8 +78,6 @@ class CudaDriver:
         self._pid = os.getpid()
         self._closed = False
         self._handles: dict[Handle, Any] = {}
-        self._reservations: list[tuple[int, int]] = []
-        self._reservations_lock = threading.Lock()
         self._pinned = PinnedBlocks()
         self._threads = threading.local()
         with ExitStack() as undo:
@@ -160,17 +184,18 @@ class CudaDriver:
         """Reserve `size` bytes of addresses; 16 TiB in one call cost nothing."""
         self._enter("cuMemAddressReserve")
         _check_size(size, self._device.granularity, "cuMemAddressReserve")
+        if alignment and not (is_power_of_two(alignment) and alignment <= MAX_BYTES):
+            hint = f"an alignment is a power of two below 2^63, not {alignment}"
+            raise DriverError("cuMemAddressReserve", *_INVALID, hint)
         address = int(self._call("cuMemAddressReserve", size, alignment, 0, 0))
-        with self._reservations_lock:
-            insort(self._reservations, (address, size))
+        _reservations.add(address, size)
         return address
 
     def unreserve(self, address: int, size: int) -> None:
         """Give a whole reservation back."""
         self._enter("cuMemAddressFree")
         self._call("cuMemAddressFree", address, size)
-        with self._reservations_lock:
-            self._reservations.remove((address, size))
+        _reservations.remove(address, size)
 
     def map(self, address: int, handle: Handle) -> None:
         """Bind the extent to `address`; nothing may touch it until `set_access`."""
@@ -180,17 +205,19 @@ class CudaDriver:
 
     def _check_reserved(self, address: int, size: int) -> None:
         """Refuse what the card does not: it maps over the end of a reservation (seen on an H200, 580.159)."""
-        with self._reservations_lock:
-            place = bisect_right(self._reservations, (address, MAX_BYTES)) - 1
-            start, length = self._reservations[place] if place >= 0 else (0, 0)
-        if address + size > start + length:
+        if not _reservations.have(address, size):
             hint = f"{size} bytes at {address:#x} do not lie inside one reservation"
             raise DriverError("cuMemMap", "CUDA_ERROR_INVALID_VALUE", 1, hint)
 
     def set_access(self, address: int, size: int, access: AccessFlags) -> None:
-        """Set what this card may do with whole mappings, of the card's own memory or of the host's."""
+        """Set what this card may do with whole mappings: of its own memory, the host's, or a card's that it reaches."""
         self._enter("cuMemSetAccess")
         self._call("cuMemSetAccess", address, size, [self._grants[access]], 1)
+
+    def get_access(self, address: int) -> AccessFlags:
+        """Return what this card may do with the mapped byte at `address`."""
+        self._enter("cuMemGetAccess")
+        return AccessFlags(int(self._call("cuMemGetAccess", self._own_location(), address)))
 
     def unmap(self, address: int, size: int) -> None:
         """Unbind whole mappings. Does not wait for kernels: `synchronize` first, or the card faults (Xid 31)."""
@@ -217,7 +244,7 @@ class CudaDriver:
         extent = self._call("cuMemRetainAllocationHandle", address)
         with ExitStack() as undo:
             undo.callback(self._call, "cuMemRelease", extent)
-            access = AccessFlags(int(self._call("cuMemGetAccess", self._own_location(), address)))
+            access = self.get_access(address)
             self._call("cuMemMap", new_address, size, 0, extent, 0)
             try:
                 self._call("cuMemSetAccess", new_address, size, [self._grants[access]], 1)
@@ -258,27 +285,27 @@ class CudaDriver:
     def write(self, address: int, data: bytes | memoryview) -> None:
         """Copy `data` to mapped bytes and wait; for tests and small headers. Needs `context=True`."""
         self._check_access(address, len(data), AccessFlags.READ_WRITE, "cuMemcpyHtoD")
-        self._call("cuMemcpyHtoD", address, data, len(data))
+        self.in_context("cuMemcpyHtoD", address, data, len(data))
 
     def read(self, address: int, size: int) -> bytes:
         """Return a copy of mapped bytes; for tests and small headers. Needs `context=True`."""
         self._check_access(address, size, AccessFlags.READ, "cuMemcpyDtoH")
         data = bytearray(size)
-        self._call("cuMemcpyDtoH", data, address, size)
+        self.in_context("cuMemcpyDtoH", data, address, size)
         return bytes(data)
 
     def _check_access(self, address: int, size: int, needed: AccessFlags, call: str) -> None:
-        """Raise unless both ends of the range allow `needed`.
+        """Raise unless every granule of the range allows this card `needed`.
 
         Asked before the copy, because a copy that faults on the card ends the context of the whole process.
         """
         self._enter(call)
         if size <= 0:
             raise DriverError(call, *_INVALID, f"{size} bytes are not a range")
-        for end in (address, address + size - 1):
-            flags = int(self._call("cuMemGetAccess", self._own_location(), end))
-            if flags & needed.value != needed.value:
-                raise DriverError(call, *_INVALID, f"{end:#x} does not allow {needed.name}")
+        granule = self._device.granularity
+        for at in (address, *range(address - address % granule + granule, address + size, granule)):
+            if self.get_access(at).value & needed.value != needed.value:
+                raise DriverError(call, *_INVALID, f"{at:#x} does not allow {needed.name} to {self._device.uuid}")
 
     # Copies
 
@@ -434,12 +461,15 @@ class CudaDriver:
         return properties
 
     def _describe(self) -> DeviceInfo:
-        kind = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        properties = self._properties[Location.DEVICE]
-        granularity = int(self._call("cuMemGetAllocationGranularity", properties, kind))
+        kinds = self._cuda.CUmemAllocationGranularity_flags
+        granularity = self._granularity(kinds.CU_MEM_ALLOC_GRANULARITY_MINIMUM)
+        recommended = self._granularity(kinds.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)
         nvml = self._nvml
-        about = (granularity, nvml.index, nvml.driver_version, int(self._ordinal))
+        about = (granularity, nvml.index, nvml.driver_version, int(self._ordinal), recommended)
         return DeviceInfo(nvml.uuid, nvml.name, "cuda", *about)
+
+    def _granularity(self, kind: Any) -> int:
+        return int(self._call("cuMemGetAllocationGranularity", self._properties[Location.DEVICE], kind))
 
     # Shared by the calls above
 

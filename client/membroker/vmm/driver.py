@@ -24,11 +24,18 @@ class Location(enum.Enum):
 
 
 class AccessFlags(enum.Enum):
-    """What a mapping allows (`CUmemAccess_flags`). READ guards against accidents; it is no security boundary."""
+    """What a device may do with a mapping (`CUmemAccess_flags`); NONE until something is granted.
+
+    READ guards against accidents; it is no security boundary.
+    """
 
     NONE = 0
     READ = 1
     READ_WRITE = 3
+
+    def __str__(self) -> str:
+        """Return `None`, `Read` or `ReadWrite`."""
+        return self.name.title().replace("_", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +44,8 @@ class DeviceInfo:
 
     `uuid` is NVML's text for a card and `host` for the twin; `driver` is `cuda` or `host`; `granularity` is in bytes
     and every extent and every reservation is a multiple of it; `index` is NVML's; `driver_version` is NVIDIA's;
-    `ordinal` is the card's number in this process, where CUDA_VISIBLE_DEVICES counts.
+    `ordinal` is the card's number in this process, where CUDA_VISIBLE_DEVICES counts; `recommended_granularity` is the
+    multiple that the card works best with, or 0 where none is recommended.
     """
 
     uuid: str
@@ -47,6 +55,7 @@ class DeviceInfo:
     index: int = 0
     driver_version: str = ""
     ordinal: int = 0
+    recommended_granularity: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,10 @@ class Driver(Protocol):
     """One device, seen from one process. Every method may be called from any thread.
 
     Sizes, addresses and alignments are in bytes. Every failure is a `DriverError` and leaves nothing behind.
+
+    Addresses and mappings are the process's: each driver of a kind maps its own extents into any reservation, and
+    unmaps and gives back what another reserved or mapped. Handles are one driver's. Access is a device's: each driver
+    sets and uses that of its own, so what one may read another may not even see.
     """
 
     @property
@@ -166,11 +179,21 @@ class Driver(Protocol):
         ...
 
     def map(self, address: int, handle: Handle) -> None:
-        """Bind the whole extent to `address`, inside a reservation and over nothing mapped. No access yet."""
+        """Bind the whole extent to `address`, inside a reservation and over nothing mapped. No access yet.
+
+        The reservation may be another driver's: extents of several devices can stand side by side in one.
+        """
         ...
 
     def set_access(self, address: int, size: int, access: AccessFlags) -> None:
-        """Set what [address, address + size) allows; it must cover whole mappings, side by side."""
+        """Set what this device may do with [address, address + size): whole mappings, side by side, of any device.
+
+        What other devices may do stays as it is. A card refuses the memory of one that it cannot reach.
+        """
+        ...
+
+    def get_access(self, address: int) -> AccessFlags:
+        """Return what this device may do with the mapped byte at `address`."""
         ...
 
     def unmap(self, address: int, size: int) -> None:
@@ -192,11 +215,14 @@ class Driver(Protocol):
         ...
 
     def write(self, address: int, data: bytes | memoryview) -> None:
-        """Copy `data` to mapped bytes, and return when it is there. A `DriverError` where access does not allow it."""
+        """Copy `data` to mapped bytes, and return when it is there.
+
+        A `DriverError` where this device's access does not allow it.
+        """
         ...
 
     def read(self, address: int, size: int) -> bytes:
-        """Return a copy of mapped bytes. A `DriverError` where access does not allow it."""
+        """Return a copy of mapped bytes. A `DriverError` where this device's access does not allow it."""
         ...
 
     def synchronize(self) -> None:

@@ -1,8 +1,8 @@
 """`HostDriver`: the host twin of a card. Extents are memfds, addresses are mmaps, the rules are CUDA's.
 
-Owns the handles and the addresses of one process on the twin. It enforces in code what CUDA enforces in the
-driver, so that what passes here passes there, and it must never be kinder than a card: no sub-range maps, no
-partial unmaps, no second export of an imported extent, no overcommitment.
+Owns a driver's handles, and the process's addresses on the twin, which all its drivers share, as on a card. It
+enforces in code what CUDA enforces in the driver, so that what passes here passes there, and it must never be kinder
+than a card: no sub-range maps, no partial unmaps, no second export of an imported extent, no overcommitment.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import ClassVar
 
 from membroker.vmm import _addresses, _libc
 from membroker.vmm._copies import Copier, HostCopier, PinnedBlocks
@@ -54,6 +55,7 @@ _PROTECTIONS = {
 }
 # One counter for all drivers of the process: a handle of one driver is unknown to every other.
 _handle_values = itertools.count(1)
+_driver_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,39 @@ class _Extent:
     imported: bool
 
 
+class _Process:
+    """The addresses of one process. Its drivers share them, as CUDA's do: a reservation is no device's."""
+
+    here: ClassVar[_Process]
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.addresses = _addresses.AddressTable()
+        self.budget = MappingBudget()
+
+    @classmethod
+    def begin(cls) -> None:
+        """Begin with no addresses: at the import, and in a forked child.
+
+        There another thread may have held the lock, and none is left to let go. The table describes the parent; the
+        drivers that were inherited keep it, to know what they abandon.
+        """
+        cls.here = cls()
+
+
+_Process.begin()
+os.register_at_fork(after_in_child=_Process.begin)
+
+
 class HostDriver:
     """A device of `total_bytes` and a host of `host_bytes`, both made of this machine's ordinary memory.
+
+    `ordinal` tells the twins of a process apart. Drivers of one ordinal are one device, as with a card: what one of
+    them grants, the others may. Each knows the extents that it made itself, and its own figures.
+
+    Access of a device is what its driver's `view`, `read` and `write` allow. The processor has one protection for
+    each mapping, the most that any device is granted: bytes that are touched past the driver, through a view that was
+    taken earlier or a bare address, are held to that alone.
 
     The totals are figures, not reservations: memory is taken when it is first written. `stranger_bytes` of
     the device count as used by somebody else, and may be changed at any time. `survivors` are those of a dead
@@ -77,15 +110,19 @@ class HostDriver:
         host_bytes: int = 16 * GIB,
         stranger_bytes: int = 0,
         *,
+        ordinal: int = 0,
         survivors: Mapping[str, int] | None = None,
     ) -> None:
+        if ordinal < 0:
+            raise ValueError(f"an ordinal is 0 or more, not {ordinal}")
         self.stranger_bytes = stranger_bytes
         self._watch = ExtentWatch(GRANULARITY, survivors)
         self._totals = {Location.DEVICE: total_bytes, Location.HOST: host_bytes}
-        self._device = DeviceInfo("host", "host memory twin", "host", GRANULARITY)
+        uuid = f"host-{ordinal}" if ordinal else "host"
+        self._device = DeviceInfo(uuid, "host memory twin", "host", GRANULARITY, ordinal, ordinal=ordinal)
+        self._ordinal, self._number = ordinal, next(_driver_numbers)
         self._handles: dict[Handle, _Extent] = {}
-        self._addresses = _addresses.AddressTable()
-        self._budget = MappingBudget()
+        self._process = _Process.here
         self._pinned = PinnedBlocks()
         self._pid = os.getpid()
         self._closed = False
@@ -94,7 +131,7 @@ class HostDriver:
 
     @property
     def device(self) -> DeviceInfo:
-        """The twin: uuid `host`, granularity 2 MiB."""
+        """The twin: uuid `host`, or `host-1` of ordinal 1; granularity 2 MiB."""
         return self._device
 
     # Extents and descriptors
@@ -194,65 +231,69 @@ class HostDriver:
         """Reserve `size` bytes of addresses at a multiple of `alignment` (at least the granularity)."""
         self._check_usable("mmap")
         _check_granules(size, "mmap")
-        if alignment and not is_power_of_two(alignment):
-            raise invalid("mmap", f"an alignment is a power of two, not {alignment}")
+        if alignment and not (is_power_of_two(alignment) and alignment <= MAX_BYTES):
+            raise invalid("mmap", f"an alignment is a power of two below 2^63, not {alignment}")
         with driver_call("mmap"):
             address = _reserve_aligned(size, max(alignment, GRANULARITY))
-        with self._lock:
-            self._addresses.add_reservation(address, size)
+        with self._process.lock:
+            self._process.addresses.add_reservation(address, size, self._number)
         return address
 
     def unreserve(self, address: int, size: int) -> None:
         """Give a whole reservation back."""
         self._check_usable("munmap")
-        with self._lock:
-            self._addresses.check_reservation(address, size, "munmap")
+        with self._process.lock:
+            self._process.addresses.check_reservation(address, size, "munmap")
             with driver_call("munmap"):
                 _libc.munmap(address, size)
-            self._addresses.drop_reservation(address)
+            self._process.addresses.drop_reservation(address)
 
     def map(self, address: int, handle: Handle) -> None:
         """Bind the extent to `address`; nothing may touch it until `set_access`."""
         self._check_usable("mmap")
         if address % GRANULARITY:
             raise invalid("mmap", f"{address:#x} is not a multiple of {GRANULARITY} bytes")
-        with self._lock:
+        process = self._process
+        with process.lock, self._lock:
             extent = self._extent(handle, "mmap")
-            self._addresses.check_free(address, handle.size, "mmap")
+            process.addresses.check_free(address, handle.size, "mmap")
             with driver_call("open"):  # it reads files in /proc now and then
-                self._budget.spend("mmap")
+                process.budget.spend("mmap")
             with driver_call("mmap"):
                 _libc.mmap_file(address, handle.size, extent.descriptor)
-            self._addresses.add_mapping(address, handle.size)
+            process.addresses.add_mapping(address, handle.size)
 
     def set_access(self, address: int, size: int, access: AccessFlags) -> None:
-        """Set what whole mappings allow; on failure they allow what they did before."""
+        """Set what whole mappings allow this device; on failure they allow what they did before."""
         self._check_usable("mprotect")
-        with self._lock, ExitStack() as undo:
-            mappings = self._addresses.whole_mappings(address, size, "mprotect")
-            for mapping in mappings:
-                with driver_call("mprotect"):
-                    _libc.mprotect(mapping.address, mapping.size, _PROTECTIONS[access])
-                undo.callback(_libc.mprotect, mapping.address, mapping.size, _PROTECTIONS[mapping.access])
-            for mapping in mappings:
-                mapping.access = access
+        with self._process.lock, ExitStack() as undo:
+            for mapping in self._process.addresses.whole_mappings(address, size, "mprotect"):
+                before = mapping.access
+                _protect(mapping, before | {self._ordinal: access})
+                undo.callback(_protect, mapping, before)
             undo.pop_all()
+
+    def get_access(self, address: int) -> AccessFlags:
+        """Return what this device may do with the mapped byte at `address`."""
+        self._check_usable("get_access")
+        with self._process.lock:
+            return self._process.addresses.allows(address, 1, self._ordinal, "get_access")
 
     def unmap(self, address: int, size: int) -> None:
         """Unbind whole mappings; their addresses stay reserved."""
         self._check_usable("mmap")
-        with self._lock:
-            mappings = self._addresses.whole_mappings(address, size, "mmap")
+        with self._process.lock:
+            mappings = self._process.addresses.whole_mappings(address, size, "mmap")
             with driver_call("mmap"):
                 _libc.mmap_nothing(size, address)
-            self._addresses.drop_mappings(mappings)
+            self._process.addresses.drop_mappings(mappings)
 
     def move(self, address: int, new_address: int, size: int, count: int = 1) -> None:
         """Map memfds at other addresses, one after the other from the end to which they move."""
         self._check_usable("mremap")
         _check_move(address, new_address, size, count)
-        with self._lock, ExitStack() as undo:
-            mappings = self._addresses.whole_mappings(address, size * count, "mremap")
+        with self._process.lock, ExitStack() as undo:
+            mappings = self._process.addresses.whole_mappings(address, size * count, "mremap")
             if len(mappings) != count:
                 raise invalid("mremap", f"{address:#x} and what follows are not {count} extents of {size} bytes")
             for mapping in mappings if new_address < address else reversed(mappings):
@@ -262,27 +303,28 @@ class HostDriver:
             undo.pop_all()
 
     def _move(self, mapping: _addresses.Mapping, address: int) -> None:
-        self._addresses.check_free(address, mapping.size, "mremap")
+        self._process.addresses.check_free(address, mapping.size, "mremap")
         with driver_call("open"):  # it reads files in /proc now and then
-            self._budget.spend("mremap")
+            self._process.budget.spend("mremap")
         with driver_call("mremap"):
             _libc.mmap_again(mapping.address, mapping.size, address)
             _libc.mmap_nothing(mapping.size, mapping.address)
-        self._addresses.move_mapping(mapping, address)
+        self._process.addresses.move_mapping(mapping, address)
 
     # Bytes
 
     def view(self, address: int, size: int) -> memoryview:
-        """Return the mapped bytes [address, address + size), writable where every one of them is.
+        """Return the mapped bytes [address, address + size), writable where this device may write every one of them.
 
         The view keeps nothing mapped: touching it after an unmap kills the process. The caller keeps the
         mapping's owner alive for as long as the view is used.
         """
         self._check_usable("view")
-        with self._lock:
-            access = self._addresses.allows(address, size, "view")
+        with self._process.lock:
+            access = self._process.addresses.allows(address, size, self._ordinal, "view")
         if access is AccessFlags.NONE:
-            raise DriverError("view", "EACCES", errno.EACCES, f"[{address:#x}, +{size}) allows no access")
+            hint = f"[{address:#x}, +{size}) allows no access to device {self._ordinal}"
+            raise DriverError("view", "EACCES", errno.EACCES, hint)
         view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
         return view if access is AccessFlags.READ_WRITE else view.toreadonly()
 
@@ -334,12 +376,11 @@ class HostDriver:
         self._check_usable("memmove")
         if self._pinned.hold(address, size):
             return
-        with self._lock:
-            access = self._addresses.allows(address, size, "memmove")
+        with self._process.lock:
+            access = self._process.addresses.allows(address, size, self._ordinal, "memmove")
         if access.value & needed.value != needed.value:
-            raise DriverError(
-                "memmove", "EACCES", errno.EACCES, f"[{address:#x}, +{size}) does not allow {needed.name}"
-            )
+            hint = f"[{address:#x}, +{size}) does not allow {needed.name} to device {self._ordinal}"
+            raise DriverError("memmove", "EACCES", errno.EACCES, hint)
 
     # The device's own figures
 
@@ -386,11 +427,18 @@ class HostDriver:
         """
         self._lock, self._birth_lock = threading.Lock(), threading.Lock()
         self._closed = True
-        for address, size in self._addresses.reservations:
+        for address, size in self._forgotten_reservations():
             _libc.munmap(address, size)
-        self._addresses = _addresses.AddressTable()
         self._unpin_all()
         self._close_handles()
+
+    def _forgotten_reservations(self) -> list[tuple[int, int]]:
+        addresses = self._process.addresses
+        if self._pid != os.getpid():
+            # The parent's table, which a thread of the parent may have been changing: this is all that reads it.
+            return addresses.reservations(self._number)
+        with self._process.lock:
+            return addresses.forget_reservations(self._number)
 
     def close(self) -> None:
         """Drop every handle, the watch and what is pinned. Mappings and exported descriptors keep their memory."""
@@ -461,6 +509,17 @@ def _mapped_bytes(process: str) -> int:
                 first, last = addresses.split(b"-")
                 extents[inode, offset] = int(last, 16) - int(first, 16)
     return sum(extents.values())
+
+
+def _protect(mapping: _addresses.Mapping, access: dict[int, AccessFlags]) -> None:
+    """Let the devices do with a mapping what `access` says, by ordinal."""
+    before, mapping.access = mapping.access, access
+    try:
+        with driver_call("mprotect"):
+            _libc.mprotect(mapping.address, mapping.size, _PROTECTIONS[mapping.most()])
+    except BaseException:
+        mapping.access = before
+        raise
 
 
 def _check_granules(size: int, call: str) -> None:

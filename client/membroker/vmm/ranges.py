@@ -1,22 +1,74 @@
-"""Addresses, physical memory and their union as context managers: the three nouns of virtual memory management.
+"""Addresses, physical memory and their union as context managers: the nouns of virtual memory management.
 
-Owns the closing order, by references: a `MappedRange` keeps its memory and its addresses, and addresses with
-something mapped in them refuse to close. It must never talk to a broker; that is a region's work.
+Owns the order of closing, which nobody can get wrong. Each object may be closed at any time: memory lives on while it
+is mapped, and addresses are given back when the last mapping in them is closed. So blocks may end in any order, and no
+error of a close hides the one that ended the block. It must never talk to a broker; that is a region's work.
+
+Nothing is unmapped by the garbage collector: it may run in the middle of a driver's call, in any thread. What is
+forgotten is a `ResourceWarning`. In a forked child everything is closed: it belongs to the parent.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
+from membroker.errors import AlreadyMapped, ClosedError, InvalidOffset, InvalidRequest, NotMapped
 from membroker.vmm.driver import AccessFlags, Driver, Handle, Location
-from membroker.vmm.sizes import round_up
+from membroker.vmm.sizes import MAX_BYTES, is_power_of_two, parse_size, round_up
 
 
-class _Closable:
-    """A `with` block that closes."""
+def allocation_granularity(driver: Driver, recommended: bool = False) -> int:
+    """Return what sizes, offsets and addresses are multiples of on this device, in bytes.
+
+    With `recommended`, the multiple that the device works best with (`cuMemGetAllocationGranularity`), which is the
+    granularity itself where it recommends none: the twin, and an H200 (2 MiB both, driver 580).
+    """
+    device = driver.device
+    return device.recommended_granularity or device.granularity if recommended else device.granularity
+
+
+class Closable:
+    """Something that is closed once, by `close` or at the end of a `with` block. Safe to close from any thread."""
+
+    # An object whose construction failed is closed.
+    _closed = True
+
+    def _open(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or inherited over a fork."""
+        return self._closed or self._pid != os.getpid()
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` where it is closed."""
+        if self.closed:
+            raise ClosedError(f"{self} is closed, or belongs to the process that this one was forked from")
 
     def close(self) -> None:
+        """Give it back. Closing again does nothing; after a failure, which is raised, it is open as before."""
+        if self.closed:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            self._give_back()
+        except BaseException:
+            self._closed = False
+            raise
+
+    def _give_back(self) -> None:
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -30,37 +82,106 @@ class _Closable:
     ) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self}>"
 
-class AddressRange(_Closable):
-    """`size` bytes of reserved addresses, rounded up to the granularity, with nothing behind them.
+    def __del__(self) -> None:
+        if not self._closed and self._pid == os.getpid():
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
 
-    `alignment` is in bytes, a power of two; 0 asks for the granularity. Raises `DriverError`.
+
+class AddressRange(Closable):
+    """`size` bytes of reserved addresses from `base` on, rounded up to the granularity, with nothing behind them.
+
+    `size` may be text, such as `"8GiB"`. `alignment` is in bytes, a power of two; 0 asks for the granularity. Raises
+    `InvalidRequest`, `DriverError`.
+
+    Addresses are the process's: memory of any device of `driver`'s kind may be mapped there.
     """
 
-    def __init__(self, driver: Driver, size: int, alignment: int = 0) -> None:
+    def __init__(self, driver: Driver, size: int | str, alignment: int = 0) -> None:
+        granularity = driver.device.granularity
         self.driver = driver
-        self.size = round_up(size, driver.device.granularity)
-        self.address = driver.reserve(self.size, alignment)
-        self.closed = False
+        self.size = _granules("a range of addresses", size, granularity)
+        if alignment and not (is_power_of_two(alignment) and alignment <= MAX_BYTES):
+            raise InvalidRequest(f"an alignment is a power of two below 2^63, or 0, not {alignment}")
+        self.alignment = max(alignment, granularity)
+        self.base = driver.reserve(self.size, alignment)
+        # By offset; None while it is being made.
+        self._mapped: dict[int, MappedRange | None] = {}
+        self._unreserved = False
+        self._open()
 
     @property
     def end(self) -> int:
         """The first address behind the range."""
-        return self.address + self.size
+        return self.base + self.size
 
     def contains(self, address: int, size: int = 1) -> bool:
         """Say whether all `size` bytes at `address` lie inside the range."""
-        return self.address <= address and size >= 0 and address + size <= self.end
+        return lies_within(self.size, address - self.base, size)
+
+    @property
+    def mappings(self) -> list[MappedRange]:
+        """Every `MappedRange` here that is not closed, in order."""
+        mapped = dict(self._mapped)
+        return [mapping for offset in sorted(mapped) if (mapping := mapped[offset])]
+
+    def mappings_in(self, offset: int, size: int) -> list[MappedRange]:
+        """Return the mappings that fill [offset, offset + size) side by side.
+
+        Raises `InvalidOffset` beyond the range, `NotMapped` where there is a hole, or only part of a mapping.
+        """
+        if not lies_within(self.size, offset, size) or size == 0:
+            raise InvalidOffset(f"[{offset}, +{size}) is no part of the {self.size} bytes of {self}")
+        found, at = [], offset
+        while at < offset + size:
+            mapping = self._mapped.get(at)
+            if mapping is None or mapping.size > offset + size - at:
+                raise NotMapped(f"no mapping that ends by {offset + size} begins at offset {at} of {self}")
+            found.append(mapping)
+            at += mapping.size
+        return found
 
     def close(self) -> None:
-        """Give the addresses back. Raises `DriverError` and changes nothing while something is mapped there."""
-        if not self.closed:
-            self.driver.unreserve(self.address, self.size)
-            self.closed = True
+        """Map nothing here any more, and give the addresses back when the last mapping in them is closed.
+
+        Now, where nothing is mapped. Raises `DriverError`, and is open as before, where something is mapped that no
+        `MappedRange` knows of.
+        """
+        super().close()
+
+    def _expect(self, offset: int) -> None:
+        """Keep the addresses for a mapping that is about to be made at `offset`, until `_forget`."""
+        with self._lock:
+            self.check_open()
+            if offset in self._mapped:
+                raise AlreadyMapped(f"something is mapped at offset {offset} of {self}: unmap it first")
+            self._mapped[offset] = None
+
+    def _forget(self, offset: int) -> None:
+        """Forget the mapping at `offset`; then `_give_back` is due."""
+        with self._lock:
+            del self._mapped[offset]
+
+    def _give_back(self) -> None:
+        """Give the addresses back, once this is closed and nothing is mapped here any more."""
+        with self._lock:
+            if not self._closed or self._mapped or self._unreserved:
+                return
+            self._unreserved = True
+        try:
+            self.driver.unreserve(self.base, self.size)
+        except BaseException:
+            self._closed = self._unreserved = False
+            raise
+
+    def __str__(self) -> str:
+        return f"VA[0x{self.base:016x}..0x{self.end:016x}, {self.size} bytes, align={self.alignment}]"
 
 
-class PhysicalMemory(_Closable):
-    """One extent, held by a handle.
+class PhysicalMemory(Closable):
+    """One extent of one device, held by a handle.
 
     Closing drops the handle; the memory lives on while a mapping or a descriptor keeps it, so closing right
     after mapping is the usual order.
@@ -68,12 +189,17 @@ class PhysicalMemory(_Closable):
 
     def __init__(self, driver: Driver, handle: Handle) -> None:
         self.driver, self.handle = driver, handle
-        self.closed = False
+        self._mappings = 0
+        self._open()
 
     @classmethod
-    def create(cls, driver: Driver, size: int, location: Location = Location.DEVICE) -> Self:
-        """Create an extent of `size` bytes, rounded up to the granularity, zero-filled."""
-        return cls(driver, driver.create(round_up(size, driver.device.granularity), location))
+    def create(cls, driver: Driver, size: int | str, location: Location = Location.DEVICE) -> Self:
+        """Create an extent of `size` bytes, or text, rounded up to the granularity, zero-filled.
+
+        Raises `InvalidRequest`, `DriverError` (`DriverOutOfMemory`).
+        """
+        granules = _granules("physical memory", size, driver.device.granularity)
+        return cls(driver, driver.create(granules, location))
 
     @classmethod
     def from_descriptor(cls, driver: Driver, descriptor: int, size: int, location: Location = Location.DEVICE) -> Self:
@@ -85,22 +211,45 @@ class PhysicalMemory(_Closable):
         """The extent's bytes."""
         return self.handle.size
 
+    @property
+    def device_ordinal(self) -> int:
+        """The number of the driver's device in this process."""
+        return self.driver.device.ordinal
+
+    @property
+    def mapped(self) -> bool:
+        """Whether a `MappedRange` of this object is open. Other handles and processes may map the extent too."""
+        return self._mappings > 0
+
     def export(self) -> int:
         """Return a new descriptor of the extent, the caller's to close."""
+        self.check_open()
         return self.driver.export(self.handle)
 
-    def close(self) -> None:
-        """Drop the handle."""
-        if not self.closed:
-            self.driver.release(self.handle)
-            self.closed = True
+    def _enter(self) -> None:
+        """Count a mapping that is about to be made."""
+        with self._lock:
+            self.check_open()
+            self._mappings += 1
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._mappings -= 1
+
+    def _give_back(self) -> None:
+        self.driver.release(self.handle)
+
+    def __str__(self) -> str:
+        return f"PhysAlloc[handle=0x{self.handle.value:016x}, {self.size} bytes, dev={self.device_ordinal}]"
 
 
-class MappedRange(_Closable):
-    """`memory` bound whole into `addresses` at `offset` bytes, with `access`.
+class MappedRange(Closable):
+    """`memory` bound whole into `addresses`, `offset` bytes behind their base.
 
-    It keeps both alive: neither can be collected under it. The same memory may be mapped many times
-    (aliasing). Raises `DriverError`, with nothing mapped.
+    It keeps both alive. The same memory may be mapped many times (aliasing), and memory of several devices side by
+    side. `access` is what the device of the addresses' driver may do, whosever the memory is, or what each device
+    may, by its driver; `{}` grants nothing yet. Raises `InvalidOffset` where it does not fit, `InvalidRequest` for
+    drivers of two kinds, `AlreadyMapped`, `ClosedError`, `DriverError`; nothing is mapped then.
     """
 
     def __init__(
@@ -108,29 +257,85 @@ class MappedRange(_Closable):
         addresses: AddressRange,
         memory: PhysicalMemory,
         offset: int = 0,
-        access: AccessFlags = AccessFlags.READ_WRITE,
+        access: AccessFlags | Mapping[Driver, AccessFlags] = AccessFlags.READ_WRITE,
     ) -> None:
-        if addresses.driver is not memory.driver:
-            raise ValueError("the addresses and the memory belong to different drivers")
-        self.addresses, self.memory = addresses, memory
-        self.driver, self.size = addresses.driver, memory.size
-        self.address = addresses.address + offset
-        self.closed = False
-        self.driver.map(self.address, memory.handle)
-        try:
-            self.set_access(access)
-        except BaseException:
-            self.driver.unmap(self.address, self.size)
-            raise
+        grants = {addresses.driver: access} if isinstance(access, AccessFlags) else access
+        self.addresses, self.memory, self.offset = addresses, memory, offset
+        self.size, self.address = memory.size, addresses.base + offset
+        self._drivers = {addresses.driver, memory.driver, *grants}
+        for driver in self._drivers:
+            self._check_kind(driver)
+        # Before any lock, which a thread of the parent may have held at a fork.
+        addresses.check_open()
+        memory.check_open()
+        if not lies_within(addresses.size, offset, self.size):
+            raise InvalidOffset(f"{memory} does not fit at offset {offset} of {addresses}")
+        with ExitStack() as undo:
+            undo.callback(addresses._give_back)
+            addresses._expect(offset)
+            undo.callback(addresses._forget, offset)
+            memory._enter()
+            undo.callback(memory._leave)
+            memory.driver.map(self.address, memory.handle)
+            undo.callback(addresses.driver.unmap, self.address, self.size)
+            for driver, flags in grants.items():
+                driver.set_access(self.address, self.size, flags)
+            self._open()
+            addresses._mapped[offset] = self
+            undo.pop_all()
 
-    def set_access(self, access: AccessFlags) -> None:
-        """Set what the whole mapping allows."""
-        self.driver.set_access(self.address, self.size, access)
-        self.access = access
+    def set_access(self, access: AccessFlags, driver: Driver | None = None) -> None:
+        """Set what one device may do with the whole mapping: `driver`'s, or that of the addresses' driver.
+
+        Closing then waits for the work of that device too. Raises `InvalidRequest`, `ClosedError`, `DriverError`.
+        """
+        self.check_open()
+        driver = driver or self.addresses.driver
+        self._check_kind(driver)
+        driver.set_access(self.address, self.size, access)
+        self._drivers.add(driver)
+
+    def get_access(self, driver: Driver | None = None) -> AccessFlags:
+        """Return what one device may do, `driver`'s or that of the addresses' driver, as the driver knows it."""
+        self.check_open()
+        return (driver or self.addresses.driver).get_access(self.address)
 
     def close(self) -> None:
-        """Wait for this process's work on the device, then unmap. The addresses stay reserved."""
-        if not self.closed:
-            self.driver.synchronize()
-            self.driver.unmap(self.address, self.size)
-            self.closed = True
+        """Wait for this process's work on every device that was granted access, then unmap.
+
+        The addresses stay reserved, unless they were closed and this was the last mapping there.
+        """
+        super().close()
+        if self._closed:
+            self.addresses._give_back()
+
+    def _give_back(self) -> None:
+        for driver in self._drivers:
+            driver.synchronize()
+        self.addresses.driver.unmap(self.address, self.size)
+        self.addresses._forget(self.offset)
+        self.memory._leave()
+
+    def _check_kind(self, driver: Driver) -> None:
+        ours, theirs = self.addresses.driver.device.driver, driver.device.driver
+        if ours != theirs:
+            raise InvalidRequest(f"the addresses are of the {ours} driver, and a {theirs} driver cannot use them")
+
+    def __str__(self) -> str:
+        return f"[0x{self.address:016x}, +{self.size}) of {self.memory}"
+
+
+def lies_within(total: int, offset: int, size: int) -> bool:
+    """Say whether the `size` bytes at `offset` lie inside `total` bytes; no sum that could overflow is made."""
+    return 0 <= size <= total and 0 <= offset <= total - size
+
+
+def _granules(what: str, size: int | str, granularity: int) -> int:
+    try:
+        wanted = parse_size(size)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"{what}: {error}") from error
+    rounded = round_up(wanted, granularity)
+    if not 0 < rounded <= MAX_BYTES:
+        raise InvalidRequest(f"{what} must have between 1 and 2^63-1 bytes, also in whole granules, not {size!r}")
+    return rounded

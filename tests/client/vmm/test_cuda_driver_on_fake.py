@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from tests.fakes import build_fake_cuda, run_beside_fake_cuda
 
-from membroker.testing import CHECKS
+from membroker.testing import CHECKS, TWO_DEVICE_CHECKS
 
 if os.environ.get("MEMBROKER_REQUIRE_FAKE_CUDA") != "1":
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
@@ -37,11 +37,12 @@ fake = ctypes.CDLL("libcuda.so.1")
 
 _RUN_CHECKS = """
 import traceback
-from membroker.testing import CHECKS
-make_driver, results = functools.partial(open_driver, "cuda", context=True), {}
-for check in CHECKS:
+from membroker.testing import CHECKS, TWO_DEVICE_CHECKS
+makers = [functools.partial(open_driver, "cuda", device, context=True) for device in {devices}]
+results = {{}}
+for check in {checks}:
     try:
-        check(make_driver)
+        check(*makers)
         results[check.__name__] = ""
     except Exception:
         results[check.__name__] = traceback.format_exc()
@@ -66,13 +67,61 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def results(run: Run) -> dict[str, str]:
-    loaded: dict[str, str] = json.loads(run(_RUN_CHECKS))
+    loaded: dict[str, str] = json.loads(run(_RUN_CHECKS.format(devices=[0], checks="CHECKS")))
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def two_device_results(run: Run) -> dict[str, str]:
+    code = _RUN_CHECKS.format(devices=[0, 1], checks="TWO_DEVICE_CHECKS")
+    loaded: dict[str, str] = json.loads(run(code, FAKE_CUDA_DEVICES="2"))
     return loaded
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
 def test_a_card_keeps_a_drivers_promises(results: dict[str, str], name: str) -> None:
     assert results[name] == "", results[name]
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in TWO_DEVICE_CHECKS])
+def test_two_cards_keep_their_promises(two_device_results: dict[str, str], name: str) -> None:
+    assert two_device_results[name] == "", two_device_results[name]
+
+
+def test_a_card_copies_in_its_own_context_whichever_is_current(run: Run) -> None:
+    """Two cards in one thread: the second's context is current, and a copy there to the first's memory would fault."""
+    code = """
+        first, second = CudaDriver(0, context=True), CudaDriver(1, context=True)
+        handle, address = first.create(GRANULE), first.reserve(GRANULE)
+        first.map(address, handle)
+        first.set_access(address, GRANULE, AccessFlags.READ_WRITE)
+        second.release(second.create(GRANULE))
+        first.write(address, b"first")
+        assert first.read(address, 5) == b"first"
+    """
+    run(code, FAKE_CUDA_DEVICES="2")
+
+
+def test_what_a_card_was_granted_is_taken_back_from_it_alone(run: Run) -> None:
+    code = """
+        first, second = CudaDriver(0, context=True), CudaDriver(1, context=True)
+        handle, address = first.create(GRANULE), first.reserve(GRANULE)
+        first.map(address, handle)
+        for driver in (first, second):
+            driver.set_access(address, GRANULE, AccessFlags.READ_WRITE)
+        second.set_access(address, GRANULE, AccessFlags.NONE)
+        with pytest.raises(DriverError, match=f"does not allow READ to {second.device.uuid}"):
+            second.read(address, 1)
+        first.write(address, b"x")
+    """
+    run(code, FAKE_CUDA_DEVICES="2")
+
+
+def test_the_recommended_granularity_is_the_cards(run: Run) -> None:
+    run("""
+        assert allocation_granularity(CudaDriver()) == GRANULE
+        assert allocation_granularity(CudaDriver(), recommended=True) == 2 * GRANULE
+    """)
 
 
 def test_the_broker_never_makes_a_context(run: Run) -> None:
@@ -132,7 +181,7 @@ def test_the_card_is_described_and_found_by_its_uuid(run: Run) -> None:
     """Ordinals move with CUDA_VISIBLE_DEVICES; the UUID, and NVML's index, do not."""
     run(f"""
         info = CudaDriver().device
-        assert info == DeviceInfo("GPU-{FAKE_UUID}", "Fake card", "cuda", GRANULE, 3, "1.2.3"), info
+        assert info == DeviceInfo("GPU-{FAKE_UUID}", "Fake card", "cuda", GRANULE, 3, "1.2.3", 0, 2 * GRANULE), info
         assert CudaDriver(info.uuid).device == info
         assert CudaDriver(info.uuid.upper()).device == info
         for other in ("GPU-00000000-0000-0000-0000-000000000000", "", 7, -1):

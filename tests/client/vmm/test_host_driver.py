@@ -188,7 +188,7 @@ def test_a_forked_child_keeps_its_parents_memory_until_it_abandons_the_driver(dr
 def test_abandon_does_not_wait_for_a_thread_that_was_not_forked(driver: HostDriver) -> None:
     """Another thread of the parent is inside the driver at the fork: in the child nobody unlocks."""
     mapped(driver)
-    with driver._lock, driver._birth_lock, forked(driver.abandon) as (_child, run_abandon):
+    with driver._process.lock, driver._lock, driver._birth_lock, forked(driver.abandon) as (_child, run_abandon):
         run_abandon()
 
 
@@ -718,6 +718,8 @@ def test_closing_leaves_mappings_and_exported_descriptors(driver: HostDriver) ->
     driver.set_access(alias, GRANULARITY, AccessFlags.READ)
     assert driver.read(alias, 4) == b"kept"
     os.close(descriptor)
+    driver.unmap(address, GRANULARITY)
+    driver.unreserve(address, GRANULARITY)
 
 
 # Opening

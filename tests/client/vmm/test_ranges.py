@@ -1,16 +1,30 @@
-"""Addresses, memory and mappings as `with` blocks: the order of closing, and what the three compose to."""
+"""Addresses, memory and mappings as `with` blocks: closing in any order, bounds, and what the three compose to."""
 
 from __future__ import annotations
 
 import gc
 import os
+import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import permutations
 
 import pytest
+from tests.client.vmm.children import in_a_child
 
-from membroker.vmm import AccessFlags, AddressRange, DriverError, Location, MappedRange, PhysicalMemory
+from membroker.errors import AlreadyMapped, ClosedError, InvalidOffset, InvalidRequest, NotMapped
+from membroker.vmm import (
+    AccessFlags,
+    AddressRange,
+    DriverError,
+    Handle,
+    Location,
+    MappedRange,
+    PhysicalMemory,
+    allocation_granularity,
+)
 from membroker.vmm.host import GRANULARITY, HostDriver
 
 
@@ -21,8 +35,48 @@ def driver() -> Iterator[HostDriver]:
     driver.abandon()
 
 
+@pytest.fixture
+def addresses(driver: HostDriver) -> Iterator[AddressRange]:
+    """Addresses for four granules."""
+    with AddressRange(driver, 4 * GRANULARITY) as addresses:
+        yield addresses
+
+
+@pytest.fixture
+def memory(driver: HostDriver) -> Iterator[PhysicalMemory]:
+    with PhysicalMemory.create(driver, GRANULARITY) as memory:
+        yield memory
+
+
 def used(driver: HostDriver) -> int:
     return driver.memory(Location.DEVICE).used
+
+
+def is_reserved(driver: HostDriver, addresses: AddressRange) -> bool:
+    return (addresses.base, addresses.size) in driver._process.addresses.reservations(driver._number)
+
+
+# What they are
+
+
+def test_the_granularity_is_the_devices(driver: HostDriver) -> None:
+    """The twin recommends nothing besides, so code that asks for the recommended size works there too."""
+    assert allocation_granularity(driver) == allocation_granularity(driver, recommended=True) == GRANULARITY
+
+
+def test_a_round_trip_of_bytes(driver: HostDriver) -> None:
+    """Reserve, create, map, grant, write, read, and let go in the order that needs no thought."""
+    size = -(-(1 << 20) // allocation_granularity(driver)) * allocation_granularity(driver)
+    pattern = b"".join((number * 0x9E3779B1 & 0xFFFFFFFF).to_bytes(4, "little") for number in range(size // 4))
+    addresses = AddressRange(driver, size)
+    physical = PhysicalMemory.create(driver, size)
+    mapped = MappedRange(addresses, physical, access={})
+    mapped.set_access(AccessFlags.READ_WRITE)
+    driver.write(mapped.address, pattern)
+    assert driver.read(mapped.address, size) == pattern
+    for each in (mapped, physical, addresses):
+        each.close()
+    assert used(driver) == 0
 
 
 def test_leaving_the_blocks_gives_everything_back(driver: HostDriver) -> None:
@@ -34,140 +88,370 @@ def test_leaving_the_blocks_gives_everything_back(driver: HostDriver) -> None:
         driver.write(mapping.address, b"bytes")
         assert used(driver) == GRANULARITY
     assert used(driver) == 0
+    assert not is_reserved(driver, addresses)
     for each in (addresses, memory, mapping):
         assert each.closed
         each.close()
 
 
 def test_sizes_are_rounded_up_to_the_granularity(driver: HostDriver) -> None:
-    with AddressRange(driver, 1) as addresses, PhysicalMemory.create(driver, GRANULARITY + 1) as memory:
+    with AddressRange(driver, 1) as addresses, PhysicalMemory.create(driver, "3MiB") as memory:
         assert (addresses.size, memory.size) == (GRANULARITY, 2 * GRANULARITY)
+
+
+@pytest.mark.parametrize("size", [0, -1, (1 << 63) - 1, 1 << 63, 1 << 64, 1.5, True, "much", "0MiB"])
+def test_a_size_that_is_none_is_refused(driver: HostDriver, size: int) -> None:
+    """2^63-1 itself is a size, but not in whole granules."""
+    for make in (AddressRange, PhysicalMemory.create):
+        with pytest.raises(InvalidRequest):
+            make(driver, size)
+
+
+@pytest.mark.parametrize("alignment", [-1, 3, GRANULARITY + 1, 1 << 63, 1 << 64])
+def test_an_alignment_that_is_none_is_refused(driver: HostDriver, alignment: int) -> None:
+    with pytest.raises(InvalidRequest, match="power of two"):
+        AddressRange(driver, GRANULARITY, alignment)
 
 
 def test_a_range_knows_its_end_and_what_it_contains(driver: HostDriver) -> None:
     with AddressRange(driver, 2 * GRANULARITY, alignment=1 << 30) as addresses:
-        assert addresses.address % (1 << 30) == 0
-        assert addresses.end == addresses.address + 2 * GRANULARITY
-        assert addresses.contains(addresses.address, 2 * GRANULARITY)
-        assert not addresses.contains(addresses.address, 2 * GRANULARITY + 1)
-        assert not addresses.contains(addresses.address - 1)
+        assert addresses.base % (1 << 30) == 0
+        assert addresses.alignment == 1 << 30
+        assert addresses.end == addresses.base + 2 * GRANULARITY
+        assert addresses.contains(addresses.base, 2 * GRANULARITY)
+        assert not addresses.contains(addresses.base, 2 * GRANULARITY + 1)
+        assert not addresses.contains(addresses.base - 1)
         assert not addresses.contains(addresses.end)
-        assert not addresses.contains(addresses.address, -1)
+        assert not addresses.contains(addresses.base, -1)
+        assert not addresses.contains(addresses.end - 1, 1 << 64)
 
 
-def test_addresses_with_something_mapped_refuse_to_close(driver: HostDriver) -> None:
-    """Closing in the wrong order must not tear memory from under running work."""
+def test_each_says_what_it_is(addresses: AddressRange, memory: PhysicalMemory) -> None:
+    """An error or a log that has one of them in it can be understood."""
+    with MappedRange(addresses, memory) as mapping:
+        assert repr(addresses) == (
+            f"<AddressRange VA[0x{addresses.base:016x}..0x{addresses.end:016x}, "
+            f"{4 * GRANULARITY} bytes, align={GRANULARITY}]>"
+        )
+        assert str(memory) == f"PhysAlloc[handle=0x{memory.handle.value:016x}, {GRANULARITY} bytes, dev=0]"
+        assert repr(mapping) == f"<MappedRange [0x{addresses.base:016x}, +{GRANULARITY}) of {memory}>"
+
+
+# Closing
+
+
+@pytest.mark.parametrize("order", list(permutations(("addresses", "memory", "mapping"))), ids=" ".join)
+def test_any_order_of_closing_gives_all_back_and_none_too_early(driver: HostDriver, order: tuple[str, ...]) -> None:
+    """Blocks end, exceptions fly and finalizers run in any order: the bytes are there until the mapping is closed."""
+    addresses, memory = AddressRange(driver, GRANULARITY), PhysicalMemory.create(driver, GRANULARITY)
+    parts = {"addresses": addresses, "memory": memory, "mapping": MappedRange(addresses, memory)}
+    address = addresses.base
+    driver.write(address, b"alive")
+    for name in order:
+        if not parts["mapping"].closed:
+            assert driver.read(address, 5) == b"alive"
+        parts[name].close()
+    assert used(driver) == 0
+    assert not is_reserved(driver, addresses)
+
+
+def test_addresses_are_given_back_with_the_last_mapping_in_them(driver: HostDriver, memory: PhysicalMemory) -> None:
+    """Closed addresses take nothing new, keep what is there, and go when it has gone."""
+    addresses = AddressRange(driver, 3 * GRANULARITY)
+    first, second = (MappedRange(addresses, memory, number * GRANULARITY) for number in range(2))
+    addresses.close()
+    assert addresses.closed
+    with pytest.raises(ClosedError, match="VA"):
+        MappedRange(addresses, memory, 2 * GRANULARITY)
+    driver.write(first.address, b"alive")
+    first.close()
+    assert is_reserved(driver, addresses)
+    assert driver.read(second.address, 5) == b"alive"
+    assert addresses.mappings == [second]
+    second.close()
+    assert not is_reserved(driver, addresses)
+
+
+def test_an_error_in_a_block_is_not_hidden_by_the_closing(driver: HostDriver, memory: PhysicalMemory) -> None:
+    """The mapping was made outside of the block that owns the addresses: the block's own error is what is seen."""
     addresses = AddressRange(driver, GRANULARITY)
-    mapping = MappedRange(addresses, PhysicalMemory.create(driver, GRANULARITY))
-    driver.write(mapping.address, b"alive")
+    mapping = MappedRange(addresses, memory)
+    with pytest.raises(ZeroDivisionError), addresses:
+        1 / 0
+    mapping.close()
+    assert not is_reserved(driver, addresses)
+
+
+def test_what_was_mapped_past_the_range_keeps_it_open(driver: HostDriver, memory: PhysicalMemory) -> None:
+    """Code that calls the driver itself is not torn from its addresses: the close is refused, and works later."""
+    addresses = AddressRange(driver, 2 * GRANULARITY)
+    driver.map(addresses.base, memory.handle)
     with pytest.raises(DriverError, match="still mapped"):
         addresses.close()
     assert not addresses.closed
-    assert driver.read(mapping.address, 5) == b"alive"
-    mapping.close()
+    mapping = MappedRange(addresses, memory, GRANULARITY)
+    addresses.close()
+    with pytest.raises(DriverError, match="still mapped"):
+        mapping.close()
+    assert mapping.closed
+    assert not addresses.closed
+    driver.unmap(addresses.base, GRANULARITY)
     addresses.close()
 
 
-def test_memory_may_be_closed_under_its_mapping(driver: HostDriver) -> None:
+def test_memory_may_be_closed_under_its_mapping(driver: HostDriver, addresses: AddressRange) -> None:
     """The usual order of a borrower: map, then drop the handle, and the mapping keeps the bytes."""
-    with AddressRange(driver, GRANULARITY) as addresses:
-        memory = PhysicalMemory.create(driver, GRANULARITY)
-        with MappedRange(addresses, memory) as mapping:
-            memory.close()
-            driver.write(mapping.address, b"kept")
-            assert driver.read(mapping.address, 4) == b"kept"
-        assert used(driver) == 0
+    memory = PhysicalMemory.create(driver, GRANULARITY)
+    with MappedRange(addresses, memory) as mapping:
+        memory.close()
+        assert memory.mapped
+        driver.write(mapping.address, b"kept")
+        assert driver.read(mapping.address, 4) == b"kept"
+    assert used(driver) == 0
+    with pytest.raises(ClosedError, match="PhysAlloc"):
+        MappedRange(addresses, memory)
+    with pytest.raises(ClosedError):
+        memory.export()
 
 
 def test_a_mapping_keeps_its_memory_and_its_addresses(driver: HostDriver) -> None:
     """User code keeps only the mapping; the collector must not take what it stands on."""
     addresses, memory = AddressRange(driver, GRANULARITY), PhysicalMemory.create(driver, GRANULARITY)
     mapping = MappedRange(addresses, memory)
+    addresses.close()
+    memory.close()
     kept = weakref.ref(addresses), weakref.ref(memory)
     del addresses, memory
     gc.collect()
     assert all(reference() is not None for reference in kept)
     mapping.close()
+    del mapping
+    gc.collect()
+    assert all(reference() is None for reference in kept)
 
 
-def test_access_can_be_lowered_and_raised(driver: HostDriver) -> None:
+def test_what_is_forgotten_is_warned_of(driver: HostDriver) -> None:
+    """Like a file that nobody closed; the collector itself unmaps nothing, whatever thread it runs in."""
+    with pytest.warns(ResourceWarning, match=r"unclosed <PhysicalMemory PhysAlloc"):
+        PhysicalMemory.create(driver, GRANULARITY)
+    assert used(driver) == GRANULARITY
+    with pytest.warns(ResourceWarning, match=r"unclosed <AddressRange VA"):
+        AddressRange(driver, GRANULARITY)
+
+
+def test_two_threads_close_once(driver: HostDriver, addresses: AddressRange, memory: PhysicalMemory) -> None:
+    """A second unmap would tear out what another thread has mapped there meanwhile."""
+    unmapped: list[int] = []
+    unmap = driver.unmap
+    driver.unmap = lambda address, size: (unmapped.append(address), unmap(address, size))[1]  # type: ignore[method-assign]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            mapping, start = MappedRange(addresses, memory), threading.Barrier(4)
+            ends = [pool.submit(lambda m=mapping, s=start: (s.wait(20), m.close())) for _ in range(4)]
+            for end in ends:
+                end.result(20)
+    assert len(unmapped) == 20
+
+
+def test_the_addresses_are_given_back_once(
+    driver: HostDriver, memory: PhysicalMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread closes the last mapping while the addresses go: they may be a stranger's already."""
+    given_back: list[int] = []
+    addresses = AddressRange(driver, GRANULARITY)
+    mapping = MappedRange(addresses, memory)
+    unreserve = driver.unreserve
+
+    def unreserve_beside_a_close(address: int, size: int) -> None:
+        given_back.append(address)
+        if len(given_back) == 1:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(mapping.close).result(20)
+        unreserve(address, size)
+
+    monkeypatch.setattr(driver, "unreserve", unreserve_beside_a_close)
+    addresses.close()
+    mapping.close()
+    assert given_back == [addresses.base]
+
+
+def test_closing_a_mapping_waits_for_work_first(
+    driver: HostDriver, addresses: AddressRange, memory: PhysicalMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card does not wait by itself: unmapping under a kernel faults it."""
+    calls: list[str] = []
+    mapping = MappedRange(addresses, memory)
+    unmap = driver.unmap
+    monkeypatch.setattr(driver, "synchronize", lambda: calls.append("synchronize"))
+
+    def unmap_after(address: int, size: int) -> None:
+        calls.append("unmap")
+        unmap(address, size)
+
+    monkeypatch.setattr(driver, "unmap", unmap_after)
+    mapping.close()
+    assert calls == ["synchronize", "unmap"]
+
+
+def test_a_close_that_fails_can_be_repeated(
+    driver: HostDriver, addresses: AddressRange, memory: PhysicalMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise DriverError("cuCtxSynchronize", "CUDA_ERROR_LAUNCH_TIMEOUT", 702)
+
+    mapping = MappedRange(addresses, memory)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "synchronize", fail)
+        with pytest.raises(DriverError, match="702"):
+            mapping.close()
+    assert not mapping.closed
+    assert addresses.mappings == [mapping]
+    mapping.close()
+
+
+def test_a_forked_childs_objects_are_closed(driver: HostDriver, addresses: AddressRange) -> None:
+    """They are the parent's: leaving the blocks in the child calls no driver, and warns of nothing."""
+    with PhysicalMemory.create(driver, GRANULARITY) as memory, MappedRange(addresses, memory) as mapping:
+
+        def body() -> None:
+            for each in (addresses, memory, mapping):
+                assert each.closed
+                each.close()
+                each.__del__()
+            for call in (memory.export, mapping.get_access, lambda: MappedRange(addresses, memory, GRANULARITY)):
+                with pytest.raises(ClosedError, match="forked"):
+                    call()
+
+        with addresses._lock, memory._lock, mapping._lock:
+            in_a_child(body)
+        driver.write(mapping.address, b"the parent's")
+
+
+# Mapping
+
+
+@pytest.mark.parametrize("offset", [-GRANULARITY, 4 * GRANULARITY, 1 << 62, 1 << 64, -(1 << 64)])
+def test_nothing_is_mapped_outside_of_the_range(
+    driver: HostDriver, addresses: AddressRange, memory: PhysicalMemory, offset: int
+) -> None:
+    """A neighbour's reservation may begin where this one ends: an offset beyond must not reach into it."""
+    with ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(AddressRange(driver, 4 * GRANULARITY))
+        with pytest.raises(InvalidOffset, match="does not fit"):
+            MappedRange(addresses, memory, offset)
+    assert addresses.mappings == []
+    assert not memory.mapped
+
+
+def test_memory_that_is_larger_than_the_rest_of_the_range_is_refused(
+    driver: HostDriver, addresses: AddressRange
+) -> None:
+    with PhysicalMemory.create(driver, 3 * GRANULARITY) as large:
+        for offset in (2 * GRANULARITY, 3 * GRANULARITY):
+            with pytest.raises(InvalidOffset):
+                MappedRange(addresses, large, offset)
+        MappedRange(addresses, large, GRANULARITY).close()
+
+
+def test_nothing_is_mapped_over_a_mapping(driver: HostDriver, addresses: AddressRange, memory: PhysicalMemory) -> None:
     with (
-        AddressRange(driver, GRANULARITY) as addresses,
-        PhysicalMemory.create(driver, GRANULARITY) as memory,
-        MappedRange(addresses, memory, access=AccessFlags.READ) as mapping,
+        PhysicalMemory.create(driver, 2 * GRANULARITY) as large,
+        MappedRange(addresses, memory, GRANULARITY) as mapping,
     ):
+        driver.write(mapping.address, b"first")
+        with pytest.raises(AlreadyMapped):
+            MappedRange(addresses, large, GRANULARITY)
+        with pytest.raises(DriverError, match="over the mapping"):
+            MappedRange(addresses, large, 0)
+        assert addresses.mappings == [mapping]
+        assert driver.read(mapping.address, 5) == b"first"
+
+
+def test_access_is_nothing_until_it_is_granted_and_can_be_changed(
+    driver: HostDriver, addresses: AddressRange, memory: PhysicalMemory
+) -> None:
+    with MappedRange(addresses, memory, access={}) as mapping:
+        assert mapping.get_access() is AccessFlags.NONE
+        with pytest.raises(DriverError, match="no access"):
+            driver.read(mapping.address, 1)
+        mapping.set_access(AccessFlags.READ)
         with pytest.raises(DriverError, match="read-only"):
             driver.write(mapping.address, b"x")
         mapping.set_access(AccessFlags.READ_WRITE)
         driver.write(mapping.address, b"x")
-        assert mapping.access is AccessFlags.READ_WRITE
+        assert mapping.get_access() is AccessFlags.READ_WRITE
+    with pytest.raises(ClosedError):
+        mapping.set_access(AccessFlags.READ)
 
 
-def test_a_mapping_that_gets_no_access_is_not_left_behind(driver: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["map", "set_access"])
+def test_a_mapping_that_fails_is_not_left_behind(
+    driver: HostDriver, addresses: AddressRange, memory: PhysicalMemory, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     def refuse(*_arguments: object) -> None:
         raise DriverError("mprotect", "EACCES", 13)
 
-    with (
-        AddressRange(driver, GRANULARITY) as addresses,
-        PhysicalMemory.create(driver, GRANULARITY) as memory,
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(driver, "set_access", refuse)
-            with pytest.raises(DriverError, match="EACCES"):
-                MappedRange(addresses, memory)
-        MappedRange(addresses, memory).close()
-
-
-def test_closing_a_mapping_waits_for_work_first(driver: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card does not wait by itself: unmapping under a kernel faults it."""
-    calls: list[str] = []
-    with (
-        AddressRange(driver, GRANULARITY) as addresses,
-        PhysicalMemory.create(driver, GRANULARITY) as memory,
-    ):
-        mapping = MappedRange(addresses, memory)
-        unmap = driver.unmap
-        monkeypatch.setattr(driver, "synchronize", lambda: calls.append("synchronize"))
-
-        def unmap_after(address: int, size: int) -> None:
-            calls.append("unmap")
-            unmap(address, size)
-
-        monkeypatch.setattr(driver, "unmap", unmap_after)
-        mapping.close()
-    assert calls == ["synchronize", "unmap"]
-
-
-def test_parts_of_two_drivers_do_not_mix(driver: HostDriver) -> None:
-    other = HostDriver()
-    with AddressRange(driver, GRANULARITY) as addresses, PhysicalMemory.create(other, GRANULARITY) as memory:
-        with pytest.raises(ValueError, match="different drivers"):
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, call, refuse)
+        with pytest.raises(DriverError, match="EACCES"):
             MappedRange(addresses, memory)
-        with pytest.raises(DriverError, match="another driver's"):
-            driver.map(addresses.address, memory.handle)
-    other.close()
+    assert addresses.mappings == []
+    assert not memory.mapped
+    MappedRange(addresses, memory).close()
 
 
-def test_one_memory_under_two_addresses(driver: HostDriver) -> None:
+def test_the_mappings_that_fill_a_part_of_a_range(driver: HostDriver, addresses: AddressRange) -> None:
+    """Two side by side, of two sizes, and a hole behind them."""
     with (
-        AddressRange(driver, 2 * GRANULARITY) as addresses,
-        PhysicalMemory.create(driver, GRANULARITY) as memory,
-        MappedRange(addresses, memory) as first,
-        MappedRange(addresses, memory, offset=GRANULARITY) as second,
+        PhysicalMemory.create(driver, 2 * GRANULARITY) as large,
+        PhysicalMemory.create(driver, GRANULARITY) as small,
+        MappedRange(addresses, small) as first,
+        MappedRange(addresses, large, GRANULARITY) as second,
     ):
-        driver.write(first.address, b"alias")
-        assert driver.read(second.address, 5) == b"alias"
+        assert addresses.mappings_in(0, 3 * GRANULARITY) == [first, second]
+        assert addresses.mappings_in(GRANULARITY, 2 * GRANULARITY) == [second]
+        for offset, size in ((0, 4 * GRANULARITY), (0, 2 * GRANULARITY), (2 * GRANULARITY, GRANULARITY)):
+            with pytest.raises(NotMapped):
+                addresses.mappings_in(offset, size)
+        for offset, size in ((0, 5 * GRANULARITY), (-1, 1), (0, 0), (0, -1), (4 * GRANULARITY, 1), (1, 1 << 64)):
+            with pytest.raises(InvalidOffset):
+                addresses.mappings_in(offset, size)
 
 
-def test_a_buffer_grows_in_place(driver: HostDriver) -> None:
-    """A growable buffer: addresses for the largest size, memory for today's."""
+def test_one_memory_under_two_addresses(driver: HostDriver, addresses: AddressRange, memory: PhysicalMemory) -> None:
+    """Aliasing: a ring whose end is its beginning again, or a view that may only be read."""
+    with (
+        MappedRange(addresses, memory) as first,
+        MappedRange(addresses, memory, offset=GRANULARITY, access=AccessFlags.READ) as second,
+    ):
+        driver.write(first.address + GRANULARITY - 4, b"wrap")
+        assert driver.read(second.address + GRANULARITY - 4, 4) == b"wrap"
+        assert driver.read(first.address + GRANULARITY - 2, 4) == b"ap" + bytes(2)
+        with pytest.raises(DriverError, match="read-only"):
+            driver.write(second.address, b"x")
+
+
+def test_a_range_grows_and_shrinks_in_place(driver: HostDriver) -> None:
+    """Resize in place: the address, a view of what was there, and its bytes stay as they are."""
     with AddressRange(driver, 8 * GRANULARITY) as addresses, ExitStack() as pages:
         for number in range(8):
-            memory = pages.enter_context(PhysicalMemory.create(driver, GRANULARITY))
-            pages.enter_context(MappedRange(addresses, memory, offset=number * GRANULARITY))
+            with PhysicalMemory.create(driver, GRANULARITY) as memory:
+                pages.enter_context(MappedRange(addresses, memory, offset=number * GRANULARITY))
             assert used(driver) == (number + 1) * GRANULARITY
-            driver.write(addresses.address + number * GRANULARITY, bytes([number]))
-        assert [driver.read(addresses.address + n * GRANULARITY, 1)[0] for n in range(8)] == list(range(8))
+            if not number:
+                begun_with = driver.view(addresses.base, GRANULARITY)
+                begun_with[:5] = b"first"
+            driver.write(addresses.base + (number + 1) * GRANULARITY - 1, bytes([number]))
+        whole = driver.view(addresses.base, 8 * GRANULARITY)
+        assert [whole[(number + 1) * GRANULARITY - 1] for number in range(8)] == list(range(8))
+        whole.release()
+        for mapping in addresses.mappings[3:]:
+            mapping.close()
+        assert used(driver) == 3 * GRANULARITY
+        begun_with[0:1] = b"F"
+        assert driver.read(addresses.base, 5) == b"First"
+        assert driver.read(addresses.base + 3 * GRANULARITY - 1, 1) == b"\2"
 
 
 def test_a_descriptor_becomes_memory_again(driver: HostDriver) -> None:
@@ -177,3 +461,24 @@ def test_a_descriptor_becomes_memory_again(driver: HostDriver) -> None:
             os.close(descriptor)
             assert imported.size == GRANULARITY
     assert used(driver) == 0
+
+
+def test_parts_of_two_kinds_of_driver_do_not_mix(driver: HostDriver, addresses: AddressRange) -> None:
+    """A card's addresses are no addresses of the twin's: said at once, in words, and not by a fault."""
+
+    class Card(HostDriver):
+        def __init__(self) -> None:
+            super().__init__()
+            self._device = type(self._device)("GPU-1", "a card", "cuda", GRANULARITY)
+
+        def map(self, address: int, handle: Handle) -> None:
+            raise AssertionError("the driver was asked")
+
+    card = Card()
+    with PhysicalMemory.create(card, GRANULARITY) as memory, PhysicalMemory.create(driver, GRANULARITY) as ours:
+        with pytest.raises(InvalidRequest, match="host driver, and a cuda driver"):
+            MappedRange(addresses, memory)
+        with MappedRange(addresses, ours) as mapping, pytest.raises(InvalidRequest, match="a cuda driver"):
+            mapping.set_access(AccessFlags.READ, card)
+        assert addresses.mappings == []
+    card.close()

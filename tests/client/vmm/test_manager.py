@@ -1,0 +1,336 @@
+"""`VirtualMemoryManager` on the twin: real calls behind the surface of oxicuda's `virtual_memory.rs`, and its checks.
+
+docs/vmm.md says which of that file's own tests is which here. Its driver calls are stubs that answer NotSupported:
+where it tests that, the test here shows the deed. Its sizes are of 4096 bytes; a device's are granules of 2 MiB.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from membroker.errors import AlreadyMapped, ClosedError, InvalidOffset, InvalidRequest, NotMapped, StillMapped
+from membroker.vmm import (
+    AccessFlags,
+    AddressRange,
+    DriverError,
+    DriverOutOfMemory,
+    Location,
+    MappedRange,
+    MappingRecord,
+    PhysicalAllocation,
+    PhysicalMemory,
+    VirtualAddressRange,
+    VirtualMemoryManager,
+)
+from membroker.vmm.host import GRANULARITY, HostDriver
+from membroker.vmm.sizes import GIB, MIB
+
+GRANULE = GRANULARITY
+
+
+@pytest.fixture
+def driver() -> Iterator[HostDriver]:
+    driver = HostDriver(total_bytes=8 * GRANULE)
+    yield driver
+    driver.abandon()
+
+
+@pytest.fixture
+def manager(driver: HostDriver) -> Iterator[VirtualMemoryManager]:
+    with VirtualMemoryManager(driver) as manager:
+        yield manager
+    assert driver.memory(Location.DEVICE).used == 0
+    assert driver._process.addresses.reservations(driver._number) == []
+
+
+# Addresses
+
+
+def test_reserve_valid_range(manager: VirtualMemoryManager) -> None:
+    va = manager.reserve(GRANULE, GRANULE)
+    assert isinstance(va, VirtualAddressRange)
+    assert (va.size, va.alignment) == (GRANULE, GRANULE)
+    assert va.base > 0
+    assert va.base % GRANULE == 0
+
+
+def test_reserve_large_range(manager: VirtualMemoryManager, driver: HostDriver) -> None:
+    """Addresses cost no memory: more of them than the device has bytes."""
+    va = manager.reserve(GIB, 2 * MIB)
+    assert (va.size, va.alignment) == (GIB, 2 * MIB)
+    assert driver.memory(Location.DEVICE).used == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "alignment", "why"),
+    [
+        pytest.param(0, GRANULE, "multiple", id="zero size"),
+        pytest.param(-GRANULE, GRANULE, "multiple", id="negative size"),
+        pytest.param(GRANULE, 0, "power of two", id="zero alignment"),
+        pytest.param(3 * GRANULE, 3 * GRANULE, "power of two", id="alignment of three granules"),
+        pytest.param(GRANULE, -GRANULE, "power of two", id="negative alignment"),
+        pytest.param(4096, 4096, "at least", id="below the granularity"),
+        pytest.param(GRANULE + 1, GRANULE, "multiple", id="misaligned size"),
+        pytest.param(3 * GRANULE, 2 * GRANULE, "multiple", id="no multiple of a larger alignment"),
+        pytest.param(1 << 63, GRANULE, "multiple", id="beyond 2^63"),
+        pytest.param(1 << 70, 1 << 70, "power of two", id="far beyond"),
+    ],
+)
+def test_reserve_refuses(manager: VirtualMemoryManager, size: int, alignment: int, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=why):
+        manager.reserve(size, alignment)
+
+
+def test_virtual_address_range_contains(manager: VirtualMemoryManager) -> None:
+    va = manager.reserve(2 * GRANULE, GRANULE)
+    assert va.contains(va.base)
+    assert va.contains(va.base + 1)
+    assert va.contains(va.base + 2 * GRANULE - 1)
+    assert not va.contains(va.end)
+    assert not va.contains(va.base - 1)
+
+
+def test_virtual_address_range_end(manager: VirtualMemoryManager) -> None:
+    va = manager.reserve(GRANULE, GRANULE)
+    assert va.end == va.base + GRANULE
+
+
+def test_virtual_address_range_display(manager: VirtualMemoryManager) -> None:
+    shown = str(manager.reserve(GRANULE, GRANULE))
+    assert shown.startswith("VA[0x")
+    assert f"{GRANULE} bytes" in shown
+
+
+def test_release(manager: VirtualMemoryManager, driver: HostDriver) -> None:
+    """The addresses are given back, and the range is of no use after it."""
+    va, phys = manager.reserve(GRANULE, GRANULE), manager.alloc_physical(GRANULE)
+    manager.release(va)
+    assert driver._process.addresses.reservations(driver._number) == []
+    for call in (lambda: manager.release(va), lambda: manager.map(va, phys, 0), lambda: manager.mappings(va)):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_release_refuses_a_range_in_use(manager: VirtualMemoryManager, driver: HostDriver) -> None:
+    va, phys = manager.reserve(GRANULE, GRANULE), manager.alloc_physical(GRANULE)
+    mapping = manager.map(va, phys, 0)
+    manager.set_access(va, 0, AccessFlags.READ_WRITE)
+    with pytest.raises(StillMapped, match="1 mappings"):
+        manager.release(va)
+    assert not va.closed
+    driver.write(mapping.address, b"alive")
+    manager.unmap(va, 0, GRANULE)
+    manager.release(va)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("size", [0, -GRANULE, 4096, GRANULE + 1, 1 << 63, 1 << 70])
+def test_alloc_physical_refuses(manager: VirtualMemoryManager, size: int) -> None:
+    with pytest.raises(InvalidRequest, match="positive multiple"):
+        manager.alloc_physical(size, 0)
+
+
+def test_alloc_physical(manager: VirtualMemoryManager, driver: HostDriver) -> None:
+    phys = manager.alloc_physical(2 * GRANULE, 0)
+    assert isinstance(phys, PhysicalAllocation)
+    assert (phys.size, phys.device_ordinal) == (2 * GRANULE, 0)
+    assert driver.memory(Location.DEVICE).used == 2 * GRANULE
+
+
+def test_more_than_the_device_has_is_out_of_memory(manager: VirtualMemoryManager) -> None:
+    with pytest.raises(DriverOutOfMemory):
+        manager.alloc_physical(9 * GRANULE)
+
+
+def test_alloc_physical_refuses_a_device_that_is_not_here(manager: VirtualMemoryManager) -> None:
+    with pytest.raises(InvalidRequest, match="no device 1 here, only 0"):
+        manager.alloc_physical(GRANULE, 1)
+
+
+def test_physical_allocation_display(manager: VirtualMemoryManager) -> None:
+    shown = str(manager.alloc_physical(GRANULE))
+    assert f"{GRANULE} bytes" in shown
+    assert "dev=0" in shown
+
+
+def test_free_physical(manager: VirtualMemoryManager, driver: HostDriver) -> None:
+    """Not while it is mapped anywhere, also by code that uses the nouns; then once."""
+    va, phys = manager.reserve(GRANULE, GRANULE), manager.alloc_physical(GRANULE)
+    manager.map(va, phys, 0)
+    with pytest.raises(StillMapped, match="unmap it first"):
+        manager.free_physical(phys)
+    assert not phys.closed
+    manager.unmap(va, 0, GRANULE)
+    manager.free_physical(phys)
+    assert driver.memory(Location.DEVICE).used == 0
+    with pytest.raises(ClosedError):
+        manager.free_physical(phys)
+
+
+# Mapping
+
+
+def test_map_validates_alignment(manager: VirtualMemoryManager) -> None:
+    """An offset is a multiple of the range's own alignment, which may be larger than a granule."""
+    phys = manager.alloc_physical(GRANULE)
+    for alignment in (GRANULE, 2 * GRANULE):
+        va = manager.reserve(4 * GRANULE, alignment)
+        for offset in (1, alignment - 1, alignment // 2, -1):
+            with pytest.raises(InvalidOffset, match=f"multiple of {alignment}"):
+                manager.map(va, phys, offset)
+        assert manager.mappings(va) == []
+
+
+def test_map_validates_bounds(manager: VirtualMemoryManager) -> None:
+    va, large = manager.reserve(GRANULE, GRANULE), manager.alloc_physical(2 * GRANULE)
+    small = manager.alloc_physical(GRANULE)
+    for phys, offset in (
+        (large, 0),
+        (small, GRANULE),
+        (small, -GRANULE),
+        (small, 1 << 64),
+        (small, (1 << 64) - GRANULE),
+    ):
+        with pytest.raises(InvalidOffset, match="does not fit"):
+            manager.map(va, phys, offset)
+    assert manager.mappings(va) == []
+    assert not small.mapped
+
+
+def test_map(manager: VirtualMemoryManager, driver: HostDriver) -> None:
+    """A fresh mapping allows nothing; what is there is not mapped over; unmapped memory can be mapped again."""
+    va, phys = manager.reserve(2 * GRANULE, GRANULE), manager.alloc_physical(GRANULE)
+    mapping = manager.map(va, phys, GRANULE)
+    with pytest.raises(DriverError, match="no access"):
+        driver.read(mapping.address, 1)
+    with pytest.raises(AlreadyMapped):
+        manager.map(va, phys, GRANULE)
+    manager.set_access(va, 0, AccessFlags.READ_WRITE)
+    driver.write(va.base + GRANULE, b"kept")
+    manager.unmap(va, GRANULE, GRANULE)
+    manager.map(va, phys, 0)
+    manager.set_access(va, 0, AccessFlags.READ)
+    assert driver.read(va.base, 4) == b"kept"
+
+
+def test_unmap_validates_bounds(manager: VirtualMemoryManager) -> None:
+    va = manager.reserve(GRANULE, GRANULE)
+    for offset, size in ((0, 2 * GRANULE), (GRANULE, GRANULE), (-GRANULE, GRANULE), (0, 0), (1, (1 << 64) - 1)):
+        with pytest.raises(InvalidOffset):
+            manager.unmap(va, offset, size)
+
+
+def test_unmap(manager: VirtualMemoryManager, driver: HostDriver) -> None:
+    """Whole mappings, several at once; a hole or part of one is refused and nothing is unmapped."""
+    va = manager.reserve(4 * GRANULE, GRANULE)
+    for offset in (0, GRANULE):
+        manager.map(va, manager.alloc_physical(GRANULE), offset)
+    manager.map(va, manager.alloc_physical(2 * GRANULE), 2 * GRANULE)
+    before = manager.mappings(va)
+    for offset, size in ((0, 3 * GRANULE), (3 * GRANULE, GRANULE), (0, GRANULE + 1)):
+        with pytest.raises(NotMapped):
+            manager.unmap(va, offset, size)
+    assert manager.mappings(va) == before
+    manager.unmap(va, GRANULE, 3 * GRANULE)
+    assert [record.va_offset for record in manager.mappings(va)] == [0]
+    with pytest.raises(NotMapped):
+        manager.unmap(va, 0, 2 * GRANULE)
+
+
+# Access
+
+
+def test_set_access(manager: VirtualMemoryManager, driver: HostDriver) -> None:
+    """Of all that is mapped in the range, holes or not."""
+    va = manager.reserve(3 * GRANULE, GRANULE)
+    with pytest.raises(NotMapped):
+        manager.set_access(va, 0, AccessFlags.READ)
+    for offset in (0, 2 * GRANULE):
+        manager.map(va, manager.alloc_physical(GRANULE), offset)
+    manager.set_access(va, 0, AccessFlags.READ_WRITE)
+    driver.write(va.base + 2 * GRANULE, b"x")
+    with pytest.raises(InvalidRequest, match="no device 7"):
+        manager.set_access(va, 7, AccessFlags.READ)
+
+
+def test_access_that_is_refused_halfway_stays_as_it_was(manager: VirtualMemoryManager, driver: HostDriver) -> None:
+    """The second mapping's memory is sealed: the first is not left writable."""
+    va, first = manager.reserve(2 * GRANULE, GRANULE), manager.alloc_physical(GRANULE)
+    manager.map(va, first, 0)
+    sealable = driver.create(GRANULE, sealable=True)
+    descriptor = driver.export(sealable)
+    driver.seal(descriptor)
+    os.close(descriptor)
+    with PhysicalMemory(driver, sealable) as sealed, MappedRange(va, sealed, GRANULE, access={}):
+        manager.set_access(va, 0, AccessFlags.READ)
+        with pytest.raises(DriverError, match="EACCES"):
+            manager.set_access(va, 0, AccessFlags.READ_WRITE)
+        assert {record.access for record in manager.mappings(va)} == {AccessFlags.READ}
+
+
+def test_access_flags_default(manager: VirtualMemoryManager) -> None:
+    va = manager.reserve(GRANULE, GRANULE)
+    assert manager.map(va, manager.alloc_physical(GRANULE), 0).get_access() is AccessFlags.NONE
+
+
+def test_access_flags_display() -> None:
+    assert [str(flags) for flags in AccessFlags] == ["None", "Read", "ReadWrite"]
+
+
+def test_mapping_record_fields(manager: VirtualMemoryManager) -> None:
+    """A record is a plain value; the manager lists what is really there."""
+    record = MappingRecord(va_offset=0, size=4096, phys_handle=42, access=AccessFlags.READ_WRITE)
+    assert (record.va_offset, record.size, record.phys_handle) == (0, 4096, 42)
+    assert record.access is AccessFlags.READ_WRITE
+    va, phys = manager.reserve(4 * GRANULE, GRANULE), manager.alloc_physical(GRANULE)
+    for offset in (3 * GRANULE, GRANULE):
+        manager.map(va, phys, offset)
+    manager.set_access(va, 0, AccessFlags.READ)
+    handle = phys.handle.value
+    assert manager.mappings(va) == [
+        MappingRecord(GRANULE, GRANULE, handle, AccessFlags.READ),
+        MappingRecord(3 * GRANULE, GRANULE, handle, AccessFlags.READ),
+    ]
+
+
+# The manager
+
+
+def test_a_manager_closes_all_that_it_made(driver: HostDriver) -> None:
+    """Also when a block ends by an error, with everything still mapped."""
+    manager = VirtualMemoryManager(driver)
+    va, phys = manager.reserve(2 * GRANULE, GRANULE), manager.alloc_physical(GRANULE)
+    for offset in (0, GRANULE):
+        manager.map(va, phys, offset)
+    with pytest.raises(ZeroDivisionError), manager:
+        1 / 0
+    assert va.closed
+    assert phys.closed
+    assert driver.memory(Location.DEVICE).used == 0
+    with pytest.raises(ClosedError):
+        manager.reserve(GRANULE, GRANULE)
+
+
+def test_a_manager_takes_only_its_own(manager: VirtualMemoryManager, driver: HostDriver) -> None:
+    """Two managers in one program do not end each other's things."""
+    with AddressRange(driver, GRANULE) as strange, PhysicalMemory.create(driver, GRANULE) as memory:
+        for call in (
+            lambda: manager.release(strange),
+            lambda: manager.free_physical(memory),
+            lambda: manager.map(strange, manager.alloc_physical(GRANULE), 0),
+        ):
+            with pytest.raises(InvalidRequest, match="not made by this manager"):
+                call()
+
+
+def test_a_manager_has_one_driver_for_each_device(driver: HostDriver) -> None:
+    other = HostDriver()
+    for drivers in ((), (driver, other), (driver, driver)):
+        with pytest.raises(InvalidRequest, match="one driver for each"):
+            VirtualMemoryManager(*drivers)
+    other.close()

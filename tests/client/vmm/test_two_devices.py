@@ -1,0 +1,190 @@
+"""Two twins in one process, two devices: whose memory, whose access, and addresses that belong to neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+from tests.client.vmm.children import in_a_child
+
+from membroker.errors import InvalidRequest
+from membroker.testing import TWO_DEVICE_CHECKS, MakeDriver, check_two_devices
+from membroker.vmm import (
+    AccessFlags,
+    AddressRange,
+    DriverError,
+    Location,
+    MappedRange,
+    MappingRecord,
+    PhysicalMemory,
+    VirtualMemoryManager,
+    open_driver,
+)
+from membroker.vmm.host import GRANULARITY, HostDriver
+
+make_first, make_second = (partial(open_driver, "host", ordinal=ordinal) for ordinal in range(2))
+
+
+@pytest.fixture
+def first() -> Iterator[HostDriver]:
+    driver = HostDriver()
+    yield driver
+    driver.abandon()
+
+
+@pytest.fixture
+def second() -> Iterator[HostDriver]:
+    driver = HostDriver(ordinal=1)
+    yield driver
+    driver.abandon()
+
+
+@pytest.mark.parametrize("check", TWO_DEVICE_CHECKS, ids=lambda check: check.__name__)
+def test_two_twins_keep_their_promises(check: Callable[[MakeDriver, MakeDriver], None]) -> None:
+    check(make_first, make_second)
+
+
+def test_one_device_is_not_taken_for_two() -> None:
+    """The suite says so where it is given the same device twice: its other checks would prove nothing."""
+    with pytest.raises(AssertionError, match="are one device"):
+        check_two_devices(make_first, make_first)
+
+
+def test_twins_are_told_apart_by_their_ordinals(first: HostDriver, second: HostDriver) -> None:
+    """The first has the uuid that every twin had before there were two."""
+    assert [(twin.device.uuid, twin.device.ordinal) for twin in (first, second)] == [("host", 0), ("host-1", 1)]
+    with pytest.raises(ValueError, match="0 or more"):
+        HostDriver(ordinal=-1)
+
+
+def test_a_range_of_two_devices_is_one_run_of_bytes(first: HostDriver, second: HostDriver) -> None:
+    """A buffer too large for one card: its second half is on the neighbour, and one view goes over both."""
+    with (
+        AddressRange(first, 2 * GRANULARITY) as addresses,
+        PhysicalMemory.create(first, GRANULARITY) as near,
+        PhysicalMemory.create(second, GRANULARITY) as far,
+        MappedRange(addresses, near),
+        MappedRange(addresses, far, GRANULARITY),
+    ):
+        assert [twin.memory(Location.DEVICE).used for twin in (first, second)] == [GRANULARITY] * 2
+        assert (near.device_ordinal, far.device_ordinal) == (0, 1)
+        first.write(addresses.base + GRANULARITY - 4, b"over both")
+        assert first.read(addresses.base + GRANULARITY - 4, 9) == b"over both"
+        with pytest.raises(DriverError, match="no access to device 1"):
+            second.read(addresses.base + GRANULARITY, 1)
+
+
+def test_access_is_granted_to_each_device_by_name(first: HostDriver, second: HostDriver) -> None:
+    """One writes, the other reads, and what was taken back is gone."""
+    with (
+        AddressRange(first, GRANULARITY) as addresses,
+        PhysicalMemory.create(first, GRANULARITY) as memory,
+        MappedRange(addresses, memory, access={first: AccessFlags.READ_WRITE, second: AccessFlags.READ}) as mapping,
+    ):
+        first.write(mapping.address, b"seen")
+        assert second.read(mapping.address, 4) == b"seen"
+        with pytest.raises(DriverError, match="read-only"):
+            second.write(mapping.address, b"x")
+        assert second.view(mapping.address, 4).readonly
+        assert mapping.get_access() is AccessFlags.READ_WRITE
+        assert mapping.get_access(second) is AccessFlags.READ
+        mapping.set_access(AccessFlags.NONE, second)
+        with pytest.raises(DriverError, match="no access to device 1"):
+            second.view(mapping.address, 1)
+        first.write(mapping.address, b"unseen")
+
+
+def test_aliases_of_one_extent_for_two_devices(first: HostDriver, second: HostDriver) -> None:
+    """Each device has an address of its own for the same bytes, and none for the other's."""
+    with (
+        AddressRange(first, GRANULARITY) as ours,
+        AddressRange(second, GRANULARITY) as theirs,
+        PhysicalMemory.create(first, GRANULARITY) as memory,
+        MappedRange(ours, memory) as writable,
+        MappedRange(theirs, memory, access=AccessFlags.READ) as readable,
+    ):
+        first.write(writable.address, b"shared")
+        assert second.read(readable.address, 6) == b"shared"
+        for driver, address in ((first, readable.address), (second, writable.address)):
+            with pytest.raises(DriverError, match="no access"):
+                driver.read(address, 1)
+
+
+def test_closing_waits_for_every_device_that_was_granted_access(
+    first: HostDriver, second: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel of the second card may still read the first's memory when the first card is idle."""
+    waited: list[int] = []
+    third = HostDriver(ordinal=2)
+    drivers = (first, second, third)
+    with AddressRange(first, GRANULARITY) as addresses, PhysicalMemory.create(first, GRANULARITY) as memory:
+        mapping = MappedRange(addresses, memory)
+        mapping.set_access(AccessFlags.READ, third)
+        for number, driver in enumerate(drivers):
+            monkeypatch.setattr(driver, "synchronize", partial(waited.append, number))
+        mapping.close()
+    assert sorted(waited) == [0, 2]
+    third.close()
+
+
+def test_one_drivers_end_leaves_the_others_mappings(first: HostDriver, second: HostDriver) -> None:
+    """The second closes: its extent stays where the first uses it, and the first gives all back."""
+    address = first.reserve(GRANULARITY)
+    second.map(address, second.create(GRANULARITY))
+    first.set_access(address, GRANULARITY, AccessFlags.READ_WRITE)
+    first.write(address, b"kept")
+    second.close()
+    assert first.read(address, 4) == b"kept"
+    first.unmap(address, GRANULARITY)
+    first.unreserve(address, GRANULARITY)
+
+
+def test_abandoning_one_leaves_the_others_addresses(first: HostDriver, second: HostDriver) -> None:
+    """What the first reserved goes, with what the second mapped there; what the second reserved stays."""
+    gone, kept = first.reserve(GRANULARITY), second.reserve(GRANULARITY)
+    handle = second.create(GRANULARITY)
+    for address in (gone, kept):
+        second.map(address, handle)
+        second.set_access(address, GRANULARITY, AccessFlags.READ_WRITE)
+    second.write(kept, b"alive")
+    first.abandon()
+    with pytest.raises(DriverError, match="nothing is mapped"):
+        second.read(gone, 1)
+    with pytest.raises(DriverError, match="no reservation"):
+        second.unreserve(gone, GRANULARITY)
+    assert second.read(kept, 5) == b"alive"
+
+
+def test_a_manager_of_two_devices(first: HostDriver, second: HostDriver) -> None:
+    with VirtualMemoryManager(first, second) as manager:
+        va = manager.reserve(2 * GRANULARITY, GRANULARITY)
+        near, far = (manager.alloc_physical(GRANULARITY, ordinal) for ordinal in range(2))
+        assert far.device_ordinal == 1
+        for number, phys in enumerate((near, far)):
+            manager.map(va, phys, number * GRANULARITY)
+        manager.set_access(va, 1, AccessFlags.READ_WRITE)
+        second.write(va.base, bytes(2 * GRANULARITY))
+        assert {record.access for record in manager.mappings(va)} == {AccessFlags.NONE}
+        assert manager.mappings(va, device_ordinal=1)[1] == MappingRecord(
+            GRANULARITY, GRANULARITY, far.handle.value, AccessFlags.READ_WRITE
+        )
+        with pytest.raises(InvalidRequest, match="only 0, 1"):
+            manager.mappings(va, device_ordinal=2)
+    assert [twin.memory(Location.DEVICE).used for twin in (first, second)] == [0, 0]
+
+
+def test_a_child_begins_with_addresses_of_its_own(first: HostDriver) -> None:
+    """A worker forks in the middle of a reservation of another thread: the child's own twin works all the same."""
+
+    def body() -> None:
+        own = HostDriver()
+        with AddressRange(own, GRANULARITY) as addresses, PhysicalMemory.create(own, GRANULARITY) as memory:
+            with MappedRange(addresses, memory) as mapping:
+                own.write(mapping.address, b"child")
+            with pytest.raises(DriverError, match="one reservation"):
+                own.map(inherited.base, memory.handle)
+        first.abandon()
+
+    with AddressRange(first, GRANULARITY) as inherited, first._process.lock:
+        in_a_child(body)

@@ -1,0 +1,302 @@
+"""The nouns of virtual memory on real cards: aliases, access, growth in place, and two cards in one range.
+
+A test that fails here says that a fact has stopped being true on this card or driver. Tests of two cards need two that
+reach each other. Nothing is larger than 256 MiB.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+
+from membroker.testing import TWO_DEVICE_CHECKS, MakeDriver
+from membroker.vmm import (
+    AccessFlags,
+    AddressRange,
+    DriverError,
+    DriverUnavailable,
+    MappedRange,
+    PhysicalMemory,
+    VirtualMemoryManager,
+    allocation_granularity,
+    open_driver,
+)
+from membroker.vmm.cuda import CudaDriver
+from membroker.vmm.sizes import MIB
+
+pytestmark = pytest.mark.gpu
+
+PATTERN = b"".join((number * 0x9E3779B1 & 0xFFFFFFFF).to_bytes(4, "little") for number in range(MIB // 4))
+"""1 MiB in which no two words are equal: bytes that come from elsewhere show."""
+
+make_first, make_second = (partial(open_driver, "cuda", ordinal, context=True) for ordinal in range(2))
+
+
+@pytest.fixture
+def worker() -> Iterator[CudaDriver]:
+    """The first card as a worker uses it."""
+    try:
+        driver = CudaDriver(0, context=True)
+    except DriverUnavailable as error:
+        pytest.skip(f"no NVIDIA card to test on: {error}")
+    yield driver
+    driver.close()
+
+
+@pytest.fixture
+def neighbour(worker: CudaDriver) -> Iterator[CudaDriver]:
+    """The second card, where there are two that reach each other."""
+    import cuda.bindings.driver as cuda
+
+    try:
+        driver = CudaDriver(1, context=True)
+    except DriverUnavailable as error:
+        pytest.skip(f"no second card to test on: {error}")
+    with ExitStack() as end:
+        end.callback(driver.close)
+        for one, other in ((worker, driver), (driver, worker)):
+            result, reaches = cuda.cuDeviceCanAccessPeer(one.device.ordinal, other.device.ordinal)
+            if int(result) or not reaches:
+                pytest.skip(f"{one.device.uuid} does not reach {other.device.uuid}")
+        yield driver
+
+
+def copy_on_card(driver: CudaDriver, to: int, source: int, size: int) -> None:
+    """Copy between two addresses in a card's own context, without a kernel, and wait."""
+    import cuda.bindings.driver as cuda
+
+    for call in (partial(cuda.cuCtxPushCurrent, driver._context), partial(cuda.cuMemcpyDtoD, to, source, size)):
+        assert not int(call()[0])
+    driver.synchronize()
+    assert not int(cuda.cuCtxPopCurrent()[0])
+
+
+# One card
+
+
+def test_the_granularity_and_the_recommended_one(worker: CudaDriver, state: Callable[[str, str], None]) -> None:
+    """Both are known, and the second is a multiple of the first."""
+    smallest, recommended = allocation_granularity(worker), allocation_granularity(worker, recommended=True)
+    assert smallest == 2 * MIB
+    assert recommended % smallest == 0
+    state("recommended granularity", f"{recommended // MIB} MiB")
+
+
+def test_a_round_trip_of_bytes(worker: CudaDriver) -> None:
+    """As the seed's own smoke test: reserve, create, map, grant, copy in, copy out, compare, let go."""
+    size = -(-len(PATTERN) // allocation_granularity(worker)) * allocation_granularity(worker)
+    addresses = AddressRange(worker, size)
+    physical = PhysicalMemory.create(worker, size)
+    mapped = MappedRange(addresses, physical, access={})
+    mapped.set_access(AccessFlags.READ_WRITE)
+    data = PATTERN * (size // len(PATTERN))
+    worker.write(mapped.address, data)
+    assert worker.read(mapped.address, size) == data
+    worker.synchronize()
+    for each in (mapped, physical, addresses):
+        each.close()
+
+
+def test_an_alias_shows_what_was_written_and_may_be_read_only(worker: CudaDriver) -> None:
+    """Fact: one handle is mapped at several addresses, each with an access of its own, and the bytes are the same."""
+    size = worker.device.granularity
+    with (
+        AddressRange(worker, 2 * size) as addresses,
+        PhysicalMemory.create(worker, size) as memory,
+        MappedRange(addresses, memory) as writer,
+        MappedRange(addresses, memory, offset=size, access=AccessFlags.READ) as reader,
+    ):
+        worker.write(writer.address, PATTERN)
+        assert worker.read(reader.address, len(PATTERN)) == PATTERN
+        assert (writer.get_access(), reader.get_access()) == (AccessFlags.READ_WRITE, AccessFlags.READ)
+        with pytest.raises(DriverError, match="does not allow READ_WRITE"):
+            worker.write(reader.address, b"x")
+        writer.close()
+        assert worker.read(reader.address, len(PATTERN)) == PATTERN
+
+
+def test_access_can_be_taken_back(worker: CudaDriver) -> None:
+    """Fact: cuMemSetAccess takes NONE for what was granted, and cuMemGetAccess shows it; the bytes stay."""
+    size = worker.device.granularity
+    with (
+        AddressRange(worker, size) as addresses,
+        PhysicalMemory.create(worker, size) as memory,
+        MappedRange(addresses, memory) as mapping,
+    ):
+        worker.write(mapping.address, b"kept")
+        mapping.set_access(AccessFlags.NONE)
+        assert mapping.get_access() is AccessFlags.NONE
+        with pytest.raises(DriverError, match="does not allow READ "):
+            worker.read(mapping.address, 1)
+        mapping.set_access(AccessFlags.READ)
+        assert worker.read(mapping.address, 4) == b"kept"
+
+
+def test_any_order_of_closing_works_on_a_card(worker: CudaDriver) -> None:
+    """Addresses and memory are closed first; the mapping holds, and gives both back."""
+    size = worker.device.granularity
+    addresses, memory = AddressRange(worker, size), PhysicalMemory.create(worker, size)
+    mapping = MappedRange(addresses, memory)
+    addresses.close()
+    memory.close()
+    worker.write(mapping.address, PATTERN)
+    assert worker.read(mapping.address, len(PATTERN)) == PATTERN
+    mapping.close()
+    with pytest.raises(DriverError, match="do not lie inside one reservation"):
+        worker.map(addresses.base, worker.create(size))
+
+
+def test_a_range_grows_and_shrinks_in_place(worker: CudaDriver) -> None:
+    """Resize in place: what was written through the first address is there after every step, and copies cross seams."""
+    size = worker.device.granularity
+    with AddressRange(worker, 4 * size) as addresses, ExitStack() as pages:
+        for number in range(4):
+            with PhysicalMemory.create(worker, size) as memory:
+                pages.enter_context(MappedRange(addresses, memory, offset=number * size))
+            worker.write(addresses.base + number * size, PATTERN)
+            assert worker.read(addresses.base, len(PATTERN)) == PATTERN
+        copy_on_card(worker, addresses.base + 2 * size - MIB // 2, addresses.base, MIB)
+        assert worker.read(addresses.base + 2 * size - MIB // 2, MIB) == PATTERN
+        for mapping in addresses.mappings[2:]:
+            mapping.close()
+        assert worker.read(addresses.base, len(PATTERN)) == PATTERN
+
+
+def test_a_tensor_over_a_range_stays_valid_while_it_grows(worker: CudaDriver) -> None:
+    """The promise to a framework: one address, more memory behind it, the same tensor."""
+    torch = pytest.importorskip("torch")
+    size = worker.device.granularity
+
+    def over(address: int, count: int) -> object:
+        interface = {"shape": (count,), "typestr": "<f4", "data": (address, False), "version": 3, "strides": None}
+        owner = type("Owner", (), {"__cuda_array_interface__": interface})()
+        return torch.as_tensor(owner, device="cuda:0")
+
+    with AddressRange(worker, 2 * size) as addresses, ExitStack() as pages:
+        for number in range(2):
+            with PhysicalMemory.create(worker, size) as memory:
+                pages.enter_context(MappedRange(addresses, memory, offset=number * size))
+            if not number:
+                first = over(addresses.base, size // 4)
+                first.fill_(1.5)
+        both = over(addresses.base, 2 * size // 4)
+        both[size // 4 :] = 2.0
+        assert float(first.sum()) == 1.5 * (size // 4)
+        assert float(both.sum()) == 3.5 * (size // 4)
+        torch.cuda.synchronize()
+        del first, both
+
+
+def test_a_manager_on_a_card(worker: CudaDriver) -> None:
+    size = worker.device.granularity
+    with VirtualMemoryManager(worker) as manager:
+        va, phys = manager.reserve(4 * size, size), manager.alloc_physical(size)
+        for offset in (0, 3 * size):
+            manager.map(va, phys, offset)
+        manager.set_access(va, 0, AccessFlags.READ_WRITE)
+        worker.write(va.base, b"alias")
+        assert worker.read(va.base + 3 * size, 5) == b"alias"
+        assert [record.va_offset for record in manager.mappings(va)] == [0, 3 * size]
+
+
+# Two cards
+
+
+@pytest.mark.parametrize("check", TWO_DEVICE_CHECKS, ids=lambda check: check.__name__)
+def test_two_cards_keep_their_promises(neighbour: CudaDriver, check: Callable[[MakeDriver, MakeDriver], None]) -> None:
+    check(make_first, make_second)
+
+
+def test_a_range_of_two_cards_is_one_run_of_bytes(worker: CudaDriver, neighbour: CudaDriver) -> None:
+    """Fact: any card's handle is mapped into one reservation, and each card's access is granted by itself."""
+    size = worker.device.granularity
+    both = {worker: AccessFlags.READ_WRITE, neighbour: AccessFlags.READ_WRITE}
+    with (
+        AddressRange(worker, 2 * size) as addresses,
+        PhysicalMemory.create(worker, size) as near,
+        PhysicalMemory.create(neighbour, size) as far,
+        MappedRange(addresses, near, access=both),
+        MappedRange(addresses, far, offset=size, access=both),
+    ):
+        seam = addresses.base + size - MIB // 2
+        worker.write(seam, PATTERN)
+        assert neighbour.read(seam, MIB) == PATTERN
+        neighbour.write(seam, PATTERN[::-1])
+        assert worker.read(seam, MIB) == PATTERN[::-1]
+
+
+def test_a_copy_without_a_kernel_crosses_from_card_to_card(
+    worker: CudaDriver, neighbour: CudaDriver, state: Callable[[str, str], None]
+) -> None:
+    """One range, the first half here, the second there: a plain copy inside it is a copy across, in either context."""
+    size = 128 * MIB
+    both = {worker: AccessFlags.READ_WRITE, neighbour: AccessFlags.READ_WRITE}
+    with (
+        AddressRange(worker, 2 * size) as addresses,
+        PhysicalMemory.create(worker, size) as near,
+        PhysicalMemory.create(neighbour, size) as far,
+        MappedRange(addresses, near, access=both) as here,
+        MappedRange(addresses, far, offset=size, access=both) as there,
+    ):
+        data = PATTERN * (size // len(PATTERN))
+        checksum = zlib.crc32(data)
+        worker.write(here.address, data)
+        copy_on_card(worker, there.address, here.address, size)
+        assert zlib.crc32(neighbour.read(there.address, size)) == checksum
+        worker.write(here.address, bytes(size))
+        copy_on_card(neighbour, here.address, there.address, size)
+        assert zlib.crc32(worker.read(here.address, size)) == checksum
+        state("copied from card to card and back", f"2 x {size // MIB} MiB")
+
+
+def test_a_card_reads_its_neighbours_memory_at_an_address_of_its_own(worker: CudaDriver, neighbour: CudaDriver) -> None:
+    """An alias for the neighbour, read-only: the owner's address is nothing to it, and the owner writes on."""
+    size = worker.device.granularity
+    with (
+        AddressRange(worker, size) as ours,
+        AddressRange(neighbour, size) as theirs,
+        PhysicalMemory.create(worker, size) as memory,
+        MappedRange(ours, memory) as writable,
+        MappedRange(theirs, memory, access=AccessFlags.READ) as readable,
+    ):
+        worker.write(writable.address, PATTERN)
+        assert neighbour.read(readable.address, len(PATTERN)) == PATTERN
+        for driver, address in ((worker, readable.address), (neighbour, writable.address)):
+            with pytest.raises(DriverError, match="does not allow READ"):
+                driver.read(address, 1)
+        with pytest.raises(DriverError, match="does not allow READ_WRITE"):
+            neighbour.write(readable.address, b"x")
+
+
+def test_access_of_one_card_is_taken_back_and_the_others_stays(worker: CudaDriver, neighbour: CudaDriver) -> None:
+    """Fact: cuMemSetAccess with NONE for one card leaves what another was granted."""
+    size = worker.device.granularity
+    with (
+        AddressRange(worker, size) as addresses,
+        PhysicalMemory.create(worker, size) as memory,
+        MappedRange(addresses, memory) as mapping,
+    ):
+        mapping.set_access(AccessFlags.READ, neighbour)
+        worker.write(mapping.address, b"seen")
+        assert neighbour.read(mapping.address, 4) == b"seen"
+        mapping.set_access(AccessFlags.NONE, neighbour)
+        assert mapping.get_access(neighbour) is AccessFlags.NONE
+        worker.write(mapping.address, b"unseen")
+        assert worker.read(mapping.address, 6) == b"unseen"
+
+
+def test_a_manager_of_two_cards(worker: CudaDriver, neighbour: CudaDriver) -> None:
+    size = worker.device.granularity
+    with VirtualMemoryManager(worker, neighbour) as manager:
+        va = manager.reserve(2 * size, size)
+        for ordinal in range(2):
+            manager.map(va, manager.alloc_physical(size, ordinal), ordinal * size)
+        manager.set_access(va, 0, AccessFlags.READ_WRITE)
+        manager.set_access(va, 1, AccessFlags.READ)
+        worker.write(va.base + size - 4, b"over both")
+        assert neighbour.read(va.base + size - 4, 9) == b"over both"
+        assert [record.access for record in manager.mappings(va, 1)] == [AccessFlags.READ] * 2
