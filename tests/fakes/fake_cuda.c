@@ -183,7 +183,17 @@ int cuDevicePrimaryCtxRelease(int device) { LOCKED(contexts ? (contexts--, OK) :
 int cuCtxSetCurrent(void *context) { current_context = context; return OK; }
 int cuCtxPushCurrent(void *context) { context_below = current_context; current_context = context; return OK; }
 int cuCtxPopCurrent(void **context) { *context = current_context; current_context = context_below; return OK; }
-int cuCtxSynchronize(void) { if (!current_context) return NO_CONTEXT; LOCKED((note("cuCtxSynchronize\n"), OK)); }
+
+/* What a card is still writing after cuMemcpyHtoD has returned, by device: it is waited for before it is unmapped. */
+#define STAGED (64 << 10)
+static struct range under_way[MAX_DEVICES];
+
+static int wait_for_copies(void) {
+    if (!current_context) return NO_CONTEXT;
+    under_way[current_context - the_contexts].size = 0;
+    return *current_context ? FAULT : OK;
+}
+int cuCtxSynchronize(void) { LOCKED((note("cuCtxSynchronize\n"), wait_for_copies())); }
 
 /* libcuda: extents. */
 
@@ -281,6 +291,10 @@ int cuMemRetainAllocationHandle(u64 *handle, void *address) { LOCKED(retain(hand
 
 static int unmap(u64 address, u64 size) {
     if (!whole(address, size)) return INVALID;
+    for (int device = 0; device < MAX_DEVICES; device++) {
+        struct range *copy = &under_way[device];
+        if (copy->size && copy->address < address + size && address < copy->address + copy->size) the_contexts[device] = 1;
+    }
     mmap((void *)address, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     for (struct range *row; (row = overlap(&mappings, address, size));) drop(&mappings, row);
     return OK;
@@ -324,7 +338,12 @@ static int touch(u64 address, u64 size, int flags) {
 }
 static int may_touch(u64 address, u64 size, int flags) { LOCKED(touch(address, size, flags)); }
 
-int cuMemcpyHtoD(u64 to, const void *from, size_t size) { int result = may_touch(to, size, 3); if (!result) memcpy((void *)to, from, size); return result; }
+int cuMemcpyHtoD(u64 to, const void *from, size_t size) {
+    int result = may_touch(to, size, 3);
+    if (result) return result;
+    memcpy((void *)to, from, size);
+    LOCKED((under_way[current_context - the_contexts] = (struct range){to, size <= STAGED ? size : 0}, OK));
+}
 int cuMemcpyDtoH(void *to, u64 from, size_t size) { int result = may_touch(from, size, 1); if (!result) memcpy(to, (void *)from, size); return result; }
 
 /* libcuda: copies beside the caller. They are made when they are waited for, and no sooner. */
@@ -369,7 +388,7 @@ static int play(struct stream *stream, int count) {
     }
     return OK;
 }
-int cuStreamSynchronize(struct stream *stream) { return play(stream, stream->count); }
+int cuStreamSynchronize(struct stream *stream) { if (stream) return play(stream, stream->count); LOCKED(wait_for_copies()); }
 static int destroy_stream(struct stream *stream) {
     for (int i = 0; i < MAX_STREAMS; i++) if (streams[i] == stream) streams[i] = NULL;
     free(stream);

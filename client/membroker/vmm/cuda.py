@@ -286,6 +286,9 @@ class CudaDriver:
         """Copy `data` to mapped bytes and wait; for tests and small headers. Needs `context=True`."""
         self._check_access(address, len(data), AccessFlags.READ_WRITE, "cuMemcpyHtoD")
         self.in_context("cuMemcpyHtoD", address, data, len(data))
+        # It returns when it has read `data`, and up to 64 KiB may still be on their way: to an address that the caller
+        # unmaps, and that ends the context (seen on an H200, as CUDA_ERROR_LAUNCH_FAILED at a later call).
+        self.in_context("cuStreamSynchronize", 0)
 
     def read(self, address: int, size: int) -> bytes:
         """Return a copy of mapped bytes; for tests and small headers. Needs `context=True`."""
