@@ -198,20 +198,19 @@ class TestThereAndBack:
         first = lender.driver.reserve(8 * step)
         lender.driver.unreserve(first, 8 * step)  # addresses that nobody else is given meanwhile
         pinned: list[int] = []
-        mmap = _libc.mmap_nothing
 
-        def side_by_side(size: int, address: int = 0) -> int:
-            if address or size > step:
-                return mmap(size, address)
+        def side_by_side(size: int) -> int:
             pinned.append(first + len(pinned) * step)
-            return mmap(size, pinned[-1])
+            _libc.mmap_nothing(size, pinned[-1])
+            _libc.mprotect(pinned[-1], size, _libc.PROT_READ_WRITE)
+            return pinned[-1]
 
         pool.allocate(0, 8 * PAGE)
         fill(pool, 0, random_bytes(8 * PAGE))
         every = range(0, 8 * PAGE, PAGE)
         before = digest(pool, *every)
         with monkeypatch.context() as patch:
-            patch.setattr(_libc, "mmap_nothing", side_by_side)
+            patch.setattr(_libc, "mmap_memory", side_by_side)
             pool.offload()
         assert len(pinned) == 3
         pool.restore()
@@ -376,12 +375,12 @@ class TestRefusals:
 
         def scarce(size: int) -> int:
             if pinned_bytes(lender):
-                raise DriverError("cuMemHostAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2)
+                raise DriverError("cuMemHostRegister", "CUDA_ERROR_OUT_OF_MEMORY", 2)
             return pin(size)
 
         monkeypatch.setattr(lender.driver, "pin", scarce)
         pool.allocate(0, 6 * PAGE)
-        with pytest.raises(DeviceFailure, match="cuMemHostAlloc"):
+        with pytest.raises(DeviceFailure, match="cuMemHostRegister"):
             pool.offload()
         assert sizes(pool) == (6, 0)
         assert lender.declared_bytes == pinned_bytes(lender) == 0

@@ -1,4 +1,4 @@
-"""A card's copier and its pinned memory: streams, events, `cuMemHostAlloc` and `cuMemcpyAsync`.
+"""A card's copier and its pinned memory: streams, events, `cuMemHostRegister` and `cuMemcpyAsync`.
 
 Owns one stream of a copier and the events that are its marks. It must never decide what may be copied, nor make a
 context current: the driver hands it calls that do both.
@@ -14,10 +14,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from membroker.vmm import _libc
+from membroker.vmm._errors import driver_call
 from membroker.vmm.driver import AccessFlags
 
 _PORTABLE = 1
-"""CU_MEMHOSTALLOC_PORTABLE: pinned for every context of the process."""
+"""CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of the process."""
 _BESIDE_OTHER_STREAMS = 1
 """CU_STREAM_NON_BLOCKING: not in line with the default stream."""
 _SLEEP_WITHOUT_TIMING = 3
@@ -28,13 +30,23 @@ Call = Callable[..., Any]
 
 
 def pin(call: Call, size: int) -> int:
-    """Allocate page-locked memory: slow, because every page of it is locked, 0.3 to 1 s for each GiB."""
-    return int(call("cuMemHostAlloc", size, _PORTABLE))
+    """Allocate page-locked memory, of huge pages: 7.5 GiB/s on an H200's host, where `cuMemHostAlloc` makes 3.
+
+    Slow all the same, because the kernel clears every page. It rounds up to whole ones.
+    """
+    with ExitStack() as undo:
+        with driver_call("mmap"):
+            address = _libc.mmap_memory(size)
+        undo.callback(_libc.munmap, address, size)
+        call("cuMemHostRegister", address, size, _PORTABLE)
+        undo.pop_all()
+    return address
 
 
-def unpin(call: Call, address: int) -> None:
-    """Free page-locked memory. Waits for the card's work."""
-    call("cuMemFreeHost", address)
+def unpin(call: Call, address: int, size: int) -> None:
+    """Free page-locked memory. Who calls has waited for the card's work."""
+    call("cuMemHostUnregister", address)
+    _libc.munmap(address, size)
 
 
 class CudaCopier:

@@ -14,6 +14,7 @@ IN_DELETE_SELF, IN_Q_OVERFLOW, IN_IGNORED = 0x400, 0x4000, 0x8000
 
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
+_MADV_DONTFORK, _MADV_HUGEPAGE = 10, 14
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 0x01, 0x02
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -32,6 +33,7 @@ _libc.mremap.restype = ctypes.c_void_p
 _libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
 _libc.inotify_init1.argtypes = [ctypes.c_int]
 _libc.inotify_add_watch.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32]
@@ -44,6 +46,17 @@ def mmap_nothing(size: int, address: int = 0) -> int:
     """
     flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | (_MAP_FIXED if address else 0)
     return _mmap(address, size, flags, -1)
+
+
+def mmap_memory(size: int) -> int:
+    """Map `size` bytes of the process's own memory, in huge pages where there are any; a child gets none of it."""
+    flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
+    address = _check_mapped(_libc.mmap(None, size, PROT_READ_WRITE, flags, -1, 0))
+    _libc.madvise(address, size, _MADV_HUGEPAGE)  # a kernel without them refuses, and nothing is lost
+    if _libc.madvise(address, size, _MADV_DONTFORK):
+        munmap(address, size)
+        _raise_errno()
+    return address
 
 
 def mmap_file(address: int, size: int, descriptor: int) -> None:

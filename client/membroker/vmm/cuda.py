@@ -316,16 +316,18 @@ class CudaDriver:
         """Allocate page-locked memory, with which copies run at the link's speed. Needs `context=True`."""
         # The bindings raise an OverflowError of their own for a size that the driver could not be told.
         if not 0 < size <= MAX_BYTES:
-            raise DriverError("cuMemHostAlloc", *_INVALID, f"{size} bytes cannot be pinned")
+            raise DriverError("cuMemHostRegister", *_INVALID, f"{size} bytes cannot be pinned")
         address = pin(self._call_entered, size)
         self._pinned.add(address, size)
         return address
 
     def unpin(self, address: int) -> None:
         """Free page-locked memory; waits for the card's work."""
-        if self._pinned.take(address) is None:
-            raise DriverError("cuMemFreeHost", *_INVALID, f"nothing is pinned at {address:#x}")
-        unpin(self._call_entered, address)
+        size = self._pinned.take(address)
+        if size is None:
+            raise DriverError("cuMemHostUnregister", *_INVALID, f"nothing is pinned at {address:#x}")
+        self.synchronize()
+        unpin(self._call_entered, address, size)
 
     def copier(self) -> Copier:
         """Return a stream of its own. Needs `context=True`."""
@@ -383,8 +385,8 @@ class CudaDriver:
                 steps.callback(self._call, "cuDevicePrimaryCtxRelease", self._ordinal)
             while self._handles:
                 steps.callback(self._call, "cuMemRelease", self._handles.popitem()[1])
-            for address, _size in self._pinned.take_all():
-                steps.callback(unpin, self._call, address)
+            for address, size in self._pinned.take_all():
+                steps.callback(unpin, self._call, address, size)
 
     # Finding and describing the card
 

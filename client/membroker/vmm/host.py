@@ -350,11 +350,8 @@ class HostDriver:
         self._check_usable("mmap")
         if not 0 < size <= MAX_BYTES:
             raise invalid("mmap", f"{size} bytes cannot be pinned")
-        with driver_call("mmap"), ExitStack() as undo:
-            address = _libc.mmap_nothing(size)
-            undo.callback(_libc.munmap, address, size)
-            _libc.mprotect(address, size, _libc.PROT_READ_WRITE)
-            undo.pop_all()
+        with driver_call("mmap"):
+            address = _libc.mmap_memory(size)
         self._pinned.add(address, size)
         return address
 
