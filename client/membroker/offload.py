@@ -278,7 +278,7 @@ class OffloadedPages:
         if segment.location != Location.HOST.value:
             raise InvalidRequest(f"{segment.resource_name} is of the device: it would keep as much there as it frees")
         with ExitStack() as keeping:
-            keeping.enter_context(segment.kept())
+            keeping.enter_context(segment.filled())
             index = segment.lay_out(_shapes(runs, self._page_size))
             addresses = {run: segment.address + index[_name(run, self._page_size)].offset for run in runs}
             block = Block(sum(map(len, runs)), keeping.pop_all().close)

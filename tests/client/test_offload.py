@@ -868,6 +868,35 @@ wait()
             assert bytes(pool.view(7 * PAGE, 4)) == b"last"
             until(lambda: not client.segments())
 
+    def test_what_lies_in_a_segment_is_not_written_over(
+        self, daemon: Daemon, random_bytes: Callable[[int], bytes]
+    ) -> None:
+        """It stopped half way, and whoever tries again takes the same segment: its first pages are nowhere else."""
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("m")
+            pool, other = model.pool(PAGE), model.pool(PAGE)
+            other.allocate(0, PAGE)
+            pool.allocate(0, 12 * PAGE)
+            fill(pool, 0, random_bytes(12 * PAGE))
+            every = range(0, 12 * PAGE, PAGE)
+            before = digest(pool, *every)
+            segment = model.create_segment("s", pool.offload_size(), "host")
+            with pytest.raises(ZeroDivisionError):
+                pool.offload(to=segment, progress=lambda *_: 1 / 0)
+            mapped, offloaded = sizes(pool)
+            assert mapped
+            for again in (pool, other):
+                with pytest.raises(InvalidRequest, match=r"restore\(\) them first, or take another segment"):
+                    again.offload(to=segment)
+            assert (sizes(pool), sizes(other)) == ((mapped, offloaded), (1, 0))
+            pool.restore()
+            assert digest(pool, *every) == before
+            assert pool.offload(to=segment) == 12 * PAGE
+            with pytest.raises(membroker.SegmentNotWritable):
+                other.offload(to=segment)
+            pool.restore()
+            assert digest(pool, *every) == before
+
 
 def test_a_forked_child_has_none_of_it(daemon: Daemon, transport: str) -> None:
     """It can neither restore nor hold its parent's host bytes; the parent goes on."""
