@@ -331,8 +331,10 @@ class OffloadedPages:
         except MembrokerError as error:
             size = len(moved) * self._page_size
             numbers = {f"{done}_bytes": str(size), f"{rest}_bytes": str(total - size)}
-            told = f"{error}; {format_size(size)} of {format_size(total)} are {done}, the others stay {rest}"
-            raise type(error)(told, error.reason, {**error.metadata, **numbers}) from error
+            # It stays the error that it was, with all that its class has: it may be one of `progress`, of any class.
+            error.args = (f"{error}; {format_size(size)} of {format_size(total)} are {done}, the others stay {rest}",)
+            error.metadata.update(numbers)
+            raise
 
 
 class _Moving:

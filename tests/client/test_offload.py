@@ -19,11 +19,16 @@ from membroker import offload
 from membroker.errors import (
     AlreadyMapped,
     ClosedError,
+    CompactionFailed,
+    DescriptorLimit,
     DeviceFailure,
     InvalidRequest,
+    MembrokerError,
     NotMapped,
     Offloaded,
     OutOfMemory,
+    OutOfVirtualMemory,
+    SessionLost,
 )
 from membroker.pool import VirtualMemoryPool
 from membroker.vmm import _libc
@@ -466,6 +471,30 @@ class TestHalfWay:
         assert lender.lent_bytes == lender.used_bytes == mapped * PAGE
         assert pool.restore() == offloaded * PAGE
         assert [int.from_bytes(pool.view(page * PAGE, 2), "little") for page in range(12)] == [*range(12)]
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            OutOfVirtualMemory(2, 1),
+            CompactionFailed("after 0 moves", []),
+            DescriptorLimit("none is left"),
+            SessionLost("forgotten", "TOKEN_REJECTED"),
+        ],
+    )
+    def test_progress_raises_what_the_library_raises(self, pool: VirtualMemoryPool, error: MembrokerError) -> None:
+        """It used another pool meanwhile, and that failed: its error comes out as it is, with the numbers of this."""
+        pool.allocate(0, 12 * PAGE)
+
+        def fail(done: int, total: int) -> None:
+            raise error
+
+        for call, done in ((pool.offload, "offloaded"), (pool.restore, "restored")):
+            error.args, error.metadata = ("it failed",), {}
+            with pytest.raises(type(error), match=rf"^it failed; .* are {done}") as failed:
+                call(progress=fail)
+            assert failed.value is error
+            assert int(error.metadata[f"{done}_bytes"]) > 0
+            pool.offload()
 
     def test_progress_is_told_all_of_it(self, pool: VirtualMemoryPool) -> None:
         pool.allocate(0, 5 * PAGE)
