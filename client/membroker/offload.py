@@ -181,11 +181,15 @@ class OffloadedPages:
         return len(chunk) * self._page_size
 
     def _lose(self, placings: dict[range, Placing]) -> None:
-        """Give the memory back to which bytes did not come."""
-        for placing in placings.values():
-            extent_ids = list(placing.extents.values())
-            placing.undo()
-            self._source.give_back(extent_ids)
+        """Give the memory back to which bytes did not come: all of it, also where an interrupt ends one of the calls."""
+        with ExitStack() as ends:
+            for placing in placings.values():
+                ends.callback(self._lose_one, placing)
+
+    def _lose_one(self, placing: Placing) -> None:
+        extent_ids = list(placing.extents.values())
+        placing.undo()
+        self._source.give_back(extent_ids)
 
     # On the host
 

@@ -7,7 +7,7 @@ import hashlib
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from tests.client.lender import MIB, PAGE, Lender
@@ -557,6 +557,43 @@ class TestHalfWay:
         assert min(mapped, offloaded) >= 2
         assert lender.lent_bytes == lender.used_bytes == mapped * PAGE
         pool.restore()
+        assert [int.from_bytes(pool.view(page * PAGE, 2), "little") for page in range(12)] == [*range(12)]
+
+    def test_interrupted_while_it_gives_back_what_was_in_vain(
+        self, pool: VirtualMemoryPool, lender: Lender, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The device fails, several chunks are on their way, and Ctrl-C strikes at the first one given back."""
+        pool.allocate(0, 12 * PAGE)
+        for page in range(12):
+            fill(pool, page * PAGE, page.to_bytes(2, "little"))
+        pool.offload()
+        copier, give_back = lender.driver.copier, lender.give_back
+
+        def failing() -> object:
+            one = copier()
+            wait = one.wait
+
+            def fail(mark: int) -> None:
+                wait(mark)
+                if mark > 1:
+                    raise DriverError("cuEventSynchronize", "CUDA_ERROR_ECC_UNCORRECTABLE", 214)
+
+            one.wait = fail  # type: ignore[method-assign]
+            return one
+
+        def interrupted(extent_ids: Sequence[int]) -> None:
+            monkeypatch.setattr(lender, "give_back", give_back)
+            give_back(extent_ids)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(lender.driver, "copier", failing)
+            monkeypatch.setattr(lender, "give_back", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pool.restore()
+        assert sizes(pool) == (2, 10)
+        assert lender.lent_bytes == lender.used_bytes == 2 * PAGE
+        assert pool.restore() == 10 * PAGE
         assert [int.from_bytes(pool.view(page * PAGE, 2), "little") for page in range(12)] == [*range(12)]
 
     def test_closed_by_another_thread(self, pool: VirtualMemoryPool, lender: Lender) -> None:
