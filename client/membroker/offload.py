@@ -109,20 +109,18 @@ class OffloadedPages:
         total = sum(map(len, runs)) * self._page_size
         if not total:
             return 0
-        places = self._pin(runs) if segment is None else self._lay_out(segment, runs)
-        try:
-            with (
-                self._counting(total, "offloaded", "mapped") as gone,
-                _Moving(self._source.driver, partial(self._arrive_on_host, places, gone), progress, total) as moving,
-            ):
-                for chunk in self._chunks(runs):
-                    self._holding.check_open()
-                    self._allow(chunk, AccessFlags.NONE, AccessFlags.READ)
-                    moving.begin(chunk, self._copies(chunk, places, to_host=True))
-                moving.finish()
-        finally:
-            self._allow(places, AccessFlags.NONE, AccessFlags.NONE)
-            self._leave(places)
+        with ExitStack() as ends:
+            places = self._pin(runs) if segment is None else self._lay_out(segment, runs)
+            ends.callback(self._leave, places)
+            gone = ends.enter_context(self._counting(total, "offloaded", "mapped"))
+            ends.callback(self._allow, places, AccessFlags.NONE, AccessFlags.NONE)
+            arrive = partial(self._arrive_on_host, places, gone)
+            moving = ends.enter_context(_Moving(self._source.driver, arrive, progress, total))
+            for chunk in self._chunks(runs):
+                self._holding.check_open()
+                self._allow(chunk, AccessFlags.NONE, AccessFlags.READ)
+                moving.begin(chunk, self._copies(chunk, places, to_host=True))
+            moving.finish()
         if segment is not None:
             segment.seal()
         return total
@@ -181,7 +179,7 @@ class OffloadedPages:
         return len(chunk) * self._page_size
 
     def _lose(self, placings: dict[range, Placing]) -> None:
-        """Give the memory back to which bytes did not come: all of it, also where an interrupt ends one of the calls."""
+        """Give the memory back to which bytes did not come: all of it, also where an interrupt ends one call."""
         with ExitStack() as ends:
             for placing in placings.values():
                 ends.callback(self._lose_one, placing)

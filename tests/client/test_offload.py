@@ -596,6 +596,22 @@ class TestHalfWay:
         assert pool.restore() == 10 * PAGE
         assert [int.from_bytes(pool.view(page * PAGE, 2), "little") for page in range(12)] == [*range(12)]
 
+    def test_a_lost_device_keeps_no_host_memory(self, pool: VirtualMemoryPool, lender: Lender) -> None:
+        """Not even what the pages allowed can be set again: what was pinned for them is freed all the same."""
+        pool.allocate(0, 12 * PAGE)
+        pool.protect(0, 12 * PAGE, "none")
+
+        def lose(done: int, total: int) -> None:
+            lender.driver.lost = True
+
+        with pytest.raises(DeviceFailure, match=r"ILLEGAL_ADDRESS.* are offloaded"):
+            pool.offload(progress=lose)
+        lender.driver.lost = False
+        mapped, offloaded = sizes(pool)
+        assert mapped + offloaded == 12
+        pool.deallocate(0, 12 * PAGE)
+        assert lender.declared_bytes == pinned_bytes(lender) == 0
+
     def test_closed_by_another_thread(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """It ends soon, and what was on its way to either side is given back."""
         pool.allocate(0, 16 * PAGE)
