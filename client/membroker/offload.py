@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from membroker.errors import InvalidRequest, MembrokerError
 from membroker.holding import Holding, Placing
-from membroker.interrupts import Waiting
+from membroker.interrupts import HeldOff, Waiting
 from membroker.page_table import FREE, OFFLOADED, USED, PageTable
 from membroker.region import device_failures
 from membroker.source import Source
@@ -253,9 +253,10 @@ class OffloadedPages:
 
     def trim(self) -> None:
         """Free what was kept pinned."""
-        with self._lock:
-            blocks, self._kept = self._kept, []
-        _give_up(blocks)
+        with HeldOff():
+            with self._lock:
+                blocks, self._kept = self._kept, []
+            _give_up(blocks)
 
     def _leave(self, places: Places, *, keep_pinned: bool = False) -> None:
         """Give up the blocks from which the last of their pages is gone, or keep those that are pinned."""

@@ -516,6 +516,24 @@ class TestHalfWay:
         pool.restore()
         assert sizes(pool) == (12, 0)
 
+    def test_interrupted_while_pinned_memory_is_freed(
+        self, pool: VirtualMemoryPool, lender: Lender, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Ctrl-C in a trim that frees gigabytes: all of it is freed, and nothing stays declared."""
+        pool.allocate(0, 9 * PAGE)
+        pool.offload()
+        pool.restore(keep_pinned=True)
+        unpin = lender.driver.unpin
+
+        def interrupted(address: int) -> None:
+            signal.raise_signal(signal.SIGINT)
+            unpin(address)
+
+        monkeypatch.setattr(lender.driver, "unpin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.trim()
+        assert lender.declared_bytes == pinned_bytes(lender) == 0
+
     def test_memory_comes_free_as_it_goes(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """Another model waits for room: it gets some before the last page is copied."""
         pool.allocate(0, 12 * PAGE)
