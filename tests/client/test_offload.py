@@ -671,6 +671,8 @@ class TestOverABroker:
                 assert model.stats().books["host"].declared == 40 * MIB
                 with pytest.raises(membroker.OutOfMemory):
                     model.declare("9MiB", "host")
+                with pytest.raises(InvalidRequest, match="beside 33554432 that are declared"):
+                    model.declare((1 << 63) - 1, "host")
                 assert pool.restore() == 16 * PAGE
                 assert self.books(daemon) == (32 * MIB, 8 * MIB)
                 assert digest(pool, *range(0, 16 * PAGE, PAGE)) == before
