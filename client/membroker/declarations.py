@@ -11,10 +11,12 @@ import threading
 from collections import Counter
 
 from membroker.convert import location_to_wire
+from membroker.errors import InvalidRequest
 from membroker.interrupts import HeldOff
 from membroker.transport import Transport
 from membroker.v1 import broker_pb2 as pb
 from membroker.vmm.driver import Location
+from membroker.vmm.sizes import MAX_BYTES
 
 _Key = tuple[str, Location]
 """A model's resource name, and a location."""
@@ -33,14 +35,14 @@ class Declarations:
         """Take the user's figure in the place of the one before. Raises `OutOfMemory`, and then that one stays."""
         key = (model, location)
         with HeldOff(), self._lock:
-            self._transport.declare(_request(key, size + self._held[key]))
+            self._declare(key, size, self._held[key])
             self._said[key] = size
 
     def add(self, model: str, location: Location, size: int) -> None:
         """Be charged for `size` bytes more. Raises `OutOfMemory`, and nothing has changed then."""
         key = (model, location)
         with HeldOff(), self._lock:
-            self._transport.declare(_request(key, self._said[key] + self._held[key] + size))
+            self._declare(key, size, self._said[key] + self._held[key])
             self._held[key] += size
 
     def end(self, model: str, location: Location, size: int) -> None:
@@ -49,6 +51,11 @@ class Declarations:
         with HeldOff(), self._lock:
             self._held[key] -= size
             self._transport.declare_less(_request(key, self._said[key] + self._held[key]))
+
+    def _declare(self, key: _Key, size: int, beside: int) -> None:
+        if size > MAX_BYTES - beside:
+            raise InvalidRequest(f"{size} bytes beside {beside} that are declared already are more than 2^63-1")
+        self._transport.declare(_request(key, size + beside))
 
 
 def _request(key: _Key, size: int) -> pb.DeclareMemoryRequest:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from membroker.errors import InvalidRequest, MembrokerError
 from membroker.holding import Holding, Placing
-from membroker.interrupts import Waiting
+from membroker.interrupts import HeldOff, Waiting
 from membroker.page_table import FREE, OFFLOADED, USED, PageTable
 from membroker.region import device_failures
 from membroker.source import Source
@@ -109,20 +109,18 @@ class OffloadedPages:
         total = sum(map(len, runs)) * self._page_size
         if not total:
             return 0
-        places = self._pin(runs) if segment is None else self._lay_out(segment, runs)
-        try:
-            with (
-                self._counting(total, "offloaded", "mapped") as gone,
-                _Moving(self._source.driver, partial(self._arrive_on_host, places, gone), progress, total) as moving,
-            ):
-                for chunk in self._chunks(runs):
-                    self._holding.check_open()
-                    self._allow(chunk, AccessFlags.NONE, AccessFlags.READ)
-                    moving.begin(chunk, self._copies(chunk, places, to_host=True))
-                moving.finish()
-        finally:
-            self._allow(places, AccessFlags.NONE, AccessFlags.NONE)
-            self._leave(places)
+        with ExitStack() as ends:
+            places = self._pin(runs) if segment is None else self._lay_out(segment, runs)
+            ends.callback(self._leave, places)
+            gone = ends.enter_context(self._counting(total, "offloaded", "mapped"))
+            ends.callback(self._allow, places, AccessFlags.NONE, AccessFlags.NONE)
+            arrive = partial(self._arrive_on_host, places, gone)
+            moving = ends.enter_context(_Moving(self._source.driver, arrive, progress, total))
+            for chunk in self._chunks(runs):
+                self._holding.check_open()
+                self._allow(chunk, AccessFlags.NONE, AccessFlags.READ)
+                moving.begin(chunk, self._copies(chunk, places, to_host=True))
+            moving.finish()
         if segment is not None:
             segment.seal()
         return total
@@ -181,11 +179,15 @@ class OffloadedPages:
         return len(chunk) * self._page_size
 
     def _lose(self, placings: dict[range, Placing]) -> None:
-        """Give the memory back to which bytes did not come."""
-        for placing in placings.values():
-            extent_ids = list(placing.extents.values())
-            placing.undo()
-            self._source.give_back(extent_ids)
+        """Give the memory back to which bytes did not come: all of it, also where an interrupt ends one call."""
+        with ExitStack() as ends:
+            for placing in placings.values():
+                ends.callback(self._lose_one, placing)
+
+    def _lose_one(self, placing: Placing) -> None:
+        extent_ids = list(placing.extents.values())
+        placing.undo()
+        self._source.give_back(extent_ids)
 
     # On the host
 
@@ -251,9 +253,10 @@ class OffloadedPages:
 
     def trim(self) -> None:
         """Free what was kept pinned."""
-        with self._lock:
-            blocks, self._kept = self._kept, []
-        _give_up(blocks)
+        with HeldOff():
+            with self._lock:
+                blocks, self._kept = self._kept, []
+            _give_up(blocks)
 
     def _leave(self, places: Places, *, keep_pinned: bool = False) -> None:
         """Give up the blocks from which the last of their pages is gone, or keep those that are pinned."""
@@ -278,7 +281,7 @@ class OffloadedPages:
         if segment.location != Location.HOST.value:
             raise InvalidRequest(f"{segment.resource_name} is of the device: it would keep as much there as it frees")
         with ExitStack() as keeping:
-            keeping.enter_context(segment.kept())
+            keeping.enter_context(segment.filled())
             index = segment.lay_out(_shapes(runs, self._page_size))
             addresses = {run: segment.address + index[_name(run, self._page_size)].offset for run in runs}
             block = Block(sum(map(len, runs)), keeping.pop_all().close)
@@ -331,8 +334,10 @@ class OffloadedPages:
         except MembrokerError as error:
             size = len(moved) * self._page_size
             numbers = {f"{done}_bytes": str(size), f"{rest}_bytes": str(total - size)}
-            told = f"{error}; {format_size(size)} of {format_size(total)} are {done}, the others stay {rest}"
-            raise type(error)(told, error.reason, {**error.metadata, **numbers}) from error
+            # It stays the error that it was, with all that its class has: it may be one of `progress`, of any class.
+            error.args = (f"{error}; {format_size(size)} of {format_size(total)} are {done}, the others stay {rest}",)
+            error.metadata.update(numbers)
+            raise
 
 
 class _Moving:

@@ -277,7 +277,8 @@ class VirtualMemoryPool:
 
         The bytes lie in pinned memory of this process, for which its model is charged at the location host (a
         declaration); or in `to`, a segment of that location that this process has made and not sealed. It is sealed
-        at the end, and then outlives the process (`restore_from`); `offload_size` says how large it has to be.
+        at the end, and then outlives the process (`restore_from`); `offload_size` says how large it has to be. One that
+        has pages of an `offload` that stopped half way takes no others until they are restored.
 
         Waits for the work that this process has given to the device. Raises `OutOfMemory` when the host's limit
         refuses, `BufferError` while a view of a page is alive, `NotMapped` when another call is at one, and what a

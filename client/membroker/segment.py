@@ -7,8 +7,9 @@ tensors are found by name. The broker knows a name, a size and a generation, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,7 @@ class Segment:
         self._on_host = session.driver.device.driver == "host"
         self._holding = hold.map(answer.size_bytes, AccessFlags.READ_WRITE if writable else AccessFlags.READ)
         self._holding.owned_by(self)
+        self._filling = threading.Lock()
 
     @classmethod
     def create(cls, session: Session, model: str, name: str, size: int | str, location: Location | str) -> Segment:
@@ -144,6 +146,21 @@ class Segment:
     def kept(self) -> AbstractContextManager[None]:
         """Keep it mapped during a block, which no living view is: it can be sealed there. Raises `ClosedError`."""
         return self._holding.in_use()
+
+    @contextmanager
+    def filled(self) -> Iterator[None]:
+        """As `kept`, to write bytes that are nowhere else then. Raises `InvalidRequest` while others have done so."""
+        with self._holding.in_use():
+            self._check_writable()
+            if not self._filling.acquire(blocking=False):
+                raise InvalidRequest(
+                    f"{self.resource_name} has pages that a pool offloaded before: restore() them first, or take "
+                    "another segment"
+                )
+            try:
+                yield
+            finally:
+                self._filling.release()
 
     # Its bytes
 

@@ -7,7 +7,7 @@ import hashlib
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from tests.client.lender import MIB, PAGE, Lender
@@ -19,11 +19,16 @@ from membroker import offload
 from membroker.errors import (
     AlreadyMapped,
     ClosedError,
+    CompactionFailed,
+    DescriptorLimit,
     DeviceFailure,
     InvalidRequest,
+    MembrokerError,
     NotMapped,
     Offloaded,
     OutOfMemory,
+    OutOfVirtualMemory,
+    SessionLost,
 )
 from membroker.pool import VirtualMemoryPool
 from membroker.vmm import _libc
@@ -466,6 +471,30 @@ class TestHalfWay:
         assert pool.restore() == offloaded * PAGE
         assert [int.from_bytes(pool.view(page * PAGE, 2), "little") for page in range(12)] == [*range(12)]
 
+    @pytest.mark.parametrize(
+        "error",
+        [
+            OutOfVirtualMemory(2, 1),
+            CompactionFailed("after 0 moves", []),
+            DescriptorLimit("none is left"),
+            SessionLost("forgotten", "TOKEN_REJECTED"),
+        ],
+    )
+    def test_progress_raises_what_the_library_raises(self, pool: VirtualMemoryPool, error: MembrokerError) -> None:
+        """It used another pool meanwhile, and that failed: its error comes out as it is, with the numbers of this."""
+        pool.allocate(0, 12 * PAGE)
+
+        def fail(done: int, total: int) -> None:
+            raise error
+
+        for call, done in ((pool.offload, "offloaded"), (pool.restore, "restored")):
+            error.args, error.metadata = ("it failed",), {}
+            with pytest.raises(type(error), match=rf"^it failed; .* are {done}") as failed:
+                call(progress=fail)
+            assert failed.value is error
+            assert int(error.metadata[f"{done}_bytes"]) > 0
+            pool.offload()
+
     def test_progress_is_told_all_of_it(self, pool: VirtualMemoryPool) -> None:
         pool.allocate(0, 5 * PAGE)
         for call in (pool.offload, pool.restore):
@@ -485,6 +514,24 @@ class TestHalfWay:
             pool.restore(progress=lambda *_: signal.raise_signal(signal.SIGINT))
         pool.restore()
         assert sizes(pool) == (12, 0)
+
+    def test_interrupted_while_pinned_memory_is_freed(
+        self, pool: VirtualMemoryPool, lender: Lender, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Ctrl-C in a trim that frees gigabytes: all of it is freed, and nothing stays declared."""
+        pool.allocate(0, 9 * PAGE)
+        pool.offload()
+        pool.restore(keep_pinned=True)
+        unpin = lender.driver.unpin
+
+        def interrupted(address: int) -> None:
+            signal.raise_signal(signal.SIGINT)
+            unpin(address)
+
+        monkeypatch.setattr(lender.driver, "unpin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.trim()
+        assert lender.declared_bytes == pinned_bytes(lender) == 0
 
     def test_memory_comes_free_as_it_goes(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """Another model waits for room: it gets some before the last page is copied."""
@@ -529,6 +576,59 @@ class TestHalfWay:
         pool.restore()
         assert [int.from_bytes(pool.view(page * PAGE, 2), "little") for page in range(12)] == [*range(12)]
 
+    def test_interrupted_while_it_gives_back_what_was_in_vain(
+        self, pool: VirtualMemoryPool, lender: Lender, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The device fails, several chunks are on their way, and Ctrl-C strikes at the first one given back."""
+        pool.allocate(0, 12 * PAGE)
+        for page in range(12):
+            fill(pool, page * PAGE, page.to_bytes(2, "little"))
+        pool.offload()
+        copier, give_back = lender.driver.copier, lender.give_back
+
+        def failing() -> object:
+            one = copier()
+            wait = one.wait
+
+            def fail(mark: int) -> None:
+                wait(mark)
+                if mark > 1:
+                    raise DriverError("cuEventSynchronize", "CUDA_ERROR_ECC_UNCORRECTABLE", 214)
+
+            one.wait = fail  # type: ignore[method-assign]
+            return one
+
+        def interrupted(extent_ids: Sequence[int]) -> None:
+            monkeypatch.setattr(lender, "give_back", give_back)
+            give_back(extent_ids)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(lender.driver, "copier", failing)
+            monkeypatch.setattr(lender, "give_back", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pool.restore()
+        assert sizes(pool) == (2, 10)
+        assert lender.lent_bytes == lender.used_bytes == 2 * PAGE
+        assert pool.restore() == 10 * PAGE
+        assert [int.from_bytes(pool.view(page * PAGE, 2), "little") for page in range(12)] == [*range(12)]
+
+    def test_a_lost_device_keeps_no_host_memory(self, pool: VirtualMemoryPool, lender: Lender) -> None:
+        """Not even what the pages allowed can be set again: what was pinned for them is freed all the same."""
+        pool.allocate(0, 12 * PAGE)
+        pool.protect(0, 12 * PAGE, "none")
+
+        def lose(done: int, total: int) -> None:
+            lender.driver.lost = True
+
+        with pytest.raises(DeviceFailure, match=r"ILLEGAL_ADDRESS.* are offloaded"):
+            pool.offload(progress=lose)
+        lender.driver.lost = False
+        mapped, offloaded = sizes(pool)
+        assert mapped + offloaded == 12
+        pool.deallocate(0, 12 * PAGE)
+        assert lender.declared_bytes == pinned_bytes(lender) == 0
+
     def test_closed_by_another_thread(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """It ends soon, and what was on its way to either side is given back."""
         pool.allocate(0, 16 * PAGE)
@@ -570,6 +670,8 @@ class TestOverABroker:
                 assert model.stats().books["host"].declared == 40 * MIB
                 with pytest.raises(membroker.OutOfMemory):
                     model.declare("9MiB", "host")
+                with pytest.raises(InvalidRequest, match="beside 33554432 that are declared"):
+                    model.declare((1 << 63) - 1, "host")
                 assert pool.restore() == 16 * PAGE
                 assert self.books(daemon) == (32 * MIB, 8 * MIB)
                 assert digest(pool, *range(0, 16 * PAGE, PAGE)) == before
@@ -866,6 +968,35 @@ wait()
             assert pool.restore() == offloaded * PAGE
             assert bytes(pool.view(7 * PAGE, 4)) == b"last"
             until(lambda: not client.segments())
+
+    def test_what_lies_in_a_segment_is_not_written_over(
+        self, daemon: Daemon, random_bytes: Callable[[int], bytes]
+    ) -> None:
+        """It stopped half way, and whoever tries again takes the same segment: its first pages are nowhere else."""
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("m")
+            pool, other = model.pool(PAGE), model.pool(PAGE)
+            other.allocate(0, PAGE)
+            pool.allocate(0, 12 * PAGE)
+            fill(pool, 0, random_bytes(12 * PAGE))
+            every = range(0, 12 * PAGE, PAGE)
+            before = digest(pool, *every)
+            segment = model.create_segment("s", pool.offload_size(), "host")
+            with pytest.raises(ZeroDivisionError):
+                pool.offload(to=segment, progress=lambda *_: 1 / 0)
+            mapped, offloaded = sizes(pool)
+            assert mapped
+            for again in (pool, other):
+                with pytest.raises(InvalidRequest, match=r"restore\(\) them first, or take another segment"):
+                    again.offload(to=segment)
+            assert (sizes(pool), sizes(other)) == ((mapped, offloaded), (1, 0))
+            pool.restore()
+            assert digest(pool, *every) == before
+            assert pool.offload(to=segment) == 12 * PAGE
+            with pytest.raises(membroker.SegmentNotWritable):
+                other.offload(to=segment)
+            pool.restore()
+            assert digest(pool, *every) == before
 
 
 def test_a_forked_child_has_none_of_it(daemon: Daemon, transport: str) -> None:

@@ -350,8 +350,8 @@ int cuMemcpyDtoH(void *to, u64 from, size_t size) { int result = may_touch(from,
 
 #define MAX_STREAMS 16
 struct copy { void *to; const void *from; size_t size; };
-struct stream { struct copy copies[MAX_RANGES]; int count; };
-struct event { struct stream *stream; int count; };
+struct stream { struct copy copies[MAX_RANGES]; int count; void *context; };
+struct event { struct stream *stream; int count; void *context; };
 
 int cuMemHostRegister(void *address, size_t size, unsigned flags) { return !current_context ? NO_CONTEXT : size > TOTAL ? OUT_OF_MEMORY : OK; }
 int cuMemHostUnregister(void *address) { return current_context ? OK : NO_CONTEXT; }
@@ -367,6 +367,7 @@ static int create_stream(struct stream **stream, unsigned flags) {
     while (place < MAX_STREAMS && streams[place]) place++;
     if (flags > 1 || place == MAX_STREAMS) return INVALID;
     *stream = streams[place] = calloc(1, sizeof **stream);
+    (*stream)->context = current_context;
     return OK;
 }
 int cuStreamCreate(struct stream **stream, unsigned flags) { LOCKED(create_stream(stream, flags)); }
@@ -391,8 +392,17 @@ static int destroy_stream(struct stream *stream) {
     return OK;
 }
 int cuStreamDestroy(struct stream *stream) { LOCKED(destroy_stream(stream)); }
-int cuEventCreate(struct event **event, unsigned flags) { *event = calloc(1, sizeof **event); return flags == 3 ? OK : INVALID; }
-int cuEventRecord(struct event *event, struct stream *stream) { *event = (struct event){stream, stream->count}; return OK; }
+int cuEventCreate(struct event **event, unsigned flags) {
+    if (!current_context || flags != 3) return current_context ? INVALID : NO_CONTEXT;
+    *event = calloc(1, sizeof **event);
+    (*event)->context = current_context;
+    return OK;
+}
+int cuEventRecord(struct event *event, struct stream *stream) {
+    if (event->context != stream->context) return INVALID_HANDLE;
+    event->stream = stream, event->count = stream->count;
+    return OK;
+}
 int cuEventSynchronize(struct event *event) { return event->stream ? play(event->stream, event->count) : OK; }
 int cuEventDestroy(struct event *event) { free(event); return OK; }
 

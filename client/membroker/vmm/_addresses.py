@@ -27,7 +27,7 @@ class Mapping:
 
     def most(self) -> AccessFlags:
         """Return the most that any device may do."""
-        return max(self.access.values(), key=lambda access: access.value, default=AccessFlags.NONE)
+        return AccessFlags(max((access.value for access in self.access.values()), default=0))
 
 
 class AddressTable:

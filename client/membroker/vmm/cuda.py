@@ -260,7 +260,7 @@ class CudaDriver:
             self.in_context("cuCtxSynchronize")
 
     def in_context(self, name: str, *arguments: Any) -> Any:
-        """Call the driver's function `name` in this driver's context: for `_cuda_managed`, which names more of them.
+        """Call the driver's function `name` in this driver's context: for the other `cuda` modules.
 
         Raises `DriverError` with what the driver says, and where this one was made without a context.
         """
@@ -317,7 +317,7 @@ class CudaDriver:
         # The bindings raise an OverflowError of their own for a size that the driver could not be told.
         if not 0 < size <= MAX_BYTES:
             raise DriverError("cuMemHostRegister", *_INVALID, f"{size} bytes cannot be pinned")
-        address = pin(self._call_entered, size)
+        address = pin(self.in_context, size)
         self._pinned.add(address, size)
         return address
 
@@ -327,11 +327,11 @@ class CudaDriver:
         if size is None:
             raise DriverError("cuMemHostUnregister", *_INVALID, f"nothing is pinned at {address:#x}")
         self.synchronize()
-        unpin(self._call_entered, address, size)
+        unpin(self.in_context, address, size)
 
     def copier(self) -> Copier:
         """Return a stream of its own. Needs `context=True`."""
-        return CudaCopier(self._call_entered, self._check_copy)
+        return CudaCopier(self.in_context, self._check_copy)
 
     def _check_copy(self, address: int, size: int, needed: AccessFlags) -> None:
         if not self._pinned.hold(address, size):
@@ -385,8 +385,11 @@ class CudaDriver:
                 steps.callback(self._call, "cuDevicePrimaryCtxRelease", self._ordinal)
             while self._handles:
                 steps.callback(self._call, "cuMemRelease", self._handles.popitem()[1])
-            for address, size in self._pinned.take_all():
+            pinned = self._pinned.take_all()
+            for address, size in pinned:
                 steps.callback(unpin, self._call, address, size)
+            if pinned:
+                steps.callback(self._call, "cuCtxSynchronize")  # the first step: a copy may still be under way
 
     # Finding and describing the card
 
@@ -491,10 +494,6 @@ class CudaDriver:
         if self._pid != os.getpid():
             hint = "CUDA does not survive a fork: start processes with spawn"
             raise DriverError(call, "CUDA_ERROR_NOT_INITIALIZED", 3, hint)
-
-    def _call_entered(self, name: str, *arguments: Any) -> Any:
-        self._enter(name)
-        return self._call(name, *arguments)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Call the driver's function `name`, and return what it returns or raise what it says."""

@@ -266,12 +266,17 @@ class HostDriver:
     def set_access(self, address: int, size: int, access: AccessFlags) -> None:
         """Set what whole mappings allow this device; on failure they allow what they did before."""
         self._check_usable("mprotect")
-        with self._process.lock, ExitStack() as undo:
-            for mapping in self._process.addresses.whole_mappings(address, size, "mprotect"):
-                before = mapping.access
-                _protect(mapping, before | {self._ordinal: access})
-                undo.callback(_protect, mapping, before)
-            undo.pop_all()
+        with self._process.lock, driver_call("mprotect"):
+            mappings = self._process.addresses.whole_mappings(address, size, "mprotect")
+            before = [mapping.access for mapping in mappings]
+            try:
+                for mapping in mappings:
+                    _protect(mapping, {**mapping.access, self._ordinal: access})
+            except BaseException:
+                with ExitStack() as undo:
+                    for mapping, allowed in zip(mappings, before, strict=True):
+                        undo.callback(_protect, mapping, allowed)
+                raise
 
     def get_access(self, address: int) -> AccessFlags:
         """Return what this device may do with the mapped byte at `address`."""
@@ -509,14 +514,9 @@ def _mapped_bytes(process: str) -> int:
 
 
 def _protect(mapping: _addresses.Mapping, access: dict[int, AccessFlags]) -> None:
-    """Let the devices do with a mapping what `access` says, by ordinal."""
-    before, mapping.access = mapping.access, access
-    try:
-        with driver_call("mprotect"):
-            _libc.mprotect(mapping.address, mapping.size, _PROTECTIONS[mapping.most()])
-    except BaseException:
-        mapping.access = before
-        raise
+    """Let the devices do with a mapping what `access` says, by ordinal. Where it raises, they may do either."""
+    mapping.access = access
+    _libc.mprotect(mapping.address, mapping.size, _PROTECTIONS[mapping.most()])
 
 
 def _check_granules(size: int, call: str) -> None:

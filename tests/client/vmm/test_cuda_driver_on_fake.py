@@ -102,6 +102,33 @@ def test_a_card_copies_in_its_own_context_whichever_is_current(run: Run) -> None
     run(code, FAKE_CUDA_DEVICES="2")
 
 
+def test_a_copier_works_in_its_own_context_whichever_is_current(run: Run) -> None:
+    """A framework makes another card current between two chunks: an event of that one marks nothing on this stream."""
+    code = """
+        first, second = CudaDriver(0, context=True), CudaDriver(1, context=True)
+        handle, address = first.create(GRANULE), first.reserve(GRANULE)
+        first.map(address, handle)
+        first.set_access(address, GRANULE, AccessFlags.READ_WRITE)
+        first.write(address, b"here")
+        second.release(second.create(GRANULE))
+        pinned = first.pin(GRANULE)
+        copier = first.copier()
+        for current in (second, None, first):
+            fake.cuCtxSetCurrent(ctypes.c_void_p(int(current._context)) if current else None)
+            copier.copy(pinned, address, GRANULE)
+            copier.wait(copier.mark())
+            assert ctypes.string_at(pinned, 4) == b"here"
+            ctypes.memset(pinned, 0, 4)
+        fake.cuCtxSetCurrent(None)
+        copier.close()
+        first.unpin(pinned)
+        for call in (lambda: CudaDriver().pin(GRANULE), CudaDriver().copier):
+            with pytest.raises(DriverError, match="context=True"):
+                call()
+    """
+    run(code, FAKE_CUDA_DEVICES="2")
+
+
 def test_what_a_card_was_granted_is_taken_back_from_it_alone(run: Run) -> None:
     code = """
         first, second = CudaDriver(0, context=True), CudaDriver(1, context=True)
