@@ -234,7 +234,7 @@ class VirtualMemoryPool(Held):
         pages = self._touched(offset, size)
         self._backing.protect(pages, access_of(access))
 
-    def compact(self, *, dry_run: bool = False, on_move: Callable[[Move], object] = lambda move: None) -> list[Move]:
+    def compact(self, *, dry_run: bool = False, on_move: Callable[[Move], object] | None = None) -> list[Move]:
         """Close holes among the allocated pages, lowest first, and return what was moved where. Copies no byte.
 
         The extents of a run of allocated pages without a gap are mapped lower instead, with what each page allows: the
@@ -251,7 +251,7 @@ class VirtualMemoryPool(Held):
         the moves that were made before, `DeviceFailure`, `ClosedError`; each move happens whole or not at all.
         """
         self._holding.check_open()
-        return self._backing.plan() if dry_run else self._backing.compact(on_move)
+        return self._backing.plan() if dry_run else self._backing.compact(on_move or (lambda move: None))
 
     # Offloading
 
