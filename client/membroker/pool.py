@@ -88,12 +88,15 @@ class VirtualMemoryPool(Held):
         """Bytes of memory behind the addresses: whole pages."""
         return len(self._holding.extents) * self._page_size
 
-    def is_mapped(self, offset: int) -> bool:
-        """Say whether the byte at `offset` is allocated. Raises `InvalidOffset` outside the pool."""
+    def is_mapped(self, offset: int, size: int | str = 1) -> bool:
+        """Say whether all pages that [offset, offset + size) touches are allocated, and their memory is there.
+
+        Raises `InvalidOffset` for what does not lie in the pool, `InvalidRequest` for a size of 0, `ClosedError`.
+        """
         self._holding.check_open()
-        page = self._touched(offset, 1).start
+        pages = self._touched(offset, size)
         with self._lock:
-            return self._table.is_used(page)
+            return self._table.is_used(pages)
 
     def stats(self) -> MemoryStats:
         """Return the pool's numbers at this moment; `MemoryStats` says what they do not tell."""

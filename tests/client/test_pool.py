@@ -54,6 +54,23 @@ class TestSeed:
     def test_address_is_base_plus_offset(self, pool: VirtualMemoryPool) -> None:
         assert pool.allocate(3 * PAGE + 5, 10) == pool.base_address + 3 * PAGE + 5
 
+    def test_is_mapped_is_of_a_whole_range(self, pool: VirtualMemoryPool) -> None:
+        """A range is mapped when each page that it touches is; one that reaches over the end is no range here."""
+        pool.allocate(2 * PAGE, 3 * PAGE)
+        for offset, size, mapped in [
+            (2 * PAGE, 3 * PAGE, True),
+            (3 * PAGE - 1, 2, True),
+            (2 * PAGE - 1, 2, False),
+            (5 * PAGE - 1, 2, False),
+            (PAGE, 5 * PAGE, False),
+            (60 * PAGE, 4 * PAGE, False),
+        ]:
+            assert pool.is_mapped(offset, size) is mapped, (offset, size)
+        with pytest.raises(InvalidOffset):
+            pool.is_mapped(2 * PAGE, 63 * PAGE)
+        with pytest.raises(InvalidRequest):
+            pool.is_mapped(2 * PAGE, 0)
+
     def test_already_mapped_changes_nothing(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """Two layers compute overlapping ranges: the second is told, and the first keeps its bytes."""
         pool.allocate(2 * PAGE, PAGE)

@@ -372,7 +372,7 @@ def test_the_table_against_a_plain_one(seed: int) -> None:
         edges = [-1, *taken, 40]
         free = [after - before - 1 for before, after in pairwise(edges)]
         assert table.largest_free_run() == (max(free), sum(free))
-        assert {page for page in range(40) if table.is_used(page)} == {
+        assert {page for page in range(40) if table.is_used(range(page, page + 1))} == {
             page for page in range(40) if states[page] == USED and page not in claimed
         }
         count, step = choose.randint(1, 6), choose.choice((1, 1, 2, 4))
