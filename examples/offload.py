@@ -58,4 +58,7 @@ def main(size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_size(sys.argv[1] if len(sys.argv) > 1 else "64MiB"))
+    try:
+        main(parse_size(sys.argv[1] if len(sys.argv) > 1 else "64MiB"))
+    except membroker.MembrokerError as error:
+        raise SystemExit(f"not offloaded: {error}") from None

@@ -7,11 +7,11 @@ and no view of it is left. It must never round the size that it tells: `size` is
 from __future__ import annotations
 
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 from membroker.convert import bytes_of, location_of
 from membroker.errors import InvalidRequest
+from membroker.held import Held
 from membroker.holding import Holding, Placing
 from membroker.interrupts import HeldOff
 from membroker.region import device_failures
@@ -21,7 +21,7 @@ from membroker.vmm.driver import Location
 from membroker.vmm.sizes import MAX_BYTES, round_up
 
 
-class Buffer:
+class Buffer(Held):
     """`size` bytes at `address`, borrowed from a source. A context manager. `Model.allocate` makes it.
 
     The memory is zero when it is fresh, as measured on cards and by nature on the host twin; no contract says so.
@@ -69,11 +69,6 @@ class Buffer:
         """`device` or `host`."""
         return self._location.value
 
-    @property
-    def closed(self) -> bool:
-        """Whether the buffer was closed."""
-        return self._holding.closed
-
     def view(self) -> memoryview:
         """Return the bytes as a writable memoryview, on the host driver; it keeps the buffer's memory.
 
@@ -103,23 +98,6 @@ class Buffer:
         if self._on_host:
             raise AttributeError("the host driver's memory is no CUDA array: use view()")
         return {"shape": (self._size,), "typestr": "|u1", "data": (self.address, False), "version": 3}
-
-    def close(self) -> None:
-        """Unmap the memory and give it back. Idempotent; raises nothing when the broker is away.
-
-        On a card it waits for the work that this process has given to the device. With living views it happens when
-        the last of them is gone, as with a tensor's storage.
-        """
-        with device_failures():
-            self._holding.end()
-
-    def __enter__(self) -> Buffer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"at {self._holding.region.address:#x}"

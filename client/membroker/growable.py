@@ -9,10 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 
 from membroker.convert import bytes_of, check_range, location_of
 from membroker.errors import InvalidRequest
+from membroker.held import Held
 from membroker.holding import Holding, Placing
 from membroker.interrupts import HeldOff
 from membroker.pool import check_page_size
@@ -31,7 +31,7 @@ less than a pool's 64 MiB.
 """
 
 
-class GrowableBuffer:
+class GrowableBuffer(Held):
     """`size` bytes at `address`, and addresses for `capacity` bytes. Thread-safe, and a context manager.
 
     Sizes are in bytes, or text such as `"8GiB"`. Addresses cost nothing, so `capacity` may be generous; it is rounded
@@ -100,11 +100,6 @@ class GrowableBuffer:
     def physical_memory_usage(self) -> int:
         """Bytes that are mapped and charged: whole pages."""
         return len(self._holding.extents) * self._page_size
-
-    @property
-    def closed(self) -> bool:
-        """Whether the buffer was closed."""
-        return self._holding.closed
 
     # Growing and shrinking
 
@@ -219,22 +214,6 @@ class GrowableBuffer:
             return self._holding.span(self, offset, size)
 
     # Its end
-
-    def close(self) -> None:
-        """Unmap and give back everything, addresses too. Idempotent; raises nothing when the broker is away.
-
-        With living views, or calls in other threads, it happens when the last of them has ended.
-        """
-        with device_failures():
-            self._holding.end()
-
-    def __enter__(self) -> GrowableBuffer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         sizes = f"{format_size(self._size)} of {format_size(self._capacity)}"

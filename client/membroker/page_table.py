@@ -47,9 +47,9 @@ class PageTable:
 
     # Asking
 
-    def is_used(self, page: int) -> bool:
-        """Say whether a page is allocated, and no call is at it."""
-        return page < len(self._states) and self._states[page] == USED
+    def is_used(self, pages: range) -> bool:
+        """Say whether all of them are allocated, and no call is at one."""
+        return self._states.count(USED, pages.start, pages.stop) == len(pages)
 
     def access(self, page: int) -> AccessFlags:
         """Return what a page allows."""

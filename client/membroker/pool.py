@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from membroker.backing import Backing
 from membroker.convert import access_of, bytes_of, location_of
 from membroker.errors import InvalidOffset, InvalidPageSize, InvalidRequest
+from membroker.held import Held
 from membroker.offload import Progress, check_segment, runs_in, size_in_segment
 from membroker.page_table import OFFLOADED, SPARE, USED
 from membroker.region import device_failures
@@ -31,7 +31,7 @@ DEFAULT_PAGE_SIZE = 64 * MIB
 _STATES = {SPARE: "spare", OFFLOADED: "offloaded"}
 
 
-class VirtualMemoryPool:
+class VirtualMemoryPool(Held):
     """Addresses for `virtual_capacity` bytes, backed page by page on demand. Thread-safe, and a context manager.
 
     Offsets and sizes are in bytes (sizes may be text, such as `"8GiB"`) and need no alignment: a call works on
@@ -88,17 +88,15 @@ class VirtualMemoryPool:
         """Bytes of memory behind the addresses: whole pages."""
         return len(self._holding.extents) * self._page_size
 
-    @property
-    def closed(self) -> bool:
-        """Whether the pool was closed."""
-        return self._holding.closed
+    def is_mapped(self, offset: int, size: int | str = 1) -> bool:
+        """Say whether all pages that [offset, offset + size) touches are allocated, and their memory is there.
 
-    def is_mapped(self, offset: int) -> bool:
-        """Say whether the byte at `offset` is allocated. Raises `InvalidOffset` outside the pool."""
+        Raises `InvalidOffset` for what does not lie in the pool, `InvalidRequest` for a size of 0, `ClosedError`.
+        """
         self._holding.check_open()
-        page = self._touched(offset, 1).start
+        pages = self._touched(offset, size)
         with self._lock:
-            return self._table.is_used(page)
+            return self._table.is_used(pages)
 
     def stats(self) -> MemoryStats:
         """Return the pool's numbers at this moment; `MemoryStats` says what they do not tell."""
@@ -239,7 +237,7 @@ class VirtualMemoryPool:
         pages = self._touched(offset, size)
         self._backing.protect(pages, access_of(access))
 
-    def compact(self, *, dry_run: bool = False, on_move: Callable[[Move], object] = lambda move: None) -> list[Move]:
+    def compact(self, *, dry_run: bool = False, on_move: Callable[[Move], object] | None = None) -> list[Move]:
         """Close holes among the allocated pages, lowest first, and return what was moved where. Copies no byte.
 
         The extents of a run of allocated pages without a gap are mapped lower instead, with what each page allows: the
@@ -256,7 +254,7 @@ class VirtualMemoryPool:
         the moves that were made before, `DeviceFailure`, `ClosedError`; each move happens whole or not at all.
         """
         self._holding.check_open()
-        return self._backing.plan() if dry_run else self._backing.compact(on_move)
+        return self._backing.plan() if dry_run else self._backing.compact(on_move or (lambda move: None))
 
     # Offloading
 
@@ -375,22 +373,6 @@ class VirtualMemoryPool:
             yield span.address
         finally:
             del span
-
-    def close(self) -> None:
-        """Unmap and give back everything, addresses too. Idempotent; raises nothing when the broker is away.
-
-        With living views, or calls in other threads, it happens when the last of them has ended.
-        """
-        with device_failures():
-            self._holding.end()
-
-    def __enter__(self) -> VirtualMemoryPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         used, all_of_it = format_size(self.physical_memory_usage), format_size(self._capacity)

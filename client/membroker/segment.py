@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -18,6 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from membroker import convert
 from membroker.convert import bytes_of, location_name, location_of, location_to_wire
 from membroker.errors import InvalidRequest, SegmentNotWritable
+from membroker.held import Held
 from membroker.holding import Holding
 from membroker.interrupts import HeldOff
 from membroker.region import device_failures
@@ -46,7 +46,7 @@ CHUNK_BYTES = 64 * MIB
 """How much `write` copies at once: enough for a bus's full speed, little enough to tell how far it is."""
 
 
-class Segment:
+class Segment(Held):
     """`size` bytes at `address`, side by side. A context manager. `Model.create_segment`, `Client.attach` make it.
 
     Closing it unmaps it here, and the segment lives on; a writer that closes before it has sealed gives it up.
@@ -132,11 +132,6 @@ class Segment:
     def writable(self) -> bool:
         """Whether this process writes it: it made it, and has not sealed it."""
         return self._writable
-
-    @property
-    def closed(self) -> bool:
-        """Whether it was closed here."""
-        return self._holding.closed
 
     @property
     def driver(self) -> Driver:
@@ -286,22 +281,6 @@ class Segment:
         self._session.check_open()
         request = pb.DeleteSegmentRequest(name=self.resource_name, generation=self.generation)
         return convert.segment(self._session.transport.delete_segment(request))
-
-    def close(self) -> None:
-        """Unmap it here. Idempotent; raises nothing when the broker is away. Living views put it off to the last.
-
-        On a card it waits for the work that this process has given to the device.
-        """
-        with device_failures():
-            self._holding.end()
-
-    def __enter__(self) -> Segment:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "being written" if self._writable else "read-only"

@@ -10,12 +10,12 @@ import math
 import operator
 import threading
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from membroker.adapters.dlpack import DlpackTensor, export, size_of
 from membroker.convert import check_range, location_of
 from membroker.errors import InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped
+from membroker.held import Held
 from membroker.holding import Holding
 from membroker.interrupts import HeldOff
 from membroker.region import Region, device_failures
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-class SparseArray:
+class SparseArray(Held):
     """`shape` elements of `dtype`, of which only tiles that were written have memory. Thread-safe, a context manager.
 
     A tile is `tile_rows` rows, whole entries of the first axis: ids of an embedding table, blocks of a KV cache. So the
@@ -123,11 +123,6 @@ class SparseArray:
     def physical_memory_usage(self) -> int:
         """Bytes that are mapped and charged: whole tiles."""
         return len(self._holding.extents) * self._tile_size
-
-    @property
-    def closed(self) -> bool:
-        """Whether the array was closed."""
-        return self._holding.closed
 
     def tiles(self) -> list[int]:
         """Return the numbers of the tiles that have memory, in order."""
@@ -262,22 +257,6 @@ class SparseArray:
                 self._holding.extents.update(scattering.extents)
 
     # Its end
-
-    def close(self) -> None:
-        """Unmap and give back everything, addresses too. Idempotent; raises nothing when the broker is away.
-
-        With living tensors and spans, or calls in other threads, it happens when the last of them has ended.
-        """
-        with device_failures():
-            self._holding.end()
-
-    def __enter__(self) -> SparseArray:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         backed = format_size(self.physical_memory_usage)

@@ -33,26 +33,6 @@ NUMPYS = {"BOOL": "bool", "F16": "float16", "F32": "float32", "F64": "float64", 
 FLOAT8 = ["F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"]
 
 
-@pytest.fixture(scope="module")
-def shared_daemon() -> Iterator[Daemon]:
-    with running() as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def client(shared_daemon: Daemon) -> Iterator[membroker.Client]:
-    """A client; at the end of the test everything that it borrowed has come back."""
-    with membroker.connect(str(shared_daemon.endpoint())) as client:
-        yield client
-    gc.collect()
-    until(lambda: shared_daemon.books().lent_bytes == 0)
-
-
-@pytest.fixture
-def model(client: membroker.Client) -> Model:
-    return client.register_model("llama", virtual_capacity="1GiB")
-
-
 @pytest.fixture
 def torch() -> Any:
     return pytest.importorskip("torch", reason="this is a test with PyTorch: its CPU build is enough")

@@ -12,12 +12,12 @@ import importlib
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon, running, until
+from tests.daemons import MIB, Daemon, until
 
 import membroker
 from membroker.adapters import cupy as cupy_adapter
@@ -30,26 +30,6 @@ from membroker.model import Model
 from membroker.segment import publish_arrays
 
 PAGE = 2 * MIB
-
-
-@pytest.fixture(scope="module")
-def shared_daemon() -> Iterator[Daemon]:
-    with running() as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def client(shared_daemon: Daemon) -> Iterator[membroker.Client]:
-    """A client; at the end of the test everything that it borrowed has come back."""
-    with membroker.connect(str(shared_daemon.endpoint())) as client:
-        yield client
-    gc.collect()
-    until(lambda: shared_daemon.books().lent_bytes == 0)
-
-
-@pytest.fixture
-def model(client: membroker.Client) -> Model:
-    return client.register_model("llama", virtual_capacity="1GiB")
 
 
 def limited(client: membroker.Client, limit: str) -> Model:

@@ -1,9 +1,10 @@
-"""Two threads that meet: a call that waits for the lender until the test lets it go on."""
+"""Threads that meet: a call that waits for the lender until the test lets it go on, and many that begin at once."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from tests.client.lender import Lender
@@ -39,3 +40,16 @@ def held_up(lender: Lender, call: Callable[[], object]) -> Iterator[HeldUp]:
         yield one
     finally:
         one.go_on()
+
+
+def together(work: Sequence[Callable[[], object]]) -> None:
+    """Do each piece in a thread of its own, all at once, to the end of the last; raise what one of them raised."""
+    start = threading.Barrier(len(work))
+
+    def begin(piece: Callable[[], object]) -> None:
+        start.wait(30)
+        piece()
+
+    with ThreadPoolExecutor(len(work)) as threads:
+        for done in [threads.submit(begin, piece) for piece in work]:
+            done.result()

@@ -9,10 +9,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 
 import pytest
 from tests.client.lender import MIB, PAGE, Lender
-from tests.client.meeting import held_up
+from tests.client.meeting import held_up, together
 from tests.daemons import until
 
 from membroker.errors import (
@@ -269,11 +270,7 @@ class TestThreads:
         """Sixteen threads append to one buffer: each gets its own range, and together they have no hole."""
         offsets: list[int] = []
         step = PAGE + 1000
-        threads = [threading.Thread(target=lambda: offsets.append(buffer.grow(step))) for _ in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together([lambda: offsets.append(buffer.grow(step))] * 16)
         assert sorted(offsets) == [step * number for number in range(16)]
         assert (buffer.size, lender.lent_bytes) == (16 * step, 17 * PAGE)
 
@@ -349,29 +346,20 @@ class TestThreads:
 
     def test_churn(self, buffer: GrowableBuffer, lender: Lender) -> None:
         """Threads grow, shrink and look, at random: no view is ever cut short, and the sums agree."""
-        errors: list[BaseException] = []
         seed = random.randrange(2**32)
         print("seed", seed)
 
         def churn(number: int) -> None:
             choose = random.Random(seed + number)
-            try:
-                for _ in range(100):
-                    with suppress(BufferError, InvalidRequest):
-                        choose.choice((buffer.grow, buffer.shrink, buffer.resize))(choose.randrange(4 * PAGE))
-                    view = buffer.view()
-                    if len(view):
-                        view[-1] = view[0] = number
-                    view.release()
-            except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
-                errors.append(error)
+            for _ in range(100):
+                with suppress(BufferError, InvalidRequest):
+                    choose.choice((buffer.grow, buffer.shrink, buffer.resize))(choose.randrange(4 * PAGE))
+                view = buffer.view()
+                if len(view):
+                    view[-1] = view[0] = number
+                view.release()
 
-        threads = [threading.Thread(target=churn, args=(number,)) for number in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert errors == []
+        together([partial(churn, number) for number in range(6)])
         pages = -(-buffer.size // PAGE)
         assert buffer.physical_memory_usage == lender.lent_bytes == lender.used_bytes == pages * PAGE
 

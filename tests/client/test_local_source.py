@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import pytest
 from tests.client.lender import MIB, PAGE, FlakyDriver, put, text
+from tests.client.meeting import together
 from tests.daemons import until
 
 import membroker
@@ -243,29 +244,20 @@ print("done")
 
 def test_many_threads_share_a_limit(driver: FlakyDriver) -> None:
     """Eight threads churn pages of one source: never above the limit, and all of it is back at the end."""
-    errors: list[BaseException] = []
     refusals = [0]
     with LocalSource(driver, limit=6 * PAGE) as source, VirtualMemoryPool(source, 64 * PAGE, PAGE) as pool:
 
         def churn() -> None:
-            try:
-                for _ in range(100):
-                    assert source.physical_memory_usage <= 6 * PAGE
-                    try:
-                        address = pool.allocate_anywhere(2 * PAGE)
-                    except OutOfMemory:
-                        refusals[0] += 1
-                        continue
-                    pool.deallocate(address - pool.base_address, 2 * PAGE)
-            except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
-                errors.append(error)
+            for _ in range(100):
+                assert source.physical_memory_usage <= 6 * PAGE
+                try:
+                    address = pool.allocate_anywhere(2 * PAGE)
+                except OutOfMemory:
+                    refusals[0] += 1
+                    continue
+                pool.deallocate(address - pool.base_address, 2 * PAGE)
 
-        threads = [threading.Thread(target=churn) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert errors == []
+        together([churn] * 8)
         assert source.physical_memory_usage == used(driver) == 0
         with suppress(AlreadyMapped):
             pool.allocate(0, 6 * PAGE)

@@ -1,7 +1,7 @@
 """Managed memory on the real cuda-bindings over the fake card, and its refusals on the host driver.
 
 The fake keeps each page's advice as a card does, so what was advised is read back; what it cannot show (pages that
-move, kernels that read them) stands in tests/gpu. docs/managed.md says which of the seed's tests is which of these.
+move, kernels that read them) stands in tests/gpu. docs/seeds.md says which of oxicuda-memory's tests is which of these.
 """
 
 from __future__ import annotations
@@ -802,14 +802,6 @@ def test_the_pages_worker_says_a_plain_sentence_on_the_host_driver() -> None:
         charged, sentence, left = done.stdout.splitlines()
         assert (charged, left) == (f"charged {16 * MIB}", "charged 0")
         assert sentence.startswith("managed memory needs a GPU, and this is the host driver")
-
-
-def test_the_page_names_tests_that_exist() -> None:
-    """Each of the seed's tests stands in the table beside one of ours, which is in this file or on the card."""
-    rows = re.findall(r"^\| `(\w+)` \| `(test_\w+)` \|", PAGE.read_text(), re.MULTILINE)
-    ours = Path(__file__).read_text() + (Path(__file__).parents[1] / "gpu" / "test_managed_on_gpu.py").read_text()
-    assert len({seed for seed, _ in rows}) == len(rows) == 24
-    assert [test for _, test in rows if f"def {test}(" not in ours] == []
 
 
 def test_the_page_says_where_it_leads() -> None:

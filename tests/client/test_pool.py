@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
 import pytest
 from tests.client.lender import MIB, PAGE, Lender, state
+from tests.client.meeting import together
 
 from membroker.errors import (
     AlreadyMapped,
@@ -53,6 +54,23 @@ class TestSeed:
 
     def test_address_is_base_plus_offset(self, pool: VirtualMemoryPool) -> None:
         assert pool.allocate(3 * PAGE + 5, 10) == pool.base_address + 3 * PAGE + 5
+
+    def test_is_mapped_is_of_a_whole_range(self, pool: VirtualMemoryPool) -> None:
+        """A range is mapped when each page that it touches is; one that reaches over the end is no range here."""
+        pool.allocate(2 * PAGE, 3 * PAGE)
+        for offset, size, mapped in [
+            (2 * PAGE, 3 * PAGE, True),
+            (3 * PAGE - 1, 2, True),
+            (2 * PAGE - 1, 2, False),
+            (5 * PAGE - 1, 2, False),
+            (PAGE, 5 * PAGE, False),
+            (60 * PAGE, 4 * PAGE, False),
+        ]:
+            assert pool.is_mapped(offset, size) is mapped, (offset, size)
+        with pytest.raises(InvalidOffset):
+            pool.is_mapped(2 * PAGE, 63 * PAGE)
+        with pytest.raises(InvalidRequest):
+            pool.is_mapped(2 * PAGE, 0)
 
     def test_already_mapped_changes_nothing(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """Two layers compute overlapping ranges: the second is told, and the first keeps its bytes."""
@@ -229,11 +247,7 @@ class TestGrow:
     def test_many_threads_grow_at_once(self, pool: VirtualMemoryPool) -> None:
         """Sixteen decoding threads append to one pool: each gets its own range, and together they have no hole."""
         addresses: list[int] = []
-        threads = [threading.Thread(target=lambda: addresses.append(pool.grow(3 * PAGE))) for _ in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together([lambda: addresses.append(pool.grow(3 * PAGE))] * 16)
         assert sorted(addresses) == [pool.base_address + 3 * PAGE * step for step in range(16)]
         assert pool.stats().mapped_pages == 48
 
@@ -318,28 +332,19 @@ class TestThreads:
 
     def test_racing_for_one_page(self, pool: VirtualMemoryPool) -> None:
         """Many threads want the same page and give it back: exactly one has it at a time."""
-        errors: list[BaseException] = []
         owned = threading.Semaphore(1)
 
         def churn() -> None:
-            try:
-                for _ in range(100):
-                    try:
-                        pool.allocate(0, PAGE)
-                    except AlreadyMapped:
-                        continue
-                    assert owned.acquire(blocking=False)
-                    owned.release()
-                    pool.deallocate(0, PAGE)
-            except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
-                errors.append(error)
+            for _ in range(100):
+                try:
+                    pool.allocate(0, PAGE)
+                except AlreadyMapped:
+                    continue
+                assert owned.acquire(blocking=False)
+                owned.release()
+                pool.deallocate(0, PAGE)
 
-        threads = [threading.Thread(target=churn) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert errors == []
+        together([churn] * 8)
         assert pool.physical_memory_usage == 0
 
 
@@ -646,14 +651,13 @@ class TestSpare:
         for _ in range(50):
             keeping.allocate(0, PAGE)
             keeping.deallocate(0, PAGE)
-            start, won = threading.Barrier(16), []
+            won: list[int] = []
 
-            def race(start: threading.Barrier = start, won: list[int] = won) -> None:
-                start.wait(30)
+            def race(won: list[int] = won) -> None:
                 with suppress(AlreadyMapped):
                     won.append(keeping.allocate(0, PAGE))
 
-            _together([race] * 16)
+            together([race] * 16)
             assert won == [keeping.base_address]
             keeping.deallocate(0, PAGE)
 
@@ -715,49 +719,35 @@ class TestSpare:
 
     def test_churn(self, keeping: VirtualMemoryPool, lender: Lender) -> None:
         """Threads take, write, give back, prepare and trim on few pages: each owns what it has, and the sums agree."""
-        errors: list[BaseException] = []
         owned = [threading.Semaphore(1) for _ in range(64)]
 
         def churn(seed: int) -> None:
             choose = random.Random(seed)
-            try:
-                for _ in range(300):
-                    first, count = choose.randrange(8), choose.choice((1, 1, 2, 3))
-                    if choose.random() < 0.1:
-                        keeping.trim()
-                    try:
-                        keeping.allocate(first * PAGE, count * PAGE)
-                    except AlreadyMapped:
-                        continue
-                    for page in range(first, first + count):
-                        assert owned[page].acquire(blocking=False), "a page has two owners"
-                    view = keeping.view(first * PAGE, count * PAGE)
-                    view[:8] = b"%08d" % seed
-                    assert bytes(view[:8]) == b"%08d" % seed
-                    view.release()
-                    del view
-                    for page in range(first, first + count):
-                        owned[page].release()
-                    keeping.deallocate(first * PAGE, count * PAGE)
-            except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
-                errors.append(error)
+            for _ in range(300):
+                first, count = choose.randrange(8), choose.choice((1, 1, 2, 3))
+                if choose.random() < 0.1:
+                    keeping.trim()
+                try:
+                    keeping.allocate(first * PAGE, count * PAGE)
+                except AlreadyMapped:
+                    continue
+                for page in range(first, first + count):
+                    assert owned[page].acquire(blocking=False), "a page has two owners"
+                view = keeping.view(first * PAGE, count * PAGE)
+                view[:8] = b"%08d" % seed
+                assert bytes(view[:8]) == b"%08d" % seed
+                view.release()
+                del view
+                for page in range(first, first + count):
+                    owned[page].release()
+                keeping.deallocate(first * PAGE, count * PAGE)
 
-        _together([partial(churn, seed) for seed in range(6)])
-        assert errors == []
+        together([partial(churn, seed) for seed in range(6)])
         stats = keeping.stats()
         assert stats.mapped_pages == stats.spare_pages <= 4
         assert lender.lent_bytes == stats.physical_usage
         assert keeping.trim() == stats.physical_usage
         assert lender.used_bytes == 0
-
-
-def _together(work: Sequence[Callable[[], object]]) -> None:
-    """Do each piece in a thread of its own, and wait for all."""
-    threads = [threading.Thread(target=piece) for piece in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 @contextmanager

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 from tests.client.lender import MIB, PAGE, Lender, put, state, text
+from tests.client.meeting import together
 
 from membroker.errors import (
     AlreadyMapped,
@@ -107,13 +107,7 @@ class TestAnywhere:
     def test_many_threads_at_once(self, pool: VirtualMemoryPool) -> None:
         """Sixteen threads want pages, anywhere: nobody gets another's, and none has to try again."""
         addresses: list[int] = []
-        threads = [
-            threading.Thread(target=lambda: addresses.append(pool.allocate_anywhere(3 * PAGE))) for _ in range(16)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together([lambda: addresses.append(pool.allocate_anywhere(3 * PAGE))] * 16)
         assert sorted(addresses) == [pool.base_address + 3 * PAGE * step for step in range(16)]
 
 
@@ -372,7 +366,7 @@ def test_the_table_against_a_plain_one(seed: int) -> None:
         edges = [-1, *taken, 40]
         free = [after - before - 1 for before, after in pairwise(edges)]
         assert table.largest_free_run() == (max(free), sum(free))
-        assert {page for page in range(40) if table.is_used(page)} == {
+        assert {page for page in range(40) if table.is_used(range(page, page + 1))} == {
             page for page in range(40) if states[page] == USED and page not in claimed
         }
         count, step = choose.randint(1, 6), choose.choice((1, 1, 2, 4))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import pytest
 from tests.client.lender import MIB, PAGE, FlakyDriver
+from tests.client.meeting import together
 from tests.daemons import Daemon, running, until
 
 import membroker
@@ -345,41 +345,32 @@ class TestModels:
 
 def test_models_of_many_threads(where: Lending) -> None:
     """Each thread registers its own model, works in it, and unregisters it; one name is wanted by all of them."""
-    errors: list[BaseException] = []
     won: list[int] = []
     with SharedMemoryPool(where.lender, 12 * PAGE, PAGE) as shared:
 
         def host(number: int) -> None:
             choose = random.Random(number)
             try:
+                shared.register_model("wanted", PAGE)
+                won.append(number)
+            except ModelAlreadyExists:
+                pass
+            name = f"model-{number}"
+            shared.register_model(name, 64 * PAGE)
+            base = shared.pool(name).base_address
+            for _ in range(20):
                 try:
-                    shared.register_model("wanted", PAGE)
-                    won.append(number)
-                except ModelAlreadyExists:
-                    pass
-                name = f"model-{number}"
-                shared.register_model(name, 64 * PAGE)
-                base = shared.pool(name).base_address
-                for _ in range(20):
-                    try:
-                        address = shared.allocate_for_model(name, choose.randint(1, 3) * PAGE)
-                    except OutOfPhysicalMemory:
-                        continue
-                    where.driver.write(address, b"%08d" % number)
-                    assert shared.global_stats().physical_usage <= 12 * PAGE
-                    assert where.driver.read(address, 8) == b"%08d" % number
-                    if choose.random() < 0.7:
-                        shared.deallocate_for_model(name, address - base, 1)
-                shared.unregister_model(name)
-            except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
-                errors.append(error)
+                    address = shared.allocate_for_model(name, choose.randint(1, 3) * PAGE)
+                except OutOfPhysicalMemory:
+                    continue
+                where.driver.write(address, b"%08d" % number)
+                assert shared.global_stats().physical_usage <= 12 * PAGE
+                assert where.driver.read(address, 8) == b"%08d" % number
+                if choose.random() < 0.7:
+                    shared.deallocate_for_model(name, address - base, 1)
+            shared.unregister_model(name)
 
-        threads = [threading.Thread(target=host, args=(number,)) for number in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert errors == []
+        together([partial(host, number) for number in range(6)])
         assert len(won) == 1
         assert shared.global_stats() == GlobalMemoryStats(12 * PAGE, 0, 1)
         assert where.lent == 0

@@ -7,11 +7,12 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 from tests.client.lender import PAGE, Lender
-from tests.client.meeting import held_up
+from tests.client.meeting import held_up, together
 from tests.daemons import until
 
 from membroker.errors import (
@@ -376,17 +377,11 @@ class TestAllOrNothing:
 class TestThreads:
     def test_many_write_the_same_new_tile(self, table: SparseArray, lender: Lender) -> None:
         """Sixteen threads meet the first ids of a tile at once: it comes once, and has what all of them wrote."""
-        start = threading.Barrier(16)
 
         def write(number: int) -> None:
-            start.wait(30)
             table.write(ROWS + number, row(number))
 
-        threads = [threading.Thread(target=write, args=(number,)) for number in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together([partial(write, number) for number in range(16)])
         assert lender.lent_bytes == PAGE
         assert table.read(ROWS, 16) == b"".join(map(row, range(16)))
 
@@ -448,31 +443,22 @@ class TestThreads:
 
     def test_churn(self, zeros: SparseArray, lender: Lender) -> None:
         """Threads write, read and drop at random: a row is whole, or zero, and the sums agree."""
-        errors: list[BaseException] = []
         seed = random.randrange(2**32)
         print("seed", seed)
 
         def churn(number: int) -> None:
             choose = random.Random(seed + number)
-            try:
-                for _ in range(150):
-                    tile, count = choose.randrange(6), choose.randrange(1, 3)
-                    mine = tile * ROWS + number
-                    with suppress(BufferError, NotMapped):
-                        if choose.random() < 0.4:
-                            zeros.drop(*range(tile, tile + count))
-                    zeros.write(mine, row(number))
-                    assert zeros.read(mine) in (row(number), row(0))
-                    assert zeros.read(mine, ROWS)[:ROW] in (row(number), row(0))
-            except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
-                errors.append(error)
+            for _ in range(150):
+                tile, count = choose.randrange(6), choose.randrange(1, 3)
+                mine = tile * ROWS + number
+                with suppress(BufferError, NotMapped):
+                    if choose.random() < 0.4:
+                        zeros.drop(*range(tile, tile + count))
+                zeros.write(mine, row(number))
+                assert zeros.read(mine) in (row(number), row(0))
+                assert zeros.read(mine, ROWS)[:ROW] in (row(number), row(0))
 
-        threads = [threading.Thread(target=churn, args=(number,)) for number in range(1, 7)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert errors == []
+        together([partial(churn, number) for number in range(1, 7)])
         assert len(zeros.tiles()) * PAGE == lender.lent_bytes == lender.used_bytes == zeros.physical_memory_usage
 
 
