@@ -17,9 +17,10 @@ from membroker.handoff import MAX_EXTENTS_PER_CALL
 from membroker.holding import Holding
 from membroker.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
 from membroker.segment import Segment
-from membroker.session import Session, broker_may_be_gone
+from membroker.session import Session
 from membroker.source import Placement
 from membroker.sparse import SparseArray
+from membroker.transport import broker_may_be_gone
 from membroker.types import ModelStatus
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2
@@ -207,8 +208,7 @@ class Model:
 
     def credit(self, size: int, location: Location) -> None:
         """Declare `size` bytes less."""
-        with broker_may_be_gone():
-            self._session.declarations.end(self.resource_name, location, size)
+        self._session.declarations.end(self.resource_name, location, size)
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
         """Release extents."""

@@ -107,7 +107,8 @@ class OffloadedPages:
         if self._location is Location.HOST:
             raise InvalidRequest("this pool's memory is the host's already")
         total = sum(map(len, runs)) * self._page_size
-        if not total:
+        # Whoever waits for a segment waits for its seal, also where there is nothing to put into it.
+        if not total and segment is None:
             return 0
         with ExitStack() as ends:
             places = self._pin(runs) if segment is None else self._lay_out(segment, runs)
@@ -283,6 +284,8 @@ class OffloadedPages:
         with ExitStack() as keeping:
             keeping.enter_context(segment.filled())
             index = segment.lay_out(_shapes(runs, self._page_size))
+            if not runs:
+                return {}
             addresses = {run: segment.address + index[_name(run, self._page_size)].offset for run in runs}
             block = Block(sum(map(len, runs)), keeping.pop_all().close)
         return self._side_by_side(addresses, block)

@@ -271,7 +271,8 @@ class VirtualMemoryPool(Held):
         The whole pool, unless a range is given. Pages that are not allocated, or are offloaded already, are passed
         over; spare ones are given back as they are. The pages stay allocated and their addresses the pool's, but
         nothing is behind them until `restore`. Returns how many bytes were copied; `progress` is told how many are
-        done, of how many, and an exception of its own stops the copying.
+        done, of how many, and an exception of its own stops the copying. No interrupt is raised in it: Ctrl-C stops
+        the copying between two chunks.
 
         The bytes lie in pinned memory of this process, for which its model is charged at the location host (a
         declaration); or in `to`, a segment of that location that this process has made and not sealed. It is sealed

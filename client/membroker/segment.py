@@ -21,9 +21,10 @@ from membroker.held import Held
 from membroker.holding import Holding
 from membroker.interrupts import HeldOff
 from membroker.region import device_failures
-from membroker.session import Session, broker_may_be_gone
+from membroker.session import Session
 from membroker.source import Placement
 from membroker.tensor_index import TensorIndex, dtype_of, numpy_array, read_index, write_index
+from membroker.transport import broker_may_be_gone
 from membroker.types import SegmentStatus
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2

@@ -12,14 +12,14 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from membroker.connection import Connection
 from membroker.control import Control
 from membroker.declarations import Declarations
-from membroker.errors import AccessDenied, BrokerUnavailable, ClosedError, InvalidRequest
+from membroker.errors import ClosedError, InvalidRequest
 from membroker.handoff import PROTOCOL_VERSION
 from membroker.holding import Holding
 from membroker.line import Line
@@ -30,18 +30,6 @@ from membroker.vmm import open_driver
 from membroker.vmm.driver import Driver, DriverError
 
 logger = logging.getLogger("membroker")
-
-
-@contextmanager
-def broker_may_be_gone() -> Iterator[None]:
-    """Give something back. A broker that is gone needs no telling: the next one is told what is held still."""
-    try:
-        with suppress(BrokerUnavailable, ClosedError):
-            yield
-    except AccessDenied as error:
-        # Another broker has taken its place, and answers by gRPC: it never lent this.
-        if error.reason != "TOKEN_REJECTED":
-            raise
 
 
 class _Link:

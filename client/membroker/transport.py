@@ -7,7 +7,8 @@ loses its broker is made anew over the next connection, and give back over the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -15,13 +16,25 @@ from google.protobuf.message import Message
 
 from membroker.calls import DeliveryHandler, Outcome
 from membroker.connection import Connection
-from membroker.errors import SegmentNotFound
+from membroker.errors import AccessDenied, BrokerUnavailable, ClosedError, SegmentNotFound
 from membroker.grpc_calls import CONTROL_SECONDS
 from membroker.handoff import MAX_IDS_PER_FRAME
 from membroker.line import Line
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1.handoff_pb2 import Frame
 from membroker.v1.resources_pb2 import Segment
+
+
+@contextmanager
+def broker_may_be_gone() -> Iterator[None]:
+    """Give something back. A broker that is gone needs no telling: the next one is told what is held still."""
+    try:
+        with suppress(BrokerUnavailable, ClosedError):
+            yield
+    except AccessDenied as error:
+        # Another broker has taken its place, and answers by gRPC: it never lent this.
+        if error.reason != "TOKEN_REJECTED":
+            raise
 
 
 class Transport(Protocol):

@@ -906,6 +906,21 @@ wait()
                 segment.delete()
             until(lambda: not client.segments())
 
+    def test_a_pool_of_nothing(self, daemon: Daemon) -> None:
+        """Who waits for the segment of a pool without pages is told that there are none, and waits for no seal."""
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("m")
+            pool = model.pool(PAGE)
+            with model.create_segment("s", pool.offload_size(), "host") as segment:
+                assert pool.offload(to=segment) == 0
+                assert not segment.writable
+                with client.attach("m/s", timeout=10) as attached:
+                    assert pool.restore_from(attached) == 0
+                with pytest.raises(membroker.SegmentNotWritable):
+                    pool.offload(to=segment)
+                segment.delete()
+            until(lambda: not client.segments())
+
     def test_the_place_is_taken(self, daemon: Daemon) -> None:
         """A page of the range is in use, or offloaded: nothing has changed. Then it is freed, and all comes."""
         with membroker.connect(daemon.endpoint()) as client:

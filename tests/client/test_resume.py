@@ -36,7 +36,6 @@ import membroker
 from membroker import handoff
 from membroker.connection import Connection
 from membroker.registry import Held, Registry
-from membroker.session import broker_may_be_gone
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm.driver import Location
@@ -263,8 +262,7 @@ class TestHolds:
         broker.greet_again()
         request_id, frames = broker.hear_holds()
         assert [one.declared_bytes for frame in frames for one in frame.declarations] == [7]
-        with broker_may_be_gone():
-            declarations.end(MODEL, Location.HOST, 4)
+        declarations.end(MODEL, Location.HOST, 4)
         assert broker.hears_nothing(), "said before the broker had agreed to anything"
         broker.agree(request_id)
         told = broker.hear("declare")
@@ -273,6 +271,58 @@ class TestHolds:
         until(lambda: not is_away(client))
         broker.hang_up()
         assert [one.declared_bytes for one in broker.resume().declarations] == [3]
+
+    def test_declared_less_while_another_declaration_waits(
+        self, broker: PlayedBroker, client: membroker.Client
+    ) -> None:
+        """One thread's declaration waits for its answer; another frees host memory, and does not wait with it."""
+        declarations = client._session.declarations
+        first = Caller(lambda: declarations.add(MODEL, Location.HOST, 8))
+        broker.reply(broker.hear("declare").request_id, declare=broker_pb2.DeclareMemoryResponse(declared_bytes=8))
+        first.value()
+        second = Caller(lambda: declarations.add(MODEL, Location.HOST, 5))
+        waiting = broker.hear("declare")
+        assert waiting.declare.declared_bytes == 13
+        Caller(lambda: declarations.end(MODEL, Location.HOST, 3)).value()
+        assert broker.hears_nothing(), "it could overtake the declaration before"
+        broker.reply(waiting.request_id, declare=broker_pb2.DeclareMemoryResponse(declared_bytes=13))
+        told = broker.hear("declare")
+        assert told.declare.declared_bytes == 10
+        broker.reply(told.request_id, declare=broker_pb2.DeclareMemoryResponse(declared_bytes=10))
+        second.value()
+        broker.hang_up()
+        assert [one.declared_bytes for one in broker.resume().declarations] == [10]
+
+    def test_ctrl_c_while_a_declaration_waits(self, broker: PlayedBroker) -> None:
+        """The broker agrees to what nobody waits for any more: it is told what is true."""
+        script = f"""
+import logging
+logging.disable()
+client = connect()
+say("connected")
+try:
+    client._session.declarations.add({MODEL!r}, membroker.vmm.Location.HOST, 7)
+    raise SystemExit("it was not interrupted")
+except KeyboardInterrupt:
+    say("interrupted")
+client.close()
+"""
+        with worker(script, broker, "handoff") as process:  # type: ignore[arg-type]
+            broker.accept()
+            broker.welcome()
+            assert heard(process) == "connected"
+            request = broker.hear("declare")
+            assert request.declare.declared_bytes == 7
+            until(lambda: is_waiting(process.pid))
+            process.send_signal(signal.SIGINT)
+            told = broker.hear("declare")
+            assert told.declare.declared_bytes == 0
+            broker.reply(request.request_id, declare=broker_pb2.DeclareMemoryResponse(declared_bytes=7))
+            broker.reply(told.request_id, declare=broker_pb2.DeclareMemoryResponse())
+            assert heard(process) == "interrupted"
+            broker.reply(broker.hear("goodbye").request_id, goodbye=pb.GoodbyeResponse())
+            broker.hang_up()
+            ends(process)
 
     def test_more_than_a_frame_has(self, broker: PlayedBroker, client: membroker.Client) -> None:
         """A cache of ten thousand pages, models with long names, and segments: in several frames, each a legal one."""
