@@ -104,6 +104,8 @@ class PageTable:
 
     def check_used(self, pages: range) -> None:
         """Raise `NotMapped` unless all of them are allocated, and no call is at one."""
+        if len(pages) == 1 and self.is_used(pages.start):
+            return
         states = self._states[pages.start : pages.stop]
         if states.count(USED) < len(pages):
             used = len(states) - len(states.lstrip(bytes((USED,))))
@@ -173,12 +175,24 @@ class PageTable:
         self.set(pages, USED)
         return True
 
+    def keep_spare(self, pages: range) -> None:
+        """Make pages spare that are used, that no call is at, and that allow everything."""
+        if len(pages) == 1:  # as above
+            self._states[pages.start] = SPARE
+            self.spare += 1
+            return
+        self.set(pages, SPARE)
+
     def set(self, pages: range, state: int) -> None:
         """Give pages another state: pages that are all claimed, and stay so, or that are used, and no call is at."""
-        before = self._states[pages.start : pages.stop]
+        first, end = pages.start, pages.stop
+        before = self._states[first:end]
         pending = before[0] & _PENDING
-        self._states[pages.start : pages.stop] = bytes((state | pending,)) * len(pages)
-        self.spare += len(pages) * (state == SPARE) - before.count(SPARE | pending)
+        after = bytes((state | pending,)) * len(pages)
+        more = len(pages) * (state == SPARE) - before.count(SPARE | pending)
+        # No call stands between the two, because an interrupt may be raised behind each.
+        self._states[first:end] = after
+        self.spare += more
         if self.restricted and state not in (USED, OFFLOADED):
             for page in pages:
                 self.restricted.pop(page, None)

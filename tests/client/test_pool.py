@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 import pytest
+from tests.client.interrupting import interrupted_everywhere
 from tests.client.lender import MIB, PAGE, Lender, state
 
 from membroker.errors import (
@@ -497,6 +498,30 @@ class TestSpare:
         keeping.allocate(0, 12 * PAGE)
         assert keeping.stats().spare_pages == 0
         assert bytes(keeping.view(2 * PAGE, 4)) == b"keep"
+
+    @pytest.mark.parametrize("count", [1, 3])
+    @pytest.mark.parametrize("what", ["allocate", "deallocate"])
+    def test_ctrl_c_at_spare_pages(self, keeping: VirtualMemoryPool, what: str, count: int) -> None:
+        """These calls are too short to hold it off: wherever it strikes, the pool has as many spare pages as it says.
+
+        And it finds them: the next allocation of all asks nobody.
+        """
+        keeping.allocate(0, 4 * PAGE)
+
+        def prepare() -> Callable[[], object]:
+            for page in range(4):
+                if what == "allocate" and keeping.is_mapped(page * PAGE):
+                    keeping.deallocate(page * PAGE, PAGE)
+                if what == "deallocate" and not keeping.is_mapped(page * PAGE):
+                    keeping.allocate(page * PAGE, PAGE)
+            return partial(getattr(keeping, what), 0, count * PAGE)
+
+        strikes = 0
+        for _ in interrupted_everywhere(prepare):
+            strikes += 1
+            spare = [row for row in keeping.mappings(by_page=True) if row.state == "spare"]
+            assert keeping.stats().spare_pages == len(spare)
+        assert strikes > 5
 
     @pytest.mark.parametrize("mappings", range(4))
     def test_the_driver_fails_between_spare_pages(
