@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from membroker.backing import Backing
 from membroker.convert import access_of, bytes_of, location_of
 from membroker.errors import InvalidOffset, InvalidPageSize, InvalidRequest
+from membroker.interrupts import HeldOff
 from membroker.offload import Progress, check_segment, runs_in, size_in_segment
 from membroker.page_table import OFFLOADED, SPARE, USED
 from membroker.region import device_failures
@@ -59,11 +60,11 @@ class VirtualMemoryPool:
         self._capacity = round_up(bytes_of("virtual_capacity", virtual_capacity, at_least=1), self._page_size)
         if self._capacity > MAX_BYTES:
             raise InvalidRequest(f"a virtual capacity of {virtual_capacity!r} rounds up to more than 2^63-1 bytes")
-        with device_failures():
+        with HeldOff(), device_failures():
             self._backing = Backing(source, self._capacity // self._page_size, self._page_size, where, spare_pages)
-        self._holding, self._table, self._lock = self._backing.holding, self._backing.table, self._backing.lock
+            self._holding, self._table, self._lock = self._backing.holding, self._backing.table, self._backing.lock
+            self._holding.owned_by(self)
         self._on_host = source.driver.device.driver == "host"
-        self._holding.owned_by(self)
 
     # What it is
 
@@ -208,7 +209,7 @@ class VirtualMemoryPool:
         Host memory that `restore` has kept pinned is freed as well.
         """
         self._holding.check_open()
-        with device_failures(), self._holding.in_use():
+        with HeldOff(), device_failures(), self._holding.in_use():
             self._backing.offloaded.trim()
         return self._backing.trim() * self._page_size
 

@@ -12,8 +12,8 @@ from typing import Any
 def interrupted_everywhere(prepare: Callable[[], Callable[[], object]]) -> Iterator[int]:
     """Run what `prepare` returns with Ctrl-C at its first point, then anew at its second, until it has no more.
 
-    Yields the number of the point after each run, which has raised KeyboardInterrupt. Python looks for signals when a function of its own
-    begins, and when one of C has returned.
+    Yields the number of the point after each run, which has raised KeyboardInterrupt. Python looks for signals when a
+    function of its own begins, and when one of C has returned.
     """
     point, struck = 0, True
     while struck:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -182,6 +183,25 @@ class TestAllOrNothing:
             assert state(pool, lender) == before
             lender.fails_after = None
             pool.allocate(PAGE, 8 * PAGE)
+
+    @pytest.mark.parametrize("what", ["allocate", "allocate_anywhere", "grow", "prepare"])
+    def test_ctrl_c_while_nobody_waits(self, pool: VirtualMemoryPool, lender: Lender, what: str) -> None:
+        """It comes while pages are mapped, and is held off: they are unmapped, since nobody gets their address."""
+        lender.part = 2
+        pool.allocate(0, PAGE)
+        before = state(pool, lender)
+        lender.before_borrow = lambda: signal.raise_signal(signal.SIGINT)
+        where = [PAGE] if what == "allocate" else []
+        with pytest.raises(KeyboardInterrupt):
+            getattr(pool, what)(*where, 8 * PAGE)
+        assert state(pool, lender) == before
+
+    def test_ctrl_c_while_it_is_made(self, lender: Lender) -> None:
+        """Wherever it strikes, no addresses are left that nobody has."""
+        for _ in interrupted_everywhere(lambda: partial(VirtualMemoryPool, lender, 64 * PAGE, PAGE)):
+            gc.collect()
+            lender.settle()
+            assert lender.holdings == set()
 
     @pytest.mark.parametrize("mappings", range(6))
     def test_the_driver_fails_at_map_k(self, lender: Lender, mappings: int) -> None:
