@@ -55,6 +55,13 @@ class PageTable:
         """Return what a page allows."""
         return self.restricted.get(page, AccessFlags.READ_WRITE)
 
+    def least_access(self, pages: range) -> AccessFlags:
+        """Return what every one of some pages allows."""
+        if not self.restricted:
+            return AccessFlags.READ_WRITE
+        noted = {self.restricted.get(page, AccessFlags.READ_WRITE) for page in pages}
+        return min(noted, key=lambda access: access.value)
+
     def top(self) -> int:
         """Return the page behind the highest one that is taken or that a call is at."""
         return len(self._states.rstrip(_AVAILABLE))
