@@ -88,15 +88,15 @@ class Backing:
         What is protected is given back: it would have to be made writable for the next one.
         """
         with self.lock:
-            pages = choose()
-            if self.table.spare + len(pages) > self.spare_pages:
+            pages, table = choose(), self.table
+            if table.spare + len(pages) > self.spare_pages:
                 return False
-            if self.offloaded.size and self.table.runs_of(OFFLOADED, pages):
+            if self.offloaded.size and table.runs_of(OFFLOADED, pages):
                 return False
             self._check_idle(pages)
-            if self.table.restricted and not self.table.restricted.keys().isdisjoint(pages):
+            if table.restricted and not table.restricted.keys().isdisjoint(pages):
                 return False
-            self.table.set(pages, SPARE)
+            table.keep_spare(pages)
             return True
 
     def trim(self, pages: range | None = None) -> int:
@@ -216,6 +216,8 @@ class Backing:
     def _check_idle(self, pages: range) -> None:
         """Raise unless the pages are used, and nothing of them is in anybody's hands."""
         self.table.check_used(pages)
+        if not self.holding.views.any():
+            return
         start, length = self._bytes(pages)
         if self.holding.views.any_in(self.holding.region.address + start, length):
             raise BufferError(f"a view or a pin of [{start}, {start + length}) is still alive: release it first")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from membroker.errors import ClosedError
-from membroker.interrupts import HeldOff
+from membroker.interrupts import HeldOff, let_through
 from membroker.region import Region
 from membroker.source import Source
 from membroker.views import Span, Views
@@ -133,10 +133,11 @@ class Placing:
         self.extents: dict[int, int] = {}
 
     def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
-        """Map the extents behind the ones before them."""
+        """Map the extents behind the ones before them. Ctrl-C ends the borrowing here, and all of it is undone."""
         end = self._end + self._region.bind_descriptors(self._end, descriptors, extent_bytes)
         self.extents.update(zip(range(self._end, end, extent_bytes), extent_ids, strict=True))
         self._end = end
+        let_through()
 
     def undo(self) -> None:
         """Unmap them all. Nobody has used them yet, so there is no work to wait for."""

@@ -93,6 +93,12 @@ class Waiting:
             _State.waiting = False
 
 
+def let_through() -> None:
+    """Raise the interrupt that is held off, if there is one: between two steps, where nothing is lost by it."""
+    with Waiting():
+        pass
+
+
 def is_held_off() -> bool:
     """Say whether this thread holds off interrupts now."""
     return _State.depth > 0 and threading.current_thread() is threading.main_thread()

@@ -20,6 +20,7 @@ from membroker.budget import Budget, out_of_memory
 from membroker.convert import bytes_of
 from membroker.errors import ClosedError, InvalidRequest
 from membroker.holding import Holding
+from membroker.interrupts import HeldOff, Waiting
 from membroker.region import device_failures
 from membroker.source import Placement
 from membroker.vmm import open_driver
@@ -84,17 +85,19 @@ class LocalSource:
 
         What has living views stays until the last of them is gone, and with it the driver.
         """
-        with self._lock:
-            if self.closed:
-                return
-            self._closed = True
-        for holding in list(self._holdings):
-            try:
-                holding.end()
-            except DriverError:
-                logger.exception("the driver failed to unmap what a closed source had lent")
-        if not self._holdings:
-            self._end()
+        if self.closed:  # and no lock is touched that another thread of a parent may have held
+            return
+        # An interrupt waits until all are ended: nobody would come back for the rest.
+        with HeldOff():
+            with self._lock:
+                self._closed = True
+            for holding in list(self._holdings):
+                try:
+                    holding.end()
+                except DriverError:
+                    logger.exception("the driver failed to unmap what a closed source had lent")
+            if not self._holdings:
+                self._end()
 
     def _end(self) -> None:
         with self._lock:
@@ -126,8 +129,9 @@ class LocalSource:
 
     def enrol(self, holding: Holding) -> None:
         """Let `close` end this holding."""
-        self._check_open()
-        self._holdings.add(holding)
+        with self._lock:
+            self._check_open()
+            self._holdings.add(holding)
 
     def dismiss(self, holding: Holding) -> None:
         """Forget a holding that was given back; the last one ends a source that is closed."""
@@ -146,31 +150,34 @@ class LocalSource:
         """
         self._check_open()
         self._budgets[location].debit(extent_bytes * count)
-        extent_ids = list(itertools.islice(self._ids, count))
-        with self._lock:
-            self._lent.update(dict.fromkeys(extent_ids, (extent_bytes, location)))
+        extent_ids: list[int] = []
         try:
-            for first in range(0, count, PACKET):
-                self._place(extent_ids, first, extent_bytes, location, placement)
+            while len(extent_ids) < count:
+                # By the packet: there may be far more addresses than numbers that memory holds.
+                packet = list(itertools.islice(self._ids, min(PACKET, count - len(extent_ids))))
+                descriptors = self._lend(extent_bytes, len(packet), count, len(extent_ids), location)
+                extent_ids += packet
+                try:
+                    placement.place(packet, descriptors, extent_bytes)
+                finally:
+                    for descriptor in descriptors:
+                        os.close(descriptor)
         except BaseException:
             placement.undo()
-            self.give_back(extent_ids)
+            self._budgets[location].credit(extent_bytes * count)
             raise
+        with self._lock:
+            self._lent.update(dict.fromkeys(extent_ids, (extent_bytes, location)))
 
-    def _place(self, ids: Sequence[int], first: int, size: int, location: Location, placement: Placement) -> None:
-        packet = ids[first : first + PACKET]
+    def _lend(self, size: int, packet: int, count: int, placed: int, location: Location) -> list[int]:
+        """Return the descriptors of the next extents of `count`, of which so many are placed."""
         try:
             self._link.drop_anchor()
-            descriptors = self._link.driver.lend(size, len(packet), location)
+            return self._link.driver.lend(size, packet, location)
         except DriverOutOfMemory as error:
             memory = self._link.driver.memory(location)
-            available = first * size + (memory.free // size * size if memory is not None else 0)
-            raise out_of_memory("device", len(ids) * size, available) from error
-        try:
-            placement.place(packet, descriptors, size)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            available = placed * size + (memory.free // size * size if memory is not None else 0)
+            raise out_of_memory("device", count * size, available) from error
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
         """Credit extents that are unmapped: their memory is the device's again."""
@@ -233,7 +240,8 @@ class _Link:
             self.driver.close()
         self._work.put(None)
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            with Waiting():
+                self._thread.join()
 
     def abandon(self) -> None:
         """In a forked child: close what was inherited. The thread did not come along."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from membroker.errors import InvalidRequest, MembrokerError
 from membroker.holding import Holding, Placing
-from membroker.interrupts import HeldOff, Waiting
+from membroker.interrupts import HeldOff, let_through
 from membroker.page_table import FREE, OFFLOADED, USED, PageTable
 from membroker.region import device_failures
 from membroker.source import Source
@@ -239,7 +239,7 @@ class OffloadedPages:
             undo.callback(source.credit, count * size, Location.HOST)
             more = []
             for first in range(0, count, step):
-                _let_interrupt_through()
+                let_through()
                 room = min(step, count - first)
                 address = source.driver.pin(room * size)
                 undo.callback(source.driver.unpin, address)
@@ -361,7 +361,7 @@ class _Moving:
         """Send a chunk on its way, once there is room for it."""
         while len(self._under_way) >= CHUNKS_UNDER_WAY:
             self._tell(self._finish_one())
-        _let_interrupt_through()
+        let_through()
         for target, source, size in copies:
             self._copier.copy(target, source, size)
         self._under_way.append((self._copier.mark(), chunk))
@@ -453,8 +453,3 @@ def _give_up(blocks: Iterable[Block]) -> None:
 def _unpin(source: Source, address: int, size: int) -> None:
     source.driver.unpin(address)
     source.credit(size, Location.HOST)
-
-
-def _let_interrupt_through() -> None:
-    with Waiting():
-        pass

@@ -55,6 +55,13 @@ class PageTable:
         """Return what a page allows."""
         return self.restricted.get(page, AccessFlags.READ_WRITE)
 
+    def least_access(self, pages: range) -> AccessFlags:
+        """Return what every one of some pages allows."""
+        if not self.restricted:
+            return AccessFlags.READ_WRITE
+        noted = {self.restricted.get(page, AccessFlags.READ_WRITE) for page in pages}
+        return min(noted, key=lambda access: access.value)
+
     def top(self) -> int:
         """Return the page behind the highest one that is taken or that a call is at."""
         return len(self._states.rstrip(_AVAILABLE))
@@ -104,13 +111,14 @@ class PageTable:
 
     def check_used(self, pages: range) -> None:
         """Raise `NotMapped` unless all of them are allocated, and no call is at one."""
+        if self.is_used(pages):
+            return
         states = self._states[pages.start : pages.stop]
-        if states.count(USED) < len(pages):
-            used = len(states) - len(states.lstrip(bytes((USED,))))
-            self._check_not_offloaded(pages.start + used)
-            changing = used < len(states) and states[used] & _PENDING
-            why = "is being changed by another call" if changing else "is not mapped"
-            raise NotMapped(f"the page at offset {(pages.start + used) * self.page_size} {why}")
+        used = len(states) - len(states.lstrip(bytes((USED,))))
+        self._check_not_offloaded(pages.start + used)
+        changing = used < len(states) and states[used] & _PENDING
+        why = "is being changed by another call" if changing else "is not mapped"
+        raise NotMapped(f"the page at offset {(pages.start + used) * self.page_size} {why}")
 
     def check_allocated(self, pages: range) -> None:
         """As `check_used`, of pages that may be offloaded as well."""
@@ -173,12 +181,24 @@ class PageTable:
         self.set(pages, USED)
         return True
 
+    def keep_spare(self, pages: range) -> None:
+        """Make pages spare that are used, that no call is at, and that allow everything."""
+        if len(pages) == 1:  # as above
+            self._states[pages.start] = SPARE
+            self.spare += 1
+            return
+        self.set(pages, SPARE)
+
     def set(self, pages: range, state: int) -> None:
         """Give pages another state: pages that are all claimed, and stay so, or that are used, and no call is at."""
-        before = self._states[pages.start : pages.stop]
+        first, end = pages.start, pages.stop
+        before = self._states[first:end]
         pending = before[0] & _PENDING
-        self._states[pages.start : pages.stop] = bytes((state | pending,)) * len(pages)
-        self.spare += len(pages) * (state == SPARE) - before.count(SPARE | pending)
+        after = bytes((state | pending,)) * len(pages)
+        more = len(pages) * (state == SPARE) - before.count(SPARE | pending)
+        # No call stands between the two, because an interrupt may be raised behind each.
+        self._states[first:end] = after
+        self.spare += more
         if self.restricted and state not in (USED, OFFLOADED):
             for page in pages:
                 self.restricted.pop(page, None)

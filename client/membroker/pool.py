@@ -6,7 +6,7 @@ a `Source`, never a broker, and must never map or unmap anything itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from membroker.backing import Backing
 from membroker.convert import access_of, bytes_of, location_of
 from membroker.errors import InvalidOffset, InvalidPageSize, InvalidRequest
 from membroker.held import Held
+from membroker.interrupts import HeldOff
 from membroker.offload import Progress, check_segment, runs_in, size_in_segment
 from membroker.page_table import OFFLOADED, SPARE, USED
 from membroker.region import device_failures
@@ -59,11 +60,11 @@ class VirtualMemoryPool(Held):
         self._capacity = round_up(bytes_of("virtual_capacity", virtual_capacity, at_least=1), self._page_size)
         if self._capacity > MAX_BYTES:
             raise InvalidRequest(f"a virtual capacity of {virtual_capacity!r} rounds up to more than 2^63-1 bytes")
-        with device_failures():
+        with HeldOff(), device_failures():
             self._backing = Backing(source, self._capacity // self._page_size, self._page_size, where, spare_pages)
-        self._holding, self._table, self._lock = self._backing.holding, self._backing.table, self._backing.lock
+            self._holding, self._table, self._lock = self._backing.holding, self._backing.table, self._backing.lock
+            self._holding.owned_by(self)
         self._on_host = source.driver.device.driver == "host"
-        self._holding.owned_by(self)
 
     # What it is
 
@@ -119,20 +120,27 @@ class VirtualMemoryPool(Held):
         """Return what is where, by offset: a row for each run of pages of which the same holds, or for each page."""
         self._holding.check_open()
         with self._lock:
-            pinned = {page for pages in self._backing.pinned() for page in pages}
-            rows = [
-                (page, "changing" if busy else _state(state, page in pinned), self._table.access(page), extent)
-                for pages, state, busy in self._table.runs()
-                for page in pages
-                if (extent := self._holding.extents.get(page * self._page_size)) is not None or state == OFFLOADED
-            ]
-        runs = groupby(enumerate(rows), lambda row: (row[1][0] if by_page else row[1][0] - row[0], *row[1][1:3]))
-        return [self._as_mapping([row for _, row in run]) for _, run in runs]
-
-    def _as_mapping(self, rows: list[tuple[int, str, AccessFlags, int | None]]) -> PoolMapping:
-        page, state, access, _ = rows[0]
-        size, extents = len(rows) * self._page_size, tuple(extent for *_, extent in rows if extent is not None)
-        return PoolMapping(page * self._page_size, size, state, access.name.lower(), extents)
+            runs, pins = list(self._table.runs()), self._backing.pinned()
+            extents, restricted = self._holding.extents.copy(), self._table.restricted.copy()
+        # The lock is held no longer: this takes its time with many pages, and allocations go on meanwhile.
+        pinned = {page for pages in pins for page in pages}
+        rows = []
+        for pages, state, busy in runs:
+            common = "changing" if busy else _STATES.get(state)
+            for alike in map(_page, pages) if by_page else _alike(pages, pinned, restricted):
+                offset, end = alike.start * self._page_size, alike.stop * self._page_size
+                access = restricted.get(alike.start, AccessFlags.READ_WRITE)
+                behind = map(extents.get, range(offset, end, self._page_size))
+                rows.append(
+                    PoolMapping(
+                        offset,
+                        end - offset,
+                        common or ("pinned" if alike.start in pinned else "used"),
+                        access.name.lower(),
+                        tuple(extent for extent in behind if extent is not None),
+                    )
+                )
+        return rows
 
     # Backing addresses
 
@@ -206,7 +214,7 @@ class VirtualMemoryPool(Held):
         Host memory that `restore` has kept pinned is freed as well.
         """
         self._holding.check_open()
-        with device_failures(), self._holding.in_use():
+        with HeldOff(), device_failures(), self._holding.in_use():
             self._backing.offloaded.trim()
         return self._backing.trim() * self._page_size
 
@@ -412,11 +420,21 @@ class VirtualMemoryPool(Held):
     def _check_access(self, pages: range) -> AccessFlags:
         """Return what all of some pages allow, after checking that they are used. The lock is held."""
         self._table.check_used(pages)
-        return min(map(self._table.access, pages), key=lambda access: access.value)
+        return self._table.least_access(pages)
 
 
-def _state(state: int, pinned: bool) -> str:
-    return _STATES.get(state, "pinned" if pinned else "used")
+def _page(page: int) -> range:
+    return range(page, page + 1)
+
+
+def _alike(pages: range, pinned: Set[int], restricted: Mapping[int, AccessFlags]) -> Iterator[range]:
+    """Cut a run where pins begin and end, and where pages allow something else."""
+    if not (pinned or restricted):
+        yield pages
+        return
+    for _, run in groupby(pages, lambda page: (page in pinned, restricted.get(page))):
+        first, *rest = run
+        yield range(first, first + len(rest) + 1)
 
 
 def check_page_size(page_size: int | str, granularity: int) -> int:

@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING
 
 from membroker.budget import Budget
 from membroker.convert import bytes_of, location_of
-from membroker.errors import BrokerUnavailable, ClosedError, ModelAlreadyExists, ModelInUse, ModelNotFound
+from membroker.errors import (
+    BrokerUnavailable,
+    ClosedError,
+    InvalidRequest,
+    ModelAlreadyExists,
+    ModelInUse,
+    ModelNotFound,
+)
 from membroker.holding import Holding
+from membroker.interrupts import HeldOff
 from membroker.local_source import LocalSource
 from membroker.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
 from membroker.source import Placement, Source
@@ -61,9 +69,11 @@ class SharedMemoryPool:
         Over a client the model is registered with the broker, or joined there. Raises `ModelAlreadyExists`, and what
         `Client.register_model` and `VirtualMemoryPool` raise; nothing is registered then.
         """
+        if not isinstance(model_id, str):
+            raise InvalidRequest(f"a model's name is text, not {type(model_id).__name__}")
+        self._check_open()
         with self._lock:
-            if self._closed:
-                raise ClosedError("this shared pool is closed")
+            self._check_open()
             if model_id in self._models:
                 raise ModelAlreadyExists(f"{model_id!r} is registered already: unregister_model() it first")
             self._models[model_id] = None
@@ -131,8 +141,7 @@ class SharedMemoryPool:
 
     def global_stats(self) -> GlobalMemoryStats:
         """Return the numbers of all models together."""
-        with self._lock:
-            models = sum(hosted is not None for hosted in self._models.values())
+        models = sum(hosted is not None for hosted in list(self._models.values()))
         return GlobalMemoryStats(self._budget.limit, self._budget.used, models)
 
     def unregister_model(self, model_id: str) -> None:
@@ -142,21 +151,25 @@ class SharedMemoryPool:
         client closes. Raises `ModelNotFound`, and `ModelInUse` while a view, a span or a pin of it is alive; nothing
         has changed then.
         """
-        with self._lock:
-            hosted = self._models.get(model_id)
-            if hosted is None:
-                raise _not_found(model_id)
-            if hosted.in_use:
-                raise ModelInUse(f"{model_id!r} has living views, spans or pins: release them first")
-            del self._models[model_id]
-        hosted.end()
+        hosted = self._hosted(model_id)
+        if hosted.in_use:
+            raise ModelInUse(f"{model_id!r} has living views, spans or pins: release them first")
+        with HeldOff():
+            with self._lock:
+                if self._models.get(model_id) is not hosted:  # another thread was first
+                    raise self._not_found(model_id)
+                del self._models[model_id]
+            hosted.end()
 
     def close(self) -> None:
         """Give back what all models hold. Idempotent. Memory with living views stays until they are gone."""
-        with self._lock:
+        if self._closed or self._lender.closed:  # the lender's end was theirs, and a parent's thread may have the lock
             self._closed = True
-            models, self._models = self._models, {}
-        with ExitStack() as ends:
+            return
+        with HeldOff(), ExitStack() as ends:
+            with self._lock:
+                self._closed = True
+                models, self._models = self._models, {}
             for hosted in models.values():
                 if hosted is not None:
                     ends.callback(hosted.end)
@@ -170,11 +183,21 @@ class SharedMemoryPool:
         self.close()
 
     def _hosted(self, model_id: str) -> _Hosted:
-        with self._lock:
-            hosted = self._models.get(model_id)
+        self._check_open()
+        hosted = self._models.get(model_id)
         if hosted is None:
-            raise _not_found(model_id)
+            raise self._not_found(model_id)
         return hosted
+
+    def _check_open(self) -> None:
+        """Raise `ClosedError` when this is closed, or inherited over a fork. Takes no lock."""
+        if self._closed:
+            raise ClosedError("this shared pool is closed")
+        if self._lender.closed:
+            raise ClosedError("the lender of this shared pool is closed, or another process's: make both anew")
+
+    def _not_found(self, model_id: object) -> ModelNotFound:
+        return ModelNotFound(f"{model_id!r} is not registered with this shared pool: register_model() it first")
 
 
 class _Hosted:
@@ -241,7 +264,3 @@ class _Counted:
         self._source.give_back(extent_ids)
         for budget in self._budgets:
             budget.credit(self._extent_bytes * len(extent_ids))
-
-
-def _not_found(model_id: str) -> ModelNotFound:
-    return ModelNotFound(f"{model_id!r} is not registered with this shared pool")

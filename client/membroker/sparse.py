@@ -17,7 +17,7 @@ from membroker.convert import check_range, location_of
 from membroker.errors import InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped
 from membroker.held import Held
 from membroker.holding import Holding
-from membroker.interrupts import HeldOff
+from membroker.interrupts import HeldOff, let_through
 from membroker.region import Region, device_failures
 from membroker.source import Source
 from membroker.tensor_index import TensorInfo, numpy_array
@@ -77,9 +77,9 @@ class SparseArray(Held):
         self._turns = Turns()
         # Guards what is read or seen against tiles that are just being dropped.
         self._lock = threading.Lock()
-        with device_failures():
+        with HeldOff(), device_failures():
             self._holding = Holding(source, self._tile_count * self._tile_size, "sparse array")
-        self._holding.owned_by(self)
+            self._holding.owned_by(self)
 
     # What it is
 
@@ -328,12 +328,13 @@ class _Scattering:
         self.extents: dict[int, int] = {}
 
     def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
-        """Map the next extents."""
+        """Map the next extents. Ctrl-C ends the borrowing here, and all of it is undone."""
         self._extent_bytes = extent_bytes
         for extent_id, descriptor in zip(extent_ids, descriptors, strict=True):
             offset = self._offsets[len(self.extents)]
             self._region.bind_descriptors(offset, [descriptor], extent_bytes)
             self.extents[offset] = extent_id
+        let_through()
 
     def undo(self) -> None:
         """Unmap them all. Nobody has used them yet, so there is no work to wait for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -227,6 +228,14 @@ class TestAllOrNothing:
         assert state(buffer, lender) == before
         lender.fails_after = None
         buffer.grow(8 * PAGE)
+
+    def test_ctrl_c_while_nobody_waits(self, buffer: GrowableBuffer, lender: Lender) -> None:
+        """It comes while pages are mapped, and is held off: they are unmapped, since nobody learns of them."""
+        before = state(buffer, lender)
+        lender.before_borrow = lambda: signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            buffer.grow(8 * PAGE)
+        assert state(buffer, lender) == before
 
     @pytest.mark.parametrize("mappings", range(6))
     def test_the_driver_fails_at_map_k(self, buffer: GrowableBuffer, lender: Lender, mappings: int) -> None:

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import threading
+import tracemalloc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
+from tests.client.interrupting import interrupted_everywhere
 from tests.client.lender import MIB, PAGE, FlakyDriver, put, text
 from tests.client.meeting import together
 from tests.daemons import until
@@ -133,6 +135,23 @@ def test_the_driver_fails_at_map_k(driver: FlakyDriver, mappings: int) -> None:
         pool.allocate(0, 100 * PAGE)
 
 
+def test_far_more_than_there_is() -> None:
+    """A slip of three digits, without a limit: the device refuses, before the host is full of the extents' numbers."""
+    driver = HostDriver(total_bytes=8 * PAGE)
+    with LocalSource(driver) as source, VirtualMemoryPool(source, "16TiB", PAGE) as pool:
+        tracemalloc.start()
+        try:
+            with pytest.raises(OutOfMemory) as refused:
+                pool.allocate(0, "16TiB")
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert (refused.value.requested, refused.value.available) == (16 << 40, 8 * PAGE)
+        assert peak < 64 * MIB
+        assert source.physical_memory_usage == 0
+    driver.close()
+
+
 @pytest.mark.parametrize("limit", [-1, "much", 1.5, 2**63])
 def test_limits_that_are_none(limit: int) -> None:
     with pytest.raises(InvalidRequest, match="limit"):
@@ -159,6 +178,22 @@ class TestEnd:
         with pytest.raises(ClosedError):
             VirtualMemoryPool(source, PAGE, PAGE)
         driver.release(driver.create(PAGE))  # it stays the caller's
+
+    def test_ctrl_c_while_it_closes(self, driver: FlakyDriver) -> None:
+        """Wherever it strikes, everything is given back, now or by another close(): no pool keeps what nobody has."""
+        made: list[tuple[LocalSource, VirtualMemoryPool, VirtualMemoryPool]] = []
+
+        def prepare() -> Callable[[], object]:
+            source = LocalSource(driver)
+            made[:] = [(source, VirtualMemoryPool(source, PAGE, PAGE), VirtualMemoryPool(source, PAGE, PAGE))]
+            for pool in made[0][1:]:
+                pool.allocate(0, PAGE)
+            return source.close
+
+        for _ in interrupted_everywhere(prepare):
+            source = made[0][0]
+            source.close()
+            assert source.physical_memory_usage == 0
 
     def test_a_view_keeps_its_memory(self, driver: FlakyDriver) -> None:
         """Results are read after the end of the program's work; the last view's end is the source's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -313,6 +314,23 @@ def test_free_addresses(pool: VirtualMemoryPool) -> None:
     pool.allocate(0, 16 * PAGE)
     stats = pool.stats()
     assert (stats.largest_free_run, stats.fragmentation_ratio) == (0, 0.0)
+
+
+def test_what_a_large_range_allows() -> None:
+    """A view over 60,000 pages is made under the pool's lock: a thousand of them may not take half a minute."""
+    table = PageTable(60_000, PAGE)
+    table.claim(range(60_000))
+    table.set(range(60_000), USED)
+    table.release(range(60_000))
+    begin = time.monotonic()
+    for _ in range(1000):
+        assert table.least_access(range(60_000)) is AccessFlags.READ_WRITE
+    assert time.monotonic() - begin < 5
+    for page, access in ((7, AccessFlags.READ), (40_000, AccessFlags.NONE)):
+        table.restrict(range(page, page + 1), access)
+    assert table.least_access(range(7)) is AccessFlags.READ_WRITE
+    assert table.least_access(range(5, 30_000)) is AccessFlags.READ
+    assert table.least_access(range(60_000)) is AccessFlags.NONE
 
 
 @pytest.mark.parametrize("seed", [1, 2, random.randrange(1 << 32)])

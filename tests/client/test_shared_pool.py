@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import pytest
+from tests.client.interrupting import interrupted_everywhere
 from tests.client.lender import MIB, PAGE, FlakyDriver
 from tests.client.meeting import together
 from tests.daemons import Daemon, running, until
@@ -317,16 +320,79 @@ class TestModels:
         view = shared.pool("m").view(0, 4)
         shared.close()
         shared.close()
-        with pytest.raises(ModelNotFound):
-            shared.allocate_for_model("m", 1)
-        with pytest.raises(ClosedError):
-            shared.register_model("n", PAGE)
+        for call in (
+            partial(shared.allocate_for_model, "m", 1),
+            partial(shared.register_model, "n", PAGE),
+            partial(shared.unregister_model, "m"),
+            partial(shared.pool, "m"),
+        ):
+            with pytest.raises(ClosedError, match="this shared pool is closed"):
+                call()
         assert where.lent == 2 * PAGE, "a view keeps its memory"
         del view
         until(lambda: where.lent == 0)
         assert shared.global_stats() == GlobalMemoryStats(None, 0, 0)
         if isinstance(where.lender, membroker.Client):
             where.lender.register_model("m").unregister()  # which it could not leave while it was charged
+
+    def test_ctrl_c_while_it_closes(self) -> None:
+        """It strikes at the first of three models: all three are given back, and the lender is whole for others."""
+        source = LocalSource(driver := FlakyDriver())
+        pools: list[VirtualMemoryPool] = []
+
+        def prepare() -> Callable[[], object]:
+            shared = SharedMemoryPool(source, page_size=PAGE)
+            for name in ("a", "b", "c"):
+                shared.register_model(name, PAGE)
+                shared.allocate_for_model(name, PAGE)
+            pools[:] = [shared.pool(name) for name in ("a", "b", "c")]
+            return shared.close
+
+        begun = False
+        for _ in interrupted_everywhere(prepare):
+            closed = [pool.closed for pool in pools]
+            begun = begun or any(closed)
+            assert all(closed) or not begun
+            for pool in pools:
+                pool.close()
+        source.close()
+        driver.close()
+
+    @pytest.mark.parametrize("name", [None, 7, b"m", ["m"]])
+    def test_names_that_are_none(self, where: Lending, name: str) -> None:
+        with SharedMemoryPool(where.lender, page_size=PAGE) as shared, pytest.raises(InvalidRequest, match="text"):
+            shared.register_model(name, PAGE)
+
+    def test_a_forked_child_waits_for_nobody(self) -> None:
+        """A thread of the parent is in the midst of a call at the fork: the child is told, and does not hang."""
+        script = """
+import os, signal, sys, threading, membroker
+source = membroker.LocalSource("host")
+shared = membroker.SharedMemoryPool(source, page_size="2MiB")
+shared.register_model("m", "4MiB")
+with shared._lock, source._lock:  # as another thread would
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        for call in (lambda: shared.allocate_for_model("m", 1), lambda: shared.register_model("n", "2MiB"),
+                     lambda: shared.unregister_model("m"), lambda: shared.get_model_stats("m"),
+                     lambda: membroker.VirtualMemoryPool(source, "2MiB", "2MiB")):
+            try:
+                call()
+            except membroker.ClosedError as error:
+                assert "process" in str(error), error
+            else:
+                sys.exit(1)
+        shared.global_stats()
+        shared.close()
+        source.close()
+        os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+shared.allocate_for_model("m", 1)
+"""
+        command = [sys.executable, "-X", "dev", "-c", script]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
 
     def test_at_the_host(self, where: Lending) -> None:
         """Models whose pages are the host's memory; their limits are the host's, too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -11,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from tests.client.interrupting import interrupted_everywhere
 from tests.client.lender import PAGE, Lender
 from tests.client.meeting import held_up, together
 from tests.daemons import until
@@ -323,6 +325,21 @@ class TestAllOrNothing:
         assert state(table, lender) == before
         lender.fails_after = None
         table.write(0, row(2, 6 * ROWS))
+
+    def test_ctrl_c_while_nobody_waits(self, table: SparseArray, lender: Lender) -> None:
+        """It comes while tiles are mapped, and is held off: what was to be written there will not be."""
+        before = state(table, lender)
+        lender.before_borrow = lambda: signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            table.write(0, row(2, 6 * ROWS))
+        assert state(table, lender) == before
+
+    def test_ctrl_c_while_it_is_made(self, lender: Lender) -> None:
+        """Wherever it strikes, no addresses are left that nobody has."""
+        for _ in interrupted_everywhere(lambda: lambda: SparseArray(lender, (64 * ROWS, 256), "F32")):
+            gc.collect()
+            lender.settle()
+            assert lender.holdings == set()
 
     @pytest.mark.parametrize("mappings", range(5))
     def test_the_driver_fails_at_map_k(self, table: SparseArray, lender: Lender, mappings: int) -> None:

@@ -303,14 +303,15 @@ class HostDriver:
                 raise invalid("mremap", f"{address:#x} and what follows are not {count} extents of {size} bytes")
             for mapping in mappings if new_address < address else reversed(mappings):
                 before = mapping.address
+                self._process.addresses.check_free(before + new_address - address, size, "mremap")
+                with driver_call("open"):  # it reads files in /proc now and then
+                    self._process.budget.spend("mremap")
                 self._move(mapping, before + new_address - address)
+                # Whatever the budget says then: a move that is undone needs no mapping that there was not before.
                 undo.callback(self._move, mapping, before)
             undo.pop_all()
 
     def _move(self, mapping: _addresses.Mapping, address: int) -> None:
-        self._process.addresses.check_free(address, mapping.size, "mremap")
-        with driver_call("open"):  # it reads files in /proc now and then
-            self._process.budget.spend("mremap")
         with driver_call("mremap"):
             _libc.mmap_again(mapping.address, mapping.size, address)
             _libc.mmap_nothing(mapping.size, mapping.address)

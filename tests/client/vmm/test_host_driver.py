@@ -685,6 +685,27 @@ def test_too_many_mappings_is_a_limit_with_a_name_and_a_way_back(driver: HostDri
     driver.unreserve(address, limit * 2 * GRANULARITY)
 
 
+def test_a_move_is_undone_where_no_mapping_may_be_made_any_more(
+    driver: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process reaches vm.max_map_count with one of two extents moved: both are where they were, and readable."""
+    address = driver.reserve(8 * GRANULARITY)
+    driver.map_descriptors(address + 4 * GRANULARITY, descriptors := driver.lend(GRANULARITY, 2), GRANULARITY)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    driver.write(address + 4 * GRANULARITY, b"first")
+    driver.write(address + 5 * GRANULARITY, b"second")
+    with monkeypatch.context() as patch:
+        patch.setattr("membroker.vmm._mappings.mapping_limit", lambda: MARGIN)
+        driver._process.budget._left = 1
+        with pytest.raises(DriverLimit, match=r"vm\.max_map_count"):
+            driver.move(address + 4 * GRANULARITY, address, GRANULARITY, 2)
+    assert driver.read(address + 4 * GRANULARITY, 5) == b"first"
+    assert driver.read(address + 5 * GRANULARITY, 6) == b"second"
+    driver.unmap(address + 4 * GRANULARITY, 2 * GRANULARITY)
+    driver.unreserve(address, 8 * GRANULARITY)
+
+
 @pytest.mark.parametrize("need", [HostDriver.survivors, lambda driver: driver.create(GRANULARITY)])
 def test_the_inotify_instance_is_made_when_it_is_needed(need: Callable[[HostDriver], object]) -> None:
     """A worker that only imports takes none of its user's 128 instances."""
