@@ -53,8 +53,8 @@ class VirtualMemoryPool(Held):
         location: Location | str = Location.DEVICE,
         spare_pages: int = 0,
     ) -> None:
-        if spare_pages < 0:
-            raise InvalidRequest(f"a pool keeps no less than 0 spare pages, not {spare_pages}")
+        if isinstance(spare_pages, bool) or not isinstance(spare_pages, int) or spare_pages < 0:
+            raise InvalidRequest(f"a pool keeps a whole number of spare pages, 0 or more, not {spare_pages!r}")
         self._page_size = check_page_size(page_size, source.driver.device.granularity)
         where = location_of(location)
         self._capacity = round_up(bytes_of("virtual_capacity", virtual_capacity, at_least=1), self._page_size)
@@ -92,7 +92,8 @@ class VirtualMemoryPool(Held):
     def is_mapped(self, offset: int, size: int | str = 1) -> bool:
         """Say whether all pages that [offset, offset + size) touches are allocated, and their memory is there.
 
-        Raises `InvalidOffset` for what does not lie in the pool, `InvalidRequest` for a size of 0, `ClosedError`.
+        Not where a page is offloaded, or another call is at it. Raises `InvalidOffset` for what does not lie in the
+        pool, `InvalidRequest` for a size of 0, `ClosedError`.
         """
         self._holding.check_open()
         pages = self._touched(offset, size)
@@ -147,7 +148,8 @@ class VirtualMemoryPool(Held):
     def allocate(self, offset: int, size: int | str) -> int:
         """Back every page that [offset, offset + size) touches, and return the address of `offset`.
 
-        All or nothing: when it raises, nothing is mapped or charged that was not before. Raises `InvalidOffset`
+        All or nothing: when it raises, nothing is mapped or charged that was not before; but Ctrl-C behind the last
+        page's mapping is raised at the end, and the pages are allocated. Raises `InvalidOffset`
         beyond the capacity, `InvalidRequest` for a size of 0, `AlreadyMapped` when a page is backed already or
         another thread is at it, `OutOfMemory` with the level that refused, `DeviceFailure`, `DescriptorLimit`,
         `BrokerUnavailable`, `ClosedError`.
@@ -254,14 +256,17 @@ class VirtualMemoryPool(Held):
         waits for the work that this process has given to the device.
 
         Addresses in what was moved are dead: patch them by the moves. Nobody may use them meanwhile; another thread
-        that works in the pool pins its range first. `on_move` is called after each move, while all other calls on the
+        that works in the pool pins its range first. What was aligned to more than a page (`allocate_anywhere`) may not
+        be so afterwards: pin it. `on_move` is called after each move, while all other calls on the
         addresses that were left and reached are still refused, and no interrupt is raised in it: with it, pointers
-        are right before anybody can come upon them.
+        are right before anybody can come upon them. What it raises ends the compaction; it was told of all that moved.
 
         With `dry_run` nothing is changed, and what it would do now is returned. Raises `CompactionFailed`, which has
         the moves that were made before, `DeviceFailure`, `ClosedError`; each move happens whole or not at all.
         """
         self._holding.check_open()
+        if on_move is not None and not callable(on_move):
+            raise InvalidRequest(f"on_move is a function that is called with each move, not {on_move!r}")
         return self._backing.plan() if dry_run else self._backing.compact(on_move or (lambda move: None))
 
     # Offloading

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from membroker.adapters.dlpack import DlpackTensor, export, size_of
@@ -138,7 +138,7 @@ class SparseArray(Held):
         `InvalidRequest` for no whole rows, `OutOfMemory`, `DescriptorLimit`, `BrokerUnavailable`, `ClosedError`, and
         nothing has changed; and `DeviceFailure`, after which the rows may have been written in part.
         """
-        source = memoryview(data).cast("B")
+        source = _bytes_in(data)
         rows, rest = divmod(len(source), self._row_size)
         if rest or not rows:
             raise InvalidRequest(f"{len(source)} bytes are no whole rows of {self._row_size} bytes")
@@ -195,9 +195,8 @@ class SparseArray(Held):
         """
         check_range(offset, size, self.size, "a sparse array")
         with self._holding.in_use(), self._lock:
-            missing = self._missing(self._touched(offset, size))
-            if missing:
-                raise NotMapped(f"tile {missing[0]} has no memory: nothing was written there")
+            for missing in self._missing(self._touched(offset, size)):
+                raise NotMapped(f"tile {missing} has no memory: nothing was written there")
             return self._holding.span(self, offset, size)
 
     def back(self, *tiles: int) -> None:
@@ -211,8 +210,8 @@ class SparseArray(Held):
         """Give tiles back, after all work that this process has given to the device; they are absent then.
 
         Raises `NotMapped` when one is absent, `BufferError` while a tensor, a span or another thread uses one,
-        `InvalidOffset`, `DeviceFailure`, `ClosedError`; then all of them stay. When the broker is away the memory is
-        given back all the same.
+        `InvalidOffset`, `ClosedError`; then all of them stay. After `DeviceFailure` some may be gone, and `tiles` has
+        the others. When the broker is away the memory is given back all the same.
         """
         numbers = self._numbers(tiles)
         with HeldOff(), device_failures(), self._holding.in_use(), self._turns.taken(numbers):
@@ -230,9 +229,8 @@ class SparseArray(Held):
     def _hidden(self, tiles: Sequence[int]) -> dict[int, int]:
         """Take tiles that nobody uses out of the table, so that nobody finds them, and return their part of it."""
         with self._lock:
-            missing = self._missing(tiles)
-            if missing:
-                raise NotMapped(f"tile {missing[0]} has no memory")
+            for missing in self._missing(tiles):
+                raise NotMapped(f"tile {missing} has no memory: drop only what tiles() lists")
             offsets = [tile * self._tile_size for tile in tiles]
             for offset in offsets:
                 if self._holding.views.any_in(self._holding.region.address + offset, self._tile_size):
@@ -288,15 +286,16 @@ class SparseArray(Held):
     def _numbers(self, tiles: Iterable[int]) -> list[int]:
         """Return each tile once, in order, after checking that there is such a tile."""
         numbers = sorted({_whole_number("a tile's number", tile, InvalidOffset) for tile in tiles})
-        if numbers and not 0 <= numbers[0] <= numbers[-1] < self._tile_count:
-            raise InvalidOffset(f"there are tiles 0 to {self._tile_count - 1}, and not all of {numbers}")
+        for number in (*numbers[:1], *numbers[-1:]):
+            if not 0 <= number < self._tile_count:
+                raise InvalidOffset(f"there are tiles 0 to {self._tile_count - 1}, and no tile {number}")
         return numbers
 
     def _touched(self, offset: int, size: int) -> range:
         return range(offset // self._tile_size, -(-(offset + size) // self._tile_size) if size else 0)
 
-    def _missing(self, tiles: Iterable[int]) -> list[int]:
-        return [tile for tile in tiles if tile * self._tile_size not in self._holding.extents]
+    def _missing(self, tiles: Iterable[int]) -> Iterator[int]:
+        return (tile for tile in tiles if tile * self._tile_size not in self._holding.extents)
 
     def _parts(self, offset: int, size: int) -> Iterable[tuple[int, int]]:
         """Cut a range where tiles begin, and return (offset, size) of each part."""
@@ -341,6 +340,15 @@ class _Scattering:
         while self.extents:
             offset, _ = self.extents.popitem()
             self._region.unbind(offset, self._extent_bytes)
+
+
+def _bytes_in(data: Any) -> memoryview:
+    """Return the bytes of what has contiguous ones. Raises `InvalidRequest`."""
+    try:
+        view = memoryview(data)
+        return view.cast("B") if view.nbytes else memoryview(b"")
+    except (TypeError, ValueError, BufferError) as error:
+        raise InvalidRequest(f"rows are written from contiguous bytes, not {type(data).__name__}: {error}") from error
 
 
 def _whole_number(what: str, value: object, wrong: type[InvalidRequest]) -> int:

@@ -15,7 +15,7 @@ import pytest
 from tests.client.lender import PAGE, Lender, put, state, text
 
 from membroker.compaction import next_move
-from membroker.errors import AlreadyMapped, ClosedError, CompactionFailed, NotMapped
+from membroker.errors import AlreadyMapped, ClosedError, CompactionFailed, InvalidRequest, NotMapped
 from membroker.page_table import FIXED, FREE, USED
 from membroker.pool import VirtualMemoryPool
 from membroker.types import Move
@@ -255,6 +255,13 @@ class TestFailures:
             holes(pool).compact(on_move=patch)
         assert set(pages(pool)) == {0, 1, 2, 8}
         assert pool.compact() == [Move(8 * PAGE, 3 * PAGE, PAGE)]
+
+    def test_what_cannot_be_called(self, pool: VirtualMemoryPool, lender: Lender) -> None:
+        """It would be found out behind the first move, of which nobody then would know."""
+        before = state(holes(pool), lender)
+        with pytest.raises(InvalidRequest, match="on_move"):
+            pool.compact(on_move="patch")  # type: ignore[arg-type]
+        assert state(pool, lender) == before
 
     def test_ctrl_c_waits_for_the_end(self, pool: VirtualMemoryPool) -> None:
         """Somebody presses Ctrl-C in the middle: no move is made that nobody was told of."""

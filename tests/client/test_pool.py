@@ -431,7 +431,7 @@ class TestSpare:
         lender.before_borrow = lambda: calls.append(len(calls))
         return calls
 
-    @pytest.mark.parametrize("spare_pages", [-1, -64])
+    @pytest.mark.parametrize("spare_pages", [-1, -64, "4", 1.5, None, True])
     def test_less_than_none(self, lender: Lender, spare_pages: int) -> None:
         with pytest.raises(InvalidRequest, match="spare"):
             VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=spare_pages)
