@@ -353,6 +353,12 @@ struct copy { void *to; const void *from; size_t size; };
 struct stream { struct copy copies[MAX_RANGES]; int count; void *context; };
 struct event { struct stream *stream; int count; void *context; };
 
+int cuMemHostAlloc(void **address, size_t size, unsigned flags) {
+    if (!current_context) return NO_CONTEXT;
+    *address = size > TOTAL ? NULL : malloc(size);
+    return *address ? OK : OUT_OF_MEMORY;
+}
+int cuMemFreeHost(void *address) { free(address); return current_context ? OK : NO_CONTEXT; }
 int cuMemHostRegister(void *address, size_t size, unsigned flags) { return !current_context ? NO_CONTEXT : size > TOTAL ? OUT_OF_MEMORY : OK; }
 int cuMemHostUnregister(void *address) { return current_context ? OK : NO_CONTEXT; }
 
