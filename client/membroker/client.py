@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from membroker import convert
+from membroker.closing import Closing
 from membroker.endpoint import find_endpoint
 from membroker.errors import BrokerAbsent, BrokerUnavailable
 from membroker.model import Model
@@ -111,7 +111,7 @@ def _program() -> str:
     return os.path.basename(sys.argv[0] if sys.argv else "") or os.path.basename(sys.executable) or "python"
 
 
-class Client:
+class Client(Closing):
     """One session of this process with one broker. Thread-safe. `connect()` makes it."""
 
     def __init__(self, session: Session) -> None:
@@ -261,14 +261,6 @@ class Client:
         there until this process ends, or an operator has it forgotten.
         """
         self._session.close()
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<membroker.Client {self.session} of {self.tenant} at {self.endpoint}>"

@@ -6,14 +6,12 @@ holding's to say; this must never unmap or give back anything itself.
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
-
+from membroker.closing import Closing
 from membroker.holding import Holding
 from membroker.region import device_failures
 
 
-class Held:
+class Held(Closing):
     """Something mapped in this process, until it is closed. A context manager."""
 
     _holding: Holding
@@ -32,11 +30,3 @@ class Held:
         """
         with device_failures():
             self._holding.end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

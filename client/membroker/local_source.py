@@ -14,9 +14,9 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from membroker.budget import Budget, out_of_memory
+from membroker.closing import Closing
 from membroker.convert import bytes_of
 from membroker.errors import ClosedError, InvalidRequest
 from membroker.holding import Holding
@@ -32,7 +32,7 @@ PACKET = 64
 """How many extents are made before they are mapped: so many descriptors are open at a time."""
 
 
-class LocalSource:
+class LocalSource(Closing):
     """Lends the device's memory to this process: `VirtualMemoryPool(LocalSource(), "64GiB")`. A context manager.
 
     `driver` is `"cuda"`, `"host"` (the twin, for machines without a card), or a driver that stays the caller's;
@@ -106,14 +106,6 @@ class LocalSource:
             self._ended = True
         self._forgotten.detach()
         self._link.end()
-
-    def __enter__(self) -> LocalSource:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<membroker.LocalSource of {self._link.driver.device.name}{', closed' * self.closed}>"

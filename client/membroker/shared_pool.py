@@ -9,10 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from membroker.budget import Budget
+from membroker.closing import Closing
 from membroker.convert import bytes_of, location_of
 from membroker.errors import (
     BrokerUnavailable,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from membroker.model import Model
 
 
-class SharedMemoryPool:
+class SharedMemoryPool(Closing):
     """Memory for the models that one program hosts, at most `physical_limit` bytes of it. A context manager.
 
     `lender` is a `Client`, so that each model is registered with its broker, or a `LocalSource`; it stays the
@@ -173,14 +173,6 @@ class SharedMemoryPool:
             for hosted in models.values():
                 if hosted is not None:
                     ends.callback(hosted.end)
-
-    def __enter__(self) -> SharedMemoryPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _hosted(self, model_id: str) -> _Hosted:
         self._check_open()

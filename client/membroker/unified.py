@@ -10,9 +10,9 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 from typing import Any
 
+from membroker.closing import Closing
 from membroker.convert import bytes_of
 from membroker.errors import ClosedError, ManagedMemoryUnavailable
 from membroker.interrupts import HeldOff
@@ -23,7 +23,7 @@ from membroker.vmm.cuda import CudaDriver
 from membroker.vmm.driver import Driver
 
 
-class UnifiedBuffer:
+class UnifiedBuffer(Closing):
     """`size` bytes at `address`, which the processor and every GPU of this process use. A context manager.
 
     They are not cleared, and use a device's memory only while they are there. `driver` is a worker's, with a context:
@@ -89,14 +89,6 @@ class UnifiedBuffer:
         """
         with HeldOff():
             self._allocation.end()
-
-    def __enter__(self) -> UnifiedBuffer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"at {self._allocation.address:#x}"

@@ -11,17 +11,17 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any
 
 from membroker.adapters._torch import torch
 from membroker.adapters._torch_lending import TorchLending
 from membroker.adapters._torch_tensors import device_of
+from membroker.closing import Closing
 from membroker.errors import ClosedError, InvalidRequest, MembrokerError
 from membroker.model import Model
 
 
-class TorchMemory:
+class TorchMemory(Closing):
     """What torch allocates on the card, borrowed for `model`: a `torch.cuda.MemPool` without compiled code.
 
         with TorchMemory(model) as memory, memory.use():
@@ -153,14 +153,6 @@ class TorchMemory:
                 raise InvalidRequest("this memory is in use: close it outside of the block")
             self._closed = True
             self._exchange(None)
-
-    def __enter__(self) -> TorchMemory:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<membroker TorchMemory on {self._device}, {self.lent} bytes lent{', closed' * self._closed}>"

@@ -15,9 +15,9 @@ import threading
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Self
 
+from membroker.closing import Closing
 from membroker.errors import AlreadyMapped, ClosedError, InvalidOffset, InvalidRequest, NotMapped
 from membroker.vmm.driver import AccessFlags, Driver, Handle, Location
 from membroker.vmm.sizes import MAX_BYTES, is_power_of_two, parse_size, round_up
@@ -33,7 +33,7 @@ def allocation_granularity(driver: Driver, recommended: bool = False) -> int:
     return device.recommended_granularity or device.granularity if recommended else device.granularity
 
 
-class Closable:
+class Closable(Closing):
     """Something that is closed once, by `close` or at the end of a `with` block. Safe to close from any thread."""
 
     # An object whose construction failed is closed.
@@ -70,17 +70,6 @@ class Closable:
 
     def _give_back(self) -> None:
         raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self}>"
