@@ -140,7 +140,7 @@ class Segment(Held):
         return self._session.driver
 
     def kept(self) -> AbstractContextManager[None]:
-        """Keep it mapped during a block, which no living view is: it can be sealed there. Raises `ClosedError`."""
+        """Keep it mapped during a block. Unlike a living view, it lets the segment be sealed. Raises `ClosedError`."""
         return self._holding.in_use()
 
     @contextmanager
