@@ -21,8 +21,10 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## the main job in a minute: sharing, trade, refusal, death (no GPU, no root)
 	$(BIN)/membroker demo
 
-test: $(STAMP)  ## every test that needs neither root nor a GPU
-	$(BIN)/python -m pytest -m "not root and not gpu"
+# Many tests wait for processes, so one more than there are processors keeps them all at work.
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
+test: $(STAMP)  ## every test that needs neither root nor a GPU, in parallel: make test JOBS=1 for one at a time
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not root and not gpu"
 
 QUICK := tests/broker tests/client/vmm tests/client/test_pool.py tests/client/test_calls.py tests/system/test_main_job.py
 quick: $(STAMP)  ## the heart of the tests, in under a minute
