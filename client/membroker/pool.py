@@ -187,6 +187,11 @@ class VirtualMemoryPool(Held):
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
+        if self._table.spare:
+            with self._lock:
+                pages = self._above(length)
+                if self._table.take_spare(pages):
+                    return self._holding.region.address + pages.start * self._page_size
         pages = self._backing.back(lambda: self._above(length))
         return self._holding.region.address + pages.start * self._page_size
 
