@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from .denied import Denied
 from .events import Location, ModelName, SegmentName
+from .values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SessionOpened:
     """Answer to OpenSession."""
 
     session: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SessionResumed:
     """Answer to ResumeSession: its Holds may come."""
 
@@ -24,7 +23,7 @@ class SessionResumed:
     observer: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Reconciled:
     """Answer to StateHolds: the books agree, but for what they do not know; and the models of the session."""
 
@@ -33,14 +32,14 @@ class Reconciled:
     models: tuple[ModelName, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Registered:
     """Answer to RegisterModel."""
 
     name: ModelName
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Allocated:
     """Answer to Allocate: every packet is queued on the session's connection."""
 
@@ -48,31 +47,31 @@ class Allocated:
     extent_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Released:
     """Answer to Release."""
 
     released_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Declared:
     """Answer to Declare."""
 
     declared_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Detached:
     """Answer to DetachSegment."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Done:
     """Answer to whatever has nothing more to say."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SegmentView:
     """A segment as it stands: the answer to a create, a seal, an attach and a delete."""
 
@@ -101,7 +100,7 @@ Result = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Answer:
     """Answer `call`: with a result, or with a refusal."""
 
@@ -109,11 +108,13 @@ class Answer:
     result: Result | Denied
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Make:
     """Create, export and send one packet of extents, if the device gate allows. Outcome: Made or NotMade.
 
     Those of a `segment` (not 0) are kept by the descriptor store first; those that are `stocked` exist already.
+    `answer` is what its call will be answered with if all of this is made: it can go with the packet, and be on its way
+    before the books hear of it.
     """
 
     session: int
@@ -125,9 +126,10 @@ class Make:
     location: Location
     segment: int = 0
     stocked: bool = False
+    answer: Allocated | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Stock:
     """Make one extent ahead, when nothing else is to be done. Outcome: Stocked."""
 
@@ -135,7 +137,7 @@ class Stock:
     extent_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DropStock:
     """Let go of so many extents of the stock."""
 
@@ -144,7 +146,7 @@ class DropStock:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Send:
     """Send one packet of a segment's descriptors. Outcome: Made or NotMade."""
 
@@ -157,21 +159,21 @@ class Send:
     segment: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Seal:
     """Make later mappings of a segment read-only, where the driver can. Outcome: Sealed or NotSealed."""
 
     segment: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Drop:
     """Close the broker's own descriptors of a segment. Outcome: Dropped."""
 
     segment: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class NameSuspects:
     """Say who may have what the device has used beyond the books: `unaccounted` bytes, `risen` of them new."""
 
@@ -179,7 +181,7 @@ class NameSuspects:
     risen: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Disconnect:
     """The session broke the protocol: close its connection. What it holds stays charged."""
 
@@ -187,7 +189,7 @@ class Disconnect:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Forget:
     """The session ended: drop its token, its connection and the watch on its process."""
 

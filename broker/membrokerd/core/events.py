@@ -7,8 +7,9 @@ question that wants an answer and is never looked into; `request_id` is the call
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from .values import value
 
 Location = Literal["device", "host"]
 LOCATIONS: tuple[Location, ...] = ("device", "host")
@@ -46,7 +47,7 @@ class SegmentName(NamedTuple):
         return f"tenants/{self.tenant}/models/{self.model}/segments/{self.label}"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class OpenSession:
     """A process said Hello at a tenant's endpoint. `process` is equal for all sessions of one process.
 
@@ -64,7 +65,7 @@ class OpenSession:
     token_hash: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ResumeSession:
     """A process that knows a session's token said Hello again.
 
@@ -76,7 +77,7 @@ class ResumeSession:
     process: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StateHolds:
     """All that a resuming process has of its session: extents, how many times which segment, declared bytes.
 
@@ -90,7 +91,7 @@ class StateHolds:
     declarations: Mapping[tuple[ModelName, Location], int]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ForgetSession:
     """An operator gives up on a detached session."""
 
@@ -98,7 +99,7 @@ class ForgetSession:
     session: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Restarted:
     """A daemon began with the books of another. Told before anything else.
 
@@ -109,14 +110,14 @@ class Restarted:
     seen: Seen
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ConnectionLost:
     """A session's handoff connection is gone. Its process may live."""
 
     session: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ProcessDied:
     """A session's process is dead. `seen` was read after that became known."""
 
@@ -124,7 +125,7 @@ class ProcessDied:
     seen: Seen
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Goodbye:
     """A session ends by its own word; what it still holds is taken as given back."""
 
@@ -133,7 +134,7 @@ class Goodbye:
     request_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RegisterModel:
     """Register or join a model. What is None, or not in `limits`, is left to what is there."""
 
@@ -146,7 +147,7 @@ class RegisterModel:
     exclusive: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class UnregisterModel:
     """Leave a model."""
 
@@ -156,7 +157,7 @@ class UnregisterModel:
     name: ModelName
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Allocate:
     """Borrow `count` extents of `extent_bytes`."""
 
@@ -169,7 +170,7 @@ class Allocate:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Release:
     """Give extents back, by the session's word."""
 
@@ -179,7 +180,7 @@ class Release:
     ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Declare:
     """The whole declaration of a session for a model and a location."""
 
@@ -191,7 +192,7 @@ class Declare:
     declared_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CreateSegment:
     """Make a segment of `size` bytes under a model, to be written by this session."""
 
@@ -203,7 +204,7 @@ class CreateSegment:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SealSegment:
     """The writer has written all of its segment, and waited for its own work."""
 
@@ -213,7 +214,7 @@ class SealSegment:
     segment: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AttachSegment:
     """Take hold of a segment; wait at most `wait_ns` for its seal."""
 
@@ -224,7 +225,7 @@ class AttachSegment:
     wait_ns: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DetachSegment:
     """Let go of a segment, by the session's word."""
 
@@ -234,7 +235,7 @@ class DetachSegment:
     segment: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DeleteSegment:
     """End a segment; `session` is None for an operator, `generation` 0 for whichever has the name."""
 
@@ -245,14 +246,14 @@ class DeleteSegment:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Sealed:
     """Nobody who maps the segment from now on can write to it, as far as the driver can hold that."""
 
     segment: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class NotSealed:
     """The driver could not seal the segment: it is as before."""
 
@@ -261,7 +262,7 @@ class NotSealed:
     numbers: Mapping[str, int | str]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Stocked:
     """An extent was made ahead, and is kept; `made` is False when it could not be."""
 
@@ -270,19 +271,19 @@ class Stocked:
     made: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Dropped:
     """The broker's own descriptors of a segment are closed."""
 
     segment: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Elapsed:
     """The time that the core waits for (`Broker.deadline`) has come, or is close."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Acknowledge:
     """A packet's descriptors are imported and closed, or closed unused."""
 
@@ -291,7 +292,7 @@ class Acknowledge:
     part: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Made:
     """A packet's extents exist, and its descriptors are queued on the session's connection: of a Make, or a Send."""
 
@@ -300,7 +301,7 @@ class Made:
     part: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class NotMade:
     """Of a Make: none of the packet's extents exists any more. Of a Send: it is not sent."""
 
@@ -311,7 +312,7 @@ class NotMade:
     numbers: Mapping[str, int | str]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class NotDelivered:
     """A packet was queued and never sent: its connection broke first. Its descriptors are closed."""
 
@@ -320,14 +321,14 @@ class NotDelivered:
     part: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Audit:
     """What the device shows now. Comes ten times a second, and every 10 ms while bytes are releasing."""
 
     seen: Seen
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SetQuota:
     """Command a limit for a model, or for a tenant (`model` is None); None ends the command."""
 
@@ -338,7 +339,7 @@ class SetQuota:
     limit: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SetDraining:
     """Lend nothing more, or lend again."""
 

@@ -7,12 +7,12 @@ nanoseconds of CLOCK_BOOTTIME.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from .events import Location, ModelName
+from .values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SessionBegan:
     """A process opened a session."""
 
@@ -28,7 +28,7 @@ class SessionBegan:
     token_hash: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SessionMoved:
     """The session's lifecycle took a step. With "process died" all it is charged turns to releasing."""
 
@@ -37,7 +37,7 @@ class SessionMoved:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SessionEnded:
     """The session's row is gone; it was charged nothing any more."""
 
@@ -45,7 +45,7 @@ class SessionEnded:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelBegan:
     """A model was registered, with what its first worker asked for."""
 
@@ -54,7 +54,7 @@ class ModelBegan:
     limits: Mapping[Location, int]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelAsked:
     """A session asked for numbers that nobody had asked for before: they are the model's from now on."""
 
@@ -63,7 +63,7 @@ class ModelAsked:
     limits: Mapping[Location, int]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelJoined:
     """A session registered a model that is there."""
 
@@ -71,7 +71,7 @@ class ModelJoined:
     session: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelLeft:
     """A session unregistered a model."""
 
@@ -80,14 +80,14 @@ class ModelLeft:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelEnded:
     """A model that nobody uses and that is charged nothing is gone."""
 
     name: ModelName
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelCarried:
     """A model's past, which a story of the books as they stand can't tell otherwise; it stands behind all charges."""
 
@@ -98,7 +98,7 @@ class ModelCarried:
     idle_since: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Debited:
     """The extents `first` to `first + count - 1` are charged to the session and its model."""
 
@@ -110,7 +110,7 @@ class Debited:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Credited:
     """These extents of the session are charged no more."""
 
@@ -119,7 +119,7 @@ class Credited:
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DeclarationSet:
     """The session's declaration for a model and a location is now this."""
 
@@ -129,7 +129,7 @@ class DeclarationSet:
     declared_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LocationSettled:
     """All that a dead session was charged at a location is credited. `proven`: the device showed it free."""
 
@@ -138,7 +138,7 @@ class LocationSettled:
     proven: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SegmentBegan:
     """A segment is charged to its model: `count` extents from `first` on, the last one of `last_bytes`."""
 
@@ -154,7 +154,7 @@ class SegmentBegan:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SegmentMoved:
     """The segment's lifecycle took a step. With "dropped after a death" its charge turns to releasing."""
 
@@ -162,7 +162,7 @@ class SegmentMoved:
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SegmentHeld:
     """A session holds the segment, or holds it once more."""
 
@@ -170,7 +170,7 @@ class SegmentHeld:
     session: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SegmentLeft:
     """A session holds the segment `times` less. With "holder died" its memory may be kept by nobody knows whom."""
 
@@ -180,14 +180,14 @@ class SegmentLeft:
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SegmentDoubted:
     """A holder of the segment died before this story begins. Its memory may be kept by nobody knows whom."""
 
     segment: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SegmentCredited:
     """These extents of a segment were never made, and are charged no more."""
 
@@ -195,7 +195,7 @@ class SegmentCredited:
     ids: range
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SegmentEnded:
     """The segment's row is gone, its charge credited. `proven`: the device showed it free (None: nobody had to ask)."""
 
@@ -203,7 +203,7 @@ class SegmentEnded:
     proven: bool | None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StockChanged:
     """So many more, or fewer, extents of this size are kept that were never lent: made, used or dropped."""
 
@@ -213,7 +213,7 @@ class StockChanged:
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class UnaccountedSeen:
     """What the device had used beyond the books, signed: a later daemon's dead have this to fall from."""
 
@@ -221,7 +221,7 @@ class UnaccountedSeen:
     unaccounted: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class QuotaSet:
     """A limit was commanded for a model, or for a tenant (`model` is None); None ends the command."""
 
