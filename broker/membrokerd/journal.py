@@ -125,7 +125,7 @@ class Journal:
         Raises `OSError`; then the file that was there is still the one, and is appended to as before.
         """
         header = [_MAGIC, _VERSION, self._binding.boot, self._binding.device]
-        data = _frame(header) + _record(story)
+        data = _frame(_to_json(header)) + _record(story)
         try:
             descriptor, room = self._write_fresh(data)
         except OSError:
@@ -159,22 +159,25 @@ class Journal:
         and written as soon as there is room: each call tries, and a call without facts does nothing else.
         """
         self._unwritten += _record(facts)
-        if self._unwritten and self._write():
-            self._end += len(self._unwritten)
-            self._unwritten.clear()
+        if self._unwritten:
+            self._write()
         if self._room - self._end < RESERVE_BYTES:
             self._room = _allocate(self._descriptor, self._end)
         return not self._unwritten
 
-    def _write(self) -> bool:
-        """Write what is unwritten and say whether all of it is there; a part that is will be written over.
+    def _write(self) -> None:
+        """Write what is unwritten: all of it, or none; a part that is there all the same will be written over.
 
         A limit of the file's size is a full disk as well: Python ignores SIGXFSZ.
         """
+        size = len(self._unwritten)
         try:
-            return os.pwrite(self._descriptor, self._unwritten, self._end) == len(self._unwritten)
+            written = os.pwrite(self._descriptor, self._unwritten, self._end)
         except OSError:
-            return False
+            return
+        if written == size:
+            self._end += size
+            self._unwritten.clear()
 
     @property
     def full(self) -> bool:
@@ -222,8 +225,8 @@ class _Unusable(Exception):
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def _frame(content: list[Any]) -> bytes:
-    data = _to_json(content).encode()
+def _frame(content: str) -> bytes:
+    data = content.encode()
     return _FRAME.pack(len(data), zlib.crc32(data)) + data
 
 
@@ -251,7 +254,7 @@ def _split(data: bytes) -> tuple[list[bytes], int]:
 def _record(facts: Sequence[ft.Fact]) -> bytes:
     """Return the record of these facts: nothing, when no successor needs any of them."""
     told = [_FORMS[type(fact)].encode(fact) for fact in facts if type(fact) not in _LEFT_OUT]
-    return _frame(told) if told else b""
+    return _frame(f"[{','.join(told)}]") if told else b""
 
 
 def _decode(record: bytes) -> Iterator[ft.Fact]:
@@ -280,11 +283,14 @@ def _parse(record: bytes) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Type:
-    """How values of a type stand in JSON. `decode` raises `ValueError` or `TypeError` for what is none."""
+    """How values of a type stand in JSON. `decode` raises `ValueError` or `TypeError` for what is none.
+
+    `encode` returns the text: json makes an encoder anew for each value that is no string, which takes as long as the
+    rest of an append. Plain numbers need none.
+    """
 
     decode: Callable[[Any], Any]
-    encode: Callable[[Any], Any] | None = None
-    """None: as they are."""
+    encode: Callable[[Any], str] = _to_json
 
 
 def _plain(*kinds: type) -> _Type:
@@ -330,35 +336,38 @@ def _ids(told: Any) -> tuple[int, ...] | range:
     return tuple(extent for run in runs for extent in run)
 
 
-def _from_run(ids: range) -> list[int]:
+def _from_name(name: ModelName) -> str:
+    return f"[{_to_json(name.tenant)},{_to_json(name.model)}]"
+
+
+def _from_run(ids: range) -> str:
     assert ids.step == 1
-    return [ids.start, len(ids)]
+    return f"[{ids.start},{len(ids)}]"
 
 
-def _from_ids(ids: tuple[int, ...] | range) -> list[int] | list[list[int]]:
+def _from_ids(ids: tuple[int, ...] | range) -> str:
     """Return a range as its first and how many, and single ids as a list of such runs."""
     if isinstance(ids, range):
         return _from_run(ids)
-    runs: list[list[int]] = []
-    following = None
+    runs: list[range] = []
     for extent in ids:
-        if extent == following:
-            runs[-1][1] += 1
+        if runs and extent == runs[-1].stop:
+            runs[-1] = range(runs[-1].start, extent + 1)
         else:
-            runs.append([extent, 1])
-        following = extent + 1
-    return runs
+            runs.append(range(extent, extent + 1))
+    return f"[{','.join(map(_from_run, runs))}]"
 
 
+_INT = _plain(int)
 _TYPES: Mapping[Any, _Type] = {
-    int: _plain(int),
+    int: _INT,
     int | None: _plain(int, NoneType),
     str: _plain(str),
     bool: _plain(bool),
     bool | None: _plain(bool, NoneType),
     Location: _Type(_location),
-    ModelName: _Type(_model_name),
-    Mapping[Location, int]: _Type(_sizes, dict),
+    ModelName: _Type(_model_name, _from_name),
+    Mapping[Location, int]: _Type(_sizes),
     range: _Type(_run, _from_run),
     tuple[int, ...] | range: _Type(_ids, _from_ids),
 }
@@ -370,16 +379,18 @@ class _Form:
 
     def __init__(self, tag: int, kind: type[ft.Fact]) -> None:
         hints = get_type_hints(kind)
-        self._tag = tag
         self.kind = kind
         self._fields = [(field.name, _TYPES[hints[field.name]]) for field in fields(kind)]
+        self._names = [name for name, _ in self._fields]
+        self._others = [(place, form.encode) for place, (_, form) in enumerate(self._fields) if form is not _INT]
+        places = ("%d" if form is _INT else "%s" for _, form in self._fields)
+        self._text = f"[{tag},{','.join(places)}]"
 
-    def encode(self, fact: ft.Fact) -> list[Any]:
-        told = [self._tag]
-        for name, form in self._fields:
-            value = getattr(fact, name)
-            told.append(form.encode(value) if form.encode else value)
-        return told
+    def encode(self, fact: ft.Fact) -> str:
+        told = [getattr(fact, name) for name in self._names]
+        for place, encode in self._others:
+            told[place] = encode(told[place])
+        return self._text % tuple(told)
 
     def decode(self, values: list[Any]) -> ft.Fact:
         """Return the fact; raises `ValueError` or `TypeError` for the values of no fact of this class."""
