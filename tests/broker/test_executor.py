@@ -1,6 +1,7 @@
 """The driver's calls: what is made is handed over whole, or nothing of it is left; nothing ends the thread.
 
-Few extents are made where they are asked for, more of them on the thread; whichever it is, there is one order.
+Few extents are made where they are asked for, more of them on the thread; whichever it is, there is one order. What few
+are depends on how long they take: here they are four, unless a test is about that.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import pytest
 from membroker.handoff import close_all
 from membroker.vmm import DriverError, DriverLimit, DriverOutOfMemory, Handle, Location, MemoryInfo
 from membroker.vmm.host import HostDriver
+from membrokerd import executor as executor_module
 from membrokerd.core.denied import Reason
 from membrokerd.core.effects import Make
-from membrokerd.executor import INLINE_EXTENTS, Executor, Failure, Figures
+from membrokerd.executor import Executor, Failure, Figures
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -71,6 +73,16 @@ class Failing(HostDriver):
     def memory(self, location: Location) -> MemoryInfo:
         self._count("memory")
         return super().memory(location)
+
+
+FEW = 4
+
+
+@pytest.fixture(autouse=True)
+def few_are_quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "by_the_clock" not in request.fixturenames:
+        monkeypatch.setattr(executor_module, "INLINE_SECONDS", FEW)
+        monkeypatch.setattr(Executor, "_expected_seconds", lambda _, count: count)
 
 
 @pytest.fixture
@@ -155,6 +167,57 @@ def test_the_gate_lets_exactly_what_fits_through(driver: Failing) -> None:
     assert len(made) == 2
 
 
+@pytest.fixture
+def ample(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that a test moves; and as much as half of the device is ample."""
+    now = [100.0]
+    monkeypatch.setattr(executor_module, "GATE_AMPLE", TOTAL // 2)
+    monkeypatch.setattr(executor_module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def readings(driver: Failing, *makes_and_waits: Make | float, now: list[float]) -> list[int]:
+    """Make each packet, or let so many seconds pass; return how often the device had been read after each packet."""
+    read, memory = [0], driver.memory
+
+    def reading(location: Location) -> MemoryInfo:
+        read[0] += 1
+        return memory(location)
+
+    driver.memory = reading  # type: ignore[method-assign]
+    seen: list[int] = []
+
+    def work(executor: Executor, done: Callable[[Any], None]) -> None:
+        for one in makes_and_waits:
+            if isinstance(one, float):
+                now[0] += one
+            else:
+                executor.make(one, close_all)
+                seen.append(read[0])
+        done(None)
+
+    run(driver, work)
+    return seen
+
+
+def test_the_gate_believes_a_fresh_figure_while_there_is_plenty(driver: Failing, ample: list[float]) -> None:
+    """What was made since is taken off it: with little left the device is read for each packet."""
+    room = TOTAL // 2 // PAGE
+    packets = [packet(4)] * (room // 4 + 1)
+    seen = readings(driver, *packets, packet(1), packet(1), now=ample)
+    assert seen == [1] * (room // 4) + [2, 2, 2]  # read anew, and then it shows that all of it is free again
+
+
+def test_the_gate_reads_the_device_where_little_is_left(driver: Failing, ample: list[float]) -> None:
+    driver.stranger_bytes = TOTAL // 2
+    assert readings(driver, packet(1), packet(1), packet(1), now=ample) == [1, 2, 3]
+
+
+def test_the_gate_believes_no_old_figure(driver: Failing, ample: list[float]) -> None:
+    wait = executor_module.GATE_SECONDS
+    assert readings(driver, packet(1), wait / 2, packet(1), wait, packet(1), packet(1), now=ample) == [1, 1, 2, 2]
+
+
 FAILURES = [
     (Reason.DEVICE_FULL, DriverOutOfMemory("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY", 2)),
     (Reason.DESCRIPTORS_EXHAUSTED, DriverLimit("inotify_add_watch", "ENOSPC", errno.ENOSPC)),
@@ -166,7 +229,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("why", "failure"), FAILURES, ids=[str(failure) for _, failure in FAILURES])
-@pytest.mark.parametrize(("count", "at"), [(1, 1), (INLINE_EXTENTS, 1), (INLINE_EXTENTS, INLINE_EXTENTS)])
+@pytest.mark.parametrize(("count", "at"), [(1, 1), (FEW, 1), (FEW, FEW)])
 @pytest.mark.parametrize("call", ["create", "export", "release"])
 def test_a_failure_at_the_kth_call_leaves_nothing_inline(
     driver: Failing, call: str, count: int, at: int, why: Reason, failure: Exception
@@ -240,9 +303,9 @@ def test_few_extents_are_made_where_they_are_asked_for(driver: Failing) -> None:
 
         return piece
 
-    for made in run(driver, ask(1), ask(INLINE_EXTENTS), ask(INLINE_EXTENTS + 1)):
+    for made in run(driver, ask(1), ask(FEW), ask(FEW + 1)):
         close_all(made)
-    few, more = INLINE_EXTENTS, INLINE_EXTENTS + 1
+    few, more = FEW, FEW + 1
     assert told == [
         (ON_LOOP, 1),
         ("returned", 1),
@@ -252,6 +315,42 @@ def test_few_extents_are_made_where_they_are_asked_for(driver: Failing) -> None:
         (ON_LOOP, more),
     ]
     assert driver.lent == [(1, ON_LOOP), (few, ON_LOOP), (more, ON_THREAD)]
+
+
+@pytest.fixture
+def by_the_clock(driver: Failing, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+    """Tell how many seconds each call of the driver takes from now on, by the executor's clock."""
+    now, takes = [0.0], [0.0]
+    monkeypatch.setattr(executor_module.time, "perf_counter", lambda: now[0])
+
+    def pass_time() -> None:
+        now[0] += takes[0]
+
+    def take(seconds: float) -> None:
+        takes[0] = seconds
+
+    driver.before_lend = pass_time
+    return take
+
+
+def test_what_takes_long_is_made_on_the_thread(driver: Failing, by_the_clock: Callable[[float], None]) -> None:
+    """How long is judged by what was made before: beside others that map all the time one is too many."""
+    slow = 20 * executor_module.INLINE_SECONDS
+
+    async def main() -> None:
+        executor = Executor(driver, 0)
+        executor.start(asyncio.get_running_loop())
+        for seconds in (slow, slow, *[0.0] * 17):
+            by_the_clock(seconds)
+            told = asyncio.get_running_loop().create_future()
+            executor.make(packet(1), told.set_result)
+            close_all(await asyncio.wait_for(told, 10))
+        executor.stop()
+
+    asyncio.run(main())
+    wheres = [where for _, where in driver.lent]
+    assert wheres[:3] == [ON_LOOP, ON_THREAD, ON_THREAD], "nobody knew before the first"
+    assert wheres[-1] == ON_LOOP, "it never learned that it was quick again"
 
 
 def test_few_extents_wait_for_what_was_asked_before(driver: Failing) -> None:
