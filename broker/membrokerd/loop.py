@@ -33,6 +33,7 @@ from .suspects import Process
 
 Reply = Callable[[fx.Result | Denied], None]
 RELEASING_AUDIT_SECONDS = 0.01
+_DEBITS = frozenset((ft.Debited, ft.SegmentBegan))
 
 
 class Link(Protocol):
@@ -111,12 +112,12 @@ class Loop:
     def tell(self, event: ev.Event) -> None:
         """Give the core an event and carry out what follows."""
         start = time.perf_counter()
-        step = self.broker.step(event, clock())
+        effects, facts = self.broker.step(event, clock())
         self._observe_step(time.perf_counter() - start)
-        is_written = self._write(step.facts)
-        for fact in step.facts:
+        is_written = self._write(facts)
+        for fact in facts:
             logs.log_fact(fact)
-        for effect in step.effects:
+        for effect in effects:
             try:
                 if is_written or not isinstance(effect, fx.Make):
                     self._carry_out(effect)
@@ -134,7 +135,7 @@ class Loop:
         journal = self._journal
         if journal is None or not (facts or journal.full):
             return True
-        debits = any(isinstance(fact, ft.Debited | ft.SegmentBegan) for fact in facts)
+        debits = not _DEBITS.isdisjoint(map(type, facts))
         reach("debit" if debits else "credit")
         start = time.perf_counter()
         is_written = journal.append(facts)
@@ -318,8 +319,11 @@ class Loop:
             close_all(descriptors)
             self._not_made(packet, Failure(Reason.DELIVERY_FAILED, {}))
             return
-        # The packet is queued before the core hears of it: the answer that may follow stands behind it, or in it.
+        # The packet is queued before the core hears of it: the answer that may follow stands behind it, or in it. One
+        # that has its answer already goes first: the worker maps while the books are done.
         link.deliver(packet, descriptors)
+        if isinstance(packet, fx.Make) and packet.answer is not None:
+            link.flush()
         self.tell(ev.Made(packet.session, packet.request_id, packet.part))
         link.flush()
 

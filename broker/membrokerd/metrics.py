@@ -154,10 +154,10 @@ class Histogram:
 
     def observe(self, seconds: float, *labels: str) -> None:
         """Count one piece of work that took `seconds`. The labels must be of a bounded set: no pids, no names."""
-        assert len(labels) == len(self._spec.labels)
         with self._lock:
             row = self._rows.get(labels)
             if row is None:
+                assert len(labels) == len(self._spec.labels)
                 row = self._rows[labels] = ([0] * (len(BUCKETS) + 1), [0.0])
             row[0][bisect_left(BUCKETS, seconds)] += 1
             row[1][0] += seconds

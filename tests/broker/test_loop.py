@@ -556,6 +556,35 @@ def test_waits_end_when_their_time_has_come() -> None:
     play(story)
 
 
+def test_an_answer_that_is_known_is_on_its_way_before_the_books_hear_of_the_packet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One packet is the whole of a small allocation. A large one's answer waits for the last of its packets."""
+
+    async def story(world: World) -> None:
+        session = await world.open()
+        queue = world.queues[session]
+        made: list[bool] = []
+
+        def flush() -> None:
+            making = world.loop.broker.lending.making["device"]
+            made.append(not making)
+
+        queue.flush = flush  # type: ignore[method-assign]
+        await world.allocate(session)
+        assert made == [False, True], "it was flushed after the books had heard of it alone"
+        assert [packet.answer for packet in queue.packets] == [fx.Allocated(1, 2 * MIB)]  # type: ignore[union-attr]
+        (small,) = queue.packets
+        world.loop.tell(ev.Acknowledge(session, small.request_id, 0))
+        queue.packets.clear()
+        monkeypatch.setattr(policy, "PACKET_EXTENTS", 2)
+        await world.allocate(session, 4)
+        assert [packet.answer for packet in queue.packets] == [None, None]  # type: ignore[union-attr]
+        await world.give_back(session)
+
+    play(story)
+
+
 def test_a_timer_that_comes_early_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop's clock is not the core's: here the core's runs at half the speed."""
     true, began = loop_module.clock, loop_module.clock()

@@ -288,6 +288,7 @@ class Raw:
         """Take the answer to the Allocate: by gRPC, or what came with the last delivery."""
         if self.transport == "grpc":
             self.future.result()
+            assert not self.answered, "the answer to a call by gRPC came with the delivery, too"
         else:
             assert self.answered, "the last delivery came without the reply"
 
@@ -325,6 +326,7 @@ class Raw:
 
         if self.transport == "grpc":
             self.future.result()
+            assert not self.answered, "the answer to a call by gRPC came with the delivery, too"
         else:
             assert handoff.receive(self.socket).frame.reply.WhichOneof("result") == "release"
 

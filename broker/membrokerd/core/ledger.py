@@ -6,6 +6,7 @@ each other, `recount` with every single extent. Holds no rule: whether a debit i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -248,14 +249,9 @@ class Ledger:
     def _credited(self, fact: facts.Credited) -> None:
         row = self.sessions[fact.session]
         lifecycles.move(lifecycles.EXTENT, "releasing" if row.state == "releasing" else "lent", fact.cause)
-        counts: dict[int, int] = {}
-        loans: dict[int, Loan] = {}
-        for extent in fact.ids:
-            loan = row.extents.pop(extent)
-            loans[id(loan)] = loan
-            counts[id(loan)] = counts.get(id(loan), 0) + 1
-        for key, loan in loans.items():
-            self._credit_extents(row, loan.name, loan.location, loan.extent_bytes * counts[key], counts[key])
+        for loan, some in itertools.groupby(map(row.extents.pop, fact.ids)):
+            count = sum(1 for _ in some)
+            self._credit_extents(row, loan.name, loan.location, loan.extent_bytes * count, count)
 
     def _declaration_set(self, fact: facts.DeclarationSet) -> None:
         row = self.sessions[fact.session]
@@ -355,11 +351,14 @@ class Ledger:
 
     def _charge(self, row: SessionRow, name: ModelName, location: Location, change: int, extents: int) -> None:
         """Move a session's sums by `change` bytes, and those above it."""
-        charge = row.charges.setdefault((name, location), Charge())
+        key = (name, location)
+        charge = row.charges.get(key)
+        if charge is None:
+            charge = row.charges[key] = Charge()
         charge.bytes += change
         charge.extents += extents
         if not charge.bytes:
-            del row.charges[name, location]
+            del row.charges[key]
         self._sum(name, location, change, extents, releasing=row.state == "releasing")
 
     def _credit_segment(self, row: SegmentRow, size: int, extents: int) -> None:
@@ -382,11 +381,14 @@ class Ledger:
             model.releasing += change
         else:
             total.lent += change
-        model.peak = max(model.peak, model.bytes)
+        if model.bytes > model.peak:
+            model.peak = model.bytes
         key = (name.tenant, location)
-        self.tenants[key] = self.tenants.get(key, 0) + change
-        if not self.tenants[key]:
-            del self.tenants[key]
+        charged = self.tenants.get(key, 0) + change
+        if charged:
+            self.tenants[key] = charged
+        else:
+            self.tenants.pop(key, None)
 
     def _leave_all(self, row: SessionRow, at: int) -> None:
         for name in row.models:

@@ -45,20 +45,18 @@ class Call:
     stocked: set[int] = field(default_factory=set)
     issued: int = 0
     failure: Denied | None = None
+    _last_alone: bool = field(init=False)
+    _alike: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self._last_alone = self.last_bytes != self.extent_bytes
+        self._alike = len(self.ids) - self._last_alone
         self.states = ["waiting"] * (-(-self._alike // policy.PACKET_EXTENTS) + self._last_alone)
-
-    @property
-    def _last_alone(self) -> bool:
-        return self.last_bytes != self.extent_bytes
-
-    @property
-    def _alike(self) -> int:
-        return len(self.ids) - self._last_alone
 
     def packet(self, part: int) -> range:
         """Return the ids of a part."""
+        if len(self.states) == 1:
+            return self.ids
         if self._last_alone and part == len(self.states) - 1:
             return self.ids[-1:]
         first = part * policy.PACKET_EXTENTS
@@ -436,4 +434,6 @@ def _packet(session: int, call: Call, part: int) -> fx.Make | fx.Send:
     number, parts, ids, size = call.request_id, len(call.states), call.packet(part), call.size_of(part)
     if call.sends:
         return fx.Send(session, number, part, parts, ids, size, call.segment)
-    return fx.Make(session, number, part, parts, ids, size, call.location, call.segment, part in call.stocked)
+    answer = None if call.segment or parts > 1 else fx.Allocated(len(ids), size)
+    stocked = part in call.stocked
+    return fx.Make(session, number, part, parts, ids, size, call.location, call.segment, stocked, answer)

@@ -77,8 +77,9 @@ def model_limit(ledger: Ledger, rules: Rules, name: ModelName, location: Locatio
     row = ledger.models.get(name)
     asked = row.limits.get(location) if row else None
     ruled = _ruled(ledger, rules, name.tenant, name.model, location)
-    both = [limit for limit in (asked, ruled) if limit is not None]
-    return min(both) if both else None
+    if asked is None or ruled is None:
+        return ruled if asked is None else asked
+    return min(asked, ruled)
 
 
 def tenant_limit(ledger: Ledger, rules: Rules, tenant: str, location: Location) -> int | None:
@@ -93,27 +94,31 @@ def _ruled(ledger: Ledger, rules: Rules, tenant: str, model: str | None, locatio
 
 def admit(ledger: Ledger, rules: Rules, name: ModelName, location: Location, size: int) -> Denied | None:
     """Return why a debit of `size` bytes is refused, or None: the model's limit, the tenant's, the capacity."""
+    used, limit = ledger.models[name].charges[location].bytes, model_limit(ledger, rules, name, location)
+    if limit is not None and used + size > limit:
+        return _over(Reason.MODEL_LIMIT, "model", name, location, size, used, limit)
+    used, limit = ledger.tenant_charged(name.tenant, location), tenant_limit(ledger, rules, name.tenant, location)
+    if limit is not None and used + size > limit:
+        return _over(Reason.TENANT_LIMIT, "tenant", name, location, size, used, limit)
     total = ledger.totals[location]
-    used = ledger.models[name].charges[location].bytes
-    tenant_used = ledger.tenant_charged(name.tenant, location)
-    levels = (
-        (Reason.MODEL_LIMIT, "model", used, model_limit(ledger, rules, name, location)),
-        (Reason.TENANT_LIMIT, "tenant", tenant_used, tenant_limit(ledger, rules, name.tenant, location)),
-        (Reason.CAPACITY, "capacity", total.charged, total.capacity),
-    )
-    for reason, level, charged, limit in levels:
-        if limit is not None and charged + size > limit:
-            return deny(
-                reason,
-                level=level,
-                model=str(name),
-                location=location,
-                requested_bytes=size,
-                used_bytes=charged,
-                available_bytes=max(0, limit - charged),
-                limit_bytes=limit,
-            )
+    if total.charged + size > total.capacity:
+        return _over(Reason.CAPACITY, "capacity", name, location, size, total.charged, total.capacity)
     return None
+
+
+def _over(
+    reason: Reason, level: str, name: ModelName, location: Location, size: int, charged: int, limit: int
+) -> Denied:
+    return deny(
+        reason,
+        level=level,
+        model=str(name),
+        location=location,
+        requested_bytes=size,
+        used_bytes=charged,
+        available_bytes=max(0, limit - charged),
+        limit_bytes=limit,
+    )
 
 
 def check_extents(rules: Rules, location: Location, extent_bytes: int, count: int) -> Denied | None:

@@ -99,8 +99,9 @@ class Resuming:
 
     def under_way(self, session: int) -> bool:
         """Say whether a session is being taken up: what it asks meanwhile would not be in what it states."""
-        answering = any(one.session == session for one in self._answers)
-        return session in self._expected or session in self._stated or answering
+        if session in self._expected or session in self._stated:
+            return True
+        return bool(self._answers) and any(one.session == session for one in self._answers)
 
     def give_up(self, session: int) -> None:
         """The connection on which a session was to be resumed is gone as well."""

@@ -53,6 +53,8 @@ class Stock:
     def asked(self, location: ev.Location, extent_bytes: int, count: int, now: int) -> None:
         """Somebody borrows: the next who does will want the same."""
         rules = self._broker.rules
+        if not rules.stock_extents:
+            return
         most = min(rules.stock_extents, rules.stock_bytes // extent_bytes, policy.PACKET_EXTENTS)
         if most:
             kind = (location, extent_bytes)
@@ -92,6 +94,8 @@ class Stock:
     def make_room(self, location: ev.Location) -> None:
         """Let go of as much as the capacity needs, what was asked for longest ago first."""
         total = self._broker.ledger.totals[location]
+        if total.charged + total.stock <= total.capacity:
+            return
         for kind in [*self._wishes, *self._ready]:
             excess = total.charged + total.stock - total.capacity
             if excess <= 0:
@@ -116,7 +120,7 @@ class Stock:
     def fill(self) -> None:
         """Ask for one more extent, if one is wished for and nothing else is to be done."""
         broker = self._broker
-        if self._making or self._unwanted or any(broker.lending.making.values()):
+        if self._making or not self._wishes or self._unwanted or any(broker.lending.making.values()):
             return
         kind = next((kind for kind in reversed(self._wishes) if self._wants(kind)), None)
         if kind is not None:

@@ -73,6 +73,10 @@ class Connection:
         self._session: int | None = None
         self._tenant = ""
         self._outgoing: deque[_Outgoing] = deque()
+        self._asked: set[int] = set()
+        """Allocations asked for here that are unanswered: the others' answers go by gRPC."""
+        self._told: int | None = None
+        """An allocation whose answer has gone with its delivery, until the core gives it."""
         self._blocked = False
         self._closed = False
         self._closing = False
@@ -123,18 +127,22 @@ class Connection:
             reach("acknowledge")
             self._loop.tell(ev.Acknowledge(self._session, frame.request_id, frame.ack.part))
         elif kind in _REQUESTS:
-            self._request(frame, self._session, getattr(frame, kind))
+            self._request(frame.request_id, self._session, kind, getattr(frame, kind))
         elif kind == "goodbye":
             self._goodbye(frame.request_id, self._session)
         else:
             self._violated(frame.request_id, f"a client does not send {kind}")
 
-    def _request(self, frame: pb.Frame, session: int, message: Message) -> None:
-        request_id, kind = frame.request_id, frame.WhichOneof("kind")
+    def _request(self, request_id: int, session: int, kind: str, message: Message) -> None:
         quiet = kind in _QUIET and getattr(message, "no_reply", False)
+        if kind == "allocate":
+            self._asked.add(request_id)
 
         def respond(result: fx.Result | Denied) -> None:
-            if not quiet:
+            self._asked.discard(request_id)
+            if self._told == request_id:
+                self._told = None
+            elif not quiet:
                 self._answer(request_id, result)
             elif isinstance(result, Denied):
                 self.notify(pb.Frame(request_id=request_id, notice=pb.Notice(release_refused=to_status(result))))
@@ -303,17 +311,20 @@ class Connection:
     def deliver(self, packet: fx.Make | fx.Send, descriptors: list[int]) -> None:
         """Queue one packet of a call; its descriptors are closed here, sent or not.
 
-        It goes with the next `flush`: until then the call's answer may join it.
+        It goes with the next `flush`: until then the call's answer may join it, and one that is known already does.
         """
-        delivery = pb.Delivery(
-            part=packet.part,
-            parts=packet.parts,
-            extent_bytes=packet.extent_bytes,
-            extent_ids=packet.ids,
-            segment=packet.segment,
-        )
+        frame = pb.Frame(request_id=packet.request_id)
+        delivery = frame.delivery
+        delivery.part = packet.part
+        delivery.parts = packet.parts
+        delivery.extent_bytes = packet.extent_bytes
+        delivery.extent_ids.extend(packet.ids)
+        delivery.segment = packet.segment
+        if isinstance(packet, fx.Make) and packet.answer is not None and packet.request_id in self._asked:
+            _put(packet.answer, delivery.reply)
+            self._told = packet.request_id
         self._listener.count_descriptors(len(descriptors))
-        outgoing = _Outgoing(pb.Frame(request_id=packet.request_id, delivery=delivery), descriptors)
+        outgoing = _Outgoing(frame, descriptors)
         if self._closed:
             self._drop(outgoing)
         else:
@@ -329,8 +340,7 @@ class Connection:
         last = self._outgoing[-1].frame if self._outgoing else None
         joins = last is not None and last.request_id == request_id and last.HasField("delivery")
         if last is not None and joins and not isinstance(result, Denied):
-            field, message = from_result(result)
-            getattr(last.delivery.reply, field).CopyFrom(message)
+            _put(result, last.delivery.reply)
         else:
             self._send(_reply_frame(request_id, result))
 
@@ -439,6 +449,10 @@ def _reply_frame(request_id: int, result: fx.Result | Denied) -> pb.Frame:
     if isinstance(result, Denied):
         reply.error.CopyFrom(to_status(result))
     else:
-        field, message = from_result(result)
-        getattr(reply, field).CopyFrom(message)
+        _put(result, reply)
     return pb.Frame(request_id=request_id, reply=reply)
+
+
+def _put(result: fx.Result, reply: pb.Reply) -> None:
+    field, message = from_result(result)
+    getattr(reply, field).CopyFrom(message)
