@@ -6,6 +6,7 @@ touch a socket or a lock: the connection does, and keeps this state under its ow
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -74,19 +75,23 @@ class Call:
         self.dry = False
         self.keep = False
 
-    def is_over(self) -> bool:
-        """Say whether the answer is there, and every delivery that precedes it."""
-        if self.outcome is None or not self.beside:
-            return self.outcome is not None
+    def is_waiting(self) -> bool:
+        """Say whether there is no delivery to take, and not yet the answer with every delivery that precedes it."""
+        if self.inbox:
+            return False
+        return self.outcome is None or (self.beside and not self._is_whole())
+
+    def _is_whole(self) -> bool:
+        """Say whether every delivery has been taken that precedes the answer, which came beside."""
         if isinstance(self.outcome, broker_pb2.AllocateExtentsResponse):
             return len(self.extent_ids) >= self.outcome.count
         if isinstance(self.outcome, resources_pb2.Segment):
             return len(self.extent_ids) >= self.outcome.extents
         return self.dry
 
-    def has_failed_beside(self) -> bool:
-        """Say whether the answer, a refusal, has come elsewhere, and deliveries that precede it may still be here."""
-        return self.beside and isinstance(self.outcome, MembrokerError) and not self.dry
+    def has_failed(self) -> bool:
+        """Say whether the answer, a refusal, has come beside, and deliveries that precede it may still be here."""
+        return isinstance(self.outcome, MembrokerError) and not self.dry
 
     def seconds_left(self) -> float | None:
         """Return how long the answer may still take; None for ever."""
@@ -94,8 +99,7 @@ class Call:
 
     def patience(self) -> float | None:
         """Return how many milliseconds to wait for the next packet; None for ever."""
-        seconds = self.seconds_left()
-        return None if seconds is None else seconds * 1000
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic()) * 1000
 
 
 def outcome_of(reply: Reply) -> Outcome:
@@ -120,8 +124,9 @@ def check_whole(packet: handoff.Packet) -> None:
 
 def close_packet(packet: handoff.Packet) -> None:
     """Close the descriptors of a packet; each is forgotten first, so that none is closed twice."""
-    while packet.descriptors:
-        handoff.close_all([packet.descriptors.pop()])
+    descriptors = packet.descriptors
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def close_packets(packets: deque[handoff.Packet]) -> None:

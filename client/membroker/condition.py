@@ -12,31 +12,25 @@ from membroker.interrupts import Waiting
 
 
 class Condition:
-    """A lock that is held in a `with` block; in it, `wait` lets it go until `tell_all`."""
+    """A `lock`, held in a `with` block of its own: in it, `wait` lets it go until `tell_all`."""
 
-    __slots__ = ("_lock", "_waiting")
+    __slots__ = ("_waiting", "lock")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._waiting: list[threading.Lock] = []
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait for a change, at most so long; an interrupt that is held off is raised here. The lock is held."""
         waiter = threading.Lock()
         waiter.acquire()
         self._waiting.append(waiter)
-        self._lock.release()
+        self.lock.release()
         try:
             with Waiting():
                 waiter.acquire(timeout=-1 if seconds is None else seconds)
         finally:
-            self._lock.acquire()
+            self.lock.acquire()
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
 

@@ -39,6 +39,8 @@ from membroker.v1 import handoff_pb2 as pb
 
 logger = logging.getLogger("membroker")
 
+_NOSIGNAL = int(socket.MSG_NOSIGNAL)
+
 
 class Connection:
     """A connected handoff socket, after the Welcome, or after the last Holds.
@@ -100,7 +102,6 @@ class Connection:
         data = handoff.encode(frame)
 
         def begin() -> None:
-            # Acknowledgements and releases are never interrupted: the broker counts on them.
             with Waiting():
                 self._send(data, call.sent)
 
@@ -135,15 +136,18 @@ class Connection:
     def release(self, extent_ids: Iterable[int]) -> None:
         """Say that extents are given back, without waiting for an answer; a refusal comes as a notice."""
         ids = list(dict.fromkeys(extent_ids))
-        for first in range(0, len(ids), handoff.MAX_IDS_PER_FRAME):
-            some = ids[first : first + handoff.MAX_IDS_PER_FRAME]
-            request = broker_pb2.ReleaseExtentsRequest(extent_ids=some, no_reply=True)
-            self._send(handoff.encode(pb.Frame(request_id=self.new_request_id(), release=request)), [])
+        while ids:
+            # Filled in place: a request that is put into a frame is copied, which takes as long as all the rest.
+            frame = pb.Frame(request_id=self.new_request_id())
+            frame.release.extent_ids.extend(ids[: handoff.MAX_IDS_PER_FRAME])
+            frame.release.no_reply = True
+            self._post(frame)
+            del ids[: handoff.MAX_IDS_PER_FRAME]
 
     def detach(self, generation: int) -> None:
         """Say that this session lets go of a segment, without waiting for an answer; a refusal comes as a notice."""
         request = broker_pb2.DetachSegmentRequest(generation=generation, no_reply=True)
-        self._send(handoff.encode(pb.Frame(request_id=self.new_request_id(), detach_segment=request)), [])
+        self._post(pb.Frame(request_id=self.new_request_id(), detach_segment=request))
 
     # The end
 
@@ -159,7 +163,7 @@ class Connection:
     def read_to_the_end(self) -> None:
         """The broker has closed: read what it still said, after whoever reads already, and note that it is gone."""
         while True:
-            with self._changed:
+            with self._changed.lock:
                 while self._reader is not None and self._end is None:
                     self._changed.wait()
                 if self._end is not None:
@@ -179,7 +183,7 @@ class Connection:
 
     def wait_until_idle(self) -> None:
         """Wait until every call has ended: once the connection is lost, what it had mapped is unmapped then."""
-        with self._changed:
+        with self._changed.lock:
             while self._calls:
                 self._changed.wait()
 
@@ -191,7 +195,7 @@ class Connection:
     def close(self) -> None:
         """Close the socket. Calls in flight, and later ones, raise `ClosedError`."""
         self._break(ClosedError, "the client is closed")
-        with self._changed:
+        with self._changed.lock:
             # A descriptor's number can be reused the moment it is closed: nobody may be reading from it.
             deadline = time.monotonic() + 5
             while self._reader is not None and (seconds := deadline - time.monotonic()) > 0:
@@ -212,7 +216,7 @@ class Connection:
             connection.close()
 
     def _break(self, kind: type[MembrokerError], why: str) -> None:
-        with self._changed:
+        with self._changed.lock:
             if self._end is None:
                 self._end = (kind, why)
                 with suppress(OSError):
@@ -234,40 +238,37 @@ class Connection:
     def _forget(self, call: Call) -> None:
         self._calls.pop(call.request_id, None)
         if self._end is not None:
-            with self._changed:
+            with self._changed.lock:
                 self._changed.tell_all()
 
     def _conduct(self, call: Call, handler: DeliveryHandler, start: Callable[[], None]) -> Message:
         with HeldOff():
-            return self._conduct_held_off(call, handler, start)
-
-    def _conduct_held_off(self, call: Call, handler: DeliveryHandler, start: Callable[[], None]) -> Message:
-        try:
-            self._begin(call)
-            start()
-            while self._wait(call):
-                self._take(call, handler)
-            if isinstance(call.outcome, MembrokerError):
-                raise call.outcome
-        except Exception:
             try:
-                self._undo(call, handler)
-            finally:
-                self._abandon(call)
-            raise
-        except BaseException:
-            # An interrupted caller wants to go on at once: the rest comes when the broker answers. For an attach that
-            # can be a day, so it is nothing for the thread that does the finalizers' work.
-            self._resign(None)
-            try:
-                self._undo(call, handler)
-            finally:
-                threading.Thread(target=self._abandon, args=(call,), name="membroker-given-up", daemon=True).start()
-            raise
-        self._note(call)
-        self._forget(call)
-        assert call.outcome is not None
-        return call.outcome
+                self._begin(call)
+                start()
+                while self._wait(call):
+                    self._take(call, handler)
+                if isinstance(call.outcome, MembrokerError):
+                    raise call.outcome
+            except Exception:
+                try:
+                    self._undo(call, handler)
+                finally:
+                    self._abandon(call)
+                raise
+            except BaseException:
+                # An interrupted caller wants to go on at once: the rest comes when the broker answers. For an attach
+                # that can be a day, so it is nothing for the thread that does the finalizers' work.
+                self._resign(None)
+                try:
+                    self._undo(call, handler)
+                finally:
+                    threading.Thread(target=self._abandon, args=(call,), name="membroker-given-up", daemon=True).start()
+                raise
+            self._note(call)
+            self._forget(call)
+            assert call.outcome is not None
+            return call.outcome
 
     def _note(self, call: Call) -> None:
         """Enter what a call has brought, before it is forgotten: no Holds can miss it."""
@@ -318,23 +319,32 @@ class Connection:
             self._acknowledge(call.request_id, delivery.part)
 
     def _acknowledge(self, request_id: int, part: int) -> None:
-        self._send(handoff.encode(pb.Frame(request_id=request_id, ack=pb.Ack(part=part))), [])
+        frame = pb.Frame(request_id=request_id)
+        frame.ack.part = part
+        self._post(frame)
 
     def _finish(self, call: Call, outcome: Outcome) -> None:
         """Take the outcome of a call that was made beside; any thread."""
-        with self._changed:
+        with self._changed.lock:
             call.outcome = outcome
             self._changed.tell_all()
         # Its thread may be the one that waits for the socket. Full or closed: it is awake, or gone.
         with suppress(OSError):
             self._nudge.send(b"\0")
 
+    def _post(self, frame: pb.Frame) -> None:
+        """Send a frame that no interrupt may come to: the broker counts on acknowledgements and releases."""
+        try:
+            self._socket.send(handoff.encode(frame), _NOSIGNAL)
+        except OSError as error:
+            self._lose(error)
+            self._check_open()
+
     def _send(self, data: bytes, sent: list[int]) -> None:
         """Send one packet; `sent` is no longer empty once the kernel has it."""
-        self._check_open()
         try:
             # In one step of the interpreter: an interrupt comes before the packet is sent, or after it is noted.
-            sent.extend(map(self._socket.send, (data,), (socket.MSG_NOSIGNAL,)))
+            sent.extend(map(self._socket.send, (data,), (_NOSIGNAL,)))
         except OSError as error:
             self._lose(error)
             self._check_open()
@@ -343,23 +353,28 @@ class Connection:
 
     def _wait(self, call: Call) -> bool:
         """Return True when `call` has a delivery to take, False when it is over."""
-        while True:
-            with self._changed:
-                while not self._my_turn(call):
-                    self._changed.wait(call.seconds_left())
-                if call.inbox or call.is_over():
-                    return bool(call.inbox)
-                self._reader = threading.get_ident()
-            self._read(call)
+        # Looked at without the lock: whoever hands on a delivery with the answer in it hands on the delivery first.
+        while call.is_waiting():
+            with self._changed.lock:
+                reading = self._take_turn(call)
+            if reading:
+                self._read(call)
+        return bool(call.inbox)
 
-    def _my_turn(self, call: Call) -> bool:
-        """Say whether `call` has something, or may read the socket. Raises when there is nothing to wait for."""
-        if call.inbox or call.is_over():
-            return True
-        self._check_open()
-        if call.deadline is not None and time.monotonic() >= call.deadline:
-            raise BrokerUnavailable(f"the broker at {self._name} did not answer in time")
-        return self._reader is None
+    def _take_turn(self, call: Call) -> bool:
+        """Be the reader, when nobody else is; False when another reader has brought what `call` waits for.
+
+        Raises when there is nothing to wait for. The lock is held.
+        """
+        while call.is_waiting():
+            self._check_open()
+            if call.deadline is not None and time.monotonic() >= call.deadline:
+                raise BrokerUnavailable(f"the broker at {self._name} did not answer in time")
+            if self._reader is None:
+                self._reader = threading.get_ident()
+                return True
+            self._changed.wait(call.seconds_left())
+        return False
 
     def _read(self, call: Call) -> None:
         """Read one packet and hand it to its call.
@@ -378,10 +393,9 @@ class Connection:
 
     def _readable(self, call: Call) -> bool:
         # Of every call, not of this one only: a reader that waits for long may never let another thread read.
-        failed = [one for one in list(self._calls.values()) if one.has_failed_beside()]
+        failed = [one for one in list(self._calls.values()) if one.beside and one.has_failed()]
         with Waiting():
-            patience = 0 if failed else call.patience()
-            ready = {descriptor for descriptor, _ in self._poller.poll(patience)}
+            ready = dict(self._poller.poll(0 if failed else call.patience()))
         if self._nudged.fileno() in ready:
             self._nudged.recv(4096)
         if self._socket.fileno() in ready:
@@ -394,7 +408,7 @@ class Connection:
     def _resign(self, packet: handoff.Packet | None) -> None:
         """Stop being the reader, if this thread is, after handing on what it has read."""
         stray = None
-        with self._changed:
+        with self._changed.lock:
             if self._reader != threading.get_ident():
                 return
             if packet is not None and not self._route(packet):
@@ -406,16 +420,18 @@ class Connection:
 
     def _route(self, packet: handoff.Packet) -> bool:
         """Hand a packet to its call; False when no call waits for it. The lock is held."""
-        call = self._calls.get(packet.frame.request_id)
-        kind = packet.frame.WhichOneof("kind")
+        frame = packet.frame
+        call = self._calls.get(frame.request_id)
+        kind = frame.WhichOneof("kind")
         if call is None or kind not in ("delivery", "reply"):
             return False
         if kind == "delivery":
+            # In this order: who waits looks without the lock.
             call.inbox.append(packet)
-            if packet.frame.delivery.HasField("reply"):
-                call.outcome = outcome_of(packet.frame.delivery.reply)
+            if frame.delivery.HasField("reply"):
+                call.outcome = outcome_of(frame.delivery.reply)
         else:
-            call.outcome = outcome_of(packet.frame.reply)
+            call.outcome = outcome_of(frame.reply)
         return True
 
     def _refuse(self, packet: handoff.Packet) -> None:

@@ -12,6 +12,7 @@ import _signal  # type: ignore[import-not-found]  # typeshed has no stub of it
 import os
 import signal
 import threading
+from threading import get_ident
 from types import FrameType, TracebackType
 
 # What `signal` wraps: its conversions between numbers and enums cost ten times as much as the calls, and a block stands
@@ -21,18 +22,26 @@ _SIGINT = int(signal.SIGINT)
 
 
 class _State:
-    """Touched by the main thread only."""
+    """Touched by the main thread only, but for `main`, its identifier."""
 
-    depth = 0
-    waiting = False
-    pending = False
+    __slots__ = ("depth", "main", "pending", "waiting")
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.waiting = False
+        self.pending = False
+        self.main = threading.main_thread().ident
+
+
+# An instance: each change of a class throws away what the interpreter has cached of it.
+_state = _State()
 
 
 def _handle(_number: int, _frame: FrameType | None) -> None:
-    if _State.waiting:
-        _State.waiting = False
+    if _state.waiting:
+        _state.waiting = False
         raise KeyboardInterrupt
-    _State.pending = True
+    _state.pending = True
 
 
 class HeldOff:
@@ -41,25 +50,25 @@ class HeldOff:
     __slots__ = ("_active",)
 
     def __enter__(self) -> None:
-        self._active = threading.current_thread() is threading.main_thread() and (
-            _State.depth > 0 or _get_handler(_SIGINT) is signal.default_int_handler
+        self._active = get_ident() == _state.main and (
+            _state.depth > 0 or _get_handler(_SIGINT) is signal.default_int_handler
         )
         if self._active:
-            if not _State.depth:
-                _State.pending = False
+            if not _state.depth:
+                _state.pending = False
                 _set_handler(_SIGINT, _handle)
-            _State.depth += 1
+            _state.depth += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._active:
             return
-        _State.depth -= 1
-        if _State.depth:
+        _state.depth -= 1
+        if _state.depth:
             return
         _give_handler_back()
-        pending, _State.pending = _State.pending, False
+        pending, _state.pending = _state.pending, False
         if pending and kind is not KeyboardInterrupt:
             raise KeyboardInterrupt
 
@@ -81,33 +90,35 @@ class Waiting:
 
     def __enter__(self) -> None:
         if is_held_off():
-            _State.waiting = True
-            if _State.pending:
-                _State.waiting = _State.pending = False
+            _state.waiting = True
+            if _state.pending:
+                _state.waiting = _state.pending = False
                 raise KeyboardInterrupt
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if is_held_off():
-            _State.waiting = False
+            _state.waiting = False
 
 
 def let_through() -> None:
     """Raise the interrupt that is held off, if there is one: between two steps, where nothing is lost by it."""
-    with Waiting():
-        pass
+    if is_held_off() and _state.pending:
+        _state.pending = False
+        raise KeyboardInterrupt
 
 
 def is_held_off() -> bool:
     """Say whether this thread holds off interrupts now."""
-    return _State.depth > 0 and threading.current_thread() is threading.main_thread()
+    return _state.depth > 0 and get_ident() == _state.main
 
 
 def _restore() -> None:
-    """In a forked child: the block may have been another thread's, which did not come along."""
-    if _State.depth:
-        _State.depth, _State.waiting, _State.pending = 0, False, False
+    """In a forked child, whose main thread is this one: the block may have been another's, which did not come along."""
+    _state.main = get_ident()
+    if _state.depth:
+        _state.depth, _state.waiting, _state.pending = 0, False, False
         _set_handler(_SIGINT, signal.default_int_handler)
 
 

@@ -117,24 +117,24 @@ class Line:
 
         Over a connection that is lost it need not be told: the next one begins with what is held still.
         """
-        with self._changed:
+        with self._changed.lock:
             return self.connection, self.registry.strike_extents(extent_ids)
 
     def let_go(self, generation: int) -> tuple[Connection, bool]:
         """Strike one hold of a segment, as `give_back`."""
-        with self._changed:
+        with self._changed.lock:
             return self.connection, self.registry.strike_segment(generation)
 
     def declare_less(self, request: broker_pb2.DeclareMemoryRequest) -> Connection:
         """Enter a declaration that is no more than the one before, and return where the broker is to be told."""
-        with self._changed:
+        with self._changed.lock:
             self.registry.declared(request)
             return self.connection
 
     def _next(self, connection: Connection, error: MembrokerError) -> Connection:
         """Return the connection after one that is lost; raise when that takes too long, or when it is not lost."""
         begun = time.monotonic()
-        with HeldOff(), self._changed:
+        with HeldOff(), self._changed.lock:
             while self.connection is connection:
                 if self._no_waiting:
                     raise ClosedError("this client is closed")
@@ -157,7 +157,7 @@ class Line:
 
     def on_notice(self, callback: Callable[[Notice], object]) -> None:
         """Call `callback` with each notice from now on, and with the drain that goes on."""
-        with HeldOff(), self._changed:
+        with HeldOff(), self._changed.lock:
             self._callbacks.append(callback)
             if self._draining is not None:
                 self.later(partial(_call, callback, self._draining))
@@ -174,7 +174,7 @@ class Line:
             self._tell(notice)
 
     def _tell(self, notice: Notice) -> None:
-        with self._changed:
+        with self._changed.lock:
             if isinstance(notice, Draining):
                 self._draining = notice
             elif isinstance(notice, Undrained):
@@ -187,7 +187,7 @@ class Line:
 
     def _lose(self, connection: Connection) -> None:
         """Begin to reconnect, once for each connection that is lost."""
-        with self._changed:
+        with self._changed.lock:
             self._changed.tell_all()
             if connection is not self.connection or self._reconnecting or self._parting or self._end is not None:
                 return
@@ -218,7 +218,7 @@ class Line:
 
     def _settle(self) -> None:
         """From now on a loss begins another outage, also one that was there before."""
-        with self._changed:
+        with self._changed.lock:
             self._reconnecting = False
             self._changed.tell_all()
         if self.connection.lost:
@@ -226,7 +226,7 @@ class Line:
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        with self._changed:
+        with self._changed.lock:
             while self._end is None and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
 
@@ -284,7 +284,7 @@ class Line:
 
     def _publish(self, connection: Connection, notices: socket.socket, held: Held) -> bool:
         """Put the connection in the place of the lost one, unless something of `held` is not held any more."""
-        with self._changed:
+        with self._changed.lock:
             if self._end is not None:
                 raise self._end[0](self._end[1])
             now = self.registry.held()
@@ -302,7 +302,7 @@ class Line:
             "closed, and counts as unaccounted there; connect() anew"
         )
         logger.warning("%s", why)
-        with self._changed:
+        with self._changed.lock:
             self._end = self._end or (SessionLost, why)
             self._changed.tell_all()
         self._tell(Forgotten())
@@ -311,14 +311,14 @@ class Line:
 
     def end_waits(self, *, at_exit: bool) -> None:
         """Let no call wait for another connection any more. The session still gets one to end over, but not at exit."""
-        with HeldOff(), self._changed:
+        with HeldOff(), self._changed.lock:
             self._no_waiting, self._parting = True, at_exit
             self._changed.tell_all()
 
     def say_goodbye(self, *, wait: bool) -> None:
         """End the session at the broker; `wait` for one that is away as long as the goodbye, or a call, may take."""
         deadline = time.monotonic() + (min(self._timeout, self._outage) if wait else 0.0)
-        with HeldOff(), self._changed:
+        with HeldOff(), self._changed.lock:
             while self.connection.lost and self._reconnecting and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             self._parting = True
@@ -326,7 +326,7 @@ class Line:
 
     def close(self) -> None:
         """Close everything. Calls in flight, and later ones, raise `ClosedError`."""
-        with HeldOff(), self._changed:
+        with HeldOff(), self._changed.lock:
             self._end = self._end or (ClosedError, "the client is closed")
             attempt = self._attempt
             self._changed.tell_all()

@@ -10,7 +10,7 @@ from collections.abc import Collection
 import pytest
 from tests.daemons import until
 
-from membroker.interrupts import HeldOff, _State
+from membroker.interrupts import HeldOff, _state
 from membroker.turns import Turns
 
 
@@ -69,7 +69,7 @@ def test_an_interrupt_ends_the_wait_and_nothing_else() -> None:
     def hang() -> None:
         with turns.taken({1}):
             taken.set()
-            until(lambda: _State.waiting)
+            until(lambda: _state.waiting)
             os.kill(os.getpid(), signal.SIGINT)
             assert done.wait(30)
 
@@ -82,4 +82,4 @@ def test_an_interrupt_ends_the_wait_and_nothing_else() -> None:
         done.set()
     hanging.join()
     with HeldOff(), turns.taken({1, 2}):
-        assert not _State.waiting
+        assert not _state.waiting
