@@ -89,10 +89,6 @@ class Call:
             return len(self.extent_ids) >= self.outcome.extents
         return self.dry
 
-    def has_failed(self) -> bool:
-        """Say whether the answer, a refusal, has come beside, and deliveries that precede it may still be here."""
-        return isinstance(self.outcome, MembrokerError) and not self.dry
-
     def seconds_left(self) -> float | None:
         """Return how long the answer may still take; None for ever."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())

@@ -66,6 +66,8 @@ class Connection:
         self._request_ids = request_ids or itertools.count(2)
         self._on_lost = on_lost
         self._calls: dict[int, Call] = {}
+        self._refused_beside: set[Call] = set()
+        """Refused elsewhere, while deliveries that precede the answer may still be here."""
         self._changed = Condition()
         self._reader: int | None = None
         self._end: tuple[type[MembrokerError], str] | None = None
@@ -327,6 +329,8 @@ class Connection:
         """Take the outcome of a call that was made beside; any thread."""
         with self._changed.lock:
             call.outcome = outcome
+            if isinstance(outcome, MembrokerError):
+                self._refused_beside.add(call)
             self._changed.tell_all()
         # Its thread may be the one that waits for the socket. Full or closed: it is awake, or gone.
         with suppress(OSError):
@@ -392,17 +396,18 @@ class Connection:
             self._resign(packet)
 
     def _readable(self, call: Call) -> bool:
-        # Of every call, not of this one only: a reader that waits for long may never let another thread read.
-        failed = [one for one in list(self._calls.values()) if one.beside and one.has_failed()]
+        # Every one, not this call only: a reader that waits for long may never let another thread read.
+        refused = tuple(self._refused_beside)
         with Waiting():
-            ready = dict(self._poller.poll(0 if failed else call.patience()))
+            ready = dict(self._poller.poll(0 if refused else call.patience()))
         if self._nudged.fileno() in ready:
             self._nudged.recv(4096)
         if self._socket.fileno() in ready:
             return True
         # The deliveries of a call were sent before its answer: with that known and nothing here, none is missing.
-        for one in failed:
+        for one in refused:
             one.dry = True
+            self._refused_beside.discard(one)
         return False
 
     def _resign(self, packet: handoff.Packet | None) -> None:

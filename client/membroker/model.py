@@ -193,13 +193,8 @@ class Model:
                 f"({MAX_EXTENTS_PER_CALL}): take larger pages, or fewer at a time"
             )
         self._session.check_open()
-        request = pb.AllocateExtentsRequest(
-            model=self.resource_name,
-            location=convert.location_to_wire(location),
-            extent_bytes=extent_bytes,
-            count=count,
-        )
-        self._session.transport.allocate(request, _Placing(placement, extent_bytes))
+        place, placing = convert.location_to_wire(location), _Placing(placement, extent_bytes)
+        self._session.transport.allocate(self.resource_name, place, extent_bytes, count, placing)
 
     def charge(self, size: int, location: Location) -> None:
         """Declare `size` bytes more."""

@@ -7,9 +7,9 @@ loses its broker is made anew over the next connection, and give back over the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from functools import partial
+from types import TracebackType
 from typing import Any, Protocol, cast
 
 from google.protobuf.message import Message
@@ -22,26 +22,41 @@ from membroker.handoff import MAX_IDS_PER_FRAME
 from membroker.line import Line
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1.handoff_pb2 import Frame
-from membroker.v1.resources_pb2 import Segment
+from membroker.v1.resources_pb2 import Location, Segment
 
 
-@contextmanager
-def broker_may_be_gone() -> Iterator[None]:
+class _BrokerMayBeGone:
+    """A block whose errors of a broker that is gone are none. No generator: it stands around each free."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if isinstance(error, AccessDenied):
+            # Another broker has taken its place, and answers by gRPC: it never lent this.
+            return error.reason == "TOKEN_REJECTED"
+        return isinstance(error, (BrokerUnavailable, ClosedError))
+
+
+_broker_may_be_gone = _BrokerMayBeGone()
+
+
+def broker_may_be_gone() -> _BrokerMayBeGone:
     """Give something back. A broker that is gone needs no telling: the next one is told what is held still."""
-    try:
-        with suppress(BrokerUnavailable, ClosedError):
-            yield
-    except AccessDenied as error:
-        # Another broker has taken its place, and answers by gRPC: it never lent this.
-        if error.reason != "TOKEN_REJECTED":
-            raise
+    return _broker_may_be_gone
 
 
 class Transport(Protocol):
     """How a session asks for memory, and gives it back."""
 
-    def allocate(self, request: pb.AllocateExtentsRequest, handler: DeliveryHandler) -> None:
-        """Borrow extents, whose descriptors `handler` takes. All or nothing."""
+    def allocate(
+        self, model: str, location: Location.ValueType, extent_bytes: int, count: int, handler: DeliveryHandler
+    ) -> None:
+        """Borrow `count` extents for a model, whose descriptors `handler` takes. All or nothing."""
         ...
 
     def release(self, extent_ids: Sequence[int]) -> None:
@@ -83,9 +98,15 @@ class HandoffTransport:
     def __init__(self, line: Line) -> None:
         self._line = line
 
-    def allocate(self, request: pb.AllocateExtentsRequest, handler: DeliveryHandler) -> None:
+    def allocate(
+        self, model: str, location: Location.ValueType, extent_bytes: int, count: int, handler: DeliveryHandler
+    ) -> None:
         """Borrow extents in one round trip."""
-        self._call(Frame(allocate=request), handler)
+        frame = Frame()
+        request = frame.allocate
+        request.model, request.location = model, location
+        request.extent_bytes, request.count = extent_bytes, count
+        self._line.conduct(lambda connection, _again: connection.call(frame, handler))
 
     def release(self, extent_ids: Sequence[int]) -> None:
         """Give extents back without waiting: the next call on the socket comes after it."""
@@ -135,8 +156,11 @@ class GrpcTransport:
     def __init__(self, line: Line) -> None:
         self._line = line
 
-    def allocate(self, request: pb.AllocateExtentsRequest, handler: DeliveryHandler) -> None:
+    def allocate(
+        self, model: str, location: Location.ValueType, extent_bytes: int, count: int, handler: DeliveryHandler
+    ) -> None:
         """Borrow extents: wait for the answer and for as many descriptors as it counts."""
+        request = pb.AllocateExtentsRequest(model=model, location=location, extent_bytes=extent_bytes, count=count)
         self._fetch("AllocateExtents", request, handler)
 
     def release(self, extent_ids: Sequence[int]) -> None:

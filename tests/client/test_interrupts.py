@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +35,30 @@ def test_an_interrupt_at_the_very_end_is_raised(set_handler: SetHandler, monkeyp
         pass
     with HeldOff():
         monkeypatch.undo()
+
+
+def test_a_child_forked_by_another_thread_holds_off_interrupts() -> None:
+    """Its main thread is the one that forked, and Ctrl-C comes there."""
+
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            try:
+                with HeldOff():
+                    signal.raise_signal(signal.SIGINT)
+                    held_off.append(True)
+            except KeyboardInterrupt:
+                os._exit(0 if held_off else 1)
+            finally:
+                os._exit(2)
+        statuses.append(os.waitpid(child, 0)[1])
+
+    held_off: list[bool] = []
+    statuses: list[int] = []
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    assert statuses == [0]
 
 
 def test_a_handler_of_the_programs_own_that_raises_takes_no_interrupts_away(
