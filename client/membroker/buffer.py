@@ -6,7 +6,6 @@ and no view of it is left. It must never round the size that it tells: `size` is
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 from membroker.convert import bytes_of, location_of
@@ -30,23 +29,28 @@ class Buffer(Held):
     def __init__(self, source: Source, size: int | str, location: Location | str = Location.DEVICE) -> None:
         self._size = bytes_of("a buffer", size, at_least=1)
         self._location = location_of(location)
-        granularity = source.driver.device.granularity
-        self._extent_size = round_up(self._size, granularity)
+        device = source.driver.device
+        self._extent_size = round_up(self._size, device.granularity)
         if self._extent_size > MAX_BYTES:
             raise InvalidRequest(f"a buffer of {size!r} rounds up to more than 2^63-1 bytes")
-        with HeldOff(), device_failures(), ExitStack() as undo:
+        self._on_host = device.driver == "host"
+        with HeldOff(), device_failures():
             self._holding = Holding(source, self._extent_size, "buffer")
-            undo.callback(self._holding.end)
-            self._borrow()
-            undo.pop_all()
+            try:
+                self._borrow(self._holding)
+            except BaseException:
+                self._holding.end()
+                raise
             self._holding.owned_by(self)
-        self._on_host = source.driver.device.driver == "host"
 
-    def _borrow(self) -> None:
-        with self._holding.in_use():
-            placing = Placing(self._holding.region, 0)
-            self._holding.source.borrow(self._extent_size, 1, self._location, placing)
-            self._holding.extents.update(placing.extents)
+    def _borrow(self, holding: Holding) -> None:
+        placing = Placing(holding.region, 0)
+        try:
+            holding.begin(placing)
+            holding.source.borrow(self._extent_size, 1, self._location, placing)
+            holding.extents.update(placing.extents)
+        finally:
+            holding.finish(placing)
 
     @property
     def address(self) -> int:

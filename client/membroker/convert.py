@@ -29,6 +29,8 @@ _TO_WIRE = {Location.DEVICE: pb.LOCATION_DEVICE, Location.HOST: pb.LOCATION_HOST
 
 def location_of(location: Location | str) -> Location:
     """Return `"device"` or `"host"` as a `Location`; raises `InvalidRequest` for anything else."""
+    if isinstance(location, Location):
+        return location
     try:
         return Location(location)
     except ValueError:

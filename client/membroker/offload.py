@@ -89,7 +89,7 @@ class OffloadedPages:
         self._page_size = table.page_size
         self._places: Places = {}
         self._kept: list[PinnedBlock] = []
-        holding.beside.callback(self._give_up_all)
+        holding.beside = self._give_up_all
 
     @property
     def size(self) -> int:

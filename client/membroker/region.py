@@ -97,6 +97,8 @@ class Region:
 
     def runs(self) -> list[tuple[int, int]]:
         """Return what is mapped as (offset, size) of each run without a gap, in order."""
+        if len(self._extents) == 1:
+            return list(self._extents.items())
         runs: list[tuple[int, int]] = []
         for offset, size in sorted(self._extents.items()):
             if runs and sum(runs[-1]) == offset:

@@ -112,17 +112,16 @@ class Session:
     @property
     def driver(self) -> Driver:
         """The driver of the broker's device, opened at the first need. Raises `DeviceFailure`."""
-        self.check_open_or_ending()
-        if self._link.driver is None:
-            with self._lock, device_failures():
-                if self._link.driver is None:
-                    self._link.driver = open_driver(self.welcome.driver, self.welcome.device_uuid, context=True)
-        return self._link.driver
-
-    def check_open_or_ending(self) -> None:
-        """Raise `ClosedError` once there is nothing left to work with; while closing, holdings still unmap."""
+        # While closing, holdings still unmap.
         if self._forked or self._ended:
             self.check_open()
+        return self._link.driver or self._open_driver()
+
+    def _open_driver(self) -> Driver:
+        with self._lock, device_failures():
+            if self._link.driver is None:
+                self._link.driver = open_driver(self.welcome.driver, self.welcome.device_uuid, context=True)
+        return self._link.driver
 
     def later(self, work: Callable[[], None]) -> None:
         """Do `work` in the background thread."""

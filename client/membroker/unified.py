@@ -104,7 +104,7 @@ class _Allocation:
 
     def __init__(self, calls: CudaManaged, size: int) -> None:
         self._calls = calls
-        self.views = Views(self._free_if_unused)
+        self.views = Views(self, _Allocation._free_if_unused)
         self._pid = os.getpid()
         self._uses: set[object] = set()
         self._ending = False

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+from tests.client.interrupting import interrupted_everywhere
 from tests.client.lender import Lender
 
 from membroker.buffer import Buffer
@@ -52,3 +55,32 @@ def test_an_interrupt_at_the_beginning_of_a_use_leaves_none_behind(monkeypatch: 
     monkeypatch.undo()
     buffer.close()
     assert lender.lent_bytes == 0
+
+
+def test_an_interrupt_anywhere_in_a_use_leaves_none_behind() -> None:
+    """Ctrl-C as a view is made, before it and behind it: when the buffer is closed, all of it goes back."""
+    lender, buffers = Lender(), []
+
+    def prepare() -> Callable[[], object]:
+        buffers.append(Buffer(lender, "2MiB"))
+        return buffers[-1].view
+
+    points = 0
+    for points in interrupted_everywhere(prepare):
+        buffers.pop().close()
+        assert lender.lent_bytes == 0, f"point {points}"
+    buffers.pop().close()
+    assert points > 10
+
+
+def test_a_buffer_that_is_garbage_together_with_its_lender_is_given_back() -> None:
+    """A worker object that knows both, and itself, is dropped: the memory may not wait for the end of the process."""
+    lender = Lender()
+    work, lent = lender.work, lender.lent
+    worker: dict[str, Any] = {"lender": lender, "buffer": Buffer(lender, "2MiB")}
+    worker["self"] = worker
+    del lender, worker
+    gc.collect()
+    work.popleft()()
+    assert not lent
+    assert not work

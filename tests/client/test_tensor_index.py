@@ -210,7 +210,7 @@ def test_an_array_keeps_the_memory() -> None:
 
     header, index = write_index({"x": ("F32", (4,))})
     memory, watch = bytearray(header + bytes(16)), Watch()
-    views = Views(watch.gone)
+    views = Views(watch, Watch.gone)
     array = numpy_array(views.make(self := object(), np.frombuffer(memory, "u1").ctypes.data, len(memory)), index["x"])[
         1:
     ]

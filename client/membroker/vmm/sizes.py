@@ -33,7 +33,7 @@ def parse_size(size: int | str) -> int:
     Raises `ValueError` for a negative number, an unknown unit, a fraction of a byte, or more than 2^63-1;
     `TypeError` for anything but an int or a str.
     """
-    if isinstance(size, bool) or not isinstance(size, int | str):
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise TypeError(f'a size is an int of bytes or text such as "8GiB", not {type(size).__name__}')
     value = _parse_text(size) if isinstance(size, str) else size
     if not 0 <= value <= MAX_BYTES:
