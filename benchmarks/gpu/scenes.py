@@ -35,6 +35,7 @@ from .figures import (
     row,
     share,
 )
+from .pair import BarePair
 from .works import (
     AttachedSegment,
     BareCopy,
@@ -64,6 +65,7 @@ WARM_UP = 10
 WARM_UP_AGAIN = 2
 
 IMPORT = "import and map alone"
+PAIR = "two processes, no broker"
 PAGE_BY_PAGE = "driver in process, access page by page"
 
 Tell = Callable[[str], None]
@@ -172,9 +174,10 @@ def one_extent(stage: Stage) -> Iterator[Section]:
         EXTENTS,
         "One extent: allocate and map, free",
         "In process: reserve, create, map, set access; then synchronize, unmap, release, and free the addresses. By "
-        "the broker: Model.allocate, and Buffer.close. 'import and map alone' is what a borrower's own driver does: "
-        "the rest of a borrowed allocation is the broker and the way to it. Its free frees no memory. Each size has "
-        "daemons of its own, so that the stock is of that size.",
+        "the broker: Model.allocate, and Buffer.close. 'import and map alone' is what a borrower's own driver does; "
+        "its free frees no memory. 'two processes, no broker': another process creates each extent and passes it on in "
+        "one packet, without books, frames or protection. What borrowing takes beyond that is the broker and the "
+        "library. Each size has daemons of its own, so that the stock is of that size.",
         ("allocate", "free"),
     )
     yield section
@@ -183,7 +186,9 @@ def one_extent(stage: Stage) -> Iterator[Section]:
             with routes(stage) as sessions, ExitStack() as stack:
                 imported = BareImport(bare, [(bare.export(size), size)], read_only=False)
                 stack.callback(imported.close)
-                ways = [Way(IN_PROCESS, BareExtent(bare, size)), Way(IMPORT, imported)]
+                pair = BarePair(bare, stage.driver, size)
+                stack.callback(pair.close)
+                ways = [Way(IN_PROCESS, BareExtent(bare, size)), Way(IMPORT, imported), Way(PAIR, pair)]
                 for route in sessions:
                     ways.append(route.way(BorrowedExtent(route.client.register_model(MODEL), size)))
                 stage.measure(section, format_size(size), ways, extents=1)

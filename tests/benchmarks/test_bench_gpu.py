@@ -27,7 +27,11 @@ SECONDS = 100
 BY = {brokered(transport, stock) for transport in ("handoff", "grpc") for stock in (False, True)}
 WITHOUT_STOCK = {brokered(transport, stock=False) for transport in ("handoff", "grpc")}
 ROWS = {
-    "extents": ({"2.0 MiB", "64.0 MiB", "1.0 GiB"}, {0.0, 2.0}, {IN_PROCESS, "import and map alone", *BY}),
+    "extents": (
+        {"2.0 MiB", "64.0 MiB", "1.0 GiB"},
+        {0.0, 2.0},
+        {IN_PROCESS, "import and map alone", "two processes, no broker", *BY},
+    ),
     "pages": (
         {"1.0 GiB by 2.0 MiB", "1.0 GiB by 64.0 MiB"},
         {0.0, 2.0},
