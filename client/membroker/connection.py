@@ -141,8 +141,9 @@ class Connection:
         while ids:
             # Filled in place: a request that is put into a frame is copied, which takes as long as all the rest.
             frame = pb.Frame(request_id=self.new_request_id())
-            frame.release.extent_ids.extend(ids[: handoff.MAX_IDS_PER_FRAME])
-            frame.release.no_reply = True
+            request = frame.release
+            request.extent_ids.extend(ids[: handoff.MAX_IDS_PER_FRAME])
+            request.no_reply = True
             self._post(frame)
             del ids[: handoff.MAX_IDS_PER_FRAME]
 

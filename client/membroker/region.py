@@ -110,5 +110,6 @@ class Region:
     def close(self) -> None:
         """Unmap everything, run by run, and give the addresses back."""
         for offset, size in self.runs():
-            self.unbind(offset, size)
+            self._driver.unmap(self.address + offset, size)
+        self._extents.clear()
         self._driver.unreserve(self.address, self.size)

@@ -64,6 +64,20 @@ class _Reservations:
 _reservations = _Reservations()
 
 
+class _Process:
+    """This process's number. `os.getpid` is a system call, and every call of a driver asks."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self.pid = os.getpid()
+
+
+_process = _Process()
+
+
 class CudaDriver:
     """The card `device`: an ordinal of this process (CUDA_VISIBLE_DEVICES counts), or NVML's UUID of it.
 
@@ -75,7 +89,7 @@ class CudaDriver:
     def __init__(self, device: int | str = 0, context: bool = False) -> None:
         _refuse_wsl()
         self._cuda = load_bindings()
-        self._pid = os.getpid()
+        self._pid = _process.pid
         self._closed = False
         self._handles: dict[Handle, Any] = {}
         self._pinned = PinnedBlocks()
@@ -272,18 +286,20 @@ class CudaDriver:
         """Wait for this process's work on the card; without a context there is none."""
         self._enter("cuCtxSynchronize")
         if self._context is not None:
-            self.in_context("cuCtxSynchronize")
+            self._in_context("cuCtxSynchronize")
 
     def in_context(self, name: str, *arguments: Any) -> Any:
         """Call the driver's function `name` in this driver's context: for the other `cuda` modules.
 
         Raises `DriverError` with what the driver says, and where this one was made without a context.
         """
-        if self._closed or self._pid != os.getpid():
-            raise self._unusable(name)
+        self._check_usable(name)
         if self._context is None:
             hint = "this driver has no context: make it with open_driver('cuda', context=True)"
             raise DriverError(name, "CUDA_ERROR_INVALID_CONTEXT", 201, hint)
+        return self._in_context(name, *arguments)
+
+    def _in_context(self, name: str, *arguments: Any) -> Any:
         # Another driver of this process, or a framework, may have made another card's context this thread's.
         cuda = self._cuda
         (result,) = cuda.cuCtxPushCurrent(self._context)
@@ -504,14 +520,14 @@ class CudaDriver:
 
     def _enter(self, call: str) -> None:
         """Raise where the driver is unusable, and make the context current on a thread that is new to it."""
-        if self._closed or self._pid != os.getpid():
+        if self._closed or self._pid != _process.pid:
             raise self._unusable(call)
         if self._context is not None and not getattr(self._threads, "ready", False):
             self._call("cuCtxSetCurrent", self._context)
             self._threads.ready = True
 
     def _check_usable(self, call: str) -> None:
-        if self._closed or self._pid != os.getpid():
+        if self._closed or self._pid != _process.pid:
             raise self._unusable(call)
 
     def _unusable(self, call: str) -> DriverError:
