@@ -189,11 +189,12 @@ class Executor:
             if refused:
                 return refused
             reach("create")
-            descriptors = self._lend(make.extent_bytes, len(make.ids), location, sealable=bool(make.segment))
+            try:
+                descriptors = self._lend(make.extent_bytes, len(make.ids), location, sealable=bool(make.segment))
+            except DriverOutOfMemory as error:
+                return self._ran_out(make, location, size, error)
             reach("created")
             return descriptors
-        except DriverOutOfMemory as error:
-            return Failure(Reason.DEVICE_FULL, {**_numbers(make), "driver_says": str(error)})
         except DriverLimit as error:
             return Failure(Reason.DESCRIPTORS_EXHAUSTED, {**_numbers(make), "driver_says": str(error)})
         except DriverError as error:
@@ -249,6 +250,12 @@ class Executor:
         if free is not None:
             self._rooms[location] = (now, free - size)
         return None
+
+    def _ran_out(self, make: Make, location: Location, size: int, error: DriverOutOfMemory) -> Failure:
+        """Return the refusal of a create that the gate had allowed: by today's figure, which it may not have read."""
+        self._rooms.pop(location, None)
+        numbers = {**_numbers(make), "driver_says": str(error)}
+        return self._refuse(make, location, size) or Failure(Reason.DEVICE_FULL, numbers)
 
     def _full(self, make: Make, free: int) -> Failure:
         numbers = {"device_free_bytes": free, "available_bytes": max(0, free - self._reserve)}

@@ -218,6 +218,22 @@ def test_the_gate_believes_no_old_figure(driver: Failing, ample: list[float]) ->
     assert readings(driver, packet(1), wait / 2, packet(1), wait, packet(1), packet(1), now=ample) == [1, 1, 2, 2]
 
 
+def test_a_stranger_who_was_not_seen_is_told_with_todays_numbers(driver: Failing, ample: list[float]) -> None:
+    """He took it all behind the reading that the gate believed: the driver fails, and the refusal is as the gate's."""
+
+    def stranger() -> None:
+        driver.stranger_bytes = TOTAL - 2 * PAGE
+        driver.before_lend = lambda: None
+
+    driver.before_lend = stranger
+    driver.fail("create", 1, DriverOutOfMemory("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY", 2))
+    (failure,) = run(driver, makes(packet(3)))
+    assert failure.reason is Reason.DEVICE_FULL
+    assert failure.numbers["device_free_bytes"] == failure.numbers["available_bytes"] == 2 * PAGE
+    assert "driver_says" not in failure.numbers
+    assert ample, "no time has passed"
+
+
 FAILURES = [
     (Reason.DEVICE_FULL, DriverOutOfMemory("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY", 2)),
     (Reason.DESCRIPTORS_EXHAUSTED, DriverLimit("inotify_add_watch", "ENOSPC", errno.ENOSPC)),
