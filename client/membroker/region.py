@@ -110,6 +110,5 @@ class Region:
     def close(self) -> None:
         """Unmap everything, run by run, and give the addresses back."""
         for offset, size in self.runs():
-            self._driver.unmap(self.address + offset, size)
-        self._extents.clear()
+            self.unbind(offset, size)
         self._driver.unreserve(self.address, self.size)
