@@ -349,13 +349,15 @@ def _from_ids(ids: tuple[int, ...] | range) -> str:
     """Return a range as its first and how many, and single ids as a list of such runs."""
     if isinstance(ids, range):
         return _from_run(ids)
-    runs: list[range] = []
+    runs: list[list[int]] = []
+    following = None
     for extent in ids:
-        if runs and extent == runs[-1].stop:
-            runs[-1] = range(runs[-1].start, extent + 1)
+        if extent == following:
+            runs[-1][1] += 1
         else:
-            runs.append(range(extent, extent + 1))
-    return f"[{','.join(map(_from_run, runs))}]"
+            runs.append([extent, 1])
+        following = extent + 1
+    return f"[{','.join(f'[{first},{count}]' for first, count in runs)}]"
 
 
 _INT = _plain(int)
