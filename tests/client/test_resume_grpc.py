@@ -161,6 +161,7 @@ class TestGrpcTransport:
         one = broker.connect(timeout=30, transport="grpc")
         yield one
         broker.die()
+        until(lambda: is_away(one))  # or what it holds would be given back by gRPC, to a service that has no answer
         one._session.line._outage = 0
         one.close()
 
