@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,7 +26,6 @@ PAGE = 4 << 20
 LIMIT = 8 * PAGE
 """What both may hold together."""
 STEP = 4 * PAGE
-PATIENCE_SECONDS = 10.0
 
 
 def worker(number: int, orders: Connection) -> None:
@@ -46,26 +44,11 @@ def obey(order: str, number: int, pool: membroker.VirtualMemoryPool) -> str:
             pool.grow(STEP)
         except membroker.OutOfMemory as error:
             return f"worker {number} is refused: {error}"
-    if order == "take over":
-        take_over(pool)
     if order == "shrink":
         pool.deallocate(pool.physical_memory_usage - STEP, STEP)
     if order == "serve":
         return f"worker {number} serves with {pool.physical_memory_usage >> 20} MiB: {serve(number, pool)}"
     return f"worker {number} has {pool.physical_memory_usage >> 20} MiB"
-
-
-def take_over(pool: membroker.VirtualMemoryPool) -> None:
-    """Grow by what the other has just given back: nobody waits for the broker to hear that, so it may take a moment."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while True:
-        try:
-            pool.grow(STEP)
-            return
-        except membroker.OutOfMemory:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.001)
 
 
 def serve(number: int, pool: membroker.VirtualMemoryPool) -> int:
@@ -95,7 +78,7 @@ def main() -> None:
         say(number, order)
     for _ in range(LIMIT // STEP):
         say(1, "shrink")
-        say(2, "take over")
+        say(2, "grow")
         say(2, "serve")
     for end in ends:
         end.send("end")

@@ -193,6 +193,17 @@ def running(
         shutil.rmtree(directory, ignore_errors=True)  # a keeper that ends takes its socket away
 
 
+@contextmanager
+def hold_still(daemon: Daemon) -> Iterator[None]:
+    """Stop the daemon for a moment, so that what happens meanwhile finds it all at once, in any order."""
+    daemon.process.send_signal(signal.SIGSTOP)
+    os.waitpid(daemon.process.pid, os.WUNTRACED)
+    try:
+        yield
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+
+
 def to_toml(document: Mapping[str, Any]) -> str:
     """Write a configuration: plain values first, then tables."""
     text = _table(document, "")

@@ -33,6 +33,8 @@ from .suspects import Process
 
 Reply = Callable[[fx.Result | Denied], None]
 RELEASING_AUDIT_SECONDS = 0.01
+HEARING_TURNS = 64
+"""Turns of the event loop that a refusal for want of room waits for others at most, who may never fall silent."""
 _DEBITS = frozenset((ft.Debited, ft.SegmentBegan))
 
 
@@ -84,6 +86,8 @@ class Loop:
         self.figures: Figures = {}
         self.drain: Notice | None = None
         """The drain that goes on, as a session is told of it that begins, or goes on, in the middle of it."""
+        self.cut_short = 0
+        """How many times a connection had more to say than it may in one turn."""
         self._audit_seconds = audit_seconds
         self._observe_step = observe_step
         self._journal = journal
@@ -227,6 +231,8 @@ class Loop:
         match effect:
             case fx.Answer():
                 self._replies.pop(effect.call)(effect.result)
+            case fx.HearOthers():
+                self._io.call_soon(self._hear_others, effect.call)
             case fx.Make(stocked=True):
                 self._deliver(effect, self._take_stock(effect.location, effect.extent_bytes, len(effect.ids)))
             case fx.Stock():
@@ -256,6 +262,14 @@ class Loop:
             case fx.Forget():
                 for forget in self.on_forget:
                     forget(effect.session)
+
+    def _hear_others(self, call: int, cut_short: int = -1, turns: int = HEARING_TURNS) -> None:
+        """Let whole turns of the event loop go by, until one has taken all that there was to read."""
+        if cut_short != self.cut_short and turns:
+            # Runs before the reading of its turn, and so the next one after that: the loop keeps what is called first.
+            self._io.call_soon(self._hear_others, call, self.cut_short, turns - 1)
+        else:
+            self.tell(ev.OthersHeard(call))
 
     def _make_stock(self, effect: fx.Stock) -> None:
         kind = (effect.location, effect.extent_bytes)

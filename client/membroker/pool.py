@@ -231,8 +231,8 @@ class VirtualMemoryPool(Held):
         The bytes of offloaded pages are forgotten, and freed on the host.
 
         Waits once for the work that this process has given to the device, because unmapping does not, and not for the
-        broker: it hears of it before whatever this session asks next, but another session's request may come first,
-        and be refused. Raises `NotMapped` when a page is not backed, `BufferError` while a view of the range is alive,
+        broker: it hears of it before it takes whatever this session asks next, and before it refuses anybody for want
+        of room. Raises `NotMapped` when a page is not backed, `BufferError` while a view of the range is alive,
         `InvalidOffset` and `InvalidRequest`; nothing has changed then. When the broker is away the memory is given back
         all the same.
         """

@@ -23,7 +23,7 @@ from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core.broker import Broker, Step
-from membrokerd.core.denied import Denied
+from membrokerd.core.denied import Denied, Reason
 from membrokerd.core.ledger import SegmentRow, SessionRow, replay
 
 if TYPE_CHECKING:
@@ -153,8 +153,10 @@ class Referee:
             proven = isinstance(fact, ft.LocationSettled | ft.SegmentEnded) and fact.proven
             assert looked or not proven, "a credit is proven, and the device was not asked"
             self._judge_fact(fact)
-        self.sharing.judge(event, step)
-        self.stock.judge(event, step)
+        self._judge_wants(event, step)
+        decided = world.in_doubt[event.call] if isinstance(event, ev.OthersHeard) else event
+        self.sharing.judge(decided, step)
+        self.stock.judge(decided, step)
         self.resuming.judge(event, step)
 
     @staticmethod
@@ -165,6 +167,17 @@ class Referee:
             isinstance(effect, fx.Answer) and effect.call == call and isinstance(effect.result, Denied)
             for effect in step.effects
         )
+
+    @staticmethod
+    def _judge_wants(event: ev.Event, step: Step) -> None:
+        """Nobody is refused for want of room before what others had given back was heard; and then he is answered."""
+        for effect in step.effects:
+            if isinstance(effect, fx.Answer) and isinstance(effect.result, Denied):
+                wants = effect.result.reason in (Reason.MODEL_LIMIT, Reason.TENANT_LIMIT, Reason.CAPACITY)
+                heard = isinstance(event, ev.OthersHeard) and event.call == effect.call
+                assert heard or not wants, "refused before the others were heard"
+            again = isinstance(event, ev.OthersHeard) and isinstance(effect, fx.HearOthers)
+            assert not again, "the others are heard twice"
 
     def _judge_fact(self, fact: ft.Fact) -> None:
         match fact:

@@ -149,6 +149,8 @@ class SharingReferee:
             if result.reason == Reason.SEGMENT_EXISTS:
                 assert event.name in self.names, "a name is refused that is free"
             return
+        if result is None and not step.facts:  # it is decided when the others were heard, or its session is gone
+            return
         (began,) = [fact for fact in step.facts if isinstance(fact, ft.SegmentBegan)]
         assert event.name not in self.names, "a name is given twice"
         size = began.extent_bytes * (began.count - 1) + began.last_bytes

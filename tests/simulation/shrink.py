@@ -132,11 +132,12 @@ def commands(world: World) -> list[str]:
         f" calls={rules.max_calls_per_session} limits={limits}"
         f" segment_extent={rules.segment_extent_bytes // MIB} segments={rules.max_segments_per_tenant}"
         f" segment_extents={rules.max_segment_extents}"
-        f" stock_extents={rules.stock_extents} stock={rules.stock_bytes // MIB}"
+        f" stock_extents={rules.stock_extents} stock={rules.stock_bytes // MIB} others=later"
     ]
     names = {session: f"s{number}" for number, session in enumerate(world.opened.values(), 1)}
     now = 0
     torn = iter(world.daemons.all_torn)
+    asked: dict[int, ev.Event] = {}
     for at, event in world.events:
         if at > now:
             now = at
@@ -144,8 +145,12 @@ def commands(world: World) -> list[str]:
         if isinstance(event, ev.Restarted):
             lost = f" lost={_ids(sorted(event.lost))}" if event.lost else ""
             lines.append(f"restart torn={next(torn)}{lost}{_seen(event.seen)}")
+        elif isinstance(event, ev.OthersHeard):
+            lines.append(f"heard {' '.join(_command(asked[event.call], world.opened, names).split()[1:3])}")
         else:
             lines.append(event if isinstance(event, str) else _command(event, world.opened, names))
+            if isinstance(event, ev.Allocate | ev.Declare | ev.CreateSegment):
+                asked[event.call] = event
     return lines
 
 

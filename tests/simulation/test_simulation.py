@@ -20,6 +20,7 @@ from membrokerd.core import broker as broker_module
 from membrokerd.core import effects as fx
 from membrokerd.core import facts as ft
 from membrokerd.core import ledger, lending, policy, segments, settling, stock
+from membrokerd.core.denied import Reason
 
 SEED = 20_260
 """Of a world without stock; that of the next one has some."""
@@ -339,7 +340,33 @@ def _still_to_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lending.Lending, "_made_or_not", later)
 
 
+def _refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "WANTS_OF_ROOM", frozenset((Reason.CAPACITY, Reason.TENANT_LIMIT)))
+
+
+def _others_are_heard_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def again(self: Any, event: Any, now: int) -> None:
+        asked = self._in_doubt.pop(event.call, None)
+        if asked is not None:
+            self._broker.handle(asked, now)
+
+    monkeypatch.setattr(lending.Lending, "others_heard", again)
+
+
+def _who_is_gone_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_up = lending.Lending.give_up
+
+    def forget(self: Any, row: Any) -> None:
+        self._in_doubt.clear()
+        give_up(self, row)
+
+    monkeypatch.setattr(lending.Lending, "give_up", forget)
+
+
 FAULTS = (
+    _refused_at_once,
+    _others_are_heard_for_ever,
+    _who_is_gone_is_decided,
     _no_tenant_limit,
     _no_commanded_limit,
     _no_capacity,

@@ -97,7 +97,9 @@ class World:
         self.jobs: list[Job] = []
         self.sends: deque[fx.Make | fx.Send] = deque()
         """Packets that are queued at once: of segments, which are copied, and of the stock."""
-        self.told: deque[Found | ev.NotDelivered] = deque()
+        self.told: deque[Found | ev.NotDelivered | ev.OthersHeard] = deque()
+        self.in_doubt: dict[int, ev.Allocate | ev.Declare | ev.CreateSegment] = {}
+        """By call: what is not refused before others were heard."""
         self.auditing = False
         self.audited_at = 0
         self.slow_until = 0
@@ -265,6 +267,11 @@ class World:
                 else:
                     self.jobs.append(effect)
                 self.workers[session].makes.append(effect)
+            case fx.HearOthers():
+                asked = self.events[-1][1]
+                assert isinstance(asked, ev.Allocate | ev.Declare | ev.CreateSegment)
+                self.in_doubt[effect.call] = asked
+                self.told.append(ev.OthersHeard(effect.call))
             case fx.Stock():
                 self.jobs.append(effect)
             case fx.DropStock(where, size, count):
@@ -441,6 +448,9 @@ class World:
         found = self.told.popleft()
         if isinstance(found, ev.NotDelivered):
             self.send(found)
+            return
+        if isinstance(found, ev.OthersHeard):
+            self.others_heard(found)
             return
         match found.job:
             case fx.Make() | fx.Send():
@@ -689,13 +699,25 @@ class World:
         where, size = self.where(), self.random.choice((0, 10, 40, 40, -1, 3000)) * MIB
         event = ev.Declare(*self.ask(worker), self.model(worker), where, size)
         if isinstance(self.answer(self.send(event)), fx.Declared):
-            self.referee.fell(where, size, "declaration", 0)
-            if where in worker.own:
-                self.drop([worker.own.pop(where)], "word")
-            actual = self.random.choice((size, size, size // 2, size + 30 * MIB))
-            if actual and worker.process.alive and worker.session in self.workers:
-                worker.own[where] = self.new_block()
-                self.put(worker.own[where], where, actual)
+            self.declared(worker, where, size)
+
+    def declared(self, worker: Worker, where: ev.Location, size: int) -> None:
+        """A worker that has declared does it: what it had is gone, and something else is there, or less, or more."""
+        self.referee.fell(where, size, "declaration", 0)
+        if where in worker.own:
+            self.drop([worker.own.pop(where)], "word")
+        actual = self.random.choice((size, size, size // 2, size + 30 * MIB))
+        if actual and worker.process.alive and worker.session in self.workers:
+            worker.own[where] = self.new_block()
+            self.put(worker.own[where], where, actual)
+
+    def others_heard(self, event: ev.OthersHeard) -> None:
+        """The broker has read what others said; a request that had no room before is decided."""
+        asked = self.in_doubt[event.call]
+        worker = self.workers.get(asked.session)
+        answer = self.answer(self.send(event))
+        if isinstance(asked, ev.Declare) and isinstance(answer, fx.Declared) and worker is not None:
+            self.declared(worker, asked.location, asked.declared_bytes)
 
     def lose_one(self) -> None:
         busy = self.random.random() < 0.8

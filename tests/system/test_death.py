@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from tests.daemons import MIB, Daemon, running, until
+from tests.daemons import MIB, Daemon, hold_still, running, until
 from tests.system.workers import (
     ANCHOR_BYTES,
     PAGE,
@@ -61,17 +61,6 @@ STEPS_UNTIL = {step: list(STEPS.values())[: number + 1] for number, step in enum
 def go(one: Worker, *steps: str) -> None:
     for step in steps:
         one.do(step)
-
-
-@contextmanager
-def hold_still(daemon: Daemon) -> Iterator[None]:
-    """Stop the daemon for a moment, so that what happens meanwhile finds it all at once, in any order."""
-    daemon.process.send_signal(signal.SIGSTOP)
-    os.waitpid(daemon.process.pid, os.WUNTRACED)
-    try:
-        yield
-    finally:
-        daemon.process.send_signal(signal.SIGCONT)
 
 
 def borrow(one: Worker, daemon: Daemon, size: int, tenant: str = "red", transport: str = "handoff") -> Worker:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon, running, until
+from google.rpc.status_pb2 import Status
+from tests.daemons import MIB, Daemon, hold_still, running, until
+from tests.system import raw
 from tests.system.workers import PAGE, Refused, Worker, descriptors_at_start, is_clean, until_clean, worker, workers
 
 from membroker.v1 import admin_pb2, resources_pb2
+from membroker.v1 import broker_pb2 as bpb
+from membroker.v1 import handoff_pb2 as pb
 
 
 def used(daemon: Daemon, name: str) -> int:
@@ -100,13 +106,46 @@ def test_what_one_tenant_gives_back_the_other_takes(daemon: Daemon, transport: s
             day.do("pool.allocate(0, 256 * MIB); pool.view(0, 256 * MIB)[100 * MIB : 100 * MIB + 6] = b'secret'")
             assert night.refused("pool.allocate(0, PAGE)").numbers == ("capacity", 2 * MIB, 0, 256 * MIB)
             day.do("pool.deallocate(0, 256 * MIB)")
-            until(lambda: daemon.books().lent_bytes == 0)
             night.do("pool.allocate(0, 256 * MIB)")
             assert night.ask("bytes(pool.view(100 * MIB, 6)) == bytes(6)"), "one tenant read what another wrote"
             night.do("pool.deallocate(0, 256 * MIB)")
             until(lambda: daemon.books().lent_bytes == 0)
         assert red.ask("[m.name for m in client.models()]") == ["tenants/red/models/m"]
         assert blue.ask("[s.tenant for s in client.sessions()]") == ["tenants/blue"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "request_for"),
+    [
+        ("allocate", lambda model: raw.allocation(model, 64 * MIB)),
+        ("declare", lambda model: bpb.DeclareMemoryRequest(model=model, declared_bytes=64 * MIB)),
+        ("create_segment", lambda model: raw.segment_of(model, "s", 64 * MIB)),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_nobody_is_refused_for_what_was_given_back_before(kind: str, request_for: Callable[[str], Any]) -> None:
+    """Many releases that want no answer come before a request of somebody else, whom the daemon reads first.
+
+    There are more of them than the daemon takes of one connection in a turn.
+    """
+    with (
+        running({"capacity": "64MiB"}) as daemon,
+        raw.Session(daemon.endpoint("red")) as red,
+        raw.Session(daemon.endpoint("blue")) as blue,
+    ):
+        ids = red.borrow(red.register("m"), PAGE, 32)
+        model = blue.register("m")
+        with hold_still(daemon):
+            blue.send(pb.Frame(request_id=10_001, allocate=raw.allocation(model, 1)))  # so that it is the first one
+            for number, extent in enumerate(ids):
+                release = bpb.ReleaseExtentsRequest(extent_ids=[extent], no_reply=True)
+                red.send(pb.Frame(request_id=10_001 + number, release=release))
+            blue.send(pb.Frame(request_id=10_002, **{kind: request_for(model)}))
+        assert raw.reason(blue.answer(10_001)[0]) == "INVALID_SIZE"
+        assert not isinstance(blue.answer(10_002)[0], Status)
+        assert raw.reason(red.call(allocate=raw.allocation("tenants/red/models/m", PAGE))) == "CAPACITY"
+        denials = {model.name: dict(model.denials_total) for model in daemon.models()}
+        assert denials == {"tenants/red/models/m": {"CAPACITY": 1}, model: {"INVALID_SIZE": 1}}, "counted twice"
 
 
 def test_workers_join_a_model_lower_its_limit_and_take_it_for_themselves(daemon: Daemon, transport: str) -> None:

@@ -60,8 +60,12 @@ class Broker:
     def step(self, event: ev.Event, now: int) -> Step:
         """Take one event at `now` (nanoseconds of CLOCK_BOOTTIME) and return what follows from it."""
         self._effects, self._facts = [], []
-        _HANDLERS[type(event)](self, event, now)
+        self.handle(event, now)
         return Step(self._effects, self._facts)
+
+    def handle(self, event: ev.Event, now: int) -> None:
+        """Take an event as a part of a step."""
+        _HANDLERS[type(event)](self, event, now)
 
     @property
     def deadline(self) -> int | None:
@@ -331,5 +335,6 @@ _HANDLERS: dict[type, Callable[[Broker, Any, int], None]] = {
     ev.NotMade: lambda broker, event, now: broker.lending.not_made(event, now),
     ev.NotDelivered: lambda broker, event, now: broker.lending.not_delivered(event, now),
     ev.Audit: lambda broker, event, now: broker.settling.audit(event, now),
+    ev.OthersHeard: lambda broker, event, now: broker.lending.others_heard(event, now),
     ev.SetQuota: Broker._set_quota,
 }

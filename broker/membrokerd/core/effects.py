@@ -109,6 +109,13 @@ class Answer:
 
 
 @value
+class HearOthers:
+    """Read what has come in from everybody before `call` is refused for want of room. Outcome: OthersHeard."""
+
+    call: int
+
+
+@value
 class Make:
     """Create, export and send one packet of extents, if the device gate allows. Outcome: Made or NotMade.
 
@@ -196,4 +203,4 @@ class Forget:
     session: int
 
 
-Effect = Answer | Make | Send | Stock | DropStock | Seal | Drop | NameSuspects | Disconnect | Forget
+Effect = Answer | HearOthers | Make | Send | Stock | DropStock | Seal | Drop | NameSuspects | Disconnect | Forget

@@ -329,6 +329,13 @@ class Audit:
 
 
 @value
+class OthersHeard:
+    """Of a HearOthers: what had come in from anybody before it has been told."""
+
+    call: int
+
+
+@value
 class SetQuota:
     """Command a limit for a model, or for a tenant (`model` is None); None ends the command."""
 
@@ -377,5 +384,6 @@ Event = (
     | NotMade
     | NotDelivered
     | Audit
+    | OthersHeard
     | SetQuota
 )

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from .broker import Broker
 
 
+_Debit = ev.Allocate | ev.Declare | ev.CreateSegment
+
+
 @dataclass(slots=True)
 class Call:
     """One call in flight that brings descriptors: its extents in packets, by part.
@@ -108,6 +111,9 @@ class Lending:
         self._traffic: dict[int, Traffic] = {}
         self.making: dict[ev.Location, int] = dict.fromkeys(broker.rules.capacities, 0)
         """Bytes debited of which the device need not show anything yet."""
+        self._in_doubt: dict[int, _Debit] = {}
+        """By call: what is refused once the others were heard, if there is no room then either."""
+        self._decided: int | None = None
 
     def begin(self, session: int) -> None:
         """A session has nothing on its way."""
@@ -169,13 +175,31 @@ class Lending:
         traffic.queue.append(call)
         self._issue(session)
 
+    # --- requests for which there is no room ---
+
+    def refuse_or_wait(self, event: _Debit, denied: Denied, name: ev.ModelName) -> None:
+        """Refuse a request; but for want of room only when what others have given back before has been heard."""
+        if denied.reason not in policy.WANTS_OF_ROOM or event.call == self._decided:
+            self._broker.refuse(event.call, denied, event.session, name)
+        else:
+            self._in_doubt[event.call] = event
+            self._broker.emit(fx.HearOthers(event.call))
+
+    def others_heard(self, event: ev.OthersHeard, now: int) -> None:
+        """Take a request again, for good, unless its session is gone."""
+        asked = self._in_doubt.pop(event.call, None)
+        if asked is not None:
+            self._decided = event.call
+            self._broker.handle(asked, now)
+            self._decided = None
+
     # --- allocate ---
 
     def allocate(self, event: ev.Allocate, now: int) -> None:
         """Debit the whole call, then send it out in packets."""
         denied = self._refuse_allocate(event)
         if denied:
-            self._broker.refuse(event.call, denied, event.session, event.name)
+            self.refuse_or_wait(event, denied, event.name)
             return
         ids = self._broker.take_ids(event.count)
         fact = ft.Debited(event.session, event.name, event.location, event.extent_bytes, ids.start, event.count)
@@ -301,6 +325,9 @@ class Lending:
                 call.failure = call.failure or deny(Reason.DELIVERY_FAILED, model=str(call.name))
                 self._abandon(row.session, call)
                 self._answer_if_done(row.session, call)
+        for number in [number for number, event in self._in_doubt.items() if event.session == row.session]:
+            self._broker.answer(number, deny(Reason.DELIVERY_FAILED))
+            del self._in_doubt[number]
 
     def finish_leaving(self, row: SessionRow, now: int) -> None:
         """End a session that said Goodbye, once none of its packets is being made."""
@@ -404,7 +431,7 @@ class Lending:
         """Set a declaration; more is admitted like a debit, less is credited by the session's word."""
         denied = self._refuse_declare(event)
         if denied:
-            self._broker.refuse(event.call, denied, event.session, event.name)
+            self.refuse_or_wait(event, denied, event.name)
             return
         fact = ft.DeclarationSet(event.session, event.name, event.location, event.declared_bytes)
         self._broker.record(fact)

@@ -54,6 +54,10 @@ class Rules:
     stock_bytes: int = 0
 
 
+WANTS_OF_ROOM = frozenset((Reason.MODEL_LIMIT, Reason.TENANT_LIMIT, Reason.CAPACITY))
+"""What `admit` refuses with: somebody's giving back can change it."""
+
+
 def valid_tenant(name: str) -> bool:
     """Say whether `name` is 1 to 24 of [a-z0-9-]: a tenant's name is a directory's, too."""
     return _TENANT.fullmatch(name) is not None

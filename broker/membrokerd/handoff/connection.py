@@ -114,6 +114,7 @@ class Connection:
             except Exception as error:  # noqa: BLE001 - the edge of the daemon: no frame may end it, or hang its sender
                 logs.fault(error, endpoint=self._listener.endpoint, pid=self._peer.pid)
                 self._refuse(frame.request_id, deny(Reason.INTERNAL))
+        self._loop.cut_short += 1
 
     def _take(self, frame: pb.Frame) -> None:
         kind = frame.WhichOneof("kind")

@@ -47,6 +47,8 @@ class Script:
         self.calls: dict[int, str] = {}
         self.facts: list[ft.Fact] = []
         """What a daemon that begins now would be told."""
+        self.others = "at once"
+        """When the others are heard before a request is refused for want of room; `later`: by the script's word."""
 
     # --- commands: each is named by the first word of its line ---
 
@@ -62,8 +64,9 @@ class Script:
         """Begin anew: device= host= settle= grace= sessions= per_process= models= calls= limits=tenant[/model]:MiB.
 
         For segments: segment_extent= (MiB), segments= of a tenant, segment_extents= of all.
-        For the stock: stock_extents= and stock= (MiB).
+        For the stock: stock_extents= and stock= (MiB). others=later: `heard` says when the others were heard.
         """
+        self.others = options.pop("others", "at once")
         capacities: dict[ev.Location, int] = {
             "device": mib(options.pop("device", "64")),
             "host": mib(options.pop("host", "0")),
@@ -95,6 +98,11 @@ class Script:
         """Let the clock show this."""
         assert float(seconds) * SECOND >= self.now, "time goes forward"
         self.now = int(float(seconds) * SECOND)
+
+    def do_heard(self, name: str, request: str) -> ev.Event:
+        """What others had said before this request of a session has been told."""
+        asked = [number for number, what in self.calls.items() if what == f"{request} of {name}"]
+        return ev.OthersHeard(asked[-1])
 
     def do_stop(self) -> None:
         """The daemon begins to stop."""
@@ -260,6 +268,8 @@ class Script:
         """Take one step and hold it to what every step must keep."""
         before = self.books(self.broker.ledger)
         step = self.broker.step(event, self.now)
+        if self.others == "at once" and step.effects and isinstance(step.effects[0], fx.HearOthers):
+            step = self.broker.step(ev.OthersHeard(step.effects[0].call), self.now)
         self.facts += step.facts
         for effect in step.effects:
             if isinstance(effect, fx.Answer) and isinstance(effect.result, fx.SessionOpened):
@@ -323,6 +333,8 @@ class Script:
             part = f"part {effect.part} of {effect.parts}"
             what = f"{ids_text(effect.ids)} x {size_text(effect.extent_bytes)} of {ids_text([effect.segment])}"
             return f"send for {effect.request_id} of {self.names[effect.session]}, {part}: {what}"
+        if isinstance(effect, fx.HearOthers):
+            return f"hear others before {self.calls[effect.call]} is refused"
         if isinstance(effect, fx.Answer):
             call = self.calls[effect.call]
             if isinstance(effect.result, Denied):
