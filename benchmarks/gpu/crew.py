@@ -20,6 +20,7 @@ from typing import Any
 from ..load.crew import WorkerFailed
 from .bare import open_bare
 from .figures import IN_PROCESS, Times
+from .pair import PairExtent
 from .works import BareExtent, BorrowedExtent, Work, connect, timed
 
 CONTEXT = multiprocessing.get_context("spawn")
@@ -33,16 +34,18 @@ MODEL = "crowd"
 
 Routes = Mapping[str, tuple[Path, str]]
 """The endpoint and the transport of each way to borrow, by the name of its row."""
+Lenders = Mapping[str, Path]
+"""Where processes lend that do nothing else, by the name of the row."""
 
 
 class Crew:
     """Workers that wait to be told what to do."""
 
-    def __init__(self, count: int, driver: str, size: int, routes: Routes) -> None:
+    def __init__(self, count: int, driver: str, size: int, routes: Routes, lenders: Lenders) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
         try:
             for _ in range(count):
-                self._workers.append(_start(driver, size, routes))
+                self._workers.append(_start(driver, size, routes, lenders))
             self._hear(self._workers, START_SECONDS)
         except BaseException:
             self.kill()
@@ -80,9 +83,9 @@ class Crew:
 
 
 @contextmanager
-def crew(count: int, driver: str, size: int, routes: Routes) -> Iterator[Crew]:
+def crew(count: int, driver: str, size: int, routes: Routes, lenders: Lenders) -> Iterator[Crew]:
     """Yield a crew that is warm; it ends by itself when all went well."""
-    workers = Crew(count, driver, size, routes)
+    workers = Crew(count, driver, size, routes, lenders)
     try:
         yield workers
         workers.close()
@@ -90,10 +93,10 @@ def crew(count: int, driver: str, size: int, routes: Routes) -> Iterator[Crew]:
         workers.kill()
 
 
-def _start(driver: str, size: int, routes: Routes) -> tuple[BaseProcess, Connection]:
+def _start(driver: str, size: int, routes: Routes, lenders: Lenders) -> tuple[BaseProcess, Connection]:
     ours, theirs = CONTEXT.Pipe()
     with theirs:
-        process = CONTEXT.Process(target=_work, args=(theirs, driver, size, routes), daemon=True)
+        process = CONTEXT.Process(target=_work, args=(theirs, driver, size, routes, lenders), daemon=True)
         process.start()
     return process, ours
 
@@ -113,11 +116,11 @@ def _answer(connection: Connection, end: float) -> Any:
 # --- in the other processes ---
 
 
-def _work(connection: Connection, driver: str, size: int, routes: Routes) -> None:
+def _work(connection: Connection, driver: str, size: int, routes: Routes, lenders: Lenders) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process hears Ctrl-C, and its end is the pipe's
     try:
         with ExitStack() as stack:
-            works = _works(stack, driver, size, routes)
+            works = _works(stack, driver, size, routes, lenders)
             for work in works.values():
                 timed(work, 0, at_least=WARM_UP)
             connection.send(("ready", None))
@@ -132,10 +135,14 @@ def _work(connection: Connection, driver: str, size: int, routes: Routes) -> Non
         connection.send(("failed", traceback.format_exc()))
 
 
-def _works(stack: ExitStack, driver: str, size: int, routes: Routes) -> dict[str, Work]:
+def _works(stack: ExitStack, driver: str, size: int, routes: Routes, lenders: Lenders) -> dict[str, Work]:
     bare = open_bare(driver)
     stack.callback(bare.close)
     works: dict[str, Work] = {IN_PROCESS: BareExtent(bare, size)}
+    for by, path in lenders.items():
+        pair = PairExtent(bare, path, size)
+        stack.callback(pair.close)
+        works[by] = pair
     for by, (endpoint, transport) in routes.items():
         client = stack.enter_context(connect(endpoint, transport))
         works[by] = BorrowedExtent(client.register_model(MODEL), size)

@@ -1,4 +1,4 @@
-"""A bare handoff: two processes, a packet there and one back with the descriptor, and nothing else.
+"""A bare handoff: a process that creates, others that map, a packet there and the descriptors back, and nothing else.
 
 No books, no protection, no frames: the least that borrowing can cost where another process owns the card, in Python.
 It must never use the library above the driver.
@@ -8,70 +8,163 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
+import shutil
 import signal
 import socket
+import struct
+import tempfile
+from pathlib import Path
 from typing import Any
 
-from membroker.vmm import open_driver
+from membroker.descriptors import close_all
+from membroker.vmm import Driver, open_driver
 from membroker.vmm.sizes import MIB
 
 from .bare import TWIN_BYTES, Bare
 
-_ASK, _GIVE, _READY = b"ask", b"give", b"ready"
-_MAX_BYTES = 64
+_READY = b"ready"
+_ASK = struct.Struct("QQ")
+"""A size, and how many of it; 0 of it says that memory was given back."""
 _START_SECONDS = 60.0
+_PACKET = 64
+"""Extents in one packet, as of the broker's."""
 
 
-class BarePair:
-    """One extent of `size` bytes, lent by a process that does nothing else. Owns that process."""
+class Lender:
+    """A process that lends extents at `path` to whoever asks. `ahead` keeps one ready of the size asked for last."""
 
-    def __init__(self, bare: Bare, driver: str, size: int) -> None:
-        self._bare, self._size = bare, size
-        self._address = 0
-        self._handles: list[Any] = []
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, driver: str, *, ahead: bool = False) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="membroker-bench-pair-"))
+        self.path = self._directory / "lender"
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         context = multiprocessing.get_context("spawn")  # CUDA survives no fork
-        self._lender = context.Process(target=_lend, args=(theirs, driver, size), daemon=True)
+        self._process = context.Process(target=_lend, args=(theirs, self.path, driver, ahead), daemon=True)
         with theirs:
-            self._lender.start()
-        self._socket.settimeout(_START_SECONDS)
+            self._process.start()
+        self._ours.settimeout(_START_SECONDS)
         try:
-            if self._socket.recv(_MAX_BYTES) != _READY:
+            if self._ours.recv(len(_READY)) != _READY:
                 raise RuntimeError("the lender of the bare handoff did not start")
         except BaseException:
             self.close()
             raise
-        self._socket.settimeout(None)
+
+    def close(self) -> None:
+        """End the process."""
+        self._ours.close()
+        self._process.join(_START_SECONDS)
+        self._process.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class _Borrower:
+    """A connection to a lender."""
+
+    def __init__(self, bare: Bare, path: Path, size: int, count: int) -> None:
+        self._bare, self._size, self._count = bare, size, count
+        self._handles: list[Any] = []
+        self._ask, self._give = _ASK.pack(size, count), _ASK.pack(size, 0)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(os.fspath(path))
+
+    def _map(self, address: int) -> None:
+        self._handles = []
+        self._socket.send(self._ask)
+        while len(self._handles) < self._count:
+            _, descriptors, _, _ = socket.recv_fds(self._socket, _ASK.size, _PACKET)
+            lent = [(descriptor, self._size) for descriptor in descriptors]
+            at = address + len(self._handles) * self._size
+            self._handles += self._bare.back_imported(at, lent, read_only=False)
+            close_all(descriptors)
+
+    def _unmap(self, address: int) -> None:
+        self._bare.unback(address, self._size * self._count, self._handles)
+        self._socket.send(self._give)
+
+
+class PairExtent(_Borrower):
+    """One extent that a lender creates: addresses, mapping."""
+
+    def __init__(self, bare: Bare, path: Path, size: int) -> None:
+        super().__init__(bare, path, size, 1)
+        self._address = 0
 
     def take(self) -> None:
         self._address = self._bare.reserve(self._size)
-        self._socket.send(_ASK)
-        _, descriptors, _, _ = socket.recv_fds(self._socket, _MAX_BYTES, 1)
-        lent = [(descriptor, self._size) for descriptor in descriptors]
-        self._handles = self._bare.back_imported(self._address, lent, read_only=False)
-        os.close(descriptors[0])
+        self._map(self._address)
 
     def give(self) -> None:
-        self._bare.unback(self._address, self._size, self._handles)
+        self._unmap(self._address)
         self._bare.unreserve(self._address, self._size)
-        self._socket.send(_GIVE)
 
     def close(self) -> None:
-        """End the lender."""
+        """Hang up."""
         self._socket.close()
-        self._lender.join(_START_SECONDS)
-        self._lender.kill()
 
 
-def _lend(asked: socket.socket, kind: str, size: int) -> None:
+class PairPages(_Borrower):
+    """Many extents that a lender creates, in addresses that stay reserved."""
+
+    def __init__(self, bare: Bare, path: Path, size: int, page: int) -> None:
+        super().__init__(bare, path, page, size // page)
+        self._address = bare.reserve(size)
+
+    def take(self) -> None:
+        self._map(self._address)
+
+    def give(self) -> None:
+        self._unmap(self._address)
+
+    def close(self) -> None:
+        """Give the addresses back, and hang up."""
+        self._bare.unreserve(self._address, self._size * self._count)
+        self._socket.close()
+
+
+# --- in the other process ---
+
+
+def _lend(parent: socket.socket, path: Path, kind: str, ahead: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process hears Ctrl-C, and its end is the socket's
     driver = open_driver("host", total_bytes=TWIN_BYTES) if kind == "host" else open_driver(kind)
     (anchor,) = driver.lend(2 * MIB, 1)  # as a broker keeps one: without, an export takes a millisecond
-    asked.send(_READY)
-    while word := asked.recv(_MAX_BYTES):
-        if word == _ASK:
-            (descriptor,) = driver.lend(size, 1)
-            socket.send_fds(asked, [word], [descriptor])
-            os.close(descriptor)
-    os.close(anchor)
-    driver.close()
+    poll = select.epoll()
+    connections: dict[int, socket.socket] = {}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen()
+        for one in (listener, parent):
+            poll.register(one, select.EPOLLIN)
+        parent.send(_READY)
+        ready: list[int] = []
+        while True:
+            for number, _ in poll.poll():
+                if number == parent.fileno():
+                    close_all([anchor, *ready])
+                    driver.close()
+                    return
+                if number == listener.fileno():
+                    connection, _ = listener.accept()
+                    connections[connection.fileno()] = connection
+                    poll.register(connection, select.EPOLLIN)
+                    continue
+                asked = connections[number].recv(_ASK.size)
+                if not asked:
+                    poll.unregister(number)
+                    connections.pop(number).close()
+                    continue
+                size, count = _ASK.unpack(asked)
+                if count:
+                    _send(connections[number], driver, size, count, ready)
+                    if ahead:
+                        ready += driver.lend(size, 1)
+
+
+def _send(connection: socket.socket, driver: Driver, size: int, count: int, ready: list[int]) -> None:
+    """Send so many extents; of what is ready there is one, of the right size, or none."""
+    while count:
+        descriptors = [ready.pop()] if ready else driver.lend(size, min(count, _PACKET))
+        socket.send_fds(connection, [_READY], descriptors)
+        close_all(descriptors)
+        count -= len(descriptors)

@@ -35,7 +35,7 @@ from .figures import (
     row,
     share,
 )
-from .pair import BarePair
+from .pair import Lender, PairExtent, PairPages
 from .works import (
     AttachedSegment,
     BareCopy,
@@ -66,6 +66,7 @@ WARM_UP_AGAIN = 2
 
 IMPORT = "import and map alone"
 PAIR = "two processes, no broker"
+PAIR_AHEAD = "two processes, made ahead"
 PAGE_BY_PAGE = "driver in process, access page by page"
 
 Tell = Callable[[str], None]
@@ -176,8 +177,9 @@ def one_extent(stage: Stage) -> Iterator[Section]:
         "In process: reserve, create, map, set access; then synchronize, unmap, release, and free the addresses. By "
         "the broker: Model.allocate, and Buffer.close. 'import and map alone' is what a borrower's own driver does; "
         "its free frees no memory. 'two processes, no broker': another process creates each extent and passes it on in "
-        "one packet, without books, frames or protection. What borrowing takes beyond that is the broker and the "
-        "library. Each size has daemons of its own, so that the stock is of that size.",
+        "one packet, without books, frames or protection; 'made ahead': it has one ready, and makes the next when that "
+        "is sent. What borrowing takes beyond that is the broker and the library. Each size has daemons of its own, so "
+        "that the stock is of that size.",
         ("allocate", "free"),
     )
     yield section
@@ -186,9 +188,11 @@ def one_extent(stage: Stage) -> Iterator[Section]:
             with routes(stage) as sessions, ExitStack() as stack:
                 imported = BareImport(bare, [(bare.export(size), size)], read_only=False)
                 stack.callback(imported.close)
-                pair = BarePair(bare, stage.driver, size)
-                stack.callback(pair.close)
-                ways = [Way(IN_PROCESS, BareExtent(bare, size)), Way(IMPORT, imported), Way(PAIR, pair)]
+                ways = [Way(IN_PROCESS, BareExtent(bare, size)), Way(IMPORT, imported)]
+                for by, ahead in ((PAIR, False), (PAIR_AHEAD, True)):
+                    pair = PairExtent(bare, stack.enter_context(lender(stage.driver, ahead=ahead)).path, size)
+                    stack.callback(pair.close)
+                    ways.append(Way(by, pair))
                 for route in sessions:
                     ways.append(route.way(BorrowedExtent(route.client.register_model(MODEL), size)))
                 stage.measure(section, format_size(size), ways, extents=1)
@@ -201,7 +205,8 @@ def pages(stage: Stage) -> Iterator[Section]:
         f"{format_size(GROWN)} by pages: grow and shrink",
         "In addresses that stay reserved. In process: create and map each page and set the access of all at the end, "
         "or of each as it comes; then synchronize, unmap all in one call, release each. By the broker: a pool's "
-        "allocate and deallocate, without spare pages. x is to the first. Each size has daemons of its own.",
+        "allocate and deallocate, without spare pages. 'two processes, no broker': as for one extent, in packets of "
+        "64. x is to the first. Each size has daemons of its own.",
         ("grow", "shrink"),
     )
     yield section
@@ -212,7 +217,9 @@ def pages(stage: Stage) -> Iterator[Section]:
                 stack.callback(at_once.close)
                 each = BarePages(bare, GROWN, page, access_each=True)
                 stack.callback(each.close)
-                ways = [Way(IN_PROCESS, at_once), Way(PAGE_BY_PAGE, each)]
+                pair = PairPages(bare, stack.enter_context(lender(stage.driver)).path, GROWN, page)
+                stack.callback(pair.close)
+                ways = [Way(IN_PROCESS, at_once), Way(PAGE_BY_PAGE, each), Way(PAIR, pair)]
                 for route in sessions:
                     model = route.client.register_model(MODEL)
                     pool = stack.enter_context(model.pool(page_size=page, virtual_capacity=GROWN))
@@ -350,20 +357,26 @@ def crowd(stage: Stage) -> Iterator[Section]:
         WORKERS,
         f"1 to {max(scale.workers)} processes at once",
         f"Each takes one extent of {format_size(size)} and gives it back, all the time; the same processes in turns by "
-        "themselves and by the broker. rate is all of them together, in works of two calls a second.",
+        "themselves, by a process that lends to all of them and does nothing else, and by the broker. rate is all of "
+        "them together, in works of two calls a second.",
         ("allocate", "free"),
     )
     yield section
-    with running(stage.driver, stock=False) as without, running(stage.driver, stock=True) as stocked:
+    with (
+        running(stage.driver, stock=False) as without,
+        running(stage.driver, stock=True) as stocked,
+        lender(stage.driver) as bare_lender,
+    ):
         ways = {
             brokered(transport, daemon.stock): (daemon.endpoint, transport)
             for transport in TRANSPORTS
             for daemon in (without, stocked)
         }
         stage.tell(f"workers: starting {max(scale.workers)} processes")
-        with crew(max(scale.workers), stage.driver, size, ways) as workers:
+        bys = (IN_PROCESS, PAIR, *ways)
+        with crew(max(scale.workers), stage.driver, size, ways, {PAIR: bare_lender.path}) as workers:
             for count in scale.workers:
-                taken: dict[str, list[Times]] = {by: [Times() for _ in range(count)] for by in (IN_PROCESS, *ways)}
+                taken: dict[str, list[Times]] = {by: [Times() for _ in range(count)] for by in bys}
                 for number in range(scale.worker_rounds):
                     stage.tell(f"workers: {count} at once, turn {number + 1} of {scale.worker_rounds}")
                     for by, all_times in taken.items():
@@ -402,6 +415,16 @@ def bare_driver(driver: str) -> Iterator[Bare]:
         yield bare
     finally:
         bare.close()
+
+
+@contextmanager
+def lender(driver: str, *, ahead: bool = False) -> Iterator[Lender]:
+    """Run a process that lends and does nothing else."""
+    found = Lender(driver, ahead=ahead)
+    try:
+        yield found
+    finally:
+        found.close()
 
 
 @contextmanager

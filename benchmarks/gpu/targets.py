@@ -11,6 +11,8 @@ from .figures import ATTACH, EXTENTS, IN_PROCESS, PAGES, POOL, WORKERS, Row, Sec
 from .scenes import (
     GAP_MS,
     PAGE_BY_PAGE,
+    PAIR,
+    PAIR_AHEAD,
     SPARE_GROWTH,
     SPARE_PAGE,
     TRANSPORTS,
@@ -30,7 +32,10 @@ CROWD, CROWD_RATE = 32, 0.8
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A figure at p50 and what it should be, at most or at least. `unit` is `x` or `us`."""
+    """A figure at p50 and what it should be, at most or at least. `unit` is `x` or `us`.
+
+    `pair` is what two processes without a broker reached in the same run, where that was measured.
+    """
 
     what: str
     gap_ms: float
@@ -38,6 +43,7 @@ class Goal:
     target: float
     unit: str = "x"
     at_least: bool = False
+    pair: float | None = None
 
     @property
     def reached(self) -> bool:
@@ -66,11 +72,13 @@ def _extents(section: Section) -> Iterator[Goal]:
         for stock in (False, True):
             by = brokered(TRANSPORTS[0], stock)
             for found in _paces(section, format_size(size), by):
+                pair = section.find(found.work, found.gap_ms, PAIR_AHEAD if stock else PAIR)
                 if size in ALLOCATE and found.take_ratio is not None:
                     target = ALLOCATE[size][stock]
-                    yield Goal(f"allocate {found.work}, {by}", found.gap_ms, found.take_ratio, target)
+                    yield Goal(f"allocate {found.work}, {by}", found.gap_ms, found.take_ratio, target, pair=_take(pair))
                 if found.give_ratio is not None:
-                    yield Goal(f"free {found.work}, {by}", found.gap_ms, found.give_ratio, FREE)
+                    goal = Goal(f"free {found.work}, {by}", found.gap_ms, found.give_ratio, FREE, pair=_give(pair))
+                    yield goal
 
 
 def _pages(section: Section) -> Iterator[Goal]:
@@ -78,13 +86,14 @@ def _pages(section: Section) -> Iterator[Goal]:
         for stock in (False, True):
             by = brokered(TRANSPORTS[0], stock)
             for found in _paces(section, pages_of(page), by):
+                pair = section.find(found.work, found.gap_ms, PAIR)
                 if found.take_ratio is not None and found.give_ratio is not None:
-                    yield Goal(f"grow {found.work}, {by}", found.gap_ms, found.take_ratio, target)
+                    yield Goal(f"grow {found.work}, {by}", found.gap_ms, found.take_ratio, target, pair=_take(pair))
                     each = section.find(found.work, found.gap_ms, PAGE_BY_PAGE)
                     if each is not None:
                         ratio = found.take.p50_ns / each.take.p50_ns
                         yield Goal(f"grow {found.work}, {by}, to access page by page", found.gap_ms, ratio, target)
-                    yield Goal(f"shrink {found.work}, {by}", found.gap_ms, found.give_ratio, FREE)
+                    yield Goal(f"shrink {found.work}, {by}", found.gap_ms, found.give_ratio, FREE, pair=_give(pair))
 
 
 def _pool(section: Section) -> Iterator[Goal]:
@@ -105,7 +114,17 @@ def _workers(section: Section) -> Iterator[Goal]:
         by = brokered(TRANSPORTS[0], stock)
         found = section.find(workers_of(CROWD), 0.0, by)
         if found is not None and found.rate_ratio is not None:
-            yield Goal(f"rate of {found.work}, {by}", 0.0, found.rate_ratio, CROWD_RATE, at_least=True)
+            pair = section.find(found.work, 0.0, PAIR)
+            rate = pair.rate_ratio if pair else None
+            yield Goal(f"rate of {found.work}, {by}", 0.0, found.rate_ratio, CROWD_RATE, at_least=True, pair=rate)
+
+
+def _take(found: Row | None) -> float | None:
+    return found.take_ratio if found else None
+
+
+def _give(found: Row | None) -> float | None:
+    return found.give_ratio if found else None
 
 
 def _paces(section: Section, work: str, by: str) -> Iterator[Row]:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from benchmarks.gpu.daemon import difference, parsed
 from benchmarks.gpu.figures import IN_PROCESS, Times, brokered, hits, share, total
+from benchmarks.gpu.scenes import PAGE_BY_PAGE, PAIR, PAIR_AHEAD
 from benchmarks.gpu.targets import Goal
 from tests.fakes import build_fake_cuda
 
@@ -30,12 +31,12 @@ ROWS = {
     "extents": (
         {"2.0 MiB", "64.0 MiB", "1.0 GiB"},
         {0.0, 2.0},
-        {IN_PROCESS, "import and map alone", "two processes, no broker", *BY},
+        {IN_PROCESS, "import and map alone", PAIR, PAIR_AHEAD, *BY},
     ),
     "pages": (
         {"1.0 GiB by 2.0 MiB", "1.0 GiB by 64.0 MiB"},
         {0.0, 2.0},
-        {IN_PROCESS, "driver in process, access page by page", *BY},
+        {IN_PROCESS, PAGE_BY_PAGE, PAIR, *BY},
     ),
     "pool": (
         {"one page of 2.0 MiB", "grow by a page of 2.0 MiB", "1.0 GiB by 2.0 MiB"},
@@ -48,7 +49,7 @@ ROWS = {
         {0.0, 2.0},
         {IN_PROCESS, "pool, kept pinned"},
     ),
-    "workers": ({"1 process", "2 processes"}, {0.0}, {IN_PROCESS, *BY}),
+    "workers": ({"1 process", "2 processes"}, {0.0}, {IN_PROCESS, PAIR, *BY}),
 }
 ONCE = {"driver in process, pinned each time", "pool, pinned each time"}
 """Rows of the largest pages alone."""
@@ -123,6 +124,8 @@ def test_targets_stand_beside_their_figures(quick: tuple[Any, str]) -> None:
     assert {"grow 1.0 GiB by 2.0 MiB, handoff, stock off", "free 64.0 MiB, handoff, stock on"} <= targets
     assert not any("grpc" in what for what in targets)
     for goal in quick[0]["targets"]:
+        lends = goal["what"].startswith(("allocate", "free", "grow", "shrink")) and "access" not in goal["what"]
+        assert bool(goal["pair"]) == lends, goal
         assert goal["reached"] == (goal["value"] <= goal["target"])
 
 
