@@ -10,12 +10,13 @@ from typing import Any
 from membroker.vmm import format_size
 
 from .figures import ATTACH, EXTENTS, IN_PROCESS, WORKERS, Section, brokered
-from .scenes import SEGMENTS, SIZES
+from .scenes import PAIR, SEGMENTS, SIZES
 from .targets import Goal
 
 BARE, TIGHT, GAP, MISSED = "#555555", "#0072b2", "#56b4e9", "#d55e00"
 COLOURS = {
     IN_PROCESS: BARE,
+    PAIR: "#cc79a7",
     brokered("handoff", stock=False): "#0072b2",
     brokered("handoff", stock=True): "#009e73",
     brokered("grpc", stock=False): "#d55e00",
@@ -60,13 +61,15 @@ def draw(facts: Mapping[str, str], sections: Sequence[Section], goals: Sequence[
 
 def _ratios(axes: Any, goals: Sequence[Goal], names: Sequence[str]) -> None:
     """Bars to the right, in the order of the table, with a mark at each target."""
-    axes.set_title("Ratio to the driver in process at p50, and its target (|)", loc="left", fontsize=10)
+    axes.set_title("At p50, beside the target (|) and two processes without a broker (o)", loc="left", fontsize=10)
     most = 1.18 * max([goal.value for goal in goals] + [goal.target for goal in goals], default=1)
     for goal in goals:
         place = names.index(goal.what) + (BAR / 2 if goal.gap_ms else -BAR / 2)
         colour = GAP if goal.gap_ms else TIGHT
         axes.barh(place, goal.value, BAR, color=colour)
         axes.plot([goal.target] * 2, [place - BAR / 2, place + BAR / 2], color="black", linewidth=2)
+        if goal.pair is not None:
+            axes.plot(goal.pair, place, marker="o", markersize=5, color=COLOURS[PAIR], markeredgecolor="white")
         text = f"{goal.value:.2f}"
         near = 0 < goal.target - goal.value < most / 10  # the mark would stand in the text
         at = goal.target if near else goal.value
