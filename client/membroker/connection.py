@@ -193,7 +193,14 @@ class Connection:
     def say_goodbye(self, timeout: float) -> None:
         """End the session at the broker, when it still listens; wait `timeout` seconds for its word."""
         with suppress(MembrokerError):
-            self.call(pb.Frame(goodbye=pb.Goodbye()), timeout=timeout)
+            try:
+                self.call(pb.Frame(goodbye=pb.Goodbye()), timeout=timeout)
+            except KeyboardInterrupt:
+                # Perhaps before it was sent: a process that goes on would have a session that nobody can end.
+                frame = pb.Frame(request_id=self.new_request_id(), goodbye=pb.Goodbye())
+                with suppress(OSError):
+                    self._socket.send(handoff.encode(frame), _NOSIGNAL | socket.MSG_DONTWAIT)
+                raise
 
     def close(self) -> None:
         """Close the socket. Calls in flight, and later ones, raise `ClosedError`."""
@@ -450,6 +457,8 @@ class Connection:
                 # It closes now, and what was wrong would be wrong again.
                 self._break(ProtocolError, f"the broker at {self._name} ended the connection: {error}")
                 return
+        if kind == "reply" and packet.frame.reply.HasField("goodbye"):
+            return  # to the one that is said when the wait for another was interrupted
         if kind != "delivery":
             logger.warning("the broker sent a frame that nobody waits for: %s", kind)
             return

@@ -26,7 +26,8 @@ class Held(Closing):
 
         With living views, spans and tensors, or calls in other threads, it happens when the last of them has ended;
         else it waits for the work that this process has given to the device. When the broker is away it unmaps all the
-        same, and raises nothing. Raises `DeviceFailure`.
+        same, and raises nothing. Raises `DeviceFailure`; what could not be given back then is held until it is closed
+        again, or its client is.
         """
         with device_failures():
             self._holding.end()

@@ -28,27 +28,33 @@ class Holding:
 
     _owned: ClassVar[set[Holding]] = set()
     """Those whose owner lives: one that is garbage together with its owner must still be there to end."""
+    _unended: ClassVar[set[Holding]] = set()
+    """Those whose end has failed, until it succeeds: what is mapped must not be forgotten."""
 
     def __init__(self, source: Source, size: int, what: str, alignment: int = 0) -> None:
         self.source = source
         self.what = what
         self._driver = source.driver
-        self.region = Region(self._driver, size, alignment)
         self.views = Views(self, Holding._used_less)
         self.extents: dict[int, int] = {}
         self.beside: Callable[[], None] | None = None
         """What ends with it."""
         self.abandoned = False
         self._lock = threading.Lock()
-        self._uses: set[object] = set()
+        self._uses: set[object] = {self}  # until it is made: a source that closes meanwhile leaves the end to this
         self._ending = False
         self._ended = False
         self._owner: weakref.ref[object] | None = None
+        source.enrol(self)
         try:
-            source.enrol(self)
+            self.region = Region(self._driver, size, alignment)
         except BaseException:
-            self.region.close()
+            self._ended = True
+            source.dismiss(self)
             raise
+        self.finish(self)
+        if self._ending:
+            raise ClosedError(f"this {what} was not made: its client, or its source, was closed meanwhile")
 
     def owned_by(self, owner: object) -> None:
         """End when `owner`, the object that the user has, is garbage. At exit the client does it in order."""
@@ -111,7 +117,10 @@ class Holding:
             return self.views.count(Span(keeper, address, size, self.source.driver.device, writable))
 
     def end(self) -> None:
-        """Give everything back, now, or once the last call has returned and the last view is gone."""
+        """Give everything back, now, or once the last call has returned and the last view is gone.
+
+        What the driver fails to give back, which raises `DriverError`, is held still: to end it again tries again.
+        """
         if self.abandoned:
             return
         with HeldOff():
@@ -128,24 +137,37 @@ class Holding:
     def _give_back(self) -> None:
         try:
             self._give_extents_back()
+            self.region.close()
+        except BaseException:
+            self._unended.add(self)
+            self._ended = False
+            raise
+        # Whoever was closed need not wake the background thread when it is garbage: that costs the next call 50 us.
+        self._owner = None
+        self._owned.discard(self)
+        self._unended.discard(self)
+        for one in list(self._unended):  # the driver gives memory back again
+            one.source.later(one.end)
+        beside, self.beside = self.beside, None
+        try:
+            if beside is not None:
+                beside()
         finally:
-            # Whoever was closed need not wake the background thread when it is garbage: that costs the next call 50 us.
-            self._owner = None
-            self._owned.discard(self)
-            beside, self.beside = self.beside, None
-            try:
-                if beside is not None:
-                    beside()
-            finally:
-                self.source.dismiss(self)
+            self.source.dismiss(self)
 
     def _give_extents_back(self) -> None:
-        if self.extents:
-            self._driver.synchronize()
-        self.region.close()
-        extent_ids, self.extents = list(self.extents.values()), {}
-        if extent_ids:
-            self.source.give_back(extent_ids)
+        if not self.extents:
+            return
+        self._driver.synchronize()
+        try:
+            self.region.clear()
+        finally:
+            # Every one, unless the driver has failed on the way.
+            held, region = self.extents, self.region
+            gone = [extent for offset, extent in held.items() if offset not in region]
+            self.extents = {offset: extent for offset, extent in held.items() if offset in region}
+            if gone:
+                self.source.give_back(gone)
 
     def _used_less(self) -> None:
         """A view died, in whatever thread: if it was the last to wait for, another thread does the work."""

@@ -24,7 +24,7 @@ from membroker.interrupts import HeldOff, Waiting
 from membroker.region import device_failures
 from membroker.source import Placement
 from membroker.vmm import open_driver
-from membroker.vmm.driver import Driver, DriverError, DriverOutOfMemory, Location
+from membroker.vmm.driver import Driver, DriverOutOfMemory, Location
 
 logger = logging.getLogger("membroker")
 
@@ -83,9 +83,10 @@ class LocalSource(Closing):
     def close(self) -> None:
         """Unmap and give back all that pools and buffers hold of this. Idempotent.
 
-        What has living views stays until the last of them is gone, and with it the driver.
+        What has living views stays until the last of them is gone, and with it the driver. What the driver fails to
+        unmap is logged, and held until this is closed again.
         """
-        if self.closed:  # and no lock is touched that another thread of a parent may have held
+        if self._forked or self._ended:  # and no lock is touched that another thread of a parent may have held
             return
         # An interrupt waits until all are ended: nobody would come back for the rest.
         with HeldOff():
@@ -94,8 +95,8 @@ class LocalSource(Closing):
             for holding in list(self._holdings):
                 try:
                     holding.end()
-                except DriverError:
-                    logger.exception("the driver failed to unmap what a closed source had lent")
+                except Exception:
+                    logger.exception("what a closed source had lent could not be given back")
             if not self._holdings:
                 self._end()
 

@@ -107,8 +107,16 @@ class Region:
                 runs.append((offset, size))
         return runs
 
-    def close(self) -> None:
-        """Unmap everything, run by run, and give the addresses back."""
+    def __contains__(self, offset: int) -> bool:
+        """Say whether an extent is mapped from this offset on."""
+        return offset in self._extents
+
+    def clear(self) -> None:
+        """Unmap everything, run by run. What was unmapped before a failure is unmapped."""
         for offset, size in self.runs():
             self.unbind(offset, size)
+
+    def close(self) -> None:
+        """Unmap everything, and give the addresses back."""
+        self.clear()
         self._driver.unreserve(self.address, self.size)

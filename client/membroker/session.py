@@ -22,12 +22,13 @@ from membroker.declarations import Declarations
 from membroker.errors import ClosedError, InvalidRequest
 from membroker.handoff import PROTOCOL_VERSION
 from membroker.holding import Holding
+from membroker.interrupts import HeldOff
 from membroker.line import Line
 from membroker.region import device_failures
 from membroker.transport import GrpcTransport, HandoffTransport, Transport
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm import open_driver
-from membroker.vmm.driver import Driver, DriverError
+from membroker.vmm.driver import Driver
 
 logger = logging.getLogger("membroker")
 
@@ -128,8 +129,11 @@ class Session:
         self.line.later(work)
 
     def enrol(self, holding: Holding) -> None:
-        """Know of what is held."""
-        self._holdings.add(holding)
+        """Know of what is held. Raises `ClosedError` when the client is closed."""
+        self.check_open()
+        with self._lock:
+            self.check_open()
+            self._holdings.add(holding)
 
     def dismiss(self, holding: Holding) -> None:
         """Forget what was given back; the last one ends a session whose close waited for it."""
@@ -140,20 +144,23 @@ class Session:
     def close(self, *, at_exit: bool = False) -> None:
         """Give everything back and end the session; what has living views ends with the last of them.
 
-        At exit a broker that is away is not waited for: it sees the process end.
+        At exit a broker that is away is not waited for: it sees the process end. What the driver fails to unmap is
+        logged, and held until this is closed again.
         """
-        with self._lock:
-            if self._closed or self._forked:
-                return
-            self._closed = True
-        self.line.end_waits(at_exit=at_exit)
-        for holding in list(self._holdings):
-            try:
-                holding.end()
-            except DriverError:
-                logger.exception("the driver failed to unmap what a closed client held")
-        if not self._holdings:
-            self._end(wait=not at_exit)
+        if self._forked or self._ended:  # and no lock is touched that another thread of a parent may have held
+            return
+        # An interrupt waits until all are ended, but for what only waits: nobody would come back for the rest.
+        with HeldOff():
+            with self._lock:
+                self._closed = True
+            self.line.end_waits(at_exit=at_exit)
+            for holding in list(self._holdings):
+                try:
+                    holding.end()
+                except Exception:
+                    logger.exception("what a closed client held could not be given back")
+            if not self._holdings:
+                self._end(wait=not at_exit)
 
     def _end(self, *, wait: bool = True) -> None:
         with self._lock:

@@ -142,8 +142,12 @@ class _Allocation:
                 address = self._to_free.pop()
             except IndexError:
                 return
-            with device_failures():
-                self._calls.free(address)
+            try:
+                with device_failures():
+                    self._calls.free(address)
+            except BaseException:
+                self._to_free.append(address)  # to end it again tries again
+                raise
 
 
 def managed_calls(driver: Driver) -> CudaManaged:

@@ -295,7 +295,7 @@ class MappedRange(Closable):
         The addresses stay reserved, unless they were closed and this was the last mapping there.
         """
         super().close()
-        if self._closed:
+        if self._closed and self._pid == os.getpid():
             self.addresses._give_back()
 
     def _give_back(self) -> None:
