@@ -41,6 +41,8 @@ def hold_what_is_lent(capacities: Mapping[Location, int], charged: Mapping[Locat
 
 def take_descriptors(ledger: Ledger, store: Store, executor: Executor, kept: Kept) -> frozenset[int]:
     """Make the store agree with the books; return the segments of which it has not every descriptor."""
+    for session in kept.processes.keys() - ledger.sessions.keys():
+        store.forget_process(session)
     strangers = [segment for segment in kept.segments if segment not in ledger.segments]
     for segment in strangers:
         executor.close(store.give_up(segment), lambda _: None)

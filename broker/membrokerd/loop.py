@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -33,8 +34,8 @@ from .suspects import Process
 
 Reply = Callable[[fx.Result | Denied], None]
 RELEASING_AUDIT_SECONDS = 0.01
-HEARING_TURNS = 64
-"""Turns of the event loop that a refusal for want of room waits for others at most, who may never fall silent."""
+HEARING_SECONDS = 0.02
+"""How long a refusal for want of room waits for others who do not fall silent."""
 _DEBITS = frozenset((ft.Debited, ft.SegmentBegan))
 
 
@@ -88,6 +89,10 @@ class Loop:
         """The drain that goes on, as a session is told of it that begins, or goes on, in the middle of it."""
         self.cut_short = 0
         """How many times a connection had more to say than it may in one turn."""
+        self._cut_short_before = 0
+        self._turn = 0
+        self._doubts: deque[tuple[int, int, float]] = deque()
+        """What waits for others: the call, the turn in which it was put aside, and when."""
         self._audit_seconds = audit_seconds
         self._observe_step = observe_step
         self._journal = journal
@@ -123,7 +128,7 @@ class Loop:
             logs.log_fact(fact)
         for effect in effects:
             try:
-                if is_written or not isinstance(effect, fx.Make):
+                if is_written or not isinstance(effect, fx.Make | fx.Send):
                     self._carry_out(effect)
                 else:
                     self._unwritten(effect)
@@ -158,11 +163,12 @@ class Loop:
             logs.warn("the journal cannot be compacted, and grows on", error=error.strerror)
         reach("compacted")
 
-    def _unwritten(self, make: fx.Make) -> None:
-        """Nothing is made of a debit that is not on file."""
-        if make.stocked:
-            self.executor.close(self._take_stock(make.location, make.extent_bytes, len(make.ids)), lambda _: None)
-        self._not_made(make, Failure(Reason.JOURNAL_FULL, {"driver_says": self.broker.cannot_write}))
+    def _unwritten(self, packet: fx.Make | fx.Send) -> None:
+        """Nothing is made of a debit, and nothing sent of a hold, that is not on file."""
+        if isinstance(packet, fx.Make) and packet.stocked:
+            stocked = self._take_stock(packet.location, packet.extent_bytes, len(packet.ids))
+            self.executor.close(stocked, lambda _: None)
+        self._not_made(packet, Failure(Reason.JOURNAL_FULL, {"driver_says": self.broker.cannot_write}))
 
     def say(self, notice: Notice) -> None:
         """Tell every session something on the broker's own account."""
@@ -232,7 +238,7 @@ class Loop:
             case fx.Answer():
                 self._replies.pop(effect.call)(effect.result)
             case fx.HearOthers():
-                self._io.call_soon(self._hear_others, effect.call)
+                self._hear_others(effect.call)
             case fx.Make(stocked=True):
                 self._deliver(effect, self._take_stock(effect.location, effect.extent_bytes, len(effect.ids)))
             case fx.Stock():
@@ -263,13 +269,29 @@ class Loop:
                 for forget in self.on_forget:
                     forget(effect.session)
 
-    def _hear_others(self, call: int, cut_short: int = -1, turns: int = HEARING_TURNS) -> None:
-        """Let whole turns of the event loop go by, until one has taken all that there was to read."""
-        if cut_short != self.cut_short and turns:
-            # Runs before the reading of its turn, and so the next one after that: the loop keeps what is called first.
-            self._io.call_soon(self._hear_others, call, self.cut_short, turns - 1)
-        else:
-            self.tell(ev.OthersHeard(call))
+    def _hear_others(self, call: int) -> None:
+        self._doubts.append((call, self._turn, self._io.time()))
+        if len(self._doubts) == 1:
+            self._io.call_soon(self._begin_turn)
+
+    def _begin_turn(self) -> None:
+        """Decide what waits for others, once a whole turn of the event loop has taken all that there was to read.
+
+        Runs before the reading of its turn, since the loop keeps what is called first.
+        """
+        self._turn += 1
+        silent, self._cut_short_before = self.cut_short == self._cut_short_before, self.cut_short
+        late = self._io.time() - HEARING_SECONDS
+        try:
+            while self._doubts:
+                call, turn, asked_at = self._doubts[0]
+                if turn + 2 > self._turn or not (silent or asked_at <= late):
+                    break
+                self._doubts.popleft()
+                self.tell(ev.OthersHeard(call))
+        finally:
+            if self._doubts:
+                self._io.call_soon(self._begin_turn)
 
     def _make_stock(self, effect: fx.Stock) -> None:
         kind = (effect.location, effect.extent_bytes)

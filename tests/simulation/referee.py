@@ -136,7 +136,7 @@ class Referee:
             ledger.recount()
         changes = [fact for fact in step.facts if not isinstance(fact, ft.UnaccountedSeen)]
         assert ledger.revision == before + len(changes)
-        if step.facts and self._refused(event, step):
+        if step.facts and self._refused(event, step) and not self._replaces(event, step):
             raise AssertionError(f"{event} was refused and changed {step.facts}")
         assert all(size >= 0 for size in world.broker.lending.making.values())
         for effect in step.effects:
@@ -169,15 +169,35 @@ class Referee:
         )
 
     @staticmethod
-    def _judge_wants(event: ev.Event, step: Step) -> None:
-        """Nobody is refused for want of room before what others had given back was heard; and then he is answered."""
+    def _replaces(event: ev.Event, step: Step) -> bool:
+        """Say whether an older declaration was decided in the same step."""
+        others = [
+            one for one in step.effects if isinstance(one, fx.Answer) and one.call != getattr(event, "call", None)
+        ]
+        return isinstance(event, ev.Declare) and bool(others)
+
+    def _judge_wants(self, event: ev.Event, step: Step) -> None:
+        """Nobody is refused for want of room before what others had given back was heard; and then he is answered.
+
+        But for a declaration that a newer one takes the place of, and where a session has too much in doubt.
+        """
+        world, session = self.world, getattr(event, "session", None)
+        waiting = [call for call, one in world.in_doubt.items() if call in world.unanswered and one.session == session]
+        full = len(waiting) >= world.broker.rules.max_calls_per_session
         for effect in step.effects:
             if isinstance(effect, fx.Answer) and isinstance(effect.result, Denied):
                 wants = effect.result.reason in (Reason.MODEL_LIMIT, Reason.TENANT_LIMIT, Reason.CAPACITY)
                 heard = isinstance(event, ev.OthersHeard) and event.call == effect.call
-                assert heard or not wants, "refused before the others were heard"
+                replaced = isinstance(event, ev.Declare) and event.call != effect.call
+                assert heard or replaced or not wants or full, "refused before the others were heard"
             again = isinstance(event, ev.OthersHeard) and isinstance(effect, fx.HearOthers)
             assert not again, "the others are heard twice"
+            if isinstance(effect, fx.Answer) and isinstance(effect.result, fx.Reconciled):
+                whose = {one.session for call, one in world.in_doubt.items() if call in world.unanswered}
+                taken_up = [
+                    one.session for one in world.workers.values() if one.stated and one.stated.call == effect.call
+                ]
+                assert whose.isdisjoint(taken_up), "something is in doubt of a session that was taken up again"
 
     def _judge_fact(self, fact: ft.Fact) -> None:
         match fact:

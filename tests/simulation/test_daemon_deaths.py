@@ -17,7 +17,7 @@ from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import resuming, segments, settling, stock
 
-SEEDS = range(20_301, 20_313)
+SEEDS = [*range(20_301, 20_313), 20_272, 20_276]
 STEPS = 10_000
 
 Resuming = resuming.Resuming

@@ -346,9 +346,9 @@ def _refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _others_are_heard_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     def again(self: Any, event: Any, now: int) -> None:
-        asked = self._in_doubt.pop(event.call, None)
-        if asked is not None:
-            self._broker.handle(asked, now)
+        session = self._doubting.pop(event.call, None)
+        if session is not None:
+            self._broker.handle(self._traffic[session].doubts.pop(event.call), now)
 
     monkeypatch.setattr(lending.Lending, "others_heard", again)
 
@@ -357,8 +357,11 @@ def _who_is_gone_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     give_up = lending.Lending.give_up
 
     def forget(self: Any, row: Any) -> None:
-        self._in_doubt.clear()
+        doubts = self._traffic[row.session].doubts
+        kept = dict(doubts)
+        doubts.clear()
         give_up(self, row)
+        doubts.update(kept)
 
     monkeypatch.setattr(lending.Lending, "give_up", forget)
 

@@ -162,6 +162,8 @@ class Broker:
     def _refuse_session(self, event: ev.OpenSession) -> Denied | None:
         if self.stopping:
             return deny(Reason.STOPPING)
+        if self.cannot_write:
+            return deny(Reason.JOURNAL_FULL, driver_says=self.cannot_write)
         rows = self.ledger.sessions.values()
         if len(rows) >= self.rules.max_sessions:
             return deny(Reason.TOO_MANY_SESSIONS, limit=self.rules.max_sessions, of="broker")
@@ -224,6 +226,8 @@ class Broker:
 
     def _refuse_model(self, event: ev.RegisterModel) -> Denied | None:
         row = self.ledger.models.get(event.name)
+        if self.cannot_write:  # what room there is is for what is given back
+            return deny(Reason.JOURNAL_FULL, driver_says=self.cannot_write)
         if self.ledger.sessions[event.session].observer:
             return deny(Reason.OBSERVER)
         if event.name.tenant != self.ledger.sessions[event.session].tenant:
@@ -319,7 +323,7 @@ _HANDLERS: dict[type, Callable[[Broker, Any, int], None]] = {
     ev.UnregisterModel: Broker._unregister_model,
     ev.Allocate: lambda broker, event, now: broker.lending.allocate(event, now),
     ev.Release: lambda broker, event, now: broker.lending.release(event),
-    ev.Declare: lambda broker, event, now: broker.lending.declare(event),
+    ev.Declare: lambda broker, event, now: broker.lending.declare(event, now),
     ev.CreateSegment: lambda broker, event, now: broker.segments.create(event, now),
     ev.SealSegment: lambda broker, event, now: broker.segments.seal(event),
     ev.AttachSegment: lambda broker, event, now: broker.segments.attach(event, now),

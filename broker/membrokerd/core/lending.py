@@ -101,6 +101,8 @@ class Traffic:
     queue: deque[Call] = field(default_factory=deque)
     window: int = 0
     unanswered: set[int] = field(default_factory=set)
+    doubts: dict[int, _Debit] = field(default_factory=dict)
+    """By call: what is refused once the others were heard, if there is no room then either."""
 
 
 class Lending:
@@ -111,8 +113,8 @@ class Lending:
         self._traffic: dict[int, Traffic] = {}
         self.making: dict[ev.Location, int] = dict.fromkeys(broker.rules.capacities, 0)
         """Bytes debited of which the device need not show anything yet."""
-        self._in_doubt: dict[int, _Debit] = {}
-        """By call: what is refused once the others were heard, if there is no room then either."""
+        self._doubting: dict[int, int] = {}
+        """By call in doubt: whose it is."""
         self._decided: int | None = None
 
     def begin(self, session: int) -> None:
@@ -178,20 +180,35 @@ class Lending:
     # --- requests for which there is no room ---
 
     def refuse_or_wait(self, event: _Debit, denied: Denied, name: ev.ModelName) -> None:
-        """Refuse a request; but for want of room only when what others have given back before has been heard."""
-        if denied.reason not in policy.WANTS_OF_ROOM or event.call == self._decided:
-            self._broker.refuse(event.call, denied, event.session, name)
-        else:
-            self._in_doubt[event.call] = event
-            self._broker.emit(fx.HearOthers(event.call))
+        """Refuse a request; but for want of room only when what others have given back before has been heard.
+
+        A session has as many in doubt as it may have calls: whoever asks for more at a time is refused at once.
+        """
+        broker = self._broker
+        if denied.reason in policy.WANTS_OF_ROOM and event.call != self._decided:
+            doubts = self._traffic[event.session].doubts
+            if len(doubts) < broker.rules.max_calls_per_session:
+                doubts[event.call] = event
+                self._doubting[event.call] = event.session
+                broker.emit(fx.HearOthers(event.call))
+                return
+        broker.refuse(event.call, denied, event.session, name)
 
     def others_heard(self, event: ev.OthersHeard, now: int) -> None:
-        """Take a request again, for good, unless its session is gone."""
-        asked = self._in_doubt.pop(event.call, None)
-        if asked is not None:
+        """Decide a request for good, unless it was meanwhile."""
+        session = self._doubting.pop(event.call, None)
+        if session is not None:
             self._decided = event.call
-            self._broker.handle(asked, now)
+            self._broker.handle(self._traffic[session].doubts.pop(event.call), now)
             self._decided = None
+
+    def give_up_doubts(self, session: int) -> None:
+        """What a session has asked for is of another connection, or another life."""
+        doubts = self._traffic[session].doubts
+        for call in doubts:
+            del self._doubting[call]
+            self._broker.answer(call, deny(Reason.DELIVERY_FAILED))
+        doubts.clear()
 
     # --- allocate ---
 
@@ -325,9 +342,7 @@ class Lending:
                 call.failure = call.failure or deny(Reason.DELIVERY_FAILED, model=str(call.name))
                 self._abandon(row.session, call)
                 self._answer_if_done(row.session, call)
-        for number in [number for number, event in self._in_doubt.items() if event.session == row.session]:
-            self._broker.answer(number, deny(Reason.DELIVERY_FAILED))
-            del self._in_doubt[number]
+        self.give_up_doubts(row.session)
 
     def finish_leaving(self, row: SessionRow, now: int) -> None:
         """End a session that said Goodbye, once none of its packets is being made."""
@@ -427,9 +442,11 @@ class Lending:
                 return deny(Reason.EXTENT_NOT_FOUND, extent=extent)
         return None
 
-    def declare(self, event: ev.Declare) -> None:
+    def declare(self, event: ev.Declare, now: int) -> None:
         """Set a declaration; more is admitted like a debit, less is credited by the session's word."""
         denied = self._refuse_declare(event)
+        if (denied is None or denied.reason in policy.WANTS_OF_ROOM) and self._decide_older(event, now):
+            denied = self._refuse_declare(event)
         if denied:
             self.refuse_or_wait(event, denied, event.name)
             return
@@ -437,6 +454,14 @@ class Lending:
         self._broker.record(fact)
         self._broker.stock.make_room(event.location)
         self._broker.answer(event.call, fx.Declared(event.declared_bytes))
+
+    def _decide_older(self, event: ev.Declare, now: int) -> bool:
+        """Each declaration replaces the one before: none may be decided behind a newer one. Say whether one was."""
+        doubts, what = self._traffic[event.session].doubts, (event.name, event.location)
+        older = [one for one in doubts.values() if isinstance(one, ev.Declare) and (one.name, one.location) == what]
+        for one in older:
+            self.others_heard(ev.OthersHeard(one.call), now)
+        return bool(older)
 
     def _refuse_declare(self, event: ev.Declare) -> Denied | None:
         broker = self._broker

@@ -20,8 +20,10 @@ from .ledger import SegmentRow, SessionRow
 if TYPE_CHECKING:
     from .broker import Broker
 
-MAX_TOLD = 4_096
-"""How many ids that the books do not know are told to who holds them."""
+MAX_TOLD = 2_048
+"""How many ids of extents, and of segments, that the books do not know are told to who holds them."""
+MAX_MODELS_TOLD = 192
+"""How many of its models are told to who resumes. All three together fit into a frame, however long they are."""
 _NOT_FORGOTTEN = {
     "open": "is open, its process is connected",
     "leaving": "ends by itself, at its process's word",
@@ -84,6 +86,7 @@ class Resuming:
         del self._stated[session]
         row = self._broker.ledger.sessions[session]
         self._broker.segments.give_up_seals(session)
+        self._broker.lending.give_up_doubts(session)
         self._broker.lending.forget(session)
         self._broker.lending.begin(session)
         self._reconcile(row, event)
@@ -92,7 +95,7 @@ class Resuming:
         result = fx.Reconciled(
             tuple(sorted(event.extents - row.extents.keys())[:MAX_TOLD]),
             tuple(sorted(unknown_segments)[:MAX_TOLD]),
-            tuple(sorted(row.models)),
+            tuple(sorted(row.models)[:MAX_MODELS_TOLD]),
         )
         self._answers.append(Answer(event.call, session, result, self._ending_of(session)))
         self._answer_ready()

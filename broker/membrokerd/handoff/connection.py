@@ -374,7 +374,13 @@ class Connection:
             if outgoing.descriptors:
                 reach("deliver")
             try:
-                handoff.send(self._sock, handoff.encode(outgoing.frame), outgoing.descriptors)
+                data = handoff.encode(outgoing.frame)
+            except Exception as error:  # noqa: BLE001 - what can never be sent must not stand before all else for ever
+                logs.fault(error, endpoint=self._listener.endpoint, pid=self._peer.pid)
+                self.close("what it was to be told is no frame")
+                return
+            try:
+                handoff.send(self._sock, data, outgoing.descriptors)
             except BlockingIOError:
                 self._wait_for_room()
                 self._io.add_writer(self._sock, self._flush)

@@ -14,13 +14,15 @@ from .guard import Guard
 
 CONNECTIONS_BESIDE = 16
 """Connections of an endpoint above one for each session: health checks, and those that are just going."""
-MAX_MESSAGE_BYTES = 256 * 1024
-"""Far above the largest request (4,096 ids), far below what could hurt."""
+MAX_MESSAGE_BYTES = 64 * 1024
+MAX_STREAMS = 32
+"""Both far above what a worker needs (its largest request has 4,096 ids, 41 KiB), and both bound what those can have of
+the daemon's memory who begin a request and never end it."""
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 * 1024),
-    ("grpc.max_concurrent_streams", 128),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.so_reuseport", 0),

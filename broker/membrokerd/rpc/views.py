@@ -7,7 +7,10 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
+
+from google.protobuf.message import Message
 
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2 as rpb
@@ -20,9 +23,12 @@ from . import convert
 
 DEFAULT_PAGE = 100
 MAX_PAGE = 1000
+MAX_PAGE_BYTES = 1 << 20
+"""A gRPC client takes no message of more than 4 MiB, and one session may have 256 models of long names."""
 _ID_KEY = re.compile(r"[0-9a-f]{16}")
 
 _Row = TypeVar("_Row")
+_Shown = TypeVar("_Shown", bound=Message)
 
 
 @dataclass(slots=True)
@@ -53,23 +59,21 @@ class Views:
     def list_models(self, request: pb.ListModelsRequest, tenant: str | None = None) -> pb.ListModelsResponse:
         """Return a page of models, by name; `tenant` None is everybody's."""
         rows = [row for row in snapshot.take(self.loop.broker).models if tenant in (None, row.name.tenant)]
-        page, token = _page(rows, lambda row: str(row.name), convert.MODEL_NAME, request)
-        return pb.ListModelsResponse(models=map(convert.from_model, page), next_page_token=token)
+        models, token = _page(rows, lambda row: str(row.name), convert.MODEL_NAME, request, convert.from_model)
+        return pb.ListModelsResponse(models=models, next_page_token=token)
 
     def list_sessions(self, request: pb.ListSessionsRequest, tenant: str | None = None) -> pb.ListSessionsResponse:
         """Return a page of sessions, in the order they began; `tenant` None is everybody's."""
         rows = [row for row in snapshot.take(self.loop.broker).sessions if tenant in (None, row.tenant)]
-        page, token = _page(rows, lambda row: f"{row.session:016x}", _ID_KEY, request)
-        now = clock()
-        sessions = [convert.from_session(row, now) for row in page]
+        show = partial(convert.from_session, now_ns=clock())
+        sessions, token = _page(rows, lambda row: f"{row.session:016x}", _ID_KEY, request, show)
         return pb.ListSessionsResponse(sessions=sessions, next_page_token=token)
 
     def list_segments(self, request: pb.ListSegmentsRequest, tenant: str | None = None) -> pb.ListSegmentsResponse:
         """Return a page of segments, in the order they began; `tenant` None is everybody's."""
         rows = [row for row in snapshot.take(self.loop.broker).segments if tenant in (None, row.name.tenant)]
-        page, token = _page(rows, lambda row: f"{row.segment:016x}", _ID_KEY, request)
-        now = clock()
-        segments = [convert.from_segment(row, now) for row in page]
+        show = partial(convert.from_segment, now_ns=clock())
+        segments, token = _page(rows, lambda row: f"{row.segment:016x}", _ID_KEY, request, show)
         return pb.ListSegmentsResponse(segments=segments, next_page_token=token)
 
 
@@ -78,10 +82,12 @@ def _page(
     key: Callable[[_Row], str],
     grammar: re.Pattern[str],
     request: pb.ListModelsRequest | pb.ListSessionsRequest | pb.ListSegmentsRequest,
-) -> tuple[list[_Row], str]:
+    show: Callable[[_Row], _Shown],
+) -> tuple[list[_Shown], str]:
     """Return the rows behind the token, which is the key of the last row of the page before, and the next token.
 
-    A row that ended in the meantime does not matter: the page goes on behind where it was.
+    A row that ended in the meantime does not matter: the page goes on behind where it was. It ends early where it has
+    grown too long, but has one row at least.
     """
     size, token = request.page_size, request.page_token
     if size < 0:
@@ -90,5 +96,12 @@ def _page(
         raise convert.Refused(deny(Reason.INVALID_PAGE_TOKEN))
     wanted = min(size or DEFAULT_PAGE, MAX_PAGE)
     behind = sorted((row for row in rows if key(row) > token), key=key)
-    page = behind[:wanted]
-    return page, key(page[-1]) if len(behind) > wanted else ""
+    page: list[_Shown] = []
+    long = 0
+    for row in behind[:wanted]:
+        shown = show(row)
+        long += shown.ByteSize()
+        if page and long > MAX_PAGE_BYTES:
+            break
+        page.append(shown)
+    return page, key(behind[len(page) - 1]) if len(behind) > len(page) else ""
