@@ -367,6 +367,21 @@ class TestModules:
         assert module.part.tolist() == [2.0, 3.0, 4.0, 5.0]
         assert module.turned.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
 
+    def test_two_views_of_the_same_bytes_that_read_them_differently(
+        self, client: membroker.Client, model: membroker.Model
+    ) -> None:
+        """A conjugate and its imaginary part are views that torch negates as it reads: no bytes of their own."""
+        numbers = torch.tensor([1 + 2j, 3 - 4j])
+        module = torch.nn.Module()
+        for name, view in (("up", numbers.imag), ("down", numbers.conj().imag), ("z", numbers), ("c", numbers.conj())):
+            module.register_buffer(name, view)
+        assert module.down.is_neg()
+        adapter.publish_module(model, "weights", module).close()
+        with client.attach("weights") as segment:
+            adapter.attach_module(segment, module)
+        assert (module.up.tolist(), module.down.tolist()) == ([2.0, -4.0], [-2.0, 4.0])
+        assert (module.z.tolist(), module.c.tolist()) == ([1 + 2j, 3 - 4j], [1 - 2j, 3 + 4j])
+
     def test_fp8_is_aligned(self, client: membroker.Client, model: membroker.Model) -> None:
         """Small scales stand before fp8 weights in the format; each large weight begins at 256 bytes all the same."""
         module = torch.nn.Module()

@@ -154,7 +154,9 @@ def _identity(value: torch.Tensor) -> Any:
     """Return what two tensors have in common that are the same bytes in the same form."""
     if not value.numel():
         return id(value)
-    return value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.is_conj()
+    # What a view does to each element as it is read: the bytes are the same, and the numbers are not.
+    seen = value.is_conj(), value.is_neg()
+    return value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), seen
 
 
 def _check_plain(name: str, value: torch.Tensor) -> None:
