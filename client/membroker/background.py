@@ -95,7 +95,7 @@ class Background:
             work = self._work.popleft()
             try:
                 work()
-            except Exception:
+            except BaseException:  # who ends this thread ends everything that is left to it
                 logger.exception("what was left to do in the background has failed")
             # Not kept until the next one: it may be the last reference to a client.
             del work

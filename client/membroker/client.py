@@ -54,11 +54,13 @@ def connect(
     Where no broker is there yet, it is waited for, `timeout` seconds at most, which also bounds the greeting and the
     goodbye. When the broker goes away later, what is mapped stays valid, and the session goes on with the next broker
     that knows it: it tries for ever. `outage` is how many seconds a call waits for that before it raises
-    `BrokerUnavailable`; with 0 it raises at once.
+    `BrokerUnavailable`; with 0 it raises at once. Both are at most a week, and `timeout` is more than 0.
 
     Raises `BrokerUnavailable` or `AccessDenied` with what is wrong and the command that mends it,
     `InvalidRequest`, `ProtocolError`, `TooMany` or `DescriptorLimit`.
     """
+    timeout = convert.seconds_of("timeout", timeout, positive=True)
+    outage = convert.seconds_of("outage", outage)
     attempt = partial(
         enter,
         endpoint,

@@ -35,10 +35,15 @@ class Control:
                 request.exclusive = False
             request.request_id = connection.new_request_id()
             model: resources_pb2.Model = self._call("RegisterModel", request)
-            self._line.registry.models.add(model.name)
+            self._line.registry.registered(model.name)
             return model
 
         return self._line.conduct(attempt)
+
+    def leave_model(self, name: str) -> None:
+        """Take one registration back: leave a model unless this session has registered it more often."""
+        if self._line.registry.strike_registration(name):
+            self.unregister_model(name)
 
     def unregister_model(self, name: str) -> None:
         """Leave a model."""
@@ -50,7 +55,7 @@ class Control:
             except ModelNotFound:
                 if not again:
                     raise
-            self._line.registry.models.discard(name)
+            self._line.registry.left(name)
 
         self._line.conduct(attempt)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import UTC
+from numbers import Real
 
 from membroker.errors import InvalidRequest
 from membroker.notices import Draining, Notice, Stopping, Undrained
@@ -23,6 +24,9 @@ from membroker.v1 import handoff_pb2
 from membroker.v1 import resources_pb2 as pb
 from membroker.vmm.driver import AccessFlags, Location
 from membroker.vmm.sizes import parse_size
+
+MAX_SECONDS = 7 * 24 * 3600.0
+"""The longest time that a user may ask for: a week. What the kernel waits by ends at 24 days."""
 
 _TO_WIRE = {Location.DEVICE: pb.LOCATION_DEVICE, Location.HOST: pb.LOCATION_HOST}
 
@@ -56,6 +60,15 @@ def bytes_of(what: str, size: int | str, at_least: int = 0) -> int:
     if value < at_least:
         raise InvalidRequest(f"{what} must be at least {at_least} bytes, not {size!r}")
     return value
+
+
+def seconds_of(what: str, seconds: float, *, positive: bool = False) -> float:
+    """Return a time of a user in seconds; `what` names it in the `InvalidRequest` that this raises."""
+    is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
+    if not is_number or not 0 <= seconds <= MAX_SECONDS or (positive and not seconds):
+        least = "more than 0" if positive else "0 or more"
+        raise InvalidRequest(f"{what} is a number of seconds, {least} and at most a week, not {seconds!r}")
+    return float(seconds)
 
 
 def check_range(offset: int, size: int, total: int, what: str) -> None:

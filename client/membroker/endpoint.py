@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import grp
+import math
 import os
 import pwd
 import socket
@@ -107,11 +108,11 @@ def open_socket(path: Path, timeout: float) -> socket.socket:
 
 
 def set_timeout(connection: socket.socket, timeout: float) -> None:
-    """Let the kernel end each blocking call after `timeout` seconds (EAGAIN); 0 for never.
+    """Let the kernel end each blocking call after `timeout` seconds, rounded up to 1 us (EAGAIN); 0 for never.
 
     Python's own timeout makes the socket non-blocking, and such a connect fails at once when the queue is full.
     """
-    value = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
+    value = struct.pack("ll", *divmod(math.ceil(timeout * 1e6), 1_000_000))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, value)
 

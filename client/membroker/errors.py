@@ -6,7 +6,7 @@ Owns the one table from the wire's reasons to classes. Must never decide by the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from google.rpc.status_pb2 import Status
@@ -27,6 +27,20 @@ class MembrokerError(Exception):
         super().__init__(message)
         self.reason = reason
         self.metadata = dict(metadata or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default a class is called with its sentence, and some are made from other things.
+        return _remake, (type(self),), {**self.__dict__, "args": self.args}
+
+
+def _remake(kind: type[MembrokerError]) -> MembrokerError:
+    """Return an error without anything in it, for pickle and copy: a worker's error travels to who asked it."""
+    base: Any = kind
+    # As the class itself does when it is called. `kind.__new__` may be MemoryError's, which refuses.
+    while base.__module__ != "builtins":
+        base = base.__base__
+    made: MembrokerError = base.__new__(kind)
+    return made
 
 
 class OutOfMemory(MembrokerError, MemoryError):

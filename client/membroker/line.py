@@ -351,5 +351,5 @@ class Line:
 def _call(callback: Callable[[Notice], object], notice: Notice) -> None:
     try:
         callback(notice)
-    except Exception:
+    except BaseException:  # sys.exit() too: it would end the thread, and with it all that is given back there
         logger.exception("a callback for notices has failed at %r", notice)

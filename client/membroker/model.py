@@ -149,6 +149,11 @@ class Model:
         self._session.check_open()
         self._session.control.unregister_model(self.resource_name)
 
+    def leave(self) -> None:
+        """Take back the registration that made this object: as `unregister`, if this client has not made another."""
+        self._session.check_open()
+        self._session.control.leave_model(self.resource_name)
+
     def stats(self) -> ModelStatus:
         """Return the model's books as the broker has them now, those of all its sessions together."""
         self._session.check_open()

@@ -300,9 +300,11 @@ class VirtualMemoryPool(Held):
         has pages of an `offload` that stopped half way takes no others until they are restored.
 
         Waits for the work that this process has given to the device. Raises `OutOfMemory` when the host's limit
-        refuses, `BufferError` while a view of a page is alive, `NotMapped` when another call is at one, and what a
-        segment raises; nothing has changed then. Stopped half way, by `DeviceFailure`, `ClosedError`, or `progress`,
-        what had arrived is offloaded, the rest is as it was, and the error's numbers say how much is where.
+        refuses, `BufferError` while a view of a page or of `to` is alive, `NotMapped` when another call is at one, and
+        what a segment raises; nothing has changed then. Stopped half way, by `DeviceFailure`, `ClosedError`, or
+        `progress`, what had arrived is offloaded, the rest is as it was, and the error's numbers say how much is where.
+        Where only the seal failed, for want of a broker or for a view of `to` that was taken meanwhile, all of it is
+        offloaded, and `to.seal()` tries once more.
         """
         self._holding.check_open()
         return self._backing.offload(self._touched_or_all(offset, size), to, progress)

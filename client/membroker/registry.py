@@ -70,15 +70,33 @@ class Held:
 class Registry:
     """The list of one session. Thread-safe; no step of it loops over extents in Python, it stands at each allocation.
 
-    `models` are the names of the models that the session has registered, and not left.
+    `models` are the names of the models that the session has registered, and not left, with how many times.
     """
 
     def __init__(self) -> None:
-        self.models: set[str] = set()
+        self.models: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._extents: set[int] = set()
         self._segments: Counter[int] = Counter()
         self._declarations: Declarations = {}
+
+    def registered(self, model: str) -> None:
+        """Enter one registration of a model."""
+        with self._lock:
+            self.models[model] += 1
+
+    def strike_registration(self, model: str) -> bool:
+        """Strike one registration of a model, but not the last one; say whether there is only that one."""
+        with self._lock:
+            times = self.models[model]
+            if times > 1:
+                self.models[model] -= 1
+        return times == 1
+
+    def left(self, model: str) -> None:
+        """Strike a model."""
+        with self._lock:
+            del self.models[model]
 
     def borrowed(self, extent_ids: Iterable[int]) -> None:
         """Enter extents."""

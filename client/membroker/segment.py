@@ -145,9 +145,13 @@ class Segment(Held):
 
     @contextmanager
     def filled(self) -> Iterator[None]:
-        """As `kept`, to write bytes that are nowhere else then. Raises `InvalidRequest` while others have done so."""
+        """As `kept`, to write bytes that are nowhere else then, and seal.
+
+        Raises `InvalidRequest` while others have done so, and otherwise what `seal` raises before it does anything.
+        """
         with self._holding.in_use():
             self._check_writable()
+            self._check_views()
             if not self._filling.acquire(blocking=False):
                 raise InvalidRequest(
                     f"{self.resource_name} has pages that a pool offloaded before: restore() them first, or take "
@@ -220,6 +224,10 @@ class Segment(Held):
         if not self._writable:
             raise SegmentNotWritable(f"{self.resource_name} is sealed, or was attached: it can only be read")
 
+    def _check_views(self) -> None:
+        if self._holding.views.any():
+            raise BufferError("a writable view of the segment is still alive: release it first")
+
     # Its tensors
 
     def index(self) -> TensorIndex:
@@ -266,8 +274,7 @@ class Segment(Held):
             # First of all: a view that another thread takes from here on is read-only already.
             self._writable = False
             undo.callback(setattr, self, "_writable", True)
-            if self._holding.views.any():
-                raise BufferError("a writable view of the segment is still alive: release it first")
+            self._check_views()
             self._session.driver.synchronize()
             self._holding.region.protect(AccessFlags.READ)
             undo.callback(self._holding.region.protect, AccessFlags.READ_WRITE)

@@ -25,7 +25,7 @@ from membroker.errors import (
 from membroker.holding import Holding
 from membroker.interrupts import HeldOff
 from membroker.local_source import LocalSource
-from membroker.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
+from membroker.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool, check_page_size
 from membroker.source import Placement, Source
 from membroker.types import GlobalMemoryStats, MemoryStats
 from membroker.vmm.driver import Driver, Location
@@ -67,7 +67,7 @@ class SharedMemoryPool(Closing):
         """Reserve addresses for a model; it holds no memory yet. `limit` is the most that it may hold, in bytes.
 
         Over a client the model is registered with the broker, or joined there. Raises `ModelAlreadyExists`, and what
-        `Client.register_model` and `VirtualMemoryPool` raise; nothing is registered then.
+        `Client.register_model` and `VirtualMemoryPool` raise; nothing is registered then that was not before.
         """
         if not isinstance(model_id, str):
             raise InvalidRequest(f"a model's name is text, not {type(model_id).__name__}")
@@ -94,6 +94,7 @@ class SharedMemoryPool(Closing):
         if isinstance(self._lender, LocalSource):
             own = [] if limit is None else [Budget(bytes_of("limit", limit), "model")]
             return _Hosted(self._pool(self._lender, virtual_capacity, own), None)
+        check_page_size(self._page_size, self._lender.granularity)
         on_device = self._location is Location.DEVICE
         with ExitStack() as undo:
             model = self._lender.register_model(
@@ -102,7 +103,7 @@ class SharedMemoryPool(Closing):
                 limit=limit if on_device else None,
                 host_limit=None if on_device else limit,
             )
-            undo.callback(model.unregister)
+            undo.callback(model.leave)
             hosted = _Hosted(self._pool(model, virtual_capacity, []), model)
             undo.pop_all()
         return hosted
@@ -148,8 +149,8 @@ class SharedMemoryPool(Closing):
         """Give back all that a model holds, addresses too, and forget it; over a client, leave it at the broker.
 
         A broker that is away, or that knows of more that this client has of the model, goes on knowing it until the
-        client closes. Raises `ModelNotFound`, and `ModelInUse` while a view, a span or a pin of it is alive; nothing
-        has changed then.
+        client closes, and so does one with which this client has registered it besides. Raises `ModelNotFound`, and
+        `ModelInUse` while a view, a span or a pin of it is alive; nothing has changed then.
         """
         hosted = self._hosted(model_id)
         if hosted.in_use:
@@ -209,7 +210,7 @@ class _Hosted:
         self.pool.close()
         if self._model is not None:
             with suppress(BrokerUnavailable, ClosedError, ModelInUse):
-                self._model.unregister()
+                self._model.leave()
 
 
 class _Counted:

@@ -25,9 +25,10 @@ from membroker.adapters import jax as jax_adapter
 from membroker.adapters import numba as numba_adapter
 from membroker.adapters import rmm as rmm_adapter
 from membroker.adapters._lending import ALIGNMENT, Lending
-from membroker.errors import InvalidRequest, OutOfMemory
+from membroker.errors import DeviceFailure, InvalidRequest, OutOfMemory
 from membroker.model import Model
 from membroker.segment import publish_arrays
+from membroker.vmm.driver import DriverError
 
 PAGE = 2 * MIB
 
@@ -147,6 +148,42 @@ class TestLending:
         monkeypatch.undo()
         for address in (kept, first):
             lending.free(address)
+
+    def test_a_device_that_cannot_be_waited_for_keeps_nothing(
+        self, model: Model, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """While a graph is captured nobody may wait for the device: what is freed meanwhile comes back behind it."""
+        lending = Lending(model)
+        blocks = [lending.allocate(MIB) for _ in range(4)]
+
+        def captured() -> None:
+            raise DriverError("cuCtxSynchronize", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900, "a graph is captured")
+
+        monkeypatch.setattr(model, "later", lambda work: None)
+        monkeypatch.setattr(model.driver, "synchronize", captured)
+        for address in blocks:
+            lending.free(address)
+        with pytest.raises(DeviceFailure, match="a graph is captured"):
+            lending.take_back()
+        blocks.append(lending.allocate(MIB))
+        assert len(set(blocks)) == 5, "a block that work may still use was lent again"
+        monkeypatch.undo()
+        lending.free(blocks.pop())
+        lending.take_back()
+        assert lending.used_bytes == lending.held_bytes == 0
+
+    def test_a_block_that_is_freed_twice(
+        self, model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It is logged, and takes nothing of what was freed beside it along."""
+        lending = Lending(model)
+        one, other = lending.allocate(MIB), lending.allocate(MIB)
+        monkeypatch.setattr(model, "later", lambda work: None)
+        for address in (one, one, other):
+            lending.free(address)
+        lending.take_back()
+        assert lending.used_bytes == lending.held_bytes == 0
+        assert f"{one:#x}, which is not allocated" in caplog.text
 
     def test_free_takes_no_lock(self, model: Model) -> None:
         """The garbage collector may run a framework's finalizer in a thread that is inside the allocator."""

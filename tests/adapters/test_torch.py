@@ -367,6 +367,21 @@ class TestModules:
         assert module.part.tolist() == [2.0, 3.0, 4.0, 5.0]
         assert module.turned.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
 
+    def test_two_views_of_the_same_bytes_that_read_them_differently(
+        self, client: membroker.Client, model: membroker.Model
+    ) -> None:
+        """A conjugate and its imaginary part are views that torch negates as it reads: no bytes of their own."""
+        numbers = torch.tensor([1 + 2j, 3 - 4j])
+        module = torch.nn.Module()
+        for name, view in (("up", numbers.imag), ("down", numbers.conj().imag), ("z", numbers), ("c", numbers.conj())):
+            module.register_buffer(name, view)
+        assert module.down.is_neg()
+        adapter.publish_module(model, "weights", module).close()
+        with client.attach("weights") as segment:
+            adapter.attach_module(segment, module)
+        assert (module.up.tolist(), module.down.tolist()) == ([2.0, -4.0], [-2.0, 4.0])
+        assert (module.z.tolist(), module.c.tolist()) == ([1 + 2j, 3 - 4j], [1 - 2j, 3 + 4j])
+
     def test_fp8_is_aligned(self, client: membroker.Client, model: membroker.Model) -> None:
         """Small scales stand before fp8 weights in the format; each large weight begins at 256 bytes all the same."""
         module = torch.nn.Module()
@@ -505,6 +520,38 @@ class TestModules:
             adapter.publish_module(model, "weights", module)
         assert not client.segments()
         assert daemon.books().lent_bytes == 0
+
+    @pytest.mark.parametrize("name", ["a!", "!", "a x", "a\t", "a\0b"])
+    def test_names_that_what_aligns_the_tensors_needs(
+        self, client: membroker.Client, model: membroker.Model, name: str
+    ) -> None:
+        """A gap was filled under the very name of a tensor, which was lost: now the module's author is told."""
+        module = torch.nn.Module()
+        for each, size in (("a", 1), (name, 5000), ("b", 6000)):
+            module.register_buffer(each, torch.full((size,), 7, dtype=torch.uint8))
+        with pytest.raises(membroker.InvalidRequest, match=re.escape(repr(name)) + ' ends with "!", or has a space'):
+            adapter.publish_module(model, "weights", module)
+        assert not client.segments()
+
+    def test_a_name_with_a_mark_in_its_middle(self, client: membroker.Client, model: membroker.Model) -> None:
+        module = torch.nn.Module()
+        for number, (name, size) in enumerate((("a", 1), ("a!x", 5000), ("b", 6000))):
+            module.register_buffer(name, torch.full((size,), number, dtype=torch.uint8))
+        published = {key: bytes_of(value) for key, value in module.named_buffers()}
+        adapter.publish_module(model, "weights", module).close()
+        with client.attach("weights") as segment:
+            assert {segment.index()[name].offset % 256 for name in ("a!x", "b")} == {0}
+            adapter.attach_module(segment, module)
+        assert {key: bytes_of(value) for key, value in module.named_buffers()} == published
+
+    def test_a_tensor_without_a_name_is_nobodys(self, model: membroker.Model) -> None:
+        """A foreign file has a tensor named "": it stands for no parameter that the file lacks."""
+        module = torch.nn.ParameterDict({"w": torch.ones(2, 2), "v": torch.ones(2, 2)})
+        with model.create_segment("weights", "2MiB") as segment:
+            segment.lay_out({"": ("F32", (2, 2))})
+            segment.seal()
+            with pytest.raises(membroker.InvalidRequest, match="v is not in the segment; w is not in"):
+                adapter.attach_module(segment, module)
 
     def test_a_segment_that_does_not_fit_is_not_made(self, client: membroker.Client) -> None:
         small = client.register_model("small", limit="2MiB")

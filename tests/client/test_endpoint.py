@@ -10,7 +10,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -161,6 +163,45 @@ class TestDiagnosis:
         message = str(endpoint.diagnose(place, OSError(errno.ENOMEM, "Cannot allocate memory")))
         assert "Cannot allocate memory" in message
         assert "ENOMEM" in message
+
+
+class TestTimes:
+    """How long to wait for a broker: any number that can be waited for, and a plain word for the others."""
+
+    NONE = (-1, -1e-9, float("nan"), float("inf"), None, "5", 1e30, 10**400, True, 7 * 24 * 3600 + 1)
+
+    @pytest.mark.parametrize("seconds", [0, 0.0, *NONE])
+    def test_timeouts_that_are_none(self, place: Path, seconds: Any) -> None:
+        """A 0 would wait for ever in the kernel, a text fail somewhere in it: the caller is told before it is tried."""
+        with listening(place / "handoff.sock") as listener:
+            with pytest.raises(
+                InvalidRequest, match="timeout is a number of seconds, more than 0 and at most a week, "
+            ):
+                membroker.connect(place, timeout=seconds)
+            listener.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+
+    @pytest.mark.parametrize("seconds", NONE)
+    def test_outages_that_are_none(self, place: Path, seconds: Any) -> None:
+        with listening(place / "handoff.sock") as listener:
+            with pytest.raises(InvalidRequest, match="outage is a number of seconds, 0 or more and at most a week, "):
+                membroker.connect(place, outage=seconds)
+            listener.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+
+    @pytest.mark.parametrize("seconds", [1e-300, 1e-9, 9.9e-7, Fraction(1, 1000)])
+    def test_a_tiny_timeout_is_one(self, place: Path, seconds: Any) -> None:
+        """Less than the kernel's microsecond is no 0, which would be for ever."""
+        with listening(place / "handoff.sock"), pytest.raises(BrokerUnavailable, match="does not answer"):
+            membroker.connect(place, timeout=seconds)
+
+    def test_the_longest_ones(self, place: Path) -> None:
+        """A week is a time that the kernel takes: what is wrong is the listener, which is no broker."""
+        other = pytest.raises(BrokerUnavailable, match="socket of another kind")
+        with listening(place / "handoff.sock", socket.SOCK_STREAM), other:
+            membroker.connect(place, timeout=7 * 24 * 3600, outage=7 * 24 * 3600)
 
 
 class TestDenied:

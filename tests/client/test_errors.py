@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 import membroker
-from membroker import errors
+from membroker import errors, managed, tensor_index, vmm
 from membroker.v1 import error_reason_pb2
 
 REASONS = [
@@ -60,6 +65,48 @@ def test_an_unknown_reason(unknown: status_pb2.Status) -> None:
 
 def test_no_details() -> None:
     assert str(errors.from_status(status_pb2.Status(code=2, message="plain"))) == "plain"
+
+
+ENTRY = managed.PrefetchEntry(4096, 8, 0)
+ARGUMENTS: dict[type[Exception], tuple[Any, ...]] = {
+    membroker.OutOfMemory: ("full", "MODEL_LIMIT", {"level": "model", "requested_bytes": "8", "limit_bytes": "100"}),
+    membroker.OutOfVirtualMemory: (8, 5),
+    managed.PrefetchFailed: (1, ENTRY, (ENTRY,), ValueError("why")),
+    membroker.CompactionFailed: ("the driver failed", [membroker.Move(4, 0, 2)]),
+    **dict.fromkeys(
+        (vmm.DriverError, vmm.DriverOutOfMemory, vmm.DriverLimit, vmm.DriverUnavailable),
+        ("mmap", "ENOMEM", 12, "a hint"),
+    ),
+}
+"""What an error is made from, where it is not a sentence, a reason and the numbers."""
+
+
+def public_errors() -> list[type[Exception]]:
+    modules = (membroker, vmm, errors, managed, tensor_index)
+    names = ((module, name) for module in modules for name in getattr(module, "__all__", dir(module)))
+    kinds = (kind for module, name in names if isinstance(kind := getattr(module, name), type))
+    ours = {kind for kind in kinds if issubclass(kind, Exception) and kind.__module__.startswith("membroker")}
+    return sorted(ours, key=lambda kind: kind.__name__)
+
+
+@pytest.mark.parametrize("kind", public_errors())
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_errors_travel(kind: type[Exception], way: Callable[[Exception], Exception]) -> None:
+    """A worker of a process pool raises one: it arrives as what it was, and does not break the pool."""
+    error = kind(*ARGUMENTS.get(kind, ("a sentence", "A_REASON", {"number": "1"})))
+    error.add_note("in worker 3")
+    arrived = way(error)
+    assert type(arrived) is kind
+    assert (str(arrived), arrived.args, vars(arrived)) == (str(error), error.args, vars(error))
+    told = [name for name in dir(kind) if isinstance(getattr(kind, name), property)]
+    assert [getattr(arrived, name) for name in told] == [getattr(error, name) for name in told]
+
+
+def test_an_error_that_was_told_more_travels() -> None:
+    """An offload that stopped half way has added to the sentence: the class is not asked to make it anew."""
+    error = membroker.OutOfVirtualMemory(8, 5)
+    error.args = (f"{error}; 2 MiB are restored",)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 @pytest.mark.parametrize(

@@ -984,6 +984,41 @@ wait()
             assert bytes(pool.view(7 * PAGE, 4)) == b"last"
             until(lambda: not client.segments())
 
+    def test_a_living_view_of_the_segment(self, daemon: Daemon) -> None:
+        """It would refuse the seal, when all has been copied: so it is told before. Without it the same call goes."""
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("m")
+            pool = model.pool(PAGE)
+            pool.allocate(0, 4 * PAGE)
+            fill(pool, 0, b"first")
+            segment = model.create_segment("s", pool.offload_size(), "host")
+            view = segment.view()
+            with pytest.raises(BufferError, match="view of the segment"):
+                pool.offload(to=segment)
+            assert sizes(pool) == (4, 0)
+            assert bytes(view[:8]) == bytes(8), "a header was written"
+            view.release()
+            del view
+            assert pool.offload(to=segment) == 4 * PAGE
+            assert not segment.writable
+
+    def test_a_view_that_is_taken_meanwhile(self, daemon: Daemon) -> None:
+        """The seal is refused, and everything is in the segment: who lets the view go seals it himself."""
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("m")
+            pool = model.pool(PAGE)
+            pool.allocate(0, 4 * PAGE)
+            fill(pool, 0, b"first")
+            segment = model.create_segment("s", pool.offload_size(), "host")
+            views: list[memoryview] = []
+            with pytest.raises(BufferError, match="view of the segment"):
+                pool.offload(to=segment, progress=lambda *_: views.append(segment.view()))
+            assert sizes(pool) == (0, 4)
+            views.clear()
+            segment.seal()
+            assert pool.restore() == 4 * PAGE
+            assert bytes(pool.view(0, 5)) == b"first"
+
     def test_what_lies_in_a_segment_is_not_written_over(
         self, daemon: Daemon, random_bytes: Callable[[int], bytes]
     ) -> None:

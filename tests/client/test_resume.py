@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -774,6 +775,24 @@ class TestNotices:
         broker.notice(undrained=pb.Undrained())
         until(lambda: membroker.Undrained() in late)
         assert membroker.Draining(None) not in late, "a drain of the broker before"
+
+    def test_a_callback_that_exits(
+        self, broker: PlayedBroker, client: membroker.Client, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A program wants to end when its broker does, and says so in the library's thread: that goes on, and says so.
+
+        Else nothing that is garbage would ever be given back, and no other callback hear anything.
+        """
+        told: list[membroker.Notice] = []
+        client.on_notice(lambda _: sys.exit("the user's own end"))
+        client.on_notice(told.append)
+        broker.notice(stopping=pb.Stopping())
+        until(lambda: told == [membroker.Stopping()])
+        line(client).later(lambda: sys.exit("what a finalizer left"))
+        broker.notice(undrained=pb.Undrained())
+        until(lambda: told[1:] == [membroker.Undrained()])
+        assert "the user's own end" in caplog.text
+        assert "what a finalizer left" in caplog.text
 
     def test_a_callback_may_call(self, broker: PlayedBroker, client: membroker.Client) -> None:
         """It gives back what it can when the broker drains, and borrows when it is back: nothing stands still."""

@@ -442,6 +442,64 @@ def test_models_of_many_threads(where: Lending) -> None:
         assert where.lent == 0
 
 
+class TestBesideTheClientsOwn:
+    """A program that registers a model by itself hosts it in a shared pool as well."""
+
+    @pytest.fixture
+    def client(self, broker: Daemon) -> Iterator[membroker.Client]:
+        with membroker.connect(broker.endpoint()) as client:
+            yield client
+        assert broker.models() == [], "a model is still registered"
+
+    @pytest.mark.parametrize("shared_first", [False, True])
+    def test_its_registration_outlives_the_shared_pools(self, client: membroker.Client, shared_first: bool) -> None:
+        with SharedMemoryPool(client, page_size=PAGE) as shared:
+            if shared_first:
+                shared.register_model("m", 8 * PAGE)
+            mine = client.register_model("m", virtual_capacity=8 * PAGE)
+            if not shared_first:
+                shared.register_model("m", 8 * PAGE)
+            shared.unregister_model("m")
+            mine.allocate(PAGE).close()
+            shared.register_model("m", 8 * PAGE)
+        mine.allocate(PAGE).close()
+        mine.unregister()
+        assert client.models() == []
+
+    @pytest.mark.parametrize("page_size", [3, PAGE])
+    def test_a_registration_that_fails(self, client: membroker.Client, page_size: int) -> None:
+        """No such page size, or no such addresses: the client's own is as it was."""
+        mine = client.register_model("m")
+        with SharedMemoryPool(client, page_size=page_size) as shared, pytest.raises((InvalidPageSize, DeviceFailure)):
+            shared.register_model("m", 2**62)
+        mine.allocate(PAGE).close()
+        mine.unregister()
+
+    def test_it_leaves_for_both(self, client: membroker.Client) -> None:
+        """The client leaves the model outright: nothing is left for the shared pool to leave."""
+        mine = client.register_model("m")
+        with SharedMemoryPool(client, page_size=PAGE) as shared:
+            shared.register_model("m", 8 * PAGE)
+            mine.unregister()
+            shared.unregister_model("m")
+        assert client.models() == []
+
+    def test_two_shared_pools(self, client: membroker.Client) -> None:
+        with SharedMemoryPool(client, page_size=PAGE) as one, SharedMemoryPool(client, page_size=PAGE) as other:
+            one.register_model("m", 8 * PAGE)
+            other.register_model("m", 8 * PAGE)
+            one.unregister_model("m")
+            other.allocate_for_model("m", PAGE)
+        assert client.models() == []
+
+    def test_a_page_size_is_refused_before_anything_is_registered(
+        self, client: membroker.Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(client, "register_model", None)
+        with SharedMemoryPool(client, page_size=3) as shared, pytest.raises(InvalidPageSize):
+            shared.register_model("m", PAGE)
+
+
 def test_a_broker_that_is_away() -> None:
     """It dies while models are hosted: what is mapped goes on, and the end of the shared pool raises nothing."""
     with running() as daemon, membroker.connect(daemon.endpoint(), outage=0) as client:

@@ -7,16 +7,20 @@ call anybody: frameworks call it where the garbage collector runs, in any thread
 
 from __future__ import annotations
 
+import logging
 import threading
 from bisect import insort
 from collections import deque
+from contextlib import suppress
 
 from membroker.convert import bytes_of
-from membroker.errors import OutOfMemory
+from membroker.errors import DeviceFailure, OutOfMemory
 from membroker.model import Model
 from membroker.region import device_failures
 from membroker.views import Span
 from membroker.vmm.sizes import MIB, round_up
+
+logger = logging.getLogger("membroker")
 
 CHUNK_BYTES = 32 * MIB
 """The size of a buffer that small blocks share; larger ones get one of their own."""
@@ -63,7 +67,9 @@ class Lending:
             return 0
         size = round_up(size, ALIGNMENT)
         if self._freed:
-            self.take_back()
+            # While a graph is captured nobody may wait for the device: what was freed stays so, other memory may do.
+            with suppress(DeviceFailure):
+                self.take_back()
         address = self._carve(size)
         if address is None:
             address = self._add(self._borrow(size), size)
@@ -76,18 +82,29 @@ class Lending:
             self._model.later(self.take_back)
 
     def take_back(self) -> None:
-        """Wait for the device, make what was freed allocatable, and give empty buffers back to the broker."""
+        """Wait for the device, make what was freed allocatable, and give empty buffers back to the broker.
+
+        Raises `DeviceFailure` when the device can't be waited for; what was freed is then kept for the next time.
+        """
         with self._returning:
-            addresses = [self._freed.popleft() for _ in range(len(self._freed))]
-            if addresses:
+            # What is freed from here on may be used by work that is not waited for.
+            count = len(self._freed)
+            if count:
                 with device_failures():
                     self._model.driver.synchronize()
-                for chunk in self._release(addresses):
+                for chunk in self._release(count):
                     chunk.close()
 
-    def _release(self, addresses: list[int]) -> list[_Chunk]:
+    def _release(self, count: int) -> list[_Chunk]:
+        """Put the blocks that were freed first back into their buffers, and return those that are empty."""
         with self._lock:
-            for address in addresses:
+            for _ in range(count):
+                address = self._freed.popleft()
+                if address not in self._blocks:
+                    logger.error(
+                        "a framework freed %#x, which is not allocated: freed twice, or never from here", address
+                    )
+                    continue
                 chunk, size = self._blocks.pop(address)
                 chunk.release(address, size)
             empty = [chunk for chunk in self._chunks if chunk.is_empty]

@@ -52,8 +52,8 @@ def publish_module(
     whose name ends with "!".
 
     The module may stand on the card or on the host, and keeps its own memory: while this runs both are there. Raises
-    what `Model.create_segment` raises, and `InvalidRequest` for a parameter on the meta device, or of a kind that has
-    no plain bytes.
+    what `Model.create_segment` raises, and `InvalidRequest` for a parameter on the meta device, of a kind that has no
+    plain bytes, or with a name that ends with "!" or has a space or a control character in it.
     """
     stored, ties = _contents(module)
     about = {**(metadata or {}), **ties, "format": "pt"}
@@ -141,6 +141,7 @@ def _contents(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[st
     for slot in _slots(module):
         if not slot.persistent:
             continue
+        _check_name(slot.name)
         _check_plain(slot.name, slot.value)
         first = names.setdefault(_identity(slot.value), slot.name)
         if first == slot.name:
@@ -154,7 +155,18 @@ def _identity(value: torch.Tensor) -> Any:
     """Return what two tensors have in common that are the same bytes in the same form."""
     if not value.numel():
         return id(value)
-    return value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.is_conj()
+    # What a view does to each element as it is read: the bytes are the same, and the numbers are not.
+    seen = value.is_conj(), value.is_neg()
+    return value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), seen
+
+
+def _check_name(name: str) -> None:
+    """Raise for a name that what fills a gap may have, or that may stand between it and the tensor before it."""
+    if name.endswith(_PADDING) or min(name, default=_PADDING) < _PADDING:
+        raise InvalidRequest(
+            f'{name!r} ends with "{_PADDING}", or has a space or a control character: rename it, since names with '
+            f'"{_PADDING}" align the tensors, and nothing may stand before them'
+        )
 
 
 def _check_plain(name: str, value: torch.Tensor) -> None:
@@ -209,8 +221,8 @@ def _matched(slots: Sequence[_Slot], index: TensorIndex) -> dict[str, str]:
     found: dict[str, str] = {}
     here: dict[int, str] = {}
     for slot in slots:
-        key = slot.name if slot.name in index else index.metadata.get(slot.name, "")
-        if key in index and slot.persistent:
+        key = slot.name if slot.name in index else index.metadata.get(slot.name)
+        if key is not None and key in index and slot.persistent:
             found[slot.name] = key
             here.setdefault(id(slot.value), key)
     for slot in slots:

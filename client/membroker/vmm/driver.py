@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from membroker.vmm._copies import Copier
@@ -90,6 +90,10 @@ class DriverError(Exception):
     def __init__(self, call: str, name: str, code: int, hint: str = "") -> None:
         self.call, self.name, self.code, self.hint = call, name, code, hint
         super().__init__(f"{call} failed: {name} ({code})" + (f": {hint}" if hint else ""))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default pickle and copy call the class with its sentence alone.
+        return type(self), (self.call, self.name, self.code, self.hint), self.__dict__
 
 
 class DriverOutOfMemory(DriverError):
