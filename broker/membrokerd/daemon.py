@@ -100,7 +100,7 @@ class Daemon:
         journal = Journal(self._home.state / "journal", Binding(boot_id(), self._plan.driver.device.uuid))
         stack.callback(journal.close)
         (condensed, charged), kept = self._read_journal(journal), await self._open_store(stack)
-        plan = self._plan = self._take_driver(kept)
+        plan = self._plan = self._take_driver(kept, charged)
         stack.callback(plan.driver.close)
         executor = Executor(plan.driver, plan.gate_reserve, self._observe_driver)
         stack.callback(executor.stop)
@@ -196,12 +196,13 @@ class Daemon:
         logs.log("descriptor store", kind=kind, segments=len(kept.segments), processes=len(kept.processes))
         return kept
 
-    def _take_driver(self, kept: Kept) -> Plan:
+    def _take_driver(self, kept: Kept, charged: Mapping[Location, int]) -> Plan:
         """Return the plan with a driver that knows what an earlier daemon's has lent."""
         if not kept.driver:
             return self._plan
         self._plan.driver.close()
-        return replace(self._plan, driver=self._plan.reopen({name: os.dup(one) for name, one in kept.driver.items()}))
+        survivors = {name: os.dup(one) for name, one in kept.driver.items()}
+        return replace(self._plan, driver=self._plan.reopen(survivors, charged))
 
     def _take_over(self, executor: Executor, kept: Kept) -> None:
         """Go on with the books of the daemon before this one."""

@@ -33,8 +33,11 @@ class Plan:
     """The driver, and what may be lent of its device; sizes in bytes."""
 
     driver: Driver
-    reopen: Callable[[Mapping[str, int]], Driver]
-    """Opens the same driver with the descriptors that an earlier daemon's has left (`Driver.survivors`)."""
+    reopen: Callable[[Mapping[str, int], Mapping[CoreLocation, int]], Driver]
+    """Opens the same driver with the descriptors that an earlier daemon's has left (`Driver.survivors`).
+
+    The second argument is what is lent already: a twin has room for that, whatever is configured now.
+    """
     directory: str
     capacities: Mapping[CoreLocation, int]
     headroom: Mapping[CoreLocation, int]
@@ -117,11 +120,16 @@ def _plan_host(config: Config) -> Plan:
     _check_capacity(capacity, total, beside)
     host_bytes = max(config.host_capacity, HOST_GRANULARITY)
 
-    def open_twin(survivors: Mapping[str, int] | None = None) -> Driver:
-        return open_driver("host", total_bytes=total, host_bytes=host_bytes, survivors=survivors)
+    def open_twin(survivors: Mapping[str, int] | None, charged: Mapping[CoreLocation, int]) -> Driver:
+        return open_driver(
+            "host",
+            total_bytes=max(total, charged.get("device", 0) + beside),
+            host_bytes=max(host_bytes, charged.get("host", 0)),
+            survivors=survivors,
+        )
 
     return Plan(
-        open_twin(),
+        open_twin(None, {}),
         open_twin,
         "host",
         _capacities(capacity, config),
@@ -152,7 +160,7 @@ def _plan_cuda(config: Config) -> Plan:
     stock = CUDA_STOCK if config.stock is None else config.stock
     extents = config.stock_extents if stock else 0
     directory, capacities = _directory(driver.device.uuid), _capacities(capacity, config)
-    return Plan(driver, lambda _: driver, directory, capacities, {"device": headroom}, reserve, extents, stock)
+    return Plan(driver, lambda *_: driver, directory, capacities, {"device": headroom}, reserve, extents, stock)
 
 
 def _capacities(capacity: int, config: Config) -> dict[CoreLocation, int]:

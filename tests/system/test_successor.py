@@ -282,9 +282,13 @@ def test_a_limit_by_command_outlives_the_daemon(daemon: Daemon) -> None:
         one.do("client.register_model('m').allocate('8MiB').close()")
 
 
-def test_less_capacity_than_is_lent() -> None:
-    """An operator lowers the capacity and restarts: what is out stays out; nothing more is lent until it is back."""
-    with running({"host_driver_total": "512MiB"}) as daemon, worker() as one:
+@pytest.mark.parametrize("card", [{}, {"host_driver_total": "512MiB"}], ids=["as-needed", "larger"])
+def test_less_capacity_than_is_lent(card: dict[str, str]) -> None:
+    """An operator lowers the capacity and restarts: what is out stays out; nothing more is lent until it is back.
+
+    The twin's card is as large as the capacity needs, and shrinks with it: what is out must have room there too.
+    """
+    with running(card) as daemon, worker() as one:
         one.connect(daemon)
         one.do("model = client.register_model('m'); buffer = model.allocate('32MiB')")
         daemon.kill()
@@ -292,6 +296,7 @@ def test_less_capacity_than_is_lent() -> None:
         daemon.start_again()
         until(lambda: daemon.sessions()[0].state == daemon.sessions()[0].OPEN)
         assert (daemon.books().capacity_bytes, daemon.books().lent_bytes) == (32 * MIB, 32 * MIB)
+        assert daemon.books().unaccounted_bytes == 0
         assert one.refused("model.allocate(PAGE)").reason == "CAPACITY"
         one.do("buffer.close(); client.close()")
         restart(daemon)
