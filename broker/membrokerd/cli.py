@@ -10,7 +10,7 @@ from typing import Any
 
 from membroker.vmm import DriverError
 
-from . import __version__, logs
+from . import __version__, logs, quotas
 from .config import ConfigError, load
 
 SWITCH_SECONDS = 0.0005
@@ -38,6 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     if only_check:
+        if config.state_directory and (trouble := quotas.trouble(config.state_directory)):
+            print(f"{path}: state_directory: {trouble}", file=sys.stderr)  # perhaps another user's daemon may
         print(f"{path or 'the defaults'}: good")
         return 0
     logs.configure(config.log)

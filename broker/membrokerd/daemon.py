@@ -140,7 +140,10 @@ class Daemon:
     def _commanded(self) -> list[ft.Fact]:
         """Return the limits that an operator commanded, at whatever daemon of this device."""
         configured, device = self._config.state_directory, self._plan.directory
-        self._quotas_path = (configured / device if configured else quotas.state_directory(device)) / "quotas.toml"
+        directory = configured / device if configured else quotas.state_directory(device)
+        if trouble := quotas.trouble(directory):
+            logs.warn(trouble)
+        self._quotas_path = directory / "quotas.toml"
         return [ft.QuotaSet(*key, limit) for key, limit in quotas.read(self._quotas_path).items()]
 
     def _read_journal(self, journal: Journal) -> tuple[list[ft.Fact], Mapping[Location, int]]:

@@ -89,7 +89,7 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.STOPPING: [{}],
     Reason.DRAINING: [{}],
     Reason.JOURNAL_FULL: [{"driver_says": "no room for its journal"}],
-    Reason.INTERNAL: [{}, MADE],
+    Reason.INTERNAL: [{}, MADE, {"fault": "the limit cannot be kept in /var/lib/x: No space left on device"}],
 }
 RETRY = {
     Reason.MODEL_LIMIT,

@@ -302,6 +302,18 @@ def test_no_token_is_ever_in_the_log(form: str) -> None:
             assert all(json.loads(line) for line in log.splitlines())
 
 
+def test_a_check_says_that_limits_by_command_cannot_be_kept(tmp_path: Path) -> None:
+    """The file is good for whoever may write there, and nobody is to learn it from the first `quota set`."""
+    path, kept = tmp_path / "membrokerd.toml", tmp_path / "kept"
+    kept.touch()
+    path.write_text(to_toml({**DEFAULTS, "runtime_directory": str(tmp_path), "state_directory": str(kept)}))
+    command = [sys.executable, "-m", "membrokerd.cli", "--config", str(path), "--check-config"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, f"{path}: good\n")
+    assert ran.stderr.startswith(f"{path}: state_directory: limits by command will be refused")
+    assert f"{kept} is not a directory" in ran.stderr
+
+
 def test_defaults_of_this_module_are_a_configuration(tmp_path: Path) -> None:
     """What these tests start is what a user could write: the check that the daemon offers agrees."""
     path = tmp_path / "membrokerd.toml"

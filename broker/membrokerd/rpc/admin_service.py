@@ -71,8 +71,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise Refused(deny(Reason.TENANT_NOT_FOUND, tenant=tenant))
         location = convert.parse_location(request.location)
         limit = request.limit_bytes if request.HasField("limit_bytes") else None
+        before = self._loop.broker.ledger.quotas.get((tenant, model, location))
         await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, limit))
-        self._keep_quotas()
+        try:
+            self._keep_quotas()
+        except OSError as error:  # nothing ran since the step before: nobody was lent anything by that limit
+            await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, before))
+            raise Refused(deny(Reason.INTERNAL, fault=_unkept(error))) from error
         return self._quota(tenant, model, location)
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
@@ -141,6 +146,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             used = row.charges[location].bytes if row else 0
         limit = ledger.quotas.get((tenant, model, location))
         return pb.Quota(name=name, location=LOCATION_NUMBERS[location], limit_bytes=limit, used_bytes=used)
+
+
+def _unkept(error: OSError) -> str:
+    return (
+        f"the limit cannot be kept in {error.filename}: {error.strerror}; let the daemon write there "
+        "(`state_directory` in its configuration), or make room"
+    )
 
 
 def _from_process(process: Process) -> pb.Process:

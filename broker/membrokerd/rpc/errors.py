@@ -142,7 +142,7 @@ _TABLE: Mapping[Reason, _Row] = {
         "the broker cannot write down what it lends{says}: make room on the disk of its runtime directory",
         retry=True,
     ),
-    Reason.INTERNAL: _Row(Code.INTERNAL, "a fault of the broker, written in its log; the books are unchanged"),
+    Reason.INTERNAL: _Row(Code.INTERNAL, "{fault}; the books are unchanged"),
 }
 assert set(_TABLE) == set(Reason)
 
@@ -182,6 +182,7 @@ class _Words(dict[str, object]):
             if key.endswith("_bytes") and isinstance(value, int):
                 self[key.removesuffix("_bytes")] = format_size(value)
         self.setdefault("of", numbers.get("model", "it"))
+        self.setdefault("fault", "a fault of the broker, written in its log")
         says = numbers.get("driver_says")
         self["says"] = f": {says}" if says else ""
 
