@@ -296,6 +296,7 @@ class Daemon:
             -1 if config.owner is None else config.owner,
             -1 if config.group is None else config.group,
             0o660 if config.mode is None else config.mode,
+            f"tenants.{name}",
         )
         service = BrokerService(name, self._dispatcher, self._views)
         server = await serve(

@@ -74,9 +74,12 @@ def successor(daemon: Daemon) -> Iterator[Daemon]:
         second.kill()
 
 
-def refuse_to_start(*arguments: str, **environment: str) -> str:
-    """Run a membrokerd that must not start: it says why in a sentence, and exits 1. Returns the sentence."""
-    command = [sys.executable, "-m", "membrokerd.cli", "--driver", "host", *arguments]
+def refuse_to_start(*arguments: str, user: int | None = None, **environment: str) -> str:
+    """Run a membrokerd that must not start: it says why in a sentence, and exits 1. Returns the sentence.
+
+    That is all that it complains of. `user` runs it, None for this one.
+    """
+    command = [*as_user(user), sys.executable, "-m", "membrokerd.cli", "--driver", "host", *arguments]
     ran = subprocess.run(
         command, capture_output=True, text=True, timeout=30, env={**os.environ, **environment}, check=False
     )
@@ -202,6 +205,27 @@ def test_a_metrics_port_in_use_is_told_in_a_sentence(tmp_path: Path) -> None:
         said = refuse_to_start("--runtime-directory", runtime, "--metrics-port", str(port))
     assert f"127.0.0.1:{port}" in said
     assert "--metrics-port" in said
+
+
+@pytest.mark.parametrize("key", ["owner", "group"])
+def test_an_owner_that_the_daemon_may_not_give_is_told_in_a_sentence(key: str) -> None:
+    """An ordinary user tries a tenant's `owner`, which takes root. Nothing of the attempt is left where tenants look."""
+    user = NOBODY if os.geteuid() == 0 else None
+    if user is not None and shutil.which("setpriv") is None:
+        pytest.skip("no setpriv (util-linux) to become an ordinary user with")
+    runtime = Path(tempfile.mkdtemp(prefix="mb-"))
+    try:
+        if user is not None:
+            os.chown(runtime, user, user)
+        path = runtime / "membrokerd.toml"
+        places = {"runtime_directory": str(runtime / "run"), "state_directory": str(runtime / "kept")}
+        path.write_text(to_toml({**DEFAULTS, **places, "tenants": {"red": {key: 0}}}))
+        said = refuse_to_start("--config", str(path), user=user)
+        assert said.startswith(f"membrokerd: tenants.red.{key} = 0: ")
+        assert "start it as root, or leave that key out" in said
+        assert list((runtime / "run" / "host" / "tenants" / "red").iterdir()) == []
+    finally:
+        shutil.rmtree(runtime, ignore_errors=True)
 
 
 def test_a_runtime_directory_that_cannot_be_made_is_told_in_a_sentence(tmp_path: Path) -> None:
