@@ -135,7 +135,11 @@ class Daemon:
         self._take_over(executor, kept)
         self._start_metrics(stack)
         self._loop.start()
-        await self._open_endpoints(stack)
+        try:
+            await self._open_endpoints(stack)
+        except BaseException:
+            await self._loop.stop(0)  # else it asks a closed driver
+            raise
 
     def _commanded(self) -> list[ft.Fact]:
         """Return the limits that an operator commanded, at whatever daemon of this device."""

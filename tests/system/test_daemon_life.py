@@ -85,6 +85,7 @@ def refuse_to_start(*arguments: str, user: int | None = None, **environment: str
     )
     assert ran.returncode == 1, f"status {ran.returncode}: {ran.stderr}"
     assert "Traceback" not in ran.stderr
+    assert "WARNING" not in ran.stderr, ran.stderr
     return ran.stderr.strip().splitlines()[-1]
 
 
