@@ -270,6 +270,12 @@ def _check_fit(config: Config, problems: _Problems) -> None:
     for key, size, limit_key, limit in _bounds(config):
         if size is not None and limit is not None and size > limit and not problems.has(limit_key):
             problems.add(key, f"{size_text(size)} is more than {limit_key}, {size_text(limit)}; write at most that")
+    if config.keeper_socket is not None and config.keeper_socket.parent == config.runtime_directory:
+        problems.add(
+            "keeper_socket",
+            "is in the runtime directory itself, which tenants pass through, and the keeper lets nobody else into "
+            'its directory; name one of its own, such as "/run/membroker-keeper/fdstore.sock"',
+        )
 
 
 def _bounds(config: Config) -> Iterator[tuple[str, int | None, str, int | None]]:

@@ -194,9 +194,8 @@ class Daemon:
             elif kind == "keeper":
                 mirror, kept = await open_keeper(self._config.keeper_socket or self._home.state / "fdstore.sock")
         except OSError as error:
-            raise HomeError(
-                f"there is no descriptor store ({kind}): {error}; choose another with `descriptor_store`"
-            ) from error
+            key = "keeper_socket" if kind == "keeper" and self._config.keeper_socket else "descriptor_store"
+            raise HomeError(f"there is no descriptor store ({kind}): {error}; choose another with `{key}`") from error
         self._store = Store(mirror)
         stack.callback(lambda: close_all(self._store.close()))
         self._store.adopt(kept)

@@ -194,6 +194,16 @@ def test_sizes_that_do_not_fit_each_other(tmp_path: Path, text: str, problem: st
     assert found.startswith(problem)
 
 
+def test_a_keeper_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    """The runtime directory is entered by every tenant; closed for the keeper's sake it would shut them all out."""
+    text = 'runtime_directory = "/run/membroker"\nkeeper_socket = "/run/membroker{}/fdstore.sock"\n'
+    (found,) = problems(tmp_path, text.format(""))
+    assert found.startswith("keeper_socket: is in the runtime directory itself")
+    example = load(write(tmp_path, text.format("-keeper")), {}).keeper_socket
+    assert example is not None
+    assert str(example) in found
+
+
 def test_all_mistakes_are_shown_at_once(tmp_path: Path) -> None:
     """One start, one list: nobody restarts a daemon once for each typing error."""
     text = 'capasity = 1\nheadroom = "1GiB"\ngate_reserve = "2GiB"\naudit_seconds = 0\n[tenants.a]\nlimit = []\n'

@@ -74,10 +74,10 @@ def successor(daemon: Daemon) -> Iterator[Daemon]:
         second.kill()
 
 
-def refuse_to_start(*arguments: str, user: int | None = None, **environment: str) -> str:
+def refuse_to_start(*arguments: str, user: int | None = None, warns: bool = False, **environment: str) -> str:
     """Run a membrokerd that must not start: it says why in a sentence, and exits 1. Returns the sentence.
 
-    That is all that it complains of. `user` runs it, None for this one.
+    That is all that it complains of, unless it `warns` before. `user` runs it, None for this one.
     """
     command = [*as_user(user), sys.executable, "-m", "membrokerd.cli", "--driver", "host", *arguments]
     ran = subprocess.run(
@@ -85,7 +85,7 @@ def refuse_to_start(*arguments: str, user: int | None = None, **environment: str
     )
     assert ran.returncode == 1, f"status {ran.returncode}: {ran.stderr}"
     assert "Traceback" not in ran.stderr
-    assert "WARNING" not in ran.stderr, ran.stderr
+    assert warns or "WARNING" not in ran.stderr, ran.stderr
     return ran.stderr.strip().splitlines()[-1]
 
 
@@ -208,9 +208,24 @@ def test_a_metrics_port_in_use_is_told_in_a_sentence(tmp_path: Path) -> None:
     assert "--metrics-port" in said
 
 
+def test_a_keeper_that_cannot_listen_is_told_with_the_key_to_change(tmp_path: Path) -> None:
+    """Its socket was put into a directory that others enter, too."""
+    runtime, path = Path(tempfile.mkdtemp(prefix="mb-")), tmp_path / "membrokerd.toml"
+    try:
+        shared = runtime / "shared"
+        shared.mkdir(mode=0o755)
+        places = {"runtime_directory": str(runtime / "run"), "keeper_socket": str(shared / "fdstore.sock")}
+        path.write_text(to_toml({**DEFAULTS, **places}))
+        said = refuse_to_start("--config", str(path), warns=True)
+        assert f"{shared} is not this user's alone" in said
+        assert said.endswith("choose another with `keeper_socket`")
+    finally:
+        shutil.rmtree(runtime)
+
+
 @pytest.mark.parametrize("key", ["owner", "group"])
 def test_an_owner_that_the_daemon_may_not_give_is_told_in_a_sentence(key: str) -> None:
-    """An ordinary user tries a tenant's `owner`, which takes root. Nothing of the attempt is left where tenants look."""
+    """An ordinary user tries a tenant's `owner`, which takes root. Nothing of it is left where tenants look."""
     user = NOBODY if os.geteuid() == 0 else None
     if user is not None and shutil.which("setpriv") is None:
         pytest.skip("no setpriv (util-linux) to become an ordinary user with")
