@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .config_values import KEYS, Check, nearest, size_text
+from .config_values import CAPACITY_STEP, KEYS, Check, nearest, size_text
 from .core.policy import valid_own_name, valid_tenant
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -280,10 +280,13 @@ def _check_fit(config: Config, problems: _Problems) -> None:
 
 def _bounds(config: Config) -> Iterator[tuple[str, int | None, str, int | None]]:
     """Yield (key, size, key of its bound, bound)."""
-    yield "gate_reserve", config.gate_reserve, "headroom", config.headroom
+    headroom = 0 if config.headroom is None and config.driver == "host" else config.headroom
+    yield "gate_reserve", config.gate_reserve, "headroom", headroom
     if config.driver != "cuda" and config.host_driver_total is not None:
-        left = max(0, config.host_driver_total - (config.headroom or 0))
-        yield "capacity", config.capacity, "host_driver_total less headroom", left
+        most = max(0, config.host_driver_total - 2 * CAPACITY_STEP)
+        yield "headroom", config.headroom, "host_driver_total less anchor and one granule", most
+        if (left := config.host_driver_total - (headroom or 0) - CAPACITY_STEP) > 0:
+            yield "capacity", config.capacity, "host_driver_total less headroom and anchor", left
     for name, tenant in config.tenants.items():
         path = _join("tenants", name)
         yield f"{path}.limit", tenant.limit, "capacity", config.capacity

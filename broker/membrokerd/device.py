@@ -118,6 +118,7 @@ def _plan_host(config: Config) -> Plan:
         total = (config.capacity or HOST_DEFAULT_CAPACITY) + beside
     capacity = config.capacity if config.capacity is not None else total - beside
     _check_capacity(capacity, total, beside)
+    _check_reserve(config.gate_reserve or 0, config.headroom or 0)
     host_bytes = max(config.host_capacity, HOST_GRANULARITY)
 
     def open_twin(survivors: Mapping[str, int] | None, charged: Mapping[CoreLocation, int]) -> Driver:
@@ -153,6 +154,8 @@ def _plan_cuda(config: Config) -> Plan:
         if capacity is None:
             capacity = (info.total - beside) // granularity * granularity
         _check_capacity(capacity, info.total, beside)
+        if config.gate_reserve is not None:
+            _check_reserve(config.gate_reserve, headroom)
     except BaseException:
         driver.close()
         raise
@@ -170,7 +173,20 @@ def _capacities(capacity: int, config: Config) -> dict[CoreLocation, int]:
     return capacities
 
 
+def _check_reserve(reserve: int, headroom: int) -> None:
+    if reserve > headroom:
+        raise DeviceError(
+            f"a gate_reserve of {format_size(reserve)} is more than the headroom of {format_size(headroom)}, and what "
+            "is lent would use it up; lower `gate_reserve`, or raise `headroom`"
+        )
+
+
 def _check_capacity(capacity: int, total: int, beside: int) -> None:
+    if total <= beside:
+        raise DeviceError(
+            f"the device has {format_size(total)} and headroom and anchor take {format_size(beside)}, so that "
+            "nothing is left to lend; lower `headroom`"
+        )
     if not 0 < capacity <= total - beside:
         raise DeviceError(
             f"a capacity of {format_size(capacity)} does not fit: the device has {format_size(total)}, of which "

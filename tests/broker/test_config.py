@@ -185,7 +185,19 @@ def test_a_mistake_is_named_with_what_to_write(tmp_path: Path, text: str, proble
         ),
         (
             'capacity = "1GiB"\nhost_driver_total = "1GiB"\nheadroom = "512MiB"',
-            'capacity: "1GiB" is more than host_driver_total less headroom, "512MiB"',
+            'capacity: "1GiB" is more than host_driver_total less headroom and anchor, "510MiB"',
+        ),
+        (
+            'capacity = "512MiB"\nhost_driver_total = "1GiB"\nheadroom = "512MiB"',
+            'capacity: "512MiB" is more than host_driver_total less headroom and anchor, "510MiB"',
+        ),
+        (
+            'capacity = "8MiB"\nhost_driver_total = "64MiB"\nheadroom = "128MiB"',
+            'headroom: "128MiB" is more than host_driver_total less anchor and one granule, "60MiB"',
+        ),
+        (
+            'driver = "host"\ngate_reserve = "64MiB"',
+            'gate_reserve: "64MiB" is more than headroom, 0; write at most that',
         ),
     ],
 )
