@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -188,6 +189,45 @@ def test_a_second_daemon_for_the_device_refuses_and_names_the_first(daemon: Daem
 
 
 # Its start
+
+
+def script(name: str) -> str:
+    """Return the program of a command's script, as an installer writes it."""
+    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+    return f"import sys; from {scripts[name].replace(':', ' import ')} as run; sys.exit(run())"
+
+
+@pytest.mark.parametrize("command", ["membrokerd", "membroker"])
+def test_ctrl_c_is_quiet_while_a_command_is_imported(command: str) -> None:
+    """Somebody has thought better of it at once. Python names each module that it has imported, so it is in the act."""
+    program = [sys.executable, "-X", "importtime", "-c", script(command), "--version"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any(line.rstrip().endswith(" argparse") for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        said, complained = process.communicate(timeout=30)
+    assert process.returncode in (130, -signal.SIGINT)
+    assert said == ""
+    assert "Traceback" not in complained, complained
+
+
+def test_ctrl_c_is_quiet_while_it_waits_for_its_keeper(tmp_path: Path) -> None:
+    """The keeper can't be started, and is tried again; the operator has seen why, and does not wait."""
+    shared, path = tmp_path / "shared", tmp_path / "membrokerd.toml"
+    shared.mkdir(mode=0o755)
+    runtime = tempfile.mkdtemp(prefix="mb-")
+    path.write_text(to_toml({**DEFAULTS, "runtime_directory": runtime, "keeper_socket": str(shared / "s")}))
+    program = [sys.executable, "-c", script("membrokerd"), "--config", str(path)]
+    try:
+        with subprocess.Popen(program, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            assert any("no keeper of descriptors" in line for line in process.stderr)
+            process.send_signal(signal.SIGINT)
+            _, complained = process.communicate(timeout=30)
+        assert process.returncode == 130, complained
+        assert "Traceback" not in complained, complained
+    finally:
+        shutil.rmtree(runtime)
 
 
 def test_a_runtime_path_that_no_socket_can_have_is_refused(tmp_path: Path) -> None:
