@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import errno
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -258,13 +259,16 @@ class Daemon:
         try:
             server = MetricsServer(metrics.address, port, self._metrics.registry, lambda: "", self._unready)
         except OSError as error:
+            other = "port with --metrics-port (0 for a free one)"
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                other = "metrics.address, of this machine"
             raise HomeError(
-                f"cannot serve metrics on {metrics.address}:{port}: {error.strerror}; "
-                "choose another with --metrics-port (0 for a free one), or metrics.enabled = false"
+                f"cannot serve metrics on {_authority(metrics.address, port)}: {error.strerror}; "
+                f"choose another {other}, or metrics.enabled = false"
             ) from error
         server.start()
         stack.callback(server.close)
-        self._views.metrics_url = f"http://{metrics.address}:{server.port}/metrics"
+        self._views.metrics_url = f"http://{_authority(metrics.address, server.port)}/metrics"
 
     async def _open_endpoints(self, stack: AsyncExitStack) -> None:
         if self._config.uid_tenants:
@@ -343,6 +347,7 @@ class Daemon:
             stock_changes=dict(self._loop.broker.stock.changes),
             headroom=dict(self._plan.headroom),
             gate_reserve={"device": self._plan.gate_reserve},
+            draining=self._loop.broker.draining,
         )
 
     def _unready(self) -> str:
@@ -353,3 +358,8 @@ class Daemon:
 
     def _observe_request(self, method: str, transport: str, seconds: float) -> None:
         self._metrics.requests.observe(seconds, method, transport)
+
+
+def _authority(address: str, port: int) -> str:
+    """Return address and port as a URL has them."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

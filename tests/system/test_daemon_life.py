@@ -248,6 +248,27 @@ def test_a_metrics_port_in_use_is_told_in_a_sentence(tmp_path: Path) -> None:
     assert "--metrics-port" in said
 
 
+def test_a_metrics_address_of_no_machine_is_told_with_the_key_to_change(tmp_path: Path) -> None:
+    """192.0.2.1 is nobody's, and no port of it is any better; nor is one of a name that is none."""
+    path = tmp_path / "membrokerd.toml"
+    for address in ("192.0.2.1", "2001:db8::1", "no such host"):
+        with tempfile.TemporaryDirectory(prefix="mb-") as runtime:
+            metrics = {"port": 0, "address": address}
+            path.write_text(to_toml({**DEFAULTS, "runtime_directory": runtime, "metrics": metrics}))
+            said = refuse_to_start("--config", str(path))
+        assert (f"[{address}]:0" if ":" in address else f"{address}:0") in said
+        assert "choose another metrics.address" in said
+        assert "--metrics-port" not in said
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_metrics_at_an_address_with_colons_can_be_fetched() -> None:
+    """Loopback of IPv6: what `membroker status` shows is a URL."""
+    with running({"metrics": {"port": 0, "address": "::1"}}) as daemon:
+        assert daemon.device().metrics_url.startswith("http://[::1]:")
+        assert "membroker_build_info" in daemon.metrics()
+
+
 def test_a_keeper_that_cannot_listen_is_told_with_the_key_to_change(tmp_path: Path) -> None:
     """Its socket was put into a directory that others enter, too."""
     runtime, path = Path(tempfile.mkdtemp(prefix="mb-")), tmp_path / "membrokerd.toml"
