@@ -223,9 +223,11 @@ def _check_tenant(table: Mapping[str, Any], path: str, problems: _Problems) -> T
 
 
 def _known_tenant_name(name: str, path: str, problems: _Problems) -> bool:
-    if valid_tenant(name):
+    if valid_tenant(name) and not name.startswith("-"):  # "-" alone stands for any model elsewhere
         return True
-    problems.add(path, "a tenant's name is 1 to 24 of [a-z0-9-], since it is a directory's too; rename it")
+    problems.add(
+        path, "a tenant's name is [a-z0-9] and then at most 23 of [a-z0-9-]: it is a directory's too; rename it"
+    )
     return False
 
 
