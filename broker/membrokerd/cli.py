@@ -10,7 +10,7 @@ from typing import Any
 
 from membroker.vmm import DriverError
 
-from . import __version__, logs
+from . import __version__, logs, quotas
 from .config import ConfigError, load
 
 SWITCH_SECONDS = 0.0005
@@ -27,7 +27,10 @@ machine can run a broker; `membroker status` shows what a running one lends."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the daemon; returns its exit status: 0 after SIGTERM, 1 when it cannot start, 2 for a wrong command line."""
+    """Run the daemon; returns its exit status.
+
+    0 after SIGTERM or SIGINT, 1 when it cannot start, 2 for a wrong command line, 130 after a SIGINT during the start.
+    """
     parser = _parser()
     options = vars(parser.parse_args(arguments))
     path: Path | None = options.pop("config")
@@ -38,6 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     if only_check:
+        if config.state_directory and (trouble := quotas.trouble(config.state_directory)):
+            print(f"{path}: state_directory: {trouble}", file=sys.stderr)  # perhaps another user's daemon may
         print(f"{path or 'the defaults'}: good")
         return 0
     logs.configure(config.log)
@@ -66,6 +71,8 @@ def _serve(config: Any) -> int:
     except (HomeError, DeviceError, DriverError) as error:
         print(f"membrokerd: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .config_values import KEYS, Check, nearest, size_text
+from .config_values import CAPACITY_STEP, KEYS, Check, nearest, size_text
 from .core.policy import valid_own_name, valid_tenant
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -223,9 +223,11 @@ def _check_tenant(table: Mapping[str, Any], path: str, problems: _Problems) -> T
 
 
 def _known_tenant_name(name: str, path: str, problems: _Problems) -> bool:
-    if valid_tenant(name):
+    if valid_tenant(name) and not name.startswith("-"):  # "-" alone stands for any model elsewhere
         return True
-    problems.add(path, "a tenant's name is 1 to 24 of [a-z0-9-], since it is a directory's too; rename it")
+    problems.add(
+        path, "a tenant's name is [a-z0-9] and then at most 23 of [a-z0-9-]: it is a directory's too; rename it"
+    )
     return False
 
 
@@ -270,14 +272,23 @@ def _check_fit(config: Config, problems: _Problems) -> None:
     for key, size, limit_key, limit in _bounds(config):
         if size is not None and limit is not None and size > limit and not problems.has(limit_key):
             problems.add(key, f"{size_text(size)} is more than {limit_key}, {size_text(limit)}; write at most that")
+    if config.keeper_socket is not None and config.keeper_socket.parent == config.runtime_directory:
+        problems.add(
+            "keeper_socket",
+            "is in the runtime directory itself, which tenants pass through, and the keeper lets nobody else into "
+            'its directory; name one of its own, such as "/run/membroker-keeper/fdstore.sock"',
+        )
 
 
 def _bounds(config: Config) -> Iterator[tuple[str, int | None, str, int | None]]:
     """Yield (key, size, key of its bound, bound)."""
-    yield "gate_reserve", config.gate_reserve, "headroom", config.headroom
+    headroom = 0 if config.headroom is None and config.driver == "host" else config.headroom
+    yield "gate_reserve", config.gate_reserve, "headroom", headroom
     if config.driver != "cuda" and config.host_driver_total is not None:
-        left = max(0, config.host_driver_total - (config.headroom or 0))
-        yield "capacity", config.capacity, "host_driver_total less headroom", left
+        most = max(0, config.host_driver_total - 2 * CAPACITY_STEP)
+        yield "headroom", config.headroom, "host_driver_total less anchor and one granule", most
+        if (left := config.host_driver_total - (headroom or 0) - CAPACITY_STEP) > 0:
+            yield "capacity", config.capacity, "host_driver_total less headroom and anchor", left
     for name, tenant in config.tenants.items():
         path = _join("tenants", name)
         yield f"{path}.limit", tenant.limit, "capacity", config.capacity

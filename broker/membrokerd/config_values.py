@@ -19,6 +19,8 @@ from membroker.vmm.sizes import MIB, format_size, parse_size
 CAPACITY_STEP = 2 * MIB
 """The granularity of every card so far, and of the twin: capacity is a multiple of it."""
 
+_UUID = re.compile(r"(GPU-|MIG-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
+
 Check = Callable[[Any], Any]
 
 
@@ -100,8 +102,10 @@ def text(value: Any) -> str:
 
 def device(value: Any) -> int | str:
     """A card's number, or its UUID."""
-    if isinstance(value, str) and value:
-        return int(value) if value.isdecimal() else value
+    if isinstance(value, str) and value.isdecimal():
+        return int(value)
+    if isinstance(value, str) and _UUID.fullmatch(value):
+        return value
     if _is_int(value) and value >= 0:
         return int(value)
     raise ValueError(f'write a card\'s number from 0 or its UUID, such as "GPU-…" from `nvidia-smi -L`, not {value!r}')

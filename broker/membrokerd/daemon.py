@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import errno
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -100,7 +101,7 @@ class Daemon:
         journal = Journal(self._home.state / "journal", Binding(boot_id(), self._plan.driver.device.uuid))
         stack.callback(journal.close)
         (condensed, charged), kept = self._read_journal(journal), await self._open_store(stack)
-        plan = self._plan = self._take_driver(kept)
+        plan = self._plan = self._take_driver(kept, charged)
         stack.callback(plan.driver.close)
         executor = Executor(plan.driver, plan.gate_reserve, self._observe_driver)
         stack.callback(executor.stop)
@@ -135,12 +136,19 @@ class Daemon:
         self._take_over(executor, kept)
         self._start_metrics(stack)
         self._loop.start()
-        await self._open_endpoints(stack)
+        try:
+            await self._open_endpoints(stack)
+        except BaseException:
+            await self._loop.stop(0)  # else it asks a closed driver
+            raise
 
     def _commanded(self) -> list[ft.Fact]:
         """Return the limits that an operator commanded, at whatever daemon of this device."""
         configured, device = self._config.state_directory, self._plan.directory
-        self._quotas_path = (configured / device if configured else quotas.state_directory(device)) / "quotas.toml"
+        directory = configured / device if configured else quotas.state_directory(device)
+        if trouble := quotas.trouble(directory):
+            logs.warn(trouble)
+        self._quotas_path = directory / "quotas.toml"
         return [ft.QuotaSet(*key, limit) for key, limit in quotas.read(self._quotas_path).items()]
 
     def _read_journal(self, journal: Journal) -> tuple[list[ft.Fact], Mapping[Location, int]]:
@@ -187,21 +195,21 @@ class Daemon:
             elif kind == "keeper":
                 mirror, kept = await open_keeper(self._config.keeper_socket or self._home.state / "fdstore.sock")
         except OSError as error:
-            raise HomeError(
-                f"there is no descriptor store ({kind}): {error}; choose another with `descriptor_store`"
-            ) from error
+            key = "keeper_socket" if kind == "keeper" and self._config.keeper_socket else "descriptor_store"
+            raise HomeError(f"there is no descriptor store ({kind}): {error}; choose another with `{key}`") from error
         self._store = Store(mirror)
         stack.callback(lambda: close_all(self._store.close()))
         self._store.adopt(kept)
         logs.log("descriptor store", kind=kind, segments=len(kept.segments), processes=len(kept.processes))
         return kept
 
-    def _take_driver(self, kept: Kept) -> Plan:
+    def _take_driver(self, kept: Kept, charged: Mapping[Location, int]) -> Plan:
         """Return the plan with a driver that knows what an earlier daemon's has lent."""
         if not kept.driver:
             return self._plan
         self._plan.driver.close()
-        return replace(self._plan, driver=self._plan.reopen({name: os.dup(one) for name, one in kept.driver.items()}))
+        survivors = {name: os.dup(one) for name, one in kept.driver.items()}
+        return replace(self._plan, driver=self._plan.reopen(survivors, charged))
 
     def _take_over(self, executor: Executor, kept: Kept) -> None:
         """Go on with the books of the daemon before this one."""
@@ -251,13 +259,16 @@ class Daemon:
         try:
             server = MetricsServer(metrics.address, port, self._metrics.registry, lambda: "", self._unready)
         except OSError as error:
+            other = "port with --metrics-port (0 for a free one)"
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                other = "metrics.address, of this machine"
             raise HomeError(
-                f"cannot serve metrics on {metrics.address}:{port}: {error.strerror}; "
-                "choose another with --metrics-port (0 for a free one), or metrics.enabled = false"
+                f"cannot serve metrics on {_authority(metrics.address, port)}: {error.strerror}; "
+                f"choose another {other}, or metrics.enabled = false"
             ) from error
         server.start()
         stack.callback(server.close)
-        self._views.metrics_url = f"http://{metrics.address}:{server.port}/metrics"
+        self._views.metrics_url = f"http://{_authority(metrics.address, server.port)}/metrics"
 
     async def _open_endpoints(self, stack: AsyncExitStack) -> None:
         if self._config.uid_tenants:
@@ -292,6 +303,7 @@ class Daemon:
             -1 if config.owner is None else config.owner,
             -1 if config.group is None else config.group,
             0o660 if config.mode is None else config.mode,
+            f"tenants.{name}",
         )
         service = BrokerService(name, self._dispatcher, self._views)
         server = await serve(
@@ -335,6 +347,7 @@ class Daemon:
             stock_changes=dict(self._loop.broker.stock.changes),
             headroom=dict(self._plan.headroom),
             gate_reserve={"device": self._plan.gate_reserve},
+            draining=self._loop.broker.draining,
         )
 
     def _unready(self) -> str:
@@ -345,3 +358,8 @@ class Daemon:
 
     def _observe_request(self, method: str, transport: str, seconds: float) -> None:
         self._metrics.requests.observe(seconds, method, transport)
+
+
+def _authority(address: str, port: int) -> str:
+    """Return address and port as a URL has them."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

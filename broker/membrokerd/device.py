@@ -33,8 +33,11 @@ class Plan:
     """The driver, and what may be lent of its device; sizes in bytes."""
 
     driver: Driver
-    reopen: Callable[[Mapping[str, int]], Driver]
-    """Opens the same driver with the descriptors that an earlier daemon's has left (`Driver.survivors`)."""
+    reopen: Callable[[Mapping[str, int], Mapping[CoreLocation, int]], Driver]
+    """Opens the same driver with the descriptors that an earlier daemon's has left (`Driver.survivors`).
+
+    The second argument is what is lent already: a twin has room for that, whatever is configured now.
+    """
     directory: str
     capacities: Mapping[CoreLocation, int]
     headroom: Mapping[CoreLocation, int]
@@ -115,13 +118,19 @@ def _plan_host(config: Config) -> Plan:
         total = (config.capacity or HOST_DEFAULT_CAPACITY) + beside
     capacity = config.capacity if config.capacity is not None else total - beside
     _check_capacity(capacity, total, beside)
+    _check_reserve(config.gate_reserve or 0, config.headroom or 0)
     host_bytes = max(config.host_capacity, HOST_GRANULARITY)
 
-    def open_twin(survivors: Mapping[str, int] | None = None) -> Driver:
-        return open_driver("host", total_bytes=total, host_bytes=host_bytes, survivors=survivors)
+    def open_twin(survivors: Mapping[str, int] | None, charged: Mapping[CoreLocation, int]) -> Driver:
+        return open_driver(
+            "host",
+            total_bytes=max(total, charged.get("device", 0) + beside),
+            host_bytes=max(host_bytes, charged.get("host", 0)),
+            survivors=survivors,
+        )
 
     return Plan(
-        open_twin(),
+        open_twin(None, {}),
         open_twin,
         "host",
         _capacities(capacity, config),
@@ -145,6 +154,8 @@ def _plan_cuda(config: Config) -> Plan:
         if capacity is None:
             capacity = (info.total - beside) // granularity * granularity
         _check_capacity(capacity, info.total, beside)
+        if config.gate_reserve is not None:
+            _check_reserve(config.gate_reserve, headroom)
     except BaseException:
         driver.close()
         raise
@@ -152,7 +163,7 @@ def _plan_cuda(config: Config) -> Plan:
     stock = CUDA_STOCK if config.stock is None else config.stock
     extents = config.stock_extents if stock else 0
     directory, capacities = _directory(driver.device.uuid), _capacities(capacity, config)
-    return Plan(driver, lambda _: driver, directory, capacities, {"device": headroom}, reserve, extents, stock)
+    return Plan(driver, lambda *_: driver, directory, capacities, {"device": headroom}, reserve, extents, stock)
 
 
 def _capacities(capacity: int, config: Config) -> dict[CoreLocation, int]:
@@ -162,7 +173,20 @@ def _capacities(capacity: int, config: Config) -> dict[CoreLocation, int]:
     return capacities
 
 
+def _check_reserve(reserve: int, headroom: int) -> None:
+    if reserve > headroom:
+        raise DeviceError(
+            f"a gate_reserve of {format_size(reserve)} is more than the headroom of {format_size(headroom)}, and what "
+            "is lent would use it up; lower `gate_reserve`, or raise `headroom`"
+        )
+
+
 def _check_capacity(capacity: int, total: int, beside: int) -> None:
+    if total <= beside:
+        raise DeviceError(
+            f"the device has {format_size(total)} and headroom and anchor take {format_size(beside)}, so that "
+            "nothing is left to lend; lower `headroom`"
+        )
     if not 0 < capacity <= total - beside:
         raise DeviceError(
             f"a capacity of {format_size(capacity)} does not fit: the device has {format_size(total)}, of which "

@@ -241,7 +241,7 @@ def _take_directory(directory: str) -> int:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     status = os.fstat(descriptor)
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise OSError(f"{directory} is not this user's alone: chmod 700, or choose another")
+        raise OSError(f"{directory} is not this user's alone: name a directory that only the keeper uses; one is made")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -27,11 +27,12 @@ class HomeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Who may open a socket: -1 leaves the owner or the group as it is."""
+    """Who may open a socket: -1 leaves the owner or the group as it is. `table` is where that was configured."""
 
     uid: int = -1
     gid: int = -1
     mode: int = 0o660
+    table: str = ""
 
 
 class Home:
@@ -129,9 +130,21 @@ class Home:
     def publish(self, private: Path, public: Path, ownership: Ownership) -> None:
         """Give a bound socket its owner and mode, and put it where tenants look, over what a dead daemon left."""
         private.chmod(ownership.mode)
-        if (ownership.uid, ownership.gid) != (-1, -1):
-            os.chown(private, ownership.uid, ownership.gid)
+        for key, uid, gid in (("owner", ownership.uid, -1), ("group", -1, ownership.gid)):
+            if (uid, gid) != (-1, -1):
+                self._give(private, f"{ownership.table}.{key}", uid, gid)
         private.rename(public)
+
+    @staticmethod
+    def _give(private: Path, key: str, uid: int, gid: int) -> None:
+        try:
+            os.chown(private, uid, gid)
+        except OSError as error:
+            private.unlink()
+            raise HomeError(
+                f"{key} = {max(uid, gid)}: this daemon, of user {os.geteuid()}, cannot give a socket away: "
+                f"{error.strerror}; start it as root, or leave that key out"
+            ) from error
 
     def listen(self, public: Path, ownership: Ownership) -> socket.socket:
         """Return a listening, non-blocking SEQPACKET socket at `public`."""

@@ -58,7 +58,10 @@ MODEL_RELEASES = Spec(
     "membroker_model_releases_total", "counter", "Extents given back since the model began, by word or death.", _MODEL
 )
 MODEL_DENIALS = Spec(
-    "membroker_model_denials_total", "counter", "Requests refused since the model began.", (*_MODEL, "reason")
+    "membroker_model_denials_total",
+    "counter",
+    "Requests refused since the model or this daemon began.",
+    (*_MODEL, "reason"),
 )
 DEVICE_CAPACITY = Spec("membroker_device_capacity_bytes", "gauge", "Bytes the broker may lend.", _AT)
 DEVICE_LENT = Spec("membroker_device_lent_bytes", "gauge", "Bytes lent to processes that live.", _AT)
@@ -91,6 +94,7 @@ SEGMENTS = Spec(
     "membroker_segments", "gauge", "Segments of a model, by state; absent where it has none.", (*_MODEL, "state")
 )
 SESSIONS = Spec("membroker_sessions", "gauge", "Sessions of workers, observers left out.", ("state",))
+DRAINING = Spec("membroker_device_draining", "gauge", "1 while an operator drains the device: nothing more is lent.")
 REFUSED = Spec("membroker_connections_refused_total", "counter", "Handoff connections turned away.", ("reason",))
 NOTICES_DROPPED = Spec("membroker_notices_dropped_total", "counter", "Notices that a session was too slow to take.")
 DRIVER_CALLS = Spec("membroker_driver_call_seconds", "histogram", "Time of one driver call.", ("call",))
@@ -134,6 +138,7 @@ class MetricsView:
     stock_changes: Mapping[str, int] = field(default_factory=Counter)
     headroom: Mapping[Location, int] = field(default_factory=dict)
     gate_reserve: Mapping[Location, int] = field(default_factory=dict)
+    draining: bool = False
 
 
 class MetricsSource(Protocol):
@@ -237,6 +242,7 @@ def _add_device(families: _Families, view: MetricsView) -> None:
         families.add(STOCK_EXTENTS, extents, change)
     families.add(BUILD_INFO, 1, view.version, view.device.driver, view.device.name)
     families.add(DEVICE_GRANULARITY, view.device.granularity)
+    families.add(DRAINING, int(view.draining))
     families.add(DESCRIPTORS, view.memory_descriptors_open)
     families.add(NOTICES_DROPPED, view.notices_dropped)
     for reason, count in sorted(view.refused.items()):

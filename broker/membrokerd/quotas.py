@@ -51,6 +51,21 @@ def state_directory(device: str, env: Mapping[str, str] = os.environ, uid: int |
     raise HomeError("there is no place for what outlives a reboot: set XDG_STATE_HOME or HOME to an absolute path")
 
 
+def trouble(directory: Path) -> str:
+    """Return why nothing can be kept below this directory, which need not be there yet; "" when something can."""
+    there = next(part for part in (directory, *directory.parents) if os.path.exists(part))
+    if not there.is_dir():
+        why = "is not a directory"
+    elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+        why = "cannot be written by this user"
+    else:
+        return ""
+    return (
+        f"limits by command will be refused, since they are to be kept in {directory} and {there} {why}: "
+        "mend that, or set another state_directory"
+    )
+
+
 # --- Reading ---
 
 
@@ -119,13 +134,17 @@ def _limits(table: Mapping[str, Any], where: str, *others: str) -> Iterator[tupl
 
 def write(path: Path, quotas: Quotas) -> None:
     """Put these quotas in place of those of the file: whole and on the disk, or not at all. Raises `OSError`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.new")
-    with fresh.open("w", encoding="utf-8") as file:
-        file.write(_text(quotas))
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.rename(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f"{path.name}.new")
+        with fresh.open("w", encoding="utf-8") as file:
+            file.write(_text(quotas))
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.rename(path)
+    except OSError as error:
+        error.filename = path  # a full disk names none
+        raise
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(directory)

@@ -88,6 +88,7 @@ class Store:
 
     def __init__(self, mirror: Mirror | None = None) -> None:
         self._mirror = mirror
+        self._ends = False
         self._segments: dict[int, dict[int, int]] = {}
         self._copies: dict[str, int] = {}
         if mirror is not None:
@@ -182,7 +183,8 @@ class Store:
             return
 
         def put(error: OSError | None) -> None:
-            if error is not None:
+            # What is the driver's was put at the start: a daemon that ends before that is over has lent nothing.
+            if error is not None and not (self._ends and _DRIVER.fullmatch(name)):
                 logs.warn("a restart would lose a descriptor", name=name, error=str(error))
 
         try:
@@ -207,6 +209,7 @@ class Store:
 
     def close(self) -> list[int]:
         """Forget everything, and return every descriptor. The mirror's process keeps its copies."""
+        self._ends = True
         if self._mirror is not None:
             self._mirror.close()
         descriptors = [descriptor for _, descriptor in self._contents()]

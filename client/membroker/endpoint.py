@@ -14,7 +14,7 @@ import pwd
 import socket
 import stat
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +31,8 @@ VARIABLE = "MEMBROKER_ENDPOINT"
 MAX_PATH_BYTES = 107
 """The longest path of a Unix socket: `sockaddr_un` has 108 bytes, the last is a zero."""
 
+SYSTEM = Path("/run/membroker")
+
 _START = "start one with `membrokerd`"
 
 
@@ -38,8 +40,8 @@ def find_endpoint(endpoint: str | os.PathLike[str] | None = None, env: Mapping[s
     """Return the directory of the endpoint to enter, absolute.
 
     The argument, else MEMBROKER_ENDPOINT, else `tenants/default` of the only device under
-    `$XDG_RUNTIME_DIR/membroker`, else under `/run/membroker`. Raises `BrokerUnavailable` where there is no
-    device, and `InvalidRequest` where there are several, with their directories.
+    `$XDG_RUNTIME_DIR/membroker`, else under `/run/membroker`, where a broker listens, if one does anywhere. Raises
+    `BrokerUnavailable` where there is no device, and `InvalidRequest` where there are several, with their directories.
     """
     chosen = os.fspath(endpoint) if endpoint is not None else env.get(VARIABLE, "")
     if chosen:
@@ -48,10 +50,24 @@ def find_endpoint(endpoint: str | os.PathLike[str] | None = None, env: Mapping[s
 
 
 def default_device(env: Mapping[str, str] = os.environ) -> Path:
-    """Return the runtime directory of the only device whose broker could be reached without being told which."""
+    """Return the runtime directory of the only device whose broker could be reached without being told which.
+
+    What a dead broker left counts only where no broker lives: then it is that one that is missed.
+    """
     looked = runtime_directories(env)
+    device = _only_device(looked, _may_live) or _only_device(looked, lambda _: True)
+    if device is not None:
+        return device
+    raise BrokerAbsent(
+        f"no broker was found under {' or '.join(map(str, looked))}: {_START}, "
+        f"or name its endpoint's directory with {VARIABLE}=…"
+    )
+
+
+def _only_device(looked: Iterable[Path], counts: Callable[[Path], bool]) -> Path | None:
+    """Return the device of the first runtime directory that has one which counts; raises where it has several."""
     for runtime in looked:
-        devices = _devices_in(runtime)
+        devices = list(filter(counts, _devices_in(runtime)))
         if len(devices) > 1:
             listed = ", ".join(str(device / "tenants" / "default") for device in devices)
             raise InvalidRequest(
@@ -60,16 +76,13 @@ def default_device(env: Mapping[str, str] = os.environ) -> Path:
             )
         if devices:
             return devices[0]
-    raise BrokerAbsent(
-        f"no broker was found under {' or '.join(map(str, looked))}: {_START}, "
-        f"or name its endpoint's directory with {VARIABLE}=…"
-    )
+    return None
 
 
 def runtime_directories(env: Mapping[str, str] = os.environ) -> list[Path]:
     """Return the directories in which brokers keep their endpoints, the user's own first."""
     own = env.get("XDG_RUNTIME_DIR", "")
-    return [Path(own, "membroker")] * bool(own) + [Path("/run/membroker")]
+    return [Path(own, "membroker")] * bool(own) + [SYSTEM]
 
 
 def _devices_in(runtime: Path) -> list[Path]:
@@ -79,6 +92,24 @@ def _devices_in(runtime: Path) -> list[Path]:
         return []
     except OSError as error:
         raise diagnose(runtime, error) from error
+
+
+def _may_live(device: Path) -> bool:
+    """Say whether a tenant's socket of this device is somebody's, or may be: one closed to us can't be asked."""
+    try:
+        return any(_may_be_bound(tenant / "handoff.sock") for tenant in (device / "tenants").iterdir())
+    except OSError:
+        return True
+
+
+def _may_be_bound(path: Path) -> bool:
+    # By a socket of another kind: the kernel says whether there is a process, which hears nothing of it.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except OSError as error:
+            return error.errno not in (errno.ENOENT, errno.ECONNREFUSED)
+        return True
 
 
 DESCRIPTORS_SHORT = "this process has no file descriptor left: raise its limit, `ulimit -n` (RLIMIT_NOFILE)"

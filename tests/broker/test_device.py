@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from membrokerd.config import Config
-from membrokerd.device import _share, plan
+from membrokerd.device import DeviceError, _share, plan
 
 MIB = 1 << 20
 
@@ -50,3 +50,20 @@ def test_the_host_twin_keeps_a_stock_only_where_one_is_configured(
         assert (rules.stock_extents, rules.stock_bytes) == (found.stock_extents, found.stock_bytes) == (extents, size)
     finally:
         found.driver.close()
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"gate_reserve": 64 * MIB}, "a gate_reserve of 64.0 MiB is more than the headroom of 0 B"),
+        (
+            {"host_driver_total": 64 * MIB, "headroom": 128 * MIB},
+            "the device has 64.0 MiB and headroom and anchor take",
+        ),
+    ],
+    ids=str,
+)
+def test_a_twin_that_could_lend_nothing_does_not_start(keys: dict[str, Any], said: str, tmp_path: Any) -> None:
+    """With `driver = "auto"` only the machine says that the figures are a twin's: no check of the file could."""
+    with pytest.raises(DeviceError, match=said):
+        plan(Config(runtime_directory=tmp_path, driver="host", **keys))

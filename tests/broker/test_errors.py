@@ -60,7 +60,7 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.MODEL_IN_USE: [{"model": MODEL, "used_bytes": 2 * MIB}],
     Reason.EXTENT_NOT_FOUND: [{"extent": (1 << 64) - 1}],
     Reason.SESSION_NOT_DETACHED: [{"session": "sessions/1c", "what": "is open, its process is connected"}],
-    Reason.TENANT_NOT_FOUND: [{"tenant": "green"}],
+    Reason.TENANT_NOT_FOUND: [{"tenant": "green"}, {"tenant": "acme", "hint": ", and each user is one here"}],
     Reason.SEGMENT_NOT_FOUND: [{"segment": SEGMENT}, {"segment": (1 << 64) - 1}],
     Reason.SEGMENT_EXISTS: [{"segment": SEGMENT, "state": "ending"}],
     Reason.SEGMENT_NOT_SEALED: [{"segment": SEGMENT}],
@@ -89,7 +89,7 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.STOPPING: [{}],
     Reason.DRAINING: [{}],
     Reason.JOURNAL_FULL: [{"driver_says": "no room for its journal"}],
-    Reason.INTERNAL: [{}, MADE],
+    Reason.INTERNAL: [{}, MADE, {"fault": "the limit cannot be kept in /var/lib/x: No space left on device"}],
 }
 RETRY = {
     Reason.MODEL_LIMIT,

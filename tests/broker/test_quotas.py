@@ -14,7 +14,7 @@ from membrokerd import quotas as quotas_module
 from membrokerd.config import load
 from membrokerd.core.events import LOCATIONS
 from membrokerd.home import HomeError
-from membrokerd.quotas import Quotas, read, state_directory, write
+from membrokerd.quotas import Quotas, read, state_directory, trouble, write
 
 GIB = 1 << 30
 QUOTAS: Quotas = {
@@ -149,9 +149,23 @@ def test_a_command_is_on_the_disk_or_did_not_happen(path: Path, monkeypatch: pyt
 
     path.write_bytes(before)
     monkeypatch.setattr(os, "fsync", broken)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="No space") as caught:
         write(path, {})
+    assert caught.value.filename == path
     assert path.read_bytes() == before
+
+
+def test_a_place_that_cannot_be_written_is_told_before_a_command_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It need not be there yet: what counts is the first part of it that is."""
+    assert trouble(tmp_path / "kept" / "host") == ""
+    (tmp_path / "file").touch()
+    said = trouble(tmp_path / "file" / "host")
+    assert f"kept in {tmp_path / 'file' / 'host'} and {tmp_path / 'file'} is not a directory" in said
+    assert "state_directory" in said
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    assert f"{tmp_path} cannot be written by this user" in trouble(tmp_path / "kept" / "host")
 
 
 def test_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,8 @@ class Slow:
 
     def close(self) -> None:
         self.closed = True
+        while self.puts:
+            self.puts.pop(0)[1](ConnectionError("the broker stops"))
 
     def take(self) -> None:
         """Take the first put."""
@@ -195,6 +197,19 @@ def test_a_copy_that_fails_is_only_logged(mirror: Slow, mirrored: Store, caplog:
     mirrored.keep_process(2, file)
     assert [record.getMessage() for record in caplog.records] == ["a restart would lose a descriptor"] * 2
     assert [name for name, _ in mirror.contents()] == ["process.1"]
+
+
+def test_a_daemon_that_ends_at_its_start_complains_of_nothing(mirror: Slow, caplog: pytest.LogCaptureFixture) -> None:
+    """Its port is taken. Of what it has lent nothing is lost, and a session that it took over is another matter."""
+    store = Store(mirror)
+    file = memfd(b"")
+    store.keep_driver("watches", file)
+    close_all(store.close())
+    assert caplog.records == []
+    store = Store(mirror)
+    store.keep_process(1, file)
+    close_all([*store.close(), file])
+    assert [record.getMessage() for record in caplog.records] == ["a restart would lose a descriptor"]
 
 
 def test_what_a_predecessor_left_is_the_stores(mirror: Slow, mirrored: Store) -> None:

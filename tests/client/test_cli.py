@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon
+from tests.daemons import MIB, Daemon, running
 
 import membroker
 from membroker.cli import main as cli
@@ -122,6 +122,37 @@ def test_a_quota_is_set_listed_and_ended(daemon: Daemon, worker: membroker.Clien
         assert "limit as configured" in good("quota", "set", name, "--limit", "none", *at)
     assert "no limit is commanded" in good("quota", "list", *at)
     assert worker.models()[0].books["device"].limit == 8 * MIB
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_quota_for_nobody_yet_says_so(daemon: Daemon) -> None:
+    """A limit may be there before who it is for; but so may a typing error, and a limit that limits nothing."""
+    at = ("--endpoint", str(daemon.admin))
+    waits = "of that name is there now: the limit waits for its first session"
+    assert f"no model {waits}" in good("quota", "set", "red/lama-7b", "--limit", "2MiB", *at)
+    assert f"no tenant {waits}" in good("quota", "set", "blue", "--limit", "2MiB", *at)
+    out = good("quota", "set", "red", "--limit", "1GiB", *at)
+    assert out.splitlines()[1:] == ["that is more than the capacity, 256.0 MiB, which holds before it"]
+    assert len(good("quota", "set", "red", "--limit", "64MiB", *at).splitlines()) == 1
+    assert len(good("quota", "set", "blue", "--limit", "none", *at).splitlines()) == 1
+
+
+def test_where_each_user_is_a_tenant_a_quota_names_a_user() -> None:
+    """Others can't ever be, so their name is a mistake; what was commanded before the change can be ended."""
+    with running() as daemon:
+        at = ("--endpoint", str(daemon.admin))
+        good("quota", "set", "red", "--limit", "2MiB", *at)
+        assert daemon.stop() == 0
+        daemon.config["tenants"] = {}
+        daemon.start_again()
+        assert "the limit waits for its first session" in good("quota", "set", "uid-1000", "--limit", "2MiB", *at)
+        for name in ("acme", "uid-", "uid-007", "red"):
+            status, out, err = run("quota", "set", name, "--limit", "1GiB", *at)
+            assert (status, out) == (1, "")
+            assert f"there is no tenant '{name}'" in err
+            assert "such as 'uid-1000'" in err
+        good("quota", "set", "red", "--limit", "none", *at)
+        assert [row[0] for row in rows(good("quota", "list", *at))[1:]] == ["uid-1000"]
 
 
 def test_a_quota_of_an_unknown_tenant_is_a_sentence(daemon: Daemon) -> None:

@@ -171,10 +171,12 @@ def test_a_drain_refuses_tells_and_lists_and_an_undrain_lends_again(daemon: Daem
         assert (refusal.error, refusal.reason) == ("BrokerUnavailable", "DRAINING")
         assert refusal.message == "an operator drains this device: nothing more is lent until `membroker undrain`"
     assert re.search(r"lending +no: it is drained", good(daemon, "status"))
+    assert 'membroker_device_draining{gpu_uuid="host"} 1.0' in daemon.metrics()
     engine.do("kept.close(); segment.delete(); segment.close()")
     until(lambda: daemon.books().lent_bytes == 0)
     assert good(daemon, "drain").splitlines()[1:] == ["nothing is charged"]
     assert good(daemon, "undrain") == "it lends again\n"
+    assert 'membroker_device_draining{gpu_uuid="host"} 0.0' in daemon.metrics()
     until(lambda: told(engine)[-1] == "Undrained")
     engine.do("kept = model.allocate(PAGE)")
     assert "drained" not in good(daemon, "status")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemons import DEADLINE_SECONDS
+from tests.daemons import DEADLINE_SECONDS, running
 
 from membroker.cli import demo, demo_processes
 
@@ -76,6 +77,20 @@ def test_ctrl_c_ends_it_in_order(place: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)
         _, complaint = process.communicate(timeout=DEADLINE_SECONDS)
     assert (process.returncode, complaint) == (130, "")
+
+
+def test_a_worker_whose_demo_has_left_ends_without_a_word() -> None:
+    """Ctrl-C while it does what it was told: there is nobody to answer."""
+    with running() as daemon:
+        environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
+        command = [sys.executable, "-m", "membroker.cli.demo_worker", "chat", "1GiB", ""]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen(command, env=environment, text=True, **pipes) as worker:  # type: ignore[call-overload]
+            assert json.loads(worker.stdout.readline()) == {"ready": True}
+            worker.stdout.close()
+            worker.stdin.write('{"do": "held"}\n')
+            worker.stdin.close()
+            assert (worker.stderr.read(), worker.wait(DEADLINE_SECONDS)) == ("", 0)
 
 
 @pytest.mark.usefixtures("place")

@@ -57,14 +57,16 @@ class TestChoice:
         """gRPC and the handoff must mean the same place, also after the program changes its directory."""
         assert endpoint.find_endpoint("here") == Path.cwd() / "here"
 
-    def test_then_the_only_device_of_the_user(self, place: Path) -> None:
+    def test_then_the_only_device_of_the_user(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(endpoint, "SYSTEM", place / "system")
         (place / "membroker" / "host" / "tenants").mkdir(parents=True)
         (place / "membroker" / "membroker.lock").touch()
         found = endpoint.find_endpoint(None, {"XDG_RUNTIME_DIR": str(place)})
         assert found == place / "membroker" / "host" / "tenants" / "default"
 
-    def test_several_devices_are_listed(self, place: Path) -> None:
+    def test_several_devices_are_listed(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A machine with two cards: guessing one would put a model on the wrong card."""
+        monkeypatch.setattr(endpoint, "SYSTEM", place / "system")
         for device in ("gpu-1234abcd", "gpu-99999999"):
             (place / "membroker" / device / "tenants").mkdir(parents=True)
         with pytest.raises(InvalidRequest) as caught:
@@ -74,9 +76,32 @@ class TestChoice:
         assert "gpu-99999999/tenants/default" in message
         assert "MEMBROKER_ENDPOINT" in message
 
-    def test_no_device_at_all(self, place: Path) -> None:
-        if Path("/run/membroker").exists():
-            pytest.skip("this machine runs a broker")
+    def test_what_a_dead_broker_left_hides_no_living_one(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A twin was tried out and killed, in the user's own directory and in root's; the card's broker runs."""
+        monkeypatch.setattr(endpoint, "SYSTEM", place / "system")
+        env = {"XDG_RUNTIME_DIR": str(place)}
+        card = place / "system" / "gpu-1234abcd" / "tenants" / "default"
+        for left in (place / "membroker" / "host", place / "system" / "host"):
+            (left / "tenants" / "default").mkdir(parents=True)
+            listening(left / "tenants" / "default" / "handoff.sock").close()
+        card.mkdir(parents=True)
+        with listening(card / "handoff.sock") as listener:
+            assert endpoint.find_endpoint(None, env) == card
+            listener.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+            (place / "system" / "host" / "tenants" / "red").mkdir()
+            with (
+                listening(place / "system" / "host" / "tenants" / "red" / "handoff.sock"),
+                pytest.raises(InvalidRequest, match="has 2 devices"),
+            ):
+                endpoint.find_endpoint(None, env)
+        assert "the broker is dead" in why(endpoint.find_endpoint(None, env)), (
+            "the user's own is the one that is missed"
+        )
+
+    def test_no_device_at_all(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(endpoint, "SYSTEM", place / "system")
         with pytest.raises(BrokerUnavailable, match="start one with `membrokerd`"):
             endpoint.find_endpoint(None, {"XDG_RUNTIME_DIR": str(place)})
 

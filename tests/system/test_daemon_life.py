@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,14 +75,18 @@ def successor(daemon: Daemon) -> Iterator[Daemon]:
         second.kill()
 
 
-def refuse_to_start(*arguments: str, **environment: str) -> str:
-    """Run a membrokerd that must not start: it says why in a sentence, and exits 1. Returns the sentence."""
-    command = [sys.executable, "-m", "membrokerd.cli", "--driver", "host", *arguments]
+def refuse_to_start(*arguments: str, user: int | None = None, warns: bool = False, **environment: str) -> str:
+    """Run a membrokerd that must not start: it says why in a sentence, and exits 1. Returns the sentence.
+
+    That is all that it complains of, unless it `warns` before. `user` runs it, None for this one.
+    """
+    command = [*as_user(user), sys.executable, "-m", "membrokerd.cli", "--driver", "host", *arguments]
     ran = subprocess.run(
         command, capture_output=True, text=True, timeout=30, env={**os.environ, **environment}, check=False
     )
     assert ran.returncode == 1, f"status {ran.returncode}: {ran.stderr}"
     assert "Traceback" not in ran.stderr
+    assert warns or "WARNING" not in ran.stderr, ran.stderr
     return ran.stderr.strip().splitlines()[-1]
 
 
@@ -186,6 +191,45 @@ def test_a_second_daemon_for_the_device_refuses_and_names_the_first(daemon: Daem
 # Its start
 
 
+def script(name: str) -> str:
+    """Return the program of a command's script, as an installer writes it."""
+    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+    return f"import sys; from {scripts[name].replace(':', ' import ')} as run; sys.exit(run())"
+
+
+@pytest.mark.parametrize("command", ["membrokerd", "membroker"])
+def test_ctrl_c_is_quiet_while_a_command_is_imported(command: str) -> None:
+    """Somebody has thought better of it at once. Python names each module that it has imported, so it is in the act."""
+    program = [sys.executable, "-X", "importtime", "-c", script(command), "--version"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any(line.rstrip().endswith(" argparse") for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        said, complained = process.communicate(timeout=30)
+    assert process.returncode in (130, -signal.SIGINT)
+    assert said == ""
+    assert "Traceback" not in complained, complained
+
+
+def test_ctrl_c_is_quiet_while_it_waits_for_its_keeper(tmp_path: Path) -> None:
+    """The keeper can't be started, and is tried again; the operator has seen why, and does not wait."""
+    shared, path = tmp_path / "shared", tmp_path / "membrokerd.toml"
+    shared.mkdir(mode=0o755)
+    runtime = tempfile.mkdtemp(prefix="mb-")
+    path.write_text(to_toml({**DEFAULTS, "runtime_directory": runtime, "keeper_socket": str(shared / "s")}))
+    program = [sys.executable, "-c", script("membrokerd"), "--config", str(path)]
+    try:
+        with subprocess.Popen(program, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            assert any("no keeper of descriptors" in line for line in process.stderr)
+            process.send_signal(signal.SIGINT)
+            _, complained = process.communicate(timeout=30)
+        assert process.returncode == 130, complained
+        assert "Traceback" not in complained, complained
+    finally:
+        shutil.rmtree(runtime)
+
+
 def test_a_runtime_path_that_no_socket_can_have_is_refused(tmp_path: Path) -> None:
     """A Unix socket's path ends at 107 bytes. The sentence has the path, not an errno from inside gRPC."""
     runtime = tmp_path / ("d" * 100)
@@ -202,6 +246,63 @@ def test_a_metrics_port_in_use_is_told_in_a_sentence(tmp_path: Path) -> None:
         said = refuse_to_start("--runtime-directory", runtime, "--metrics-port", str(port))
     assert f"127.0.0.1:{port}" in said
     assert "--metrics-port" in said
+
+
+def test_a_metrics_address_of_no_machine_is_told_with_the_key_to_change(tmp_path: Path) -> None:
+    """192.0.2.1 is nobody's, and no port of it is any better; nor is one of a name that is none."""
+    path = tmp_path / "membrokerd.toml"
+    for address in ("192.0.2.1", "2001:db8::1", "no such host"):
+        with tempfile.TemporaryDirectory(prefix="mb-") as runtime:
+            metrics = {"port": 0, "address": address}
+            path.write_text(to_toml({**DEFAULTS, "runtime_directory": runtime, "metrics": metrics}))
+            said = refuse_to_start("--config", str(path))
+        assert (f"[{address}]:0" if ":" in address else f"{address}:0") in said
+        assert "choose another metrics.address" in said
+        assert "--metrics-port" not in said
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_metrics_at_an_address_with_colons_can_be_fetched() -> None:
+    """Loopback of IPv6: what `membroker status` shows is a URL."""
+    with running({"metrics": {"port": 0, "address": "::1"}}) as daemon:
+        assert daemon.device().metrics_url.startswith("http://[::1]:")
+        assert "membroker_build_info" in daemon.metrics()
+
+
+def test_a_keeper_that_cannot_listen_is_told_with_the_key_to_change(tmp_path: Path) -> None:
+    """Its socket was put into a directory that others enter, too."""
+    runtime, path = Path(tempfile.mkdtemp(prefix="mb-")), tmp_path / "membrokerd.toml"
+    try:
+        shared = runtime / "shared"
+        shared.mkdir(mode=0o755)
+        places = {"runtime_directory": str(runtime / "run"), "keeper_socket": str(shared / "fdstore.sock")}
+        path.write_text(to_toml({**DEFAULTS, **places}))
+        said = refuse_to_start("--config", str(path), warns=True)
+        assert f"{shared} is not this user's alone" in said
+        assert said.endswith("choose another with `keeper_socket`")
+    finally:
+        shutil.rmtree(runtime)
+
+
+@pytest.mark.parametrize("key", ["owner", "group"])
+def test_an_owner_that_the_daemon_may_not_give_is_told_in_a_sentence(key: str) -> None:
+    """An ordinary user tries a tenant's `owner`, which takes root. Nothing of it is left where tenants look."""
+    user = NOBODY if os.geteuid() == 0 else None
+    if user is not None and shutil.which("setpriv") is None:
+        pytest.skip("no setpriv (util-linux) to become an ordinary user with")
+    runtime = Path(tempfile.mkdtemp(prefix="mb-"))
+    try:
+        if user is not None:
+            os.chown(runtime, user, user)
+        path = runtime / "membrokerd.toml"
+        places = {"runtime_directory": str(runtime / "run"), "state_directory": str(runtime / "kept")}
+        path.write_text(to_toml({**DEFAULTS, **places, "tenants": {"red": {key: 0}}}))
+        said = refuse_to_start("--config", str(path), user=user)
+        assert said.startswith(f"membrokerd: tenants.red.{key} = 0: ")
+        assert "start it as root, or leave that key out" in said
+        assert list((runtime / "run" / "host" / "tenants" / "red").iterdir()) == []
+    finally:
+        shutil.rmtree(runtime, ignore_errors=True)
 
 
 def test_a_runtime_directory_that_cannot_be_made_is_told_in_a_sentence(tmp_path: Path) -> None:
@@ -300,6 +401,18 @@ def test_no_token_is_ever_in_the_log(form: str) -> None:
             assert not any(token[at : at + 8] in log for at in range(len(token) - 7)), "a token is in the log"
         if form == "json":
             assert all(json.loads(line) for line in log.splitlines())
+
+
+def test_a_check_says_that_limits_by_command_cannot_be_kept(tmp_path: Path) -> None:
+    """The file is good for whoever may write there, and nobody is to learn it from the first `quota set`."""
+    path, kept = tmp_path / "membrokerd.toml", tmp_path / "kept"
+    kept.touch()
+    path.write_text(to_toml({**DEFAULTS, "runtime_directory": str(tmp_path), "state_directory": str(kept)}))
+    command = [sys.executable, "-m", "membrokerd.cli", "--config", str(path), "--check-config"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, f"{path}: good\n")
+    assert ran.stderr.startswith(f"{path}: state_directory: limits by command will be refused")
+    assert f"{kept} is not a directory" in ran.stderr
 
 
 def test_defaults_of_this_module_are_a_configuration(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import resource
 import signal
 from collections.abc import Iterator
 
+import grpc
 import pytest
 from tests.daemons import MIB, Daemon, running, until
 from tests.system import raw
@@ -282,9 +283,33 @@ def test_a_limit_by_command_outlives_the_daemon(daemon: Daemon) -> None:
         one.do("client.register_model('m').allocate('8MiB').close()")
 
 
-def test_less_capacity_than_is_lent() -> None:
-    """An operator lowers the capacity and restarts: what is out stays out; nothing more is lent until it is back."""
-    with running({"host_driver_total": "512MiB"}) as daemon, worker() as one:
+def test_a_limit_that_cannot_be_kept_is_not_in_force(daemon: Daemon) -> None:
+    """The disk that outlives a reboot has a fault. The operator learns where, and the limit is what it was before."""
+    kept = daemon.directory / "kept" / "host"
+    with daemon.admin_stub() as stub, worker() as one:
+        stub.SetQuota(admin_pb2.SetQuotaRequest(name="tenants/red", limit_bytes=4 * MIB))
+        (kept / "quotas.toml.new").mkdir()
+        for name, limit in (("red", 8 * MIB), ("red", None), ("blue", 2 * MIB)):
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.SetQuota(admin_pb2.SetQuotaRequest(name=f"tenants/{name}", limit_bytes=limit))
+            said = str(caught.value.details())
+            assert f"cannot be kept in {kept / 'quotas.toml'}: Is a directory" in said
+            assert "state_directory" in said
+            assert "the books are unchanged" in said
+        (quota,) = stub.ListQuotas(admin_pb2.ListQuotasRequest()).quotas
+        assert (quota.name, quota.limit_bytes) == ("tenants/red", 4 * MIB)
+        one.connect(daemon)
+        assert one.refused("client.register_model('m').allocate('8MiB')").reason == "TENANT_LIMIT"
+    assert "a fault of the broker" not in daemon.log()
+
+
+@pytest.mark.parametrize("card", [{}, {"host_driver_total": "512MiB"}], ids=["as-needed", "larger"])
+def test_less_capacity_than_is_lent(card: dict[str, str]) -> None:
+    """An operator lowers the capacity and restarts: what is out stays out; nothing more is lent until it is back.
+
+    The twin's card is as large as the capacity needs, and shrinks with it: what is out must have room there too.
+    """
+    with running(card) as daemon, worker() as one:
         one.connect(daemon)
         one.do("model = client.register_model('m'); buffer = model.allocate('32MiB')")
         daemon.kill()
@@ -292,6 +317,7 @@ def test_less_capacity_than_is_lent() -> None:
         daemon.start_again()
         until(lambda: daemon.sessions()[0].state == daemon.sessions()[0].OPEN)
         assert (daemon.books().capacity_bytes, daemon.books().lent_bytes) == (32 * MIB, 32 * MIB)
+        assert daemon.books().unaccounted_bytes == 0
         assert one.refused("model.allocate(PAGE)").reason == "CAPACITY"
         one.do("buffer.close(); client.close()")
         restart(daemon)

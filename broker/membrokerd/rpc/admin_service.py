@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from datetime import UTC
 from typing import Any
@@ -23,6 +24,8 @@ from ..suspects import Process, command_of
 from . import convert
 from .convert import LOCATION_NUMBERS, Refused
 from .views import Views
+
+_UID_TENANT = re.compile("uid-(0|[1-9][0-9]{0,9})")
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -67,12 +70,17 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Any) -> pb.Quota:
         """Command a limit, or end a command."""
         tenant, model = convert.parse_quota_name(request.name)
-        if self._tenants and tenant not in self._tenants:
-            raise Refused(deny(Reason.TENANT_NOT_FOUND, tenant=tenant))
         location = convert.parse_location(request.location)
         limit = request.limit_bytes if request.HasField("limit_bytes") else None
+        before = self._loop.broker.ledger.quotas.get((tenant, model, location))
+        if limit is not None or before is None:  # what is commanded for one who is none any more can be ended
+            self._check_tenant(tenant)
         await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, limit))
-        self._keep_quotas()
+        try:
+            self._keep_quotas()
+        except OSError as error:  # nothing ran since the step before: nobody was lent anything by that limit
+            await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, before))
+            raise Refused(deny(Reason.INTERNAL, fault=_unkept(error))) from error
         return self._quota(tenant, model, location)
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
@@ -123,6 +131,15 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise Refused(deny(found.reason, **found.numbers))
         return pb.ListProcessesResponse(processes=map(_from_process, found))
 
+    def _check_tenant(self, tenant: str) -> None:
+        """Refuse a tenant that there can't be; one that has not come yet is none of these."""
+        if self._tenants:
+            if tenant not in self._tenants:
+                raise Refused(deny(Reason.TENANT_NOT_FOUND, tenant=tenant))
+        elif not _UID_TENANT.fullmatch(tenant):
+            hint = ", and each user is one here, such as 'uid-1000'"
+            raise Refused(deny(Reason.TENANT_NOT_FOUND, tenant=tenant, hint=hint))
+
     async def _ask(self, make_event: convert.MakeEvent) -> fx.Result:
         answer: asyncio.Future[fx.Result | Denied] = asyncio.get_running_loop().create_future()
         self._loop.ask(make_event, answer.set_result)
@@ -141,6 +158,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             used = row.charges[location].bytes if row else 0
         limit = ledger.quotas.get((tenant, model, location))
         return pb.Quota(name=name, location=LOCATION_NUMBERS[location], limit_bytes=limit, used_bytes=used)
+
+
+def _unkept(error: OSError) -> str:
+    return (
+        f"the limit cannot be kept in {error.filename}: {error.strerror}; let the daemon write there "
+        "(`state_directory` in its configuration), or make room"
+    )
 
 
 def _from_process(process: Process) -> pb.Process:

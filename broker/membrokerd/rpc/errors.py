@@ -79,7 +79,7 @@ _TABLE: Mapping[Reason, _Row] = {
         Code.FAILED_PRECONDITION,
         "{session} {what}: only a detached session can be forgotten (`membroker sessions --admin` shows which are)",
     ),
-    Reason.TENANT_NOT_FOUND: _Row(Code.NOT_FOUND, "there is no tenant {tenant!r} in the broker's configuration"),
+    Reason.TENANT_NOT_FOUND: _Row(Code.NOT_FOUND, "there is no tenant {tenant!r} in the broker's configuration{hint}"),
     Reason.SEGMENT_NOT_FOUND: _Row(
         Code.NOT_FOUND, "this session knows no segment {segment}, or it is deleted, or only others hold it"
     ),
@@ -142,7 +142,7 @@ _TABLE: Mapping[Reason, _Row] = {
         "the broker cannot write down what it lends{says}: make room on the disk of its runtime directory",
         retry=True,
     ),
-    Reason.INTERNAL: _Row(Code.INTERNAL, "a fault of the broker, written in its log; the books are unchanged"),
+    Reason.INTERNAL: _Row(Code.INTERNAL, "{fault}; the books are unchanged"),
 }
 assert set(_TABLE) == set(Reason)
 
@@ -182,6 +182,8 @@ class _Words(dict[str, object]):
             if key.endswith("_bytes") and isinstance(value, int):
                 self[key.removesuffix("_bytes")] = format_size(value)
         self.setdefault("of", numbers.get("model", "it"))
+        self.setdefault("hint", "")
+        self.setdefault("fault", "a fault of the broker, written in its log")
         says = numbers.get("driver_says")
         self["says"] = f": {says}" if says else ""
 

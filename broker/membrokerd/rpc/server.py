@@ -51,7 +51,11 @@ async def serve(
     private = home.private("grpc")
     server.add_insecure_port(f"unix:{private}")
     await server.start()
-    home.publish(private, public, ownership)
+    try:
+        home.publish(private, public, ownership)
+    except BaseException:
+        await server.stop(None)
+        raise
     for name in ("", service):
         await status.set(name, health_pb2.HealthCheckResponse.SERVING)
     return server

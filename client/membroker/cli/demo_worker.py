@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -276,7 +277,12 @@ def _churn(cache: Cache, pages: int) -> None:
 
 
 def _say(**what: Any) -> None:
-    print(json.dumps(what), flush=True)
+    try:
+        print(json.dumps(what), flush=True)
+    except BrokenPipeError:
+        # The demo was interrupted and has left: there is nobody to tell, at exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit()
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 from membroker.cli import tables
-from membroker.cli.admin import Admin, open_admin
+from membroker.cli.admin import Admin, Quota, open_admin
 from membroker.convert import location_of
 from membroker.errors import BrokerUnavailable
 from membroker.types import DeviceStatus, SegmentStatus, SessionStatus
@@ -21,14 +22,33 @@ def quota_set(options: argparse.Namespace) -> int:
     """Command a limit, or end a command."""
     with open_admin(options.endpoint) as admin:
         quota = admin.set_quota(options.name, location_of(options.location), options.limit[0])
+        notes = [] if options.json or quota.limit is None else list(_notes_on(quota, quota.limit, admin))
     if options.json:
         tables.print_json(quota, sys.stdout)
         return 0
     limit = "as configured" if quota.limit is None else format_size(quota.limit)
     print(f"{tables.short_name(quota.name)} at the {quota.location}: limit {limit}, used {format_size(quota.used)}")
-    if quota.limit is not None and quota.used > quota.limit:
-        print("it uses more than that: nothing is taken away, and nothing more is lent until it gives some back")
+    for note in notes:
+        print(note)
     return 0
+
+
+def _notes_on(quota: Quota, limit: int, admin: Admin) -> Iterator[str]:
+    """Yield what an operator may not expect of a limit: it is in force all the same."""
+    if quota.used > limit:
+        yield "it uses more than that: nothing is taken away, and nothing more is lent until it gives some back"
+    capacity = admin.device().locations[quota.location].capacity
+    if limit > capacity:
+        yield f"that is more than the capacity, {format_size(capacity)}, which holds before it"
+    if quota.name not in _known(admin):
+        what = "model" if "/models/" in quota.name else "tenant"
+        yield f"no {what} of that name is there now: the limit waits for its first session (`membroker models --admin`)"
+
+
+def _known(admin: Admin) -> set[str]:
+    """Return the names of the models, and of the tenants that have one or have a session."""
+    models = {model.name for model in admin.models()}
+    return models | {name.partition("/models/")[0] for name in models} | {one.tenant for one in admin.sessions()}
 
 
 def quota_list(options: argparse.Namespace) -> int:
