@@ -46,8 +46,9 @@ process has that: where it can be ended, end it instead."""
 _DRAIN = """\
 Borrowing, declaring more and attaching segments are refused (DRAINING), and every worker is told, now or when it
 connects: Client.on_notice. What is lent stays until its worker gives it back; who holds something is listed. The
-daemon's exit status is 0. Where it is always started again, as by the systemd unit in deploy/, the next one lends: to
-keep it away, stop the unit. A second drain stands in the place of the first, its deadline and --exit too."""
+daemon that ends by --exit has status 0, so the systemd unit in deploy/ leaves it stopped (Restart=on-failure) until
+`systemctl start membrokerd`. Where it is always started again, as in deploy/kubernetes, the next one lends: take it
+away there instead. A second drain stands in the place of the first, its deadline and --exit too."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
