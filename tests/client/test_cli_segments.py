@@ -266,6 +266,7 @@ def test_a_control_character_in_a_files_name_is_not_obeyed(tmp_path: Path) -> No
         (("load", "x", "red/a/weights"), "name the segment and its model once"),
         (("load", "x"), "NAME"),
         (("load", "x", "a/B"), "is no SEGMENT"),
+        (("load", "x", "M/W"), "names are lower case"),
         (("load", "x", "a/b/c/d"), "is no SEGMENT"),
         (("load", "x", "a/b", "--location", "moon"), "invalid choice"),
         (("load", "x", "a/b", "--limit", "much"), "cannot read 'much' as a size"),
@@ -283,6 +284,15 @@ def test_a_wrong_command_line_is_status_2(
         cli.main(("segments", *arguments))
     assert caught.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_load_offers_only_the_names_that_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """A segment is loaded at its tenant's endpoint, so no tenant belongs to its name there."""
+    with pytest.raises(SystemExit):
+        cli.main(("segments", "load", "--help"))
+    text = " ".join(capsys.readouterr().out.split())
+    assert "MODEL/SEGMENT, or SEGMENT with --model" in text
+    assert "TENANT" not in text
 
 
 def test_names_are_read_as_people_write_them() -> None:

@@ -30,6 +30,9 @@ from membroker.vmm.sizes import format_size
 LINES = 10
 """How many lines tell how far a copy is, where no bar can."""
 
+NAMES = "names are lower case: letters, digits and ._-, with a letter or a digit first, at most 63"
+"""What all names have in common, for who has written another; a tenant's is of letters, digits and -, at most 24."""
+
 _OWN = "[a-z0-9][a-z0-9._-]{0,62}"
 _NAME = re.compile(
     rf"(?:tenants/([a-z0-9-]{{1,24}})/models/({_OWN})/segments/({_OWN}))|(?:(?:([a-z0-9-]{{1,24}})/)?({_OWN})/)?({_OWN})"
@@ -49,7 +52,9 @@ class Name:
         """Read one of the three, or a resource name. Raises `ValueError`."""
         match = _NAME.fullmatch(text)
         if match is None:
-            raise ValueError(f"{text!r} is no SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT, as in llama-7b/weights")
+            raise ValueError(
+                f"{text!r} is no SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT, as in llama-7b/weights: {NAMES}"
+            )
         whole, short = match.groups("")[:3], match.groups("")[3:]
         return cls(*(whole if whole[0] else short))
 
