@@ -278,7 +278,7 @@ class TestNames:
             with client.attach(name, timeout=0) as segment:
                 assert segment.resource_name == "tenants/red/models/m/segments/weights"
         sealed(client.register_model("n"), data=b"n")
-        with pytest.raises(membroker.InvalidRequest, match="m, n") as refused:
+        with pytest.raises(membroker.InvalidRequest, match="as in m/weights or n/weights") as refused:
             client.attach("weights")
         assert refused.value.reason == "SEGMENT_AMBIGUOUS"
         with client.attach("n/weights") as segment:
