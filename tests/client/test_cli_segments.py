@@ -329,6 +329,16 @@ def test_the_brokers_refusals_are_sentences(model: Path) -> None:
             good("delete", "n/raw", *at(daemon))
 
 
+def test_a_load_that_is_refused_leaves_no_model_behind(daemon: Daemon, model: Path) -> None:
+    """Too small a limit, and then the right one: the first try's must not stand in the second one's way."""
+    assert "may hold 2.0 MiB" in refused("load", str(model), "m/weights", "--limit", "2MiB", *at(daemon))
+    good("load", str(model), "m/weights", "--limit", "64MiB", *at(daemon))
+    # A model that was there before is others': it keeps its numbers.
+    refused("load", str(model), "m/weights", *at(daemon))
+    assert "is registered with" in refused("load", str(model), "m/w", "--limit", "8MiB", *at(daemon))
+    good("delete", "m/weights", *at(daemon))
+
+
 def test_no_broker_is_one_sentence_and_status_1(tmp_path: Path, model: Path) -> None:
     nowhere = ("--endpoint", str(tmp_path / "tenants" / "acme"))
     for arguments in (
