@@ -307,6 +307,12 @@ class TestNames:
                 call(name)
         assert client.segments() == []
 
+    @pytest.mark.parametrize("name", [3, None, b"m/weights"])
+    def test_what_is_not_even_text(self, client: membroker.Client, name: Any) -> None:
+        for call in (client.attach, client.delete_segment):
+            with pytest.raises(membroker.InvalidRequest, match="a segment's name is text"):
+                call(name)
+
     def test_another_tenants(self, daemon: Daemon, client: membroker.Client, model: membroker.Model) -> None:
         sealed(model)
         with membroker.connect(daemon.endpoint("blue")) as blue:
