@@ -76,4 +76,12 @@ def main(endpoint: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if len(sys.argv) != 2:
+        print("usage: python examples/bare_client.py ENDPOINT     (see the top of the file)", file=sys.stderr)
+        sys.exit(2)
+    try:
+        main(sys.argv[1])
+    except OSError as error:
+        raise SystemExit(f"no broker at {sys.argv[1]}: {error}") from None
+    except grpc.RpcError as error:
+        raise SystemExit(f"the broker refused: {error.details()}") from None

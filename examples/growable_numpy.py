@@ -49,4 +49,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except membroker.MembrokerError as error:  # no broker, no room, or one that is drained
+        raise SystemExit(f"not to the end: {error}") from None

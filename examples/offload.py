@@ -5,6 +5,7 @@ python examples/offload.py [SIZE]     (MEMBROKER_ENDPOINT, or the default endpoi
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 import zlib
@@ -57,8 +58,18 @@ def main(size: int) -> None:
             print(f"awake: {format_size(here)} on the device, {before:08x} before, {after:08x} now")
 
 
-if __name__ == "__main__":
+def size_of(text: str) -> int:
+    """Read SIZE."""
     try:
-        main(parse_size(sys.argv[1] if len(sys.argv) > 1 else "64MiB"))
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Put a pool to sleep and wake it.")
+    parser.add_argument("size", nargs="?", metavar="SIZE", type=size_of, default="64MiB", help="64MiB unless told")
+    try:
+        main(parser.parse_args().size)
     except membroker.MembrokerError as error:
         raise SystemExit(f"not offloaded: {error}") from None

@@ -7,7 +7,7 @@ It says which of the two it did, and the sum of what it sees; SECONDS is how lon
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 import zlib
 from collections.abc import Callable
@@ -72,5 +72,21 @@ def main(seconds: float) -> None:
             print(f"{'made' if made else 'attached'} {segment.resource_name}: {total:08x}", flush=True)
 
 
+def seconds_of(text: str) -> float:
+    """Read SECONDS."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to 86400")
+    return seconds
+
+
 if __name__ == "__main__":
-    main(float(sys.argv[1]) if len(sys.argv) > 1 else 0.0)
+    parser = argparse.ArgumentParser(description="Load the weights, or attach them where another worker was first.")
+    parser.add_argument("seconds", nargs="?", metavar="SECONDS", type=seconds_of, default=0.0, help="how long it loads")
+    try:
+        main(parser.parse_args().seconds)
+    except membroker.MembrokerError as error:  # no broker, no room, or one that is drained
+        raise SystemExit(f"neither made nor attached: {error}") from None

@@ -8,6 +8,7 @@ own stands in for it.
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import sys
 from typing import Any
@@ -115,4 +116,9 @@ def main(count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 3)
+    parser = argparse.ArgumentParser(description="Publish weights once, and attach them in WORKERS processes.")
+    parser.add_argument("workers", nargs="?", metavar="WORKERS", type=int, default=3, help="3 unless told")
+    try:
+        main(parser.parse_args().workers)
+    except membroker.MembrokerError as error:  # no broker, no room, or one that is drained
+        raise SystemExit(f"not to the end: {error}") from None

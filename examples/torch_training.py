@@ -8,7 +8,7 @@ where torch has no pools, the weights and gradients stand in a borrowed buffer.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from typing import Any
 
 import membroker
@@ -92,4 +92,9 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 200)
+    parser = argparse.ArgumentParser(description="Train inside a limit.")
+    parser.add_argument("steps", nargs="?", metavar="STEPS", type=int, default=200, help="200 unless told")
+    try:
+        main(parser.parse_args().steps)
+    except membroker.MembrokerError as error:  # no broker, no room, or one that is drained
+        raise SystemExit(f"not to the end: {error}") from None

@@ -18,7 +18,7 @@ from typing import Any
 from membroker import convert
 from membroker.closing import Closing
 from membroker.endpoint import find_endpoint
-from membroker.errors import BrokerAbsent, BrokerUnavailable
+from membroker.errors import BrokerAbsent, BrokerUnavailable, InvalidRequest
 from membroker.model import Model
 from membroker.notices import Notice
 from membroker.resume import pauses
@@ -223,6 +223,8 @@ class Client(Closing):
 
     def _segment_name(self, name: str) -> str:
         """Return the resource name that a user's name of a segment means."""
+        if not isinstance(name, str):
+            raise InvalidRequest(f"a segment's name is text, as in 'llama-7b/weights', not {name!r}")
         if name.startswith("tenants/"):
             return name
         model, _, own = name.rpartition("/")
@@ -249,8 +251,10 @@ class Client(Closing):
 
         It is called in the library's own thread, one notice after another, and first of all with a drain that goes on
         already; while it runs, nothing that is garbage is given back. What it raises is logged. It is kept until the
-        client is closed, and what it refers to as well.
+        client is closed, and what it refers to as well. Raises `InvalidRequest` for what cannot be called.
         """
+        if not callable(callback):
+            raise InvalidRequest(f"on_notice wants a function of one notice, not {callback!r}")
         self._session.check_open()
         self._session.line.on_notice(callback)
 

@@ -7,6 +7,7 @@ A channel finds the next broker by itself: what is lost with the one before is i
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
     from membroker.calls import Outcome
 
+logger = logging.getLogger("membroker")
+
 CONTROL_SECONDS = 30.0
 """How long a call that moves no memory may take."""
 PATIENT_SECONDS = 5.0
@@ -42,6 +45,13 @@ _OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 200),
 )
+_ENDED = {
+    "UNAVAILABLE": "is gone, or ended under the call",
+    "DEADLINE_EXCEEDED": "did not answer in time",
+    "CANCELLED": "has not answered a call that was cancelled",
+}
+"""What gRPC's own codes say of a broker, where it has not answered."""
+_LOOK = "see that it runs (`pgrep -a membrokerd`), or start it with `membrokerd`"
 _DESCRIPTORS_OF_A_CHANNEL = 8
 # Channels of a forked child's parent: never collected here, because ending one runs gRPC's code.
 _inherited: list[object] = []
@@ -148,13 +158,17 @@ class GrpcCalls:
                     return from_status(Status.FromString(value))
                 except DecodeError:
                     break
+        # gRPC's words are of its addresses and channels: for who looks into it, and nobody else.
         code, details = error.code(), error.details()
-        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
-            return BrokerUnavailable(
-                f"the broker at {self._path} does not answer ({code.name}: {details}): "
-                "see that it runs (`pgrep -a membrokerd`), or start it with `membrokerd`"
+        logger.debug("a call at %s ended with gRPC's %s: %s", self._path, code.name, details)
+        what = _ENDED.get(code.name)
+        if what is not None:
+            return BrokerUnavailable(f"the broker at {self._path} {what}: {_LOOK}")
+        if code == grpc.StatusCode.UNIMPLEMENTED:
+            return MembrokerError(
+                f"the broker at {self._path} does not know this call: it is of another version, or serves it elsewhere"
             )
-        return MembrokerError(f"{code.name}: {details}")
+        return MembrokerError(f"the call at {self._path} failed in gRPC itself, with {code.name}: {details}")
 
 
 def _check_descriptors() -> None:

@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from membroker.budget import Budget, out_of_memory
 from membroker.closing import Closing
 from membroker.convert import bytes_of
-from membroker.errors import ClosedError, InvalidRequest
+from membroker.errors import ClosedError, DeviceFailure, InvalidRequest
 from membroker.holding import Holding
 from membroker.interrupts import HeldOff, Waiting
 from membroker.region import device_failures
 from membroker.source import Placement
 from membroker.vmm import open_driver
-from membroker.vmm.driver import Driver, DriverOutOfMemory, Location
+from membroker.vmm.driver import Driver, DriverOutOfMemory, DriverUnavailable, Location
 
 logger = logging.getLogger("membroker")
 
@@ -35,9 +35,10 @@ PACKET = 64
 class LocalSource(Closing):
     """Lends the device's memory to this process: `VirtualMemoryPool(LocalSource(), "64GiB")`. A context manager.
 
-    `driver` is `"cuda"`, `"host"` (the twin, for machines without a card), or a driver that stays the caller's;
-    `device` is the card's ordinal or UUID. `limit` and `host_limit` are the most that is lent at a time, of the device
-    and of the host, in bytes or as text; None leaves it to the device. Everybody else's memory is not its business.
+    `driver` is `"cuda"`, `"host"` (the twin: `LocalSource("host")` on a machine without a card), or a driver that stays
+    the caller's; `device` is the card's ordinal or UUID. `limit` and `host_limit` are the most that is lent at a time,
+    of the device and of the host, in bytes or as text; None leaves it to the device. Everybody else's memory is not its
+    business.
 
     Raises `DeviceFailure` where there is no such device, and `InvalidRequest`.
     """
@@ -261,6 +262,10 @@ def _open(kind: str, device: int | str) -> Driver:
     try:
         with device_failures():
             return open_driver(kind, device, context=True)
+    except DeviceFailure as error:
+        if kind == "cuda" and isinstance(error.__cause__, DriverUnavailable):
+            raise DeviceFailure(f'{error}; LocalSource("host") takes the host twin') from error.__cause__
+        raise
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
 

@@ -107,6 +107,15 @@ class TestTensor:
             assert buffer.view()[4096 : 4096 + len(pattern)] == b"\1" * len(pattern)
             del tensor
 
+    def test_a_word_of_safetensors_is_its_dtype(self, model: membroker.Model) -> None:
+        """One word for all frameworks: what `export` takes, `tensor` takes; what is neither is told with the words."""
+        with model.allocate("2MiB") as buffer:
+            for word, dtype in (("F32", torch.float32), ("BF16", torch.bfloat16), ("F8_E4M3", torch.float8_e4m3fn)):
+                assert adapter.tensor(buffer, word, (4,), 4096).dtype == dtype
+            for wrong in ("float32", 4, None):
+                with pytest.raises(membroker.InvalidRequest, match=r"no dtype of torch.* F32,"):
+                    adapter.tensor(buffer, wrong, (4,))
+
     def test_it_computes(self, model: membroker.Model) -> None:
         """Gradients flow to a parameter that stands in a buffer."""
         with model.allocate("2MiB") as buffer:

@@ -62,7 +62,9 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.SESSION_NOT_DETACHED: [{"session": "sessions/1c", "what": "is open, its process is connected"}],
     Reason.TENANT_NOT_FOUND: [{"tenant": "green"}, {"tenant": "acme", "hint": ", and each user is one here"}],
     Reason.SEGMENT_NOT_FOUND: [{"segment": SEGMENT}, {"segment": (1 << 64) - 1}],
-    Reason.SEGMENT_EXISTS: [{"segment": SEGMENT, "state": "ending"}],
+    Reason.SEGMENT_EXISTS: [
+        {"segment": SEGMENT, "state": state} for state in ("writing", "sealed", "ending", "releasing")
+    ],
     Reason.SEGMENT_NOT_SEALED: [{"segment": SEGMENT}],
     Reason.SEGMENT_NOT_WRITABLE: [{"segment": SEGMENT, "state": "sealed"}],
     Reason.WRITER_DIED: [{"segment": SEGMENT}],
@@ -176,3 +178,41 @@ def test_the_sentence_has_the_numbers() -> None:
     status = to_status(deny(Reason.MODEL_LIMIT, **LEVEL))
     for shown in (MODEL, "12.0 MiB", "8.0 MiB", "6.0 MiB", "4.0 MiB", "device"):
         assert shown in status.message
+
+
+def sentence(reason: Reason, **numbers: int | str) -> str:
+    return to_status(deny(reason, **numbers)).message
+
+
+def test_a_name_that_is_taken_comes_with_what_can_be_done() -> None:
+    """What is there can be attached; what is deleted cannot, and deleting it again helps nobody: wait."""
+    for state in ("writing", "sealed"):
+        assert "attach it, or delete it" in sentence(Reason.SEGMENT_EXISTS, segment=SEGMENT, state=state)
+    for state in ("ending", "releasing"):
+        told = sentence(Reason.SEGMENT_EXISTS, segment=SEGMENT, state=state)
+        assert "wait and try again" in told
+        assert "attach" not in told
+
+
+def test_a_segment_that_is_not_there() -> None:
+    """A misspelt name is told as one, without the wire's word for any model; a generation is no name."""
+    assert f"there is no segment {SEGMENT}, or" in sentence(Reason.SEGMENT_NOT_FOUND, segment=SEGMENT)
+    anywhere = sentence(Reason.SEGMENT_NOT_FOUND, segment="tenants/red/models/-/segments/wieghts")
+    assert "there is no segment wieghts in any model of tenants/red, or" in anywhere
+    assert "holds no segment of the generation 7" in sentence(Reason.SEGMENT_NOT_FOUND, segment=7)
+
+
+def test_an_ambiguous_name_shows_what_to_type() -> None:
+    told = sentence(Reason.SEGMENT_AMBIGUOUS, segment="tenants/red/models/-/segments/weights", models="llama-7b, qwen")
+    assert told.endswith("as in llama-7b/weights or qwen/weights")
+
+
+def test_a_models_conflict_has_sizes_and_how_the_model_ends() -> None:
+    """Whoever ran something else a moment before finds the model with other numbers, for a minute."""
+    gib = 1 << 30
+    numbers = {"model": MODEL, "what": "device limit"}
+    told = sentence(Reason.MODEL_CONFLICT, **numbers, asked=8 * gib, registered=4 * gib)
+    assert "with device limit 4.0 GiB, not 8.0 GiB" in told
+    assert "model_grace_seconds" in told
+    close = sentence(Reason.MODEL_CONFLICT, **numbers, asked=8 * gib + 1, registered=8 * gib)
+    assert "8589934592 bytes, not 8589934593 bytes" in close

@@ -250,6 +250,7 @@ def test_a_dead_brokers_socket_is_told_from_none(daemon: Daemon) -> None:
         (("quota", "set", "acme", "--limit", "8 gigs"), "cannot read '8 gigs' as a size"),
         (("quota", "set", "acme", "--limit=-1"), "cannot read '-1' as a size"),
         (("quota", "set", "Acme", "--limit", "1GiB"), "is no TENANT or TENANT/MODEL"),
+        (("quota", "set", "uid-0/Chat", "--limit", "1GiB"), "names are lower case"),
         (("quota", "set", "a/b/c", "--limit", "1GiB"), "is no TENANT or TENANT/MODEL"),
         (("quota", "set", "acme", "--limit", "1GiB", "--location", "moon"), "invalid choice"),
         (("forget",), "SESSION"),

@@ -171,12 +171,12 @@ def test_the_operator_sees_and_deletes_what_a_tenant_cannot(daemon: Daemon, mode
     blue, admin = at(daemon, "blue"), ("--endpoint", str(daemon.admin))
     assert good(*blue) == "there are no segments\n"
     for name in ("weights", "m/weights", "red/m/weights", "tenants/red/models/m/segments/weights"):
-        assert "knows no segment" in refused("show", name, *blue)
-        assert "knows no segment" in refused("delete", name, *blue)
+        assert "there is no segment" in refused("show", name, *blue)
+        assert "there is no segment" in refused("delete", name, *blue)
     assert states(daemon) == ["SEALED"]
     assert rows(good("--admin", *blue))[1][:3] == ["red", "m", "weights"]
     assert "TENANT/MODEL/SEGMENT" in refused("delete", "m/weights", "--admin", *admin, status=2)
-    assert "knows no segment" in refused("delete", "red/m/other", "--admin", *admin)
+    assert "there is no segment" in refused("delete", "red/m/other", "--admin", *admin)
     assert "red/m/weights is deleted" in good("delete", "red/m/weights", "--admin", *admin)
     until(lambda: is_clean(daemon))
     good("load", str(model), "m/weights", *at(daemon))
@@ -266,6 +266,7 @@ def test_a_control_character_in_a_files_name_is_not_obeyed(tmp_path: Path) -> No
         (("load", "x", "red/a/weights"), "name the segment and its model once"),
         (("load", "x"), "NAME"),
         (("load", "x", "a/B"), "is no SEGMENT"),
+        (("load", "x", "M/W"), "names are lower case"),
         (("load", "x", "a/b/c/d"), "is no SEGMENT"),
         (("load", "x", "a/b", "--location", "moon"), "invalid choice"),
         (("load", "x", "a/b", "--limit", "much"), "cannot read 'much' as a size"),
@@ -283,6 +284,15 @@ def test_a_wrong_command_line_is_status_2(
         cli.main(("segments", *arguments))
     assert caught.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_load_offers_only_the_names_that_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """A segment is loaded at its tenant's endpoint, so no tenant belongs to its name there."""
+    with pytest.raises(SystemExit):
+        cli.main(("segments", "load", "--help"))
+    text = " ".join(capsys.readouterr().out.split())
+    assert "MODEL/SEGMENT, or SEGMENT with --model" in text
+    assert "TENANT" not in text
 
 
 def test_names_are_read_as_people_write_them() -> None:
@@ -315,8 +325,18 @@ def test_the_brokers_refusals_are_sentences(model: Path) -> None:
             assert "says nothing of what is in it: the header's length is 0" in refused("show", "raw", *at(daemon))
             client.register_model("n").create_segment("raw", "2MiB").seal()
             for action in ("show", "delete"):
-                assert "several models have a segment of that name (m, n)" in refused(action, "raw", *at(daemon))
+                assert "as in m/raw or n/raw" in refused(action, "raw", *at(daemon))
             good("delete", "n/raw", *at(daemon))
+
+
+def test_a_load_that_is_refused_leaves_no_model_behind(daemon: Daemon, model: Path) -> None:
+    """Too small a limit, and then the right one: the first try's must not stand in the second one's way."""
+    assert "may hold 2.0 MiB" in refused("load", str(model), "m/weights", "--limit", "2MiB", *at(daemon))
+    good("load", str(model), "m/weights", "--limit", "64MiB", *at(daemon))
+    # A model that was there before is others': it keeps its numbers.
+    refused("load", str(model), "m/weights", *at(daemon))
+    assert "is registered with" in refused("load", str(model), "m/w", "--limit", "8MiB", *at(daemon))
+    good("delete", "m/weights", *at(daemon))
 
 
 def test_no_broker_is_one_sentence_and_status_1(tmp_path: Path, model: Path) -> None:

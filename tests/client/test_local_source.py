@@ -300,9 +300,9 @@ def test_many_threads_share_a_limit(driver: FlakyDriver) -> None:
 
 
 def test_without_a_card() -> None:
-    """The default is a card; where there is none, the error says so and names the twin."""
+    """The default is a card; where there is none, the error says so, and what to write for the twin."""
     with suppress(DeviceFailure):
         LocalSource().close()
         pytest.skip("there is a card here")
-    with pytest.raises(membroker.DeviceFailure, match="twin"):
+    with pytest.raises(membroker.DeviceFailure, match=r'LocalSource\("host"\) takes the host twin'):
         LocalSource()

@@ -278,7 +278,7 @@ class TestNames:
             with client.attach(name, timeout=0) as segment:
                 assert segment.resource_name == "tenants/red/models/m/segments/weights"
         sealed(client.register_model("n"), data=b"n")
-        with pytest.raises(membroker.InvalidRequest, match="m, n") as refused:
+        with pytest.raises(membroker.InvalidRequest, match="as in m/weights or n/weights") as refused:
             client.attach("weights")
         assert refused.value.reason == "SEGMENT_AMBIGUOUS"
         with client.attach("n/weights") as segment:
@@ -306,6 +306,12 @@ class TestNames:
             with pytest.raises((membroker.InvalidRequest, membroker.SegmentNotFound)):
                 call(name)
         assert client.segments() == []
+
+    @pytest.mark.parametrize("name", [3, None, b"m/weights"])
+    def test_what_is_not_even_text(self, client: membroker.Client, name: Any) -> None:
+        for call in (client.attach, client.delete_segment):
+            with pytest.raises(membroker.InvalidRequest, match="a segment's name is text"):
+                call(name)
 
     def test_another_tenants(self, daemon: Daemon, client: membroker.Client, model: membroker.Model) -> None:
         sealed(model)

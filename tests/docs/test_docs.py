@@ -12,12 +12,14 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from tests.daemons import DEADLINE_SECONDS, running, until
 
 DOCS = Path(__file__).parents[2] / "docs"
+MODEL = re.compile(r'register_model\("([^"]+)"')
 BLOCK = re.compile(r"^```python run\b([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -54,6 +56,28 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
         until(lambda: not any(books.lent_bytes + books.releasing_bytes for books in daemon.device().locations))
         assert not daemon.sessions()
+
+
+def test_a_reader_goes_on_to_the_next_page(tmp_path: Path) -> None:
+    """Who runs README's block, and a page's within the minute that a model lives on, meets no other numbers."""
+    texts = [page.read_text() for page in (DOCS.parent / "README.md", *pages())]
+    names = Counter(name for text in texts for name in set(MODEL.findall(program(text))))
+    with running({"capacity": "2GiB", "host_capacity": "1GiB"}) as daemon:
+        environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
+        for number, text in enumerate(texts):
+            if not any(names[name] > 1 for name in MODEL.findall(program(text))):
+                continue
+            script = tmp_path / f"{number}.py"
+            script.write_text(program(text))
+            done = subprocess.run(
+                [sys.executable, script],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=2 * DEADLINE_SECONDS,
+                check=False,
+            )
+            assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_wrong_page_is_found_out() -> None:

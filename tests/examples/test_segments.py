@@ -31,7 +31,7 @@ def finish(worker: subprocess.Popen[str]) -> list[str]:
 
 def test_every_block_of_the_page_runs(daemon: Daemon) -> None:
     """One after the other, in one process; at the end nothing is left."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python run numpy\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 3
     lines = finish(start(daemon, "-c", "\n".join(blocks)))
     assert lines == [

@@ -68,7 +68,9 @@ _TABLE: Mapping[Reason, _Row] = {
     Reason.MODEL_NOT_FOUND: _Row(Code.NOT_FOUND, "this session has registered no model {of}"),
     Reason.MODEL_CONFLICT: _Row(
         Code.FAILED_PRECONDITION,
-        "{of} is registered with {what} {registered}, not {asked}: leave the number out to join it as it is",
+        "{of} is registered with {what} {registered}, not {asked}: leave the number out to join it as it is. A model "
+        "ends, and its numbers with it, when its last session unregisters it, or `model_grace_seconds` (60, unless "
+        "configured) after that session's end; and not before the last of its segments is deleted",
     ),
     Reason.MODEL_EXISTS: _Row(Code.ALREADY_EXISTS, "{of} is registered already"),
     Reason.MODEL_IN_USE: _Row(
@@ -80,14 +82,8 @@ _TABLE: Mapping[Reason, _Row] = {
         "{session} {what}: only a detached session can be forgotten (`membroker sessions --admin` shows which are)",
     ),
     Reason.TENANT_NOT_FOUND: _Row(Code.NOT_FOUND, "there is no tenant {tenant!r} in the broker's configuration{hint}"),
-    Reason.SEGMENT_NOT_FOUND: _Row(
-        Code.NOT_FOUND, "this session knows no segment {segment}, or it is deleted, or only others hold it"
-    ),
-    Reason.SEGMENT_EXISTS: _Row(
-        Code.ALREADY_EXISTS,
-        "{segment} exists and is {state}: attach it, or delete it and wait until its last session has left",
-        retry=True,
-    ),
+    Reason.SEGMENT_NOT_FOUND: _Row(Code.NOT_FOUND, "{missing}"),
+    Reason.SEGMENT_EXISTS: _Row(Code.ALREADY_EXISTS, "{segment} exists and is {state}: {advice}", retry=True),
     Reason.SEGMENT_NOT_SEALED: _Row(
         Code.DEADLINE_EXCEEDED, "{segment} is still being written: attach it with more patience", retry=True
     ),
@@ -100,7 +96,7 @@ _TABLE: Mapping[Reason, _Row] = {
         retry=True,
     ),
     Reason.SEGMENT_AMBIGUOUS: _Row(
-        Code.INVALID_ARGUMENT, "several models have a segment of that name ({models}): name {segment} with its model"
+        Code.INVALID_ARGUMENT, "several models have a segment of that name: say which, as in {choices}"
     ),
     Reason.TOO_MANY_SEGMENTS: _Row(
         Code.RESOURCE_EXHAUSTED, "the {of} has {limit} {what}, which is its bound: delete some", retry=True
@@ -146,6 +142,16 @@ _TABLE: Mapping[Reason, _Row] = {
 }
 assert set(_TABLE) == set(Reason)
 
+_ATTACH = "attach it, or delete it and wait until its last session has left"
+_WAIT = "its name is free again once its memory is, so wait and try again"
+_ADVICE = {
+    "writing": f"{_ATTACH}; an attach waits for the seal",
+    "sealed": _ATTACH,
+    "ending": f"it is deleted, or was never sealed, and somebody still has it mapped; {_WAIT}",
+    "releasing": f"it is deleted, and its memory is not free yet; {_WAIT}",
+}
+"""What to do about a segment that has the name already, by its state."""
+
 
 def to_status(denied: Denied) -> Status:
     """Return the Status of a refusal: its sentence, an ErrorInfo with the numbers, and the standard details."""
@@ -186,6 +192,30 @@ class _Words(dict[str, object]):
         self.setdefault("fault", "a fault of the broker, written in its log")
         says = numbers.get("driver_says")
         self["says"] = f": {says}" if says else ""
+        self["advice"] = _ADVICE.get(str(numbers.get("state")), _ATTACH)
+        if "segment" in numbers:
+            self["missing"] = _missing(numbers["segment"])
+            label = str(numbers["segment"]).rpartition("/")[2]
+            self["choices"] = " or ".join(f"{model}/{label}" for model in str(numbers.get("models", "")).split(", "))
+        if "registered" in numbers:
+            self["asked"], self["registered"] = _apart(numbers["asked"], numbers["registered"])
 
     def __missing__(self, key: str) -> object:
         return f"<{key}>"
+
+
+def _missing(segment: int | str) -> str:
+    """Say that a segment is not there: by its generation, by its name, or by its own name in whichever model."""
+    if isinstance(segment, int):
+        return f"this session holds no segment of the generation {segment}: it has not attached it, or has left it"
+    where, _, label = segment.rpartition("/segments/")
+    there = f"no segment {segment}"
+    if where.endswith("/models/-"):  # a client's way to write that any model will do
+        there = f"no segment {label} in any model of {where.removesuffix('/models/-')}"
+    return f"there is {there}, or it is deleted, or another tenant's: `membroker segments` lists those that there are"
+
+
+def _apart(asked: int | str, registered: int | str) -> tuple[object, object]:
+    """Return two sizes as people read them, or as bytes where they would read the same."""
+    shown = [format_size(size) if isinstance(size, int) else size for size in (asked, registered)]
+    return (f"{asked} bytes", f"{registered} bytes") if shown[0] == shown[1] else (shown[0], shown[1])

@@ -40,18 +40,20 @@ DTYPES = {text: getattr(torch, name) for text, name in _NAMES.items() if hasattr
 TEXTS = {dtype: text for text, dtype in DTYPES.items()}
 
 
-def tensor(source: Source, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
+def tensor(source: Source, dtype: torch.dtype | str, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
     """Return `shape` elements of `dtype` from byte `offset` of what was borrowed, whatever it is; nothing is copied.
 
-    A CUDA tensor on a card, a CPU tensor on the host driver; any dtype of torch. The memory stays as long as the
+    A CUDA tensor on a card, a CPU tensor on the host driver; any dtype of torch, or its word in safetensors (`"BF16"`;
+    `"F4"` is torch's, of which an element is a pair). The memory stays as long as the
     tensor lives, or a view of it: closing the owner waits for the last of them and for the work on the device, and
     what can give back a part of it (a pool, a growable buffer, a sparse array) refuses to (`BufferError`). torch has no
     read-only tensors: writing to one over a segment that is sealed or attached ends the process on the host, and its
     CUDA context on a card.
 
-    Raises `InvalidRequest` for a range outside of the source or an offset that is no multiple of the element,
-    `NotMapped` where a page or a tile has no memory, and `ClosedError`.
+    Raises `InvalidRequest` for a range outside of the source, an offset that is no multiple of the element, or what is
+    no dtype of torch, `NotMapped` where a page or a tile has no memory, and `ClosedError`.
     """
+    dtype = _torch_dtype(dtype)
     shape = tuple(shape)
     if offset % dtype.itemsize:
         raise InvalidRequest(f"a tensor of {dtype} begins at a multiple of {dtype.itemsize} bytes, not at {offset}")
@@ -59,6 +61,16 @@ def tensor(source: Source, dtype: torch.dtype, shape: Sequence[int], offset: int
     # DLPack has not all of torch's dtypes, in no version: torch itself makes them of bytes.
     memory = export(source, "U8", (size,), offset, ignore_read_only=True)
     return torch.from_dlpack(memory).view(dtype).view(shape)
+
+
+def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else None
+    if found is None:
+        words = ", ".join(DTYPES)
+        raise InvalidRequest(f"{dtype!r} is no dtype of torch, as torch.bfloat16, nor a word for one: {words}")
+    return found
 
 
 def device_of(info: DeviceInfo) -> torch.device:

@@ -234,7 +234,7 @@ def check_packages() -> Check:
     missing = [package for module, package in BROKER_PACKAGES.items() if importlib.util.find_spec(module) is None]
     if not missing:
         return Check("packages", "ok", "all that membrokerd imports is installed")
-    return Check("packages", "fail", f"missing: {', '.join(missing)}", "pip install 'membroker[broker]'")
+    return Check("packages", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
 
 
 def check_runtime_directory(env: Mapping[str, str], uid: int) -> Check:

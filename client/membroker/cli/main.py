@@ -46,8 +46,9 @@ process has that: where it can be ended, end it instead."""
 _DRAIN = """\
 Borrowing, declaring more and attaching segments are refused (DRAINING), and every worker is told, now or when it
 connects: Client.on_notice. What is lent stays until its worker gives it back; who holds something is listed. The
-daemon's exit status is 0. Where it is always started again, as by the systemd unit in deploy/, the next one lends: to
-keep it away, stop the unit. A second drain stands in the place of the first, its deadline and --exit too."""
+daemon that ends by --exit has status 0, so the systemd unit in deploy/ leaves it stopped (Restart=on-failure) until
+`systemctl start membrokerd`. Where it is always started again, as in deploy/kubernetes, the next one lends: take it
+away there instead. A second drain stands in the place of the first, its deadline and --exit too."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -333,12 +334,12 @@ def _add_segments(commands: _Commands) -> None:
         "  membroker segments delete acme/llama-7b/weights --admin     whosever it is\n",
         inherits=True,
     )
-    for parser in (load, show, delete):
-        parser.add_argument(
-            "name", metavar="NAME", type=_segment, help="SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT"
-        )
+    anywhere = "SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT"
+    own = "MODEL/SEGMENT, or SEGMENT with --model: lower case"
+    for parser, named in ((load, own), (show, anywhere), (delete, anywhere)):
+        parser.add_argument("name", metavar="NAME", type=_segment, help=named)
         parser.set_defaults(complain=parser.error)
-    load.add_argument("--model", metavar="MODEL", help="whose it is, and who is charged")
+    load.add_argument("--model", metavar="MODEL", help="whose it is, and who is charged; or write it before the name")
     load.add_argument("--location", choices=("device", "host"), default="device")
     for option, what in (("limit", "limit"), ("virtual-capacity", "virtual capacity")):
         help_ = f"the model's {what}, as its workers register it"
@@ -405,7 +406,9 @@ def _session(text: str) -> str:
 def _name(text: str) -> str:
     match = _NAME.fullmatch(text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no TENANT or TENANT/MODEL, as in acme or acme/llama-7b")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no TENANT or TENANT/MODEL, as in acme or acme/llama-7b: {segments.NAMES}"
+        )
     return f"tenants/{match[1]}" + (f"/models/{match[2]}" if match[2] else "")
 
 

@@ -21,7 +21,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from membroker.cli.admin import Admin, open_admin
 from membroker.client import Client, enter
-from membroker.errors import InvalidRequest, MembrokerError
+from membroker.errors import InvalidRequest, MembrokerError, ModelAlreadyExists
+from membroker.model import Model
 from membroker.segment import MAX_HEADER_BYTES, Segment
 from membroker.tensor_index import InvalidTensorIndex, TensorIndex, TensorInfo, read_index
 from membroker.types import SegmentStatus
@@ -29,6 +30,9 @@ from membroker.vmm.sizes import format_size
 
 LINES = 10
 """How many lines tell how far a copy is, where no bar can."""
+
+NAMES = "names are lower case: letters, digits and ._-, with a letter or a digit first, at most 63"
+"""What all names have in common, for who has written another; a tenant's is of letters, digits and -, at most 24."""
 
 _OWN = "[a-z0-9][a-z0-9._-]{0,62}"
 _NAME = re.compile(
@@ -49,7 +53,9 @@ class Name:
         """Read one of the three, or a resource name. Raises `ValueError`."""
         match = _NAME.fullmatch(text)
         if match is None:
-            raise ValueError(f"{text!r} is no SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT, as in llama-7b/weights")
+            raise ValueError(
+                f"{text!r} is no SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT, as in llama-7b/weights: {NAMES}"
+            )
         whole, short = match.groups("")[:3], match.groups("")[3:]
         return cls(*(whole if whole[0] else short))
 
@@ -116,32 +122,56 @@ def open_worker(endpoint: str | None) -> Iterator[Client]:
 
 
 def load(endpoint: str | None, path: str, wanted: Wanted, stream: TextIO) -> Loaded:
-    """Copy a safetensors file into a new segment and seal it; on any failure there is no segment.
+    """Copy a safetensors file into a new segment and seal it; on any failure there is no segment, nor a new model.
 
     Tells on `stream` how far it is. Raises the library's errors, `InvalidTensorIndex` among them.
     """
     content = _mapped(path)
     index = _index_of(content, path)
-    with open_worker(endpoint) as client:
-        model = client.register_model(wanted.model, virtual_capacity=wanted.virtual_capacity, limit=wanted.limit)
-        with model.create_segment(wanted.segment, len(content), wanted.location) as segment:
-            begun = time.monotonic()
-            with ExitStack() as undo:
-                undo.callback(_give_up, segment)
-                with _progress(f"{wanted.model}/{wanted.segment}", len(content), stream) as progress:
-                    segment.write(0, content, progress)
-                segment.seal()
-                undo.pop_all()
-            seconds = time.monotonic() - begun
-            return Loaded(
-                segment.resource_name,
-                segment.generation,
-                segment.location,
-                segment.size,
-                len(index),
-                seconds,
-                len(content) / max(seconds, 1e-9),
-            )
+    with (
+        open_worker(endpoint) as client,
+        _registered(client, wanted) as model,
+        model.create_segment(wanted.segment, len(content), wanted.location) as segment,
+    ):
+        begun = time.monotonic()
+        with ExitStack() as undo:
+            undo.callback(_give_up, segment)
+            with _progress(f"{wanted.model}/{wanted.segment}", len(content), stream) as progress:
+                segment.write(0, content, progress)
+            segment.seal()
+            undo.pop_all()
+        seconds = time.monotonic() - begun
+        return Loaded(
+            segment.resource_name,
+            segment.generation,
+            segment.location,
+            segment.size,
+            len(index),
+            seconds,
+            len(content) / max(seconds, 1e-9),
+        )
+
+
+@contextmanager
+def _registered(client: Client, wanted: Wanted) -> Iterator[Model]:
+    """Yield the model; one that was not there before ends with a failure, or its numbers would stand for a minute."""
+    try:
+        model, made = _register(client, wanted, exclusive=True), True
+    except ModelAlreadyExists:
+        model, made = _register(client, wanted), False
+    try:
+        yield model
+    except BaseException:
+        if made:
+            with suppress(MembrokerError):
+                model.unregister()
+        raise
+
+
+def _register(client: Client, wanted: Wanted, *, exclusive: bool = False) -> Model:
+    return client.register_model(
+        wanted.model, virtual_capacity=wanted.virtual_capacity, limit=wanted.limit, exclusive=exclusive
+    )
 
 
 def _give_up(segment: Segment) -> None:

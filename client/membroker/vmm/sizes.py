@@ -19,10 +19,14 @@ _UNITS = {
     "MIB": 1 << 20,
     "GIB": 1 << 30,
     "TIB": 1 << 40,
+    "PIB": 1 << 50,
+    "EIB": 1 << 60,
     "KB": 10**3,
     "MB": 10**6,
     "GB": 10**9,
     "TB": 10**12,
+    "PB": 10**15,
+    "EB": 10**18,
 }
 _TEXT = re.compile(r"\s*(\d{1,20})(?:\.(\d{1,9}))?\s*([A-Za-z]*)\s*")
 
@@ -70,8 +74,8 @@ def format_size(size: int) -> str:
     if abs(size) < 1024:
         return f"{size} B"
     value = float(size)
-    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
         value /= 1024
-        if abs(value) < 1024 or unit == "PiB":
+        if abs(value) < 1024 or unit == "EiB":
             return f"{value:.1f} {unit}"
     raise AssertionError("unreachable")

@@ -24,6 +24,10 @@ from membroker.vmm.sizes import GIB, MAX_BYTES, MIB, format_size, is_power_of_tw
         ("500MB", 500_000_000),
         ("1TiB", 1 << 40),
         ("2KiB", 2048),
+        ("3PiB", 3 << 50),
+        ("1 EiB", 1 << 60),
+        ("2PB", 2 * 10**15),
+        ("1EB", 10**18),
         (MAX_BYTES, MAX_BYTES),
         (str(MAX_BYTES), MAX_BYTES),
     ],
@@ -74,7 +78,7 @@ def test_powers_of_two() -> None:
         (48 * MIB, "48.0 MiB"),
         (8 * GIB, "8.0 GiB"),
         (-2 * GIB, "-2.0 GiB"),
-        (MAX_BYTES, "8192.0 PiB"),
+        (MAX_BYTES, "8.0 EiB"),
     ],
 )
 def test_sizes_are_printed_as_people_read_them(size: int, text: str) -> None:

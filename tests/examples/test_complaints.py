@@ -1,0 +1,68 @@
+"""What the examples say to a wrong command line, and to a broker that does not lend: a sentence, never a traceback."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.daemons import Daemon
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NEEDS = {"growable_numpy.py": "numpy", "sparse_numpy.py": "numpy"}
+
+
+def refused(name: str, *arguments: str, endpoint: Path | str = "/nowhere") -> tuple[int, str]:
+    """Run an example that is to fail; return its status and what it says."""
+    needed = NEEDS.get(name, "torch" if "torch" in name else "sys")
+    if importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed here")
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        env={**os.environ, "MEMBROKER_ENDPOINT": str(endpoint)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "complaint"),
+    [
+        ("bare_client.py", (), "ENDPOINT"),
+        ("offload.py", ("banana",), "cannot read 'banana' as a size"),
+        ("segments.py", ("x",), "'x' is no number of seconds"),
+        ("segments.py", ("-1",), "SECONDS"),
+        ("segments.py", ("nan",), "'nan' is no number of seconds"),
+        ("torch_training.py", ("x",), "invalid int value: 'x'"),
+        ("torch_shared_weights.py", ("x",), "invalid int value: 'x'"),
+    ],
+)
+def test_a_wrong_command_line_is_status_2(name: str, arguments: tuple[str, ...], complaint: str) -> None:
+    status, said = refused(name, *arguments)
+    assert status == 2
+    assert complaint in said
+
+
+@pytest.mark.parametrize(
+    "name", ["growable_numpy.py", "sparse_numpy.py", "segments.py", "growable_torch.py", "sparse_torch.py"]
+)
+def test_a_broker_that_is_drained(daemon: Daemon, name: str) -> None:
+    """An operator wants the device back: the example ends with the broker's sentence."""
+    drain = [sys.executable, "-m", "membroker.cli.main", "drain", "--endpoint", str(daemon.admin)]
+    subprocess.run(drain, check=True, capture_output=True, timeout=100)
+    status, said = refused(name, endpoint=daemon.endpoint())
+    assert status == 1
+    assert "an operator drains this device" in said
+
+
+def test_nobody_is_there(tmp_path: Path) -> None:
+    """The bare client has no library to tell it what is wrong."""
+    status, said = refused("bare_client.py", str(tmp_path))
+    assert (status, said) == (1, f"no broker at {tmp_path}: [Errno 2] No such file or directory\n")
