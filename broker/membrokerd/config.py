@@ -223,7 +223,7 @@ def _check_tenant(table: Mapping[str, Any], path: str, problems: _Problems) -> T
 
 
 def _known_tenant_name(name: str, path: str, problems: _Problems) -> bool:
-    if valid_tenant(name) and not name.startswith("-"):  # "-" alone stands for any model elsewhere
+    if valid_tenant(name):
         return True
     problems.add(
         path, "a tenant's name is [a-z0-9] and then at most 23 of [a-z0-9-]: it is a directory's too; rename it"

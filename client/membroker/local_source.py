@@ -252,7 +252,7 @@ def _work_off(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (piece := work.get()) is not None:
         try:
             piece()
-        except Exception:
+        except BaseException:  # who ends this thread ends everything that is left to it
             logger.exception("what was left to do in the background has failed")
         # Not kept until the next one: it may be the last reference to a source.
         del piece

@@ -27,11 +27,13 @@ from membroker.vmm.driver import DeviceInfo
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import policy
+from membrokerd.core.broker import Broker
 from membrokerd.core.denied import Denied, Reason, deny
 from membrokerd.dispatch import Respond
 from membrokerd.handoff.connection import Connection
 from membrokerd.handoff.listener import Listener
 from membrokerd.handoff.peer import Peer
+from membrokerd.rpc.convert import from_result
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -56,6 +58,7 @@ class Lender:
         self.links: dict[int, Connection] = {}
         self.resuming: dict[int, Connection] = {}
         self.drain: Any = None
+        self.cut_short = 0
         self.broker = SimpleNamespace(rules=policy.Rules(PAGE, cast(Any, capacities)))
         self.dispatcher = SimpleNamespace(loop=self, request=self._request, admit=lambda *_: None)
         self.listener = SimpleNamespace(
@@ -374,6 +377,46 @@ def test_a_connection_that_ends_with_a_reply_in_its_queue() -> None:
         assert SESSION not in lender.links
 
     play(story)
+
+
+def test_an_answer_that_is_no_frame_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    """It can never be sent, and what stands first in the queue keeps all else from being said or read."""
+
+    async def story(lender: Lender) -> None:
+        await lender.begin(1)
+        models = tuple(ev.ModelName("red", f"{number:063}") for number in range(1_000))
+        lender.answer(1, fx.Reconciled((), (), models))
+        assert ev.ConnectionLost(SESSION) in lender.told
+        assert SESSION not in lender.links
+        with pytest.raises(handoff.EndOfConnection):
+            handoff.receive(lender.theirs)
+
+    play(story)
+    assert "a fault of the broker" in caplog.text
+
+
+def test_the_longest_answer_to_a_resume_is_a_frame() -> None:
+    """As many unknown ids as Holds may state, as long as they get, and models of the longest names."""
+    broker = Broker(policy.Rules(PAGE, {"device": 64 * MIB}, max_models_per_tenant=700), epoch=(1 << 24) - 1)
+
+    def ask(event: ev.Event) -> Any:
+        return next(one.result for one in broker.step(event, 0).effects if isinstance(one, fx.Answer))
+
+    tenant = "t" * 24
+    session = ask(ev.OpenSession(1, tenant, 1, 1, "p", False, "test")).session
+    for number in range(700):
+        ask(ev.RegisterModel(1, session, number, ev.ModelName(tenant, f"{number:063}"), None, {}, False))
+    broker.step(ev.ConnectionLost(session), 0)
+    ask(ev.ResumeSession(1, session, "p"))
+    most = (1 << 64) - 1
+    ids = frozenset(range(most - 8_192, most))
+    result = ask(ev.StateHolds(1, session, ids, dict.fromkeys(ids, 1), {}))
+    assert len(result.unknown_extents) == len(result.unknown_segments) == 2_048
+    assert len(result.models) == 192
+    field, message = from_result(result)
+    frame = pb.Frame(request_id=most)
+    getattr(frame.reply, field).CopyFrom(message)
+    assert len(handoff.encode(frame)) > 60_000
 
 
 def test_a_delivery_to_a_closed_connection_is_told() -> None:

@@ -585,6 +585,24 @@ def test_an_answer_that_is_known_is_on_its_way_before_the_books_hear_of_the_pack
     play(story)
 
 
+def test_a_refusal_does_not_wait_for_ever_for_others() -> None:
+    """Somebody always has more to say than one turn takes."""
+
+    async def story(world: World) -> None:
+        session, io = await world.open(), asyncio.get_running_loop()
+
+        def talk() -> None:
+            world.loop.cut_short += 1
+            io.call_soon(talk)
+
+        talk()
+        refused = await asyncio.wait_for(world.allocate(session, size=1 << 40), 10)
+        assert isinstance(refused, Denied)
+        assert refused.reason is Reason.CAPACITY
+
+    play(story)
+
+
 def test_a_timer_that_comes_early_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop's clock is not the core's: here the core's runs at half the speed."""
     true, began = loop_module.clock, loop_module.clock()

@@ -46,7 +46,7 @@ def test_what_was_commanded_is_read_again(path: Path) -> None:
 
 def test_any_quotas_are_read_again(path: Path) -> None:
     tenants, models = (
-        st.from_regex(r"[a-z0-9-]{1,24}", fullmatch=True),
+        st.from_regex(r"[a-z0-9][a-z0-9-]{0,23}", fullmatch=True),
         st.from_regex(r"[a-z0-9][a-z0-9._-]{0,62}", fullmatch=True),
     )
     keys = st.tuples(tenants, st.none() | models, st.sampled_from(LOCATIONS))
@@ -94,7 +94,10 @@ WRONG = {
     "no table": (b"tenants = 5", "tenants: is a table: write [tenants]"),
     "no table of a tenant": ("tenants.acme = 5", "tenants.acme: is a table: write [tenants.acme]"),
     "no table of a model": ("[tenants.acme.models]\nm = 5", "tenants.acme.models.m: is a table"),
-    "a tenant's name": ('[tenants."Acme/x"]', 'tenants."Acme/x": a tenant\'s name is 1 to 24 of [a-z0-9-]'),
+    "a tenant's name": (
+        '[tenants."Acme/x"]',
+        'tenants."Acme/x": a tenant\'s name is [a-z0-9] and then at most 23 of [a-z0-9-]',
+    ),
     "a model's name": ('[tenants.acme.models."../m"]', 'tenants.acme.models."../m": a model\'s name is'),
     "a dot that makes two": ("[tenants.acme.models.m.1]\nlimit = 5", "tenants.acme.models.m.1: is not a key"),
     "a size": ('[tenants.acme]\nlimit = "8 apples"', "tenants.acme.limit: cannot read '8 apples' as a size"),

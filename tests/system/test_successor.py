@@ -271,6 +271,27 @@ def test_a_full_disk_stops_new_debits_and_nothing_else(daemon: Daemon) -> None:
     check_free(daemon)
 
 
+def test_pidfds_of_sessions_that_nobody_knows_are_let_go(daemon: Daemon) -> None:
+    """The journal is lost, or the last fact was not written: neither daemon nor keeper keeps what nobody asks for."""
+    keeper = daemon.keeper()
+
+    def opened() -> tuple[int, int]:
+        return daemon.descriptors(), len(os.listdir(f"/proc/{keeper}/fd"))
+
+    restart(daemon)
+    before = opened()
+    sessions = [Session(daemon.endpoint("red")) for _ in range(10)]
+    until(lambda: opened()[1] == before[1] + 10)
+    daemon.kill()
+    (daemon.root / "state" / "journal").unlink()
+    for session in sessions:
+        session.sock.close()
+        session.notices.close()
+    daemon.start_again()
+    assert not daemon.sessions()
+    until(lambda: opened() == before)
+
+
 def test_a_limit_by_command_outlives_the_daemon(daemon: Daemon) -> None:
     """An operator has lowered a tenant's limit in the night. The daemon is restarted, and it still holds."""
     with daemon.admin_stub() as stub:

@@ -24,7 +24,7 @@ MAX_BYTES = (1 << 63) - 1
 MAX_WAIT_NS = 24 * 3600 * 1_000_000_000
 """How long an attach may wait for a seal."""
 
-_TENANT = re.compile(r"[a-z0-9-]{1,24}")
+_TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,23}")
 _OWN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 
@@ -59,7 +59,7 @@ WANTS_OF_ROOM = frozenset((Reason.MODEL_LIMIT, Reason.TENANT_LIMIT, Reason.CAPAC
 
 
 def valid_tenant(name: str) -> bool:
-    """Say whether `name` is 1 to 24 of [a-z0-9-]: a tenant's name is a directory's, too."""
+    """Say whether `name` is [a-z0-9] and then at most 23 of [a-z0-9-]: a tenant's name is a directory's, too."""
     return _TENANT.fullmatch(name) is not None
 
 

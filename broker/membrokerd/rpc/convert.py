@@ -22,10 +22,10 @@ from ..core import policy
 from ..core.denied import Denied, Reason, deny
 from ..core.snapshot import LocationView, ModelView, SessionView, Snapshot
 
-MODEL_NAME = re.compile(r"tenants/([a-z0-9-]{1,24})/models/([a-z0-9][a-z0-9._-]{0,62})")
-_SEGMENT_NAME = re.compile(r"tenants/([a-z0-9-]{1,24})/models/([a-z0-9][a-z0-9._-]{0,62}|-)/segments/(.{1,63})")
+MODEL_NAME = re.compile(r"tenants/([a-z0-9][a-z0-9-]{0,23})/models/([a-z0-9][a-z0-9._-]{0,62})")
+_SEGMENT_NAME = re.compile(r"tenants/([a-z0-9][a-z0-9-]{0,23})/models/([a-z0-9][a-z0-9._-]{0,62}|-)/segments/(.{1,63})")
 _SESSION_NAME = re.compile(r"sessions/([0-9a-f]{1,16})")
-_QUOTA_NAME = re.compile(r"tenants/([a-z0-9-]{1,24})(?:/models/([a-z0-9][a-z0-9._-]{0,62}))?")
+_QUOTA_NAME = re.compile(r"tenants/([a-z0-9][a-z0-9-]{0,23})(?:/models/([a-z0-9][a-z0-9._-]{0,62}))?")
 _SHOWN_NAME = 100
 """Of a malformed name, so much is shown: an error travels in gRPC metadata, of which a client takes 8 KiB."""
 _LOCATIONS: Mapping[int, ev.Location] = {

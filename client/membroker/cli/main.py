@@ -23,7 +23,7 @@ from membroker.types import ModelStatus
 from membroker.vmm.driver import DriverError
 from membroker.vmm.sizes import format_size, parse_size
 
-_NAME = re.compile(r"(?:tenants/)?([a-z0-9-]{1,24})(?:/(?:models/)?([a-z0-9][a-z0-9._-]{0,62}))?")
+_NAME = re.compile(r"(?:tenants/)?([a-z0-9][a-z0-9-]{0,23})(?:/(?:models/)?([a-z0-9][a-z0-9._-]{0,62}))?")
 
 _ENDPOINTS = """\
 A tenant's endpoint shows that tenant's own books; the admin endpoint, which only the operator can enter, shows

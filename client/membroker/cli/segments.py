@@ -36,7 +36,7 @@ NAMES = "names are lower case: letters, digits and ._-, with a letter or a digit
 
 _OWN = "[a-z0-9][a-z0-9._-]{0,62}"
 _NAME = re.compile(
-    rf"(?:tenants/([a-z0-9-]{{1,24}})/models/({_OWN})/segments/({_OWN}))|(?:(?:([a-z0-9-]{{1,24}})/)?({_OWN})/)?({_OWN})"
+    rf"(?:tenants/([a-z0-9][a-z0-9-]{{0,23}})/models/({_OWN})/segments/({_OWN}))|(?:(?:([a-z0-9][a-z0-9-]{{0,23}})/)?({_OWN})/)?({_OWN})"
 )
 
 
