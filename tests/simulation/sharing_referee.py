@@ -313,8 +313,10 @@ class SharingReferee:
                 elif cause == "resumed":
                     self._resumed(session, self.world.workers[session].stated_requests)
                 return
-            case ft.SegmentLeft(segment, session, cause="holder died") if isinstance(event, ev.Restarted):
-                self._left(session, died=True)  # the step in which it died is not on file to its end
+            case ft.SegmentLeft(segment, session, cause="holder died" | "forgotten" as cause) if isinstance(
+                event, ev.Restarted
+            ):
+                self._left(session, died=cause == "holder died")  # the step of its end is not on file to its own end
             case ft.SegmentMoved(segment, cause):
                 self._moved(self.segments[segment], cause, event)
             case ft.SegmentCredited(segment, ids):

@@ -156,8 +156,9 @@ class Resuming:
             return
         row = self._broker.ledger.sessions[event.session]
         self.give_up(row.session)
-        self._broker.lending.credit_all(row, "forgotten")
+        # First, for a story that breaks off behind it: who is half credited must not come back for the other half.
         self._broker.record(ft.SessionMoved(row.session, "forgotten", now))
+        self._broker.lending.credit_all(row, "forgotten")
         self._broker.end_session(row, now)
         self._broker.answer(event.call, fx.Done())
 
@@ -194,6 +195,7 @@ class Resuming:
         elif state == "releasing":
             broker.segments.leave_all(row, "holder died")
         elif state == "ended":
+            broker.lending.credit_all(row, "forgotten")  # nothing, where it ended in another way
             broker.end_session(row, now)
 
     def _take_over_segment(self, row: SegmentRow, *, lost: bool) -> None:
