@@ -122,7 +122,8 @@ class Lending:
         self._traffic[session] = Traffic()
 
     def forget(self, session: int) -> None:
-        """A session ended."""
+        """A session ended, or begins anew."""
+        self._give_up_doubts(session)
         del self._traffic[session]
 
     def in_flight(self, session: int, request_id: int) -> bool:
@@ -202,7 +203,7 @@ class Lending:
             self._broker.handle(self._traffic[session].doubts.pop(event.call), now)
             self._decided = None
 
-    def give_up_doubts(self, session: int) -> None:
+    def _give_up_doubts(self, session: int) -> None:
         """What a session has asked for is of another connection, or another life."""
         doubts = self._traffic[session].doubts
         for call in doubts:
@@ -342,7 +343,7 @@ class Lending:
                 call.failure = call.failure or deny(Reason.DELIVERY_FAILED, model=str(call.name))
                 self._abandon(row.session, call)
                 self._answer_if_done(row.session, call)
-        self.give_up_doubts(row.session)
+        self._give_up_doubts(row.session)
 
     def finish_leaving(self, row: SessionRow, now: int) -> None:
         """End a session that said Goodbye, once none of its packets is being made."""

@@ -86,7 +86,6 @@ class Resuming:
         del self._stated[session]
         row = self._broker.ledger.sessions[session]
         self._broker.segments.give_up_seals(session)
-        self._broker.lending.give_up_doubts(session)
         self._broker.lending.forget(session)
         self._broker.lending.begin(session)
         self._reconcile(row, event)
