@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -160,7 +161,10 @@ def main() -> None:
     parser.add_argument("--one-process", action="store_true", help="all cards in this process")
     parser.add_argument("--own", action="store_true", help="torch's own memory, to compare with")
     options = parser.parse_args()
-    (in_one_process if options.one_process else as_a_rank)(options.endpoints, options.own)
+    try:
+        (in_one_process if options.one_process else as_a_rank)(options.endpoints, options.own)
+    except membroker.MembrokerError as error:  # no broker, no room, or one that is drained
+        sys.exit(str(error))
     print("all done", flush=True)
 
 

@@ -30,11 +30,14 @@ STEP = 4 * PAGE
 
 def worker(number: int, orders: Connection) -> None:
     """Do as the conductor says: grow, shrink, serve; and say what came of it."""
-    with membroker.connect(client=f"worker-{number}") as client:
-        model = client.register_model("turns", virtual_capacity=LIMIT, limit=LIMIT)
-        with model.pool(page_size=PAGE) as pool:
-            for order in iter(orders.recv, "end"):
-                orders.send(obey(order, number, pool))
+    try:
+        with membroker.connect(client=f"worker-{number}") as client:
+            model = client.register_model("turns", virtual_capacity=LIMIT, limit=LIMIT)
+            with model.pool(page_size=PAGE) as pool:
+                for order in iter(orders.recv, "end"):
+                    orders.send(obey(order, number, pool))
+    except membroker.MembrokerError as error:  # no broker, no room, or one that is drained
+        sys.exit(f"worker {number}: {error}")
 
 
 def obey(order: str, number: int, pool: membroker.VirtualMemoryPool) -> str:
@@ -71,8 +74,11 @@ def main() -> None:
         ends.append(mine)
 
     def say(number: int, order: str) -> None:
-        ends[number - 1].send(order)
-        print(ends[number - 1].recv(), flush=True)
+        try:
+            ends[number - 1].send(order)
+            print(ends[number - 1].recv(), flush=True)
+        except (EOFError, BrokenPipeError):
+            sys.exit(1)  # the worker has said why it ended
 
     for number, order in ((1, "grow"), (1, "grow"), (1, "serve"), (2, "grow")):
         say(number, order)

@@ -77,11 +77,14 @@ class Home:
         if last >= _EPOCH_MAX:
             raise HomeError(f"{path} has reached {_EPOCH_MAX}, the last epoch; remove it after a reboot")
         fresh = self.state / "epoch.new"
-        with fresh.open("w") as file:
-            file.write(f"{last + 1}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.rename(path)
+        try:
+            with fresh.open("w") as file:
+                file.write(f"{last + 1}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.rename(path)
+        except OSError as error:
+            raise HomeError(f"cannot write {path}: {error.strerror}; make room there, or mend it") from error
         return last + 1
 
     def had_predecessor(self) -> bool:

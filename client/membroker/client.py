@@ -180,7 +180,7 @@ class Client(Closing):
         """
         asked = {Location.DEVICE: ("limit", limit), Location.HOST: ("host_limit", host_limit)}
         request = pb.RegisterModelRequest(
-            model_id=name,
+            model_id=convert.name_of("model", name),
             limits=[
                 convert.limit(location, convert.bytes_of(what, size))
                 for location, (what, size) in asked.items()
@@ -223,9 +223,7 @@ class Client(Closing):
 
     def _segment_name(self, name: str) -> str:
         """Return the resource name that a user's name of a segment means."""
-        if not isinstance(name, str):
-            raise InvalidRequest(f"a segment's name is text, as in 'llama-7b/weights', not {name!r}")
-        if name.startswith("tenants/"):
+        if convert.name_of("segment", name).startswith("tenants/"):
             return name
         model, _, own = name.rpartition("/")
         return f"{self.tenant}/models/{model or '-'}/segments/{own}"

@@ -62,6 +62,16 @@ def bytes_of(what: str, size: int | str, at_least: int = 0) -> int:
     return value
 
 
+def name_of(what: str, name: str) -> str:
+    """Return a name of a user; `what` says of what in the `InvalidRequest` that this raises for what is no text.
+
+    What a name may consist of is the broker's to say.
+    """
+    if not isinstance(name, str):
+        raise InvalidRequest(f"the name of a {what} is text, not {name!r}")
+    return name
+
+
 def seconds_of(what: str, seconds: float, *, positive: bool = False) -> float:
     """Return a time of a user in seconds; `what` names it in the `InvalidRequest` that this raises."""
     is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)

@@ -71,13 +71,15 @@ class Segment(Held):
         if length > MAX_BYTES:
             raise InvalidRequest(f"a segment of {size!r} rounds up to more than 2^63-1 bytes")
         place = location_to_wire(location_of(location))
-        request = pb.CreateSegmentRequest(model=model, segment_id=name, location=place, size_bytes=length)
+        request = pb.CreateSegmentRequest(
+            model=model, segment_id=convert.name_of("segment", name), location=place, size_bytes=length
+        )
         return cls._take(session, lambda hold: session.transport.create_segment(request, hold), writable=True)
 
     @classmethod
     def attach(cls, session: Session, name: str, timeout: float) -> Segment:
         """Attach a segment by its resource name; see `Client.attach`."""
-        if not 0 <= timeout <= MAX_WAIT_SECONDS:
+        if convert.seconds_of("timeout", timeout) > MAX_WAIT_SECONDS:
             raise InvalidRequest(f"a timeout is between 0 and {MAX_WAIT_SECONDS:.0f} seconds, not {timeout!r}")
         wait = Duration()
         wait.FromNanoseconds(int(timeout * 1e9))

@@ -70,6 +70,14 @@ def test_an_epoch_that_cannot_be_raised_says_what_to_do(tmp_path: Path, text: st
     assert (home.state / "epoch").read_text() == text
 
 
+def test_an_epoch_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    home = Home(tmp_path, "host")
+    (home.state / "epoch.new").symlink_to("/dev/full")
+    with pytest.raises(HomeError, match="No space left on device; make room there"):
+        home.next_epoch()
+    assert not home.had_predecessor()
+
+
 def test_a_long_path_is_refused_with_the_path(tmp_path: Path) -> None:
     """Linux cuts it off or fails in a way nobody understands; bytes count, not letters."""
     for letter in ("r", "ü"):

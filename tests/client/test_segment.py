@@ -308,10 +308,12 @@ class TestNames:
         assert client.segments() == []
 
     @pytest.mark.parametrize("name", [3, None, b"m/weights"])
-    def test_what_is_not_even_text(self, client: membroker.Client, name: Any) -> None:
-        for call in (client.attach, client.delete_segment):
-            with pytest.raises(membroker.InvalidRequest, match="a segment's name is text"):
+    def test_what_is_not_even_text(self, client: membroker.Client, model: membroker.Model, name: Any) -> None:
+        for call in (client.attach, client.delete_segment, lambda name: model.create_segment(name, 1)):
+            with pytest.raises(membroker.InvalidRequest, match="the name of a segment is text"):
                 call(name)
+        with pytest.raises(membroker.InvalidRequest, match="the name of a model is text"):
+            client.register_model(name)
 
     def test_another_tenants(self, daemon: Daemon, client: membroker.Client, model: membroker.Model) -> None:
         sealed(model)
@@ -391,8 +393,8 @@ class TestWaiting:
         segment.seal()
         client.attach("weights", timeout=timeout).close()
 
-    @pytest.mark.parametrize("timeout", [-1, -1e-9, float("nan"), float("inf"), 24 * 3600 + 1])
-    def test_for_a_time_that_is_none(self, client: membroker.Client, timeout: float) -> None:
+    @pytest.mark.parametrize("timeout", [-1, -1e-9, float("nan"), float("inf"), 24 * 3600 + 1, "5", None])
+    def test_for_a_time_that_is_none(self, client: membroker.Client, timeout: Any) -> None:
         with pytest.raises(membroker.InvalidRequest, match="timeout"):
             client.attach("weights", timeout=timeout)
 

@@ -51,7 +51,8 @@ def test_a_wrong_command_line_is_status_2(name: str, arguments: tuple[str, ...],
 
 
 @pytest.mark.parametrize(
-    "name", ["growable_numpy.py", "sparse_numpy.py", "segments.py", "growable_torch.py", "sparse_torch.py"]
+    "name",
+    ["growable_numpy.py", "sparse_numpy.py", "segments.py", "growable_torch.py", "sparse_torch.py", "torch_turns.py"],
 )
 def test_a_broker_that_is_drained(daemon: Daemon, name: str) -> None:
     """An operator wants the device back: the example ends with the broker's sentence."""

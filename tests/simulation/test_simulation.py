@@ -354,16 +354,7 @@ def _others_are_heard_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _who_is_gone_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    give_up = lending.Lending.give_up
-
-    def forget(self: Any, row: Any) -> None:
-        doubts = self._traffic[row.session].doubts
-        kept = dict(doubts)
-        doubts.clear()
-        give_up(self, row)
-        doubts.update(kept)
-
-    monkeypatch.setattr(lending.Lending, "give_up", forget)
+    monkeypatch.setattr(lending.Lending, "_give_up_doubts", lambda self, session: None)
 
 
 FAULTS = (
