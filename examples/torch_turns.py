@@ -38,6 +38,8 @@ def worker(number: int, orders: Connection) -> None:
                     orders.send(obey(order, number, pool))
     except membroker.MembrokerError as error:  # no broker, no room, or one that is drained
         sys.exit(f"worker {number}: {error}")
+    except EOFError:
+        sys.exit(1)  # the conductor is gone
 
 
 def obey(order: str, number: int, pool: membroker.VirtualMemoryPool) -> str:
