@@ -14,7 +14,7 @@ from tests.system import raw
 from tests.system.raw import Session
 from tests.system.workers import ANCHOR_BYTES, PAGE, worker, workers
 
-from membroker.v1 import admin_pb2
+from membroker.v1 import admin_pb2, resources_pb2
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membrokerd.core import facts as ft
@@ -302,6 +302,23 @@ def test_a_limit_by_command_outlives_the_daemon(daemon: Daemon) -> None:
         assert one.refused("client.register_model('m').allocate('8MiB')").reason == "TENANT_LIMIT"
         stub.SetQuota(admin_pb2.SetQuotaRequest(name="tenants/red"))
         one.do("client.register_model('m').allocate('8MiB').close()")
+
+
+def test_a_limit_where_nothing_is_lent_any_more() -> None:
+    """An operator takes the host memory out of the configuration. A limit there is listed, and can be ended."""
+    with running({"host_capacity": "64MiB"}) as daemon, daemon.admin_stub() as stub:
+        quota = admin_pb2.SetQuotaRequest(name="tenants/red/models/m", location=resources_pb2.LOCATION_HOST)
+        stub.SetQuota(admin_pb2.SetQuotaRequest(name=quota.name, location=quota.location, limit_bytes=4 * MIB))
+        del daemon.config["host_capacity"]
+        restart(daemon)
+        with Session(daemon.endpoint()) as session:
+            session.register("m")
+            (listed,) = raw.admin_call(daemon.admin, "ListQuotas", admin_pb2.ListQuotasRequest()).quotas
+            assert (listed.name, listed.limit_bytes, listed.used_bytes) == (quota.name, 4 * MIB, 0)
+            assert not raw.admin_call(daemon.admin, "SetQuota", quota).HasField("limit_bytes")
+        assert raw.reason(raw.admin_call(daemon.admin, "SetQuota", quota)) == "LOCATION_UNAVAILABLE"
+        restart(daemon)
+        assert not raw.admin_call(daemon.admin, "ListQuotas", admin_pb2.ListQuotasRequest()).quotas
 
 
 def test_a_limit_that_cannot_be_kept_is_not_in_force(daemon: Daemon) -> None:
