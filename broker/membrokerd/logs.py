@@ -162,6 +162,10 @@ def _segment_held(fact: ft.SegmentHeld) -> Fields:
     return {"generation": fact.segment, "session": session_name(fact.session)}
 
 
+def _segment_held_again(fact: ft.SegmentHeldAgain) -> Fields:
+    return {"generation": fact.segment, "session": session_name(fact.session), "times": fact.times}
+
+
 def _segment_left(fact: ft.SegmentLeft) -> Fields:
     return {"generation": fact.segment, "session": session_name(fact.session), "cause": fact.cause}
 
@@ -205,6 +209,7 @@ _FACTS: dict[type, tuple[int, str, Callable[[Any], Fields]]] = {
     ft.SegmentMoved: (logging.INFO, "segment moved", _segment_and_cause),
     ft.SegmentEnded: (logging.INFO, "segment ended", _segment_ended),
     ft.SegmentHeld: (logging.DEBUG, "segment held", _segment_held),
+    ft.SegmentHeldAgain: (logging.DEBUG, "segment held again", _segment_held_again),
     ft.SegmentLeft: (logging.DEBUG, "segment left", _segment_left),
     ft.SegmentDoubted: (logging.DEBUG, "segment doubted", _segment_doubted),
     ft.SegmentCredited: (logging.DEBUG, "segment credited", _segment_credited),

@@ -116,7 +116,7 @@ def test_a_fact_keeps_its_number_for_ever() -> None:
     names = (
         "SessionBegan SessionMoved SessionEnded ModelBegan ModelAsked ModelJoined ModelLeft ModelEnded ModelCarried "
         "Debited Credited DeclarationSet LocationSettled SegmentBegan SegmentMoved SegmentHeld SegmentLeft "
-        "SegmentDoubted SegmentCredited SegmentEnded UnaccountedSeen"
+        "SegmentDoubted SegmentCredited SegmentEnded UnaccountedSeen SegmentHeldAgain"
     )
     assert tags == dict(enumerate(names.split(), 1))
     journaled = {form.kind for form in journal_module._TAGGED.values()}

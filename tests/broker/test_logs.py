@@ -38,6 +38,7 @@ FACTS: tuple[ft.Fact, ...] = (
     ft.SegmentMoved(40, "seal asked"),
     ft.SegmentEnded(40, None),
     ft.SegmentHeld(40, 26),
+    ft.SegmentHeldAgain(40, 26, 3),
     ft.SegmentLeft(40, 26, 1, "detached"),
     ft.SegmentDoubted(40),
     ft.SegmentCredited(40, range(41, 44)),

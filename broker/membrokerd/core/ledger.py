@@ -307,6 +307,10 @@ class Ledger:
         holders, held = self.segments[fact.segment].holders, self.sessions[fact.session].segments
         holders[fact.session] = held[fact.segment] = held.get(fact.segment, 0) + 1
 
+    def _segment_held_again(self, fact: facts.SegmentHeldAgain) -> None:
+        holders, held = self.segments[fact.segment].holders, self.sessions[fact.session].segments
+        holders[fact.session] = held[fact.segment] = held[fact.segment] + fact.times
+
     def _segment_left(self, fact: facts.SegmentLeft) -> None:
         row, held = self.segments[fact.segment], self.sessions[fact.session].segments
         left = held[fact.segment] - fact.times
@@ -497,6 +501,7 @@ _APPLY: dict[type, Callable[[Ledger, Any], None]] = {
     facts.SegmentMoved: Ledger._segment_moved,
     facts.SegmentHeld: Ledger._segment_held,
     facts.SegmentLeft: Ledger._segment_left,
+    facts.SegmentHeldAgain: Ledger._segment_held_again,
     facts.SegmentDoubted: Ledger._segment_doubted,
     facts.SegmentCredited: Ledger._segment_credited,
     facts.SegmentEnded: Ledger._segment_ended,
