@@ -362,6 +362,20 @@ def test_less_capacity_than_is_lent(card: dict[str, str]) -> None:
         assert daemon.books().capacity_bytes == 16 * MIB
 
 
+def test_what_is_lent_where_nothing_is_configured_any_more_is_shown() -> None:
+    """The host memory is taken out of the configuration while some is out: it has every series until it is back."""
+    with running({"host_capacity": "64MiB"}) as daemon, worker() as one:
+        one.connect(daemon)
+        one.do("buffer = client.register_model('m').allocate(PAGE, location='host')")
+        before = {line.split()[0] for line in daemon.metrics().splitlines() if 'location="host"' in line}
+        daemon.kill()
+        del daemon.config["host_capacity"]
+        daemon.start_again()
+        until(lambda: daemon.sessions()[0].state == daemon.sessions()[0].OPEN)
+        assert before == {line.split()[0] for line in daemon.metrics().splitlines() if 'location="host"' in line}
+        one.do("buffer.close(); client.close()")
+
+
 def test_a_worker_that_starts_first_waits_for_the_daemon(daemon: Daemon) -> None:
     """After a reboot nobody orders who starts: the engine says what it waits for, and goes on when it is there."""
     assert daemon.stop() == 0
