@@ -95,6 +95,27 @@ def test_every_fact_is_one_line_and_lifecycles_are_info(capture: Capture) -> Non
     assert len(out.getvalue().splitlines()) == len(FACTS)
 
 
+def test_nobody_fills_the_log_by_coming_and_going(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of sessions a second: some are told, the others counted. At DEBUG all are told."""
+    seconds = 0.0
+    monkeypatch.setattr(logs, "_allowance", logs.Allowance(lambda: seconds))
+    out = capture("json", "info")
+    for _ in range(logs.BURST_LINES + 2_000):
+        logs.log_fact(FACTS[0])
+    assert len(out.getvalue().splitlines()) == logs.BURST_LINES
+    seconds = 0.5
+    out = capture("json", "info")
+    for _ in range(1_000):
+        logs.log_fact(FACTS[0])
+    told, *others = map(json.loads, out.getvalue().splitlines())
+    assert (told["level"], told["lines"]) == ("warning", 2_000)
+    assert {line["event"] for line in others} == {"session began"}
+    assert len(others) == logs.LINES_A_SECOND // 2
+    out = capture("json", "debug")
+    logs.log_fact(FACTS[0])
+    assert len(out.getvalue().splitlines()) == 1
+
+
 def test_json_has_the_data_in_fields(capture: Capture) -> None:
     out = capture("json")
     logs.log_fact(FACTS[0])
