@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -136,8 +137,9 @@ class _Server(ThreadingHTTPServer):
                     _shut(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a failed answer as one event: the default prints to stderr."""
-        logging.getLogger("membrokerd").warning("an HTTP request failed", exc_info=True)
+        """Log a failed answer as one event: the default prints to stderr. A client that went away is none."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            logging.getLogger("membrokerd").warning("an HTTP request failed", exc_info=True)
 
 
 def _shut(connection: socket.socket) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -347,6 +348,20 @@ def test_who_has_asked_is_answered_whoever_comes(
         client.settimeout(20)
         assert client.recv(12) == b"HTTP/1.0 200"
         client.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /metr", b"POST /metrics HTTP/1.0\r\n\r\n"])
+def test_who_leaves_without_a_word_is_no_event(
+    server: MetricsServer, said: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A load balancer looks whether somebody listens, and resets the connection: nobody may fill the log so."""
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(said)
+    assert get(server, "/healthz")[0] == 200
+    server.close()
+    assert not caplog.records
 
 
 def test_close_ends_at_once_beside_a_client_that_says_nothing(source: Source) -> None:
