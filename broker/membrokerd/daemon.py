@@ -338,7 +338,7 @@ class Daemon:
     def _take_view(self) -> MetricsView:
         return MetricsView(
             snapshot=snapshot.take(self._loop.broker),
-            memory={where: self._loop.figures.get(where) for where in self._plan.capacities},
+            memory={where: self._loop.figures.get(where) for where in self._loop.broker.rules.capacities},
             memory_descriptors_open=self._traffic.descriptors + len(self._store) + self._loop.stocked + 1,
             device=self._plan.driver.device,
             version=__version__,

@@ -19,16 +19,21 @@ from .store import Kept, Store
 
 
 def condense(told: Iterable[ft.Fact]) -> tuple[list[ft.Fact], dict[Location, int]]:
-    """Return the shortest story of the same books, and what is charged at each location."""
+    """Return the shortest story of the same books, and what is charged at each location that has anything on file.
+
+    That may be nothing: a segment whose create has failed has a row until its name is free.
+    """
     ledger = replay(dict.fromkeys(LOCATIONS, 0), told)
-    return story(ledger), {where: total.charged for where, total in ledger.totals.items()}
+    segments = {row.location for row in ledger.segments.values()}
+    charged = {where: total.charged for where, total in ledger.totals.items() if total.charged or where in segments}
+    return story(ledger), charged
 
 
 def hold_what_is_lent(capacities: Mapping[Location, int], charged: Mapping[Location, int]) -> dict[Location, int]:
     """Return the capacities, each at least what is lent already: that is out, whatever the configuration says now."""
     held = dict(capacities)
     for where, size in charged.items():
-        if size > held.get(where, 0):
+        if size > held.get(where, -1):
             logs.warn(
                 "more is lent than the configuration allows now: the capacity stays at that until the next start",
                 location=where,

@@ -425,6 +425,7 @@ _TAGGED: Mapping[int, _Form] = {
         19: ft.SegmentCredited,
         20: ft.SegmentEnded,
         21: ft.UnaccountedSeen,
+        22: ft.SegmentHeldAgain,
     }.items()
 }
 """A tag never gets another meaning: a fact that is told otherwise, once there are journals of it, gets a new one."""

@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -25,6 +26,34 @@ _BARE = re.compile(r"[A-Za-z0-9._/:@+-]+")
 _SECRET = re.compile(r"token|secret|password")
 
 Fields = Mapping[str, Any]
+
+BURST_LINES, LINES_A_SECOND = 5_000, 100
+"""Lines about lifecycles at INFO: a thousand workers may come at once; nobody may fill the log by coming and going."""
+
+
+class Allowance:
+    """How many lines may be written now. `now` is in seconds."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._at = now()
+        self._lines = float(BURST_LINES)
+        self.unsaid = 0
+        """How many were refused since the last that was not."""
+
+    def take(self) -> bool:
+        """Say whether one more may be written."""
+        now = self._now()
+        self._lines = min(BURST_LINES, self._lines + (now - self._at) * LINES_A_SECOND)
+        self._at = now
+        if self._lines < 1:
+            self.unsaid += 1
+            return False
+        self._lines -= 1
+        return True
+
+
+_allowance = Allowance()
 
 
 def configure(config: LogConfig, stream: TextIO | None = None) -> None:
@@ -69,10 +98,20 @@ def log_denied(session: int, method: str, denied: Denied) -> None:
 
 
 def log_fact(fact: ft.Fact) -> None:
-    """Say what changed in the books: lifecycles at INFO, single debits and credits at DEBUG."""
+    """Say what changed in the books: lifecycles at INFO, as far as the allowance goes, the rest at DEBUG.
+
+    Whoever wants to have it all looks for a fault, by DEBUG.
+    """
     level, event, fields = _FACTS[type(fact)]
-    if _LOGGER.isEnabledFor(level):
-        _emit(level, event, fields(fact))
+    if not _LOGGER.isEnabledFor(level):
+        return
+    if not _LOGGER.isEnabledFor(logging.DEBUG):
+        if not _allowance.take():
+            return
+        if _allowance.unsaid:
+            unsaid, _allowance.unsaid = _allowance.unsaid, 0
+            warn("more came and went than is told: sessions, models and segments", lines=unsaid)
+    _emit(level, event, fields(fact))
 
 
 def _emit(level: int, event: str, fields: Fields) -> None:
@@ -162,6 +201,10 @@ def _segment_held(fact: ft.SegmentHeld) -> Fields:
     return {"generation": fact.segment, "session": session_name(fact.session)}
 
 
+def _segment_held_again(fact: ft.SegmentHeldAgain) -> Fields:
+    return {"generation": fact.segment, "session": session_name(fact.session), "times": fact.times}
+
+
 def _segment_left(fact: ft.SegmentLeft) -> Fields:
     return {"generation": fact.segment, "session": session_name(fact.session), "cause": fact.cause}
 
@@ -205,6 +248,7 @@ _FACTS: dict[type, tuple[int, str, Callable[[Any], Fields]]] = {
     ft.SegmentMoved: (logging.INFO, "segment moved", _segment_and_cause),
     ft.SegmentEnded: (logging.INFO, "segment ended", _segment_ended),
     ft.SegmentHeld: (logging.DEBUG, "segment held", _segment_held),
+    ft.SegmentHeldAgain: (logging.DEBUG, "segment held again", _segment_held_again),
     ft.SegmentLeft: (logging.DEBUG, "segment left", _segment_left),
     ft.SegmentDoubted: (logging.DEBUG, "segment doubted", _segment_doubted),
     ft.SegmentCredited: (logging.DEBUG, "segment credited", _segment_credited),

@@ -149,9 +149,9 @@ class Loop:
         start = time.perf_counter()
         is_written = journal.append(facts)
         self._observe_write(time.perf_counter() - start)
-        self.broker.cannot_write = "" if is_written and not journal.full else "no room for its journal"
         if journal.due:
             self._compact(journal)
+        self.broker.cannot_write = "no room for its journal" if journal.full else ""
         reach("debited" if debits else "credited")
         return is_written
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 MAX_CONNECTIONS = 16
+"""Served at a time. Beyond it the oldest that has not asked yet makes room, else whoever holds some open and says
+nothing would shut out the scrapes and the probes."""
 DEADLINE_SECONDS = 10.0
 """The whole life of a connection. A client that drips bytes would outlive any timeout of a single read."""
 PAUSE_SECONDS = 0.1
@@ -61,10 +64,13 @@ class MetricsServer:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128  # of 5, who comes beside a few others is heard a second later, too late for a probe
 
     def __init__(self, address: str, port: int, registry: CollectorRegistry, states: dict[str, State]) -> None:
         self.registry, self.states = registry, states
         self._connections: dict[socket.socket, float] = {}
+        self._silent: dict[socket.socket, None] = {}
+        """Those of them that have not asked yet, and are not cut; the oldest first."""
         self._lock = threading.Lock()
         self.address_family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
         super().__init__((address, port), _Handler)
@@ -87,18 +93,36 @@ class _Server(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve on a thread, or close at once when as many as allowed are being served."""
         with self._lock:
-            full = len(self._connections) >= MAX_CONNECTIONS
+            full = not self._make_room()
             if not full:
                 self._connections[request] = time.monotonic()
+                self._silent[request] = None
         if full:
             self.shutdown_request(request)
         else:
             super().process_request(request, client_address)
 
+    def _make_room(self) -> bool:
+        """Cut one that says nothing, where there is need. Its thread lasts a moment longer: these are bounded, too."""
+        if len(self._connections) < MAX_CONNECTIONS:
+            return True
+        if not self._silent or len(self._connections) >= 2 * MAX_CONNECTIONS:
+            return False
+        oldest = next(iter(self._silent))
+        del self._silent[oldest]
+        _shut(oldest)
+        return True
+
+    def heard(self, request: socket.socket) -> None:
+        """A connection has asked: it is answered, whoever else comes."""
+        with self._lock:
+            self._silent.pop(request, None)
+
     def shutdown_request(self, request: Any) -> None:
         """Forget the connection, then close it."""
         with self._lock:
             self._connections.pop(request, None)
+            self._silent.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
@@ -113,8 +137,9 @@ class _Server(ThreadingHTTPServer):
                     _shut(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a failed answer as one event: the default prints to stderr."""
-        logging.getLogger("membrokerd").warning("an HTTP request failed", exc_info=True)
+        """Log a failed answer as one event: the default prints to stderr. A client that went away is none."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            logging.getLogger("membrokerd").warning("an HTTP request failed", exc_info=True)
 
 
 def _shut(connection: socket.socket) -> None:
@@ -131,6 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a path."""
+        self.server.heard(self.connection)
         path = urlsplit(self.path).path
         if path == "/metrics":
             self._metrics()

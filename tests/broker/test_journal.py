@@ -116,7 +116,7 @@ def test_a_fact_keeps_its_number_for_ever() -> None:
     names = (
         "SessionBegan SessionMoved SessionEnded ModelBegan ModelAsked ModelJoined ModelLeft ModelEnded ModelCarried "
         "Debited Credited DeclarationSet LocationSettled SegmentBegan SegmentMoved SegmentHeld SegmentLeft "
-        "SegmentDoubted SegmentCredited SegmentEnded UnaccountedSeen"
+        "SegmentDoubted SegmentCredited SegmentEnded UnaccountedSeen SegmentHeldAgain"
     )
     assert tags == dict(enumerate(names.split(), 1))
     journaled = {form.kind for form in journal_module._TAGGED.values()}
@@ -499,6 +499,45 @@ print(number)
 """
     assert child(path, script) == 2
     assert read(path) == (steps(2), [])
+
+
+def test_room_that_a_new_beginning_makes_is_known_at_once(path: Path) -> None:
+    """A file may not grow, and begins anew as it is full: who comes next is let in, though nobody else says a word."""
+    script = """
+import asyncio
+from membrokerd.core import events as ev, policy
+from membrokerd.core.broker import Broker
+from membrokerd.loop import Loop
+from membrokerd.store import Store
+
+async def main():
+    journal.close()
+    anew = Journal(path, Binding("boot-1", "GPU-1"), compact_bytes=RESERVE_BYTES + 2_000)
+    anew.begin([])
+    limit(path.stat().st_size + 100_000)
+    broker = Broker(policy.Rules(2, {"device": 64}, max_sessions_per_process=100), epoch=1)
+    loop = Loop(broker, None, Store(), 1.0, journal=anew)
+
+    def come():
+        loop.ask(lambda call: ev.OpenSession(call, "t", 1, 1, "p", False, "x" * 1_000), lambda answer: None)
+
+    def go():
+        session = next(iter(broker.ledger.sessions))
+        loop.ask(lambda call: ev.Goodbye(call, session, 1), lambda answer: None)
+
+    for _ in range(50):
+        come()
+    while not broker.cannot_write:
+        go()
+        come()
+    while anew.full:
+        go()
+    loop.tell(ev.Elapsed())
+    print(len(broker.cannot_write))
+
+asyncio.run(main())
+"""
+    assert child(path, script) == 0
 
 
 def test_nothing_stays_open(path: Path) -> None:

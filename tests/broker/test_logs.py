@@ -38,6 +38,7 @@ FACTS: tuple[ft.Fact, ...] = (
     ft.SegmentMoved(40, "seal asked"),
     ft.SegmentEnded(40, None),
     ft.SegmentHeld(40, 26),
+    ft.SegmentHeldAgain(40, 26, 3),
     ft.SegmentLeft(40, 26, 1, "detached"),
     ft.SegmentDoubted(40),
     ft.SegmentCredited(40, range(41, 44)),
@@ -92,6 +93,27 @@ def test_every_fact_is_one_line_and_lifecycles_are_info(capture: Capture) -> Non
     for fact in FACTS:
         logs.log_fact(fact)
     assert len(out.getvalue().splitlines()) == len(FACTS)
+
+
+def test_nobody_fills_the_log_by_coming_and_going(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of sessions a second: some are told, the others counted. At DEBUG all are told."""
+    seconds = 0.0
+    monkeypatch.setattr(logs, "_allowance", logs.Allowance(lambda: seconds))
+    out = capture("json", "info")
+    for _ in range(logs.BURST_LINES + 2_000):
+        logs.log_fact(FACTS[0])
+    assert len(out.getvalue().splitlines()) == logs.BURST_LINES
+    seconds = 0.5
+    out = capture("json", "info")
+    for _ in range(1_000):
+        logs.log_fact(FACTS[0])
+    told, *others = map(json.loads, out.getvalue().splitlines())
+    assert (told["level"], told["lines"]) == ("warning", 2_000)
+    assert {line["event"] for line in others} == {"session began"}
+    assert len(others) == logs.LINES_A_SECOND // 2
+    out = capture("json", "debug")
+    logs.log_fact(FACTS[0])
+    assert len(out.getvalue().splitlines()) == 1
 
 
 def test_json_has_the_data_in_fields(capture: Capture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -310,29 +311,57 @@ def test_a_view_that_does_not_come_is_a_503(server: MetricsServer, source: Sourc
 
 
 def test_slow_clients_are_bounded_and_cut(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients that connect and drip bytes fill the table, and a scrape passes once their time is over."""
+    """Clients that connect and drip bytes fill the table: they make room, and end when their time is over."""
     monkeypatch.setattr(metrics_server, "DEADLINE_SECONDS", 1.0)
     slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(metrics_server.MAX_CONNECTIONS)]
     for client in slow:
         client.sendall(b"GET /metr")
-    threads = threading.active_count()
-    assert threads <= metrics_server.MAX_CONNECTIONS + 8
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as late:
-        assert late.recv(1) == b"", "one too many is closed at once"
-    for client in slow:
         client.settimeout(20)
+    assert get(server, "/healthz")[0] == 200
+    assert threading.active_count() <= metrics_server.MAX_CONNECTIONS + 8
+    for client in slow:
         assert client.recv(1) == b"", "cut at the deadline, though it never fell silent for long"
         client.close()
-    until = time.monotonic() + 20
-    while (answer := _try(server)) != 200:
-        assert time.monotonic() < until, answer
+    assert get(server, "/metrics")[0] == 200
 
 
-def _try(server: MetricsServer) -> int | str:
-    try:
-        return get(server, "/metrics")[0]
-    except OSError as error:
-        return str(error)
+def test_who_has_asked_is_answered_whoever_comes(
+    server: MetricsServer, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many scrapes as there may be wait for the broker: one more is closed at once, and these are answered."""
+    waiting, go_on, view = threading.Semaphore(0), threading.Event(), source.view
+
+    def late() -> MetricsView:
+        waiting.release()
+        assert go_on.wait(20)
+        return view()
+
+    monkeypatch.setattr(source, "view", late)
+    asked = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(metrics_server.MAX_CONNECTIONS)]
+    for client in asked:
+        client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert waiting.acquire(timeout=20)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as late_one:
+        assert late_one.recv(1) == b""
+    go_on.set()
+    for client in asked:
+        client.settimeout(20)
+        assert client.recv(12) == b"HTTP/1.0 200"
+        client.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /metr", b"POST /metrics HTTP/1.0\r\n\r\n"])
+def test_who_leaves_without_a_word_is_no_event(
+    server: MetricsServer, said: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A load balancer looks whether somebody listens, and resets the connection: nobody may fill the log so."""
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(said)
+    assert get(server, "/healthz")[0] == 200
+    server.close()
+    assert not caplog.records
 
 
 def test_close_ends_at_once_beside_a_client_that_says_nothing(source: Source) -> None:

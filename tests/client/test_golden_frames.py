@@ -36,6 +36,7 @@ from membroker.v1 import handoff_pb2 as pb
 from membrokerd.core import policy
 from membrokerd.core.denied import Reason, deny
 from membrokerd.rpc.errors import to_status
+from membrokerd.rpc.server import MAX_MESSAGE_BYTES
 
 DOCS = Path(__file__).parents[2] / "docs"
 GOLDEN = DOCS / "golden-frames.json"
@@ -222,6 +223,7 @@ def test_the_page_has_the_limits_as_they_are() -> None:
     page, rules = (DOCS / "protocol.md").read_text(), policy.Rules(granularity=1, capacities={})
     numbers = {
         "bytes of a frame": handoff.MAX_FRAME_BYTES,
+        "bytes of a gRPC request": MAX_MESSAGE_BYTES,
         "descriptors of a packet": handoff.MAX_DESCRIPTORS,
         "ids of a release": handoff.MAX_IDS_PER_FRAME,
         "extents of an allocate": handoff.MAX_EXTENTS_PER_CALL,

@@ -14,7 +14,7 @@ from tests.system import raw
 from tests.system.raw import Session
 from tests.system.workers import ANCHOR_BYTES, PAGE, worker, workers
 
-from membroker.v1 import admin_pb2
+from membroker.v1 import admin_pb2, resources_pb2
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membrokerd.core import facts as ft
@@ -304,6 +304,23 @@ def test_a_limit_by_command_outlives_the_daemon(daemon: Daemon) -> None:
         one.do("client.register_model('m').allocate('8MiB').close()")
 
 
+def test_a_limit_where_nothing_is_lent_any_more() -> None:
+    """An operator takes the host memory out of the configuration. A limit there is listed, and can be ended."""
+    with running({"host_capacity": "64MiB"}) as daemon, daemon.admin_stub() as stub:
+        quota = admin_pb2.SetQuotaRequest(name="tenants/red/models/m", location=resources_pb2.LOCATION_HOST)
+        stub.SetQuota(admin_pb2.SetQuotaRequest(name=quota.name, location=quota.location, limit_bytes=4 * MIB))
+        del daemon.config["host_capacity"]
+        restart(daemon)
+        with Session(daemon.endpoint()) as session:
+            session.register("m")
+            (listed,) = raw.admin_call(daemon.admin, "ListQuotas", admin_pb2.ListQuotasRequest()).quotas
+            assert (listed.name, listed.limit_bytes, listed.used_bytes) == (quota.name, 4 * MIB, 0)
+            assert not raw.admin_call(daemon.admin, "SetQuota", quota).HasField("limit_bytes")
+        assert raw.reason(raw.admin_call(daemon.admin, "SetQuota", quota)) == "LOCATION_UNAVAILABLE"
+        restart(daemon)
+        assert not raw.admin_call(daemon.admin, "ListQuotas", admin_pb2.ListQuotasRequest()).quotas
+
+
 def test_a_limit_that_cannot_be_kept_is_not_in_force(daemon: Daemon) -> None:
     """The disk that outlives a reboot has a fault. The operator learns where, and the limit is what it was before."""
     kept = daemon.directory / "kept" / "host"
@@ -343,6 +360,20 @@ def test_less_capacity_than_is_lent(card: dict[str, str]) -> None:
         one.do("buffer.close(); client.close()")
         restart(daemon)
         assert daemon.books().capacity_bytes == 16 * MIB
+
+
+def test_what_is_lent_where_nothing_is_configured_any_more_is_shown() -> None:
+    """The host memory is taken out of the configuration while some is out: it has every series until it is back."""
+    with running({"host_capacity": "64MiB"}) as daemon, worker() as one:
+        one.connect(daemon)
+        one.do("buffer = client.register_model('m').allocate(PAGE, location='host')")
+        before = {line.split()[0] for line in daemon.metrics().splitlines() if 'location="host"' in line}
+        daemon.kill()
+        del daemon.config["host_capacity"]
+        daemon.start_again()
+        until(lambda: daemon.sessions()[0].state == daemon.sessions()[0].OPEN)
+        assert before == {line.split()[0] for line in daemon.metrics().splitlines() if 'location="host"' in line}
+        one.do("buffer.close(); client.close()")
 
 
 def test_a_worker_that_starts_first_waits_for_the_daemon(daemon: Daemon) -> None:

@@ -280,7 +280,8 @@ class Broker:
                 del self.denials[key]
 
     def _set_quota(self, event: ev.SetQuota, now: int) -> None:
-        if event.location not in self.rules.capacities:
+        ends = event.limit is None and (event.tenant, event.model, event.location) in self.ledger.quotas
+        if event.location not in self.rules.capacities and not ends:  # an earlier daemon may have lent there
             self.answer(event.call, deny(Reason.LOCATION_UNAVAILABLE, location=event.location))
         elif event.limit is not None and not 0 <= event.limit <= policy.MAX_BYTES:
             denied = deny(Reason.INVALID_SIZE, size_bytes=event.limit, least_bytes=0, granularity_bytes=1)

@@ -181,6 +181,15 @@ class SegmentLeft:
 
 
 @value
+class SegmentHeldAgain:
+    """A session held a segment so many times more before this story begins."""
+
+    segment: int
+    session: int
+    times: int
+
+
+@value
 class SegmentDoubted:
     """A holder of the segment died before this story begins. Its memory may be kept by nobody knows whom."""
 
@@ -249,6 +258,7 @@ Fact = (
     | SegmentMoved
     | SegmentHeld
     | SegmentLeft
+    | SegmentHeldAgain
     | SegmentDoubted
     | SegmentCredited
     | SegmentEnded

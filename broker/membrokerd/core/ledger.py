@@ -54,12 +54,14 @@ class SessionRow:
     models: set[ModelName] = field(default_factory=set)
     extents: dict[int, Loan] = field(default_factory=dict)
     charges: dict[tuple[ModelName, Location], Charge] = field(default_factory=dict)
+    sums: dict[Location, tuple[int, int]] = field(default_factory=dict)
+    """Bytes and extents that it is charged at each location, by whatever model; where nothing there is none."""
     segments: dict[int, int] = field(default_factory=dict)
     """How many times it holds each segment. It is not charged for them: their models are."""
 
     def charged(self, location: Location) -> int:
-        """Bytes that the session is charged at a location."""
-        return sum(charge.bytes for (_, where), charge in self.charges.items() if where == location)
+        """Bytes that the session is charged at a location. Asked for each of the dead at each audit."""
+        return self.sums.get(location, (0, 0))[0]
 
 
 @dataclass(slots=True)
@@ -305,6 +307,10 @@ class Ledger:
         holders, held = self.segments[fact.segment].holders, self.sessions[fact.session].segments
         holders[fact.session] = held[fact.segment] = held.get(fact.segment, 0) + 1
 
+    def _segment_held_again(self, fact: facts.SegmentHeldAgain) -> None:
+        holders, held = self.segments[fact.segment].holders, self.sessions[fact.session].segments
+        holders[fact.session] = held[fact.segment] = held[fact.segment] + fact.times
+
     def _segment_left(self, fact: facts.SegmentLeft) -> None:
         row, held = self.segments[fact.segment], self.sessions[fact.session].segments
         left = held[fact.segment] - fact.times
@@ -359,6 +365,11 @@ class Ledger:
         charge.extents += extents
         if not charge.bytes:
             del row.charges[key]
+        size, count = row.sums.get(location, (0, 0))
+        if size + change:
+            row.sums[location] = size + change, count + extents
+        else:
+            row.sums.pop(location, None)
         self._sum(name, location, change, extents, releasing=row.state == "releasing")
 
     def _credit_segment(self, row: SegmentRow, size: int, extents: int) -> None:
@@ -461,6 +472,11 @@ def _recount_session(row: SessionRow) -> None:
         _same(f"session {row.session}'s bytes", charge.bytes, sums.bytes + charge.declared)
         _same(f"session {row.session}'s extents", charge.extents, sums.extents)
     assert not by_charge, "extents without a charge"
+    by_location: dict[Location, tuple[int, int]] = {}
+    for (_, where), charge in row.charges.items():
+        size, extents = by_location.get(where, (0, 0))
+        by_location[where] = size + charge.bytes, extents + charge.extents
+    assert row.sums == by_location, f"session {row.session}: {row.sums} != {by_location}"
 
 
 def _same(what: str, left: int, right: int) -> None:
@@ -485,6 +501,7 @@ _APPLY: dict[type, Callable[[Ledger, Any], None]] = {
     facts.SegmentMoved: Ledger._segment_moved,
     facts.SegmentHeld: Ledger._segment_held,
     facts.SegmentLeft: Ledger._segment_left,
+    facts.SegmentHeldAgain: Ledger._segment_held_again,
     facts.SegmentDoubted: Ledger._segment_doubted,
     facts.SegmentCredited: Ledger._segment_credited,
     facts.SegmentEnded: Ledger._segment_ended,

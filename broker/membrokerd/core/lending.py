@@ -129,7 +129,9 @@ class Lending:
     def in_flight(self, session: int, request_id: int) -> bool:
         """Say whether a request of this id is unanswered, or its packets are still unacknowledged."""
         traffic = self._traffic[session]
-        return request_id in traffic.calls or request_id in traffic.unanswered
+        if request_id in traffic.calls or request_id in traffic.unanswered:
+            return True
+        return bool(traffic.doubts) and any(one.request_id == request_id for one in traffic.doubts.values())
 
     def making_of(self, session: int) -> bool:
         """Say whether packets of the session are being made."""

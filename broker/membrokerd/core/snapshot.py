@@ -132,10 +132,6 @@ def virtual_capacity(broker: Broker, row: ModelRow) -> int:
 
 
 def _session(broker: Broker, row: SessionRow) -> SessionView:
-    sums: dict[Location, tuple[int, int]] = {}
-    for (_, where), charge in row.charges.items():
-        size, extents = sums.get(where, (0, 0))
-        sums[where] = (size + charge.bytes, extents + charge.extents)
     return SessionView(
         row.session,
         row.tenant,
@@ -144,8 +140,8 @@ def _session(broker: Broker, row: SessionRow) -> SessionView:
         row.uid,
         row.observer,
         row.client,
-        tuple(sorted(row.models)),
-        tuple((where, size, extents) for where, (size, extents) in sums.items()),
+        tuple(row.models),
+        tuple((where, size, extents) for where, (size, extents) in row.sums.items()),
         tuple(broker.ledger.segments[segment].full_name() for segment in row.segments),
         row.began_at,
     )

@@ -85,8 +85,9 @@ def _tell_segment(row: SegmentRow) -> Iterator[ft.Fact]:
     if row.uncertain:
         yield ft.SegmentDoubted(row.segment)
     for session, times in row.holders.items():
-        for _ in range(times):
-            yield ft.SegmentHeld(row.segment, session)
+        yield ft.SegmentHeld(row.segment, session)
+        if times > 1:
+            yield ft.SegmentHeldAgain(row.segment, session, times - 1)
     for cause in _causes(row):
         yield ft.SegmentMoved(row.segment, cause)
 

@@ -155,7 +155,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         else:
             name = f"tenants/{tenant}/models/{model}"
             row = ledger.models.get(ev.ModelName(tenant, model))
-            used = row.charges[location].bytes if row else 0
+            charge = row.charges.get(location) if row else None  # a quota may be of where an earlier daemon lent
+            used = charge.bytes if charge else 0
         limit = ledger.quotas.get((tenant, model, location))
         return pb.Quota(name=name, location=LOCATION_NUMBERS[location], limit_bytes=limit, used_bytes=used)
 

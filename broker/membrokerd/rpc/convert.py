@@ -268,7 +268,7 @@ def from_session(row: SessionView, now_ns: int) -> rpb.Session:
         uid=row.uid,
         observer=row.observer,
         client=row.client,
-        models=[str(name) for name in row.models],
+        models=sorted(map(str, row.models)),
         books=[
             rpb.SessionBooks(location=LOCATION_NUMBERS[where], used_bytes=size, extents=extents)
             for where, size, extents in row.locations

@@ -115,6 +115,20 @@ def test_a_story_is_as_short_as_the_books() -> None:
     ]
 
 
+def test_what_a_worker_attaches_again_and_again_is_told_once() -> None:
+    """It never detaches: the journal, which begins anew with this, must not grow with it for ever."""
+    ledger = Ledger(CAPACITIES)
+    ledger.apply(ft.ModelBegan(NAME, None, {}))
+    ledger.apply(ft.SessionBegan(1, "acme", 2, 3, "pidfd:4", False, "toy", 5))
+    ledger.apply(ft.SegmentBegan(2, NAME, "s", "device", 4, 4, 3, 1, 1, 0))
+    for _ in range(1_000):
+        ledger.apply(ft.SegmentHeld(2, 1))
+    facts = story(ledger)
+    assert len(facts) < 10
+    assert books(told(facts)) == books(ledger)
+    told([*facts, ft.SegmentLeft(2, 1, 1_000, "detached")]).recount()
+
+
 def test_extents_side_by_side_of_different_sizes_are_told_apart() -> None:
     """One run has one size: else the sum of two that differ would be the sum of neither."""
     ledger = Ledger(CAPACITIES)
