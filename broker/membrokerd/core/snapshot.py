@@ -90,16 +90,33 @@ def take(broker: Broker) -> Snapshot:
         LocationView(where, t.capacity, t.lent, t.releasing, t.stock, t.free, broker.settling.shown(where))
         for where, t in ledger.totals.items()
     )
+    return Snapshot(ledger.revision, locations, take_models(broker), take_sessions(broker), take_segments(broker))
+
+
+def take_model(broker: Broker, name: ModelName) -> ModelView:
+    """Return one model that there is."""
+    denials: dict[str, int] = {reason: count for (model, reason), count in broker.denials.items() if model == name}
+    return _model(broker, broker.ledger.models[name], denials)
+
+
+def take_models(broker: Broker, tenant: str | None = None) -> tuple[ModelView, ...]:
+    """Return the models of a tenant, or all, by name."""
     denials: dict[ModelName, dict[str, int]] = {}
     for (name, reason), count in broker.denials.items():
         denials.setdefault(name, {})[reason] = count
-    return Snapshot(
-        ledger.revision,
-        locations,
-        tuple(_model(broker, row, denials.get(row.name, {})) for _, row in sorted(ledger.models.items())),
-        tuple(_session(broker, row) for row in ledger.sessions.values()),
-        tuple(broker.segments.view(row) for row in ledger.segments.values()),
-    )
+    rows = sorted((name, row) for name, row in broker.ledger.models.items() if tenant in (None, name.tenant))
+    return tuple(_model(broker, row, denials.get(name, {})) for name, row in rows)
+
+
+def take_sessions(broker: Broker, tenant: str | None = None) -> tuple[SessionView, ...]:
+    """Return the sessions of a tenant, or all, in the order they began."""
+    return tuple(_session(broker, row) for row in broker.ledger.sessions.values() if tenant in (None, row.tenant))
+
+
+def take_segments(broker: Broker, tenant: str | None = None) -> tuple[SegmentView, ...]:
+    """Return the segments of a tenant, or all, in the order they began."""
+    rows = broker.ledger.segments.values()
+    return tuple(broker.segments.view(row) for row in rows if tenant in (None, row.name.tenant))
 
 
 def _model(broker: Broker, row: ModelRow, denials: Mapping[str, int]) -> ModelView:

@@ -91,7 +91,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ForgetSession(self, request: pb.ForgetSessionRequest, context: Any) -> resources_pb2.Session:
         """End a detached session on the operator's word, and return it as it was."""
         session = convert.parse_session(request.name)
-        rows = [row for row in snapshot.take(self._loop.broker).sessions if row.session == session]
+        rows = [row for row in snapshot.take_sessions(self._loop.broker) if row.session == session]
         await self._ask(lambda call: ev.ForgetSession(call, session))
         return convert.from_session(rows[0], clock())
 

@@ -10,7 +10,7 @@ from membroker.v1 import broker_pb2_grpc, resources_pb2
 
 from ..core import effects as fx
 from ..core import snapshot
-from ..core.denied import Denied
+from ..core.denied import Denied, Reason, deny
 from ..core.events import ModelName
 from ..dispatch import Dispatcher, Ticket
 from .convert import Refused, from_model, from_result
@@ -112,5 +112,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         return result
 
     def _model(self, name: ModelName) -> resources_pb2.Model:
-        rows = snapshot.take(self._dispatcher.loop.broker).models
-        return from_model(next(row for row in rows if row.name == name))
+        broker = self._dispatcher.loop.broker
+        if name not in broker.ledger.models:  # its session has gone since it was answered
+            raise Refused(deny(Reason.MODEL_NOT_FOUND, model=str(name)))
+        return from_model(snapshot.take_model(broker, name))

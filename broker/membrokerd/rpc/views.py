@@ -58,20 +58,20 @@ class Views:
 
     def list_models(self, request: pb.ListModelsRequest, tenant: str | None = None) -> pb.ListModelsResponse:
         """Return a page of models, by name; `tenant` None is everybody's."""
-        rows = [row for row in snapshot.take(self.loop.broker).models if tenant in (None, row.name.tenant)]
+        rows = snapshot.take_models(self.loop.broker, tenant)
         models, token = _page(rows, lambda row: str(row.name), convert.MODEL_NAME, request, convert.from_model)
         return pb.ListModelsResponse(models=models, next_page_token=token)
 
     def list_sessions(self, request: pb.ListSessionsRequest, tenant: str | None = None) -> pb.ListSessionsResponse:
         """Return a page of sessions, in the order they began; `tenant` None is everybody's."""
-        rows = [row for row in snapshot.take(self.loop.broker).sessions if tenant in (None, row.tenant)]
+        rows = snapshot.take_sessions(self.loop.broker, tenant)
         show = partial(convert.from_session, now_ns=clock())
         sessions, token = _page(rows, lambda row: f"{row.session:016x}", _ID_KEY, request, show)
         return pb.ListSessionsResponse(sessions=sessions, next_page_token=token)
 
     def list_segments(self, request: pb.ListSegmentsRequest, tenant: str | None = None) -> pb.ListSegmentsResponse:
         """Return a page of segments, in the order they began; `tenant` None is everybody's."""
-        rows = [row for row in snapshot.take(self.loop.broker).segments if tenant in (None, row.name.tenant)]
+        rows = snapshot.take_segments(self.loop.broker, tenant)
         show = partial(convert.from_segment, now_ns=clock())
         segments, token = _page(rows, lambda row: f"{row.segment:016x}", _ID_KEY, request, show)
         return pb.ListSegmentsResponse(segments=segments, next_page_token=token)
