@@ -533,6 +533,35 @@ class TestHalfWay:
             pool.trim()
         assert lender.declared_bytes == pinned_bytes(lender) == 0
 
+    @pytest.mark.parametrize("end", ["restore", "trim", "close"])
+    def test_pinned_memory_that_cannot_be_freed(
+        self, lender: Lender, monkeypatch: pytest.MonkeyPatch, end: str
+    ) -> None:
+        """A card frees nothing while a graph is captured: what stays pinned stays charged, until the next end."""
+        unpin, failing = lender.driver.unpin, True
+
+        def refusing(address: int) -> None:
+            if failing and len(lender.driver._pinned._sizes) == 2:
+                raise DriverError("cuCtxSynchronize", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900)
+            unpin(address)
+
+        monkeypatch.setattr(lender.driver, "unpin", refusing)
+        pool = VirtualMemoryPool(lender, PAGES * PAGE, PAGE)
+        pool.allocate(0, 9 * PAGE)
+        pool.offload()
+        if end == "trim":
+            pool.restore(keep_pinned=True)
+        with pytest.raises(DeviceFailure, match="CAPTURE"):
+            getattr(pool, end)()
+        assert lender.declared_bytes == pinned_bytes(lender) == 6 * PAGE
+        failing = False
+        if end == "restore":
+            assert sizes(pool) == (9, 0)
+        if end != "close":
+            pool.trim()
+            assert lender.declared_bytes == pinned_bytes(lender) == 0
+        pool.close()
+
     def test_memory_comes_free_as_it_goes(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """Another model waits for room: it gets some before the last page is copied."""
         pool.allocate(0, 12 * PAGE)
