@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import UTC
 from numbers import Real
+from typing import Any
 
 from membroker.errors import InvalidRequest
 from membroker.notices import Draining, Notice, Stopping, Undrained
@@ -79,6 +80,15 @@ def seconds_of(what: str, seconds: float, *, positive: bool = False) -> float:
         least = "more than 0" if positive else "0 or more"
         raise InvalidRequest(f"{what} is a number of seconds, {least} and at most a week, not {seconds!r}")
     return float(seconds)
+
+
+def contiguous_bytes(what: str, data: Any) -> memoryview:
+    """Return the bytes of what has contiguous ones; `what` names it in the `InvalidRequest` that this raises."""
+    try:
+        view = memoryview(data)
+        return view.cast("B") if view.nbytes else memoryview(b"")
+    except (TypeError, ValueError, BufferError) as error:
+        raise InvalidRequest(f"{what} is contiguous bytes, not {type(data).__name__}: {error}") from error
 
 
 def check_range(offset: int, size: int, total: int, what: str) -> None:

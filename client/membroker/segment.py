@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.duration_pb2 import Duration
 
 from membroker import convert
-from membroker.convert import bytes_of, location_name, location_of, location_to_wire
+from membroker.convert import bytes_of, check_range, contiguous_bytes, location_name, location_of, location_to_wire
 from membroker.errors import InvalidRequest, SegmentNotWritable
 from membroker.held import Held
 from membroker.holding import Holding
@@ -198,7 +198,7 @@ class Segment(Held):
 
         Raises `SegmentNotWritable`, `InvalidRequest`, `ClosedError`, `DeviceFailure`.
         """
-        source = memoryview(data).cast("B")
+        source = contiguous_bytes("what is written to a segment", data)
         self._check_range(offset, len(source))
         with self._holding.in_use(), device_failures():
             self._check_writable()
@@ -219,8 +219,7 @@ class Segment(Held):
         return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, not self._writable), "version": 3}
 
     def _check_range(self, offset: int, size: int) -> None:
-        if not 0 <= offset <= self.size or not 0 <= size <= self.size - offset:
-            raise InvalidRequest(f"{size} bytes at {offset} do not lie in a segment of {self.size} bytes")
+        check_range(offset, size, self.size, "a segment")
 
     def _check_writable(self) -> None:
         if not self._writable:

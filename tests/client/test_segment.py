@@ -460,6 +460,24 @@ class TestArguments:
         segment.write(3, data)
         assert segment.read(2, 6) == b"\0abcd\0"
 
+    @pytest.mark.parametrize("data", [None, "text", [1, 2], np.eye(4)[:, ::2], np.zeros(2, "datetime64[s]")])
+    def test_bytes_that_are_none(self, client: membroker.Client, model: membroker.Model, data: Any) -> None:
+        segment = model.create_segment("weights", 1)
+        with pytest.raises(membroker.InvalidRequest, match="is contiguous bytes, not"):
+            segment.write(0, data)
+
+    def test_an_array_of_nothing(self, client: membroker.Client, model: membroker.Model) -> None:
+        model.create_segment("weights", 1).write(0, np.zeros((0, 3)))
+
+    @pytest.mark.parametrize(("offset", "size"), [(0.0, 1), (0, 1.0), ("0", 1), (0, "1KiB"), (None, 1), (True, 1)])
+    def test_ranges_that_are_none(
+        self, client: membroker.Client, model: membroker.Model, offset: Any, size: Any
+    ) -> None:
+        segment, buffer = model.create_segment("weights", 1), model.allocate(1)
+        for call in (segment.read, segment.span, buffer.span):
+            with pytest.raises(membroker.InvalidRequest, match="are ints of bytes"):
+                call(offset, size)
+
     def test_progress(self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch) -> None:
         """A loader shows how far it is; what raises in between ends the write there."""
         told: list[int] = []
