@@ -364,6 +364,17 @@ class TestModules:
                 "head.weight": "embed.weight",
             }
 
+    def test_a_tied_parameter_named_format(self, model: membroker.Model) -> None:
+        """The metadata has a word of its own under this name: the tie was lost, and nobody could attach."""
+        published, empty = torch.nn.Module(), torch.nn.Module()
+        published.weight = published.format = torch.nn.Parameter(torch.arange(4.0))
+        empty.weight, empty.format = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+        with adapter.publish_module(model, "weights", published) as segment:
+            assert segment.index().metadata["format"] == "pt"
+            adapter.attach_module(segment, empty)
+            assert empty.weight is empty.format
+            assert empty.weight.tolist() == [0, 1, 2, 3]
+
     def test_what_shares_memory_is_stored_once(self, client: membroker.Client, model: membroker.Model) -> None:
         """Two parameters over the same bytes come back so; what overlaps in part comes back whole."""
         module = torch.nn.Module()
