@@ -68,8 +68,8 @@ def name_of(what: str, name: str) -> str:
 
     What a name may consist of is the broker's to say.
     """
-    if not isinstance(name, str):
-        raise InvalidRequest(f"the name of a {what} is text, not {name!r}")
+    if not isinstance(name, str) or any("\ud800" <= character <= "\udfff" for character in name):
+        raise InvalidRequest(f"the name of a {what} is text, and of characters that UTF-8 has, not {name!r}")
     return name
 
 

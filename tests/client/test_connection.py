@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import threading
+from typing import Any
 
 import pytest
 from tests.client.processes import (
@@ -148,6 +149,24 @@ class TestMainJob:
             assert [session.client for session in client.sessions() if session.observer] == ["a person"]
             with pytest.raises(membroker.AccessDenied):
                 client.register_model("m")
+
+    def test_a_program_whose_name_is_no_text(self, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A file named in Latin-1, as Python tells it: people see what can be shown of it."""
+        monkeypatch.setattr("sys.argv", ["/srv/caf\udce9.py"])
+        with membroker.connect(daemon.endpoint()) as client:
+            assert [session.client for session in client.sessions()] == ["caf?.py"]
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            ({"client": 5}, "name of a client is text"),
+            ({"client": "caf\udce9"}, "name of a client is text"),
+            ({"driver": "host"}, "a driver is one that is open, not 'host'"),
+        ],
+    )
+    def test_what_is_no_name_and_no_driver(self, daemon: Daemon, words: dict[str, Any], message: str) -> None:
+        with pytest.raises(membroker.InvalidRequest, match=message):
+            membroker.connect(daemon.endpoint(), **words)
 
     def test_listings_in_pages(self, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
         """More models than one answer may have; the user sees one list."""

@@ -307,7 +307,7 @@ class TestNames:
                 call(name)
         assert client.segments() == []
 
-    @pytest.mark.parametrize("name", [3, None, b"m/weights"])
+    @pytest.mark.parametrize("name", [3, None, b"m/weights", "w\udce9ights"])
     def test_what_is_not_even_text(self, client: membroker.Client, model: membroker.Model, name: Any) -> None:
         for call in (client.attach, client.delete_segment, lambda name: model.create_segment(name, 1)):
             with pytest.raises(membroker.InvalidRequest, match="the name of a segment is text"):
