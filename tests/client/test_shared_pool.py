@@ -358,6 +358,22 @@ class TestModels:
         source.close()
         driver.close()
 
+    def test_ctrl_c_while_a_model_is_registered(self) -> None:
+        """Wherever it strikes, the name is either free, or a model that can be unregistered."""
+        source = LocalSource(driver := FlakyDriver())
+        shared = SharedMemoryPool(source, page_size=PAGE)
+
+        def prepare() -> Callable[[], object]:
+            if shared.global_stats().num_models:
+                shared.unregister_model("a")
+            return lambda: shared.register_model("a", PAGE)
+
+        for _ in interrupted_everywhere(prepare):
+            pass
+        shared.close()
+        source.close()
+        driver.close()
+
     @pytest.mark.parametrize("name", [None, 7, b"m", ["m"]])
     def test_names_that_are_none(self, where: Lending, name: str) -> None:
         with SharedMemoryPool(where.lender, page_size=PAGE) as shared, pytest.raises(InvalidRequest, match="text"):
