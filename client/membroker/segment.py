@@ -355,11 +355,13 @@ class _Hold:
         holding = Holding(self, size, "segment")
         with ExitStack() as undo:
             undo.callback(holding.end)
-            holding.region.bind(0, self._handles, access)
-            offset = 0
-            for extent, handle in zip(self._ids, self._handles, strict=True):
-                holding.extents[offset] = extent
-                offset += handle.size
+            with holding.in_use():  # a client that closes meanwhile leaves the end to this
+                holding.region.bind(0, self._handles, access)
+                offset = 0
+                for extent, handle in zip(self._ids, self._handles, strict=True):
+                    holding.extents[offset] = extent
+                    offset += handle.size
+                self.undo()  # now, while there is a driver
             undo.pop_all()
         return holding
 

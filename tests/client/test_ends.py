@@ -185,6 +185,29 @@ def test_what_is_made_while_its_source_closes(
     until(lambda: _is_closed(driver))
 
 
+def test_a_segment_that_is_mapped_while_its_client_closes(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The session ends with it: its addresses were given back under its extents, which failed, and kept both."""
+    with membroker.connect(daemon.endpoint()) as writer:
+        model = writer.register_model("m")
+        with model.create_segment("weights", PAGE) as segment:
+            segment.seal()
+        client = membroker.connect(daemon.endpoint())
+        set_access = HostDriver.set_access
+
+        def closing(self: HostDriver, *arguments: Any) -> None:
+            monkeypatch.undo()
+            together([client.close])
+            set_access(self, *arguments)
+
+        monkeypatch.setattr(HostDriver, "set_access", closing)
+        attached = client.attach("m/weights")
+        assert attached.closed
+        until(lambda: [one.name for one in daemon.sessions()] == [writer.session])
+    assert "could not be given back" not in caplog.text
+
+
 def _is_closed(driver: Driver) -> bool:
     try:
         driver.memory(Location.DEVICE)
