@@ -454,9 +454,20 @@ def runs_in(segment: Segment, page_size: int, capacity: int) -> dict[range, int]
 
 
 def check_segment(segment: Segment, driver: Driver) -> None:
-    """Raise `InvalidRequest` unless the segment is mapped where `driver` can copy."""
+    """Raise `InvalidRequest` unless it is a segment, and mapped where `driver` can copy."""
+    # Here, as above.
+    from membroker.segment import Segment
+
+    if not isinstance(segment, Segment):
+        raise InvalidRequest(f"a pool's pages lie in a segment that is attached or written here, not {segment!r}")
     if segment.driver is not driver:
         raise InvalidRequest(f"{segment.resource_name} is another client's: attach it with the client of this pool")
+
+
+def check_progress(progress: Progress | None) -> None:
+    """Raise `InvalidRequest` for what cannot be called."""
+    if progress is not None and not callable(progress):
+        raise InvalidRequest(f"progress is a function of two numbers of bytes, not {progress!r}")
 
 
 def _unpin(source: Source, address: int, size: int) -> None:

@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 from tests.client.lender import MIB, PAGE, Lender
@@ -401,6 +402,20 @@ class TestRefusals:
         for call in (pool.offload, pool.restore):
             with pytest.raises(InvalidRequest):
                 call(offset, size)
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [({"progress": True}, "progress is a function"), ({"to": "llama/kv"}, "a segment .* not 'llama/kv'")],
+    )
+    def test_words_that_are_none(self, pool: VirtualMemoryPool, words: dict[str, Any], message: str) -> None:
+        """As other libraries take them: a bar that is to be shown, a segment by its name. Nothing is copied."""
+        pool.allocate(0, 4 * PAGE)
+        with pytest.raises(InvalidRequest, match=message):
+            pool.offload(**words)
+        assert sizes(pool) == (4, 0)
+        segment = words.get("to", "llama/kv")
+        with pytest.raises(InvalidRequest, match=message):
+            pool.restore_from(segment, progress=words.get("progress"))
 
     def test_another_call_is_at_a_page(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """While one thread offloads, no other takes its pages away, brings them back, or offloads them again."""
