@@ -75,6 +75,20 @@ def test_what_could_not_be_given_back_is_held_until_it_is_closed_again(
         assert source.physical_memory_usage == used(driver) == 0
 
 
+def test_what_an_allocation_could_not_take_back_is_spare(driver: HostDriver) -> None:
+    """Memory comes for the first of two holes and not for the second: it is charged, can be used, and goes back."""
+    with LocalSource(driver, limit=2 * PAGE) as source:
+        with VirtualMemoryPool(source, 8 * PAGE, PAGE, spare_pages=1) as pool:
+            pool.allocate(PAGE, PAGE)
+            pool.deallocate(PAGE, PAGE)
+            fail_once(driver, "unmap")
+            with pytest.raises(DeviceFailure, match="CAPTURE"):
+                pool.allocate(0, 3 * PAGE)
+            assert source.physical_memory_usage == used(driver) == pool.physical_memory_usage == 2 * PAGE
+            pool.allocate(0, 2 * PAGE)
+        assert source.physical_memory_usage == used(driver) == 0
+
+
 def test_what_garbage_could_not_give_back_goes_with_the_next_that_can(
     driver: HostDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
