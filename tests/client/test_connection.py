@@ -24,6 +24,7 @@ from tests.daemons import Daemon, until
 
 import membroker
 from membroker import client as client_module
+from membroker import transport as transport_module
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -689,6 +690,18 @@ class TestBrokerGone:
             assert daemon.stop() == 0
             with pytest.raises(membroker.BrokerUnavailable):
                 model.allocate(1)
+
+    def test_silent_for_too_long(self, daemon: Daemon, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is stopped while memory goes back, and nobody waits for it any longer: it hears of it when it goes on."""
+        with membroker.connect(daemon.endpoint(), transport=transport) as client:
+            buffer = client.register_model("m").allocate(PAGE)
+            monkeypatch.setattr(transport_module, "CONTROL_SECONDS", 0.2)
+            os.kill(daemon.process.pid, signal.SIGSTOP)
+            try:
+                buffer.close()
+            finally:
+                os.kill(daemon.process.pid, signal.SIGCONT)
+            until(lambda: daemon.books().lent_bytes == 0)
 
     def test_killed_while_threads_wait(self, daemon: Daemon, transport: str) -> None:
         """Every thread that waits for an answer is told; none hangs."""
