@@ -153,7 +153,8 @@ class SharedMemoryPool(Closing):
 
         A broker that is away, or that knows of more that this client has of the model, goes on knowing it until the
         client closes, and so does one with which this client has registered it besides. Raises `ModelNotFound`, and
-        `ModelInUse` while a view, a span or a pin of it is alive; nothing has changed then.
+        `ModelInUse` while a view, a span or a pin of it is alive; nothing has changed then. After a `DeviceFailure` its
+        pool is closed, and to unregister it again gives back what is left.
         """
         hosted = self._hosted(model_id)
         if hosted.in_use:
@@ -163,7 +164,12 @@ class SharedMemoryPool(Closing):
                 if self._models.get(model_id) is not hosted:  # another thread was first
                     raise self._not_found(model_id)
                 del self._models[model_id]
-            hosted.end()
+            try:
+                hosted.end()
+            except BaseException:
+                with self._lock:
+                    self._models.setdefault(model_id, hosted)  # to unregister it again tries again
+                raise
 
     def close(self) -> None:
         """Give back what all models hold. Idempotent. Memory with living views stays until they are gone."""

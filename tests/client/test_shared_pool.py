@@ -304,6 +304,22 @@ class TestModels:
         shared.unregister_model("gpt2")
         assert where.lent == 0
 
+    def test_a_model_that_could_not_be_given_back(self, shared: SharedMemoryPool, where: Lending) -> None:
+        """While a graph is captured: it is unregistered later, and the broker then knows nothing of it."""
+        shared.register_model("m", 4 * PAGE)
+        shared.allocate_for_model("m", 2 * PAGE)
+        where.driver.lost = True
+        with pytest.raises(DeviceFailure):
+            shared.unregister_model("m")
+        where.driver.lost = False
+        assert where.lent == 2 * PAGE
+        shared.unregister_model("m")
+        assert where.lent == 0
+        with pytest.raises(ModelNotFound):
+            shared.pool("m")
+        if isinstance(where.lender, membroker.Client):
+            assert "m" not in [model.name.rpartition("/")[2] for model in where.lender.models()]
+
     def test_compaction_of_one_model(self, shared: SharedMemoryPool, where: Lending) -> None:
         for _ in range(4):
             shared.allocate_for_model("gpt2", PAGE)
