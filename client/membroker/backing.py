@@ -51,7 +51,7 @@ class Backing:
             for run in missing:
                 placing = Placing(self.holding.region, run.start * self._page_size)
                 self.holding.source.borrow(self._page_size, len(run), self._location, placing)
-                undo.callback(self._take_back, placing)
+                undo.callback(self._take_back, run, placing)
                 self._commit(placing)
             with self.lock:
                 self.table.set(pages, SPARE if spare else USED)
@@ -63,13 +63,18 @@ class Backing:
             self.holding.check_open()
             self.holding.extents.update(placing.extents)
 
-    def _take_back(self, placing: Placing) -> None:
+    def _take_back(self, pages: range, placing: Placing) -> None:
+        placed = dict(placing.extents)
+        try:
+            placing.undo()
+        except DriverError:
+            with self.lock:  # mapped and charged, and nobody's
+                self.table.set(pages, SPARE)
+            raise
         with self.lock:
-            for offset in placing.extents:
+            for offset in placed:
                 self.holding.extents.pop(offset, None)
-        extent_ids = list(placing.extents.values())
-        placing.undo()
-        self.holding.source.give_back(extent_ids)
+        self.holding.source.give_back(list(placed.values()))
 
     def drop(self, choose: Callable[[], range]) -> None:
         """Give used pages back, or keep them all as spare ones; forget the bytes of offloaded ones."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from membroker.convert import bytes_of, location_of
+from membroker.convert import bytes_of, check_range, location_of
 from membroker.errors import InvalidRequest
 from membroker.held import Held
 from membroker.holding import Holding, Placing
@@ -89,8 +89,7 @@ class Buffer(Held):
         As with a living view, `close` then gives the memory back when the last span is gone. Raises
         `InvalidRequest` for a range that does not lie in the buffer, and `ClosedError`.
         """
-        if not 0 <= offset <= self._size or not 0 <= size <= self._size - offset:
-            raise InvalidRequest(f"{size} bytes at {offset} do not lie in a buffer of {self._size} bytes")
+        check_range(offset, size, self._size, "a buffer")
         return self._holding.span(self, offset, size)
 
     @property

@@ -101,7 +101,7 @@ def enter(
         find_endpoint(endpoint),
         transport=transport,
         observer=observer,
-        client=client if client is not None else _program(),
+        client=convert.name_of("client", client) if client is not None else _program(),
         timeout=timeout,
         outage=outage,
         driver=driver,
@@ -110,7 +110,8 @@ def enter(
 
 
 def _program() -> str:
-    return os.path.basename(sys.argv[0] if sys.argv else "") or os.path.basename(sys.executable) or "python"
+    name = os.path.basename(sys.argv[0] if sys.argv else "") or os.path.basename(sys.executable) or "python"
+    return name.encode(errors="replace").decode()  # the name of a file may be of any bytes
 
 
 class Client(Closing):

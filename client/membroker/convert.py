@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import UTC
 from numbers import Real
+from typing import Any
 
 from membroker.errors import InvalidRequest
 from membroker.notices import Draining, Notice, Stopping, Undrained
@@ -67,8 +68,8 @@ def name_of(what: str, name: str) -> str:
 
     What a name may consist of is the broker's to say.
     """
-    if not isinstance(name, str):
-        raise InvalidRequest(f"the name of a {what} is text, not {name!r}")
+    if not isinstance(name, str) or any("\ud800" <= character <= "\udfff" for character in name):
+        raise InvalidRequest(f"the name of a {what} is text, and of characters that UTF-8 has, not {name!r}")
     return name
 
 
@@ -79,6 +80,15 @@ def seconds_of(what: str, seconds: float, *, positive: bool = False) -> float:
         least = "more than 0" if positive else "0 or more"
         raise InvalidRequest(f"{what} is a number of seconds, {least} and at most a week, not {seconds!r}")
     return float(seconds)
+
+
+def contiguous_bytes(what: str, data: Any) -> memoryview:
+    """Return the bytes of what has contiguous ones; `what` names it in the `InvalidRequest` that this raises."""
+    try:
+        view = memoryview(data)
+        return view.cast("B") if view.nbytes else memoryview(b"")
+    except (TypeError, ValueError, BufferError) as error:
+        raise InvalidRequest(f"{what} is contiguous bytes, not {type(data).__name__}: {error}") from error
 
 
 def check_range(offset: int, size: int, total: int, what: str) -> None:

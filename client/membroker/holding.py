@@ -38,7 +38,7 @@ class Holding:
         self.views = Views(self, Holding._used_less)
         self.extents: dict[int, int] = {}
         self.beside: Callable[[], None] | None = None
-        """What ends with it."""
+        """What ends with it; called again after a failure."""
         self.abandoned = False
         self._lock = threading.Lock()
         self._uses: set[object] = {self}  # until it is made: a source that closes meanwhile leaves the end to this
@@ -137,6 +137,8 @@ class Holding:
     def _give_back(self) -> None:
         try:
             self._give_extents_back()
+            if self.beside is not None:
+                self.beside()
             self.region.close()
         except BaseException:
             self._unended.add(self)
@@ -148,12 +150,8 @@ class Holding:
         self._unended.discard(self)
         for one in list(self._unended):  # the driver gives memory back again
             one.source.later(one.end)
-        beside, self.beside = self.beside, None
-        try:
-            if beside is not None:
-                beside()
-        finally:
-            self.source.dismiss(self)
+        self.beside = None
+        self.source.dismiss(self)
 
     def _give_extents_back(self) -> None:
         if not self.extents:

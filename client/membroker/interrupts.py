@@ -75,6 +75,8 @@ class HeldOff:
 
 def _give_handler_back() -> None:
     """Let the next interrupt be Python's again. One that comes meanwhile is pending."""
+    if _get_handler(_SIGINT) is not _handle:  # a function of the program's, called in the block, has set its own
+        return
     try:
         _set_handler(_SIGINT, signal.default_int_handler)
     except BaseException:
@@ -120,7 +122,7 @@ def _restore() -> None:
     _state.main = get_ident()
     if _state.depth:
         _state.depth, _state.waiting, _state.pending = 0, False, False
-        _set_handler(_SIGINT, signal.default_int_handler)
+        _give_handler_back()
 
 
 os.register_at_fork(after_in_child=_restore)

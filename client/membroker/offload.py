@@ -23,7 +23,7 @@ from membroker.interrupts import HeldOff, let_through
 from membroker.page_table import FREE, OFFLOADED, USED, PageTable
 from membroker.region import device_failures
 from membroker.source import Source
-from membroker.vmm.driver import AccessFlags, Driver, Location
+from membroker.vmm.driver import AccessFlags, Driver, DriverError, Location
 from membroker.vmm.sizes import MIB, format_size
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ class OffloadedPages:
         with HeldOff():
             with self._lock:
                 blocks, self._kept = self._kept, []
-            _give_up(blocks)
+            self._give_up(blocks)
 
     def _leave(self, places: Places, *, keep_pinned: bool = False) -> None:
         """Give up the blocks from which the last of their pages is gone, or keep those that are pinned."""
@@ -269,12 +269,27 @@ class OffloadedPages:
                     empty.append(place.block)
         kept = [block for block in empty if keep_pinned and isinstance(block, PinnedBlock)]
         self._keep(kept)
-        _give_up(block for block in empty if block not in kept)
+        self._give_up(block for block in empty if block not in kept)
+
+    def _give_up(self, blocks: Iterable[Block]) -> None:
+        """Free blocks, each of them. What the driver fails to free stays pinned and charged: `trim` tries again."""
+        with ExitStack() as ends:
+            for block in blocks:
+                ends.callback(self._give_one_up, block)
+
+    def _give_one_up(self, block: Block) -> None:
+        try:
+            block.give_up()
+        except DriverError:
+            if isinstance(block, PinnedBlock):
+                self._keep([block])
+            raise
 
     def _give_up_all(self) -> None:
         places, self._places = self._places, {}
-        self._leave(places)
-        self.trim()
+        with ExitStack() as ends:
+            ends.callback(self.trim)
+            self._leave(places)
 
     def _lay_out(self, segment: Segment, runs: Sequence[range]) -> Places:
         """Return places in a segment that this process writes, after writing down which page is where."""
@@ -439,15 +454,20 @@ def runs_in(segment: Segment, page_size: int, capacity: int) -> dict[range, int]
 
 
 def check_segment(segment: Segment, driver: Driver) -> None:
-    """Raise `InvalidRequest` unless the segment is mapped where `driver` can copy."""
+    """Raise `InvalidRequest` unless it is a segment, and mapped where `driver` can copy."""
+    # Here, as above.
+    from membroker.segment import Segment
+
+    if not isinstance(segment, Segment):
+        raise InvalidRequest(f"a pool's pages lie in a segment that is attached or written here, not {segment!r}")
     if segment.driver is not driver:
         raise InvalidRequest(f"{segment.resource_name} is another client's: attach it with the client of this pool")
 
 
-def _give_up(blocks: Iterable[Block]) -> None:
-    with ExitStack() as ends:
-        for block in blocks:
-            ends.callback(block.give_up)
+def check_progress(progress: Progress | None) -> None:
+    """Raise `InvalidRequest` for what cannot be called."""
+    if progress is not None and not callable(progress):
+        raise InvalidRequest(f"progress is a function of two numbers of bytes, not {progress!r}")
 
 
 def _unpin(source: Source, address: int, size: int) -> None:

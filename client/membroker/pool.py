@@ -16,7 +16,7 @@ from membroker.convert import access_of, bytes_of, location_of
 from membroker.errors import InvalidOffset, InvalidPageSize, InvalidRequest
 from membroker.held import Held
 from membroker.interrupts import HeldOff
-from membroker.offload import Progress, check_segment, runs_in, size_in_segment
+from membroker.offload import Progress, check_progress, check_segment, runs_in, size_in_segment
 from membroker.page_table import OFFLOADED, SPARE, USED
 from membroker.region import device_failures
 from membroker.source import Source
@@ -307,6 +307,7 @@ class VirtualMemoryPool(Held):
         offloaded, and `to.seal()` tries once more.
         """
         self._holding.check_open()
+        check_progress(progress)
         return self._backing.offload(self._touched_or_all(offset, size), to, progress)
 
     def offload_size(self, offset: int = 0, size: int | str | None = None) -> int:
@@ -337,6 +338,7 @@ class VirtualMemoryPool(Held):
         what `allocate` raises besides, and `NotMapped` when another call is at one of the pages.
         """
         self._holding.check_open()
+        check_progress(progress)
         return self._backing.restore(self._touched_or_all(offset, size), progress, keep_pinned=keep_pinned)
 
     def restore_from(self, segment: Segment, *, progress: Progress | None = None) -> int:
@@ -348,6 +350,7 @@ class VirtualMemoryPool(Held):
         raises.
         """
         self._holding.check_open()
+        check_progress(progress)
         check_segment(segment, self._holding.source.driver)
         found = runs_in(segment, self._page_size, self._capacity)
         return self._backing.restore_from(segment, found, progress)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.duration_pb2 import Duration
 
 from membroker import convert
-from membroker.convert import bytes_of, location_name, location_of, location_to_wire
-from membroker.errors import InvalidRequest, SegmentNotWritable
+from membroker.convert import bytes_of, check_range, contiguous_bytes, location_name, location_of, location_to_wire
+from membroker.errors import BrokerUnavailable, InvalidRequest, SegmentNotWritable
 from membroker.held import Held
 from membroker.holding import Holding
 from membroker.interrupts import HeldOff
@@ -58,6 +58,7 @@ class Segment(Held):
         self._hold = hold
         self._answer = answer
         self._writable = writable
+        self._unanswered = False
         self._on_host = session.driver.device.driver == "host"
         self._holding = hold.map(answer.size_bytes, AccessFlags.READ_WRITE if writable else AccessFlags.READ)
         self._holding.owned_by(self)
@@ -198,7 +199,7 @@ class Segment(Held):
 
         Raises `SegmentNotWritable`, `InvalidRequest`, `ClosedError`, `DeviceFailure`.
         """
-        source = memoryview(data).cast("B")
+        source = contiguous_bytes("what is written to a segment", data)
         self._check_range(offset, len(source))
         with self._holding.in_use(), device_failures():
             self._check_writable()
@@ -219,8 +220,7 @@ class Segment(Held):
         return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, not self._writable), "version": 3}
 
     def _check_range(self, offset: int, size: int) -> None:
-        if not 0 <= offset <= self.size or not 0 <= size <= self.size - offset:
-            raise InvalidRequest(f"{size} bytes at {offset} do not lie in a segment of {self.size} bytes")
+        check_range(offset, size, self.size, "a segment")
 
     def _check_writable(self) -> None:
         if not self._writable:
@@ -269,19 +269,33 @@ class Segment(Held):
         """Say that it is written: from now on everybody, this process too, can only read it.
 
         Waits for the work that this process has given to the device. Whoever waits in `attach` goes on. Raises
-        `SegmentNotWritable`, and `BufferError` while a writable view or array of it lives.
+        `SegmentNotWritable`, and `BufferError` while a writable view or array of it lives. Where Ctrl-C or the broker's
+        end took the answer, it may be sealed: it can only be read from then on, and `seal` asks again. After any other
+        failure it can be written as before.
         """
         with HeldOff(), self._holding.in_use(), device_failures(), ExitStack() as undo:
-            self._check_writable()
-            # First of all: a view that another thread takes from here on is read-only already.
-            self._writable = False
-            undo.callback(setattr, self, "_writable", True)
-            self._check_views()
-            self._session.driver.synchronize()
-            self._holding.region.protect(AccessFlags.READ)
-            undo.callback(self._holding.region.protect, AccessFlags.READ_WRITE)
-            self._answer = self._session.transport.seal_segment(self.generation)
+            if not self._unanswered:
+                self._make_read_only(undo)
+            there = not self._session.connection.lost
+            try:
+                self._answer = self._session.transport.seal_segment(self.generation)
+            except (KeyboardInterrupt, BrokerUnavailable):
+                if there:  # it may have done it
+                    self._unanswered = True
+                    undo.pop_all()
+                raise
+            self._unanswered = False
             undo.pop_all()
+
+    def _make_read_only(self, undo: ExitStack) -> None:
+        self._check_writable()
+        # First of all: a view that another thread takes from here on is read-only already.
+        self._writable = False
+        undo.callback(setattr, self, "_writable", True)
+        self._check_views()
+        self._session.driver.synchronize()
+        self._holding.region.protect(AccessFlags.READ)
+        undo.callback(self._holding.region.protect, AccessFlags.READ_WRITE)
 
     def delete(self) -> SegmentStatus:
         """End the segment: nobody can attach it any more, and its bytes come back when its last session has left.
@@ -356,11 +370,13 @@ class _Hold:
         holding = Holding(self, size, "segment")
         with ExitStack() as undo:
             undo.callback(holding.end)
-            holding.region.bind(0, self._handles, access)
-            offset = 0
-            for extent, handle in zip(self._ids, self._handles, strict=True):
-                holding.extents[offset] = extent
-                offset += handle.size
+            with holding.in_use():  # a client that closes meanwhile leaves the end to this
+                holding.region.bind(0, self._handles, access)
+                offset = 0
+                for extent, handle in zip(self._ids, self._handles, strict=True):
+                    holding.extents[offset] = extent
+                    offset += handle.size
+                self.undo()  # now, while there is a driver
             undo.pop_all()
         return holding
 

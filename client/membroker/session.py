@@ -78,6 +78,8 @@ class Session:
     ) -> None:
         if transport not in ("handoff", "grpc"):
             raise InvalidRequest(f'a transport is "handoff" or "grpc", not {transport!r}')
+        if isinstance(driver, str):
+            raise InvalidRequest(f"a driver is one that is open, not {driver!r}: without it the broker's is opened")
         hello = pb.Hello(protocol_version=PROTOCOL_VERSION, observer=observer, client=client[:128])
         self.endpoint = endpoint
         self._lock = threading.Lock()

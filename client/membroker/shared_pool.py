@@ -67,28 +67,31 @@ class SharedMemoryPool(Closing):
         """Reserve addresses for a model; it holds no memory yet. `limit` is the most that it may hold, in bytes.
 
         Over a client the model is registered with the broker, or joined there. Raises `ModelAlreadyExists`, and what
-        `Client.register_model` and `VirtualMemoryPool` raise; nothing is registered then that was not before.
+        `Client.register_model` and `VirtualMemoryPool` raise; nothing is registered then that was not before. But
+        Ctrl-C is raised at the end, and may find the model registered.
         """
         if not isinstance(model_id, str):
             raise InvalidRequest(f"a model's name is text, not {type(model_id).__name__}")
         self._check_open()
-        with self._lock:
-            self._check_open()
-            if model_id in self._models:
-                raise ModelAlreadyExists(f"{model_id!r} is registered already: unregister_model() it first")
-            self._models[model_id] = None
-        try:
-            hosted = self._host(model_id, virtual_capacity, limit)
-        except BaseException:
+        # What is registered at the broker, and under which name here, is one thing: an interrupt waits for both.
+        with HeldOff():
             with self._lock:
-                self._models.pop(model_id, None)
-            raise
-        with self._lock:
-            if not self._closed:
-                self._models[model_id] = hosted
-                return
-        hosted.end()
-        raise ClosedError("this shared pool was closed meanwhile")
+                self._check_open()
+                if model_id in self._models:
+                    raise ModelAlreadyExists(f"{model_id!r} is registered already: unregister_model() it first")
+                self._models[model_id] = None
+            try:
+                hosted = self._host(model_id, virtual_capacity, limit)
+            except BaseException:
+                with self._lock:
+                    self._models.pop(model_id, None)
+                raise
+            with self._lock:
+                if not self._closed:
+                    self._models[model_id] = hosted
+                    return
+            hosted.end()
+            raise ClosedError("this shared pool was closed meanwhile")
 
     def _host(self, model_id: str, virtual_capacity: int | str, limit: int | str | None) -> _Hosted:
         if isinstance(self._lender, LocalSource):
@@ -150,7 +153,8 @@ class SharedMemoryPool(Closing):
 
         A broker that is away, or that knows of more that this client has of the model, goes on knowing it until the
         client closes, and so does one with which this client has registered it besides. Raises `ModelNotFound`, and
-        `ModelInUse` while a view, a span or a pin of it is alive; nothing has changed then.
+        `ModelInUse` while a view, a span or a pin of it is alive; nothing has changed then. After a `DeviceFailure` its
+        pool is closed, and to unregister it again gives back what is left.
         """
         hosted = self._hosted(model_id)
         if hosted.in_use:
@@ -160,7 +164,12 @@ class SharedMemoryPool(Closing):
                 if self._models.get(model_id) is not hosted:  # another thread was first
                     raise self._not_found(model_id)
                 del self._models[model_id]
-            hosted.end()
+            try:
+                hosted.end()
+            except BaseException:
+                with self._lock:
+                    self._models.setdefault(model_id, hosted)  # to unregister it again tries again
+                raise
 
     def close(self) -> None:
         """Give back what all models hold. Idempotent. Memory with living views stays until they are gone."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from membroker.adapters.dlpack import DlpackTensor, export, size_of
-from membroker.convert import check_range, location_of
+from membroker.convert import check_range, contiguous_bytes, location_of
 from membroker.errors import InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped
 from membroker.held import Held
 from membroker.holding import Holding
@@ -138,7 +138,7 @@ class SparseArray(Held):
         `InvalidRequest` for no whole rows, `OutOfMemory`, `DescriptorLimit`, `BrokerUnavailable`, `ClosedError`, and
         nothing has changed; and `DeviceFailure`, after which the rows may have been written in part.
         """
-        source = _bytes_in(data)
+        source = contiguous_bytes("what rows are written from", data)
         rows, rest = divmod(len(source), self._row_size)
         if rest or not rows:
             raise InvalidRequest(f"{len(source)} bytes are no whole rows of {self._row_size} bytes")
@@ -340,15 +340,6 @@ class _Scattering:
         while self.extents:
             offset, _ = self.extents.popitem()
             self._region.unbind(offset, self._extent_bytes)
-
-
-def _bytes_in(data: Any) -> memoryview:
-    """Return the bytes of what has contiguous ones. Raises `InvalidRequest`."""
-    try:
-        view = memoryview(data)
-        return view.cast("B") if view.nbytes else memoryview(b"")
-    except (TypeError, ValueError, BufferError) as error:
-        raise InvalidRequest(f"rows are written from contiguous bytes, not {type(data).__name__}: {error}") from error
 
 
 def _whole_number(what: str, value: object, wrong: type[InvalidRequest]) -> int:

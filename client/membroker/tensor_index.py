@@ -297,10 +297,14 @@ def write_index(
 def _placed(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> list[TensorInfo]:
     """Return the tensors in their order, with offsets from the first of them."""
     found = []
-    for name, (dtype, shape) in tensors.items():
+    for name, entry in tensors.items():
         if not _is_text(name) or name == _METADATA:
             raise InvalidRequest(f"a tensor cannot have the name {_quoted(name)}")
-        found.append((name, dtype, tuple(shape), _size_of(name, dtype, tuple(shape), InvalidRequest)))
+        if not isinstance(entry, list | tuple) or len(entry) != 2:
+            raise InvalidRequest(f"tensor {_quoted(name)} is a dtype and a shape, not {_quoted(entry)}")
+        dtype, dimensions = entry
+        shape = tuple(dimensions) if isinstance(dimensions, Iterable) else dimensions
+        found.append((name, dtype, shape, _size_of(name, dtype, shape, InvalidRequest)))
     found.sort(key=lambda each: (-_RANKS[each[1]], each[0]))
     placed, offset = [], 0
     for name, dtype, shape, size in found:

@@ -168,7 +168,12 @@ class GrpcTransport:
         connection, known = self._line.give_back(extent_ids)
         for first in range(0, len(known), MAX_IDS_PER_FRAME):
             some = known[first : first + MAX_IDS_PER_FRAME]
-            self._call(connection, "ReleaseExtents", pb.ReleaseExtentsRequest(extent_ids=some))
+            try:
+                self._call(connection, "ReleaseExtents", pb.ReleaseExtentsRequest(extent_ids=some))
+            except BrokerUnavailable:
+                # One that was silent for too long never hears of it: what is sent here waits until it reads again.
+                connection.release(known[first:])
+                raise
 
     def declare(self, request: pb.DeclareMemoryRequest) -> None:
         """Declare by one call."""

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import threading
+from typing import Any
 
 import pytest
 from tests.client.processes import (
@@ -23,6 +24,7 @@ from tests.daemons import Daemon, until
 
 import membroker
 from membroker import client as client_module
+from membroker import transport as transport_module
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -148,6 +150,24 @@ class TestMainJob:
             assert [session.client for session in client.sessions() if session.observer] == ["a person"]
             with pytest.raises(membroker.AccessDenied):
                 client.register_model("m")
+
+    def test_a_program_whose_name_is_no_text(self, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A file named in Latin-1, as Python tells it: people see what can be shown of it."""
+        monkeypatch.setattr("sys.argv", ["/srv/caf\udce9.py"])
+        with membroker.connect(daemon.endpoint()) as client:
+            assert [session.client for session in client.sessions()] == ["caf?.py"]
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            ({"client": 5}, "name of a client is text"),
+            ({"client": "caf\udce9"}, "name of a client is text"),
+            ({"driver": "host"}, "a driver is one that is open, not 'host'"),
+        ],
+    )
+    def test_what_is_no_name_and_no_driver(self, daemon: Daemon, words: dict[str, Any], message: str) -> None:
+        with pytest.raises(membroker.InvalidRequest, match=message):
+            membroker.connect(daemon.endpoint(), **words)
 
     def test_listings_in_pages(self, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
         """More models than one answer may have; the user sees one list."""
@@ -670,6 +690,18 @@ class TestBrokerGone:
             assert daemon.stop() == 0
             with pytest.raises(membroker.BrokerUnavailable):
                 model.allocate(1)
+
+    def test_silent_for_too_long(self, daemon: Daemon, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is stopped while memory goes back, and nobody waits for it any longer: it hears of it when it goes on."""
+        with membroker.connect(daemon.endpoint(), transport=transport) as client:
+            buffer = client.register_model("m").allocate(PAGE)
+            monkeypatch.setattr(transport_module, "CONTROL_SECONDS", 0.2)
+            os.kill(daemon.process.pid, signal.SIGSTOP)
+            try:
+                buffer.close()
+            finally:
+                os.kill(daemon.process.pid, signal.SIGCONT)
+            until(lambda: daemon.books().lent_bytes == 0)
 
     def test_killed_while_threads_wait(self, daemon: Daemon, transport: str) -> None:
         """Every thread that waits for an answer is told; none hangs."""

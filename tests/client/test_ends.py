@@ -75,6 +75,20 @@ def test_what_could_not_be_given_back_is_held_until_it_is_closed_again(
         assert source.physical_memory_usage == used(driver) == 0
 
 
+def test_what_an_allocation_could_not_take_back_is_spare(driver: HostDriver) -> None:
+    """Memory comes for the first of two holes and not for the second: it is charged, can be used, and goes back."""
+    with LocalSource(driver, limit=2 * PAGE) as source:
+        with VirtualMemoryPool(source, 8 * PAGE, PAGE, spare_pages=1) as pool:
+            pool.allocate(PAGE, PAGE)
+            pool.deallocate(PAGE, PAGE)
+            fail_once(driver, "unmap")
+            with pytest.raises(DeviceFailure, match="CAPTURE"):
+                pool.allocate(0, 3 * PAGE)
+            assert source.physical_memory_usage == used(driver) == pool.physical_memory_usage == 2 * PAGE
+            pool.allocate(0, 2 * PAGE)
+        assert source.physical_memory_usage == used(driver) == 0
+
+
 def test_what_garbage_could_not_give_back_goes_with_the_next_that_can(
     driver: HostDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,6 +197,29 @@ def test_what_is_made_while_its_source_closes(
     together([begin, end])
     assert reserved == []
     until(lambda: _is_closed(driver))
+
+
+def test_a_segment_that_is_mapped_while_its_client_closes(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The session ends with it: its addresses were given back under its extents, which failed, and kept both."""
+    with membroker.connect(daemon.endpoint()) as writer:
+        model = writer.register_model("m")
+        with model.create_segment("weights", PAGE) as segment:
+            segment.seal()
+        client = membroker.connect(daemon.endpoint())
+        set_access = HostDriver.set_access
+
+        def closing(self: HostDriver, *arguments: Any) -> None:
+            monkeypatch.undo()
+            together([client.close])
+            set_access(self, *arguments)
+
+        monkeypatch.setattr(HostDriver, "set_access", closing)
+        attached = client.attach("m/weights")
+        assert attached.closed
+        until(lambda: [one.name for one in daemon.sessions()] == [writer.session])
+    assert "could not be given back" not in caplog.text
 
 
 def _is_closed(driver: Driver) -> bool:

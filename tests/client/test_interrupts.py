@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.client.lender import PAGE, Lender
 
-from membroker import interrupts
+from membroker import VirtualMemoryPool, interrupts
 from membroker.interrupts import HeldOff
 
 SetHandler = Callable[[int, Any], Any]
@@ -76,3 +77,21 @@ def test_a_handler_of_the_programs_own_that_raises_takes_no_interrupts_away(
     with pytest.raises(TimeoutError, match="own"), HeldOff():
         pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_that_was_set_meanwhile_stays(lender: Lender) -> None:
+    """A program's `on_move`, called in the middle of a compaction, wants to end in its own way from now on."""
+
+    def stop(_number: int, _frame: Any) -> None:
+        stopped.append(True)
+
+    stopped: list[bool] = []
+    with VirtualMemoryPool(lender, 8 * PAGE, PAGE) as pool:
+        pool.allocate(PAGE, PAGE)
+        try:
+            pool.compact(on_move=lambda _: signal.signal(signal.SIGINT, stop))
+            assert signal.getsignal(signal.SIGINT) is stop
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert stopped

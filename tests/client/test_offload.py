@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 from tests.client.lender import MIB, PAGE, Lender
@@ -402,6 +403,20 @@ class TestRefusals:
             with pytest.raises(InvalidRequest):
                 call(offset, size)
 
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [({"progress": True}, "progress is a function"), ({"to": "llama/kv"}, "a segment .* not 'llama/kv'")],
+    )
+    def test_words_that_are_none(self, pool: VirtualMemoryPool, words: dict[str, Any], message: str) -> None:
+        """As other libraries take them: a bar that is to be shown, a segment by its name. Nothing is copied."""
+        pool.allocate(0, 4 * PAGE)
+        with pytest.raises(InvalidRequest, match=message):
+            pool.offload(**words)
+        assert sizes(pool) == (4, 0)
+        segment = words.get("to", "llama/kv")
+        with pytest.raises(InvalidRequest, match=message):
+            pool.restore_from(segment, progress=words.get("progress"))
+
     def test_another_call_is_at_a_page(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """While one thread offloads, no other takes its pages away, brings them back, or offloads them again."""
         pool.allocate(0, 8 * PAGE)
@@ -532,6 +547,35 @@ class TestHalfWay:
         with pytest.raises(KeyboardInterrupt):
             pool.trim()
         assert lender.declared_bytes == pinned_bytes(lender) == 0
+
+    @pytest.mark.parametrize("end", ["restore", "trim", "close"])
+    def test_pinned_memory_that_cannot_be_freed(
+        self, lender: Lender, monkeypatch: pytest.MonkeyPatch, end: str
+    ) -> None:
+        """A card frees nothing while a graph is captured: what stays pinned stays charged, until the next end."""
+        unpin, failing = lender.driver.unpin, True
+
+        def refusing(address: int) -> None:
+            if failing and len(lender.driver._pinned._sizes) == 2:
+                raise DriverError("cuCtxSynchronize", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900)
+            unpin(address)
+
+        monkeypatch.setattr(lender.driver, "unpin", refusing)
+        pool = VirtualMemoryPool(lender, PAGES * PAGE, PAGE)
+        pool.allocate(0, 9 * PAGE)
+        pool.offload()
+        if end == "trim":
+            pool.restore(keep_pinned=True)
+        with pytest.raises(DeviceFailure, match="CAPTURE"):
+            getattr(pool, end)()
+        assert lender.declared_bytes == pinned_bytes(lender) == 6 * PAGE
+        failing = False
+        if end == "restore":
+            assert sizes(pool) == (9, 0)
+        if end != "close":
+            pool.trim()
+            assert lender.declared_bytes == pinned_bytes(lender) == 0
+        pool.close()
 
     def test_memory_comes_free_as_it_goes(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """Another model waits for room: it gets some before the last page is copied."""

@@ -307,7 +307,7 @@ class TestNames:
                 call(name)
         assert client.segments() == []
 
-    @pytest.mark.parametrize("name", [3, None, b"m/weights"])
+    @pytest.mark.parametrize("name", [3, None, b"m/weights", "w\udce9ights"])
     def test_what_is_not_even_text(self, client: membroker.Client, model: membroker.Model, name: Any) -> None:
         for call in (client.attach, client.delete_segment, lambda name: model.create_segment(name, 1)):
             with pytest.raises(membroker.InvalidRequest, match="the name of a segment is text"):
@@ -460,6 +460,24 @@ class TestArguments:
         segment.write(3, data)
         assert segment.read(2, 6) == b"\0abcd\0"
 
+    @pytest.mark.parametrize("data", [None, "text", [1, 2], np.eye(4)[:, ::2], np.zeros(2, "datetime64[s]")])
+    def test_bytes_that_are_none(self, client: membroker.Client, model: membroker.Model, data: Any) -> None:
+        segment = model.create_segment("weights", 1)
+        with pytest.raises(membroker.InvalidRequest, match="is contiguous bytes, not"):
+            segment.write(0, data)
+
+    def test_an_array_of_nothing(self, client: membroker.Client, model: membroker.Model) -> None:
+        model.create_segment("weights", 1).write(0, np.zeros((0, 3)))
+
+    @pytest.mark.parametrize(("offset", "size"), [(0.0, 1), (0, 1.0), ("0", 1), (0, "1KiB"), (None, 1), (True, 1)])
+    def test_ranges_that_are_none(
+        self, client: membroker.Client, model: membroker.Model, offset: Any, size: Any
+    ) -> None:
+        segment, buffer = model.create_segment("weights", 1), model.allocate(1)
+        for call in (segment.read, segment.span, buffer.span):
+            with pytest.raises(membroker.InvalidRequest, match="are ints of bytes"):
+                call(offset, size)
+
     def test_progress(self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch) -> None:
         """A loader shows how far it is; what raises in between ends the write there."""
         told: list[int] = []
@@ -569,6 +587,32 @@ class TestViews:
         segment.view()[:2] = b"ok"
         segment.seal()
         assert segment.read(0, 2) == b"ok"
+
+    @pytest.mark.parametrize("lost_by", [KeyboardInterrupt(), membroker.BrokerUnavailable("gone")])
+    def test_a_seal_whose_answer_is_lost(
+        self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch, lost_by: BaseException
+    ) -> None:
+        """Others read it already: the writer, who does not know, can write no more, and asks again."""
+        segment = model.create_segment("weights", 1)
+        segment.write(0, b"sealed")
+        ask = client._session.transport.seal_segment
+
+        def lost(generation: int) -> Any:
+            ask(generation)
+            raise lost_by
+
+        with monkeypatch.context() as patch:
+            patch.setattr(client._session.transport, "seal_segment", lost)
+            with pytest.raises(type(lost_by)):
+                segment.seal()
+        with client.attach("weights") as attached:
+            with pytest.raises(membroker.SegmentNotWritable):
+                segment.write(0, b"broken")
+            assert segment.view().readonly
+            assert attached.read(0, 6) == b"sealed"
+        segment.seal()
+        with pytest.raises(membroker.SegmentNotWritable):
+            segment.seal()
 
 
 class SickDriver(FlakyDriver):

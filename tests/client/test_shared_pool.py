@@ -304,6 +304,22 @@ class TestModels:
         shared.unregister_model("gpt2")
         assert where.lent == 0
 
+    def test_a_model_that_could_not_be_given_back(self, shared: SharedMemoryPool, where: Lending) -> None:
+        """While a graph is captured: it is unregistered later, and the broker then knows nothing of it."""
+        shared.register_model("m", 4 * PAGE)
+        shared.allocate_for_model("m", 2 * PAGE)
+        where.driver.lost = True
+        with pytest.raises(DeviceFailure):
+            shared.unregister_model("m")
+        where.driver.lost = False
+        assert where.lent == 2 * PAGE
+        shared.unregister_model("m")
+        assert where.lent == 0
+        with pytest.raises(ModelNotFound):
+            shared.pool("m")
+        if isinstance(where.lender, membroker.Client):
+            assert "m" not in [model.name.rpartition("/")[2] for model in where.lender.models()]
+
     def test_compaction_of_one_model(self, shared: SharedMemoryPool, where: Lending) -> None:
         for _ in range(4):
             shared.allocate_for_model("gpt2", PAGE)
@@ -355,6 +371,22 @@ class TestModels:
             assert all(closed) or not begun
             for pool in pools:
                 pool.close()
+        source.close()
+        driver.close()
+
+    def test_ctrl_c_while_a_model_is_registered(self) -> None:
+        """Wherever it strikes, the name is either free, or a model that can be unregistered."""
+        source = LocalSource(driver := FlakyDriver())
+        shared = SharedMemoryPool(source, page_size=PAGE)
+
+        def prepare() -> Callable[[], object]:
+            if shared.global_stats().num_models:
+                shared.unregister_model("a")
+            return lambda: shared.register_model("a", PAGE)
+
+        for _ in interrupted_everywhere(prepare):
+            pass
+        shared.close()
         source.close()
         driver.close()
 

@@ -434,6 +434,8 @@ UNWRITABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "dtype": (lambda: write_index({"x": ("float32", (2,))}), "'x' has the dtype 'float32'"),
     "negative dimension": (lambda: write_index({"x": ("F32", (-1,))}), "'x' has the shape"),
     "dimension of true": (lambda: write_index({"x": ("F32", (True,))}), "'x' has the shape"),
+    "no shape": (lambda: write_index({"x": ("F32", 5)}), "'x' has the shape 5"),  # type: ignore[dict-item]
+    "no pair": (lambda: write_index({"x": "F32"}), "'x' is a dtype and a shape, not 'F32'"),  # type: ignore[dict-item]
     "too large": (lambda: write_index({"x": ("F32", (1 << 62,))}), "more than 2\\^63-1 bytes"),
     "too large together": (
         lambda: write_index({"x": ("U8", (HUGE,)), "y": ("U8", (HUGE,))}),

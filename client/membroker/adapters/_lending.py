@@ -15,6 +15,7 @@ from contextlib import suppress
 
 from membroker.convert import bytes_of
 from membroker.errors import DeviceFailure, OutOfMemory
+from membroker.interrupts import HeldOff
 from membroker.model import Model
 from membroker.region import device_failures
 from membroker.views import Span
@@ -65,7 +66,16 @@ class Lending:
         """
         if not size:
             return 0
-        size = round_up(size, ALIGNMENT)
+        address = 0
+        try:
+            with HeldOff():
+                address = self._allocate(round_up(size, ALIGNMENT))
+        except KeyboardInterrupt:  # nobody gets the address
+            self.free(address)
+            raise
+        return address
+
+    def _allocate(self, size: int) -> int:
         if self._freed:
             # While a graph is captured nobody may wait for the device: what was freed stays so, other memory may do.
             with suppress(DeviceFailure):
@@ -86,7 +96,7 @@ class Lending:
 
         Raises `DeviceFailure` when the device can't be waited for; what was freed is then kept for the next time.
         """
-        with self._returning:
+        with HeldOff(), self._returning:
             # What is freed from here on may be used by work that is not waited for.
             count = len(self._freed)
             if count:

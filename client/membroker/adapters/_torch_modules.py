@@ -138,7 +138,8 @@ def _contents(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[st
     stored: dict[str, torch.Tensor] = {}
     ties: dict[str, str] = {}
     names: dict[Any, str] = {}
-    for slot in _slots(module):
+    # A file says by its metadata's "format" what wrote it: no tie can stand there.
+    for slot in sorted(_slots(module), key=lambda slot: slot.name != "format"):
         if not slot.persistent:
             continue
         _check_name(slot.name)

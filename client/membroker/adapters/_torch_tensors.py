@@ -5,11 +5,10 @@ Owns the table of dtypes. It must never copy: a tensor stands where the memory i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from membroker.adapters._torch import torch
-from membroker.adapters.dlpack import Source, export
+from membroker.adapters.dlpack import Source, export, size_of
 from membroker.errors import InvalidRequest
 from membroker.vmm.driver import DeviceInfo
 
@@ -50,17 +49,16 @@ def tensor(source: Source, dtype: torch.dtype | str, shape: Sequence[int], offse
     read-only tensors: writing to one over a segment that is sealed or attached ends the process on the host, and its
     CUDA context on a card.
 
-    Raises `InvalidRequest` for a range outside of the source, an offset that is no multiple of the element, or what is
-    no dtype of torch, `NotMapped` where a page or a tile has no memory, and `ClosedError`.
+    Raises `InvalidRequest` for a range outside of the source, an offset that is no multiple of the element, what is
+    no shape, or no dtype of torch, `NotMapped` where a page or a tile has no memory, and `ClosedError`.
     """
     dtype = _torch_dtype(dtype)
-    shape = tuple(shape)
-    if offset % dtype.itemsize:
-        raise InvalidRequest(f"a tensor of {dtype} begins at a multiple of {dtype.itemsize} bytes, not at {offset}")
-    size = math.prod(shape) * dtype.itemsize
+    size = size_of("U8", shape) * dtype.itemsize
     # DLPack has not all of torch's dtypes, in no version: torch itself makes them of bytes.
     memory = export(source, "U8", (size,), offset, ignore_read_only=True)
-    return torch.from_dlpack(memory).view(dtype).view(shape)
+    if offset % dtype.itemsize:
+        raise InvalidRequest(f"a tensor of {dtype} begins at a multiple of {dtype.itemsize} bytes, not at {offset}")
+    return torch.from_dlpack(memory).view(dtype).view(tuple(shape))
 
 
 def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:

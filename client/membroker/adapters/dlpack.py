@@ -229,7 +229,8 @@ def size_of(dtype: str, shape: Sequence[int]) -> int:
     known = _DTYPES.get(dtype) if isinstance(dtype, str) else None
     if known is None:
         raise InvalidRequest(f"{dtype!r} is no dtype that DLPack has; it has {', '.join(_DTYPES)}")
-    if not all(type(dimension) is int and 0 <= dimension <= MAX_BYTES for dimension in shape):
+    is_list = isinstance(shape, Sequence)
+    if not is_list or not all(type(dimension) is int and 0 <= dimension <= MAX_BYTES for dimension in shape):
         raise InvalidRequest(f"a shape is whole numbers from 0 to 2^63-1, not {shape!r}")
     if len(shape) > _MAX_DIMENSIONS:
         raise InvalidRequest(f"a tensor has up to {_MAX_DIMENSIONS} dimensions, not {len(shape)}")

@@ -363,8 +363,12 @@ class CudaDriver:
         size = self._pinned.take(address)
         if size is None:
             raise DriverError("cuMemHostUnregister", *_INVALID, f"nothing is pinned at {address:#x}")
-        self.synchronize()
-        unpin(self.in_context, address, size)
+        try:
+            self.synchronize()
+            unpin(self.in_context, address, size)
+        except BaseException:
+            self._pinned.add(address, size)  # to free it again tries again
+            raise
 
     def copier(self) -> Copier:
         """Return a stream of its own. Needs `context=True`."""

@@ -107,10 +107,13 @@ class VirtualMemoryManager(Closable):
         """Wait for the work on the devices that may touch them, and unbind the mappings that fill [offset, +size).
 
         Their memory can be mapped again. Raises `InvalidOffset` beyond the range, `NotMapped` unless whole mappings
-        fill it.
+        fill it. Where a device can't be waited for, nothing is unbound; where it refuses one of them, those before are.
         """
         self._check(va, self._ranges)
-        for mapping in va.mappings_in(offset, size):
+        mappings = va.mappings_in(offset, size)
+        for mapping in mappings:
+            mapping._synchronize()
+        for mapping in mappings:
             mapping.close()
 
     def set_access(self, va: VirtualAddressRange, device_ordinal: int, flags: AccessFlags) -> None:

@@ -298,9 +298,12 @@ class MappedRange(Closable):
         if self._closed and self._pid == os.getpid():
             self.addresses._give_back()
 
-    def _give_back(self) -> None:
+    def _synchronize(self) -> None:
         for driver in self._drivers:
             driver.synchronize()
+
+    def _give_back(self) -> None:
+        self._synchronize()
         self.addresses.driver.unmap(self.address, self.size)
         self.addresses._forget(self.offset)
         self.memory._leave()

@@ -102,6 +102,26 @@ def test_a_card_copies_in_its_own_context_whichever_is_current(run: Run) -> None
     run(code, FAKE_CUDA_DEVICES="2")
 
 
+def test_pinned_memory_that_could_not_be_freed_can_be_freed_again(run: Run) -> None:
+    """While a graph is captured nobody may wait for the card."""
+    code = """
+        driver = CudaDriver(context=True)
+        pinned, synchronize = driver.pin(GRANULE), driver.synchronize
+
+        def refusing():
+            raise DriverError("cuCtxSynchronize", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900)
+
+        driver.synchronize = refusing
+        with pytest.raises(DriverError, match="CAPTURE"):
+            driver.unpin(pinned)
+        driver.synchronize = synchronize
+        driver.unpin(pinned)
+        with pytest.raises(DriverError, match="nothing is pinned"):
+            driver.unpin(pinned)
+    """
+    run(code)
+
+
 def test_a_copier_works_in_its_own_context_whichever_is_current(run: Run) -> None:
     """A framework makes another card current between two chunks: an event of that one marks nothing on this stream."""
     code = """

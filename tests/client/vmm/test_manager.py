@@ -242,6 +242,27 @@ def test_unmap(manager: VirtualMemoryManager, driver: HostDriver) -> None:
         manager.unmap(va, 0, 2 * GRANULE)
 
 
+def test_an_unmap_that_cannot_wait_for_the_device(
+    manager: VirtualMemoryManager, driver: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture begins on the card between two mappings that it waits for: both are as they were."""
+    va = manager.reserve(2 * GRANULE, GRANULE)
+    for offset in (0, GRANULE):
+        manager.map(va, manager.alloc_physical(GRANULE), offset)
+    waited = iter([True, False])
+
+    def synchronize() -> None:
+        if not next(waited):
+            raise DriverError("cuCtxSynchronize", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "synchronize", synchronize)
+        with pytest.raises(DriverError, match="CAPTURE"):
+            manager.unmap(va, 0, 2 * GRANULE)
+    assert [mapping.va_offset for mapping in manager.mappings(va)] == [0, GRANULE]
+    manager.unmap(va, 0, 2 * GRANULE)
+
+
 # Access
 
 
