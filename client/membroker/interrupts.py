@@ -38,10 +38,14 @@ _state = _State()
 
 
 def _handle(_number: int, _frame: FrameType | None) -> None:
-    if _state.waiting:
+    # Outside of a block it is Python's own: a function of the program's found this in one, and set it again later.
+    if _state.waiting or not _state.depth:
         _state.waiting = False
         raise KeyboardInterrupt
     _state.pending = True
+
+
+_OURS = (signal.default_int_handler, _handle)
 
 
 class HeldOff:
@@ -50,9 +54,7 @@ class HeldOff:
     __slots__ = ("_active",)
 
     def __enter__(self) -> None:
-        self._active = get_ident() == _state.main and (
-            _state.depth > 0 or _get_handler(_SIGINT) is signal.default_int_handler
-        )
+        self._active = get_ident() == _state.main and (_state.depth > 0 or _get_handler(_SIGINT) in _OURS)
         if self._active:
             if not _state.depth:
                 _state.pending = False

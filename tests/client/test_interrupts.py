@@ -95,3 +95,21 @@ def test_a_handler_that_was_set_meanwhile_stays(lender: Lender) -> None:
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
     assert stopped
+
+
+def test_a_handler_that_is_set_again_later_is_as_good_as_pythons() -> None:
+    """Found in the middle of a call by what a program's function did, and put back by it when the call was over."""
+    reached: list[bool] = []
+    try:
+        with HeldOff():
+            found = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, found)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), HeldOff():  # noqa: PT012 - that the block goes on is what is tested
+            signal.raise_signal(signal.SIGINT)
+            reached.append(True)
+        assert reached
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
