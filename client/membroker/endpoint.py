@@ -41,8 +41,11 @@ def find_endpoint(endpoint: str | os.PathLike[str] | None = None, env: Mapping[s
 
     The argument, else MEMBROKER_ENDPOINT, else `tenants/default` of the only device under
     `$XDG_RUNTIME_DIR/membroker`, else under `/run/membroker`, where a broker listens, if one does anywhere. Raises
-    `BrokerUnavailable` where there is no device, and `InvalidRequest` where there are several, with their directories.
+    `BrokerUnavailable` where there is no device, and `InvalidRequest` for what is no path, and where there are several
+    devices, with their directories.
     """
+    if endpoint is not None and not isinstance(endpoint, str | os.PathLike):
+        raise InvalidRequest(f"an endpoint is the path of a directory, not {endpoint!r}")
     chosen = os.fspath(endpoint) if endpoint is not None else env.get(VARIABLE, "")
     if chosen:
         return Path(chosen).absolute()

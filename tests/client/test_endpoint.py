@@ -53,6 +53,11 @@ class TestChoice:
         env = {"MEMBROKER_ENDPOINT": "/run/x/tenants/t", "XDG_RUNTIME_DIR": "/nowhere"}
         assert endpoint.find_endpoint(None, env) == Path("/run/x/tenants/t")
 
+    @pytest.mark.parametrize("wrong", [5, b"/run", True])
+    def test_what_is_no_path(self, wrong: Any) -> None:
+        with pytest.raises(membroker.InvalidRequest, match="an endpoint is the path of a directory"):
+            membroker.connect(wrong)
+
     def test_a_relative_one_is_made_absolute(self) -> None:
         """gRPC and the handoff must mean the same place, also after the program changes its directory."""
         assert endpoint.find_endpoint("here") == Path.cwd() / "here"
