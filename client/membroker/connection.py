@@ -109,6 +109,17 @@ class Connection:
 
         return self._conduct(call, handler or Nothing(), begin)
 
+    def tell(self, frame: pb.Frame, timeout: float) -> None:
+        """As `call`, of what is given back already: no interrupt keeps it from being sent."""
+        call = Call(self.new_request_id(), deadline=time.monotonic() + timeout)
+        frame.request_id = call.request_id
+
+        def begin() -> None:
+            self._post(frame)
+            call.sent.append(1)
+
+        self._conduct(call, Nothing(), begin)
+
     def call_beside(self, start: Callable[[int, Callable[[Outcome], None]], None], handler: DeliveryHandler) -> Message:
         """As `call`, for a call that is made elsewhere and whose descriptors come here.
 

@@ -119,7 +119,7 @@ class HandoffTransport:
 
     def declare_less(self, request: pb.DeclareMemoryRequest) -> None:
         """Declare in one round trip, over the connection there is."""
-        self._line.declare_less(request).call(Frame(declare=request), timeout=CONTROL_SECONDS)
+        self._line.declare_less(request).tell(Frame(declare=request), CONTROL_SECONDS)
 
     def create_segment(self, request: pb.CreateSegmentRequest, handler: DeliveryHandler) -> Segment:
         """Make a segment in one round trip."""

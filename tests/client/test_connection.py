@@ -20,7 +20,7 @@ from tests.client.processes import (
     tell,
     worker,
 )
-from tests.daemons import Daemon, until
+from tests.daemons import Daemon, running, until
 
 import membroker
 from membroker import client as client_module
@@ -441,6 +441,27 @@ client.close()
             assert heard(process) == "101"
             ends(process)
         until(lambda: is_settled(daemon))
+
+    def test_ctrl_c_before_a_declaration_is_taken_back(self, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It strikes while pinned memory is freed: the broker is told all the same, or it would be charged for good."""
+        with (
+            running({"host_capacity": "64MiB"}) as daemon,
+            membroker.connect(daemon.endpoint(), transport=transport) as client,
+        ):
+            model = client.register_model("m")
+            pool = model.pool(PAGE, "64MiB")
+            pool.allocate(0, PAGE)
+            pool.offload()
+            unpin = model.driver.unpin
+
+            def interrupted(address: int) -> None:
+                signal.raise_signal(signal.SIGINT)
+                unpin(address)
+
+            monkeypatch.setattr(model.driver, "unpin", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pool.close()
+            until(lambda: daemon.device().locations[1].lent_bytes == 0)
 
     def test_ctrl_c_at_any_moment(self, daemon: Daemon, transport: str) -> None:
         """Interrupts rain on a loop that borrows and gives back; whatever they hit, nothing is left mapped or lent."""
