@@ -20,7 +20,7 @@ from tests.client.processes import (
     tell,
     worker,
 )
-from tests.daemons import Daemon, running, until
+from tests.daemons import Daemon, hold_still, running, until
 
 import membroker
 from membroker import client as client_module
@@ -712,16 +712,28 @@ class TestBrokerGone:
             with pytest.raises(membroker.BrokerUnavailable):
                 model.allocate(1)
 
-    def test_silent_for_too_long(self, daemon: Daemon, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_silent_for_too_long(self, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """It is stopped while memory goes back, and nobody waits for it any longer: it hears of it when it goes on."""
-        with membroker.connect(daemon.endpoint(), transport=transport) as client:
-            buffer = client.register_model("m").allocate(PAGE)
+        with (
+            running({"host_capacity": "64MiB"}) as daemon,
+            membroker.connect(daemon.endpoint(), transport=transport) as client,
+        ):
+            model = client.register_model("m")
+            buffer, pool = model.allocate(PAGE), model.pool(PAGE, "64MiB")
+            pool.allocate(0, PAGE)
+            pool.offload(0, PAGE)
+            segment = model.create_segment("weights", PAGE)
+            segment.seal()
+            again = client.attach("m/weights")
             monkeypatch.setattr(transport_module, "CONTROL_SECONDS", 0.2)
-            os.kill(daemon.process.pid, signal.SIGSTOP)
-            try:
+            with hold_still(daemon):
                 buffer.close()
-            finally:
-                os.kill(daemon.process.pid, signal.SIGCONT)
+                pool.close()
+                segment.close()
+            until(lambda: daemon.device().locations[1].lent_bytes == 0)
+            again.delete()
+            assert daemon.books().lent_bytes == PAGE
+            again.close()
             until(lambda: daemon.books().lent_bytes == 0)
 
     def test_killed_while_threads_wait(self, daemon: Daemon, transport: str) -> None:
