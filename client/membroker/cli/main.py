@@ -7,6 +7,7 @@ no tracebacks. What only an operator may is in `operate`.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import sys
@@ -53,6 +54,10 @@ away there instead. A second drain stands in the place of the first, its deadlin
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    if sys.stdout is None:  # closed by who started this
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it is standard output
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # names, and a table's lines, may have what a terminal cannot show
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     try:
