@@ -40,6 +40,8 @@ from membroker.v1 import handoff_pb2 as pb
 logger = logging.getLogger("membroker")
 
 _NOSIGNAL = int(socket.MSG_NOSIGNAL)
+_TOLD = ("goodbye", "declare", "detach_segment")
+"""Answers without which a caller goes on."""
 
 
 class Connection:
@@ -468,8 +470,8 @@ class Connection:
                 # It closes now, and what was wrong would be wrong again.
                 self._break(ProtocolError, f"the broker at {self._name} ended the connection: {error}")
                 return
-        if kind == "reply" and packet.frame.reply.HasField("goodbye"):
-            return  # to the one that is said when the wait for another was interrupted
+        if kind == "reply" and packet.frame.reply.WhichOneof("result") in _TOLD:
+            return  # to a goodbye when the wait for another was interrupted, or later than anybody waited for it
         if kind != "delivery":
             logger.warning("the broker sent a frame that nobody waits for: %s", kind)
             return
