@@ -10,6 +10,7 @@ import argparse
 import io
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -194,7 +195,15 @@ def _demo(options: argparse.Namespace) -> int:
     # Imported when it is asked for: the demo starts a daemon, and brings what that takes.
     from membroker.cli.demo import main as demo
 
+    # What it starts is in sessions of its own, and would go on without it.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _exit)
     return demo()
+
+
+def _exit(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 # --- The command line ---
