@@ -40,6 +40,8 @@ from membroker.v1 import handoff_pb2 as pb
 logger = logging.getLogger("membroker")
 
 _NOSIGNAL = int(socket.MSG_NOSIGNAL)
+_TOLD = ("goodbye", "declare", "detach_segment")
+"""Answers without which a caller goes on."""
 
 
 class Connection:
@@ -108,6 +110,17 @@ class Connection:
                 self._send(data, call.sent)
 
         return self._conduct(call, handler or Nothing(), begin)
+
+    def tell(self, frame: pb.Frame, timeout: float) -> None:
+        """As `call`, of what is given back already: no interrupt keeps it from being sent."""
+        call = Call(self.new_request_id(), deadline=time.monotonic() + timeout)
+        frame.request_id = call.request_id
+
+        def begin() -> None:
+            self._post(frame)
+            call.sent.append(1)
+
+        self._conduct(call, Nothing(), begin)
 
     def call_beside(self, start: Callable[[int, Callable[[Outcome], None]], None], handler: DeliveryHandler) -> Message:
         """As `call`, for a call that is made elsewhere and whose descriptors come here.
@@ -457,8 +470,8 @@ class Connection:
                 # It closes now, and what was wrong would be wrong again.
                 self._break(ProtocolError, f"the broker at {self._name} ended the connection: {error}")
                 return
-        if kind == "reply" and packet.frame.reply.HasField("goodbye"):
-            return  # to the one that is said when the wait for another was interrupted
+        if kind == "reply" and packet.frame.reply.WhichOneof("result") in _TOLD:
+            return  # to a goodbye when the wait for another was interrupted, or later than anybody waited for it
         if kind != "delivery":
             logger.warning("the broker sent a frame that nobody waits for: %s", kind)
             return

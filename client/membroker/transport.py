@@ -119,7 +119,7 @@ class HandoffTransport:
 
     def declare_less(self, request: pb.DeclareMemoryRequest) -> None:
         """Declare in one round trip, over the connection there is."""
-        self._line.declare_less(request).call(Frame(declare=request), timeout=CONTROL_SECONDS)
+        self._line.declare_less(request).tell(Frame(declare=request), CONTROL_SECONDS)
 
     def create_segment(self, request: pb.CreateSegmentRequest, handler: DeliveryHandler) -> Segment:
         """Make a segment in one round trip."""
@@ -181,8 +181,8 @@ class GrpcTransport:
         self._line.conduct(lambda connection, _again: self._call(connection, "DeclareMemory", request, note))
 
     def declare_less(self, request: pb.DeclareMemoryRequest) -> None:
-        """Declare by one call, in the time of the connection there is."""
-        self._call(self._line.declare_less(request), "DeclareMemory", request)
+        """Declare on the handoff socket: one that is silent for too long hears of it when it reads again."""
+        self._line.declare_less(request).tell(Frame(declare=request), CONTROL_SECONDS)
 
     def create_segment(self, request: pb.CreateSegmentRequest, handler: DeliveryHandler) -> Segment:
         """Make a segment: wait for the answer and for as many descriptors as it counts."""
@@ -202,7 +202,10 @@ class GrpcTransport:
         """Detach, and wait for the answer."""
         connection, known = self._line.let_go(generation)
         if known:
-            self._call(connection, "DetachSegment", pb.DetachSegmentRequest(generation=generation))
+            # On the handoff socket, as `declare_less`: told there only after a call that ran out of time, it could be
+            # done twice, and a segment may be held twice.
+            frame = Frame(detach_segment=pb.DetachSegmentRequest(generation=generation))
+            connection.tell(frame, CONTROL_SECONDS)
 
     def delete_segment(self, request: pb.DeleteSegmentRequest) -> Segment:
         """Delete by one call."""

@@ -183,6 +183,16 @@ def test_watching_ends_quietly_with_its_reader(daemon: Daemon) -> None:
     assert lines[:2] == lines[2:], "shown twice"
 
 
+def test_an_output_that_cannot_show_everything(daemon: Daemon) -> None:
+    """A name with letters that the terminal's encoding lacks, and an output that is closed: neither is a traceback."""
+    with membroker.connect(daemon.endpoint(), client="größer 大"):
+        out = good("sessions", "--endpoint", str(daemon.endpoint()), env={"PYTHONIOENCODING": "ascii"})
+        assert "gr??er ?" in out
+        command = [*COMMAND, "sessions", "--endpoint", str(daemon.endpoint())]
+        done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_terminal_gets_lines_and_colour() -> None:
     terminal, other = pty.openpty()
     with os.fdopen(terminal, "rb", buffering=0), os.fdopen(other, "w") as stream:

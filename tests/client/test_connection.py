@@ -20,7 +20,7 @@ from tests.client.processes import (
     tell,
     worker,
 )
-from tests.daemons import Daemon, until
+from tests.daemons import Daemon, hold_still, running, until
 
 import membroker
 from membroker import client as client_module
@@ -442,6 +442,27 @@ client.close()
             ends(process)
         until(lambda: is_settled(daemon))
 
+    def test_ctrl_c_before_a_declaration_is_taken_back(self, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It strikes while pinned memory is freed: the broker is told all the same, or it would be charged for good."""
+        with (
+            running({"host_capacity": "64MiB"}) as daemon,
+            membroker.connect(daemon.endpoint(), transport=transport) as client,
+        ):
+            model = client.register_model("m")
+            pool = model.pool(PAGE, "64MiB")
+            pool.allocate(0, PAGE)
+            pool.offload()
+            unpin = model.driver.unpin
+
+            def interrupted(address: int) -> None:
+                signal.raise_signal(signal.SIGINT)
+                unpin(address)
+
+            monkeypatch.setattr(model.driver, "unpin", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pool.close()
+            until(lambda: daemon.device().locations[1].lent_bytes == 0)
+
     def test_ctrl_c_at_any_moment(self, daemon: Daemon, transport: str) -> None:
         """Interrupts rain on a loop that borrows and gives back; whatever they hit, nothing is left mapped or lent."""
         script = """
@@ -691,17 +712,32 @@ class TestBrokerGone:
             with pytest.raises(membroker.BrokerUnavailable):
                 model.allocate(1)
 
-    def test_silent_for_too_long(self, daemon: Daemon, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_silent_for_too_long(
+        self, transport: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
         """It is stopped while memory goes back, and nobody waits for it any longer: it hears of it when it goes on."""
-        with membroker.connect(daemon.endpoint(), transport=transport) as client:
-            buffer = client.register_model("m").allocate(PAGE)
+        with (
+            running({"host_capacity": "64MiB"}) as daemon,
+            membroker.connect(daemon.endpoint(), transport=transport) as client,
+        ):
+            model = client.register_model("m")
+            buffer, pool = model.allocate(PAGE), model.pool(PAGE, "64MiB")
+            pool.allocate(0, PAGE)
+            pool.offload(0, PAGE)
+            segment = model.create_segment("weights", PAGE)
+            segment.seal()
+            again = client.attach("m/weights")
             monkeypatch.setattr(transport_module, "CONTROL_SECONDS", 0.2)
-            os.kill(daemon.process.pid, signal.SIGSTOP)
-            try:
+            with hold_still(daemon):
                 buffer.close()
-            finally:
-                os.kill(daemon.process.pid, signal.SIGCONT)
+                pool.close()
+                segment.close()
+            until(lambda: daemon.device().locations[1].lent_bytes == 0)
+            again.delete()
+            assert daemon.books().lent_bytes == PAGE
+            again.close()
             until(lambda: daemon.books().lent_bytes == 0)
+        assert not caplog.records, "what comes late is no fault of the broker"
 
     def test_killed_while_threads_wait(self, daemon: Daemon, transport: str) -> None:
         """Every thread that waits for an answer is told; none hangs."""

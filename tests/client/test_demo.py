@@ -66,17 +66,18 @@ def test_it_proves_what_it_says() -> None:
     assert f"a broker's death that {red + blue} rounds were computed through" in out
 
 
-def test_ctrl_c_ends_it_in_order(place: Path) -> None:
-    """As at a terminal, which signals all of its foreground; what is left behind is the fixture's to see."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_in_order(place: Path, number: signal.Signals) -> None:
+    """Ctrl-C, `timeout`, and a terminal that is closed. What is left behind is the fixture's to see."""
     with subprocess.Popen(
         COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         assert process.stdout is not None
         assert any(line.startswith("Sharing:") for line in process.stdout)
         assert len(processes_of(place)) == 6, "itself, a daemon and its keeper, three workers"
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, number)
         _, complaint = process.communicate(timeout=DEADLINE_SECONDS)
-    assert (process.returncode, complaint) == (130, "")
+    assert (process.returncode, complaint) == (128 + number, "")
 
 
 def test_a_worker_whose_demo_has_left_ends_without_a_word() -> None:

@@ -228,17 +228,18 @@ class TestGrpcTransport:
         self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
     ) -> None:
         """It is on its way when the handoff breaks: stated as gone while it still ran, it would be done twice."""
-        service.answers["AttachSegment"] = self.segment(broker)
-        one, two = client.attach("m/weights"), client.attach("m/weights")
-        detached = broker_pb2.DetachSegmentResponse()
+        ids: list[int] = []
+        service.answers["AllocateExtents"] = self.allocation(broker, ids)
+        one, two = model(client).allocate(PAGE), model(client).allocate(PAGE)
+        released = broker_pb2.ReleaseExtentsResponse()
         came, go_on = threading.Event(), threading.Event()
 
         def slow(request: object, context: object) -> object:
             came.set()
             assert go_on.wait(30)
-            return detached
+            return released
 
-        service.answers["DetachSegment"] = slow
+        service.answers["ReleaseExtents"] = slow
         caller = Caller(one.close)
         assert came.wait(30)
         lost = client._session.connection
@@ -246,14 +247,7 @@ class TestGrpcTransport:
         until(lambda: lost._changed._waiting)
         assert not broker.is_knocked_at()
         go_on.set()
-        assert [(held.generation, held.times) for held in broker.resume().segments] == [(77, 1)]
+        assert list(broker.resume().extent_ids) == ids[1:]
         caller.value()
         until(lambda: not is_away(client))
         two.close()
-
-    def segment(self, broker: PlayedBroker) -> Callable[[object, object], object]:
-        def answer(request: broker_pb2.AttachSegmentRequest, context: object) -> object:
-            broker.deliver(request.request_id, 1, parts=1, segment=77)
-            return resources_pb2.Segment(generation=77, size_bytes=PAGE, extents=1, name=f"{MODEL}/segments/w")
-
-        return answer  # type: ignore[return-value]

@@ -7,8 +7,10 @@ no tracebacks. What only an operator may is in `operate`.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -53,6 +55,10 @@ away there instead. A second drain stands in the place of the first, its deadlin
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    if sys.stdout is None:  # closed by who started this
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it is standard output
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # names, and a table's lines, may have what a terminal cannot show
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     try:
@@ -189,7 +195,15 @@ def _demo(options: argparse.Namespace) -> int:
     # Imported when it is asked for: the demo starts a daemon, and brings what that takes.
     from membroker.cli.demo import main as demo
 
+    # What it starts is in sessions of its own, and would go on without it.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _exit)
     return demo()
+
+
+def _exit(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 # --- The command line ---

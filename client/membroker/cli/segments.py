@@ -31,6 +31,9 @@ from membroker.vmm.sizes import format_size
 LINES = 10
 """How many lines tell how far a copy is, where no bar can."""
 
+GIVING_UP_SECONDS = 2.0
+"""How long a segment that was given up may take to go."""
+
 NAMES = "names are lower case: letters, digits and ._-, with a letter or a digit first, at most 63"
 """What all names have in common, for who has written another; a tenant's is of letters, digits and -, at most 24."""
 
@@ -164,8 +167,18 @@ def _registered(client: Client, wanted: Wanted) -> Iterator[Model]:
     except BaseException:
         if made:
             with suppress(MembrokerError):
-                model.unregister()
+                _end_model(client, model)
         raise
+
+
+def _end_model(client: Client, model: Model) -> None:
+    """Unregister a model once its segment, which was given up, is gone: before that it would only be left."""
+    deadline = time.monotonic() + GIVING_UP_SECONDS
+    while time.monotonic() < deadline and any(
+        one.name.startswith(f"{model.resource_name}/segments/") for one in client.segments()
+    ):
+        time.sleep(0.01)
+    model.unregister()
 
 
 def _register(client: Client, wanted: Wanted, *, exclusive: bool = False) -> Model:

@@ -72,10 +72,11 @@ class ExtentWatch:
 
     def close(self) -> None:
         """Close the descriptors and forget what was counted. Deaths are no longer seen here."""
-        if self._descriptors is not None:
-            os.close(self._descriptors.watches)
-            os.close(self._descriptors.table)
-            self._descriptors = None
+        # Forgotten first: a child that another thread forks meanwhile closes what is still known, and nothing twice.
+        descriptors, self._descriptors = self._descriptors, None
+        if descriptors is not None:
+            os.close(descriptors.watches)
+            os.close(descriptors.table)
         self._entries.clear()
         self._used = dict.fromkeys(Location, 0)
 

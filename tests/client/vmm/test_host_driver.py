@@ -192,6 +192,23 @@ def test_abandon_does_not_wait_for_a_thread_that_was_not_forked(driver: HostDriv
         run_abandon()
 
 
+def test_a_fork_while_another_thread_closes_the_driver(driver: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child abandons a driver that is half closed: no number is closed twice, it may be another file's by then."""
+    driver.release(driver.create(GRANULARITY))
+    close, forks = os.close, []
+
+    def fork_then(descriptor: int) -> None:
+        close(descriptor)
+        monkeypatch.undo()
+        with forked(driver.abandon) as (_child, run_abandon):
+            run_abandon()
+        forks.append(descriptor)
+
+    monkeypatch.setattr(os, "close", fork_then)
+    driver.close()
+    assert forks
+
+
 def test_a_forked_childs_calls_raise_and_leave_the_parents_events_alone(driver: HostDriver) -> None:
     """Reading the inherited inotify descriptor would take deaths from the parent."""
 
