@@ -211,6 +211,21 @@ def test_refusals_are_counted_at_a_model_that_is_there_and_end_with_it(story: St
     assert not story.broker.denials
 
 
+def test_extents_are_counted_of_segments_as_of_any_others(story: Story) -> None:
+    """What a model has ever borrowed and given back: a segment's extent, two that were lent, two that failed."""
+    session = story.open()
+    segment = story.write(session, PACKET)
+    story.tell(ev.DetachSegment(story.call(), session, 3, segment))
+    story.tell(ev.Dropped(segment))
+    row = story.broker.ledger.models[MODEL]
+    assert (row.allocations, row.releases) == (1, 1)
+    story.allocate(session, 2)
+    story.made(session)
+    story.allocate(session, 2, request_id=4)
+    story.tell(ev.NotMade(session, 4, 0, "DRIVER_FAILED", {}))
+    assert (row.allocations, row.releases) == (5, 3)
+
+
 def test_the_anchor_is_no_strangers() -> None:
     """What the daemon itself has on the device is in use there, and is not said to be beyond the books."""
     broker = Broker(policy.Rules(granularity=2, capacities={"device": 64, "host": 64}, anchor_bytes=2), epoch=1)
