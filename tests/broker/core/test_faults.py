@@ -212,7 +212,10 @@ def test_refusals_are_counted_at_a_model_that_is_there_and_end_with_it(story: St
 
 
 def test_extents_are_counted_of_segments_as_of_any_others(story: Story) -> None:
-    """What a model has ever borrowed and given back: a segment's extent, two that were lent, two that failed."""
+    """What a model has ever borrowed and given back: a segment's extent, two that were lent, two that failed.
+
+    The most that it was ever charged is what it was while it had the segment.
+    """
     session = story.open()
     segment = story.write(session, PACKET)
     story.tell(ev.DetachSegment(story.call(), session, 3, segment))
@@ -224,6 +227,7 @@ def test_extents_are_counted_of_segments_as_of_any_others(story: Story) -> None:
     story.allocate(session, 2, request_id=4)
     story.tell(ev.NotMade(session, 4, 0, "DRIVER_FAILED", {}))
     assert (row.allocations, row.releases) == (5, 3)
+    assert (row.charges["device"].bytes, row.charges["device"].peak) == (4, PACKET)
 
 
 def test_the_anchor_is_no_strangers() -> None:
