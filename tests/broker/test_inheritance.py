@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from tests.keepers import memfd
+
 from membrokerd.core import events as ev
 from membrokerd.core import policy
 from membrokerd.core.broker import Broker
 from membrokerd.core.denied import Reason
 from membrokerd.core.events import Location
 from membrokerd.core.story import story
-from membrokerd.inheritance import condense, hold_what_is_lent
+from membrokerd.inheritance import condense, hold_what_is_lent, take_descriptors
+from membrokerd.store import Kept, Store
 
 MODEL = ev.ModelName("t", "m")
 
@@ -40,3 +48,54 @@ def test_a_location_where_nothing_is_on_file_is_not_lent() -> None:
     before = broker({"device": 64, "host": 64})
     _, charged = condense(story(before.ledger))
     assert hold_what_is_lent({"device": 64}, charged) == {"device": 64}
+
+
+def test_what_is_lent_stays_where_the_configuration_has_less() -> None:
+    """An extent is out, at a location that is configured smaller by now, or not at all."""
+    before = broker({"device": 64, "host": 64})
+    before.step(ev.OpenSession(1, "t", 1, 1, "p", False, ""), 0)
+    (session,) = before.ledger.sessions
+    before.step(ev.RegisterModel(2, session, 1, MODEL, None, {}, False), 0)
+    before.step(ev.Allocate(3, session, 2, MODEL, "device", 2, 4), 0)
+    before.step(ev.Allocate(4, session, 3, MODEL, "host", 2, 3), 0)
+    _, charged = condense(story(before.ledger))
+    assert hold_what_is_lent({"device": 4}, charged) == {"device": 8, "host": 6}
+    assert hold_what_is_lent({"device": 9, "host": 6}, charged) == {"device": 9, "host": 6}
+
+
+def test_the_store_is_made_to_agree_with_the_books() -> None:
+    """Of two segments it has one whole, and of the other a half; and a third, and a process, that nobody knows."""
+    rules = policy.Rules(granularity=2, capacities={"device": 64}, segment_extent_bytes=2)
+    books = Broker(rules, epoch=1)
+    books.step(ev.OpenSession(1, "t", 1, 1, "p", False, ""), 0)
+    (session,) = books.ledger.sessions
+    books.step(ev.RegisterModel(2, session, 1, MODEL, None, {}, False), 0)
+    for request_id, label in enumerate(("whole", "half"), start=2):
+        books.step(ev.CreateSegment(request_id, session, request_id, ev.SegmentName("t", "m", label), "device", 4), 0)
+    whole, half = books.ledger.segments.values()
+    mine, stranger, *descriptors = (memfd(b"") for _ in range(6))
+    kept = Kept(
+        {
+            whole.segment: dict(zip(whole.ids, descriptors[:2], strict=True)),
+            half.segment: {half.ids[0]: descriptors[2]},
+        },
+        {session: mine, session + 1: stranger},
+    )
+    kept.segments[half.segment + 100] = {1: descriptors[3]}
+    store = Store()
+    store.adopt(kept)
+    closed: list[int] = []
+
+    class Executor:
+        def close(self, descriptors: Sequence[int], done: Callable[[None], None]) -> None:
+            closed.extend(descriptors)
+
+    executor: Any = Executor()
+    assert take_descriptors(books.ledger, store, executor, kept) == {half.segment}
+    assert closed == descriptors[3:]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(stranger)
+    left = store.close()
+    assert sorted(left) == sorted([*descriptors[:3], mine])
+    for descriptor in [*left, *closed]:
+        os.close(descriptor)

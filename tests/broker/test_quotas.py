@@ -134,6 +134,7 @@ def test_a_command_is_on_the_disk_or_did_not_happen(path: Path, monkeypatch: pyt
 
     def watched_sync(descriptor: int) -> None:
         order.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        assert os.fstat(descriptor).st_size, "what is synced is in the file already"
         sync(descriptor)
 
     def watched_rename(self: Path, target: Path) -> Path:

@@ -19,10 +19,11 @@ from membroker.errors import (
     InvalidOffset,
     InvalidRequest,
     NotMapped,
+    Offloaded,
     OutOfMemory,
     OutOfVirtualMemory,
 )
-from membroker.page_table import FREE, SPARE, USED, PageTable
+from membroker.page_table import FREE, OFFLOADED, SPARE, USED, PageTable
 from membroker.pool import VirtualMemoryPool
 from membroker.types import PoolMapping
 from membroker.vmm import AccessFlags, DriverError
@@ -331,6 +332,33 @@ def test_what_a_large_range_allows() -> None:
     assert table.least_access(range(7)) is AccessFlags.READ_WRITE
     assert table.least_access(range(5, 30_000)) is AccessFlags.READ
     assert table.least_access(range(60_000)) is AccessFlags.NONE
+
+
+def test_a_refusal_names_the_page_and_what_is_with_it() -> None:
+    """Two pages are used, one is offloaded, a call is at two, one is free, and the next one used."""
+    table = PageTable(9, PAGE)
+    for kind, pages in ((USED, range(2)), (OFFLOADED, range(2, 3)), (USED, range(6, 7))):
+        table.claim(pages)
+        table.set(pages, kind)
+        table.release(pages)
+    table.claim(range(3, 5))
+    for check, first, error, what in (
+        (table.check_unused, 1, AlreadyMapped, f"offset {PAGE} is mapped already"),
+        (table.check_unused, 2, Offloaded, f"offset {2 * PAGE} is offloaded"),
+        (table.check_unused, 3, AlreadyMapped, f"offset {3 * PAGE} is being changed"),
+        (table.check_unused, 5, AlreadyMapped, f"offset {6 * PAGE} is mapped already"),
+        (table.check_used, 0, Offloaded, f"offset {2 * PAGE} is offloaded"),
+        (table.check_allocated, 0, NotMapped, f"offset {3 * PAGE} is being changed"),
+        (table.check_used, 4, NotMapped, f"offset {4 * PAGE} is being changed"),
+        (table.check_used, 5, NotMapped, f"offset {5 * PAGE} is not mapped"),
+        (table.check_used, 6, NotMapped, f"offset {7 * PAGE} is not mapped"),
+    ):
+        with pytest.raises(error, match=what):
+            check(range(first, 9))
+    assert table.runs_of(OFFLOADED, range(9)) == [range(2, 3)]
+    table.claim(range(2, 3))
+    with pytest.raises(NotMapped, match=f"offset {2 * PAGE} is being changed"):
+        table.runs_of(OFFLOADED, range(9))
 
 
 @pytest.mark.parametrize("seed", [1, 2, None])

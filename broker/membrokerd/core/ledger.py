@@ -450,6 +450,9 @@ class Ledger:
             dead = sum(row.charged(location) for row in owners if row.state == "releasing")
             _same("lent + releasing, by owner", total.charged, charged)
             _same("releasing, by owner", total.releasing, dead)
+            extents = sum(row.sums.get(location, (0, 0))[1] for row in self.sessions.values())
+            extents += sum(row.extents for row in self.segments.values() if row.location == location)
+            _same("extents, by model", sum(row.charges[location].extents for row in self.models.values()), extents)
 
     def _recount_holders(self, segment: SegmentRow) -> None:
         assert self.labels[segment.full_name()] == segment.segment, "a segment's name is another's"

@@ -360,9 +360,8 @@ class Lending:
         if row.extents:
             self._broker.record(ft.Credited(row.session, tuple(row.extents), cause))
         self._broker.segments.leave_all(row, cause)
-        for (name, location), charge in list(row.charges.items()):
-            if charge.declared:
-                self._broker.record(ft.DeclarationSet(row.session, name, location, 0))
+        for name, location in list(row.charges):  # what is left is declared
+            self._broker.record(ft.DeclarationSet(row.session, name, location, 0))
 
     def _abandon(self, session: int, call: Call) -> None:
         """Give up the packets of a call that still wait."""

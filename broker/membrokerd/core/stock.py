@@ -70,12 +70,12 @@ class Stock:
         Kinds that are asked for in turns keep what they have: each would only throw the other's away.
         """
         rules, wish = self._broker.rules, self._wishes[kind]
-        for other in [one for one, its in self._wishes.items() if one != kind and now - its.asked_at > JUST_NOW_NS]:
+        for other in [one for one, its in self._wishes.items() if now - its.asked_at > JUST_NOW_NS]:
             missing = wish.count - self._ready.get(kind, 0)
             extents = sum(self._ready.values()) + missing - rules.stock_extents
             excess = sum(size * count for (_, size), count in self._ready.items()) + missing * kind[1]
             surplus = max(extents, -(-(excess - rules.stock_bytes) // other[1]))
-            if missing <= 0 or surplus <= 0:
+            if surplus <= 0:
                 return
             if self._ready.get(other):
                 self._drop(other, min(self._ready[other], surplus))

@@ -9,8 +9,10 @@ import pytest
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
+from membrokerd.core import facts as ft
 from membrokerd.core import policy
 from membrokerd.core.broker import Broker
+from membrokerd.core.denied import Reason, deny
 
 MODEL = ev.ModelName("t", "m")
 SEGMENT = ev.SegmentName("t", "m", "s")
@@ -185,6 +187,65 @@ def test_what_others_do_between_two_looks_settles_no_segment(story: Story, what:
         assert story.releasing() == PACKET
     story.tell(ev.Audit({"device": after - PACKET}))
     assert story.releasing() == 0
+
+
+def test_each_of_several_requests_in_doubt_has_its_id(story: Story) -> None:
+    """None of them is refused yet, and another request by one of their ids would be taken for it."""
+    session = story.open()
+    for request_id in (2, 3):
+        story.allocate(session, 4096, request_id)
+    for request_id in (2, 3):
+        call = story.allocate(session, 1, request_id)
+        assert story.answers[call] == deny(Reason.REQUEST_ID_IN_USE, request_id=request_id)
+
+
+def test_refusals_are_counted_at_a_model_that_is_there_and_end_with_it(story: Story) -> None:
+    """Each name that a worker makes up would otherwise stay in the broker's memory for good."""
+    session = story.open()
+    story.tell(ev.OthersHeard(story.allocate(session, 4096)))
+    for name in ("Upper", "m2"):
+        story.tell(ev.RegisterModel(story.call(), session, 1, ev.ModelName("t", name), None, {"device": -1}, False))
+    story.tell(ev.Allocate(story.call(), session, 2, ev.ModelName("t", "m2"), "device", 2, 1))
+    assert story.broker.denials == {(MODEL, Reason.CAPACITY): 1}
+    story.tell(ev.UnregisterModel(story.call(), session, 3, MODEL))
+    assert not story.broker.denials
+
+
+def test_extents_are_counted_of_segments_as_of_any_others(story: Story) -> None:
+    """What a model has ever borrowed and given back: a segment's extent, two that were lent, two that failed.
+
+    The most that it was ever charged is what it was while it had the segment.
+    """
+    session = story.open()
+    segment = story.write(session, PACKET)
+    story.tell(ev.DetachSegment(story.call(), session, 3, segment))
+    story.tell(ev.Dropped(segment))
+    row = story.broker.ledger.models[MODEL]
+    assert (row.allocations, row.releases) == (1, 1)
+    story.allocate(session, 2)
+    story.made(session)
+    story.allocate(session, 2, request_id=4)
+    story.tell(ev.NotMade(session, 4, 0, "DRIVER_FAILED", {}))
+    assert (row.allocations, row.releases) == (5, 3)
+    assert (row.charges["device"].bytes, row.charges["device"].peak) == (4, PACKET)
+
+
+def test_the_anchor_is_no_strangers() -> None:
+    """What the daemon itself has on the device is in use there, and is not said to be beyond the books."""
+    broker = Broker(policy.Rules(granularity=2, capacities={"device": 64, "host": 64}, anchor_bytes=2), epoch=1)
+    broker.step(ev.Audit({"device": 2, "host": 0}), 0)
+    assert (broker.settling.shown("device"), broker.settling.shown("host")) == (0, 0)
+
+
+def test_a_commanded_limit_ends_where_nothing_is_lent_any_more() -> None:
+    """An earlier daemon lent host memory, and a limit was commanded for it; this one lends none."""
+    commanded = ft.QuotaSet("t", None, "host", 4)
+    broker = Broker(policy.Rules(granularity=2, capacities={"device": 64}), epoch=1, story=[commanded])
+    end = ev.SetQuota(1, "t", None, "host", None)
+    assert broker.step(end, 0).effects == [fx.Answer(1, fx.Done())]
+    assert not broker.ledger.quotas
+    for event in (end, ev.SetQuota(1, "t", None, "host", 4)):
+        assert broker.step(event, 0).effects == [fx.Answer(1, deny(Reason.LOCATION_UNAVAILABLE, location="host"))]
 
 
 def deaths_seconds(models: int) -> float:

@@ -274,6 +274,10 @@ class Script:
         for effect in step.effects:
             if isinstance(effect, fx.Answer) and isinstance(effect.result, fx.SessionOpened):
                 self.name(effect)
+            if isinstance(effect, fx.Make):
+                whole = effect.parts == 1 and not effect.segment
+                answer = fx.Allocated(len(effect.ids), effect.extent_bytes) if whole else None
+                assert effect.answer == answer, "only what a packet brings whole may be answered with it"
         self.broker.ledger.recount()
         changes = [fact for fact in step.facts if not isinstance(fact, ft.UnaccountedSeen)]
         assert self.broker.ledger.revision == before[0] + len(changes)
