@@ -390,7 +390,7 @@ full_at = size()
 assert journal.full and path.stat().st_size - full_at > RESERVE_BYTES * 0.99
 while size() < full_at + RESERVE_BYTES * 0.9:
     assert append() and journal.full
-print(number)
+print(number, flush=True)
 os._exit(0)
 """
     assert read(path) == ([], [])
@@ -412,7 +412,7 @@ assert not journal.append(()) and journal.full
 limit(resource.RLIM_INFINITY)
 assert journal.append(()) and not journal.full
 assert append() and not journal.full
-print(number)
+print(number, flush=True)
 os._exit(0)
 """
     count = child(path, script)
@@ -429,7 +429,7 @@ for _ in range(9):
 limit(resource.RLIM_INFINITY)
 journal.begin([ft.SessionMoved(done, "x" * 1_000, 0) for done in range(1, number + 1)])
 assert not journal.full and append()
-print(number)
+print(number, flush=True)
 """
     assert child(path, script) == 11
     assert read(path) == (steps(11), [])
@@ -442,7 +442,7 @@ limit(path.stat().st_size)
 while append():
     pass
 append()
-print(number)
+print(number, flush=True)
 os._exit(0)
 """
     count = child(path, script)
@@ -471,7 +471,7 @@ for count in (300_000, 80_000):
     assert list(path.parent.iterdir()) == [path]
     assert len(os.listdir("/proc/self/fd")) == descriptors
 assert append() and not journal.full
-print(number)
+print(number, flush=True)
 """
     count = child(path, script)
     assert 20 < count < 30
@@ -495,7 +495,7 @@ assert journal.full
 assert append() and journal.full
 limit(resource.RLIM_INFINITY)
 assert append() and not journal.full
-print(number)
+print(number, flush=True)
 """
     assert child(path, script) == 2
     assert read(path) == (steps(2), [])
