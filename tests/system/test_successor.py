@@ -289,7 +289,8 @@ def test_pidfds_of_sessions_that_nobody_knows_are_let_go(daemon: Daemon) -> None
         session.notices.close()
     daemon.start_again()
     assert not daemon.sessions()
-    until(lambda: opened() == before)
+    # Not "as many": what a start needs for a moment may be among those before.
+    until(lambda: all(now <= then for now, then in zip(opened(), before, strict=True)))
 
 
 def test_a_limit_by_command_outlives_the_daemon(daemon: Daemon) -> None:
