@@ -91,7 +91,7 @@ class Loop:
         """How many times a connection had more to say than it may in one turn."""
         self._cut_short_before = 0
         self._turn = 0
-        self._doubts: deque[tuple[int, int, float]] = deque()
+        self._put_aside: deque[tuple[int, int, float]] = deque()
         """What waits for others: the call, the turn in which it was put aside, and when."""
         self._audit_seconds = audit_seconds
         self._observe_step = observe_step
@@ -270,8 +270,8 @@ class Loop:
                     forget(effect.session)
 
     def _hear_others(self, call: int) -> None:
-        self._doubts.append((call, self._turn, self._io.time()))
-        if len(self._doubts) == 1:
+        self._put_aside.append((call, self._turn, self._io.time()))
+        if len(self._put_aside) == 1:
             self._io.call_soon(self._begin_turn)
 
     def _begin_turn(self) -> None:
@@ -283,14 +283,14 @@ class Loop:
         silent, self._cut_short_before = self.cut_short == self._cut_short_before, self.cut_short
         late = self._io.time() - HEARING_SECONDS
         try:
-            while self._doubts:
-                call, turn, asked_at = self._doubts[0]
+            while self._put_aside:
+                call, turn, asked_at = self._put_aside[0]
                 if turn + 2 > self._turn or not (silent or asked_at <= late):
                     break
-                self._doubts.popleft()
+                self._put_aside.popleft()
                 self.tell(ev.OthersHeard(call))
         finally:
-            if self._doubts:
+            if self._put_aside:
                 self._io.call_soon(self._begin_turn)
 
     def _make_stock(self, effect: fx.Stock) -> None:

@@ -112,7 +112,7 @@ class Connection:
         return self._conduct(call, handler or Nothing(), begin)
 
     def tell(self, frame: pb.Frame, timeout: float) -> None:
-        """As `call`, of what is given back already: no interrupt keeps it from being sent."""
+        """As `call`, of what is given back already: no interrupt keeps it from being sent. `timeout` is in seconds."""
         call = Call(self.new_request_id(), deadline=time.monotonic() + timeout)
         frame.request_id = call.request_id
 
@@ -206,14 +206,7 @@ class Connection:
     def say_goodbye(self, timeout: float) -> None:
         """End the session at the broker, when it still listens; wait `timeout` seconds for its word."""
         with suppress(MembrokerError):
-            try:
-                self.call(pb.Frame(goodbye=pb.Goodbye()), timeout=timeout)
-            except KeyboardInterrupt:
-                # Perhaps before it was sent: a process that goes on would have a session that nobody can end.
-                frame = pb.Frame(request_id=self.new_request_id(), goodbye=pb.Goodbye())
-                with suppress(OSError):
-                    self._socket.send(handoff.encode(frame), _NOSIGNAL | socket.MSG_DONTWAIT)
-                raise
+            self.tell(pb.Frame(goodbye=pb.Goodbye()), timeout)
 
     def close(self) -> None:
         """Close the socket. Calls in flight, and later ones, raise `ClosedError`."""
@@ -471,7 +464,7 @@ class Connection:
                 self._break(ProtocolError, f"the broker at {self._name} ended the connection: {error}")
                 return
         if kind == "reply" and packet.frame.reply.WhichOneof("result") in _TOLD:
-            return  # to a goodbye when the wait for another was interrupted, or later than anybody waited for it
+            return  # later than anybody waited for it
         if kind != "delivery":
             logger.warning("the broker sent a frame that nobody waits for: %s", kind)
             return

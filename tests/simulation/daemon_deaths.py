@@ -146,7 +146,7 @@ class DaemonDeaths:
         world = self.world
         world.jobs.clear()
         world.told.clear()
-        world.in_doubt.clear()
+        world.put_aside.clear()
         world.sends.clear()
         world.unanswered.clear()
         world.unnoticed.clear()

@@ -154,7 +154,7 @@ class Referee:
             assert looked or not proven, "a credit is proven, and the device was not asked"
             self._judge_fact(fact)
         self._judge_wants(event, step)
-        decided = world.in_doubt[event.call] if isinstance(event, ev.OthersHeard) else event
+        decided = world.put_aside[event.call] if isinstance(event, ev.OthersHeard) else event
         self.sharing.judge(decided, step)
         self.stock.judge(decided, step)
         self.resuming.judge(event, step)
@@ -179,10 +179,10 @@ class Referee:
     def _judge_wants(self, event: ev.Event, step: Step) -> None:
         """Nobody is refused for want of room before what others had given back was heard; and then he is answered.
 
-        But for a declaration that a newer one takes the place of, and where a session has too much in doubt.
+        But for a declaration that a newer one takes the place of, and where a session has too much put aside.
         """
         world, session = self.world, getattr(event, "session", None)
-        waiting = [call for call, one in world.in_doubt.items() if call in world.unanswered and one.session == session]
+        waiting = [call for call, one in world.put_aside.items() if call in world.unanswered and one.session == session]
         full = len(waiting) >= world.broker.rules.max_calls_per_session
         for effect in step.effects:
             if isinstance(effect, fx.Answer) and isinstance(effect.result, Denied):
@@ -193,11 +193,16 @@ class Referee:
             again = isinstance(event, ev.OthersHeard) and isinstance(effect, fx.HearOthers)
             assert not again, "the others are heard twice"
             if isinstance(effect, fx.Answer) and isinstance(effect.result, fx.Reconciled):
-                whose = {one.session for call, one in world.in_doubt.items() if call in world.unanswered}
+                whose = {one.session for call, one in world.put_aside.items() if call in world.unanswered}
                 taken_up = [
                     one.session for one in world.workers.values() if one.stated and one.stated.call == effect.call
                 ]
-                assert whose.isdisjoint(taken_up), "something is in doubt of a session that was taken up again"
+                assert whose.isdisjoint(taken_up), "something is put aside of a session that was taken up again"
+
+        answered = {effect.call for effect in step.effects if isinstance(effect, fx.Answer)}
+        moved = {fact.session for fact in step.facts if isinstance(fact, ft.SessionMoved)}
+        left = [one for call, one in world.put_aside.items() if call in world.unanswered.keys() - answered]
+        assert moved.isdisjoint(one.session for one in left), "who has gone, or begins anew, is still to be decided"
 
     def _judge_fact(self, fact: ft.Fact) -> None:
         match fact:

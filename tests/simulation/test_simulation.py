@@ -19,7 +19,7 @@ from tests.simulation.world import World
 from membrokerd.core import broker as broker_module
 from membrokerd.core import effects as fx
 from membrokerd.core import facts as ft
-from membrokerd.core import ledger, lending, policy, segments, settling, stock
+from membrokerd.core import hearing, ledger, lending, policy, segments, settling, stock
 from membrokerd.core.denied import Reason
 
 SEED = 20_260
@@ -346,15 +346,14 @@ def _refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _others_are_heard_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     def again(self: Any, event: Any, now: int) -> None:
-        session = self._doubting.pop(event.call, None)
-        if session is not None:
-            self._broker.handle(self._traffic[session].doubts.pop(event.call), now)
+        if event.call in self._whose:
+            self._broker.handle(self._take(event.call), now)
 
-    monkeypatch.setattr(lending.Lending, "others_heard", again)
+    monkeypatch.setattr(hearing.Hearing, "others_heard", again)
 
 
 def _who_is_gone_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending.Lending, "_give_up_doubts", lambda self, session: None)
+    monkeypatch.setattr(hearing.Hearing, "give_up", lambda self, session: None)
 
 
 FAULTS = (

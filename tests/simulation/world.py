@@ -98,7 +98,7 @@ class World:
         self.sends: deque[fx.Make | fx.Send] = deque()
         """Packets that are queued at once: of segments, which are copied, and of the stock."""
         self.told: deque[Found | ev.NotDelivered | ev.OthersHeard] = deque()
-        self.in_doubt: dict[int, ev.Allocate | ev.Declare | ev.CreateSegment] = {}
+        self.put_aside: dict[int, ev.Allocate | ev.Declare | ev.CreateSegment] = {}
         """By call: what is not refused before others were heard."""
         self.auditing = False
         self.audited_at = 0
@@ -270,7 +270,7 @@ class World:
             case fx.HearOthers():
                 asked = self.events[-1][1]
                 assert isinstance(asked, ev.Allocate | ev.Declare | ev.CreateSegment)
-                self.in_doubt[effect.call] = asked
+                self.put_aside[effect.call] = asked
                 self.told.append(ev.OthersHeard(effect.call))
             case fx.Stock():
                 self.jobs.append(effect)
@@ -713,7 +713,7 @@ class World:
 
     def others_heard(self, event: ev.OthersHeard) -> None:
         """The broker has read what others said; a request that had no room before is decided."""
-        asked = self.in_doubt[event.call]
+        asked = self.put_aside[event.call]
         worker = self.workers.get(asked.session)
         answer = self.answer(self.send(event))
         if isinstance(asked, ev.Declare) and isinstance(answer, fx.Declared) and worker is not None:

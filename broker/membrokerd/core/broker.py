@@ -15,6 +15,7 @@ from . import events as ev
 from . import facts as ft
 from . import policy
 from .denied import Denied, Reason, deny
+from .hearing import Hearing
 from .ledger import ModelRow, SessionRow, replay
 from .lending import Lending
 from .resuming import Resuming
@@ -52,6 +53,7 @@ class Broker:
         self._effects: list[fx.Effect] = []
         self._facts: list[ft.Fact] = []
         self.lending = Lending(self)
+        self.hearing = Hearing(self)
         self.segments = Segments(self)
         self.stock = Stock(self)
         self.settling = Settling(self)
@@ -111,7 +113,7 @@ class Broker:
             return deny(Reason.DELIVERY_FAILED)
         if self.stopping and not gives_back:
             return deny(Reason.STOPPING)
-        if self.lending.in_flight(session, request_id):
+        if self.lending.in_flight(session, request_id) or self.hearing.has(session, request_id):
             return deny(Reason.REQUEST_ID_IN_USE, request_id=request_id)
         return None
 
@@ -340,6 +342,6 @@ _HANDLERS: dict[type, Callable[[Broker, Any, int], None]] = {
     ev.NotMade: lambda broker, event, now: broker.lending.not_made(event, now),
     ev.NotDelivered: lambda broker, event, now: broker.lending.not_delivered(event, now),
     ev.Audit: lambda broker, event, now: broker.settling.audit(event, now),
-    ev.OthersHeard: lambda broker, event, now: broker.lending.others_heard(event, now),
+    ev.OthersHeard: lambda broker, event, now: broker.hearing.others_heard(event, now),
     ev.SetQuota: Broker._set_quota,
 }

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from .broker import Broker
 
 
-_Debit = ev.Allocate | ev.Declare | ev.CreateSegment
-
-
 @dataclass(slots=True)
 class Call:
     """One call in flight that brings descriptors: its extents in packets, by part.
@@ -101,8 +98,6 @@ class Traffic:
     queue: deque[Call] = field(default_factory=deque)
     window: int = 0
     unanswered: set[int] = field(default_factory=set)
-    doubts: dict[int, _Debit] = field(default_factory=dict)
-    """By call: what is refused once the others were heard, if there is no room then either."""
 
 
 class Lending:
@@ -113,9 +108,6 @@ class Lending:
         self._traffic: dict[int, Traffic] = {}
         self.making: dict[ev.Location, int] = dict.fromkeys(broker.rules.capacities, 0)
         """Bytes debited of which the device need not show anything yet."""
-        self._doubting: dict[int, int] = {}
-        """By call in doubt: whose it is."""
-        self._decided: int | None = None
 
     def begin(self, session: int) -> None:
         """A session has nothing on its way."""
@@ -123,15 +115,13 @@ class Lending:
 
     def forget(self, session: int) -> None:
         """A session ended, or begins anew."""
-        self._give_up_doubts(session)
+        self._broker.hearing.give_up(session)
         del self._traffic[session]
 
     def in_flight(self, session: int, request_id: int) -> bool:
         """Say whether a request of this id is unanswered, or its packets are still unacknowledged."""
         traffic = self._traffic[session]
-        if request_id in traffic.calls or request_id in traffic.unanswered:
-            return True
-        return bool(traffic.doubts) and any(one.request_id == request_id for one in traffic.doubts.values())
+        return request_id in traffic.calls or request_id in traffic.unanswered
 
     def making_of(self, session: int) -> bool:
         """Say whether packets of the session are being made."""
@@ -180,46 +170,13 @@ class Lending:
         traffic.queue.append(call)
         self._issue(session)
 
-    # --- requests for which there is no room ---
-
-    def refuse_or_wait(self, event: _Debit, denied: Denied, name: ev.ModelName) -> None:
-        """Refuse a request; but for want of room only when what others have given back before has been heard.
-
-        A session has as many in doubt as it may have calls: whoever asks for more at a time is refused at once.
-        """
-        broker = self._broker
-        if denied.reason in policy.WANTS_OF_ROOM and event.call != self._decided:
-            doubts = self._traffic[event.session].doubts
-            if len(doubts) < broker.rules.max_calls_per_session:
-                doubts[event.call] = event
-                self._doubting[event.call] = event.session
-                broker.emit(fx.HearOthers(event.call))
-                return
-        broker.refuse(event.call, denied, event.session, name)
-
-    def others_heard(self, event: ev.OthersHeard, now: int) -> None:
-        """Decide a request for good, unless it was meanwhile."""
-        session = self._doubting.pop(event.call, None)
-        if session is not None:
-            self._decided = event.call
-            self._broker.handle(self._traffic[session].doubts.pop(event.call), now)
-            self._decided = None
-
-    def _give_up_doubts(self, session: int) -> None:
-        """What a session has asked for is of another connection, or another life."""
-        doubts = self._traffic[session].doubts
-        for call in doubts:
-            del self._doubting[call]
-            self._broker.answer(call, deny(Reason.DELIVERY_FAILED))
-        doubts.clear()
-
     # --- allocate ---
 
     def allocate(self, event: ev.Allocate, now: int) -> None:
         """Debit the whole call, then send it out in packets."""
         denied = self._refuse_allocate(event)
         if denied:
-            self.refuse_or_wait(event, denied, event.name)
+            self._broker.hearing.refuse(event, denied, event.name)
             return
         ids = self._broker.take_ids(event.count)
         fact = ft.Debited(event.session, event.name, event.location, event.extent_bytes, ids.start, event.count)
@@ -345,7 +302,7 @@ class Lending:
                 call.failure = call.failure or deny(Reason.DELIVERY_FAILED, model=str(call.name))
                 self._abandon(row.session, call)
                 self._answer_if_done(row.session, call)
-        self._give_up_doubts(row.session)
+        self._broker.hearing.give_up(row.session)
 
     def finish_leaving(self, row: SessionRow, now: int) -> None:
         """End a session that said Goodbye, once none of its packets is being made."""
@@ -447,23 +404,15 @@ class Lending:
     def declare(self, event: ev.Declare, now: int) -> None:
         """Set a declaration; more is admitted like a debit, less is credited by the session's word."""
         denied = self._refuse_declare(event)
-        if (denied is None or denied.reason in policy.WANTS_OF_ROOM) and self._decide_older(event, now):
+        if (denied is None or denied.reason in policy.WANTS_OF_ROOM) and self._broker.hearing.decide_older(event, now):
             denied = self._refuse_declare(event)
         if denied:
-            self.refuse_or_wait(event, denied, event.name)
+            self._broker.hearing.refuse(event, denied, event.name)
             return
         fact = ft.DeclarationSet(event.session, event.name, event.location, event.declared_bytes)
         self._broker.record(fact)
         self._broker.stock.make_room(event.location)
         self._broker.answer(event.call, fx.Declared(event.declared_bytes))
-
-    def _decide_older(self, event: ev.Declare, now: int) -> bool:
-        """Each declaration replaces the one before: none may be decided behind a newer one. Say whether one was."""
-        doubts, what = self._traffic[event.session].doubts, (event.name, event.location)
-        older = [one for one in doubts.values() if isinstance(one, ev.Declare) and (one.name, one.location) == what]
-        for one in older:
-            self.others_heard(ev.OthersHeard(one.call), now)
-        return bool(older)
 
     def _refuse_declare(self, event: ev.Declare) -> Denied | None:
         broker = self._broker

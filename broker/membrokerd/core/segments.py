@@ -57,7 +57,7 @@ class Segments:
         broker, name = self._broker, ev.ModelName(event.name.tenant, event.name.model)
         denied = self._refuse_create(event, name)
         if denied:
-            broker.lending.refuse_or_wait(event, denied, name)
+            broker.hearing.refuse(event, denied, name)
             return
         extent, last, count = policy.shape_of_segment(broker.rules, event.size)
         segment, ids = broker.take_ids(1)[0], broker.take_ids(count)
