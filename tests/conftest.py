@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 
 import pytest
 
 from tests.daemons import Daemon, running
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell ignores SIGINT for what it starts in the background (`make test &`, nohup), and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

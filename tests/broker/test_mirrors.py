@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import select
 import shutil
 import signal
@@ -29,6 +30,15 @@ from membrokerd.systemd import SystemdMirror, open_systemd, systemd_available
 
 _T = TypeVar("_T")
 STUCK_SECONDS = 0.3
+
+
+@pytest.fixture(autouse=True)
+def descriptor_limit() -> Iterator[None]:
+    """Stories here run the daemon's side in this process, and the daemon raises its soft limit when it starts."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture
