@@ -132,7 +132,7 @@ def test_a_daemon_finds_what_its_predecessor_kept(path: Path) -> None:
         await keeping(store, 2, {200: b"other"})
         pidfd, watch = os.pidfd_open(os.getpid()), memfd(b"watch")
         store.keep_process(0xABC, pidfd)
-        store.keep_driver("watch", watch)
+        store.keep_driver({"watch": watch})
         close_all([pidfd, watch])
         await keeping(store, 3, {300: b"the last"})
         pid = mirror.pid

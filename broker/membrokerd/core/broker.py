@@ -23,8 +23,9 @@ from .segments import Segments
 from .settling import Settling
 from .stock import Stock
 
-_COUNTER_BITS = 40
-_COUNTER_MAX = (1 << _COUNTER_BITS) - 1
+COUNTER_BITS = 40
+"""An id is an epoch, and below it a counter of so many bits."""
+_COUNTER_MAX = (1 << COUNTER_BITS) - 1
 
 
 class Step(NamedTuple):
@@ -49,7 +50,7 @@ class Broker:
         self.draining = False
         self.cannot_write = ""
         """Why what is lent cannot be written down, so that nothing is; the edge says so."""
-        self._next_id = epoch << _COUNTER_BITS
+        self._next_id = epoch << COUNTER_BITS
         self._effects: list[fx.Effect] = []
         self._facts: list[ft.Fact] = []
         self.lending = Lending(self)
