@@ -51,6 +51,7 @@ from .limits import (
     segment_extents_for,
     sessions_for,
 )
+from .lookout import Lookout
 from .loop import Loop, seen
 from .metrics import Metrics, MetricsView
 from .metrics_server import MetricsServer
@@ -149,6 +150,7 @@ class Daemon:
         except BaseException:
             await self._loop.stop(0)  # else it asks a closed driver
             raise
+        stack.callback(Lookout(self._home, journal, self._loop.compact).close)
 
     def _commanded(self) -> list[ft.Fact]:
         """Return the limits that an operator commanded, at whatever daemon of this device."""
@@ -165,7 +167,7 @@ class Daemon:
             books, notes = journal.read(condense)
         except OSError as error:
             raise HomeError(
-                f"cannot read {error.filename}: {error.strerror}; mend that, or move it away: then the books begin empty"
+                f"cannot read {error.filename}: {error.strerror}; mend that, or move it away: then nothing is booked"
             ) from error
         for note in notes:
             logs.warn(note)

@@ -12,7 +12,6 @@ import os
 import secrets
 import socket
 import stat
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,18 +51,18 @@ class Home:
         self.state = self.root / "state"
         self._held: dict[Path, int] = {}
         """Descriptors of what this daemon has locked."""
+        self._sockets: dict[Path, tuple[int, int]] = {}
+        """What tells the published sockets from all that could be put in their place."""
         self._take()
 
     def _take(self) -> None:
         directories = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-        lock = self.state / "lock"
         try:
             self._own(self.runtime, None)
             self._own(self.root, 0o755)
             self._own(self.state, 0o700)
             self._lock(self.root, os.open(self.root, directories))
-            self._lock(lock, files.open_file(lock, os.O_RDWR | os.O_CREAT))
-            self.write_lock()
+            self._write_lock()
         except OSError as error:
             raise HomeError(
                 f"cannot use {error.filename or self.root}: {error.strerror}; mend that, or choose another directory "
@@ -95,11 +94,12 @@ class Home:
             f"stop it first ({stop}), or own another device with --device"
         )
 
-    def write_lock(self) -> None:
-        """Tell people who the owner is; raises `OSError`."""
-        lock = self._held[self.state / "lock"]
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    def _write_lock(self) -> None:
+        """Tell people who the owner is."""
+        path = self.state / "lock"
+        self._lock(path, files.open_file(path, os.O_RDWR | os.O_CREAT))
+        os.ftruncate(self._held[path], 0)
+        os.pwrite(self._held[path], f"{os.getpid()}\n".encode(), 0)
 
     def next_epoch(self, known: int = 0) -> int:
         """Return a number that no earlier daemon of this device had. It is on disk before it is used.
@@ -125,10 +125,39 @@ class Home:
                 "broker, then remove that directory"
             )
         try:
-            files.replace_file(path, f"{last + 1}\n".encode())
+            self._write_epoch(last + 1)
         except OSError as error:
             raise HomeError(f"cannot write {path}: {error.strerror}; make room there, or mend it") from error
         return last + 1
+
+    def _write_epoch(self, epoch: int) -> None:
+        files.replace_file(self.state / "epoch", f"{epoch}\n".encode())
+
+    # --- what becomes of it while the daemon runs ---
+
+    def is_in_place(self) -> bool:
+        """Say whether the device's directory is still the one that is locked."""
+        return _place(self.root) == _place(self._held[self.root])
+
+    def restore(self, epoch: int) -> list[str]:
+        """Write again what is gone of `state/` but the journal, and return the names. Raises `OSError`."""
+        restored = []
+        if not os.path.lexists(self.state):
+            self._own(self.state, 0o700)
+        lock = self.state / "lock"
+        if lock not in self._held or _place(lock) != _place(self._held[lock]):
+            if lock in self._held:
+                os.close(self._held.pop(lock))
+            self._write_lock()
+            restored.append("lock")
+        if not os.path.lexists(self.state / "epoch"):
+            self._write_epoch(epoch)
+            restored.append("epoch")
+        return restored
+
+    def lost_sockets(self) -> list[Path]:
+        """Return the published sockets that are not there any more."""
+        return [path for path, place in self._sockets.items() if _place(path) != place]
 
     def had_predecessor(self) -> bool:
         """Say whether an earlier daemon of this device lived here since the directory was made."""
@@ -186,6 +215,7 @@ class Home:
         for key, uid, gid in (("owner", ownership.uid, -1), ("group", -1, ownership.gid)):
             if (uid, gid) != (-1, -1):
                 self._give(private, f"{ownership.table}.{key}", uid, gid)
+        place = _place(private)
         try:
             private.rename(public)
         except OSError as error:  # a directory; anything else is replaced
@@ -193,6 +223,8 @@ class Home:
             raise HomeError(
                 f"cannot put a socket at {public}: {error.strerror}; move away what is there, and start again"
             ) from error
+        assert place is not None
+        self._sockets[public] = place
 
     @staticmethod
     def _give(private: Path, key: str, uid: int, gid: int) -> None:
@@ -222,8 +254,17 @@ class Home:
         """Take the sockets away. The lock itself is held until the process exits."""
         for endpoint in endpoints:
             for name in ("handoff.sock", "grpc.sock"):
-                with suppress(FileNotFoundError):
-                    (endpoint / name).unlink()
+                if (endpoint / name).is_socket():
+                    (endpoint / name).unlink(missing_ok=True)
+
+
+def _place(path: Path | int) -> tuple[int, int] | None:
+    """Return what tells a file, by path or descriptor, from every other; None where there is none."""
+    try:
+        status = os.fstat(path) if isinstance(path, int) else os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _is_open(mode: int) -> bool:
