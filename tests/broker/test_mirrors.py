@@ -165,6 +165,29 @@ def test_a_daemon_finds_what_its_predecessor_kept(path: Path) -> None:
     play(third())
 
 
+def test_a_daemon_that_ends_at_its_start_leaves_no_half(path: Path) -> None:
+    """Its port is taken, and it is gone before the keeper comes to what it put. Half of it stops every next start."""
+    with Keeper(path) as keeper:
+
+        async def first() -> None:
+            mirror, _ = await open_keeper(path)
+            store = Store(mirror)
+            keeper.process.send_signal(signal.SIGSTOP)
+            os.waitpid(keeper.process.pid, os.WUNTRACED)
+            file = memfd(b"")
+            store.keep_driver({"watches": file, "table": file})
+            close_all([*store.close(), file])
+            keeper.process.send_signal(signal.SIGCONT)
+
+        async def second() -> set[str]:
+            kept = await left_at(path)
+            assert read(kept) == {}
+            return set(kept.driver)
+
+        play(first())
+        assert play(second()) in (set(), {"watches", "table"})
+
+
 def test_the_keeper_is_nobodys_child_to_kill(path: Path) -> None:
     """Ctrl-C in the daemon's terminal and the end of its log's reader do not reach the keeper."""
 
