@@ -10,15 +10,17 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from tests.daemons import DEADLINE_SECONDS, MIB, Daemon, running, until
 from tests.keepers import Client, Keeper, memfd
+from tests.system import raw
 from tests.system.raw import Session
 from tests.system.workers import PAGE, worker
 
+from membroker.v1 import admin_pb2, resources_pb2
 from membroker.v1 import broker_pb2 as bpb
 from membrokerd.journal import boot_id
 
@@ -286,6 +288,88 @@ def test_a_directory_in_a_sockets_place_is_a_sentence(daemon: Daemon, place: str
     path.rmdir()
     os.mkfifo(path)
     daemon.start_again()
+
+
+# --- exec ---
+
+_ENGINE = """
+import os, sys
+import membroker
+endpoint, left, then = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+client = membroker.connect(endpoint)
+buffer = client.register_model("m").allocate("8MiB")
+if left:
+    os.execv(sys.executable, [sys.executable, __file__, endpoint, str(left - 1), *then])
+if then:
+    os.execvp(then[0], then)
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def engine(daemon: Daemon, times: int, *then: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a worker that borrows, and calls exec() with what it has, so many times; at last it becomes `then`."""
+    path = daemon.directory / "engine.py"
+    path.write_text(_ENGINE)
+    command = [sys.executable, str(path), str(daemon.endpoint()), str(times), *then]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_worker_that_starts_itself_anew_leaves_no_charge(daemon: Daemon) -> None:
+    """It calls exec() in the same process, again and again: what it had is freed by the kernel, and by the books."""
+    with engine(daemon, 3) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "done\n"
+        until(lambda: daemon.books().lent_bytes == 8 * MIB and daemon.books().releasing_bytes == 0)
+        assert len(daemon.sessions()) == 1
+        assert daemon.log().count("a process began another program by exec()") == 3
+    until(lambda: daemon.books().lent_bytes + daemon.books().releasing_bytes == 0)
+
+
+def test_a_worker_that_becomes_another_program_is_charged_nothing(daemon: Daemon) -> None:
+    """It does not come back to the broker: the end of its connection is the moment to look."""
+    with engine(daemon, 0, "cat") as process:
+        until(lambda: "a process began another program by exec()" in daemon.log())
+        until(lambda: daemon.books().lent_bytes + daemon.books().releasing_bytes == 0)
+        assert process.poll() is None
+
+
+def test_a_connection_that_is_lost_is_no_exec(daemon: Daemon) -> None:
+    """The process lives, with what it has mapped: it is charged on, and may open another session."""
+    with worker() as one:
+        one.do("from pathlib import Path; from tests.system import raw")
+        one.do(f"endpoint = Path({str(daemon.endpoint())!r}); first = raw.Session(endpoint)")
+        one.do("name = first.register('m'); first.borrow(name, PAGE); first.sock.close()")
+        until(lambda: [session.state for session in daemon.sessions()] == [resources_pb2.Session.DETACHED])
+        one.do("second = raw.Session(endpoint); second.register('m'); second.borrow(name, PAGE)")
+        until(lambda: daemon.books().lent_bytes == 2 * PAGE)
+        assert len(daemon.sessions()) == 2
+        assert "exec()" not in daemon.log()
+
+
+def test_who_is_refused_learns_which_sessions_to_forget(daemon: Daemon) -> None:
+    """All sessions of a process have lost their connections. The refusal names them, and an operator ends one."""
+    sessions = [Session(daemon.endpoint()) for _ in range(16)]
+    for session in sessions:
+        session.sock.close()
+        session.notices.close()
+    until(lambda: daemon.device().detached_sessions == 16)
+    with raw.Connection(daemon.endpoint()) as refused:
+        refused.send(raw.hello(client="raw"))
+        said = refused.last_words()
+    assert raw.reason(said) == "TOO_MANY_SESSIONS"
+    assert "ended by `membroker forget SESSION`" in said.message
+    name = sessions[0].welcome.session
+    assert f" {name}" in said.message
+    raw.admin_call(daemon.admin, "ForgetSession", admin_pb2.ForgetSessionRequest(name=name))
+    with raw.Connection(daemon.endpoint()) as again:
+        again.send(raw.hello(client="raw"))
+        assert again.receive().frame.HasField("welcome")
 
 
 # --- descriptors ---
