@@ -254,6 +254,7 @@ class Home:
         """Take the sockets away. The lock itself is held until the process exits."""
         for endpoint in endpoints:
             for name in ("handoff.sock", "grpc.sock"):
+                self._sockets.pop(endpoint / name, None)
                 if (endpoint / name).is_socket():
                     (endpoint / name).unlink(missing_ok=True)
 

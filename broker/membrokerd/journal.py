@@ -109,7 +109,7 @@ class Journal:
             raise Unusable("other-device", f"is of another device, {reprlib.repr(device)}")
         if boot != self._binding.boot:
             raise Unusable("other-boot", "is of another boot, whose memory is gone")
-        if epoch is not None:  # membrokerd 0.1 wrote none
+        if epoch is not None:  # older journals have none
             if type(epoch) is not int or not 0 <= epoch <= MAX_EPOCH:
                 raise Unusable("other-format", f"has the epoch {reprlib.repr(epoch)}, which cannot be")
             self.epoch = epoch

@@ -56,7 +56,8 @@ class Lookout:
         restored = self._home.restore(self._journal.epoch)
         if not self._journal.is_in_place():
             self._compact()
-            restored.append("journal")
+            if self._journal.is_in_place():
+                restored.append("journal")
         if restored:
             logs.warn(
                 "the daemon's files were removed while it runs, and are written again: find out who removes them",

@@ -72,6 +72,46 @@ def test_a_lock_that_is_removed_still_locks(tmp_path: Path, removed: str) -> Non
         third.communicate()
 
 
+def test_what_is_gone_of_a_place_is_noticed(tmp_path: Path) -> None:
+    """Each published socket, until it is taken away in order, and the directory, also where another is in its place."""
+    home = Home(tmp_path, "host")
+    public = home.endpoint("tenants", "red") / "handoff.sock"
+    with home.listen(public, Ownership()):  # which keeps the number of its file from being another's
+        assert home.lost_sockets() == []
+        public.unlink()
+        assert home.lost_sockets() == [public]
+        public.touch()
+        assert home.lost_sockets() == [public], "it is another file"
+    home.close([public.parent])
+    assert home.lost_sockets() == []
+    assert home.is_in_place()
+    home.root.rename(tmp_path / "moved")
+    assert not home.is_in_place()
+    home.root.mkdir()
+    assert not home.is_in_place()
+
+
+def test_what_is_gone_of_the_state_is_written_again(tmp_path: Path) -> None:
+    home = Home(tmp_path, "host")
+    assert home.next_epoch() == 1
+    assert home.restore(1) == []
+    before = len(os.listdir("/proc/self/fd"))
+    (home.state / "lock").unlink()
+    assert home.restore(1) == ["lock"]
+    shutil.rmtree(home.state)
+    assert home.restore(7) == ["lock", "epoch"]
+    assert (home.state / "lock").read_text() == f"{os.getpid()}\n"
+    assert (home.state / "epoch").read_text() == "7\n"
+    assert stat.S_IMODE(home.state.stat().st_mode) == 0o700
+    assert len(os.listdir("/proc/self/fd")) == before
+    (home.state / "lock").unlink()
+    (home.state / "lock").mkdir()
+    with pytest.raises(OSError, match="must be a regular file"):
+        home.restore(7)
+    (home.state / "lock").rmdir()
+    assert home.restore(7) == ["lock"]
+
+
 def test_the_epoch_grows_and_survives(tmp_path: Path) -> None:
     home = Home(tmp_path, "host")
     assert not home.had_predecessor()
