@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import files
 from .config_values import CAPACITY_STEP, KEYS, Check, nearest, size_text
 from .core.policy import valid_own_name, valid_tenant
 
@@ -132,7 +133,7 @@ def load(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(files.read_file(path, files.MAX_TEXT_BYTES, follow=True).decode())
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}; name a readable file with --config"]) from error
     except UnicodeDecodeError as error:

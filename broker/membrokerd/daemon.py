@@ -34,7 +34,15 @@ from .executor import Executor
 from .handoff.listener import Listener, Traffic
 from .handoff.watch import Watch
 from .home import Home, HomeError, Ownership, clear_private
-from .inheritance import condense, hold_what_is_lent, take_descriptors, watch_processes
+from .inheritance import (
+    Books,
+    condense,
+    hold_what_is_lent,
+    last_epoch,
+    take_descriptors,
+    warn_of_holders,
+    watch_processes,
+)
 from .journal import Binding, Journal, boot_id
 from .limits import (
     descriptors_for,
@@ -43,6 +51,7 @@ from .limits import (
     segment_extents_for,
     sessions_for,
 )
+from .lookout import Lookout
 from .loop import Loop, seen
 from .metrics import Metrics, MetricsView
 from .metrics_server import MetricsServer
@@ -53,7 +62,7 @@ from .rpc.broker_service import BrokerService
 from .rpc.server import serve
 from .rpc.views import Views
 from .store import Kept, Mirror, Store
-from .suspects import CONTEXT_BYTES, command_of
+from .suspects import CONTEXT_BYTES
 from .systemd import open_systemd, started_by_systemd, systemd_available
 
 METRICS_PORT = 9710
@@ -100,16 +109,16 @@ class Daemon:
             self._home.endpoint("tenants", name)
         journal = Journal(self._home.state / "journal", Binding(boot_id(), self._plan.driver.device.uuid))
         stack.callback(journal.close)
-        (condensed, charged), kept = self._read_journal(journal), await self._open_store(stack)
-        plan = self._plan = self._take_driver(kept, charged)
+        books, kept = self._read_journal(journal), await self._open_store(stack)
+        plan = self._plan = self._take_driver(kept, books.charged)
         stack.callback(plan.driver.close)
         executor = Executor(plan.driver, plan.gate_reserve, self._observe_driver)
         stack.callback(executor.stop)
         anchor = executor.drop_anchor()
-        for name, descriptor in plan.driver.survivors().items():
-            self._store.keep_driver(name, descriptor)
-        rules = plan.rules(config, anchor, *self._bounds(), hold_what_is_lent(plan.capacities, charged))
-        broker = Broker(rules, self._home.next_epoch(), [*condensed, *self._commanded()])
+        self._store.keep_driver(plan.driver.survivors())
+        rules = plan.rules(config, anchor, *self._bounds(), hold_what_is_lent(plan.capacities, books.charged))
+        journal.epoch = self._home.next_epoch(max(journal.epoch, books.epoch, last_epoch(kept)))
+        broker = Broker(rules, journal.epoch, [*books.story, *self._commanded()])
         self._begin_journal(journal, broker)
         self._loop = Loop(
             broker,
@@ -141,6 +150,7 @@ class Daemon:
         except BaseException:
             await self._loop.stop(0)  # else it asks a closed driver
             raise
+        stack.callback(Lookout(self._home, journal, self._loop.compact).close)
 
     def _commanded(self) -> list[ft.Fact]:
         """Return the limits that an operator commanded, at whatever daemon of this device."""
@@ -151,21 +161,19 @@ class Daemon:
         self._quotas_path = directory / "quotas.toml"
         return [ft.QuotaSet(*key, limit) for key, limit in quotas.read(self._quotas_path).items()]
 
-    def _read_journal(self, journal: Journal) -> tuple[list[ft.Fact], Mapping[Location, int]]:
-        """Return the books of the daemon before this one, as a story, and what is charged in them."""
+    def _read_journal(self, journal: Journal) -> Books:
+        """Return the books of the daemon before this one; where something is missing, say who may hold memory."""
         try:
-            told, notes = journal.read()
+            books, notes = journal.read(condense)
         except OSError as error:
-            raise HomeError(f"cannot read {error.filename}: {error.strerror}") from error
-        try:
-            books = condense(told)
-        except (AssertionError, KeyError) as error:  # each fact is one, and together they make no books
-            notes = [*notes, f"the journal contradicts itself ({error}); it is kept as {journal.set_aside('broken')}"]
-            books = condense(told := [])
+            raise HomeError(
+                f"cannot read {error.filename}: {error.strerror}; mend that, or move it away: then nothing is booked"
+            ) from error
         for note in notes:
             logs.warn(note)
-        if not told:
-            self._warn_of_predecessor()
+        if notes or (not books.story and self._home.had_predecessor()):
+            listed = self._plan.driver.processes()
+            warn_of_holders([row for row in listed if row[0] != os.getpid()], books.by_pid)
         return books
 
     def _begin_journal(self, journal: Journal, broker: Broker) -> None:
@@ -207,6 +215,13 @@ class Daemon:
         """Return the plan with a driver that knows what an earlier daemon's has lent."""
         if not kept.driver:
             return self._plan
+        if kept.driver.keys() != self._plan.driver.survivors().keys():
+            logs.warn(
+                "the descriptor store has only some of the driver's descriptors, or another driver's: they are let go",
+                names=" ".join(sorted(kept.driver)),
+            )
+            self._store.forget_driver()
+            return self._plan
         self._plan.driver.close()
         survivors = {name: os.dup(one) for name, one in kept.driver.items()}
         return replace(self._plan, driver=self._plan.reopen(survivors, charged))
@@ -237,19 +252,6 @@ class Daemon:
         extents = segment_extents_for(descriptors, sessions, self._plan.stock_extents)
         logs.log("limits", descriptors=descriptors, max_sessions=sessions, max_segment_extents=extents)
         return sessions, extents
-
-    def _warn_of_predecessor(self) -> None:
-        """Say who may still hold memory that an earlier daemon lent: these books begin empty."""
-        if not self._home.had_predecessor():
-            return
-        for pid, size in self._plan.driver.processes():
-            if pid != os.getpid():
-                logs.warn(
-                    "an earlier daemon's worker may still hold memory; until it ends it counts as unaccounted",
-                    pid=pid,
-                    command=command_of(pid),
-                    holds=format_size(size),
-                )
 
     def _start_metrics(self, stack: AsyncExitStack) -> None:
         metrics = self._config.metrics

@@ -39,6 +39,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from membroker import descriptors as passing
+from membroker._standard import open_standard_descriptors
 from membroker.descriptors import MAX_DESCRIPTORS, close_all
 
 LISTENING = "listening"
@@ -266,6 +267,7 @@ def _raise_descriptor_limit() -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Keep descriptors until it is of no use; returns its exit status: 0, or 1 when it cannot listen."""
+    open_standard_descriptors()
     parser = argparse.ArgumentParser(
         prog="membroker-fdstore",
         description="Keep descriptors for a membrokerd that may die. Where systemd keeps none, it starts this itself.",

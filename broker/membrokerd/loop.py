@@ -150,15 +150,17 @@ class Loop:
         is_written = journal.append(facts)
         self._observe_write(time.perf_counter() - start)
         if journal.due:
-            self._compact(journal)
+            self.compact()
         self.broker.cannot_write = "no room for its journal" if journal.full else ""
         reach("debited" if debits else "credited")
         return is_written
 
-    def _compact(self, journal: Journal) -> None:
+    def compact(self) -> None:
+        """Begin the journal with the books as they stand."""
+        assert self._journal is not None
         reach("compact")
         try:
-            journal.begin(story(self.broker.ledger))
+            self._journal.begin(story(self.broker.ledger))
         except OSError as error:
             logs.warn("the journal cannot be compacted, and grows on", error=error.strerror)
         reach("compacted")

@@ -6,6 +6,7 @@ configuration is, and refused whole when anything in it is wrong.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 from membroker.vmm.sizes import GIB, MIB, parse_size
 
+from . import files
 from .config_values import nearest
 from .core.events import Location
 from .core.policy import valid_own_name, valid_tenant
@@ -72,11 +74,12 @@ def trouble(directory: Path) -> str:
 def read(path: Path) -> Quotas:
     """Return the quotas of the file, none when there is no file. Raises `HomeError`."""
     try:
-        return dict(_rows(tomllib.loads(path.read_text(encoding="utf-8"))))
+        return dict(_rows(tomllib.loads(files.read_file(path, files.MAX_TEXT_BYTES, follow=True).decode())))
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise HomeError(f"{path}: cannot be read: {error.strerror}; let this user read it") from error
+        advice = "let this user read it" if error.errno in (errno.EACCES, errno.EPERM) else _WHAT_TO_DO
+        raise HomeError(f"{path}: cannot be read: {error.strerror}; {advice}") from error
     except _Wrong as wrong:
         raise HomeError(f"{path}: {wrong}; {_WHAT_TO_DO}") from wrong
     except (ValueError, RecursionError) as error:  # as the configuration
@@ -136,12 +139,7 @@ def write(path: Path, quotas: Quotas) -> None:
     """Put these quotas in place of those of the file: whole and on the disk, or not at all. Raises `OSError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f"{path.name}.new")
-        with fresh.open("w", encoding="utf-8") as file:
-            file.write(_text(quotas))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.rename(path)
+        files.replace_file(path, _text(quotas).encode())
     except OSError as error:
         error.filename = path  # a full disk names none
         raise

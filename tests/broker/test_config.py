@@ -10,6 +10,7 @@ import pytest
 
 from membrokerd import config
 from membrokerd.config import ConfigError, load
+from membrokerd.files import MAX_TEXT_BYTES
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -246,8 +247,16 @@ def test_what_is_not_toml_is_shown_with_its_line(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml: cannot be read: No such file"):
         load(tmp_path / "nowhere.toml", {})
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match="cannot be read: it is a directory"):
         load(tmp_path, {})
+    os.mkfifo(tmp_path / "fifo.toml")
+    with pytest.raises(ConfigError, match=r"fifo\.toml: cannot be read: it is a FIFO"):
+        load(tmp_path / "fifo.toml", {})
+    long = tmp_path / "long.toml"
+    long.touch()
+    os.truncate(long, MAX_TEXT_BYTES + 1)
+    with pytest.raises(ConfigError, match="cannot be read: it is longer than"):
+        load(long, {})
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"driver = '\xff'")
     with pytest.raises(ConfigError, match="not UTF-8"):

@@ -66,7 +66,7 @@ class Lender:
             endpoint="red",
             device=DeviceInfo("host", "twin", "host", PAGE),
             buffer=bytearray(handoff.MAX_FRAME_BYTES),
-            watch=SimpleNamespace(add=self._watch),
+            watch=SimpleNamespace(add=self._watch, look=lambda session: None),
             tenant_of=lambda peer: "red",
             greeted=lambda connection: None,
             ended=lambda connection: None,
@@ -81,7 +81,7 @@ class Lender:
     def _count(self, change: int) -> None:
         self.open_descriptors += change
 
-    def _watch(self, session: int, pidfd: int) -> None:
+    def _watch(self, session: int, pidfd: int, pid: int) -> None:
         self.watched = pidfd
 
     def _request(self, session: int, tenant: str, number: int, message: Message, how: str, respond: Respond) -> None:

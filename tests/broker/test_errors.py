@@ -71,6 +71,7 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.SEGMENT_AMBIGUOUS: [{"segment": "tenants/red/models/-/segments/weights", "models": "llama, qwen"}],
     Reason.TOO_MANY_SESSIONS: [
         {"limit": 16, "of": "process"},
+        {"limit": 16, "of": "process", "detached": "sessions/1c sessions/1d"},
         {"limit": 128, "of": "broker"},
         {"limit": 64, "of": "tenant"},
     ],

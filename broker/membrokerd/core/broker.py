@@ -23,8 +23,9 @@ from .segments import Segments
 from .settling import Settling
 from .stock import Stock
 
-_COUNTER_BITS = 40
-_COUNTER_MAX = (1 << _COUNTER_BITS) - 1
+COUNTER_BITS = 40
+"""An id is an epoch, and below it a counter of so many bits."""
+_COUNTER_MAX = (1 << COUNTER_BITS) - 1
 
 
 class Step(NamedTuple):
@@ -49,7 +50,7 @@ class Broker:
         self.draining = False
         self.cannot_write = ""
         """Why what is lent cannot be written down, so that nothing is; the edge says so."""
-        self._next_id = epoch << _COUNTER_BITS
+        self._next_id = epoch << COUNTER_BITS
         self._effects: list[fx.Effect] = []
         self._facts: list[ft.Fact] = []
         self.lending = Lending(self)
@@ -169,9 +170,11 @@ class Broker:
         rows = self.ledger.sessions.values()
         if len(rows) >= self.rules.max_sessions:
             return deny(Reason.TOO_MANY_SESSIONS, limit=self.rules.max_sessions, of="broker")
-        mine = sum(1 for row in rows if row.process == event.process and row.state != "releasing")
-        if mine >= self.rules.max_sessions_per_process:
-            return deny(Reason.TOO_MANY_SESSIONS, limit=self.rules.max_sessions_per_process, of="process")
+        mine = [row for row in rows if row.process == event.process and row.state != "releasing"]
+        if len(mine) >= self.rules.max_sessions_per_process:
+            detached = " ".join(f"sessions/{row.session:x}" for row in mine if row.state == "detached")
+            named = {"detached": detached} if detached else {}
+            return deny(Reason.TOO_MANY_SESSIONS, limit=self.rules.max_sessions_per_process, of="process", **named)
         bound = self.rules.max_sessions_per_tenant
         if bound is not None and sum(1 for row in rows if row.tenant == event.tenant) >= bound:
             return deny(Reason.TOO_MANY_SESSIONS, limit=bound, of="tenant")

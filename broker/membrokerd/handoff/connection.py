@@ -234,7 +234,7 @@ class Connection:
         self._listener.greeted(self)
         assert self._pidfd is not None
         pidfd, self._pidfd = self._pidfd, None
-        self._listener.watch.add(session, pidfd)
+        self._listener.watch.add(session, pidfd, self._peer.pid)
 
     def _hold(self, frame: pb.Frame, session: int) -> None:
         """Take what the process has of a session that it takes up again; nothing else before the last of it."""
@@ -449,6 +449,7 @@ class Connection:
             if connections.get(self._session) is self:
                 del connections[self._session]
                 self._loop.tell(ev.ConnectionLost(self._session))
+                self._listener.watch.look(self._session)
 
 
 def _reply_frame(request_id: int, result: fx.Result | Denied) -> pb.Frame:

@@ -102,7 +102,7 @@ _TABLE: Mapping[Reason, _Row] = {
         Code.RESOURCE_EXHAUSTED, "the {of} has {limit} {what}, which is its bound: delete some", retry=True
     ),
     Reason.TOO_MANY_SESSIONS: _Row(
-        Code.RESOURCE_EXHAUSTED, "the {of} has {limit} sessions, which is its bound", retry=True
+        Code.RESOURCE_EXHAUSTED, "the {of} has {limit} sessions, which is its bound{detached}", retry=True
     ),
     Reason.TOO_MANY_MODELS: _Row(
         Code.RESOURCE_EXHAUSTED, "the tenant {tenant} has {limit} models, which is its bound", retry=True
@@ -189,6 +189,8 @@ class _Words(dict[str, object]):
                 self[key.removesuffix("_bytes")] = format_size(value)
         self.setdefault("of", numbers.get("model", "it"))
         self.setdefault("hint", "")
+        lost = numbers.get("detached")
+        self["detached"] = f"; detached, and ended by `membroker forget SESSION`, are {lost}" if lost else ""
         self.setdefault("fault", "a fault of the broker, written in its log")
         says = numbers.get("driver_says")
         self["says"] = f": {says}" if says else ""
