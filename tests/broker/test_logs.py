@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import logging
 import typing
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from tests.daemons import Daemon
@@ -47,21 +47,40 @@ FACTS: tuple[ft.Fact, ...] = (
     ft.QuotaSet("acme", None, "device", None),
 )
 
-Capture = Callable[..., io.StringIO]
+
+class Lines:
+    """What has been logged into a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("w+b")
+
+    def getvalue(self) -> str:
+        """Return the text, once all of it is written."""
+        logs.flush()
+        self.file.seek(0)
+        return self.file.read().decode()
+
+
+Capture = Callable[..., Lines]
 
 
 @pytest.fixture
-def capture() -> Iterator[Capture]:
+def capture(tmp_path: Path) -> Iterator[Capture]:
     """Return a function that sets the log up into a text, and puts pytest's own handlers back afterwards."""
     root, own = logging.getLogger(), logging.getLogger("membrokerd")
     before = root.handlers, root.level, own.level
 
-    def begin(format: str = "json", level: str = "debug") -> io.StringIO:
-        stream = io.StringIO()
-        logs.configure(LogConfig(format, level), stream)
-        return stream
+    made: list[Lines] = []
+
+    def begin(format: str = "json", level: str = "debug") -> Lines:
+        made.append(Lines(tmp_path / f"log-{len(made)}"))
+        logs.configure(LogConfig(format, level), made[-1].file.fileno())
+        return made[-1]
 
     yield begin
+    logs.flush()
+    for each in made:
+        each.file.close()
     root.handlers = before[0]
     root.setLevel(before[1])
     own.setLevel(before[2])
