@@ -355,12 +355,8 @@ class Daemon:
             gate_reserve={"device": self._plan.gate_reserve},
             draining=broker.draining,
             journal_full=bool(broker.cannot_write),
-            driver_fallback=self._fell_back,
+            driver_fallback=self._plan.fell_back,
         )
-
-    @property
-    def _fell_back(self) -> bool:
-        return bool(getattr(self._plan, "fell_back", False))
 
     def _readiness(self) -> tuple[bool, str]:
         alive, sentence = self._heartbeat.health()
@@ -368,7 +364,7 @@ class Daemon:
             return False, sentence
         if self._loop.broker.stopping:
             return False, "stopping"
-        if self._fell_back:
+        if self._plan.fell_back:
             return True, 'ok, but no usable GPU was found (driver = "auto"): this broker lends host memory'
         return True, "ok"
 

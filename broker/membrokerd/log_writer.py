@@ -11,8 +11,8 @@ import select
 import threading
 from collections import deque
 
-QUEUE_BYTES = 4 << 20
-"""What may wait to be written."""
+QUEUE_BYTES = 1 << 20
+"""What may wait to be written: some 7,000 lines."""
 LINE_BYTES = 64 << 10
 """The longest line: a traceback is some KiB."""
 FLUSH_SECONDS = 1.0
