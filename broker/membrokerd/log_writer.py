@@ -58,11 +58,20 @@ class Writer(logging.Handler):
         with self._changed:
             self._changed.wait_for(lambda: not self._bytes, FLUSH_SECONDS)
 
+    def close(self) -> None:
+        """End the thread once it has written what is queued."""
+        with self._changed:
+            self._lines.append(b"")
+            self._changed.notify_all()
+        super().close()
+
     def _write_all(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._lines)
                 line = self._lines.popleft()
+            if not line:
+                return
             written = _write(self._descriptor, line)
             with self._changed:
                 self._bytes -= len(line)

@@ -63,7 +63,9 @@ def configure(config: LogConfig, descriptor: int = 2) -> None:
     What other libraries log comes from WARNING on: their chatter has no fields.
     """
     global _writer
-    flush()
+    if _writer is not None:
+        _writer.flush()
+        _writer.close()
     _writer = Writer(descriptor)
     _writer.setFormatter(_Formatter({"text": _text_line, "json": _json_line}[config.format]))
     root = logging.getLogger()

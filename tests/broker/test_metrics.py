@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import struct
@@ -11,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -20,6 +22,7 @@ from tests.daemons import until
 
 from membroker.vmm.driver import DeviceInfo, MemoryInfo
 from membrokerd import metrics, metrics_server
+from membrokerd.core.denied import Reason
 from membrokerd.core.effects import SegmentView
 from membrokerd.core.events import ModelName, SegmentName
 from membrokerd.core.snapshot import LocationView, ModelLocationView, ModelView, TenantView
@@ -204,6 +207,56 @@ def test_counters_have_their_reasons() -> None:
     assert values(series, "membroker_notices_dropped_total") == [5]
 
 
+def test_refusals_exist_before_the_first_one() -> None:
+    """`increase()` sees no step from nothing to 1: a model's first refusal for want of room would be invisible."""
+    series = scrape(Metrics(Source(books(model("acme", "a", 0, INVALID_SIZE=2))), UUID))
+    for why in metrics.MODEL_DENIAL_REASONS:
+        assert values(series, "membroker_model_denials_total", model="a", reason=why) == [0]
+    assert values(series, "membroker_model_denials_total", model="a", reason="INVALID_SIZE") == [2]
+    assert values(series, "membroker_model_denials_total", model="a", reason="INVALID_COUNT") == []
+    for why in Reason:
+        assert values(series, "membroker_connections_refused_total", reason=why) == [0]
+    for change in metrics.STOCK_CHANGES:
+        assert values(series, "membroker_stock_extents_total", change=change) == [0]
+    assert values(series, "membroker_device_unproven_releases_total", location="device") == [0]
+    assert values(series, "membroker_log_lines_dropped_total") == [0]
+
+
+def test_a_tenants_use_and_limit() -> None:
+    rows = (TenantView("acme", "device", 4 * MIB, 16 * MIB), TenantView("umbra", "device", 0, None))
+    series = scrape(Metrics(Source(books(tenants=rows)), UUID))
+    assert values(series, "membroker_tenant_used_bytes", tenant="acme", location="device") == [4 * MIB]
+    assert values(series, "membroker_tenant_limit_bytes", tenant="acme", location="device") == [16 * MIB]
+    assert values(series, "membroker_tenant_used_bytes", tenant="umbra") == [0]
+    assert values(series, "membroker_tenant_limit_bytes", tenant="umbra") == []
+
+
+def test_segments_of_one_name_are_one_series() -> None:
+    """A deleted segment lives on while it is attached, beside its successor: twice the same labels fail a scrape."""
+    rows = tuple(
+        replace(segment(1, "acme", "a", state), sessions=count) for state, count in (("ending", 2), ("sealed", 3))
+    )
+    series = scrape(Metrics(Source(books(model("acme", "a", 4 * MIB), segments=rows)), UUID))
+    assert values(series, "membroker_segment_attachments", segment="s1") == [5]
+
+
+UNITS = re.compile(
+    r"_(bytes|seconds|total|info|sessions|segments|extents|observers|limit|open|draining|full|fallback|attachments)$"
+)
+RIDDLES = re.compile(r"\b(who|whoever|whom|whose|nobody|somebody|anybody|anew|beside|is none|is no)\b", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("spec", metrics.ALL.values(), ids=lambda spec: spec.name)
+def test_names_follow_the_conventions_and_helps_are_sentences(spec: metrics.Spec) -> None:
+    """Base units at the end of a name, `_total` for counters alone, and a help that a tired reader understands."""
+    assert re.fullmatch(r"membroker_[a-z_]+", spec.name)
+    assert UNITS.search(spec.name)
+    assert spec.name.endswith("_total") == (spec.kind == "counter")
+    assert spec.kind != "histogram" or spec.name.endswith("_seconds")
+    assert re.fullmatch(r"[A-Z0-9].{10,150}\.", spec.help)
+    assert not RIDDLES.search(spec.help)
+
+
 def test_every_series_names_the_gpu_and_every_name_is_in_the_table() -> None:
     made = Metrics(Source(FULL), UUID)
     made.driver_call("cuMemCreate").observe(1e-4)
@@ -360,7 +413,8 @@ def test_all_that_ask_at_once_share_one_scrape(
         client.settimeout(20)
         client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
     assert asked.wait(20)
-    until(lambda: not server._server._silent)
+    connections, silent = server._server._connections, server._server._silent
+    until(lambda: len(connections) == metrics_server.MAX_CONNECTIONS and not silent)
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as late_one:
         assert late_one.recv(1) == b""
     go_on.set()
@@ -414,6 +468,18 @@ def test_who_leaves_without_a_word_is_no_event(
     assert get(server, "/healthz")[0] == 200
     server.close()
     assert not caplog.records
+
+
+def test_a_request_has_a_bound(server: MetricsServer) -> None:
+    """A client that sends headers without end is cut after 8 KiB, and is no event."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        client.sendall(b"GET /healthz HTTP/1.0\r\n" + b"X: y\r\n" * 100)
+        with suppress(ConnectionError):
+            for _ in range(1_000):
+                client.sendall(b"X-" + b"y" * 10_000 + b": z\r\n")
+        with suppress(ConnectionError):
+            assert client.recv(12) in (b"", b"HTTP/1.0 431", b"HTTP/1.0 200")
+    assert get(server, "/healthz")[0] == 200
 
 
 def test_close_ends_at_once_beside_a_client_that_says_nothing(source: Source) -> None:

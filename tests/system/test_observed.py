@@ -53,7 +53,7 @@ def scrape():
     while not over:
         with urllib.request.urlopen(url, timeout=60) as answer:
             size = len(answer.read())
-        assert size > 500_000, size
+        assert size > 300_000, size
         count += 1
 over, count = False, 0
 threads = [threading.Thread(target=scrape) for _ in range(SCRAPERS)]
