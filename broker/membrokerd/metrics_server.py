@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +24,9 @@ from . import logs
 MAX_CONNECTIONS = 16
 """Served at a time. Above it the oldest client that has not yet sent its request is cut, or clients that connect and
 say nothing would shut out the scrapes and the probes."""
+MAX_SCRAPES = 8
+"""Of these, how many may be scrapes. They can wait and be long, and must leave room for the probes: those that read
+nothing of what they asked for would else have a liveness probe end the daemon."""
 DEADLINE_SECONDS = 5.0
 """How long a client may take to send its request, and again to read the answer."""
 HEAD_BYTES = 8192
@@ -74,6 +78,7 @@ class _Server(ThreadingHTTPServer):
         self._silent: dict[socket.socket, None] = {}
         """Those of them that have not sent their request, and are not cut; the oldest first."""
         self._lock = threading.Lock()
+        self.scrapes = threading.BoundedSemaphore(MAX_SCRAPES)
         self.address_family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
         super().__init__((address, port), _Handler)
 
@@ -193,12 +198,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, b"try /metrics, /healthz or /readyz\n")
 
     def _metrics(self) -> None:
-        try:
-            text = self.server.render()
-        except TimeoutError:
-            self._answer(503, b"the event loop does not answer\n")
-        else:
-            self._answer(200, text, "text/plain; version=0.0.4; charset=utf-8")
+        if not self.server.scrapes.acquire(blocking=False):
+            self._answer(503, b"too many scrapes at a time\n")
+            return
+        with ExitStack() as scrape:
+            scrape.callback(self.server.scrapes.release)
+            try:
+                text = self.server.render()
+            except TimeoutError:
+                self._answer(503, b"the event loop does not answer\n")
+            else:
+                self._answer(200, text, "text/plain; version=0.0.4; charset=utf-8")
 
     def _answer(self, status: int, body: bytes, content_type: str = "text/plain; charset=utf-8") -> None:
         self.send_response(status)

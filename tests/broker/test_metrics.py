@@ -395,9 +395,9 @@ def test_slow_clients_are_bounded_and_cut(server: MetricsServer, monkeypatch: py
 def test_all_that_ask_at_once_share_one_scrape(
     server: MetricsServer, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many scrapers as there may be wait for one look at the books. One more is closed at once; these are answered.
+    """As many scrapers as there may be wait for one look at the books. One more is told to come again, a probe is not.
 
-    Afterwards the text is kept: sixteen that ask all the time cost as much as one.
+    Afterwards the text is kept: many that ask all the time cost as much as one.
     """
     monkeypatch.setattr(metrics, "KEPT_SECONDS", 60)
     asked, go_on, view = threading.Event(), threading.Event(), source.view
@@ -408,24 +408,40 @@ def test_all_that_ask_at_once_share_one_scrape(
         return view()
 
     monkeypatch.setattr(source, "view", late)
-    clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(metrics_server.MAX_CONNECTIONS)]
+    clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(metrics_server.MAX_SCRAPES)]
     for client in clients:
         client.settimeout(20)
         client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
     assert asked.wait(20)
-    connections, silent = server._server._connections, server._server._silent
-    until(lambda: len(connections) == metrics_server.MAX_CONNECTIONS and not silent)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as late_one:
-        assert late_one.recv(1) == b""
+    until(lambda: get(server, "/metrics")[::2] == (503, "too many scrapes at a time\n"))
+    assert get(server, "/healthz")[0] == 200
     go_on.set()
     answers = [b"".join(iter(lambda client=client: client.recv(65536), b"")) for client in clients]  # type: ignore[misc]
     for client in clients:
         client.close()
     assert all(answer.startswith(b"HTTP/1.0 200") for answer in answers)
     assert len({answer.partition(b"\r\n\r\n")[2] for answer in answers}) == 1
-    until(lambda: not server._server._connections)
-    assert get(server, "/metrics")[0] == 200
+    until(lambda: get(server, "/metrics")[0] == 200)
     assert source.views == 1
+
+
+def test_scrapers_that_read_nothing_leave_the_probes_alone() -> None:
+    """A local user asks for a long answer, a hundred times, and reads none: no liveness probe may fail of it."""
+    long = b"# a line\n" * 1_000_000  # more than the kernel's buffers take
+    made = MetricsServer("127.0.0.1", 0, lambda: long, {"/healthz": lambda: (True, "ok")})
+    made.start()
+    slow, most = [], 0
+    try:
+        for _ in range(100):
+            slow.append(socket.create_connection(("127.0.0.1", made.port)))
+            slow[-1].sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert get(made, "/healthz")[::2] == (200, "ok\n")
+            most = max(most, len(made._server._connections))
+        assert most >= metrics_server.MAX_SCRAPES, "their answers did not wait for them, so this was no attack"
+    finally:
+        for client in slow:
+            client.close()
+        made.close()
 
 
 def test_a_scrape_is_kept_for_its_time_and_no_longer(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,6 +484,16 @@ def test_who_leaves_without_a_word_is_no_event(
     assert get(server, "/healthz")[0] == 200
     server.close()
     assert not caplog.records
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /metr"])
+def test_a_hundred_silent_clients_leave_the_probes_alone(server: MetricsServer, said: bytes) -> None:
+    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
+    for client in silent:
+        client.sendall(said)
+        assert get(server, "/healthz")[::2] == (200, "ok\n")
+    for client in silent:
+        client.close()
 
 
 def test_a_request_has_a_bound(server: MetricsServer) -> None:

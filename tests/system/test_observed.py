@@ -47,12 +47,17 @@ def probe(url: str) -> tuple[int, str]:
 # --- Scraped ---
 
 _SCRAPE = """
-import threading, urllib.request
+import threading, urllib.error, urllib.request
 def scrape():
     global count
     while not over:
-        with urllib.request.urlopen(url, timeout=60) as answer:
-            size = len(answer.read())
+        try:
+            with urllib.request.urlopen(url, timeout=60) as answer:
+                size = len(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                assert error.code == 503, error
+            continue
         assert size > 300_000, size
         count += 1
 over, count = False, 0
