@@ -21,7 +21,7 @@ from tests.daemons import Daemon, running, until
 from tests.system.company import State, honest
 from tests.system.workers import worker
 
-P99_SECONDS = 0.1
+P99_SECONDS = 0.2
 """What an honest worker may wait at p99. A turn takes it a millisecond alone; the rest is for slow machines."""
 MODELS = 500
 SCRAPERS = 16
