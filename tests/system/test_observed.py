@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import signal
 import subprocess
 import time
 import urllib.error
@@ -194,3 +195,23 @@ def test_a_daemon_shows_its_bounds(daemon: Daemon) -> None:
         assert value(text, denials) == 0
     assert value(text, 'membroker_connections_refused_total{gpu_uuid="host",reason="TOO_MANY_SESSIONS"}') == 0
     assert value(text, 'membroker_device_unproven_releases_total{gpu_uuid="host",location="device"}') == 0
+
+
+def test_memory_that_did_not_come_back_in_time_is_counted() -> None:
+    """One worker dies and its memory goes with it; of another a forked child keeps it, longer than is waited for."""
+    unproven = 'membroker_device_unproven_releases_total{gpu_uuid="host",location="device"}'
+    borrow = "model = client.register_model('m'); buffer = model.allocate(8 * PAGE)"
+    with running() as patient, worker() as one:
+        one.connect(patient).do(borrow)
+        one.kill()
+        until(lambda: not patient.sessions())
+        assert value(patient.metrics(), unproven) == 0
+    with running({"settle_seconds": 0.2}) as daemon, worker() as parent:
+        parent.connect(daemon).do(borrow)
+        child = parent.ask("fork_unseen()")
+        try:
+            parent.kill()
+            until(lambda: not daemon.sessions())
+            assert value(daemon.metrics(), unproven) == 1
+        finally:
+            os.kill(child, signal.SIGKILL)
