@@ -131,9 +131,16 @@ class Daemon:
             return list(stub.ListModels(broker_pb2.ListModelsRequest(page_size=1000)).models)
 
     def metrics(self) -> str:
-        """Return a scrape."""
-        with urllib.request.urlopen(self.device().metrics_url, timeout=10) as answer:
-            return str(answer.read().decode())
+        """Return a scrape that is not older than this call: the daemon keeps one for a second."""
+        began, url = time.time(), self.device().metrics_url
+
+        def scrape() -> str:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                text = str(answer.read().decode())
+            taken = re.search(r"^membroker_scrape_time_seconds\S* (\S+)$", text, re.MULTILINE)
+            return text if taken is not None and float(taken[1]) >= began else ""
+
+        return until(scrape)
 
     def descriptors(self) -> int:
         """Return how many descriptors the daemon has open."""

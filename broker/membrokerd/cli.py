@@ -69,6 +69,7 @@ def _serve(config: Any) -> int:
         )
         asyncio.run(Daemon(config, made).run())
     except (HomeError, DeviceError, DriverError) as error:
+        logs.flush()  # this sentence is the last one
         print(f"membrokerd: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

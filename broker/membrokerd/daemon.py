@@ -10,6 +10,7 @@ import concurrent.futures
 import errno
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -56,7 +57,7 @@ from .loop import Loop, seen
 from .metrics import Metrics, MetricsView
 from .metrics_server import MetricsServer
 from .mirrors import open_keeper
-from .notify import keep_watchdog_quiet, notify
+from .notify import Heartbeat, notify
 from .rpc.admin_service import AdminService
 from .rpc.broker_service import BrokerService
 from .rpc.server import serve
@@ -66,8 +67,8 @@ from .suspects import CONTEXT_BYTES
 from .systemd import open_systemd, started_by_systemd, systemd_available
 
 METRICS_PORT = 9710
-VIEW_SECONDS = 0.5
-"""How long a scrape waits for the event loop before it answers with the view before."""
+VIEW_SECONDS = 2.0
+"""How long a scrape waits for the event loop before it fails."""
 STOP_SECONDS = 5.0
 DEFAULT_MAX_SESSIONS = 1024
 
@@ -80,8 +81,7 @@ class Daemon:
         self._plan = plan
         self._traffic = Traffic()
         self._endpoints: list[Path] = []
-        self._last_view: MetricsView | None = None
-        self._metrics = Metrics(self)
+        self._metrics = Metrics(self, plan.driver.device.uuid)
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT."""
@@ -92,7 +92,6 @@ class Daemon:
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
             notify(f"READY=1\nSTATUS=lending {format_size(self._plan.capacities['device'])}")
             logs.log("ready", pid=os.getpid(), metrics=self._views.metrics_url or "off")
-            keep_watchdog_quiet(asyncio.get_running_loop())
             await stop.wait()
             notify("STOPPING=1")
             logs.log("stopping")
@@ -143,6 +142,7 @@ class Daemon:
         stack.callback(self._watch.close)
         self._loop.on_forget.append(self._watch.forget)
         self._take_over(executor, kept)
+        self._heartbeat = Heartbeat(asyncio.get_running_loop())
         self._start_metrics(stack)
         self._loop.start()
         try:
@@ -259,7 +259,8 @@ class Daemon:
             return
         port = METRICS_PORT + self._plan.driver.device.index if metrics.port is None else metrics.port
         try:
-            server = MetricsServer(metrics.address, port, self._metrics.registry, lambda: "", self._unready)
+            states = {"/healthz": self._heartbeat.health, "/readyz": self._readiness}
+            server = MetricsServer(metrics.address, port, self._metrics.render, states)
         except OSError as error:
             other = "port with --metrics-port (0 for a free one)"
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
@@ -330,36 +331,50 @@ class Daemon:
         """Return what a scrape shows; called on the HTTP server's threads, so the event loop is asked for it."""
         answer: concurrent.futures.Future[MetricsView] = concurrent.futures.Future()
         self._loop.call_threadsafe(lambda: answer.set_result(self._take_view()))
-        try:
-            self._last_view = answer.result(VIEW_SECONDS)
-        except TimeoutError:
-            if self._last_view is None:
-                raise
-        return self._last_view
+        return answer.result(VIEW_SECONDS)
 
     def _take_view(self) -> MetricsView:
+        broker, sessions = self._loop.broker, snapshot.count_sessions(self._loop.broker)
         return MetricsView(
-            snapshot=snapshot.take(self._loop.broker),
-            memory={where: self._loop.figures.get(where) for where in self._loop.broker.rules.capacities},
+            locations=snapshot.take_locations(broker),
+            tenants=snapshot.take_tenants(broker, self._config.tenants),
+            models=snapshot.take_models(broker),
+            segments=snapshot.take_segments(broker),
+            sessions=sessions,
+            observers=len(broker.ledger.sessions) - sessions.total(),
+            max_sessions=broker.rules.max_sessions,
+            memory={where: self._loop.figures.get(where) for where in broker.rules.capacities},
             memory_descriptors_open=self._traffic.descriptors + len(self._store) + self._loop.stocked + 1,
             device=self._plan.driver.device,
             version=__version__,
+            taken_at=time.time(),
+            unproven_releases=dict(broker.settling.unproven),
             refused=dict(self._traffic.refused),
             notices_dropped=self._traffic.notices_dropped,
-            stock_changes=dict(self._loop.broker.stock.changes),
+            log_lines_dropped=logs.dropped(),
+            stock_changes=dict(broker.stock.changes),
             headroom=dict(self._plan.headroom),
             gate_reserve={"device": self._plan.gate_reserve},
-            draining=self._loop.broker.draining,
+            draining=broker.draining,
+            journal_full=bool(broker.cannot_write),
+            driver_fallback=self._plan.fell_back,
         )
 
-    def _unready(self) -> str:
-        return "stopping" if self._loop.broker.stopping else ""
+    def _readiness(self) -> tuple[bool, str]:
+        alive, sentence = self._heartbeat.health()
+        if not alive:
+            return False, sentence
+        if self._loop.broker.stopping:
+            return False, "stopping"
+        if self._plan.fell_back:
+            return True, 'ok, but no usable GPU was found (driver = "auto"): this broker lends host memory'
+        return True, "ok"
 
     def _observe_driver(self, call: str, seconds: float) -> None:
-        self._metrics.driver_calls.observe(seconds, call)
+        self._metrics.driver_call(call).observe(seconds)
 
     def _observe_request(self, method: str, transport: str, seconds: float) -> None:
-        self._metrics.requests.observe(seconds, method, transport)
+        self._metrics.request(method, transport).observe(seconds)
 
 
 def _authority(address: str, port: int) -> str:

@@ -6,7 +6,7 @@ Opens the driver; decides sizes once, at the start. Must never be asked again wh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from membroker.vmm import Driver, DriverUnavailable, Location, format_size, open_driver
 from membroker.vmm.sizes import GIB, MIB
@@ -44,6 +44,8 @@ class Plan:
     gate_reserve: int
     stock_extents: int
     stock_bytes: int
+    fell_back: bool = False
+    """Whether `driver = "auto"` found no usable GPU and took the host driver: what is lent is ordinary memory."""
 
     def rules(
         self,
@@ -108,7 +110,7 @@ def plan(config: Config) -> Plan:
     try:
         return _plan_cuda(config)
     except DriverUnavailable:
-        return _plan_host(config)
+        return replace(_plan_host(config), fell_back=True)
 
 
 def _plan_host(config: Config) -> Plan:

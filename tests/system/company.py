@@ -72,13 +72,14 @@ class Honest:
         """Run what must be refused, and return how it was."""
         return self._worker.refused(code)
 
-    def beside(self, state: State, what: str, is_over: Callable[[], bool] = lambda: True) -> None:
-        """Go on until `is_over`, for CYCLES turns at least, and state how long they took."""
+    def beside(self, state: State, what: str, is_over: Callable[[], bool] = lambda: True) -> float:
+        """Go on until `is_over`, for CYCLES turns at least; state how long they took, and return the p99 in seconds."""
         seconds = self.turns(CYCLES)
         while not is_over():
             seconds += self.turns(100)
         figures = f"{_figures(seconds)} in {len(seconds)} turns, alone {_figures(self._alone)}"
         state(f"an honest worker ({self._transport}) beside {what}", figures)
+        return sorted(seconds)[int(len(seconds) * 0.99)]
 
     def beside_flood(self, state: State, what: str, flood: Worker, code: str) -> Any:
         """Let another worker run `code`, go on beside it until it is done, and return the `answer` that it left."""

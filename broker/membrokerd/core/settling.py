@@ -11,7 +11,7 @@ books are then wrong until the holder ends, which shows as unaccounted, and the 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,8 @@ class Settling:
     """The deaths that are not settled, newest last, and what the last audit saw."""
 
     def __init__(self, broker: Broker) -> None:
+        self.unproven: Counter[ev.Location] = Counter()
+        """Credits that the time limit made, and not the device's figure: those bytes may still be held."""
         self._broker = broker
         self._deaths: list[Death] = []
         self._used: dict[ev.Location, int | None] = dict.fromkeys(broker.rules.capacities)
@@ -206,6 +208,8 @@ class Settling:
         charged = row.charged(death.location)
         proven = self._proven(death, charged)
         self._deaths.remove(death)
+        if charged and not proven:
+            self.unproven[death.location] += 1
         if isinstance(row, SegmentRow):
             self._broker.record(ft.SegmentEnded(row.segment, proven))
             return

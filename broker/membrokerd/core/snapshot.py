@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from . import policy
 from .effects import SegmentView
 from .events import Location, ModelName, SegmentName
 from .ledger import ModelRow, SessionRow
+from .values import value
 
 if TYPE_CHECKING:
     from .broker import Broker
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LocationView:
     """One location. `unaccounted` is signed here; None where the device cannot say."""
 
@@ -28,7 +29,7 @@ class LocationView:
     unaccounted: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelLocationView:
     """A model's charge at one location; `limit` is the one in force."""
 
@@ -42,7 +43,7 @@ class ModelLocationView:
     limit: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelView:
     """One model."""
 
@@ -55,7 +56,7 @@ class ModelView:
     denials: Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SessionView:
     """One session; `locations` are (location, bytes, extents), `segments` those that it holds."""
 
@@ -72,7 +73,17 @@ class SessionView:
     began_at: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
+class TenantView:
+    """A tenant's charge at one location; `limit` is the one in force."""
+
+    tenant: str
+    location: Location
+    used: int
+    limit: int | None
+
+
+@value
 class Snapshot:
     """The books at one revision."""
 
@@ -85,12 +96,32 @@ class Snapshot:
 
 def take(broker: Broker) -> Snapshot:
     """Return the books as they stand, models by name, sessions and segments in the order they began."""
-    ledger = broker.ledger
-    locations = tuple(
+    revision, locations = broker.ledger.revision, take_locations(broker)
+    return Snapshot(revision, locations, take_models(broker), take_sessions(broker), take_segments(broker))
+
+
+def take_locations(broker: Broker) -> tuple[LocationView, ...]:
+    """Return the sums of each location."""
+    return tuple(
         LocationView(where, t.capacity, t.lent, t.releasing, t.stock, t.free, broker.settling.shown(where))
-        for where, t in ledger.totals.items()
+        for where, t in broker.ledger.totals.items()
     )
-    return Snapshot(ledger.revision, locations, take_models(broker), take_sessions(broker), take_segments(broker))
+
+
+def take_tenants(broker: Broker, configured: Iterable[str]) -> tuple[TenantView, ...]:
+    """Return the configured tenants and all that are charged or limited, by name, at each location."""
+    ledger, rules = broker.ledger, broker.rules
+    names = {*configured, *(name.tenant for name in ledger.models), *(tenant for tenant, _, _ in ledger.quotas)}
+    return tuple(
+        TenantView(name, where, ledger.tenant_charged(name, where), policy.tenant_limit(ledger, rules, name, where))
+        for name in sorted(names)
+        for where in ledger.totals
+    )
+
+
+def count_sessions(broker: Broker) -> Counter[str]:
+    """Return how many sessions are in each state, without observers."""
+    return Counter(row.state for row in broker.ledger.sessions.values() if not row.observer)
 
 
 def take_model(broker: Broker, name: ModelName) -> ModelView:
