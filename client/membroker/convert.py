@@ -13,6 +13,7 @@ from typing import Any
 from membroker.errors import InvalidRequest
 from membroker.notices import Draining, Notice, Stopping, Undrained
 from membroker.types import (
+    Available,
     DeviceStatus,
     LocationBooks,
     ModelBooks,
@@ -21,7 +22,7 @@ from membroker.types import (
     SessionBooks,
     SessionStatus,
 )
-from membroker.v1 import handoff_pb2
+from membroker.v1 import broker_pb2, handoff_pb2
 from membroker.v1 import resources_pb2 as pb
 from membroker.vmm.driver import AccessFlags, Location
 from membroker.vmm.sizes import parse_size
@@ -177,6 +178,11 @@ def _model_books(message: pb.ModelBooks) -> ModelBooks:
         extents=message.extents,
         segments=message.segment_bytes,
     )
+
+
+def available(message: broker_pb2.Available) -> Available:
+    """Return what could be borrowed."""
+    return Available(now=message.now_bytes, limit=message.limit_bytes if message.HasField("limit_bytes") else None)
 
 
 def segments(messages: Iterable[pb.Segment]) -> list[SegmentStatus]:

@@ -21,7 +21,7 @@ from membroker.session import Session
 from membroker.source import Placement
 from membroker.sparse import SparseArray
 from membroker.transport import broker_may_be_gone
-from membroker.types import ModelStatus
+from membroker.types import Available, ModelStatus
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2
 from membroker.v1.handoff_pb2 import Delivery
@@ -167,6 +167,17 @@ class Model:
             token = page.next_page_token
             if not token:
                 raise ModelNotFound(f"{self.resource_name} is not registered any more")
+
+    def available(self, location: Location | str = Location.DEVICE) -> Available:
+        """Return how many bytes could be borrowed now at a location, by one request: a figure of this moment.
+
+        It reserves nothing, so a request for as much may still be refused. 0 while an operator drains the device.
+        Raises `ModelNotFound` once the model has ended, and `InvalidRequest` where the broker lends no such memory.
+        """
+        place = convert.location_to_wire(convert.location_of(location))
+        self._session.check_open()
+        request = pb.GetAvailableRequest(model=self.resource_name, location=place)
+        return convert.available(self._session.control.ask("GetAvailable", request))
 
     def __repr__(self) -> str:
         return f"<membroker.Model {self.resource_name}>"

@@ -283,6 +283,7 @@ def test_tokens(scene: Scene, unmoved: Callable[[], None]) -> None:
             "ReleaseExtents": bpb.ReleaseExtentsRequest(extent_ids=[1]),
             "DeclareMemory": bpb.DeclareMemoryRequest(model=name, declared_bytes=1),
             "GetDevice": bpb.GetDeviceRequest(),
+            "GetAvailable": bpb.GetAvailableRequest(model=name),
             "ListModels": bpb.ListModelsRequest(),
             "ListSessions": bpb.ListSessionsRequest(),
             "CreateSegment": bpb.CreateSegmentRequest(model=name, segment_id="weights", size_bytes=PAGE),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from .denied import Denied, Reason, deny
@@ -98,16 +98,35 @@ def _ruled(ledger: Ledger, rules: Rules, tenant: str, model: str | None, locatio
 
 def admit(ledger: Ledger, rules: Rules, name: ModelName, location: Location, size: int) -> Denied | None:
     """Return why a debit of `size` bytes is refused, or None: the model's limit, the tenant's, the capacity."""
-    used, limit = ledger.models[name].charges[location].bytes, model_limit(ledger, rules, name, location)
-    if limit is not None and used + size > limit:
-        return _over(Reason.MODEL_LIMIT, "model", name, location, size, used, limit)
-    used, limit = ledger.tenant_charged(name.tenant, location), tenant_limit(ledger, rules, name.tenant, location)
-    if limit is not None and used + size > limit:
-        return _over(Reason.TENANT_LIMIT, "tenant", name, location, size, used, limit)
-    total = ledger.totals[location]
-    if total.charged + size > total.capacity:
-        return _over(Reason.CAPACITY, "capacity", name, location, size, total.charged, total.capacity)
+    for reason, level, used, limit in _levels(ledger, rules, name, location):
+        if used + size > limit:
+            return _over(reason, level, name, location, size, used, limit)
     return None
+
+
+def available(ledger: Ledger, rules: Rules, name: ModelName, location: Location, device_room: int | None) -> int:
+    """Return the most bytes that could be lent to a model now: what the tightest level leaves, in whole granules.
+
+    `device_room` is what the device itself could hold besides; None: it cannot say.
+    """
+    rooms = [limit - used for _, _, used, limit in _levels(ledger, rules, name, location)]
+    if device_room is not None:
+        rooms.append(device_room)
+    return max(0, min(rooms)) // rules.granularity * rules.granularity
+
+
+def _levels(
+    ledger: Ledger, rules: Rules, name: ModelName, location: Location
+) -> Iterator[tuple[Reason, str, int, int]]:
+    """Yield each level that has a limit, the lowest first: (reason of a refusal, its word, bytes used, limit)."""
+    limit = model_limit(ledger, rules, name, location)
+    if limit is not None:
+        yield Reason.MODEL_LIMIT, "model", ledger.models[name].charges[location].bytes, limit
+    limit = tenant_limit(ledger, rules, name.tenant, location)
+    if limit is not None:
+        yield Reason.TENANT_LIMIT, "tenant", ledger.tenant_charged(name.tenant, location), limit
+    total = ledger.totals[location]
+    yield Reason.CAPACITY, "capacity", total.charged, total.capacity
 
 
 def _over(

@@ -367,6 +367,54 @@ class GetDeviceRequest(google.protobuf.message.Message):
 global___GetDeviceRequest = GetDeviceRequest
 
 @typing.final
+class GetAvailableRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    LOCATION_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    """tenants/{tenant}/models/{model}, one of the tenant's own."""
+    location: membroker.v1.resources_pb2.Location.ValueType
+    """Unspecified: the device."""
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+        location: membroker.v1.resources_pb2.Location.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["location", b"location", "model", b"model"]) -> None: ...
+
+global___GetAvailableRequest = GetAvailableRequest
+
+@typing.final
+class Available(google.protobuf.message.Message):
+    """A figure of one moment, and no reservation: the next request of anybody can change it. Numbers 2, 3 and 5 are kept for
+    what a model can obtain, what it is guaranteed, and its share.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NOW_BYTES_FIELD_NUMBER: builtins.int
+    LIMIT_BYTES_FIELD_NUMBER: builtins.int
+    now_bytes: builtins.int
+    """What one request could borrow now: the least that the model's limit, the tenant's, the capacity and the device
+    itself leave, rounded down to the granularity. 0 while the device is drained.
+    """
+    limit_bytes: builtins.int
+    """The model's limit in force. Left out where only the levels above it hold."""
+    def __init__(
+        self,
+        *,
+        now_bytes: builtins.int = ...,
+        limit_bytes: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes", "now_bytes", b"now_bytes"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_limit_bytes", b"_limit_bytes"]) -> typing.Literal["limit_bytes"] | None: ...
+
+global___Available = Available
+
+@typing.final
 class ListModelsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
