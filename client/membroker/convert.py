@@ -74,6 +74,18 @@ def name_of(what: str, name: str) -> str:
     return name
 
 
+def parts_of(name: str) -> tuple[str, ...]:
+    """Return the tenant, the model and the segment that a resource name has, as far as it has them.
+
+    A model's own name may have a slash inside.
+    """
+    _, tenant, *rest = name.split("/", 3)
+    if not rest:
+        return (tenant,)
+    model, _, segment = rest[1].rpartition("/segments/")
+    return (tenant, model, segment) if model else (tenant, rest[1])
+
+
 def seconds_of(what: str, seconds: float, *, positive: bool = False) -> float:
     """Return a time of a user in seconds; `what` names it in the `InvalidRequest` that this raises."""
     is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)

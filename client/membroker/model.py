@@ -44,7 +44,7 @@ class Model:
     @property
     def name(self) -> str:
         """The model's own name."""
-        return self._registered.name.rpartition("/")[2]
+        return convert.parts_of(self._registered.name)[1]
 
     @property
     def virtual_capacity(self) -> int:

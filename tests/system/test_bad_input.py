@@ -165,16 +165,16 @@ def test_a_refused_release_that_wants_no_reply_is_a_notice(scene: Scene) -> None
 
 MODEL_IDS = [
     "",
-    "Mine",
+    "mine~",
     "-a",
     ".a",
-    "a/b",
+    "a/b/c",
     "../a",
     "a b",
     "a\n",
     "a\0",
     "ünï",
-    "a" * 64,
+    "a" * 97,
     "a" * 10_000,
     "\U000e0001" * 99,
 ]
@@ -383,7 +383,7 @@ def test_pages_of_every_size_hold_everything(scene: Scene) -> None:
         ("INVALID_NAME", {"name": "red"}),
         ("INVALID_NAME", {"name": "tenants/"}),
         ("INVALID_NAME", {"name": "tenants/red/models/"}),
-        ("INVALID_NAME", {"name": "tenants/red/models/A"}),
+        ("INVALID_NAME", {"name": "tenants/red/models/a/b/c"}),
         ("INVALID_NAME", {"name": "tenants/red\n"}),
         ("INVALID_NAME", {"name": "tenants/" + "r" * 10_000}),
         ("TENANT_NOT_FOUND", {"name": "tenants/green"}),

@@ -25,7 +25,8 @@ MAX_WAIT_NS = 24 * 3600 * 1_000_000_000
 """How long an attach may wait for a seal."""
 
 _TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,23}")
-_OWN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_OWN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
+_MODEL_NAME = re.compile(rf"(?=.{{1,96}}\Z){_OWN_NAME.pattern}(?:/{_OWN_NAME.pattern})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,13 @@ def valid_tenant(name: str) -> bool:
 
 
 def valid_own_name(name: str) -> bool:
-    """Say whether `name`, of a model or a segment, is [a-z0-9] and then at most 62 of [a-z0-9._-]."""
+    """Say whether a segment may have this name: [A-Za-z0-9_] and then at most 95 of [A-Za-z0-9._-]."""
     return _OWN_NAME.fullmatch(name) is not None
+
+
+def valid_model_name(name: str) -> bool:
+    """Say whether a model may have this name: one as a segment's, or two and a slash between them, 96 in all."""
+    return _MODEL_NAME.fullmatch(name) is not None
 
 
 def shape_of_segment(rules: Rules, size: int) -> tuple[int, int, int]:

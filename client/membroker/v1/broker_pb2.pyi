@@ -25,7 +25,9 @@ class RegisterModelRequest(google.protobuf.message.Message):
     EXCLUSIVE_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     model_id: builtins.str
-    """The model's own name: [a-z0-9] first, then [a-z0-9._-], at most 63 characters."""
+    """The model's own name: a part, or two parts with a slash between them (Qwen/Qwen3-8B), at most 96 characters in all.
+    A part is [A-Za-z0-9_] first, then [A-Za-z0-9._-]. Upper and lower case differ.
+    """
     virtual_capacity_bytes: builtins.int
     """Addresses that a worker's pool reserves by default. Left out: joins whatever is there, or the capacity. The first
     worker that gives a number sets it, here and below; another number is MODEL_CONFLICT then.
@@ -233,7 +235,7 @@ class CreateSegmentRequest(google.protobuf.message.Message):
     model: builtins.str
     """tenants/{tenant}/models/{model}, registered by this session."""
     segment_id: builtins.str
-    """The segment's own name: [a-z0-9] first, then [a-z0-9._-], at most 63 characters."""
+    """The segment's own name: [A-Za-z0-9_] first, then [A-Za-z0-9._-], at most 96 characters."""
     location: membroker.v1.resources_pb2.Location.ValueType
     """Unspecified: the device."""
     size_bytes: builtins.int
