@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from membroker import __version__
 from membroker.cli import operate, segments, tables
 from membroker.cli.admin import open_books
-from membroker.cli.doctor import run_doctor
+from membroker.cli.doctor import missing_packages, run_doctor
 from membroker.errors import MembrokerError
 from membroker.types import ModelStatus
 from membroker.vmm.driver import DriverError
@@ -194,6 +194,13 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    if missing := missing_packages():
+        print(
+            f"membroker: the demo starts a daemon, and {', '.join(missing)} are missing for that: "
+            "pip install 'membroker[broker]'",
+            file=sys.stderr,
+        )
+        return 1
     # Imported when it is asked for: the demo starts a daemon, and brings what that takes.
     from membroker.cli.demo import main as demo
 
