@@ -89,7 +89,7 @@ class Buffer(Held):
         As with a living view, `close` then gives the memory back when the last span is gone. Raises
         `InvalidRequest` for a range that does not lie in the buffer, and `ClosedError`.
         """
-        check_range(offset, size, self._size, "a buffer")
+        offset, size = check_range(offset, size, self._size, "a buffer")
         return self._holding.span(self, offset, size)
 
     @property

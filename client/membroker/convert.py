@@ -5,7 +5,8 @@ Owns one function for each message that a user gets to see. It must never make a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 from datetime import UTC
 from numbers import Real
 from typing import Any
@@ -25,7 +26,7 @@ from membroker.types import (
 from membroker.v1 import broker_pb2, handoff_pb2
 from membroker.v1 import resources_pb2 as pb
 from membroker.vmm.driver import AccessFlags, Location
-from membroker.vmm.sizes import parse_size
+from membroker.vmm.sizes import MAX_BYTES, parse_size
 
 MAX_SECONDS = 7 * 24 * 3600.0
 """The longest time that a user may ask for: a week. What the kernel waits by ends at 24 days."""
@@ -62,6 +63,28 @@ def bytes_of(what: str, size: int | str, at_least: int = 0) -> int:
     if value < at_least:
         raise InvalidRequest(f"{what} must be at least {at_least} bytes, not {size!r}")
     return value
+
+
+def whole_number(what: str, value: object, wrong: type[InvalidRequest] = InvalidRequest) -> int:
+    """Return an int, or what is one (`__index__`), as NumPy's are; a bool is not, nor a float. Raises `wrong`."""
+    if type(value) is int:
+        return value
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]  # what has none is refused below
+    except TypeError:
+        pass
+    raise wrong(f"{what} is a whole number, not {value!r}")
+
+
+def shape_of(shape: object) -> tuple[int, ...]:
+    """Return a shape as ints, each from 0 to 2^63-1; raises `InvalidRequest` for anything else."""
+    if isinstance(shape, str | bytes) or not isinstance(shape, Sequence):
+        raise InvalidRequest(f"a shape is a sequence of whole numbers, as (1000, 64), not {shape!r}")
+    found = tuple(whole_number("a dimension", dimension) for dimension in shape)
+    if not all(0 <= dimension <= MAX_BYTES for dimension in found):
+        raise InvalidRequest(f"a shape is whole numbers from 0 to 2^63-1, not {shape!r}")
+    return found
 
 
 def name_of(what: str, name: str) -> str:
@@ -104,12 +127,12 @@ def contiguous_bytes(what: str, data: Any) -> memoryview:
         raise InvalidRequest(f"{what} is contiguous bytes, not {type(data).__name__}: {error}") from error
 
 
-def check_range(offset: int, size: int, total: int, what: str) -> None:
-    """Raise `InvalidRequest` unless [offset, offset + size) lies in the `total` bytes of `what`."""
-    if any(isinstance(value, bool) or not isinstance(value, int) for value in (offset, size)):
-        raise InvalidRequest(f"an offset and a size are ints of bytes, not {offset!r} and {size!r}")
+def check_range(offset: int, size: int, total: int, what: str) -> tuple[int, int]:
+    """Return both as ints. Raises `InvalidRequest` unless [offset, offset + size) lies in `total` bytes of `what`."""
+    offset, size = whole_number("an offset", offset), whole_number("a size", size)
     if not 0 <= offset <= total or not 0 <= size <= total - offset:
         raise InvalidRequest(f"{size} bytes at {offset} do not lie in {what} of {total} bytes")
+    return offset, size
 
 
 def location_to_wire(location: Location) -> pb.Location.ValueType:

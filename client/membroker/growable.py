@@ -210,7 +210,7 @@ class GrowableBuffer(Held):
         `ClosedError`.
         """
         with self._holding.in_use(), self._lock:
-            check_range(offset, size, self._size, "a buffer")
+            offset, size = check_range(offset, size, self._size, "a buffer")
             return self._holding.span(self, offset, size)
 
     # Its end

@@ -7,6 +7,7 @@ and gives ids back. It must never map anything: what it imports goes to a `Place
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from membroker import convert
 from membroker.buffer import Buffer
@@ -109,7 +110,7 @@ class Model:
     def sparse_array(
         self,
         shape: Sequence[int],
-        dtype: str,
+        dtype: Any,
         tile_rows: int | None = None,
         absent: str = "error",
         location: Location | str = Location.DEVICE,

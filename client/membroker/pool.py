@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from membroker.backing import Backing
-from membroker.convert import access_of, bytes_of, location_of
+from membroker.convert import access_of, bytes_of, location_of, whole_number
 from membroker.errors import InvalidOffset, InvalidPageSize, InvalidRequest
 from membroker.held import Held
 from membroker.interrupts import HeldOff
@@ -53,8 +53,9 @@ class VirtualMemoryPool(Held):
         location: Location | str = Location.DEVICE,
         spare_pages: int = 0,
     ) -> None:
-        if isinstance(spare_pages, bool) or not isinstance(spare_pages, int) or spare_pages < 0:
-            raise InvalidRequest(f"a pool keeps a whole number of spare pages, 0 or more, not {spare_pages!r}")
+        spare_pages = whole_number("the number of spare pages", spare_pages)
+        if spare_pages < 0:
+            raise InvalidRequest(f"a pool keeps 0 or more spare pages, not {spare_pages}")
         self._page_size = check_page_size(page_size, source.driver.device.granularity)
         where = location_of(location)
         self._capacity = round_up(bytes_of("virtual_capacity", virtual_capacity, at_least=1), self._page_size)
@@ -155,6 +156,7 @@ class VirtualMemoryPool(Held):
         `BrokerUnavailable`, `ClosedError`.
         """
         self._holding.check_open()
+        offset = whole_number("an offset", offset, InvalidOffset)
         pages = self._touched(offset, size)
         if self._table.spare:
             with self._lock:
@@ -366,7 +368,8 @@ class VirtualMemoryPool(Held):
         if not self._on_host:
             raise InvalidRequest("only the host driver's memory can be viewed: wrap the address on a card")
         self._holding.check_open()
-        pages, length = self._touched(offset, size), bytes_of("a size", size)
+        offset, length = whole_number("an offset", offset, InvalidOffset), bytes_of("a size", size)
+        pages = self._touched(offset, length)
         with self._holding.in_use(), self._lock:
             access = self._check_access(pages)
             if access is AccessFlags.NONE:
@@ -382,7 +385,7 @@ class VirtualMemoryPool(Held):
         `InvalidRequest` and `ClosedError`.
         """
         self._holding.check_open()
-        length = bytes_of("a size", size)
+        offset, length = whole_number("an offset", offset, InvalidOffset), bytes_of("a size", size)
         pages = self._touched(offset, length or 1)
         with self._holding.in_use(), self._lock:
             writable = self._check_access(pages) is AccessFlags.READ_WRITE
@@ -409,8 +412,7 @@ class VirtualMemoryPool(Held):
     def _touched(self, offset: int, size: int | str) -> range:
         """Return the numbers of the pages that [offset, offset + size) touches, after checking both."""
         length = bytes_of("a size", size, at_least=1)
-        if isinstance(offset, bool) or not isinstance(offset, int):
-            raise InvalidOffset(f"an offset is an int of bytes, not {type(offset).__name__}")
+        offset = whole_number("an offset", offset, InvalidOffset)
         # Compared without a sum, as a language with 64-bit integers has to.
         if not 0 <= offset < self._capacity or length > self._capacity - offset:
             raise InvalidOffset(
