@@ -1,7 +1,7 @@
 """`Model`: a registered workload, from which pools and buffers borrow.
 
-Owns the model's name and numbers, and is the broker's `Source`: it asks for extents, imports their descriptors,
-and gives ids back. It must never map anything: what it imports goes to a `Placement`.
+Owns the model's name and numbers, and the broker's `Source`, which asks for extents and gives ids back. It must never
+map anything: the descriptors go to a `Placement`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from membroker.holding import Holding
 from membroker.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
 from membroker.segment import Segment
 from membroker.session import Session
-from membroker.source import Placement
+from membroker.source import Placement, Source
 from membroker.sparse import SparseArray
 from membroker.transport import broker_may_be_gone
 from membroker.types import Available, ModelStatus
@@ -36,6 +36,7 @@ class Model:
     def __init__(self, session: Session, registered: resources_pb2.Model) -> None:
         self._session = session
         self._registered = convert.model(registered)
+        self._as_source: Source = _ModelSource(session, registered.name)
 
     @property
     def resource_name(self) -> str:
@@ -61,6 +62,11 @@ class Model:
     def host_limit(self) -> int | None:
         """The limit at the host that was in force at registration, in bytes."""
         return self._limit("host")
+
+    @property
+    def driver(self) -> Driver:
+        """The driver of the broker's device, in this process: for managed memory, and `membroker.vmm`."""
+        return self._session.driver
 
     def _limit(self, location: str) -> int | None:
         books = self._registered.books.get(location)
@@ -150,7 +156,7 @@ class Model:
         self._session.check_open()
         self._session.control.unregister_model(self.resource_name)
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Take back the registration that made this object: as `unregister`, if this client has not made another."""
         self._session.check_open()
         self._session.control.leave_model(self.resource_name)
@@ -183,7 +189,13 @@ class Model:
     def __repr__(self) -> str:
         return f"<membroker.Model {self.resource_name}>"
 
-    # The source of pools and buffers
+
+class _ModelSource:
+    """What pools and buffers of a model borrow from (a `Source`): the broker, for this model."""
+
+    def __init__(self, session: Session, name: str) -> None:
+        self._session = session
+        self._name = name
 
     @property
     def driver(self) -> Driver:
@@ -211,16 +223,16 @@ class Model:
             )
         self._session.check_open()
         place, placing = convert.location_to_wire(location), _Placing(placement, extent_bytes)
-        self._session.transport.allocate(self.resource_name, place, extent_bytes, count, placing)
+        self._session.transport.allocate(self._name, place, extent_bytes, count, placing)
 
     def charge(self, size: int, location: Location) -> None:
         """Declare `size` bytes more."""
         self._session.check_open()
-        self._session.declarations.add(self.resource_name, location, size)
+        self._session.declarations.add(self._name, location, size)
 
     def credit(self, size: int, location: Location) -> None:
         """Declare `size` bytes less."""
-        self._session.declarations.end(self.resource_name, location, size)
+        self._session.declarations.end(self._name, location, size)
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
         """Release extents."""

@@ -19,7 +19,7 @@ from membroker.held import Held
 from membroker.holding import Holding
 from membroker.interrupts import HeldOff, let_through
 from membroker.region import Region, device_failures
-from membroker.source import Source
+from membroker.source import Lender, Source
 from membroker.tensor_index import TensorInfo, numpy_array, word_of
 from membroker.turns import Turns
 from membroker.views import Span
@@ -53,7 +53,7 @@ class SparseArray(Held):
 
     def __init__(
         self,
-        source: Source,
+        source: Source | Lender,
         shape: Sequence[int],
         dtype: Any,
         tile_rows: int | None = None,
