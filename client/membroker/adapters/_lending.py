@@ -89,7 +89,7 @@ class Lending:
         """Give a block back, soon: when the work that this process has given to the device is done."""
         if address:
             self._freed.append(address)
-            self._model.later(self.take_back)
+            self._model._as_source.later(self.take_back)
 
     def take_back(self) -> None:
         """Wait for the device, make what was freed allocatable, and give empty buffers back to the broker.

@@ -6,10 +6,12 @@ Owns the table of dtypes. It must never copy: a tensor stands where the memory i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from membroker.adapters._torch import torch
 from membroker.adapters.dlpack import Source, export, size_of
 from membroker.errors import InvalidRequest
+from membroker.tensor_index import word_of
 from membroker.vmm.driver import DeviceInfo
 
 # safetensors' words. A float4 of torch is two elements in a byte.
@@ -39,11 +41,11 @@ DTYPES = {text: getattr(torch, name) for text, name in _NAMES.items() if hasattr
 TEXTS = {dtype: text for text, dtype in DTYPES.items()}
 
 
-def tensor(source: Source, dtype: torch.dtype | str, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
+def tensor(source: Source, dtype: Any, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
     """Return `shape` elements of `dtype` from byte `offset` of what was borrowed, whatever it is; nothing is copied.
 
-    A CUDA tensor on a card, a CPU tensor on the host driver; any dtype of torch, or its word in safetensors (`"BF16"`;
-    `"F4"` is torch's, of which an element is a pair). The memory stays as long as the
+    A CUDA tensor on a card, a CPU tensor on the host driver. `dtype` is torch's or NumPy's, a name of either, or its
+    word in safetensors (`"BF16"`; `"F4"` is torch's, of which an element is a pair). The memory stays as long as the
     tensor lives, or a view of it: closing the owner waits for the last of them and for the work on the device, and
     what can give back a part of it (a pool, a growable buffer, a sparse array) refuses to (`BufferError`). torch has no
     read-only tensors: writing to one over a segment that is sealed or attached ends the process on the host, and its
@@ -61,13 +63,12 @@ def tensor(source: Source, dtype: torch.dtype | str, shape: Sequence[int], offse
     return torch.from_dlpack(memory).view(dtype).view(tuple(shape))
 
 
-def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+def _torch_dtype(dtype: Any) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
-    found = DTYPES.get(dtype) if isinstance(dtype, str) else None
+    found = DTYPES.get(word_of(dtype))
     if found is None:
-        words = ", ".join(DTYPES)
-        raise InvalidRequest(f"{dtype!r} is no dtype of torch, as torch.bfloat16, nor a word for one: {words}")
+        raise InvalidRequest(f"this torch does not have the dtype {dtype!r}; it has {', '.join(DTYPES)}")
     return found
 
 

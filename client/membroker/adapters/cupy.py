@@ -24,12 +24,12 @@ def _cupy() -> Any:
     return framework("cupy", "CuPy", "pip install cupy-cuda13x, or cupy-cuda12x for CUDA 12")
 
 
-def array(source: Source, dtype: str, shape: Sequence[int], offset: int = 0) -> Any:
+def array(source: Source, dtype: Any, shape: Sequence[int], offset: int = 0) -> Any:
     """Return a `cupy.ndarray` over bytes of a buffer, a pool or a segment; nothing is copied.
 
-    `dtype` is safetensors' word. The array, and every view of it, holds the range as `dlpack.export` says. CuPy has no
-    read-only arrays: writing to a sealed segment ends the process's CUDA context. Raises what `dlpack.export` raises,
-    and `InvalidRequest` for a dtype that CuPy has not, or where the broker's device is no card.
+    `dtype` is as `dlpack.export` takes it. The array, and every view of it, holds the range as `dlpack.export` says.
+    CuPy has no read-only arrays: writing to a sealed segment ends the process's CUDA context. Raises what
+    `dlpack.export` raises, and `InvalidRequest` for a dtype that CuPy has not, or where the broker's device is no card.
     """
     cupy = _cupy()
     tensor = export(source, dtype, shape, offset)

@@ -20,7 +20,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from membroker.convert import shape_of
 from membroker.errors import InvalidRequest
+from membroker.tensor_index import word_of
 from membroker.views import Span
 from membroker.vmm.driver import DeviceInfo
 from membroker.vmm.sizes import MAX_BYTES
@@ -80,9 +82,9 @@ class Source(Protocol):
 class DlpackTensor:
     """`shape` elements of `dtype` at `address`, row by row, for `from_dlpack` of any framework; `export` makes it.
 
-    `dtype` is safetensors' word (`F32`, `BF16`, `F8_E4M3`). `device` is DLPack's pair of type and number. `owner` is
-    kept by this object and by every tensor that a framework made of it, and let go of when the last of them is gone,
-    in whatever thread.
+    `dtype` is as `tensor_index.word_of` takes it; the attribute is safetensors' word (`"BF16"`). `device` is DLPack's
+    pair of type and number. `owner` is kept by this object and by every tensor that a framework made of it, and let go
+    of when the last of them is gone, in whatever thread.
 
     Raises `InvalidRequest` for a dtype that DLPack has not, a shape that is none, or an address that is no multiple
     of an element's size; `ImportError` without NumPy.
@@ -93,11 +95,12 @@ class DlpackTensor:
         owner: object,
         address: int,
         shape: Sequence[int],
-        dtype: str,
+        dtype: Any,
         device: tuple[int, int],
         read_only: bool = False,
     ) -> None:
         size_of(dtype, shape)
+        dtype, shape = word_of(dtype), shape_of(shape)
         self._dtype = _DTYPES[dtype]
         if address % (self._dtype.bits // 8):
             raise InvalidRequest(f"{dtype} at {address:#x} is not aligned to its {self._dtype.bits // 8} bytes")
@@ -196,7 +199,7 @@ class DlpackTensor:
 
 
 def export(
-    source: Source, dtype: str, shape: Sequence[int], offset: int = 0, *, ignore_read_only: bool = False
+    source: Source, dtype: Any, shape: Sequence[int], offset: int = 0, *, ignore_read_only: bool = False
 ) -> DlpackTensor:
     """Return `shape` elements of `dtype` from byte `offset` of a buffer, a pool or a segment; nothing is copied.
 
@@ -224,14 +227,12 @@ def device_of(device: DeviceInfo) -> tuple[int, int]:
     return (CPU, 0) if device.driver == "host" else (CUDA, device.ordinal)
 
 
-def size_of(dtype: str, shape: Sequence[int]) -> int:
+def size_of(dtype: Any, shape: Sequence[int]) -> int:
     """Return the bytes of a tensor. Raises `InvalidRequest` for a dtype that DLPack has not, or for no shape."""
-    known = _DTYPES.get(dtype) if isinstance(dtype, str) else None
+    known = _DTYPES.get(word_of(dtype))
     if known is None:
-        raise InvalidRequest(f"{dtype!r} is no dtype that DLPack has; it has {', '.join(_DTYPES)}")
-    is_list = isinstance(shape, Sequence)
-    if not is_list or not all(type(dimension) is int and 0 <= dimension <= MAX_BYTES for dimension in shape):
-        raise InvalidRequest(f"a shape is whole numbers from 0 to 2^63-1, not {shape!r}")
+        raise InvalidRequest(f"DLPack does not have the dtype {dtype!r}; it has {', '.join(_DTYPES)}")
+    shape = shape_of(shape)
     if len(shape) > _MAX_DIMENSIONS:
         raise InvalidRequest(f"a tensor has up to {_MAX_DIMENSIONS} dimensions, not {len(shape)}")
     # A dimension of 0 excuses no other: strides would overflow.

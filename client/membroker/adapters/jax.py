@@ -11,6 +11,7 @@ from typing import Any
 from membroker.adapters._packages import framework
 from membroker.adapters.dlpack import Source, export
 from membroker.errors import InvalidRequest
+from membroker.tensor_index import word_of
 
 _WIDE = {"I64", "U64", "F64"}
 
@@ -19,7 +20,7 @@ CARD_ALIGNMENT = 16
 """XLA takes no buffer at another multiple, and says so only when it computes (seen with jax 0.11 on an H200)."""
 
 
-def array(source: Source, dtype: str, shape: Sequence[int], offset: int = 0) -> Any:
+def array(source: Source, dtype: Any, shape: Sequence[int], offset: int = 0) -> Any:
     """Return a `jax.Array` over bytes of a buffer, a pool or a segment; nothing is copied.
 
     JAX takes its arrays to be constant: nobody may write to the memory any more, which a sealed segment is for. Never
@@ -31,6 +32,7 @@ def array(source: Source, dtype: str, shape: Sequence[int], offset: int = 0) -> 
     bits without `jax_enable_x64`, an offset that is no multiple of 16 on a card, or of 64 on the host.
     """
     jax = framework("jax", "JAX", "pip install 'jax[cuda13]', or jax for the host")
+    dtype = word_of(dtype)
     if dtype in _WIDE and not jax.config.jax_enable_x64:
         raise InvalidRequest(f"JAX would copy {dtype} to 32 bits: set jax_enable_x64")
     tensor = export(source, dtype, shape, offset, ignore_read_only=True)

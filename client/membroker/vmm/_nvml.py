@@ -12,7 +12,7 @@ from typing import Any
 
 from membroker.vmm.driver import DriverError, DriverUnavailable, MemoryInfo
 
-INSTALL_HINT = "the card's libraries for Python are missing: pip install cuda-python nvidia-ml-py"
+INSTALL_HINT = "the GPU's libraries for Python are missing: pip install 'membroker[cuda]'"
 
 
 class NvmlDevice:

@@ -290,7 +290,7 @@ def test_missing_packages_are_said_with_what_to_install(run: Run) -> None:
         for name in ("pynvml", "cuda.bindings.driver"):
             kept = sys.modules.pop(name, None)
             sys.modules[name] = None
-            with pytest.raises(DriverUnavailable, match="pip install cuda-python nvidia-ml-py"):
+            with pytest.raises(DriverUnavailable, match=r"pip install .membroker\[cuda\]"):
                 CudaDriver()
             del sys.modules[name]
     """)
