@@ -32,8 +32,8 @@ def draw() -> str:
     parts = [
         "# Lifecycles",
         "",
-        "`tests/broker/core/test_lifecycles.py` checks this page against `broker/membrokerd/core/lifecycles.py`, and writes it",
-        "when `MEMBROKER_REWRITE=1` is set. Any transition that is not drawn here is a bug and raises an error.",
+        "`tests/broker/core/test_lifecycles.py` checks this page against `broker/membrokerd/core/lifecycles.py`, and",
+        "writes it when `MEMBROKER_REWRITE=1` is set. Any other transition is a bug and raises an error.",
     ]
     for name, table in lifecycles.ALL.items():
         arrows = [

@@ -1,7 +1,7 @@
-"""`VirtualMemoryManager` on the twin: real calls behind the surface of oxicuda's `virtual_memory.rs`, and its checks.
+"""`VirtualMemoryManager` on the host driver: the API and the checks of oxicuda's `virtual_memory.rs`, with real calls.
 
-docs/vmm.md says which of that file's own tests is which here. Its driver calls are stubs that answer NotSupported:
-where it tests that, the test here shows the deed. Its sizes are of 4096 bytes; a device's are granules of 2 MiB.
+tests/docs/migrating_tests.md maps that file's own tests to these. Its driver calls are stubs that return NotSupported:
+where it tests that, the test here makes the call. Its sizes are of 4096 bytes; a device's are granules of 2 MiB.
 """
 
 from __future__ import annotations
