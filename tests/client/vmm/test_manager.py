@@ -148,7 +148,7 @@ def test_more_than_the_device_has_is_out_of_memory(manager: VirtualMemoryManager
 
 
 def test_alloc_physical_refuses_a_device_that_is_not_here(manager: VirtualMemoryManager) -> None:
-    with pytest.raises(InvalidRequest, match="no device 1 here, only 0"):
+    with pytest.raises(InvalidRequest, match="no device 1, only 0"):
         manager.alloc_physical(GRANULE, 1)
 
 
@@ -352,6 +352,6 @@ def test_a_manager_takes_only_its_own(manager: VirtualMemoryManager, driver: Hos
 def test_a_manager_has_one_driver_for_each_device(driver: HostDriver) -> None:
     other = HostDriver()
     for drivers in ((), (driver, other), (driver, driver)):
-        with pytest.raises(InvalidRequest, match="one driver for each"):
+        with pytest.raises(InvalidRequest, match="one driver per device"):
             VirtualMemoryManager(*drivers)
     other.close()
