@@ -215,5 +215,6 @@ def _table(table: Mapping[str, Any], name: str) -> str:
     plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
     lines = [f"[{name}]"] if name else []
     lines += [f"{key} = {json.dumps(value)}" for key, value in plain.items()]
-    inner = (_table(value, f"{name}.{key}" if name else key) for key, value in table.items() if key not in plain)
+    keys = {key: key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key) for key in table}
+    inner = (_table(table[key], f"{name}.{keys[key]}" if name else keys[key]) for key in table if key not in plain)
     return "\n".join([*lines, *inner, ""])

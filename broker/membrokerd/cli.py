@@ -51,9 +51,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _serve(config: Any) -> int:
     # Imported late: a wrong configuration is told without gRPC and a driver.
-    from .daemon import Daemon
-    from .device import DeviceError, plan
-    from .home import HomeError
+    try:
+        from .daemon import Daemon
+        from .device import DeviceError, plan
+        from .home import HomeError
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("membroker"):
+            raise
+        print(
+            f"membrokerd: the Python module {error.name} is missing: pip install 'membroker[broker]'", file=sys.stderr
+        )
+        return 1
 
     # A scrape formats for as long as it may keep the interpreter: 5 ms by default, for which lending would wait.
     sys.setswitchinterval(SWITCH_SECONDS)

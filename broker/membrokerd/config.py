@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .config_values import CAPACITY_STEP, KEYS, Check, nearest, size_text
-from .core.policy import valid_own_name, valid_tenant
+from .config_values import CAPACITY_STEP, KEYS, MODEL_NAME, Check, nearest, size_text
+from .core.policy import valid_model_name, valid_tenant
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -214,10 +214,8 @@ def _check_tenant(table: Mapping[str, Any], path: str, problems: _Problems) -> T
     values = _check_table(table, path, KEYS["tenants.NAME"], problems, ("models",))
     models = {}
     for name, model_path, model in _tables(table, path, "models", problems):
-        if not valid_own_name(name):
-            problems.add(
-                model_path, "a model's name is [a-z0-9] and then at most 62 of [a-z0-9._-]; quote dots in TOML"
-            )
+        if not valid_model_name(name):
+            problems.add(model_path, MODEL_NAME)
         models[name] = ModelConfig(**_check_table(model, model_path, KEYS["tenants.NAME.models.MODEL"], problems))
     return TenantConfig(**values, models=models)
 

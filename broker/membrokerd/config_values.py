@@ -19,6 +19,12 @@ from membroker.vmm.sizes import MIB, format_size, parse_size
 CAPACITY_STEP = 2 * MIB
 """The granularity of every card so far, and of the twin: capacity is a multiple of it."""
 
+MODEL_NAME = (
+    "a model's name is letters, digits and ._-, begins with a letter, a digit or _, may have one slash inside, and has "
+    "at most 96 characters; quote dots and slashes in TOML"
+)
+"""What to write instead of a name that no model may have."""
+
 _UUID = re.compile(r"(GPU-|MIG-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 
 Check = Callable[[Any], Any]

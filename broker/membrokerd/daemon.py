@@ -123,9 +123,8 @@ class Daemon:
         )
         self._loop.figures = executor.figures()
         self._dispatcher = Dispatcher(self._loop, self._observe_request)
-        self._views = Views(
-            self._loop, plan.driver.device, {str(where): size for where, size in plan.headroom.items()}, __version__
-        )
+        headroom = {str(where): size for where, size in plan.headroom.items()}
+        self._views = Views(self._loop, plan.driver.device, headroom, __version__, plan.gate_reserve)
         self._drain = Drain(lambda: not any(total.charged for total in broker.ledger.totals.values()), stop)
         stack.callback(self._drain.end)
         stack.callback(lambda: self._home.close(self._endpoints))

@@ -16,9 +16,9 @@ from typing import Any
 
 from membroker.vmm.sizes import GIB, MIB, parse_size
 
-from .config_values import nearest
+from .config_values import MODEL_NAME, nearest
 from .core.events import Location
-from .core.policy import valid_own_name, valid_tenant
+from .core.policy import valid_model_name, valid_tenant
 from .home import HomeError
 
 Quotas = Mapping[tuple[str, str | None, Location], int]
@@ -28,7 +28,6 @@ SYSTEM = Path("/var/lib/membroker")
 _KEYS: Mapping[str, Location] = {"limit": "device", "host_limit": "host"}
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TENANT_NAME = "a tenant's name is [a-z0-9] and then at most 23 of [a-z0-9-]"
-_MODEL_NAME = "a model's name is [a-z0-9] and then at most 62 of [a-z0-9._-]; quote dots in TOML"
 _WHAT_TO_DO = "put it right, or remove the file to end all commanded limits"
 _HEAD = """\
 # Limits that were commanded with `membroker quota set`; they stand before those of membrokerd.toml, and have its keys.
@@ -94,7 +93,7 @@ def _rows(document: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str | None, 
     for tenant, where, table in _tables(document, "", "tenants", valid_tenant, _TENANT_NAME):
         for location, limit in _limits(table, where, "models"):
             yield (tenant, None, location), limit
-        for model, place, inner in _tables(table, f"{where}.", "models", valid_own_name, _MODEL_NAME):
+        for model, place, inner in _tables(table, f"{where}.", "models", valid_model_name, MODEL_NAME):
             for location, limit in _limits(inner, place):
                 yield (tenant, model, location), limit
 

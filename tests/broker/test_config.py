@@ -155,7 +155,7 @@ def test_the_command_line_wins_and_is_named_when_it_is_wrong(tmp_path: Path) -> 
         ('[tenants.a]\ngroup = "nobody-at-all"', "tenants.a.group: this machine has no group 'nobody-at-all'"),
         ("[tenants.a]\nmode = 660", "tenants.a.mode: write the mode as octal text"),
         ('[tenants.a]\nmode = "0999"', "tenants.a.mode: write the mode as octal text"),
-        ("[tenants.a.models.Big]", "tenants.a.models.Big: a model's name is [a-z0-9]"),
+        ('[tenants.a.models."a/b/c"]', 'tenants.a.models."a/b/c": a model\'s name is letters, digits and ._-'),
         ("[tenants.a.models.m]\nlimt = 1", "tenants.a.models.m.limt: is not a key that membrokerd knows"),
         ("[tenants.a]\nmodels = 1", "tenants.a.models: is a table of tables"),
     ],

@@ -405,14 +405,14 @@ def test_the_longest_answer_to_a_resume_is_a_frame() -> None:
     tenant = "t" * 24
     session = ask(ev.OpenSession(1, tenant, 1, 1, "p", False, "test")).session
     for number in range(700):
-        ask(ev.RegisterModel(1, session, number, ev.ModelName(tenant, f"{number:063}"), None, {}, False))
+        ask(ev.RegisterModel(1, session, number, ev.ModelName(tenant, f"{number:096}"), None, {}, False))
     broker.step(ev.ConnectionLost(session), 0)
     ask(ev.ResumeSession(1, session, "p"))
     most = (1 << 64) - 1
     ids = frozenset(range(most - 8_192, most))
     result = ask(ev.StateHolds(1, session, ids, dict.fromkeys(ids, 1), {}))
     assert len(result.unknown_extents) == len(result.unknown_segments) == 2_048
-    assert len(result.models) == 192
+    assert len(result.models) == 160
     field, message = from_result(result)
     frame = pb.Frame(request_id=most)
     getattr(frame.reply, field).CopyFrom(message)

@@ -47,7 +47,7 @@ def test_what_was_commanded_is_read_again(path: Path) -> None:
 def test_any_quotas_are_read_again(path: Path) -> None:
     tenants, models = (
         st.from_regex(r"[a-z0-9][a-z0-9-]{0,23}", fullmatch=True),
-        st.from_regex(r"[a-z0-9][a-z0-9._-]{0,62}", fullmatch=True),
+        st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,46}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,46})?", fullmatch=True),
     )
     keys = st.tuples(tenants, st.none() | models, st.sampled_from(LOCATIONS))
 

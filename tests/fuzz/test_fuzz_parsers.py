@@ -70,7 +70,7 @@ def test_a_size_is_bytes_or_a_value_error() -> None:
 
 QUOTA_NAMES = st.one_of(
     NAMES,
-    st.from_regex(r"(tenants/)?[a-z0-9-]{0,26}(/(models/)?[a-zA-Z0-9._-]{0,66})?\n?"),
+    st.from_regex(r"(tenants/)?[a-z0-9-]{0,26}(/(models/)?[a-zA-Z0-9._-]{0,99}(/[a-zA-Z0-9._-]{0,99}){0,2})?\n?"),
 )
 
 

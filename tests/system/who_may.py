@@ -427,6 +427,16 @@ def health(me: Party, target: Any) -> Any:
         return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=raw.SECONDS)
 
 
+@row(
+    "L7",
+    "see how much could be borrowed for S's model (GetAvailable)",
+    "yes yes MODEL_NOT_FOUND UNIMPLEMENTED EACCES yes yes",
+    _TENANT,
+)
+def see_available(me: Party, target: Any) -> Any:
+    return me.ask(target, "GetAvailable", bpb.GetAvailableRequest(model=target.model))
+
+
 # --- Deeds: the operator's ---
 
 

@@ -234,7 +234,7 @@ class Broker:
             return deny(Reason.OBSERVER)
         if event.name.tenant != self.ledger.sessions[event.session].tenant:
             return deny(Reason.MODEL_NOT_FOUND, model=str(event.name))
-        if not policy.valid_own_name(event.name.model):
+        if not policy.valid_model_name(event.name.model):
             return deny(Reason.INVALID_NAME, name=event.name.model)
         for location, size in event.limits.items():
             if location not in self.rules.capacities:

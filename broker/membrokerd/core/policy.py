@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from .denied import Denied, Reason, deny
@@ -25,7 +25,8 @@ MAX_WAIT_NS = 24 * 3600 * 1_000_000_000
 """How long an attach may wait for a seal."""
 
 _TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,23}")
-_OWN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_OWN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
+_MODEL_NAME = re.compile(rf"(?=.{{1,96}}\Z){_OWN_NAME.pattern}(?:/{_OWN_NAME.pattern})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,13 @@ def valid_tenant(name: str) -> bool:
 
 
 def valid_own_name(name: str) -> bool:
-    """Say whether `name`, of a model or a segment, is [a-z0-9] and then at most 62 of [a-z0-9._-]."""
+    """Say whether a segment may have this name: [A-Za-z0-9_] and then at most 95 of [A-Za-z0-9._-]."""
     return _OWN_NAME.fullmatch(name) is not None
+
+
+def valid_model_name(name: str) -> bool:
+    """Say whether a model may have this name: one as a segment's, or two and a slash between them, 96 in all."""
+    return _MODEL_NAME.fullmatch(name) is not None
 
 
 def shape_of_segment(rules: Rules, size: int) -> tuple[int, int, int]:
@@ -98,16 +104,35 @@ def _ruled(ledger: Ledger, rules: Rules, tenant: str, model: str | None, locatio
 
 def admit(ledger: Ledger, rules: Rules, name: ModelName, location: Location, size: int) -> Denied | None:
     """Return why a debit of `size` bytes is refused, or None: the model's limit, the tenant's, the capacity."""
-    used, limit = ledger.models[name].charges[location].bytes, model_limit(ledger, rules, name, location)
-    if limit is not None and used + size > limit:
-        return _over(Reason.MODEL_LIMIT, "model", name, location, size, used, limit)
-    used, limit = ledger.tenant_charged(name.tenant, location), tenant_limit(ledger, rules, name.tenant, location)
-    if limit is not None and used + size > limit:
-        return _over(Reason.TENANT_LIMIT, "tenant", name, location, size, used, limit)
-    total = ledger.totals[location]
-    if total.charged + size > total.capacity:
-        return _over(Reason.CAPACITY, "capacity", name, location, size, total.charged, total.capacity)
+    for reason, level, used, limit in _levels(ledger, rules, name, location):
+        if used + size > limit:
+            return _over(reason, level, name, location, size, used, limit)
     return None
+
+
+def available(ledger: Ledger, rules: Rules, name: ModelName, location: Location, device_room: int | None) -> int:
+    """Return the most bytes that could be lent to a model now: what the tightest level leaves, in whole granules.
+
+    `device_room` is what the device itself could hold besides; None: it cannot say.
+    """
+    rooms = [limit - used for _, _, used, limit in _levels(ledger, rules, name, location)]
+    if device_room is not None:
+        rooms.append(device_room)
+    return max(0, min(rooms)) // rules.granularity * rules.granularity
+
+
+def _levels(
+    ledger: Ledger, rules: Rules, name: ModelName, location: Location
+) -> Iterator[tuple[Reason, str, int, int]]:
+    """Yield each level that has a limit, the lowest first: (reason of a refusal, its word, bytes used, limit)."""
+    limit = model_limit(ledger, rules, name, location)
+    if limit is not None:
+        yield Reason.MODEL_LIMIT, "model", ledger.models[name].charges[location].bytes, limit
+    limit = tenant_limit(ledger, rules, name.tenant, location)
+    if limit is not None:
+        yield Reason.TENANT_LIMIT, "tenant", ledger.tenant_charged(name.tenant, location), limit
+    total = ledger.totals[location]
+    yield Reason.CAPACITY, "capacity", total.charged, total.capacity
 
 
 def _over(

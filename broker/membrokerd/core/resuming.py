@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_TOLD = 2_048
 """How many ids of extents, and of segments, that the books do not know are told to who holds them."""
-MAX_MODELS_TOLD = 192
+MAX_MODELS_TOLD = 160
 """How many of its models are told to who resumes. All three together fit into a frame, however long they are."""
 _NOT_FORGOTTEN = {
     "open": "is open, its process is connected",

@@ -75,6 +75,10 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         self._ticket(context)
         return self._views.get_device()
 
+    async def GetAvailable(self, request: pb.GetAvailableRequest, context: Any) -> pb.Available:
+        """Return how much could be borrowed now for a model of the tenant."""
+        return self._views.get_available(request, self._ticket(context).tenant)
+
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         """Return a page of the tenant's own models."""
         return self._views.list_models(request, self._ticket(context).tenant)

@@ -22,10 +22,13 @@ from ..core import policy
 from ..core.denied import Denied, Reason, deny
 from ..core.snapshot import LocationView, ModelView, SessionView, Snapshot
 
-MODEL_NAME = re.compile(r"tenants/([a-z0-9][a-z0-9-]{0,23})/models/([a-z0-9][a-z0-9._-]{0,62})")
-_SEGMENT_NAME = re.compile(r"tenants/([a-z0-9][a-z0-9-]{0,23})/models/([a-z0-9][a-z0-9._-]{0,62}|-)/segments/(.{1,63})")
+_TENANT = r"tenants/([a-z0-9][a-z0-9-]{0,23})"
+_OWN = "[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
+_MODEL = f"models/({_OWN}(?:/{_OWN})?)"
+MODEL_NAME = re.compile(f"{_TENANT}/{_MODEL}")
+_SEGMENT_NAME = re.compile(f"{_TENANT}/(?:{_MODEL}|models/(-))/segments/({_OWN})")
 _SESSION_NAME = re.compile(r"sessions/([0-9a-f]{1,16})")
-_QUOTA_NAME = re.compile(r"tenants/([a-z0-9][a-z0-9-]{0,23})(?:/models/([a-z0-9][a-z0-9._-]{0,62}))?")
+_QUOTA_NAME = re.compile(f"{_TENANT}(?:/{_MODEL})?")
 _SHOWN_NAME = 100
 """Of a malformed name, so much is shown: an error travels in gRPC metadata, of which a client takes 8 KiB."""
 _LOCATIONS: Mapping[int, ev.Location] = {
@@ -65,7 +68,7 @@ class Refused(Exception):
 def parse_model(name: str) -> ev.ModelName:
     """Return the model that `tenants/{tenant}/models/{model}` names, or raise `Refused`."""
     match = MODEL_NAME.fullmatch(name)
-    if match is None:
+    if match is None or not policy.valid_model_name(match[2]):
         raise Refused(deny(Reason.INVALID_NAME, name=name[:_SHOWN_NAME]))
     return ev.ModelName(match[1], match[2])
 
@@ -76,15 +79,15 @@ def parse_segment(name: str) -> ev.SegmentName:
     `-` for the model is whichever model has it.
     """
     match = _SEGMENT_NAME.fullmatch(name)
-    if match is None or not policy.valid_own_name(match[3]):
+    if match is None or not (match[3] or policy.valid_model_name(match[2])):
         raise Refused(deny(Reason.INVALID_NAME, name=name[:_SHOWN_NAME]))
-    return ev.SegmentName(match[1], match[2], match[3])
+    return ev.SegmentName(match[1], match[2] or match[3], match[4])
 
 
 def parse_quota_name(name: str) -> tuple[str, str | None]:
     """Return the tenant, and the model or None, that a quota is for, or raise `Refused`."""
     match = _QUOTA_NAME.fullmatch(name)
-    if match is None:
+    if match is None or not (match[2] is None or policy.valid_model_name(match[2])):
         raise Refused(deny(Reason.INVALID_NAME, name=name[:_SHOWN_NAME]))
     return match[1], match[2]
 

@@ -60,8 +60,9 @@ _TABLE: Mapping[Reason, _Row] = {
     Reason.INVALID_COUNT: _Row(Code.INVALID_ARGUMENT, "a count must be between 1 and {max_count}, not {count}"),
     Reason.INVALID_NAME: _Row(
         Code.INVALID_ARGUMENT,
-        "{name!r} is no name: a model is [a-z0-9] and then at most 62 of [a-z0-9._-], and stands behind "
-        "tenants/TENANT/models/; so is a segment, behind its model's name and /segments/",
+        "{name!r} is not a valid name: a model is tenants/TENANT/models/MODEL, a segment that and /segments/SEGMENT; "
+        "MODEL and SEGMENT are letters, digits and ._-, begin with a letter, a digit or _, and have at most 96 "
+        "characters; MODEL may have one slash inside, as in Qwen/Qwen3-8B",
     ),
     Reason.INVALID_ARGUMENT: _Row(Code.INVALID_ARGUMENT, "{what}"),
     Reason.INVALID_PAGE_TOKEN: _Row(Code.INVALID_ARGUMENT, "the page token is not one that this broker gave out"),

@@ -16,8 +16,9 @@ from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2 as rpb
 from membroker.vmm import DeviceInfo
 
-from ..core import snapshot
+from ..core import policy, snapshot
 from ..core.denied import Reason, deny
+from ..core.events import Location
 from ..loop import Loop, clock
 from . import convert
 
@@ -39,6 +40,7 @@ class Views:
     device: DeviceInfo
     headroom: Mapping[str, int]
     version: str
+    gate_reserve: int = 0
     metrics_url: str = ""
     start_time: float = field(default_factory=time.time)
 
@@ -55,6 +57,27 @@ class Views:
             metrics_url=self.metrics_url,
             draining=self.loop.broker.draining,
         )
+
+    def get_available(self, request: pb.GetAvailableRequest, tenant: str) -> pb.Available:
+        """Return how much a tenant could borrow now for one of its models."""
+        name, location = convert.parse_model(request.model), convert.parse_location(request.location)
+        broker = self.loop.broker
+        if name.tenant != tenant or name not in broker.ledger.models:
+            raise convert.Refused(deny(Reason.MODEL_NOT_FOUND, model=str(name)))
+        if not broker.rules.capacities.get(location):
+            raise convert.Refused(deny(Reason.LOCATION_UNAVAILABLE, location=location))
+        now = 0
+        if not broker.draining:
+            now = policy.available(broker.ledger, broker.rules, name, location, self._device_room(location))
+        limit = policy.model_limit(broker.ledger, broker.rules, name, location)
+        return pb.Available(now_bytes=now, limit_bytes=limit)
+
+    def _device_room(self, location: Location) -> int | None:
+        """Return what the device had for more extents when it was last asked; the stock is let go before a refusal."""
+        info = self.loop.figures.get(location)
+        if info is None:
+            return None
+        return info.free - self.gate_reserve + self.loop.broker.ledger.totals[location].stock
 
     def list_models(self, request: pb.ListModelsRequest, tenant: str | None = None) -> pb.ListModelsResponse:
         """Return a page of models, by name; `tenant` None is everybody's."""

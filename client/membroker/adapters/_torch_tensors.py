@@ -6,10 +6,12 @@ Owns the table of dtypes. It must never copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from membroker.adapters._torch import torch
 from membroker.adapters.dlpack import Source, export, size_of
 from membroker.errors import InvalidRequest
+from membroker.tensor_index import word_of
 from membroker.vmm.driver import DeviceInfo
 
 # Names of safetensors. torch's float4 packs two elements into a byte.
@@ -39,14 +41,15 @@ DTYPES = {text: getattr(torch, name) for text, name in _NAMES.items() if hasattr
 TEXTS = {dtype: text for text, dtype in DTYPES.items()}
 
 
-def tensor(source: Source, dtype: torch.dtype | str, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
+def tensor(source: Source, dtype: Any, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
     """Return `shape` elements of `dtype` from byte `offset` of a buffer, pool, segment or array; nothing is copied.
 
-    The result is a CUDA tensor on a GPU, and a CPU tensor on the host driver. `dtype` is any torch dtype, or its name
-    in safetensors (`"BF16"`; an element of `"F4"` is torch's pair). The tensor, and every view of it, keeps the memory:
-    a closed owner releases it after the last of them, and after the work on the device. A pool, a growable buffer or a
-    sparse array refuses to release that part before (`BufferError`). torch has no read-only tensors: writing to one
-    over a sealed or attached segment ends the process on the host, and its CUDA context on a GPU.
+    The result is a CUDA tensor on a GPU, and a CPU tensor on the host driver. `dtype` is a dtype of torch or NumPy, the
+    name of one, or its name in safetensors (`"BF16"`; an element of `"F4"` is torch's pair). The tensor, and every view
+    of it, keeps the memory: a closed owner releases it after the last of them, and after the work on the device. A
+    pool, a growable buffer or a sparse array refuses to release that part before (`BufferError`). torch has no
+    read-only tensors: writing to one over a sealed or attached segment ends the process on the host, and its CUDA
+    context on a GPU.
 
     Raises `InvalidRequest` for a range outside the source, an offset that is not a multiple of the element size, an
     invalid shape or an unknown dtype; `NotMapped` if a page or a tile has no memory; and `ClosedError`.
@@ -60,15 +63,12 @@ def tensor(source: Source, dtype: torch.dtype | str, shape: Sequence[int], offse
     return torch.from_dlpack(memory).view(dtype).view(tuple(shape))
 
 
-def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+def _torch_dtype(dtype: Any) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
-    found = DTYPES.get(dtype) if isinstance(dtype, str) else None
+    found = DTYPES.get(word_of(dtype))
     if found is None:
-        words = ", ".join(DTYPES)
-        raise InvalidRequest(
-            f"{dtype!r} is neither a torch dtype, such as torch.bfloat16, nor the name of one: {words}"
-        )
+        raise InvalidRequest(f"this torch does not have the dtype {dtype!r}; it has {', '.join(DTYPES)}")
     return found
 
 

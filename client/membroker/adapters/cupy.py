@@ -24,12 +24,13 @@ def _cupy() -> Any:
     return framework("cupy", "CuPy", "pip install cupy-cuda13x, or cupy-cuda12x for CUDA 12")
 
 
-def array(source: Source, dtype: str, shape: Sequence[int], offset: int = 0) -> Any:
+def array(source: Source, dtype: Any, shape: Sequence[int], offset: int = 0) -> Any:
     """Return a `cupy.ndarray` over bytes of a buffer, a pool or a segment; nothing is copied.
 
-    `dtype` is a safetensors name. The array, and every view of it, holds the range, as with `dlpack.export`. CuPy has
-    no read-only arrays: writing to a sealed segment destroys the process's CUDA context. Raises what `dlpack.export`
-    raises, and `InvalidRequest` for a dtype that CuPy does not have, or if the broker's device is not a GPU.
+    `dtype` is as for `dlpack.export`. The array, and every view of it, holds the range, as with `dlpack.export`. CuPy
+    has no read-only arrays: writing to a sealed segment destroys the process's CUDA context. Raises what
+    `dlpack.export` raises, and `InvalidRequest` for a dtype that CuPy does not have, or if the broker's device is not a
+    GPU.
     """
     cupy = _cupy()
     tensor = export(source, dtype, shape, offset)

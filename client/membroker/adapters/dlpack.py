@@ -20,7 +20,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from membroker.convert import shape_of
 from membroker.errors import InvalidRequest
+from membroker.tensor_index import word_of
 from membroker.views import Span
 from membroker.vmm.driver import DeviceInfo
 from membroker.vmm.sizes import MAX_BYTES
@@ -80,8 +82,9 @@ class Source(Protocol):
 class DlpackTensor:
     """`shape` elements of `dtype` at `address`, in C order, for `from_dlpack` of any framework. Made by `export`.
 
-    `dtype` is a safetensors name (`F32`, `BF16`, `F8_E4M3`). `device` is DLPack's pair of type and number. This object
-    and every tensor that a framework makes from it keep `owner` alive. The last one drops it, in any thread.
+    `dtype` is as for `tensor_index.word_of`; the attribute is the safetensors name (`"BF16"`). `device` is DLPack's
+    pair of type and number. This object and every tensor that a framework makes from it keep `owner` alive. The last
+    one drops it, in any thread.
 
     Raises `InvalidRequest` for a dtype that DLPack does not have, an invalid shape, or an address that is not a
     multiple of the element size. Raises `ImportError` without NumPy.
@@ -92,11 +95,12 @@ class DlpackTensor:
         owner: object,
         address: int,
         shape: Sequence[int],
-        dtype: str,
+        dtype: Any,
         device: tuple[int, int],
         read_only: bool = False,
     ) -> None:
         size_of(dtype, shape)
+        dtype, shape = word_of(dtype), shape_of(shape)
         self._dtype = _DTYPES[dtype]
         if address % (self._dtype.bits // 8):
             raise InvalidRequest(f"{dtype} at {address:#x} is not aligned to its {self._dtype.bits // 8} bytes")
@@ -195,7 +199,7 @@ class DlpackTensor:
 
 
 def export(
-    source: Source, dtype: str, shape: Sequence[int], offset: int = 0, *, ignore_read_only: bool = False
+    source: Source, dtype: Any, shape: Sequence[int], offset: int = 0, *, ignore_read_only: bool = False
 ) -> DlpackTensor:
     """Return `shape` elements of `dtype` from byte `offset` of a buffer, a pool or a segment; nothing is copied.
 
@@ -224,14 +228,12 @@ def device_of(device: DeviceInfo) -> tuple[int, int]:
     return (CPU, 0) if device.driver == "host" else (CUDA, device.ordinal)
 
 
-def size_of(dtype: str, shape: Sequence[int]) -> int:
+def size_of(dtype: Any, shape: Sequence[int]) -> int:
     """Return the bytes of a tensor. Raises `InvalidRequest` for a dtype that DLPack does not have, or a bad shape."""
-    known = _DTYPES.get(dtype) if isinstance(dtype, str) else None
+    known = _DTYPES.get(word_of(dtype))
     if known is None:
-        raise InvalidRequest(f"DLPack has no dtype {dtype!r}; it has {', '.join(_DTYPES)}")
-    is_list = isinstance(shape, Sequence)
-    if not is_list or not all(type(dimension) is int and 0 <= dimension <= MAX_BYTES for dimension in shape):
-        raise InvalidRequest(f"a shape is a sequence of integers from 0 to 2^63-1, not {shape!r}")
+        raise InvalidRequest(f"DLPack does not have the dtype {dtype!r}; it has {', '.join(_DTYPES)}")
+    shape = shape_of(shape)
     if len(shape) > _MAX_DIMENSIONS:
         raise InvalidRequest(f"a tensor has up to {_MAX_DIMENSIONS} dimensions, not {len(shape)}")
     # Check the other dimensions even if one is 0: strides would overflow.

@@ -11,6 +11,7 @@ from typing import Any
 from membroker.adapters._packages import framework
 from membroker.adapters.dlpack import Source, export
 from membroker.errors import InvalidRequest
+from membroker.tensor_index import word_of
 
 _WIDE = {"I64", "U64", "F64"}
 
@@ -19,7 +20,7 @@ CARD_ALIGNMENT = 16
 """XLA requires this alignment, and reports an error only when it computes (observed with jax 0.11 on an H200)."""
 
 
-def array(source: Source, dtype: str, shape: Sequence[int], offset: int = 0) -> Any:
+def array(source: Source, dtype: Any, shape: Sequence[int], offset: int = 0) -> Any:
     """Return a `jax.Array` over bytes of a buffer, a pool or a segment; nothing is copied.
 
     JAX treats its arrays as constant: do not write to the memory afterwards. A sealed segment is a good source. Never
@@ -31,6 +32,7 @@ def array(source: Source, dtype: str, shape: Sequence[int], offset: int = 0) -> 
     dtypes without `jax_enable_x64`, and an offset that is not a multiple of 16 on a GPU, or of 64 on the host.
     """
     jax = framework("jax", "JAX", "pip install 'jax[cuda13]', or jax for the host")
+    dtype = word_of(dtype)
     if dtype in _WIDE and not jax.config.jax_enable_x64:
         raise InvalidRequest(f"JAX would copy {dtype} to 32 bits: set jax_enable_x64")
     tensor = export(source, dtype, shape, offset, ignore_read_only=True)

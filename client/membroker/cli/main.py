@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 from membroker import __version__
 from membroker.cli import operate, segments, tables
 from membroker.cli.admin import open_books
-from membroker.cli.doctor import run_doctor
+from membroker.cli.doctor import missing_packages, run_doctor
 from membroker.errors import MembrokerError
 from membroker.types import ModelStatus
 from membroker.vmm.driver import DriverError
 from membroker.vmm.sizes import format_size, parse_size
 
-_NAME = re.compile(r"(?:tenants/)?([a-z0-9][a-z0-9-]{0,23})(?:/(?:models/)?([a-z0-9][a-z0-9._-]{0,62}))?")
+_NAME = re.compile(rf"(?:tenants/)?([a-z0-9][a-z0-9-]{{0,23}})(?:/(?:models/)?((?=.{{1,96}}\Z){segments.MODEL}))?")
 
 _ENDPOINTS = """\
 A tenant's endpoint shows that tenant's own books; the admin endpoint, which only the operator can enter, shows
@@ -131,10 +131,11 @@ def _segments_load(options: argparse.Namespace) -> int:
     if options.admin:
         options.complain("a segment is loaded at its tenant's endpoint, not at the admin endpoint")
     name: segments.Name = options.name
-    model = options.model or name.model
-    if name.tenant or not model or (name.model and name.model != model):
+    if bool(options.model) == bool(name.model):
         options.complain("name the segment and its model once: as MODEL/SEGMENT, or as SEGMENT with --model MODEL")
-    wanted = segments.Wanted(model, name.segment, options.location, options.virtual_capacity, options.limit)
+    if options.model:
+        name = segments.Name("", options.model, name.segment)
+    wanted = segments.Wanted(name, options.location, options.virtual_capacity, options.limit)
     try:
         loaded = segments.load(options.endpoint, options.file, wanted, sys.stderr)
     except KeyboardInterrupt:
@@ -143,11 +144,12 @@ def _segments_load(options: argparse.Namespace) -> int:
     if options.json:
         tables.print_json(loaded, sys.stdout)
         return 0
+    shown = tables.short_name(loaded.name)
     print(
-        f"{tables.short_name(loaded.name)}: {format_size(loaded.size)} at the {loaded.location}, "
+        f"{shown}: {format_size(loaded.size)} at the {loaded.location}, "
         f"{_count(loaded.tensors, 'tensor')}, in {loaded.seconds:.1f} s ({format_size(int(loaded.rate))}/s)\n"
         "it stays until it is deleted; any process of this tenant attaches it:\n"
-        f'  with membroker.connect() as client, client.attach("{model}/{name.segment}") as segment:\n'
+        f'  with membroker.connect() as client, client.attach("{shown.partition("/")[2]}") as segment:\n'
         "      print(segment.index())"
     )
     return 0
@@ -192,6 +194,13 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    if missing := missing_packages():
+        print(
+            f"membroker: the demo starts a daemon, and {', '.join(missing)} are missing for that: "
+            "pip install 'membroker[broker]'",
+            file=sys.stderr,
+        )
+        return 1
     # Imported when it is asked for: the demo starts a daemon, and brings what that takes.
     from membroker.cli.demo import main as demo
 
@@ -349,7 +358,7 @@ def _add_segments(commands: _Commands) -> None:
         inherits=True,
     )
     anywhere = "SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT"
-    own = "MODEL/SEGMENT, or SEGMENT with --model: lower case"
+    own = "MODEL/SEGMENT, or SEGMENT with --model"
     for parser, named in ((load, own), (show, anywhere), (delete, anywhere)):
         parser.add_argument("name", metavar="NAME", type=_segment, help=named)
         parser.set_defaults(complain=parser.error)
@@ -421,7 +430,7 @@ def _name(text: str) -> str:
     match = _NAME.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no TENANT or TENANT/MODEL, as in acme or acme/llama-7b: {segments.NAMES}"
+            f"{text!r} is not TENANT or TENANT/MODEL, as in acme or acme/llama-7b: {segments.NAMES}"
         )
     return f"tenants/{match[1]}" + (f"/models/{match[2]}" if match[2] else "")
 

@@ -104,6 +104,12 @@ class BrokerServiceStub:
     ]
     """The device and its books."""
 
+    GetAvailable: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.GetAvailableRequest,
+        membroker.v1.broker_pb2.Available,
+    ]
+    """How much the tenant could borrow for one of its models at this moment."""
+
     ListModels: grpc.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.ListModelsRequest,
         membroker.v1.broker_pb2.ListModelsResponse,
@@ -206,6 +212,12 @@ class BrokerServiceAsyncStub:
         membroker.v1.resources_pb2.Device,
     ]
     """The device and its books."""
+
+    GetAvailable: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.GetAvailableRequest,
+        membroker.v1.broker_pb2.Available,
+    ]
+    """How much the tenant could borrow for one of its models at this moment."""
 
     ListModels: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.ListModelsRequest,
@@ -331,6 +343,14 @@ class BrokerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.resources_pb2.Device, collections.abc.Awaitable[membroker.v1.resources_pb2.Device]]:
         """The device and its books."""
+
+    @abc.abstractmethod
+    def GetAvailable(
+        self,
+        request: membroker.v1.broker_pb2.GetAvailableRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.broker_pb2.Available, collections.abc.Awaitable[membroker.v1.broker_pb2.Available]]:
+        """How much the tenant could borrow for one of its models at this moment."""
 
     @abc.abstractmethod
     def ListModels(
