@@ -52,11 +52,13 @@ test-gpu:  ## the tests that need a real NVIDIA GPU, with this machine's own pyt
 bench-gpu:  ## what the broker costs on a card: make bench-gpu OPTIONS='--json FILE --plot FILE --markdown'
 	PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker:$(CURDIR):$$PYTHONPATH" $(PYTHON) -m benchmarks.gpu $(OPTIONS)
 
-check: $(STAMP) proto-check  ## format, lint, types, import contracts, stale stubs
+check: $(STAMP) proto-check  ## format, lint, types, import contracts, stale stubs, spelling, prose
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell
+	$(BIN)/python -m tools.prose
 
 format: $(STAMP)  ## write the format that `check` wants
 	$(BIN)/ruff format .

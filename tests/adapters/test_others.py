@@ -81,7 +81,7 @@ class TestAbsent:
     ) -> None:
         """A developer's laptop with the framework installed and the twin behind the broker."""
         monkeypatch.setitem(sys.modules, package, SimpleNamespace())
-        with pytest.raises(InvalidRequest, match="works on a card"):
+        with pytest.raises(InvalidRequest, match="needs a GPU"):
             use(model)
 
 

@@ -278,7 +278,7 @@ class TestLending:
 
     def test_another_card_is_refused(self, lending: Any) -> None:
         assert self.ALLOCATE(lending.allocate_address)(2 * MIB, 3, None) is None
-        assert "card 3" in str(lending.last_denial)
+        assert "GPU 3" in str(lending.last_denial)
 
     def test_a_closed_client_keeps_what_torch_has(self, daemon: Daemon) -> None:
         """Unmapping under torch's tensors would end the process: it waits until torch has let go."""
@@ -327,7 +327,7 @@ class TestLending:
         until(lambda: daemon.books().lent_bytes == 0)
 
     def test_there_is_no_mempool_on_the_host(self, model: membroker.Model) -> None:
-        with pytest.raises(membroker.InvalidRequest, match="exists on a card only"):
+        with pytest.raises(membroker.InvalidRequest, match="needs a GPU"):
             adapter.TorchMemory(model)
 
 

@@ -232,7 +232,7 @@ def test_the_card_is_described_and_found_by_its_uuid(run: Run) -> None:
         assert CudaDriver(info.uuid).device == info
         assert CudaDriver(info.uuid.upper()).device == info
         for other in ("GPU-00000000-0000-0000-0000-000000000000", "", 7, -1):
-            with pytest.raises(DriverUnavailable, match="no card") as caught:
+            with pytest.raises(DriverUnavailable, match="no GPU") as caught:
                 CudaDriver(other)
     """)
 
