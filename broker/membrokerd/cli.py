@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 from membroker.vmm import DriverError
 
 from . import __version__, logs, quotas
-from .config import ConfigError, load
+from .config import Config, ConfigError, load
+from .reload import Reloader
 
 SWITCH_SECONDS = 0.0005
 
@@ -46,10 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{path or 'the defaults'}: good")
         return 0
     logs.configure(config.log)
-    return _serve(config)
+    return _serve(config, Reloader(path, lambda: load(path, options)))
 
 
-def _serve(config: Any) -> int:
+def _serve(config: Config, reloader: Reloader) -> int:
+    signal.signal(signal.SIGHUP, lambda *_: reloader.ask())
     # Imported late: a wrong configuration is told without gRPC and a driver.
     from .daemon import Daemon
     from .device import DeviceError, plan
@@ -67,7 +69,7 @@ def _serve(config: Any) -> int:
             product=device.name,
             capacity_bytes=made.capacities["device"],
         )
-        asyncio.run(Daemon(config, made).run())
+        asyncio.run(Daemon(config, made, reloader).run())
     except (HomeError, DeviceError, DriverError) as error:
         print(f"membrokerd: {error}", file=sys.stderr)
         return 1

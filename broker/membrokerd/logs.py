@@ -66,7 +66,12 @@ def configure(config: LogConfig, stream: TextIO | None = None) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
-    _LOGGER.setLevel(config.level.upper())
+    set_level(config.level)
+
+
+def set_level(level: str) -> None:
+    """Say events from this level on: `debug`, `info`, `warning` or `error`."""
+    _LOGGER.setLevel(level.upper())
 
 
 def log(event: str, /, **fields: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC
 from typing import Any
 
@@ -29,10 +29,15 @@ _UID_TENANT = re.compile("uid-(0|[1-9][0-9]{0,9})")
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """The whole device's service. `tenants` are the configured ones; empty where each uid is a tenant."""
+    """The whole device's service. `tenants` returns the configured ones: none where each uid is a tenant."""
 
     def __init__(
-        self, loop: Loop, views: Views, tenants: frozenset[str], keep_quotas: Callable[[], None], drain: Drain
+        self,
+        loop: Loop,
+        views: Views,
+        tenants: Callable[[], Collection[str]],
+        keep_quotas: Callable[[], None],
+        drain: Drain,
     ) -> None:
         self._loop = loop
         self._views = views
@@ -133,8 +138,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     def _check_tenant(self, tenant: str) -> None:
         """Refuse a tenant that there can't be; one that has not come yet is none of these."""
-        if self._tenants:
-            if tenant not in self._tenants:
+        if tenants := self._tenants():
+            if tenant not in tenants:
                 raise Refused(deny(Reason.TENANT_NOT_FOUND, tenant=tenant))
         elif not _UID_TENANT.fullmatch(tenant):
             hint = ", and each user is one here, such as 'uid-1000'"
