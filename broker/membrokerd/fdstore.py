@@ -14,9 +14,10 @@ number and one more key, and is answered in its turn with that number:
     {"number": 4, "error": SENTENCE, "owner": OWNER}    it keeps for this owner, and for no other
 
 It serves one daemon: a newer connection replaces the older with its first request. While the owner is connected, or
-something of it is worth keeping, every other owner is refused and changes nothing. It ends on SIGTERM, when its socket's path leads no longer
-to it, and when no daemon is connected and nothing is left that is worth keeping. What makes a daemon fail must not
-reach it, and it must start fast: it imports a little of the standard library, and never touches CUDA.
+something of it is worth keeping, every other owner is refused and changes nothing. It ends on SIGTERM, when its
+socket's path leads no longer to it, and when no daemon is connected and nothing is left that is worth keeping. What
+makes a daemon fail must not reach it, and it must start fast: it imports a little of the standard library, and never
+touches CUDA.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several daemons on one machine, as several GPUs have: one configuration, a device for each, and none in another's way.
+"""Several daemons on one machine, one for each device, under one configuration: none is in another's way.
 
 The devices are the host driver's; tests/gpu/test_two_gpus.py does the same with two GPUs.
 """

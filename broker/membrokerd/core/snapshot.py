@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,16 @@ class ModelView:
     allocations: int
     releases: int
     denials: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TenantView:
+    """One tenant; `locations` are (location, bytes charged, the limit in force), `sessions` without observers."""
+
+    tenant: str
+    locations: tuple[tuple[Location, int, int | None], ...]
+    models: int
+    sessions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +128,30 @@ def take_segments(broker: Broker, tenant: str | None = None) -> tuple[SegmentVie
     """Return the segments of a tenant, or all, in the order they began."""
     rows = broker.ledger.segments.values()
     return tuple(broker.segments.view(row) for row in rows if tenant in (None, row.name.tenant))
+
+
+def take_tenants(broker: Broker, configured: Iterable[str]) -> tuple[TenantView, ...]:
+    """Return the configured tenants, and every other that has a session, a model or a commanded limit, by name."""
+    ledger = broker.ledger
+    models = Counter(name.tenant for name in ledger.models)
+    sessions = Counter(row.tenant for row in ledger.sessions.values() if not row.observer)
+    others = {row.tenant for row in ledger.sessions.values()} | {tenant for tenant, _, _ in ledger.quotas}
+    return tuple(
+        TenantView(
+            tenant,
+            tuple(
+                (
+                    where,
+                    ledger.tenant_charged(tenant, where),
+                    policy.tenant_limit(ledger, broker.rules, tenant, where),
+                )
+                for where in ledger.totals
+            ),
+            models[tenant],
+            sessions[tenant],
+        )
+        for tenant in sorted({*configured, *models, *others})
+    )
 
 
 def _model(broker: Broker, row: ModelRow, denials: Mapping[str, int]) -> ModelView:
