@@ -65,6 +65,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """Return a page of everybody's segments."""
         return self._views.list_segments(request)
 
+    async def ListTenants(self, request: pb.ListTenantsRequest, context: Any) -> pb.ListTenantsResponse:
+        """Return a page of the tenants."""
+        return self._views.list_tenants(request, self._tenants())
+
     async def DeleteSegment(self, request: broker_pb2.DeleteSegmentRequest, context: Any) -> resources_pb2.Segment:
         """End a segment of whomever."""
         name, generation = convert.parse_segment(request.name), request.generation
