@@ -35,7 +35,7 @@ MAX_PATH_BYTES = 107
 SYSTEM = Path("/run/membroker")
 
 _START = "start one with `membrokerd`"
-_DEVICE = re.compile(r"[0-9]{1,4}|[A-Za-z0-9-]{4,64}")
+_DEVICE = re.compile(r"[0-9]{1,4}|(?=[0-9]*[A-Za-z-])[A-Za-z0-9-]{4,64}")
 
 
 def find_endpoint(endpoint: str | os.PathLike[str] | None = None, env: Mapping[str, str] = os.environ) -> Path:

@@ -5,6 +5,9 @@ The devices are the host driver's; tests/gpu/test_two_gpus.py does the same with
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemons import DEADLINE_SECONDS, MIB, Daemon, until
+from tests.daemons import DEADLINE_SECONDS, MIB, Daemon, hold_still, until
 from tests.keepers import end_keeper
 from tests.system.workers import PAGE, worker
 
@@ -136,3 +139,52 @@ def test_two_devices_lend_apart(place: Path) -> None:
                     assert second.books().lent_bytes == 256 * MIB
         assert 'gpu_uuid="host-1"' in second.metrics()
         until(lambda: first.books().lent_bytes == second.books().lent_bytes == 0)
+
+
+def command(place: Path, *words: str) -> tuple[int, str, str]:
+    """Run `membroker` as the user whose runtime directory this is."""
+    (place / "membroker").exists() or (place / "membroker").symlink_to(place / "run")
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(place), "MEMBROKER_ENDPOINT": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "membroker.cli.main", *words], capture_output=True, text=True, env=environment
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_one_command_for_all_devices_and_one_for_each(place: Path) -> None:
+    """`status` shows both, as tables and as a JSON document for each; the others are told which with --device."""
+    with daemon_of(place, 0) as first, daemon_of(place, 1) as second:
+        with membroker.connect(second.endpoint()) as client:
+            kept = client.register_model("llama").allocate("2MiB")
+            status, out, err = command(place, "status")
+            assert (status, err) == (0, "")
+            assert re.findall(r"^uuid +(\S+)$", out, re.MULTILINE) == ["host", "host-1"]
+            status, out, _ = command(place, "status", "--json")
+            assert [json.loads(line)["pid"] for line in out.splitlines()] == [first.process.pid, second.process.pid]
+            for device, there in (("0", False), ("host", False), ("1", True), ("host-1", True)):
+                status, out, err = command(place, "models", "--device", device)
+                assert (status, "llama" in out, err) == (0, there, "")
+            status, out, err = command(place, "models")
+            assert status == 1
+            assert "has 2 devices: choose an endpoint with" in err
+            assert "`membroker --device …`" in err
+            status, _, err = command(place, "status", "--device", "2")
+            assert status == 1
+            assert "no broker of device 2 was found" in err
+            assert "have host (0), host-1 (1)" in err
+            assert command(place, "drain", "--device", "1")[0] == 0
+            assert (first.device().draining, second.device().draining) == (False, True)
+            kept.close()
+        with hold_still(first):
+            status, out, err = command(place, "status", "--json")
+            assert status == 1
+            assert [json.loads(line)["uuid"] for line in out.splitlines()] == ["host-1"], "the other is shown"
+            assert "does not answer" in err
+        first.kill()
+        status, out, err = command(place, "status")
+        assert (status, re.findall(r"^uuid +(\S+)$", out, re.MULTILINE), err) == (0, ["host-1"], "")
+        status, _, err = command(place, "status", "--device", "0")
+        assert status == 1
+        assert "the broker is dead and left its socket behind" in err
+        first.start_again()

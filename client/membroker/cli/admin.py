@@ -243,21 +243,22 @@ def _chosen(endpoint: str | None, env: Mapping[str, str]) -> Path | None:
 
 
 def _enter(endpoint: str | None, env: Mapping[str, str]) -> Client | Admin:
+    chosen = _chosen(endpoint, env)
+    whole = chosen is None or is_device(chosen)
+    directory = find_endpoint(endpoint, env)
     try:
-        return enter(find_endpoint(endpoint, env), observer=True, client="membroker (command)")
+        return enter(directory, observer=True, client="membroker (command)")
     except (BrokerUnavailable, AccessDenied):
-        chosen = _chosen(endpoint, env)
-        found = _default_admin(endpoint, env) if chosen is None or is_device(chosen) else None
-        if found is None:
+        if not whole:
             raise
-        return found
-
-
-def _default_admin(endpoint: str | None, env: Mapping[str, str]) -> Admin | None:
-    try:
-        return Admin(admin_socket(endpoint, env))
-    except (BrokerUnavailable, AccessDenied):
-        return None
+        try:
+            return Admin(admin_socket(endpoint, env))
+        except AccessDenied:
+            pass  # an ordinary user's: what is wrong is what was said first
+        except BrokerUnavailable:
+            if not directory.exists():  # tenants have names here, and the broker is dead or stopped
+                raise
+        raise
 
 
 @contextmanager
