@@ -36,13 +36,7 @@ from .handoff.watch import Watch
 from .home import Home, HomeError, Ownership, clear_private
 from .inheritance import condense, hold_what_is_lent, take_descriptors, watch_processes
 from .journal import Binding, Journal, boot_id
-from .limits import (
-    descriptors_for,
-    in_flight_is_bounded,
-    raise_descriptor_limit,
-    segment_extents_for,
-    sessions_for,
-)
+from .limits import in_flight_is_bounded, raise_descriptor_limit, segment_extents_for, sessions_for, trouble
 from .loop import Loop, seen
 from .metrics import Metrics, MetricsView
 from .metrics_server import MetricsServer
@@ -250,14 +244,10 @@ class Daemon:
         """Return how many sessions there may be, and how many extents segments may have together."""
         descriptors = raise_descriptor_limit()
         bounded = in_flight_is_bounded()
-        possible = sessions_for(descriptors, bounded=bounded)
         wanted = self._config.max_sessions
-        if wanted is not None and wanted > possible:
-            needed = descriptors_for(wanted, bounded=bounded)
-            raise HomeError(
-                f"max_sessions = {wanted} needs a limit of {needed} descriptors and this process may have "
-                f"{descriptors}: raise it (LimitNOFILE=, ulimit -n), or set max_sessions = {possible}"
-            )
+        if wanted is not None and (why := trouble(wanted, descriptors, bounded=bounded)):
+            raise HomeError(why)
+        possible = sessions_for(descriptors, bounded=bounded)
         sessions = min(possible, DEFAULT_MAX_SESSIONS) if wanted is None else wanted
         extents = segment_extents_for(descriptors, sessions, self._plan.stock_extents)
         logs.log("limits", descriptors=descriptors, max_sessions=sessions, max_segment_extents=extents)

@@ -73,7 +73,7 @@ def test_tenants_come_go_and_change() -> None:
 
 
 @pytest.mark.parametrize("tenants", [({}, BEFORE.tenants), (BEFORE.tenants, {})], ids=["named", "each user"])
-def test_who_is_a_tenant_at_all_is_decided_at_the_start(tenants: Any) -> None:
+def test_users_or_named_tenants_is_decided_at_the_start(tenants: Any) -> None:
     """Between 'each user is a tenant' and named ones no session could go on as whose it was."""
     before, after = (dataclasses.replace(BEFORE, tenants=each) for each in tenants)
     changes = compare(before, after)
