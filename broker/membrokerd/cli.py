@@ -24,7 +24,7 @@ examples:
   membrokerd --config /etc/membroker/membrokerd.toml
   membrokerd --config FILE --device 1          the second GPU's daemon, by the same file
   membrokerd --config FILE --check-config      say what is wrong with FILE, and start nothing
-  kill -HUP PID                                read FILE again: tenants, limits, the log's level; the log says what not
+  kill -HUP PID                                read FILE again; the log says what has changed and what needs a restart
 
 Workers find the endpoint by MEMBROKER_ENDPOINT, or where it is by default. `membroker doctor` says whether this
 machine can run a broker; `membroker status` shows what a running one lends."""

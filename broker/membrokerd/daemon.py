@@ -363,7 +363,7 @@ class Daemon:
         for name in changes.added:
             try:
                 await self._open_tenant(name, name, tenants[name])
-            except (HomeError, OSError) as error:
+            except (HomeError, OSError, RuntimeError) as error:  # the last is gRPC's
                 del tenants[name]
                 logs.warn("a tenant's endpoint cannot be opened: it is not added", tenant=name, error=str(error))
         self._config = replace(changes.config, tenants=tenants)

@@ -74,7 +74,8 @@ class Owned(Refused):
     def __init__(self, owner: str) -> None:
         super().__init__(
             f"it keeps the descriptors of {owner}: give each device a keeper of its own, "
-            'as keeper_socket = "/run/membroker-keeper/{device}/fdstore.sock" does'
+            'as keeper_socket = "/run/membroker-keeper/{device}/fdstore.sock" does, '
+            f"or end this keeper (process {os.getpid()}) where that device's daemon is gone for good"
         )
         self.owner = owner
 

@@ -223,7 +223,8 @@ def test_a_keeper_refuses_a_second_owner_until_the_first_has_nothing_there(keepe
     refusal = {
         "number": 1,
         "error": "it keeps the descriptors of /run/a: give each device a keeper of its own, "
-        'as keeper_socket = "/run/membroker-keeper/{device}/fdstore.sock" does',
+        'as keeper_socket = "/run/membroker-keeper/{device}/fdstore.sock" does, '
+        f"or end this keeper (process {keeper.process.pid}) where that device's daemon is gone for good",
         "owner": "/run/a",
     }
     with Client(keeper.path) as first:
