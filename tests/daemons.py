@@ -48,7 +48,7 @@ def until(what: Callable[[], _T], seconds: float = DEADLINE_SECONDS) -> _T:
 
 
 class Daemon:
-    """A running membrokerd. `config` are TOML keys above DEFAULTS."""
+    """A running membrokerd. `config` are TOML keys above DEFAULTS; `device` is the host driver's number."""
 
     def __init__(
         self,
@@ -56,13 +56,15 @@ class Daemon:
         config: Mapping[str, Any] | None = None,
         descriptors: int | None = None,
         module: str = "membrokerd.cli",
+        device: int = 0,
     ):
         self.directory = directory
         self.module = module
+        self.device_number = device
         self.log_path = directory / "log"
         self.config = {**DEFAULTS, **(config or {})}
-        device = "host"
-        self.root = directory / "run" / device
+        runtime = Path(self.config.get("runtime_directory", directory / "run"))
+        self.root = runtime / (f"host-{device}" if device else "host")
         self._start(descriptors)
 
     def _start(self, descriptors: int | None) -> None:
@@ -74,6 +76,8 @@ class Daemon:
             address.unlink(missing_ok=True)
             notified.bind(str(address))
             command = [sys.executable, "-m", self.module, "--config", str(path), "--log-level", "debug"]
+            if self.device_number:
+                command += ["--device", str(self.device_number)]
             if descriptors is not None:
                 limit = f"import resource,sys,os;resource.setrlimit(resource.RLIMIT_NOFILE,({descriptors},)*2)"
                 command = [sys.executable, "-c", f"{limit};os.execv(sys.argv[1],sys.argv[1:])", *command]

@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from membroker.handoff import close_all
@@ -28,7 +28,7 @@ from .core import snapshot
 from .core.broker import Broker
 from .core.events import Location
 from .core.story import story
-from .device import Plan
+from .device import Plan, changed_rules
 from .dispatch import Dispatcher
 from .drain import Drain
 from .executor import Executor
@@ -45,19 +45,14 @@ from .inheritance import (
     watch_processes,
 )
 from .journal import Binding, Journal, boot_id
-from .limits import (
-    descriptors_for,
-    in_flight_is_bounded,
-    raise_descriptor_limit,
-    segment_extents_for,
-    sessions_for,
-)
+from .limits import in_flight_is_bounded, raise_descriptor_limit, segment_extents_for, sessions_for, trouble
 from .lookout import Lookout
 from .loop import Loop, seen
 from .metrics import Metrics, MetricsView
 from .metrics_server import MetricsServer
-from .mirrors import open_keeper
+from .mirrors import Owned, open_keeper
 from .notify import Heartbeat, notify
+from .reload import Reloader, compare
 from .rpc.admin_service import AdminService
 from .rpc.broker_service import BrokerService
 from .rpc.server import serve
@@ -73,12 +68,23 @@ STOP_SECONDS = 5.0
 DEFAULT_MAX_SESSIONS = 1024
 
 
+@dataclass(frozen=True, slots=True)
+class _Door:
+    """An open endpoint of a tenant; `parts` close it."""
+
+    directory: Path
+    listener: Listener
+    parts: AsyncExitStack
+
+
 class Daemon:
     """One device's broker, from start to stop."""
 
-    def __init__(self, config: Config, plan: Plan) -> None:
+    def __init__(self, config: Config, plan: Plan, reloader: Reloader) -> None:
         self._config = config
         self._plan = plan
+        self._reloader = reloader
+        self._doors: dict[str, _Door] = {}
         self._traffic = Traffic()
         self._endpoints: list[Path] = []
         self._metrics = Metrics(self, plan.driver.device.uuid)
@@ -90,9 +96,12 @@ class Daemon:
             await self._start(stack, stop.set)
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reloader.ask)
+            self._reloader.begin(self._reload)
             notify(f"READY=1\nSTATUS=lending {format_size(self._plan.capacities['device'])}")
             logs.log("ready", pid=os.getpid(), metrics=self._views.metrics_url or "off")
             await stop.wait()
+            self._reloader.close()
             notify("STOPPING=1")
             logs.log("stopping")
             await self._loop.stop(STOP_SECONDS)
@@ -104,6 +113,7 @@ class Daemon:
         config = self._config
         self._home = Home(config.runtime_directory, self._plan.directory)
         clear_private(self._home)
+        self._home.tell_index(self._plan.driver.device.index)
         for name in self._config.tenants or ("default",):  # a path that no socket can have is told before all else
             self._home.endpoint("tenants", name)
         journal = Journal(self._home.state / "journal", Binding(boot_id(), self._plan.driver.device.uuid))
@@ -200,7 +210,9 @@ class Daemon:
             if kind == "systemd":
                 mirror, kept = open_systemd(most)
             elif kind == "keeper":
-                mirror, kept = await open_keeper(self._config.keeper_socket or self._home.state / "fdstore.sock")
+                mirror, kept = await open_keeper(self._keeper_socket(), os.path.realpath(self._home.root))
+        except Owned as error:
+            raise HomeError(f"keeper_socket = {self._keeper_socket()}: {error}") from error
         except OSError as error:
             key = "keeper_socket" if kind == "keeper" and self._config.keeper_socket else "descriptor_store"
             raise HomeError(f"there is no descriptor store ({kind}): {error}; choose another with `{key}`") from error
@@ -209,6 +221,13 @@ class Daemon:
         self._store.adopt(kept)
         logs.log("descriptor store", kind=kind, segments=len(kept.segments), processes=len(kept.processes))
         return kept
+
+    def _keeper_socket(self) -> Path:
+        configured = self._config.keeper_socket
+        if configured is None:
+            return self._home.state / "fdstore.sock"
+        index = str(self._plan.driver.device.index)
+        return Path(str(configured).replace("{device}", self._plan.directory).replace("{index}", index))
 
     def _take_driver(self, kept: Kept, charged: Mapping[Location, int]) -> Plan:
         """Return the plan with a driver that knows what an earlier daemon's has lent."""
@@ -239,14 +258,10 @@ class Daemon:
         """Return how many sessions there may be, and how many extents segments may have together."""
         descriptors = raise_descriptor_limit()
         bounded = in_flight_is_bounded()
-        possible = sessions_for(descriptors, bounded=bounded)
         wanted = self._config.max_sessions
-        if wanted is not None and wanted > possible:
-            needed = descriptors_for(wanted, bounded=bounded)
-            raise HomeError(
-                f"max_sessions = {wanted} needs a limit of {needed} descriptors and this process may have "
-                f"{descriptors}: raise it (LimitNOFILE=, ulimit -n), or set max_sessions = {possible}"
-            )
+        if wanted is not None and (why := trouble(wanted, descriptors, bounded=bounded)):
+            raise HomeError(why)
+        possible = sessions_for(descriptors, bounded=bounded)
         sessions = min(possible, DEFAULT_MAX_SESSIONS) if wanted is None else wanted
         extents = segment_extents_for(descriptors, sessions, self._plan.stock_extents)
         logs.log("limits", descriptors=descriptors, max_sessions=sessions, max_segment_extents=extents)
@@ -273,17 +288,18 @@ class Daemon:
         self._views.metrics_url = f"http://{_authority(metrics.address, server.port)}/metrics"
 
     async def _open_endpoints(self, stack: AsyncExitStack) -> None:
+        stack.push_async_callback(self._close_doors)
         if self._config.uid_tenants:
             mode = 0o666 if os.geteuid() == 0 else 0o660
-            await self._open_tenant(stack, "default", None, TenantConfig(mode=mode))
+            await self._open_tenant("default", None, TenantConfig(mode=mode))
         for name, tenant in self._config.tenants.items():
-            await self._open_tenant(stack, name, name, tenant)
+            await self._open_tenant(name, name, tenant)
         admin = self._home.endpoint("admin", mode=0o700)
         self._endpoints.append(admin)
         service = AdminService(
             self._loop,
             self._views,
-            frozenset(self._config.tenants),
+            lambda: self._config.tenants,
             lambda: quotas.write(self._quotas_path, self._loop.broker.ledger.quotas),
             self._drain,
         )
@@ -298,9 +314,8 @@ class Daemon:
         )
         stack.push_async_callback(server.stop, 1.0)
 
-    async def _open_tenant(self, stack: AsyncExitStack, name: str, tenant: str | None, config: TenantConfig) -> None:
+    async def _open_tenant(self, name: str, tenant: str | None, config: TenantConfig) -> None:
         directory = self._home.endpoint("tenants", name)
-        self._endpoints.append(directory)
         ownership = Ownership(
             -1 if config.owner is None else config.owner,
             -1 if config.group is None else config.group,
@@ -308,21 +323,68 @@ class Daemon:
             f"tenants.{name}",
         )
         service = BrokerService(name, self._dispatcher, self._views)
-        server = await serve(
-            self._home,
-            directory / "grpc.sock",
-            ownership,
-            "membroker.v1.BrokerService",
-            lambda server: broker_pb2_grpc.add_BrokerServiceServicer_to_server(service, server),
-            self._observe_request,
-            self._loop.broker.rules.max_sessions,
-        )
-        stack.push_async_callback(server.stop, 1.0)
-        sock = self._home.listen(directory / "handoff.sock", ownership)
-        device = self._plan.driver.device
-        listener = Listener(sock, name, tenant, config.uids, self._dispatcher, device, self._traffic, self._watch)
-        stack.callback(listener.close)
+        async with AsyncExitStack() as stack:
+            stack.callback(self._home.close, [directory])
+            server = await serve(
+                self._home,
+                directory / "grpc.sock",
+                ownership,
+                "membroker.v1.BrokerService",
+                lambda server: broker_pb2_grpc.add_BrokerServiceServicer_to_server(service, server),
+                self._observe_request,
+                self._loop.broker.rules.max_sessions,
+            )
+            stack.push_async_callback(server.stop, 1.0)
+            sock = self._home.listen(directory / "handoff.sock", ownership)
+            device = self._plan.driver.device
+            listener = Listener(sock, name, tenant, config.uids, self._dispatcher, device, self._traffic, self._watch)
+            stack.callback(listener.close)
+            self._doors[name] = _Door(directory, listener, stack.pop_all())
         logs.log("endpoint open", tenant=tenant or "each uid", directory=str(directory))
+
+    async def _close_doors(self) -> None:
+        """Close the endpoints of all tenants, the last that was opened first."""
+        while self._doors:
+            _, door = self._doors.popitem()
+            await door.parts.aclose()
+
+    # --- reload ---
+
+    async def _reload(self, config: Config) -> None:
+        """Put into force what may change while the daemon runs, and say what cannot."""
+        changes = compare(self._config, config)
+        tenants = dict(changes.config.tenants)
+        for name in changes.removed:
+            holds = self._holdings(name)
+            if holds:
+                tenants[name] = self._config.tenants[name]
+                logs.warn("a tenant that holds something goes on as it was: remove it when that is gone", **holds)
+            else:
+                await self._doors.pop(name).parts.aclose()
+                logs.log("endpoint closed", tenant=name)
+        for name in changes.added:
+            try:
+                await self._open_tenant(name, name, tenants[name])
+            except (HomeError, OSError, RuntimeError) as error:  # the last is gRPC's
+                del tenants[name]
+                logs.warn("a tenant's endpoint cannot be opened: it is not added", tenant=name, error=str(error))
+        self._config = replace(changes.config, tenants=tenants)
+        for name, tenant in tenants.items():
+            self._doors[name].listener.admit(tenant.uids)
+        self._loop.broker.change_rules(changed_rules(self._loop.broker.rules, self._config))
+        logs.set_level(self._config.log.level)
+        if changes.fixed:
+            logs.warn("these keys have changed and need a restart of the daemon", keys=list(changes.fixed))
+        logs.log("configuration reloaded", tenants=list(tenants))
+
+    def _holdings(self, tenant: str) -> dict[str, str | int]:
+        """Return what keeps a tenant from being removed; nothing, when nothing does."""
+        ledger = self._loop.broker.ledger
+        sessions = sum(row.tenant == tenant for row in ledger.sessions.values())
+        charged = sum(ledger.tenant_charged(tenant, where) for where in ledger.totals)
+        if not sessions and not charged:
+            return {}
+        return {"tenant": tenant, "sessions": sessions, "charged": format_size(charged)}
 
     # --- metrics ---
 

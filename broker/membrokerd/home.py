@@ -163,6 +163,16 @@ class Home:
         """Say whether an earlier daemon of this device lived here since the directory was made."""
         return (self.state / "epoch").exists()
 
+    def tell_index(self, index: int) -> None:
+        """Write the device's number where `membroker --device` looks for it; the directory is named after the UUID."""
+        fresh = self.state / "index.new"
+        try:
+            fresh.write_text(f"{index}\n")
+            fresh.chmod(0o644)
+            fresh.rename(self.root / "index")
+        except OSError as error:
+            raise HomeError(f"cannot write {self.root / 'index'}: {error.strerror}; make room there") from error
+
     def endpoint(self, *parts: str, mode: int = 0o755) -> Path:
         """Return the directory of an endpoint (`tenants`, NAME or `admin`), made if need be."""
         directory = self.root.joinpath(*parts)

@@ -71,7 +71,12 @@ def configure(config: LogConfig, descriptor: int = 2) -> None:
     root = logging.getLogger()
     root.handlers = [_writer]
     root.setLevel(logging.WARNING)
-    _LOGGER.setLevel(config.level.upper())
+    set_level(config.level)
+
+
+def set_level(level: str) -> None:
+    """Say events from this level on: `debug`, `info`, `warning` or `error`."""
+    _LOGGER.setLevel(level.upper())
 
 
 def flush() -> None:

@@ -287,8 +287,9 @@ class Metrics:
         for books in view.locations:
             _add_location(families, view, books)
         for tenant in view.tenants:
-            families.add(TENANT_USED, tenant.used, tenant.tenant, tenant.location)
-            families.add(TENANT_LIMIT, tenant.limit, tenant.tenant, tenant.location)
+            for location, used_bytes, limit_bytes in tenant.locations:
+                families.add(TENANT_USED, used_bytes, tenant.tenant, location)
+                families.add(TENANT_LIMIT, limit_bytes, tenant.tenant, location)
         for model in view.models:
             _add_model(families, model)
         _add_segments(families, view.segments)

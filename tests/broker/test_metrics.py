@@ -74,7 +74,7 @@ def books(
 FULL = books(
     model("acme", "a", 4 * MIB, limit=8 * MIB, segments=2 * MIB, CAPACITY=1),
     segments=(segment(1, "acme", "a", "sealed"),),
-    tenants=(TenantView("acme", "device", 4 * MIB, 16 * MIB),),
+    tenants=(TenantView("acme", (("device", 4 * MIB, 16 * MIB),), 1, 1),),
 )
 """Books in which every metric of the books has a series."""
 
@@ -223,7 +223,10 @@ def test_refusals_exist_before_the_first_one() -> None:
 
 
 def test_a_tenants_use_and_limit() -> None:
-    rows = (TenantView("acme", "device", 4 * MIB, 16 * MIB), TenantView("umbra", "device", 0, None))
+    rows = (
+        TenantView("acme", (("device", 4 * MIB, 16 * MIB),), 1, 1),
+        TenantView("umbra", (("device", 0, None),), 0, 0),
+    )
     series = scrape(Metrics(Source(books(tenants=rows)), UUID))
     assert values(series, "membroker_tenant_used_bytes", tenant="acme", location="device") == [4 * MIB]
     assert values(series, "membroker_tenant_limit_bytes", tenant="acme", location="device") == [16 * MIB]

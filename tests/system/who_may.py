@@ -453,6 +453,7 @@ def read_all(me: Party, target: Any) -> Any:
         "ListModels": bpb.ListModelsRequest(page_size=1000),
         "ListSessions": bpb.ListSessionsRequest(page_size=1000),
         "ListSegments": bpb.ListSegmentsRequest(page_size=1000),
+        "ListTenants": apb.ListTenantsRequest(),
         "ListQuotas": apb.ListQuotasRequest(),
         "ListProcesses": apb.ListProcessesRequest(),
     }

@@ -75,6 +75,11 @@ class Broker:
         """When the core wants to hear `Elapsed`, in nanoseconds of CLOCK_BOOTTIME; None: not at all."""
         return self.segments.deadline
 
+    def change_rules(self, rules: policy.Rules) -> None:
+        """Have other limits and times from the next step on. What is lent stays lent, and no books change."""
+        assert policy.fixed(rules) == policy.fixed(self.rules), "these are decided at the start"
+        self.rules = rules
+
     # --- what the parts of the core share ---
 
     def emit(self, effect: fx.Effect) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .denied import Denied, Reason, deny
 from .events import Location, ModelName
@@ -31,7 +31,8 @@ _MODEL_NAME = re.compile(rf"(?=.{{1,96}}\Z){_OWN_NAME.pattern}(?:/{_OWN_NAME.pat
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the configuration says, in bytes, nanoseconds and counts. `limits` of a tenant have no model.
+    """What the configuration says, in bytes, nanoseconds and counts. `limits` of a tenant have no model;
+    `default_limits` are those of each tenant that has no limit of its own there.
 
     A segment is made of extents of `segment_extent_bytes`, and one of the rest. `stock_extents` and `stock_bytes` are
     the most that is kept ready, all sizes together; 0: nothing.
@@ -40,6 +41,7 @@ class Rules:
     granularity: int
     capacities: Mapping[Location, int]
     limits: Mapping[tuple[str, str | None, Location], int] = field(default_factory=dict)
+    default_limits: Mapping[Location, int] = field(default_factory=dict)
     anchor_bytes: int = 0
     settle_ns: int = 10_000_000_000
     model_grace_ns: int = 60_000_000_000
@@ -53,6 +55,19 @@ class Rules:
     max_segment_extents: int = 4_096
     stock_extents: int = 0
     stock_bytes: int = 0
+
+
+def fixed(rules: Rules) -> Rules:
+    """Return the rules without those that may change while a daemon runs."""
+    return replace(
+        rules,
+        limits={},
+        default_limits={},
+        settle_ns=0,
+        model_grace_ns=0,
+        max_sessions_per_tenant=None,
+        max_models_per_tenant=0,
+    )
 
 
 WANTS_OF_ROOM = frozenset((Reason.MODEL_LIMIT, Reason.TENANT_LIMIT, Reason.CAPACITY))
@@ -93,8 +108,9 @@ def model_limit(ledger: Ledger, rules: Rules, name: ModelName, location: Locatio
 
 
 def tenant_limit(ledger: Ledger, rules: Rules, tenant: str, location: Location) -> int | None:
-    """Return the tenant's limit in force: what is commanded, or else configured."""
-    return _ruled(ledger, rules, tenant, None, location)
+    """Return the tenant's limit in force: what is commanded, or else configured, or else every tenant's default."""
+    own = _ruled(ledger, rules, tenant, None, location)
+    return rules.default_limits.get(location) if own is None else own
 
 
 def _ruled(ledger: Ledger, rules: Rules, tenant: str, model: str | None, location: Location) -> int | None:

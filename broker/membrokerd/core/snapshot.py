@@ -57,6 +57,16 @@ class ModelView:
 
 
 @value
+class TenantView:
+    """One tenant; `locations` are (location, bytes charged, the limit in force), `sessions` without observers."""
+
+    tenant: str
+    locations: tuple[tuple[Location, int, int | None], ...]
+    models: int
+    sessions: int
+
+
+@value
 class SessionView:
     """One session; `locations` are (location, bytes, extents), `segments` those that it holds."""
 
@@ -71,16 +81,6 @@ class SessionView:
     locations: tuple[tuple[Location, int, int], ...]
     segments: tuple[SegmentName, ...]
     began_at: int
-
-
-@value
-class TenantView:
-    """A tenant's charge at one location; `limit` is the one in force."""
-
-    tenant: str
-    location: Location
-    used: int
-    limit: int | None
 
 
 @value
@@ -105,17 +105,6 @@ def take_locations(broker: Broker) -> tuple[LocationView, ...]:
     return tuple(
         LocationView(where, t.capacity, t.lent, t.releasing, t.stock, t.free, broker.settling.shown(where))
         for where, t in broker.ledger.totals.items()
-    )
-
-
-def take_tenants(broker: Broker, configured: Iterable[str]) -> tuple[TenantView, ...]:
-    """Return the configured tenants and all that are charged or limited, by name, at each location."""
-    ledger, rules = broker.ledger, broker.rules
-    names = {*configured, *(name.tenant for name in ledger.models), *(tenant for tenant, _, _ in ledger.quotas)}
-    return tuple(
-        TenantView(name, where, ledger.tenant_charged(name, where), policy.tenant_limit(ledger, rules, name, where))
-        for name in sorted(names)
-        for where in ledger.totals
     )
 
 
@@ -148,6 +137,30 @@ def take_segments(broker: Broker, tenant: str | None = None) -> tuple[SegmentVie
     """Return the segments of a tenant, or all, in the order they began."""
     rows = broker.ledger.segments.values()
     return tuple(broker.segments.view(row) for row in rows if tenant in (None, row.name.tenant))
+
+
+def take_tenants(broker: Broker, configured: Iterable[str]) -> tuple[TenantView, ...]:
+    """Return the configured tenants, and every other that has a session, a model or a commanded limit, by name."""
+    ledger = broker.ledger
+    models = Counter(name.tenant for name in ledger.models)
+    sessions = Counter(row.tenant for row in ledger.sessions.values() if not row.observer)
+    others = {row.tenant for row in ledger.sessions.values()} | {tenant for tenant, _, _ in ledger.quotas}
+    return tuple(
+        TenantView(
+            tenant,
+            tuple(
+                (
+                    where,
+                    ledger.tenant_charged(tenant, where),
+                    policy.tenant_limit(ledger, broker.rules, tenant, where),
+                )
+                for where in ledger.totals
+            ),
+            models[tenant],
+            sessions[tenant],
+        )
+        for tenant in sorted({*configured, *models, *others})
+    )
 
 
 def _model(broker: Broker, row: ModelRow, denials: Mapping[str, int]) -> ModelView:

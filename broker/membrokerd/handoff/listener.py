@@ -73,6 +73,10 @@ class Listener:
         """Return who is charged: the endpoint's tenant, or where it has none, one for each uid."""
         return self._tenant or f"uid-{peer.uid}"
 
+    def admit(self, uids: frozenset[int]) -> None:
+        """Let these users open sessions from now on; sessions that are open stay."""
+        self._uids = uids
+
     def _acceptable(self) -> None:
         for _ in range(ACCEPTS_PER_TURN):
             try:

@@ -11,6 +11,7 @@ from typing import Any
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as hpb
 from membroker.v1 import resources_pb2 as rpb
@@ -20,7 +21,7 @@ from ..core import effects as fx
 from ..core import events as ev
 from ..core import policy
 from ..core.denied import Denied, Reason, deny
-from ..core.snapshot import LocationView, ModelView, SessionView, Snapshot
+from ..core.snapshot import LocationView, ModelView, SessionView, Snapshot, TenantView
 
 _TENANT = r"tenants/([a-z0-9][a-z0-9-]{0,23})"
 _OWN = "[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
@@ -278,6 +279,19 @@ def from_session(row: SessionView, now_ns: int) -> rpb.Session:
         ],
         create_time=_began(row.began_at, now_ns),
         segments=[str(name) for name in row.segments],
+    )
+
+
+def from_tenant(row: TenantView) -> apb.Tenant:
+    """Return a tenant's row as a message."""
+    return apb.Tenant(
+        name=f"tenants/{row.tenant}",
+        books=[
+            apb.TenantBooks(location=LOCATION_NUMBERS[where], used_bytes=used, limit_bytes=limit)
+            for where, used, limit in row.locations
+        ],
+        models=row.models,
+        sessions=row.sessions,
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from google.protobuf.message import Message
 
+from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2 as rpb
 from membroker.vmm import DeviceInfo
@@ -26,6 +27,7 @@ DEFAULT_PAGE = 100
 MAX_PAGE = 1000
 MAX_PAGE_BYTES = 1 << 20
 """A gRPC client takes no message of more than 4 MiB, and one session may have 256 models of long names."""
+_TENANT_KEY = re.compile(r"[a-z0-9][a-z0-9-]{0,23}")
 _ID_KEY = re.compile(r"[0-9a-f]{16}")
 
 _Row = TypeVar("_Row")
@@ -92,6 +94,12 @@ class Views:
         sessions, token = _page(rows, lambda row: f"{row.session:016x}", _ID_KEY, request, show)
         return pb.ListSessionsResponse(sessions=sessions, next_page_token=token)
 
+    def list_tenants(self, request: apb.ListTenantsRequest, configured: Iterable[str]) -> apb.ListTenantsResponse:
+        """Return a page of tenants, by name: the configured ones, and all that have something."""
+        rows = snapshot.take_tenants(self.loop.broker, configured)
+        tenants, token = _page(rows, lambda row: row.tenant, _TENANT_KEY, request, convert.from_tenant)
+        return apb.ListTenantsResponse(tenants=tenants, next_page_token=token)
+
     def list_segments(self, request: pb.ListSegmentsRequest, tenant: str | None = None) -> pb.ListSegmentsResponse:
         """Return a page of segments, in the order they began; `tenant` None is everybody's."""
         rows = snapshot.take_segments(self.loop.broker, tenant)
@@ -104,7 +112,7 @@ def _page(
     rows: Sequence[_Row],
     key: Callable[[_Row], str],
     grammar: re.Pattern[str],
-    request: pb.ListModelsRequest | pb.ListSessionsRequest | pb.ListSegmentsRequest,
+    request: pb.ListModelsRequest | pb.ListSessionsRequest | pb.ListSegmentsRequest | apb.ListTenantsRequest,
     show: Callable[[_Row], _Shown],
 ) -> tuple[list[_Shown], str]:
     """Return the rows behind the token, which is the key of the last row of the page before, and the next token.

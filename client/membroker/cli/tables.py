@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from membroker.cli.admin import ProcessStatus, Quota
+from membroker.cli.admin import ProcessStatus, Quota, TenantStatus
 from membroker.convert import parts_of
 from membroker.tensor_index import TensorInfo
 from membroker.types import DeviceStatus, LocationBooks, ModelBooks, ModelStatus, SegmentStatus, SessionStatus
@@ -160,6 +160,24 @@ def _location_row(books: LocationBooks) -> list[str]:
         format_size(books.headroom),
         f"{_size(books.device_used)} of {_size(books.device_total)}" if seen else NONE,
     ]
+
+
+def tenants_table(tenants: Iterable[TenantStatus]) -> Table:
+    """Return a row for each tenant and location."""
+    columns = ("tenant", "where", ">used", ">limit", ">models", ">sessions")
+    rows = [
+        [
+            short_name(tenant.name),
+            books.location,
+            format_size(books.used),
+            _size(books.limit),
+            str(tenant.models),
+            str(tenant.sessions),
+        ]
+        for tenant in tenants
+        for books in tenant.books.values()
+    ]
+    return Table(columns, rows, "no tenant is configured, and no user has a session")
 
 
 def quotas_table(quotas: Iterable[Quota]) -> Table:
