@@ -54,6 +54,7 @@ def _serve(config: Any) -> int:
     from .daemon import Daemon
     from .device import DeviceError, plan
     from .home import HomeError
+    from .turns import Turns, TurnSelector
 
     # A scrape formats for as long as it may keep the interpreter: 5 ms by default, for which lending would wait.
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -67,7 +68,9 @@ def _serve(config: Any) -> int:
             product=device.name,
             capacity_bytes=made.capacities["device"],
         )
-        asyncio.run(Daemon(config, made).run())
+        turns = Turns()
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(TurnSelector(turns))) as runner:
+            runner.run(Daemon(config, made, turns).run())
     except (HomeError, DeviceError, DriverError) as error:
         print(f"membrokerd: {error}", file=sys.stderr)
         return 1

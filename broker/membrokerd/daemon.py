@@ -55,6 +55,7 @@ from .rpc.views import Views
 from .store import Kept, Mirror, Store
 from .suspects import CONTEXT_BYTES, command_of
 from .systemd import open_systemd, started_by_systemd, systemd_available
+from .turns import Turns
 
 METRICS_PORT = 9710
 VIEW_SECONDS = 0.5
@@ -66,8 +67,9 @@ DEFAULT_MAX_SESSIONS = 1024
 class Daemon:
     """One device's broker, from start to stop."""
 
-    def __init__(self, config: Config, plan: Plan) -> None:
+    def __init__(self, config: Config, plan: Plan, turns: Turns) -> None:
         self._config = config
+        self._turns = turns
         self._plan = plan
         self._traffic = Traffic()
         self._endpoints: list[Path] = []
@@ -120,6 +122,7 @@ class Daemon:
             CONTEXT_BYTES[plan.driver.device.driver],
             journal,
             self._metrics.journal.observe,
+            self._turns,
         )
         self._loop.figures = executor.figures()
         self._dispatcher = Dispatcher(self._loop, self._observe_request)
@@ -130,7 +133,7 @@ class Daemon:
         stack.callback(self._drain.end)
         stack.callback(lambda: self._home.close(self._endpoints))
         executor.start(asyncio.get_running_loop())
-        self._watch = Watch(self._store, self._loop.process_died)
+        self._watch = Watch(self._store, self._loop.process_died, self._turns)
         stack.callback(self._watch.close)
         self._loop.on_forget.append(self._watch.forget)
         self._take_over(executor, kept)
@@ -293,6 +296,8 @@ class Daemon:
             lambda server: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, server),
             self._observe_request,
             self._loop.broker.rules.max_sessions,
+            self._turns,
+            len(self._config.tenants or ("default",)) + 1,
         )
         stack.push_async_callback(server.stop, 1.0)
 
@@ -314,6 +319,8 @@ class Daemon:
             lambda server: broker_pb2_grpc.add_BrokerServiceServicer_to_server(service, server),
             self._observe_request,
             self._loop.broker.rules.max_sessions,
+            self._turns,
+            len(self._config.tenants or ("default",)) + 1,
         )
         stack.push_async_callback(server.stop, 1.0)
         sock = self._home.listen(directory / "handoff.sock", ownership)
@@ -348,6 +355,9 @@ class Daemon:
             headroom=dict(self._plan.headroom),
             gate_reserve={"device": self._plan.gate_reserve},
             draining=self._loop.broker.draining,
+            longest_turn_seconds=self._turns.longest,
+            longest_turn_cpu_seconds=self._turns.longest_cpu,
+            slow_turns=self._turns.slow,
         )
 
     def _unready(self) -> str:

@@ -31,6 +31,7 @@ from .journal import Journal
 from .points import reach
 from .store import DescriptorStore
 from .suspects import Process
+from .turns import SHARE_SECONDS, Turns
 
 Reply = Callable[[fx.Result | Denied], None]
 RELEASING_AUDIT_SECONDS = 0.01
@@ -76,8 +77,10 @@ class Loop:
         context_bytes: int = 0,
         journal: Journal | None = None,
         observe_write: Callable[[float], None] = lambda seconds: None,
+        turns: Turns | None = None,
     ) -> None:
         self.broker = broker
+        self.turns = turns or Turns()
         self.executor = executor
         self.store = store
         self.links: dict[int, Link] = {}
@@ -282,8 +285,9 @@ class Loop:
         self._turn += 1
         silent, self._cut_short_before = self.cut_short == self._cut_short_before, self.cut_short
         late = self._io.time() - HEARING_SECONDS
+        end = time.perf_counter() + SHARE_SECONDS
         try:
-            while self._put_aside:
+            while self._put_aside and time.perf_counter() < end:
                 call, turn, asked_at = self._put_aside[0]
                 if turn + 2 > self._turn or not (silent or asked_at <= late):
                     break

@@ -105,6 +105,11 @@ REQUESTS = Spec(
     ("method", "transport"),
 )
 STEPS = Spec("membroker_core_step_seconds", "histogram", "Time of one step of the core: the books and the rules.")
+LONGEST_TURN = Spec("membroker_loop_longest_turn_seconds", "gauge", "Longest turn of the event loop since the start.")
+LONGEST_TURN_CPU = Spec(
+    "membroker_loop_longest_turn_cpu_seconds", "gauge", "Most CPU time that one turn of the event loop has used."
+)
+SLOW_TURNS = Spec("membroker_loop_slow_turns_total", "counter", "Turns of the event loop that took more than 50 ms.")
 JOURNAL = Spec("membroker_journal_append_seconds", "histogram", "Time of writing one step's facts down.")
 STOCK_EXTENTS = Spec(
     "membroker_stock_extents_total",
@@ -139,6 +144,9 @@ class MetricsView:
     headroom: Mapping[Location, int] = field(default_factory=dict)
     gate_reserve: Mapping[Location, int] = field(default_factory=dict)
     draining: bool = False
+    longest_turn_seconds: float = 0.0
+    longest_turn_cpu_seconds: float = 0.0
+    slow_turns: int = 0
 
 
 class MetricsSource(Protocol):
@@ -245,6 +253,9 @@ def _add_device(families: _Families, view: MetricsView) -> None:
     families.add(DRAINING, int(view.draining))
     families.add(DESCRIPTORS, view.memory_descriptors_open)
     families.add(NOTICES_DROPPED, view.notices_dropped)
+    families.add(LONGEST_TURN, view.longest_turn_seconds)
+    families.add(LONGEST_TURN_CPU, view.longest_turn_cpu_seconds)
+    families.add(SLOW_TURNS, view.slow_turns)
     for reason, count in sorted(view.refused.items()):
         families.add(REFUSED, count, reason)
     states = Counter(session.state for session in view.snapshot.sessions if not session.observer)

@@ -11,6 +11,7 @@ import asyncio
 import errno
 import os
 import socket
+import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -82,7 +83,11 @@ class Connection:
         self._closing = False
         self._pidfd: int | None = peer.pidfd
         self._holds: Holds | None = None
+        self._holds_timer: asyncio.TimerHandle | None = None
         self._waiting = False
+        self._turns = self._loop.turns
+        self._whose = listener.tenant_of(peer)
+        self._descriptor = sock.fileno()
         self._io.add_reader(sock, self._readable)
 
     @property
@@ -93,28 +98,45 @@ class Connection:
     # --- in ---
 
     def _readable(self) -> None:
+        """Take frames, as many as this connection and its tenant may have in one turn."""
         for _ in range(FRAMES_PER_TURN):
             if self._closed or self._outgoing or self._waiting:
                 return
-            try:
-                frame = handoff.receive_without_descriptors(self._sock, self._listener.buffer)
-            except BlockingIOError:
+            if not self._turns.may(self._whose, self._descriptor):
+                break  # what is left makes the socket readable in the next turn too
+            began = time.perf_counter()
+            went_on = self._read()
+            self._turns.charge(self._whose, time.perf_counter() - began)
+            if not went_on:
                 return
-            except handoff.EndOfConnection:
-                self.close("the other end closed it")
-                return
-            except handoff.BrokenPacket as error:
-                self._violated(0, str(error))
-                return
-            except OSError as error:
-                self.close(error.strerror or "broken")
-                return
-            try:
-                self._take(frame)
-            except Exception as error:  # noqa: BLE001 - the edge of the daemon: no frame may end it, or hang its sender
-                logs.fault(error, endpoint=self._listener.endpoint, pid=self._peer.pid)
-                self._refuse(frame.request_id, deny(Reason.INTERNAL))
         self._loop.cut_short += 1
+
+    def _read(self) -> bool:
+        """Take one frame; False when there is none, or none will ever come."""
+        try:
+            frame = handoff.receive_without_descriptors(self._sock, self._listener.buffer)
+        except BlockingIOError:
+            return False
+        except handoff.EndOfConnection:
+            self.close("the other end closed it")
+            return False
+        except handoff.BrokenPacket as error:
+            self._violated(0, str(error))
+            return False
+        except OSError as error:
+            self.close(error.strerror or "broken")
+            return False
+        try:
+            self._take(frame)
+        except Exception as error:  # noqa: BLE001 - the edge of the daemon: no frame may end it, or hang its sender
+            logs.fault(error, endpoint=self._listener.endpoint, pid=self._peer.pid)
+            self._refuse(frame.request_id, deny(Reason.INTERNAL))
+        return True
+
+    def hear(self) -> None:
+        """Take the next frame if it is there already, whatever is left of this turn."""
+        if not (self._closed or self._outgoing or self._waiting):
+            self._read()
 
     def _take(self, frame: pb.Frame) -> None:
         kind = frame.WhichOneof("kind")

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 from .. import logs
+from ..turns import Turns
 from .peer import NO_DESCRIPTOR, identity_of
+
+_DEATHS = "the dead"
+"""Whose share of a turn deaths use: no tenant has such a name."""
 
 
 class Pidfds(Protocol):
@@ -30,9 +35,10 @@ class Pidfds(Protocol):
 class Watch:
     """Tells `died` of each session whose process is dead, once."""
 
-    def __init__(self, store: Pidfds, died: Callable[[int], None]) -> None:
+    def __init__(self, store: Pidfds, died: Callable[[int], None], turns: Turns) -> None:
         self._store = store
         self._died = died
+        self._turns = turns
         self._pidfds: dict[int, int] = {}
         self._io = asyncio.get_running_loop()
 
@@ -74,8 +80,13 @@ class Watch:
         return None
 
     def _ended(self, session: int) -> None:
+        """Tell of a death, unless this turn has had its share of them: a pidfd stays readable."""
+        if not self._turns.may(_DEATHS, self._pidfds[session]):
+            return
+        began = time.perf_counter()
         self._drop(session)
         self._died(session)
+        self._turns.charge(_DEATHS, time.perf_counter() - began)
 
     def forget(self, session: int) -> None:
         """Watch a session's process no more."""
