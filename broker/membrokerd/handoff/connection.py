@@ -40,6 +40,8 @@ FRAMES_PER_TURN = 8
 MAX_CLIENT_NAME = 128
 LINGER_SECONDS = 5.0
 """How long the last answer of a connection may wait for a peer that does not read."""
+HOLDS_SECONDS = 10.0
+"""How long a process that resumes may take from its Welcome to its last Holds."""
 IN_FLIGHT_SECONDS = 0.05
 """How long a delivery rests when as many descriptors of this user are under way as the kernel allows."""
 _REQUESTS = frozenset(
@@ -193,7 +195,7 @@ class Connection:
 
     def _open(self, request_id: int, hello: pb.Hello, pair: _Pair) -> None:
         peer, endpoint, tenant = self._peer, self._listener.endpoint, self._listener.tenant_of(self._peer)
-        client = "".join(letter for letter in hello.client if letter.isprintable())[:MAX_CLIENT_NAME]
+        client = "".join(letter for letter in hello.client[:MAX_CLIENT_NAME] if letter.isprintable())
         token, token_hash = new_token()
         observer = hello.observer
 
@@ -231,6 +233,7 @@ class Connection:
                     before.close("its process connected anew")
             self._begin(ticket.session, ticket.tenant, self._loop.resuming)
             self._holds = Holds(self._loop.broker.ledger.sessions[ticket.session])
+            self._holds_timer = self._io.call_later(HOLDS_SECONDS, self._no_holds)
             # What the old connection did not deliver is told before anything is read of this one.
             self._waiting = True
             self._io.call_soon(self._go_on)
@@ -268,14 +271,27 @@ class Connection:
         try:
             self._holds.take(frame.holds)
         except Refused as refused:
+            self._end_holds()
             self._refuse(request_id, refused.denied)
             return
         if frame.holds.last:
-            holds, self._holds = self._holds, None
+            holds = self._holds
+            self._end_holds()
             reach("reconcile")
             self._loop.ask(
                 lambda call: holds.to_event(call), lambda result: self._reconciled(request_id, session, result)
             )
+
+    def _end_holds(self) -> None:
+        self._holds = None
+        if self._holds_timer is not None:
+            self._holds_timer.cancel()
+            self._holds_timer = None
+
+    def _no_holds(self) -> None:
+        self._end_holds()
+        if not self._closed:
+            self._violated(0, f"the last Holds did not come within {HOLDS_SECONDS:.0f} seconds")
 
     def _reconciled(self, request_id: int, session: int, result: fx.Result | Denied) -> None:
         reach("reconciled")
@@ -453,6 +469,7 @@ class Connection:
         if self._closed:
             return
         self._closed = True
+        self._end_holds()
         self._io.remove_reader(self._sock)
         self._io.remove_writer(self._sock)
         hang_up(self._sock)
