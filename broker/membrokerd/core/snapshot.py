@@ -73,6 +73,16 @@ class SessionView:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceView:
+    """The sums of the device at one revision. `sessions` are workers' that live, `detached` those of them that are."""
+
+    revision: int
+    locations: tuple[LocationView, ...]
+    sessions: int
+    detached: int
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """The books at one revision."""
 
@@ -85,12 +95,22 @@ class Snapshot:
 
 def take(broker: Broker) -> Snapshot:
     """Return the books as they stand, models by name, sessions and segments in the order they began."""
-    ledger = broker.ledger
-    locations = tuple(
+    models, sessions, segments = take_models(broker), take_sessions(broker), take_segments(broker)
+    return Snapshot(broker.ledger.revision, _locations(broker), models, sessions, segments)
+
+
+def take_device(broker: Broker) -> DeviceView:
+    """Return the device's sums: every tenant may ask for them, so no model or segment is looked at."""
+    states = [row.state for row in broker.ledger.sessions.values() if not row.observer]
+    detached = states.count("detached")
+    return DeviceView(broker.ledger.revision, _locations(broker), states.count("open") + detached, detached)
+
+
+def _locations(broker: Broker) -> tuple[LocationView, ...]:
+    return tuple(
         LocationView(where, t.capacity, t.lent, t.releasing, t.stock, t.free, broker.settling.shown(where))
-        for where, t in ledger.totals.items()
+        for where, t in broker.ledger.totals.items()
     )
-    return Snapshot(ledger.revision, locations, take_models(broker), take_sessions(broker), take_segments(broker))
 
 
 def take_model(broker: Broker, name: ModelName) -> ModelView:

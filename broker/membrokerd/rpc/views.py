@@ -45,7 +45,7 @@ class Views:
     def get_device(self) -> rpb.Device:
         """Return the device and its books."""
         return convert.from_device(
-            snapshot.take(self.loop.broker),
+            snapshot.take_device(self.loop.broker),
             self.device,
             self.loop.figures,
             self.headroom,
