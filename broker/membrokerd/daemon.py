@@ -55,7 +55,7 @@ from .rpc.views import Views
 from .store import Kept, Mirror, Store
 from .suspects import CONTEXT_BYTES, command_of
 from .systemd import open_systemd, started_by_systemd, systemd_available
-from .turns import Turns
+from .turns import Turns, spare_collections
 
 METRICS_PORT = 9710
 VIEW_SECONDS = 0.5
@@ -86,6 +86,8 @@ class Daemon:
             notify(f"READY=1\nSTATUS=lending {format_size(self._plan.capacities['device'])}")
             logs.log("ready", pid=os.getpid(), metrics=self._views.metrics_url or "off")
             keep_watchdog_quiet(asyncio.get_running_loop())
+            spare_collections()
+            self._turns.begin()  # what the start took is nobody's turn
             await stop.wait()
             notify("STOPPING=1")
             logs.log("stopping")

@@ -22,6 +22,9 @@ MAX_STREAMS = 32
 41 KiB), and both bound the memory that a peer takes which begins a request and never ends it."""
 WINDOW_BYTES = 16 * 1024
 """What a peer may send of a call before the broker reads it; gRPC would let it grow with the peer's speed."""
+MAX_PENDING = 1_024
+"""Calls of an endpoint that have arrived and that the event loop has not taken yet; from half of it on, gRPC refuses
+some of them, by lot."""
 MAX_CALLS = 1_024
 """Calls at a time of all endpoints together. Each endpoint has an equal part, at least one connection's."""
 
@@ -33,6 +36,8 @@ _OPTIONS = [
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.server.max_pending_requests", MAX_PENDING // 2),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
     ("grpc.so_reuseport", 0),
 ]
 
