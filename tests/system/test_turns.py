@@ -82,7 +82,9 @@ class Resumable:
         self._session = Session(daemon.endpoint())
         self.model = self._session.register("m")
         (self.extent,) = self._session.borrow(self.model, PAGE)
-        self.segment = self._session.call(create_segment=raw.segment_of(self.model, "weights", PAGE)).generation
+        segment = self._session.call(create_segment=raw.segment_of(self.model, "weights", PAGE))
+        assert isinstance(segment, resources_pb2.Segment), segment
+        self.segment = segment.generation
         self._session.call(declare=raw.bpb.DeclareMemoryRequest(model=self.model, declared_bytes=PAGE))
         self._session.sock.close()
         self.held = pb.Holds(
@@ -115,6 +117,7 @@ def resumable(daemon: Daemon) -> Iterator[Resumable]:
     yield one
     one.end()
     until(lambda: not daemon.sessions())
+    until(lambda: daemon.books().free_bytes == daemon.books().capacity_bytes)  # and the segment's name is free
 
 
 def _segments(count: int) -> list[pb.HeldSegment]:

@@ -23,8 +23,6 @@ from .errors import to_status
 
 STATUS_KEY = "grpc-status-details-bin"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
-
-
 MAX_WATCHES = 16
 """Streams of health and reflection that one endpoint serves at a time: they last as long as their peer likes."""
 _NO_DESCRIPTOR = -1
@@ -56,7 +54,7 @@ class Guard(grpc.aio.ServerInterceptor):
             try:
                 if request is None:
                     raise Refused(deny(Reason.PROTOCOL_VIOLATION, what=f"the body is not a request of {name}"))
-                return await self._in_turn(handler.unary_unary(request, context))
+                return await self._in_turn(lambda: handler.unary_unary(request, context))
             except Refused as refused:
                 await _abort(context, to_status(refused.denied))
             except (grpc.aio.AbortError, TimeoutError):
@@ -76,13 +74,13 @@ class Guard(grpc.aio.ServerInterceptor):
 
         return grpc.unary_unary_rpc_method_handler(guarded, deserialize, handler.response_serializer)
 
-    async def _in_turn(self, call: Awaitable[Any]) -> Any:
+    async def _in_turn(self, call: Callable[[], Awaitable[Any]]) -> Any:
         """Serve a call once its endpoint may use more of a turn, and count what it used if it was served in one."""
         while not self._turns.may(self._endpoint, _NO_DESCRIPTOR):
             await asyncio.sleep(0)
         turn, began = self._turns.number, time.perf_counter()
         try:
-            return await call
+            return await call()
         finally:
             if self._turns.number == turn:
                 self._turns.charge(self._endpoint, time.perf_counter() - began)
