@@ -74,6 +74,7 @@ def _serve(config: Config, reloader: Reloader) -> int:
         from .daemon import Daemon
         from .device import DeviceError, plan
         from .home import HomeError
+        from .turns import Turns, TurnSelector
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("membroker"):
             raise
@@ -94,7 +95,9 @@ def _serve(config: Config, reloader: Reloader) -> int:
             product=device.name,
             capacity_bytes=made.capacities["device"],
         )
-        asyncio.run(Daemon(config, made, reloader).run())
+        turns = Turns()
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(TurnSelector(turns))) as runner:
+            runner.run(Daemon(config, made, reloader, turns).run())
     except (HomeError, DeviceError, DriverError) as error:
         logs.flush()  # this sentence is the last one
         print(f"membrokerd: {error}", file=sys.stderr)

@@ -60,6 +60,7 @@ from .rpc.views import Views
 from .store import Kept, Mirror, Store
 from .suspects import CONTEXT_BYTES
 from .systemd import open_systemd, started_by_systemd, systemd_available
+from .turns import Turns, spare_collections
 
 METRICS_PORT = 9710
 VIEW_SECONDS = 2.0
@@ -80,8 +81,9 @@ class _Door:
 class Daemon:
     """One device's broker, from start to stop."""
 
-    def __init__(self, config: Config, plan: Plan, reloader: Reloader) -> None:
+    def __init__(self, config: Config, plan: Plan, reloader: Reloader, turns: Turns) -> None:
         self._config = config
+        self._turns = turns
         self._plan = plan
         self._reloader = reloader
         self._doors: dict[str, _Door] = {}
@@ -100,6 +102,8 @@ class Daemon:
             self._reloader.begin(self._reload)
             notify(f"READY=1\nSTATUS=lending {format_size(self._plan.capacities['device'])}")
             logs.log("ready", pid=os.getpid(), metrics=self._views.metrics_url or "off")
+            spare_collections()
+            self._turns.begin()  # what the start took is nobody's turn
             await stop.wait()
             self._reloader.close()
             notify("STOPPING=1")
@@ -138,6 +142,7 @@ class Daemon:
             CONTEXT_BYTES[plan.driver.device.driver],
             journal,
             self._metrics.journal.observe,
+            self._turns,
         )
         self._loop.figures = executor.figures()
         self._dispatcher = Dispatcher(self._loop, self._observe_request)
@@ -147,7 +152,7 @@ class Daemon:
         stack.callback(self._drain.end)
         stack.callback(lambda: self._home.close(self._endpoints))
         executor.start(asyncio.get_running_loop())
-        self._watch = Watch(self._store, self._loop.process_died)
+        self._watch = Watch(self._store, self._loop.process_died, self._turns)
         stack.callback(self._watch.close)
         self._loop.on_forget.append(self._watch.forget)
         self._take_over(executor, kept)
@@ -311,6 +316,8 @@ class Daemon:
             lambda server: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, server),
             self._observe_request,
             self._loop.broker.rules.max_sessions,
+            self._turns,
+            self._endpoint_count(),
         )
         stack.push_async_callback(server.stop, 1.0)
 
@@ -333,6 +340,8 @@ class Daemon:
                 lambda server: broker_pb2_grpc.add_BrokerServiceServicer_to_server(service, server),
                 self._observe_request,
                 self._loop.broker.rules.max_sessions,
+                self._turns,
+                self._endpoint_count(),
             )
             stack.push_async_callback(server.stop, 1.0)
             sock = self._home.listen(directory / "handoff.sock", ownership)
@@ -341,6 +350,10 @@ class Daemon:
             stack.callback(listener.close)
             self._doors[name] = _Door(directory, listener, stack.pop_all())
         logs.log("endpoint open", tenant=tenant or "each uid", directory=str(directory))
+
+    def _endpoint_count(self) -> int:
+        """Return how many endpoints share the bound of gRPC calls: the operator's, the tenants', and the next one."""
+        return max(len(self._config.tenants), len(self._doors) + 1) + 1
 
     async def _close_doors(self) -> None:
         """Close the endpoints of all tenants, the last that was opened first."""
@@ -419,6 +432,9 @@ class Daemon:
             draining=broker.draining,
             journal_full=bool(broker.cannot_write),
             driver_fallback=self._plan.fell_back,
+            longest_turn_seconds=self._turns.longest,
+            longest_turn_cpu_seconds=self._turns.longest_cpu,
+            slow_turns=self._turns.slow,
         )
 
     def _readiness(self) -> tuple[bool, str]:

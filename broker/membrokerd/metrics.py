@@ -152,6 +152,11 @@ REQUESTS = Spec(
     ("method", "transport"),
 )
 STEPS = Spec("membroker_core_step_seconds", "histogram", "Time of one step of the core: books and rules.")
+LONGEST_TURN = Spec("membroker_loop_longest_turn_seconds", "gauge", "Longest turn of the event loop since the start.")
+LONGEST_TURN_CPU = Spec(
+    "membroker_loop_longest_turn_cpu_seconds", "gauge", "Most CPU time that one turn of the event loop has used."
+)
+SLOW_TURNS = Spec("membroker_loop_slow_turns_total", "counter", "Turns of the event loop that took more than 50 ms.")
 JOURNAL = Spec("membroker_journal_append_seconds", "histogram", "Time to append the facts of one step to the journal.")
 STOCK_EXTENTS = Spec(
     "membroker_stock_extents_total",
@@ -226,6 +231,9 @@ class MetricsView:
     draining: bool = False
     journal_full: bool = False
     driver_fallback: bool = False
+    longest_turn_seconds: float = 0.0
+    longest_turn_cpu_seconds: float = 0.0
+    slow_turns: int = 0
 
 
 class MetricsSource(Protocol):
@@ -330,6 +338,9 @@ def _add_daemon(families: _Families, view: MetricsView) -> None:
         (OBSERVERS, view.observers),
         (SESSIONS_LIMIT, view.max_sessions),
         (SCRAPE_TIME, view.taken_at),
+        (LONGEST_TURN, view.longest_turn_seconds),
+        (LONGEST_TURN_CPU, view.longest_turn_cpu_seconds),
+        (SLOW_TURNS, view.slow_turns),
     ):
         families.add(spec, value)
     families.add(BUILD_INFO, 1, view.version, view.device.driver, view.device.name)

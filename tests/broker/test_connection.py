@@ -34,6 +34,7 @@ from membrokerd.handoff.connection import Connection
 from membrokerd.handoff.listener import Listener
 from membrokerd.handoff.peer import Peer
 from membrokerd.rpc.convert import from_result
+from membrokerd.turns import Turns
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -59,6 +60,7 @@ class Lender:
         self.resuming: dict[int, Connection] = {}
         self.drain: Any = None
         self.cut_short = 0
+        self.turns = Turns()
         self.broker = SimpleNamespace(rules=policy.Rules(PAGE, cast(Any, capacities)))
         self.dispatcher = SimpleNamespace(loop=self, request=self._request, admit=lambda *_: None)
         self.listener = SimpleNamespace(

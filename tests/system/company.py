@@ -8,6 +8,7 @@ and `spare_descriptors` leaves a process so many descriptors and no more.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import select
 import subprocess
@@ -27,6 +28,9 @@ NOBODY = 20_000 + os.getpid() % 40_000
 """A user that nobody else is, not even another run of these tests: what is in flight is counted for each user."""
 CYCLES = 500
 """Turns of the honest worker at least, alone and beside each."""
+
+TURN_SECONDS = 0.05
+"""What no turn of the daemon's event loop may take, whatever peers send."""
 
 _CYCLES = """
 import time
@@ -101,6 +105,18 @@ def honest(daemon: Daemon, transport: str = "handoff") -> Iterator[Honest]:
     """Yield an honest worker of the tenant blue that is connected and has taken its time alone."""
     with worker() as process:
         yield Honest(process, daemon, transport)
+
+
+def check_turns(daemon: Daemon, state: State, what: str) -> None:
+    """Assert that no turn of the daemon's event loop was too long so far, and state the longest.
+
+    Of CPU time, which other processes of this machine cannot make longer; the time on the clock is stated only.
+    """
+    scraped = dict(re.findall(r"^membroker_loop_(\w+){[^}]*} (\S+)$", daemon.metrics(), re.MULTILINE))
+    longest, cpu = float(scraped["longest_turn_seconds"]), float(scraped["longest_turn_cpu_seconds"])
+    slow = int(float(scraped["slow_turns_total"]))
+    state(f"longest turn, {what}", f"{longest * 1e3:.1f} ms, CPU {cpu * 1e3:.1f} ms; {slow} took more than 50 ms")
+    assert cpu < TURN_SECONDS, f"a turn of the event loop used {cpu * 1e3:.1f} ms of CPU time"
 
 
 def other_user() -> int | None:

@@ -53,6 +53,7 @@ class Rules:
     segment_extent_bytes: int = 1 << 30
     max_segments_per_tenant: int = 256
     max_segment_extents: int = 4_096
+    max_waiting_per_tenant: int = 1_024
     stock_extents: int = 0
     stock_bytes: int = 0
 

@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 
 NOTICE_NS = 1_000_000_000
 """How late a death may be told after its memory is gone: as long as between two audits at rest."""
+CREDITS_AT_ONCE = 64
+"""So many deaths are credited in one step, and the rest at the next looks: a step is a turn for everybody else."""
 NAMING_NS = 1_000_000_000
 """So long after suspects were named none are: who lies again and again must not keep the driver busy with it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Death:
     """Bytes at one location of a dead session or a dropped segment. `reference`: None where the device cannot say."""
 
@@ -146,8 +148,9 @@ class Settling:
             self._lately.popleft()
         self._broker.stock.forget_stale(now)
         grace = self._broker.rules.model_grace_ns
+        with_segments = {segment.name for segment in self._broker.ledger.segments.values()}
         for row in list(self._broker.ledger.models.values()):
-            if not row.sessions and now - row.idle_since >= grace:
+            if not row.sessions and now - row.idle_since >= grace and row.name not in with_segments:
                 self._broker.end_model_if_idle(row)
 
     def _notice_rise(self, before: int | None, seen: int | None, now: int) -> None:
@@ -174,8 +177,8 @@ class Settling:
             self._used[location] = seen.get(location)
 
     def _settle(self, now: int) -> None:
-        """Credit deaths, newest first, until none of them is due."""
-        while True:
+        """Credit deaths, newest first, until none of them is due, or this step has credited enough."""
+        for _ in range(CREDITS_AT_ONCE):
             due = next((death for death in reversed(self._deaths) if self._is_due(death, now)), None)
             if due is None:
                 return

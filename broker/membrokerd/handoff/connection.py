@@ -11,6 +11,7 @@ import asyncio
 import errno
 import os
 import socket
+import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,6 +40,8 @@ FRAMES_PER_TURN = 8
 MAX_CLIENT_NAME = 128
 LINGER_SECONDS = 5.0
 """How long the last answer of a connection may wait for a peer that does not read."""
+HOLDS_SECONDS = 10.0
+"""How long a process that resumes may take from its Welcome to its last Holds."""
 IN_FLIGHT_SECONDS = 0.05
 """How long a delivery rests when as many descriptors of this user are under way as the kernel allows."""
 _REQUESTS = frozenset(
@@ -82,7 +85,11 @@ class Connection:
         self._closing = False
         self._pidfd: int | None = peer.pidfd
         self._holds: Holds | None = None
+        self._holds_timer: asyncio.TimerHandle | None = None
         self._waiting = False
+        self._turns = self._loop.turns
+        self._whose = listener.tenant_of(peer)
+        self._descriptor = sock.fileno()
         self._io.add_reader(sock, self._readable)
 
     @property
@@ -93,28 +100,45 @@ class Connection:
     # --- in ---
 
     def _readable(self) -> None:
+        """Take frames, as many as this connection and its tenant may have in one turn."""
         for _ in range(FRAMES_PER_TURN):
             if self._closed or self._outgoing or self._waiting:
                 return
-            try:
-                frame = handoff.receive_without_descriptors(self._sock, self._listener.buffer)
-            except BlockingIOError:
+            if not self._turns.may(self._whose, self._descriptor):
+                break  # what is left makes the socket readable in the next turn too
+            began = time.perf_counter()
+            went_on = self._read()
+            self._turns.charge(self._whose, time.perf_counter() - began)
+            if not went_on:
                 return
-            except handoff.EndOfConnection:
-                self.close("the other end closed it")
-                return
-            except handoff.BrokenPacket as error:
-                self._violated(0, str(error))
-                return
-            except OSError as error:
-                self.close(error.strerror or "broken")
-                return
-            try:
-                self._take(frame)
-            except Exception as error:  # noqa: BLE001 - the edge of the daemon: no frame may end it, or hang its sender
-                logs.fault(error, endpoint=self._listener.endpoint, pid=self._peer.pid)
-                self._refuse(frame.request_id, deny(Reason.INTERNAL))
         self._loop.cut_short += 1
+
+    def _read(self) -> bool:
+        """Take one frame; False when there is none, or none will ever come."""
+        try:
+            frame = handoff.receive_without_descriptors(self._sock, self._listener.buffer)
+        except BlockingIOError:
+            return False
+        except handoff.EndOfConnection:
+            self.close("the other end closed it")
+            return False
+        except handoff.BrokenPacket as error:
+            self._violated(0, str(error))
+            return False
+        except OSError as error:
+            self.close(error.strerror or "broken")
+            return False
+        try:
+            self._take(frame)
+        except Exception as error:  # noqa: BLE001 - the edge of the daemon: no frame may end it, or hang its sender
+            logs.fault(error, endpoint=self._listener.endpoint, pid=self._peer.pid)
+            self._refuse(frame.request_id, deny(Reason.INTERNAL))
+        return True
+
+    def hear(self) -> None:
+        """Take the next frame if it is there already, whatever is left of this turn."""
+        if not (self._closed or self._outgoing or self._waiting):
+            self._read()
 
     def _take(self, frame: pb.Frame) -> None:
         kind = frame.WhichOneof("kind")
@@ -171,7 +195,7 @@ class Connection:
 
     def _open(self, request_id: int, hello: pb.Hello, pair: _Pair) -> None:
         peer, endpoint, tenant = self._peer, self._listener.endpoint, self._listener.tenant_of(self._peer)
-        client = "".join(letter for letter in hello.client if letter.isprintable())[:MAX_CLIENT_NAME]
+        client = "".join(letter for letter in hello.client[:MAX_CLIENT_NAME] if letter.isprintable())
         token, token_hash = new_token()
         observer = hello.observer
 
@@ -209,6 +233,7 @@ class Connection:
                     before.close("its process connected anew")
             self._begin(ticket.session, ticket.tenant, self._loop.resuming)
             self._holds = Holds(self._loop.broker.ledger.sessions[ticket.session])
+            self._holds_timer = self._io.call_later(HOLDS_SECONDS, self._no_holds)
             # What the old connection did not deliver is told before anything is read of this one.
             self._waiting = True
             self._io.call_soon(self._go_on)
@@ -246,14 +271,27 @@ class Connection:
         try:
             self._holds.take(frame.holds)
         except Refused as refused:
+            self._end_holds()
             self._refuse(request_id, refused.denied)
             return
         if frame.holds.last:
-            holds, self._holds = self._holds, None
+            holds = self._holds
+            self._end_holds()
             reach("reconcile")
             self._loop.ask(
                 lambda call: holds.to_event(call), lambda result: self._reconciled(request_id, session, result)
             )
+
+    def _end_holds(self) -> None:
+        self._holds = None
+        if self._holds_timer is not None:
+            self._holds_timer.cancel()
+            self._holds_timer = None
+
+    def _no_holds(self) -> None:
+        self._end_holds()
+        if not self._closed:
+            self._violated(0, f"the last Holds did not come within {HOLDS_SECONDS:.0f} seconds")
 
     def _reconciled(self, request_id: int, session: int, result: fx.Result | Denied) -> None:
         reach("reconciled")
@@ -431,6 +469,7 @@ class Connection:
         if self._closed:
             return
         self._closed = True
+        self._end_holds()
         self._io.remove_reader(self._sock)
         self._io.remove_writer(self._sock)
         hang_up(self._sock)

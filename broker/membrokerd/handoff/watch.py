@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 from .. import logs
+from ..turns import Turns
 from .peer import NO_DESCRIPTOR, identity_of, image_of
 
 EXEC_SECONDS = 0.2
 """How long after a connection's end its process is looked at: an exec() closes it before the new program is mapped."""
+
+_DEATHS = "the dead"
+"""Whose share of a turn deaths use: no tenant has such a name."""
 
 
 class Pidfds(Protocol):
@@ -34,9 +39,10 @@ class Pidfds(Protocol):
 class Watch:
     """Tells `died` of each session whose process is dead, once."""
 
-    def __init__(self, store: Pidfds, died: Callable[[int], None]) -> None:
+    def __init__(self, store: Pidfds, died: Callable[[int], None], turns: Turns) -> None:
         self._store = store
         self._died = died
+        self._turns = turns
         self._pidfds: dict[int, int] = {}
         self._images: dict[int, tuple[int, tuple[str, ...]]] = {}
         """The pid and the image of each session's process, where the broker can see them."""
@@ -109,8 +115,13 @@ class Watch:
         return None
 
     def _ended(self, session: int) -> None:
+        """Tell of a death, unless this turn has had its share of them: a pidfd stays readable."""
+        if not self._turns.may(_DEATHS, self._pidfds[session]):
+            return
+        began = time.perf_counter()
         self._drop(session)
         self._died(session)
+        self._turns.charge(_DEATHS, time.perf_counter() - began)
 
     def forget(self, session: int) -> None:
         """Watch a session's process no more."""

@@ -100,9 +100,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ForgetSession(self, request: pb.ForgetSessionRequest, context: Any) -> resources_pb2.Session:
         """End a detached session on the operator's word, and return it as it was."""
         session = convert.parse_session(request.name)
-        rows = [row for row in snapshot.take_sessions(self._loop.broker) if row.session == session]
+        row = self._loop.broker.ledger.sessions.get(session)
+        before = None if row is None else snapshot.take_session(self._loop.broker, row)
         await self._ask(lambda call: ev.ForgetSession(call, session))
-        return convert.from_session(rows[0], clock())
+        assert before is not None, "what is not known was forgotten"
+        return convert.from_session(before, clock())
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> resources_pb2.Device:
         """Lend nothing more, and tell the workers."""

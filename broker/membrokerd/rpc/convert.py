@@ -21,7 +21,7 @@ from ..core import effects as fx
 from ..core import events as ev
 from ..core import policy
 from ..core.denied import Denied, Reason, deny
-from ..core.snapshot import LocationView, ModelView, SessionView, Snapshot, TenantView
+from ..core.snapshot import DeviceView, LocationView, ModelView, SessionView, TenantView
 
 _TENANT = r"tenants/([a-z0-9][a-z0-9-]{0,23})"
 _OWN = "[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
@@ -185,7 +185,7 @@ def from_result(result: fx.Result) -> tuple[str, Any]:
 
 
 def from_device(
-    snapshot: Snapshot,
+    books: DeviceView,
     device: DeviceInfo,
     figures: Mapping[str, MemoryInfo | None],
     headroom: Mapping[str, int],
@@ -197,20 +197,19 @@ def from_device(
     draining: bool,
 ) -> rpb.Device:
     """Return the device and its books."""
-    workers = [row for row in snapshot.sessions if not row.observer]
     return rpb.Device(
         uuid=device.uuid,
         product=device.name,
         driver=device.driver,
         granularity_bytes=device.granularity,
-        locations=[_books(row, figures.get(row.location), headroom.get(row.location, 0)) for row in snapshot.locations],
-        revision=snapshot.revision,
+        locations=[_books(row, figures.get(row.location), headroom.get(row.location, 0)) for row in books.locations],
+        revision=books.revision,
         version=version,
         pid=pid,
         start_time=_timestamp(start_time),
         metrics_url=metrics_url,
-        sessions=sum(row.state in ("open", "detached") for row in workers),
-        detached_sessions=sum(row.state == "detached" for row in workers),
+        sessions=books.sessions,
+        detached_sessions=books.detached,
         draining=draining,
     )
 

@@ -109,7 +109,7 @@ _TABLE: Mapping[Reason, _Row] = {
         Code.RESOURCE_EXHAUSTED, "the tenant {tenant} has {limit} models, which is its bound", retry=True
     ),
     Reason.TOO_MANY_REQUESTS: _Row(
-        Code.RESOURCE_EXHAUSTED, "the session has {limit} allocations in flight, which is its bound", retry=True
+        Code.RESOURCE_EXHAUSTED, "the {whose} has {limit} {calls}, which is its bound", retry=True
     ),
     Reason.TOKEN_REQUIRED: _Row(
         Code.UNAUTHENTICATED,
@@ -192,6 +192,8 @@ class _Words(dict[str, object]):
         self.setdefault("hint", "")
         lost = numbers.get("detached")
         self["detached"] = f"; detached, and ended by `membroker forget SESSION`, are {lost}" if lost else ""
+        self.setdefault("whose", "session")
+        self.setdefault("calls", "allocations in flight")
         self.setdefault("fault", "a fault of the broker, written in its log")
         says = numbers.get("driver_says")
         self["says"] = f": {says}" if says else ""
