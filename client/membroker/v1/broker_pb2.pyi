@@ -24,6 +24,7 @@ class RegisterModelRequest(google.protobuf.message.Message):
     LIMITS_FIELD_NUMBER: builtins.int
     EXCLUSIVE_FIELD_NUMBER: builtins.int
     request_id: builtins.int
+    """Zero inside a handoff frame: there the frame's own id counts."""
     model_id: builtins.str
     """The model's own name: [a-z0-9] first, then [a-z0-9._-], at most 63 characters."""
     virtual_capacity_bytes: builtins.int
@@ -60,6 +61,7 @@ class UnregisterModelRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
     request_id: builtins.int
+    """Zero inside a handoff frame."""
     name: builtins.str
     """tenants/{tenant}/models/{model}"""
     def __init__(
