@@ -62,7 +62,7 @@ class Lender:
         self.cut_short = 0
         self.turns = Turns()
         self.broker = SimpleNamespace(rules=policy.Rules(PAGE, cast(Any, capacities)))
-        self.dispatcher = SimpleNamespace(loop=self, request=self._request, admit=lambda *_: None)
+        self.dispatcher = SimpleNamespace(loop=self, request=self._request, admit=lambda *_: None, response=from_result)
         self.listener = SimpleNamespace(
             dispatcher=self.dispatcher,
             endpoint="red",

@@ -706,6 +706,7 @@ model = client.register_model("m")
 with model.create_segment("weights", "66GiB") as segment:
     segment.seal()
 client.attach("weights").close()
+client.segments()  # its gRPC channel stays open from here on
 gc.collect()
 opened = len(os.listdir("/proc/self/fd"))
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -844,6 +845,7 @@ wait()
         script = """
 client = connect()
 model = client.register_model("m")
+client.segments()  # its gRPC channel stays open from here on
 hits, armed = 0, False
 signal.signal(signal.SIGALRM, lambda *_: armed and signal.raise_signal(signal.SIGINT))
 sys.unraisablehook = lambda _: None  # an interrupt in one of gRPC's finalizers is lost; the next one comes

@@ -54,6 +54,8 @@ WHO: Mapping[str, str] = {
     "rw": "container, rw",
 }
 KINDS: Mapping[str, str] = {
+    "RegisterModel": "register_model",
+    "UnregisterModel": "unregister_model",
     "AllocateExtents": "allocate",
     "ReleaseExtents": "release",
     "DeclareMemory": "declare",
@@ -190,6 +192,7 @@ def greet(endpoint: Path) -> Any:
     "register a model of its own",
     "yes yes yes UNIMPLEMENTED EACCES yes yes",
     _DOOR,
+    transports=BOTH,
 )
 def register_own(me: Party, target: Any) -> Any:
     return me.ask(target, "RegisterModel", bpb.RegisterModelRequest(model_id=f"{target.model_id}-own"))
@@ -200,6 +203,7 @@ def register_own(me: Party, target: Any) -> Any:
     "join S's model",
     "yes yes its-own UNIMPLEMENTED EACCES yes yes",
     _TENANT,
+    transports=BOTH,
 )
 def join(me: Party, target: Any) -> Any:
     """Another tenant cannot even say whose model it means: names are its own."""
@@ -212,6 +216,7 @@ def join(me: Party, target: Any) -> Any:
     "leave S's model without having joined it",
     "yes MODEL_NOT_FOUND MODEL_NOT_FOUND UNIMPLEMENTED EACCES MODEL_NOT_FOUND MODEL_NOT_FOUND",
     _JOINED,
+    transports=BOTH,
 )
 def leave(me: Party, target: Any) -> Any:
     return me.ask(target, "UnregisterModel", bpb.UnregisterModelRequest(name=target.idle))

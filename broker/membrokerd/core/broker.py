@@ -346,6 +346,7 @@ _HANDLERS: dict[type, Callable[[Broker, Any, int], None]] = {
     ev.Dropped: lambda broker, event, now: broker.segments.dropped(event, now),
     ev.Elapsed: lambda broker, event, now: broker.segments.elapsed(now),
     ev.Acknowledge: lambda broker, event, now: broker.lending.acknowledge(event),
+    ev.AcknowledgeUpTo: lambda broker, event, now: broker.lending.acknowledge_up_to(event),
     ev.Made: lambda broker, event, now: broker.lending.made(event, now),
     ev.NotMade: lambda broker, event, now: broker.lending.not_made(event, now),
     ev.NotDelivered: lambda broker, event, now: broker.lending.not_delivered(event, now),

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from .broker import Broker
 
 
+_NOT_SENT = "it acknowledged a packet that it was not sent"
+
+
 @dataclass(slots=True)
 class Call:
     """One call in flight that brings descriptors: its extents in packets, by part.
@@ -92,12 +95,18 @@ class Call:
 
 @dataclass(slots=True)
 class Traffic:
-    """What one session has on its way. `calls` holds answered ones too, until their last packet is acknowledged."""
+    """What one session has on its way. `calls` holds answered ones too, until their last packet is acknowledged.
+
+    `sent` counts the packets that were sent on this connection; `unacknowledged` has those of them that are, by their
+    number in that order. The window bounds it.
+    """
 
     calls: dict[int, Call] = field(default_factory=dict)
     queue: deque[Call] = field(default_factory=deque)
     window: int = 0
     unanswered: set[int] = field(default_factory=set)
+    sent: int = 0
+    unacknowledged: dict[int, tuple[Call, int]] = field(default_factory=dict)
 
 
 class Lending:
@@ -241,8 +250,11 @@ class Lending:
 
     def made(self, event: ev.Made, now: int) -> None:
         """A packet is on its way to its session."""
-        call = self._traffic[event.session].calls[event.request_id]
+        traffic = self._traffic[event.session]
+        call = traffic.calls[event.request_id]
         call.move(event.part, "made")
+        traffic.sent += 1
+        traffic.unacknowledged[traffic.sent] = (call, event.part)
         self._made_or_not(call, event.part)
         self._conclude(event.session, call, now)
         self._broker.stock.fill()
@@ -269,7 +281,7 @@ class Lending:
         if traffic is None or call is None:
             return
         call.move(event.part, "not delivered")
-        traffic.window -= 1
+        _take_off(traffic, call, event.part)
         row = self._broker.ledger.sessions[event.session]
         ids = tuple(extent for extent in call.packet(event.part) if extent in row.extents)
         if ids:  # a segment's are kept by the broker
@@ -283,16 +295,29 @@ class Lending:
         traffic = self._traffic.get(event.session)
         call = traffic.calls.get(event.request_id) if traffic else None
         if traffic is None or call is None or not self._acknowledgeable(call, event.part):
-            self._broker.emit(fx.Disconnect(event.session, "it acknowledged a packet that it was not sent"))
+            self._broker.emit(fx.Disconnect(event.session, _NOT_SENT))
             return
         call.move(event.part, "acknowledged")
-        traffic.window -= 1
+        _take_off(traffic, call, event.part)
         self._drop_if_settled(traffic, call)
         self._issue(event.session)
 
     @staticmethod
     def _acknowledgeable(call: Call, part: int) -> bool:
         return 0 <= part < len(call.states) and call.states[part] == "unacknowledged"
+
+    def acknowledge_up_to(self, event: ev.AcknowledgeUpTo) -> None:
+        """Open the window by every packet up to this number that is not acknowledged yet; there may be none."""
+        traffic = self._traffic.get(event.session)
+        if traffic is None or event.count > traffic.sent:
+            self._broker.emit(fx.Disconnect(event.session, _NOT_SENT))
+            return
+        for number in [number for number in traffic.unacknowledged if number <= event.count]:
+            call, part = traffic.unacknowledged.pop(number)
+            call.move(part, "acknowledged")
+            traffic.window -= 1
+            self._drop_if_settled(traffic, call)
+        self._issue(event.session)
 
     def give_up(self, row: SessionRow) -> None:
         """The session is unreachable, going or dead: credit every packet that nobody has begun to make."""
@@ -431,6 +456,13 @@ class Lending:
         if more <= 0:
             return None
         return broker.refuse_debit() or policy.admit(broker.ledger, broker.rules, event.name, event.location, more)
+
+
+def _take_off(traffic: Traffic, call: Call, part: int) -> None:
+    """A packet that was sent is in the window no more."""
+    traffic.window -= 1
+    number = next(number for number, (of, at) in traffic.unacknowledged.items() if of is call and at == part)
+    del traffic.unacknowledged[number]
 
 
 def _packet(session: int, call: Call, part: int) -> fx.Make | fx.Send:

@@ -26,7 +26,7 @@ from ..core import events as ev
 from ..core.denied import Denied, Reason, deny
 from ..dispatch import Ticket, new_token
 from ..points import reach
-from ..rpc.convert import LOCATION_NUMBERS, Refused, from_result, session_name
+from ..rpc.convert import LOCATION_NUMBERS, Refused, session_name
 from ..rpc.errors import to_status
 from .holds import Holds
 from .peer import Peer, hang_up
@@ -46,7 +46,7 @@ IN_FLIGHT_SECONDS = 0.05
 """How long a delivery rests when as many descriptors of this user are under way as the kernel allows."""
 _REQUESTS = frozenset(
     [
-        *("allocate", "release", "declare"),
+        *("allocate", "release", "declare", "register_model", "unregister_model"),
         *("create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment"),
     ]
 )
@@ -86,6 +86,8 @@ class Connection:
         self._pidfd: int | None = peer.pidfd
         self._holds: Holds | None = None
         self._holds_timer: asyncio.TimerHandle | None = None
+        self._acknowledged = 0
+        """How many deliveries the client has said that it took, by count."""
         self._waiting = False
         self._turns = self._loop.turns
         self._whose = listener.tenant_of(peer)
@@ -148,15 +150,26 @@ class Connection:
             self._violated(frame.request_id, f"the first frame must be a Hello, not {kind}")
         elif self._holds is not None or kind == "holds":
             self._hold(frame, self._session)
-        elif kind == "ack":
-            reach("acknowledge")
-            self._loop.tell(ev.Acknowledge(self._session, frame.request_id, frame.ack.part))
+        elif self._acknowledge(frame, self._session) or self._closing:
+            return
         elif kind in _REQUESTS:
             self._request(frame.request_id, self._session, kind, getattr(frame, kind))
         elif kind == "goodbye":
             self._goodbye(frame.request_id, self._session)
         else:
             self._violated(frame.request_id, f"a client does not send {kind}")
+
+    def _acknowledge(self, frame: pb.Frame, session: int) -> bool:
+        """Take what a frame acknowledges; say whether that is all that it is for."""
+        count, is_ack = frame.acknowledged, frame.HasField("ack")
+        if count > self._acknowledged:
+            reach("acknowledge")
+            self._acknowledged = count
+            self._loop.tell(ev.AcknowledgeUpTo(session, count))
+        elif is_ack and not count:
+            reach("acknowledge")
+            self._loop.tell(ev.Acknowledge(session, frame.request_id, frame.ack.part))
+        return is_ack
 
     def _request(self, request_id: int, session: int, kind: str, message: Message) -> None:
         quiet = kind in _QUIET and getattr(message, "no_reply", False)
@@ -313,6 +326,7 @@ class Connection:
             driver=device.driver,
             granularity_bytes=device.granularity,
             protocol_version=handoff.PROTOCOL_VERSION,
+            protocol_revision=handoff.PROTOCOL_REVISION,
             resumed=resumed,
         )
         for location, capacity in capacities.items():
@@ -324,7 +338,7 @@ class Connection:
     def _goodbye(self, request_id: int, session: int) -> None:
         def respond(result: fx.Result | Denied) -> None:
             if isinstance(result, Denied):
-                self._send(_reply_frame(request_id, result))
+                self._send(_refusal(request_id, result))
             else:
                 self._last(pb.Frame(request_id=request_id, reply=pb.Reply(goodbye=pb.GoodbyeResponse())))
 
@@ -333,7 +347,7 @@ class Connection:
     def _refuse(self, request_id: int, denied: Denied) -> None:
         """Answer with a refusal and end the connection once it is sent."""
         self._listener.refused(denied.reason, pid=self._peer.pid)
-        self._last(_reply_frame(request_id, denied))
+        self._last(_refusal(request_id, denied))
 
     def _last(self, frame: pb.Frame) -> None:
         """End the connection with this frame; a peer that never takes it loses it."""
@@ -359,8 +373,11 @@ class Connection:
         delivery.extent_bytes = packet.extent_bytes
         delivery.extent_ids.extend(packet.ids)
         delivery.segment = packet.segment
+        row = self._loop.broker.ledger.segments.get(packet.segment) if packet.segment and not packet.part else None
+        if row is not None:
+            delivery.segment_bytes, delivery.segment_extents = row.size_of(row.ids), len(row.ids)
         if isinstance(packet, fx.Make) and packet.answer is not None and packet.request_id in self._asked:
-            _put(packet.answer, delivery.reply)
+            self._put(packet.answer, delivery.reply)
             self._told = packet.request_id
         self._listener.count_descriptors(len(descriptors))
         outgoing = _Outgoing(frame, descriptors)
@@ -379,9 +396,17 @@ class Connection:
         last = self._outgoing[-1].frame if self._outgoing else None
         joins = last is not None and last.request_id == request_id and last.HasField("delivery")
         if last is not None and joins and not isinstance(result, Denied):
-            _put(result, last.delivery.reply)
+            self._put(result, last.delivery.reply)
+        elif isinstance(result, Denied):
+            self._send(_refusal(request_id, result))
         else:
-            self._send(_reply_frame(request_id, result))
+            frame = pb.Frame(request_id=request_id)
+            self._put(result, frame.reply)
+            self._send(frame)
+
+    def _put(self, result: fx.Result, reply: pb.Reply) -> None:
+        field, message = self._dispatcher.response(result)
+        getattr(reply, field).CopyFrom(message)
 
     def notify(self, frame: pb.Frame) -> None:
         """Say something on the broker's own account; what a full socket does not take is dropped and counted."""
@@ -491,15 +516,5 @@ class Connection:
                 self._listener.watch.look(self._session)
 
 
-def _reply_frame(request_id: int, result: fx.Result | Denied) -> pb.Frame:
-    reply = pb.Reply()
-    if isinstance(result, Denied):
-        reply.error.CopyFrom(to_status(result))
-    else:
-        _put(result, reply)
-    return pb.Frame(request_id=request_id, reply=reply)
-
-
-def _put(result: fx.Result, reply: pb.Reply) -> None:
-    field, message = from_result(result)
-    getattr(reply, field).CopyFrom(message)
+def _refusal(request_id: int, denied: Denied) -> pb.Frame:
+    return pb.Frame(request_id=request_id, reply=pb.Reply(error=to_status(denied)))

@@ -162,7 +162,10 @@ def _registration(session: int, tenant: str, request_id: int, request: bpb.Regis
 
 
 def from_result(result: fx.Result) -> tuple[str, Any]:
-    """Return the response of a call that moved memory, and the name of its field in a handoff Reply."""
+    """Return the response of a session's call, and the name of its field in a handoff Reply.
+
+    A model's, which shows its books, is `Dispatcher.response`'s.
+    """
     match result:
         case fx.Allocated():
             return "allocate", bpb.AllocateExtentsResponse(count=result.count, extent_bytes=result.extent_bytes)
@@ -180,6 +183,8 @@ def from_result(result: fx.Result) -> tuple[str, Any]:
             )
         case fx.Detached():
             return "detach_segment", bpb.DetachSegmentResponse()
+        case fx.Done():  # a Goodbye has no other answer either, and is answered by its connection
+            return "unregister_model", bpb.UnregisterModelResponse()
         case _:
             raise AssertionError(f"no response for {result}")
 

@@ -24,6 +24,7 @@ class RegisterModelRequest(google.protobuf.message.Message):
     LIMITS_FIELD_NUMBER: builtins.int
     EXCLUSIVE_FIELD_NUMBER: builtins.int
     request_id: builtins.int
+    """Zero inside a handoff frame: there the frame's own id counts."""
     model_id: builtins.str
     """The model's own name: a part, or two parts with a slash between them (Qwen/Qwen3-8B), at most 96 characters in all.
     A part is [A-Za-z0-9_] first, then [A-Za-z0-9._-]. Upper and lower case differ.
@@ -62,6 +63,7 @@ class UnregisterModelRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
     request_id: builtins.int
+    """Zero inside a handoff frame."""
     name: builtins.str
     """tenants/{tenant}/models/{model}"""
     def __init__(

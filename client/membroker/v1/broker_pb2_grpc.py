@@ -34,8 +34,8 @@ class BrokerServiceStub(object):
     on the handoff socket of the session that owns them.
 
     Request ids: a counter of the session, shared with its handoff frames. An id that is still in flight is refused
-    (REQUEST_ID_IN_USE), an answered one is forgotten; an Allocate's is in flight until its last delivery is
-    acknowledged.
+    (REQUEST_ID_IN_USE), an answered one is forgotten; that of a call that brings descriptors is in flight until its
+    last delivery is acknowledged.
     """
 
     def __init__(self, channel):
@@ -129,8 +129,8 @@ class BrokerServiceServicer(object):
     on the handoff socket of the session that owns them.
 
     Request ids: a counter of the session, shared with its handoff frames. An id that is still in flight is refused
-    (REQUEST_ID_IN_USE), an answered one is forgotten; an Allocate's is in flight until its last delivery is
-    acknowledged.
+    (REQUEST_ID_IN_USE), an answered one is forgotten; that of a call that brings descriptors is in flight until its
+    last delivery is acknowledged.
     """
 
     def RegisterModel(self, request, context):
@@ -336,8 +336,8 @@ class BrokerService(object):
     on the handoff socket of the session that owns them.
 
     Request ids: a counter of the session, shared with its handoff frames. An id that is still in flight is refused
-    (REQUEST_ID_IN_USE), an answered one is forgotten; an Allocate's is in flight until its last delivery is
-    acknowledged.
+    (REQUEST_ID_IN_USE), an answered one is forgotten; that of a call that brings descriptors is in flight until its
+    last delivery is acknowledged.
     """
 
     @staticmethod

@@ -26,8 +26,8 @@ class BrokerServiceStub:
     on the handoff socket of the session that owns them.
 
     Request ids: a counter of the session, shared with its handoff frames. An id that is still in flight is refused
-    (REQUEST_ID_IN_USE), an answered one is forgotten; an Allocate's is in flight until its last delivery is
-    acknowledged.
+    (REQUEST_ID_IN_USE), an answered one is forgotten; that of a call that brings descriptors is in flight until its
+    last delivery is acknowledged.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -136,8 +136,8 @@ class BrokerServiceAsyncStub:
     on the handoff socket of the session that owns them.
 
     Request ids: a counter of the session, shared with its handoff frames. An id that is still in flight is refused
-    (REQUEST_ID_IN_USE), an answered one is forgotten; an Allocate's is in flight until its last delivery is
-    acknowledged.
+    (REQUEST_ID_IN_USE), an answered one is forgotten; that of a call that brings descriptors is in flight until its
+    last delivery is acknowledged.
     """
 
     RegisterModel: grpc.aio.UnaryUnaryMultiCallable[
@@ -245,8 +245,8 @@ class BrokerServiceServicer(metaclass=abc.ABCMeta):
     on the handoff socket of the session that owns them.
 
     Request ids: a counter of the session, shared with its handoff frames. An id that is still in flight is refused
-    (REQUEST_ID_IN_USE), an answered one is forgotten; an Allocate's is in flight until its last delivery is
-    acknowledged.
+    (REQUEST_ID_IN_USE), an answered one is forgotten; that of a call that brings descriptors is in flight until its
+    last delivery is acknowledged.
     """
 
     @abc.abstractmethod

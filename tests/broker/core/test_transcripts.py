@@ -206,6 +206,10 @@ class Script:
     def do_ack(self, name: str, request: str, part: str) -> ev.Event:
         return ev.Acknowledge(self.session(name), int(request), int(part))
 
+    def do_taken(self, name: str, count: str) -> ev.Event:
+        """The session has taken so many packets of this connection: the next frame says so."""
+        return ev.AcknowledgeUpTo(self.session(name), int(count))
+
     def do_made(self, name: str, request: str, part: str) -> ev.Event:
         return ev.Made(self.sessions[name], int(request), int(part))
 
