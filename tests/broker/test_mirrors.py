@@ -181,7 +181,7 @@ def test_a_daemon_that_ends_at_its_start_leaves_no_half(path: Path) -> None:
     with Keeper(path) as keeper:
 
         async def first() -> None:
-            mirror, _ = await open_keeper(path)
+            mirror, _ = await open_keeper(path, OWNER)
             store = Store(mirror)
             keeper.process.send_signal(signal.SIGSTOP)
             os.waitpid(keeper.process.pid, os.WUNTRACED)
