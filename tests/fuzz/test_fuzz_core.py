@@ -35,7 +35,8 @@ from membroker.v1 import handoff_pb2 as pb
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import policy
-from membrokerd.core.broker import Broker, Step
+from membrokerd.core.books import Step
+from membrokerd.core.broker import Broker
 from membrokerd.core.denied import Denied
 from membrokerd.rpc import convert, errors
 
@@ -146,7 +147,7 @@ class Bench:
         """Return all that the ledger holds, as a value of its own."""
         ledger = self.broker.ledger
         parts = (ledger.totals, ledger.sessions, ledger.models, ledger.segments, ledger.labels, ledger.tenants)
-        return copy.deepcopy((ledger.revision, ledger.quotas, self.broker.lending.making, *parts))
+        return copy.deepcopy((ledger.revision, ledger.quotas, self.broker.books.making, *parts))
 
     def put(self, make_event: convert.MakeEvent) -> None:
         """Ask: the books hold, and have moved only if nothing was refused."""
@@ -183,7 +184,7 @@ class Bench:
         assert not ledger.models
         assert ledger.totals["device"].charged == ledger.totals["device"].stock == 0
         assert not +self.ready
-        assert self.broker.lending.making["device"] == 0
+        assert self.broker.books.making["device"] == 0
 
 
 def _ask(bench: Bench, session: int, tenant: str, request_id: int, message: Message) -> None:

@@ -22,7 +22,8 @@ from tests.simulation.stock_referee import StockReferee
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
-from membrokerd.core.broker import Broker, Step
+from membrokerd.core.books import Step
+from membrokerd.core.broker import Broker
 from membrokerd.core.denied import Denied, Reason
 from membrokerd.core.ledger import SegmentRow, SessionRow, replay
 
@@ -138,7 +139,7 @@ class Referee:
         assert ledger.revision == before + len(changes)
         if step.facts and self._refused(event, step) and not self._replaces(event, step):
             raise AssertionError(f"{event} was refused and changed {step.facts}")
-        assert all(size >= 0 for size in world.broker.lending.making.values())
+        assert all(size >= 0 for size in world.broker.books.making.values())
         for effect in step.effects:
             if isinstance(effect, fx.Make | fx.Send):
                 worker = world.workers[effect.session]
@@ -347,7 +348,7 @@ class Referee:
         broker.ledger.recount()
         for where, total in broker.ledger.totals.items():
             assert (total.lent, total.releasing, total.free) == (0, 0, total.capacity), where
-            assert broker.lending.making[where] == 0
+            assert broker.books.making[where] == 0
         assert not broker.ledger.sessions
         assert not broker.ledger.models
         assert not broker.ledger.tenants

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from tests.simulation.world import World
 
+from membrokerd.core import books, resuming, segments, settling, stock
 from membrokerd.core import broker as broker_module
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
-from membrokerd.core import resuming, segments, settling, stock
 
 SEEDS = [*range(20_301, 20_313), 20_272, 20_276]
 STEPS = 10_000
@@ -141,7 +141,7 @@ def _anybody_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     def lax(self: Any, session: int) -> Any:
         row = self._broker.ledger.sessions.get(session)
         if row is not None and row.state == "open" and not self._broker.lending.making_of(session):
-            self._broker.record(ft.SessionMoved(session, "connection lost", 0))
+            self._broker.books.record(ft.SessionMoved(session, "connection lost", 0))
         return refuse(self, session)
 
     monkeypatch.setattr(Resuming, "_refuse_forget", lax)
@@ -153,7 +153,7 @@ def _anybody_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def _credited_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     def credit(broker: Any) -> None:
         for row in [row for row in broker.ledger.sessions.values() if row.state == "detached" and row.extents]:
-            broker.record(ft.Credited(row.session, tuple(row.extents), "not held"))
+            broker.books.record(ft.Credited(row.session, tuple(row.extents), "not held"))
 
     _behind(monkeypatch, "restarted", credit)
 
@@ -225,7 +225,7 @@ def _the_dead_are_forgotten_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _lent_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker_module.Broker, "refuse_debit", lambda self: None)
+    monkeypatch.setattr(books.Books, "refuse_debit", lambda self: None)
 
 
 def _who_waited_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,14 +233,14 @@ def _who_waited_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def lax(self: Any, event: ev.Sealed) -> None:
         with pytest.MonkeyPatch.context() as bent:
-            bent.setattr(self._broker, "refuse_debit", lambda: None)
+            bent.setattr(self._broker.books, "refuse_debit", lambda: None)
             sealed(self, event)
 
     monkeypatch.setattr(segments.Segments, "sealed", lax)
 
 
 def _made_ahead_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.Stock, "_unwanted", property(lambda self: self._broker.stopping))
+    monkeypatch.setattr(stock.Stock, "_unwanted", property(lambda self: self._books.stopping))
 
 
 FAULTS = (

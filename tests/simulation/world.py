@@ -32,7 +32,8 @@ from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
-from membrokerd.core.broker import Broker, Step
+from membrokerd.core.books import Step
+from membrokerd.core.broker import Broker
 from membrokerd.core.denied import Denied
 
 MIB = 1 << 20

@@ -6,32 +6,22 @@ request that is refused changes nothing but the count of refusals.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import effects as fx
 from . import events as ev
 from . import facts as ft
 from . import policy
+from .books import Books, Step
 from .denied import Denied, Reason, deny
 from .hearing import Hearing
-from .ledger import ModelRow, SessionRow, replay
+from .ledger import Ledger, ModelRow, SessionRow
 from .lending import Lending
 from .resuming import Resuming
 from .segments import Segments
 from .settling import Settling
 from .stock import Stock
-
-_COUNTER_BITS = 40
-_COUNTER_MAX = (1 << _COUNTER_BITS) - 1
-
-
-class Step(NamedTuple):
-    """What one event led to: what the world must do, and what changed in the books."""
-
-    effects: list[fx.Effect]
-    facts: list[ft.Fact]
 
 
 class Broker:
@@ -41,29 +31,19 @@ class Broker:
     """
 
     def __init__(self, rules: policy.Rules, epoch: int, story: Iterable[ft.Fact] = ()) -> None:
-        assert 0 < epoch < 1 << 24
-        self.rules = rules
-        self.ledger = replay(rules.capacities, story)
-        self.denials: Counter[tuple[ev.ModelName, Reason]] = Counter()
-        self.stopping = False
-        self.draining = False
-        self.cannot_write = ""
-        """Why what is lent cannot be written down, so that nothing is; the edge says so."""
-        self._next_id = epoch << _COUNTER_BITS
-        self._effects: list[fx.Effect] = []
-        self._facts: list[ft.Fact] = []
+        self.books = Books(rules, epoch, story)
+        self.stock = Stock(self.books)
         self.lending = Lending(self)
         self.hearing = Hearing(self)
         self.segments = Segments(self)
-        self.stock = Stock(self)
         self.settling = Settling(self)
         self.resuming = Resuming(self)
 
     def step(self, event: ev.Event, now: int) -> Step:
         """Take one event at `now` (nanoseconds of CLOCK_BOOTTIME) and return what follows from it."""
-        self._effects, self._facts = [], []
+        step = self.books.begin_step()
         self.handle(event, now)
-        return Step(self._effects, self._facts)
+        return step
 
     def handle(self, event: ev.Event, now: int) -> None:
         """Take an event as a part of a step."""
@@ -74,35 +54,43 @@ class Broker:
         """When the core wants to hear `Elapsed`, in nanoseconds of CLOCK_BOOTTIME; None: not at all."""
         return self.segments.deadline
 
-    # --- what the parts of the core share ---
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger: for reading."""
+        return self.books.ledger
 
-    def emit(self, effect: fx.Effect) -> None:
-        """Ask something of the world."""
-        self._effects.append(effect)
+    @property
+    def rules(self) -> policy.Rules:
+        """What the configuration says."""
+        return self.books.rules
 
-    def record(self, fact: ft.Fact) -> None:
-        """Change the books."""
-        self.ledger.apply(fact)
-        self._facts.append(fact)
+    @property
+    def denials(self) -> Mapping[tuple[ev.ModelName, Reason], int]:
+        """How many calls about each model were refused, by reason."""
+        return self.books.denials
 
-    def take_ids(self, count: int) -> range:
-        """Return `count` ids that were never used."""
-        first = self._next_id
-        self._next_id += count
-        assert self._next_id & _COUNTER_MAX >= first & _COUNTER_MAX, "the counter of this epoch is used up"
-        return range(first, first + count)
+    @property
+    def draining(self) -> bool:
+        """Whether an operator has ordered that nothing more is lent."""
+        return self.books.draining
 
-    def answer(self, call: int, result: fx.Result | Denied) -> None:
-        """Answer a call."""
-        self.emit(fx.Answer(call, result))
+    @property
+    def stopping(self) -> bool:
+        """Whether the daemon is about to exit: only what gives memory back is taken."""
+        return self.books.stopping
 
-    def refuse(self, call: int, denied: Denied, session: int, name: ev.ModelName) -> None:
-        """Refuse a call about a model, and count it there; a model of another tenant hears nothing of it."""
-        row = self.ledger.sessions.get(session)
-        own = row is not None and row.tenant == name.tenant and denied.reason is not Reason.MODEL_NOT_FOUND
-        if own and name in self.ledger.models:
-            self.denials[name, denied.reason] += 1
-        self.answer(call, denied)
+    @stopping.setter
+    def stopping(self, stopping: bool) -> None:
+        self.books.stopping = stopping
+
+    @property
+    def cannot_write(self) -> str:
+        """Why debits cannot be journalled at the moment, so that nothing is lent; empty when they can."""
+        return self.books.cannot_write
+
+    @cannot_write.setter
+    def cannot_write(self, why: str) -> None:
+        self.books.cannot_write = why
 
     def refuse_request(self, session: int, request_id: int, *, gives_back: bool = False) -> Denied | None:
         """Return why no request of this session may be taken now, or None. Giving back is taken to the last."""
@@ -117,34 +105,21 @@ class Broker:
             return deny(Reason.REQUEST_ID_IN_USE, request_id=request_id)
         return None
 
-    def refuse_debit(self) -> Denied | None:
-        """Return why nothing at all is lent now, or None."""
-        if self.cannot_write:
-            return deny(Reason.JOURNAL_FULL, driver_says=self.cannot_write)
-        return deny(Reason.DRAINING) if self.draining else None
-
-    def find_model(self, session: int, name: ev.ModelName) -> ModelRow | Denied:
-        """Return the model if this session registered it. Others' models are as unknown as none."""
-        row = self.ledger.sessions[session]
-        if name not in row.models:
-            return deny(Reason.MODEL_NOT_FOUND, model=str(name))
-        return self.ledger.models[name]
-
     def end_session(self, row: SessionRow, now: int) -> None:
         """Drop a session that is charged nothing any more."""
-        self.record(ft.SessionEnded(row.session, now))
+        self.books.record(ft.SessionEnded(row.session, now))
         self.lending.forget(row.session)
-        self.emit(fx.Forget(row.session))
+        self.books.emit(fx.Forget(row.session))
 
     # --- sessions ---
 
     def _open_session(self, event: ev.OpenSession, now: int) -> None:
         denied = self._refuse_session(event)
         if denied:
-            self.answer(event.call, denied)
+            self.books.answer(event.call, denied)
             return
-        session = self.take_ids(1)[0]
-        self.record(
+        session = self.books.take_ids(1)[0]
+        self.books.record(
             ft.SessionBegan(
                 session,
                 event.tenant,
@@ -159,7 +134,7 @@ class Broker:
             )
         )
         self.lending.begin(session)
-        self.answer(event.call, fx.SessionOpened(session))
+        self.books.answer(event.call, fx.SessionOpened(session))
 
     def _refuse_session(self, event: ev.OpenSession) -> Denied | None:
         if self.stopping:
@@ -186,7 +161,7 @@ class Broker:
         """A session has no connection any more; what is on its way to it never arrives."""
         self.resuming.give_up(row.session)
         if row.state in ("open", "leaving"):
-            self.record(ft.SessionMoved(row.session, "connection lost", now))
+            self.books.record(ft.SessionMoved(row.session, "connection lost", now))
             self.lending.give_up(row)
             self.segments.give_up(row.session)
 
@@ -194,10 +169,10 @@ class Broker:
         denied = self.refuse_request(event.session, event.request_id, gives_back=True)
         row = self.ledger.sessions.get(event.session)
         if denied or row is None or row.state != "open":
-            self.answer(event.call, denied or deny(Reason.TOKEN_REJECTED))
+            self.books.answer(event.call, denied or deny(Reason.TOKEN_REJECTED))
             return
-        self.record(ft.SessionMoved(row.session, "goodbye", now))
-        self.answer(event.call, fx.Done())
+        self.books.record(ft.SessionMoved(row.session, "goodbye", now))
+        self.books.answer(event.call, fx.Done())
         self.lending.give_up(row)
         self.segments.give_up(row.session)
         self.segments.writer_leaves(row)
@@ -208,23 +183,23 @@ class Broker:
     def _register_model(self, event: ev.RegisterModel, now: int) -> None:
         denied = self.refuse_request(event.session, event.request_id) or self._refuse_model(event)
         if denied:
-            self.refuse(event.call, denied, event.session, event.name)
+            self.books.refuse(event.call, denied, event.session, event.name)
             return
         row, virtual = self.ledger.models.get(event.name), event.virtual_capacity
         if row is None:
-            self.record(ft.ModelBegan(event.name, virtual, dict(event.limits)))
+            self.books.record(ft.ModelBegan(event.name, virtual, dict(event.limits)))
         elif (virtual, dict(event.limits)) != (row.virtual_capacity, row.limits):
             self._ask(row, virtual, event.limits)
         if event.name not in self.ledger.sessions[event.session].models:
-            self.record(ft.ModelJoined(event.name, event.session))
-        self.answer(event.call, fx.Registered(event.name))
+            self.books.record(ft.ModelJoined(event.name, event.session))
+        self.books.answer(event.call, fx.Registered(event.name))
 
     def _ask(self, row: ModelRow, virtual: int | None, limits: Mapping[ev.Location, int]) -> None:
         """Take the numbers that nobody has asked for yet; those that somebody has are the same."""
         more = {where: size for where, size in limits.items() if where not in row.limits}
         new = virtual if row.virtual_capacity is None else None
         if more or new is not None:
-            self.record(ft.ModelAsked(row.name, new, more))
+            self.books.record(ft.ModelAsked(row.name, new, more))
 
     def _refuse_model(self, event: ev.RegisterModel) -> Denied | None:
         row = self.ledger.models.get(event.name)
@@ -259,14 +234,14 @@ class Broker:
     def _unregister_model(self, event: ev.UnregisterModel, now: int) -> None:
         denied = self.refuse_request(event.session, event.request_id) or self._refuse_leaving(event)
         if denied:
-            self.refuse(event.call, denied, event.session, event.name)
+            self.books.refuse(event.call, denied, event.session, event.name)
             return
-        self.record(ft.ModelLeft(event.name, event.session, now))
+        self.books.record(ft.ModelLeft(event.name, event.session, now))
         self.end_model_if_idle(self.ledger.models[event.name])
-        self.answer(event.call, fx.Done())
+        self.books.answer(event.call, fx.Done())
 
     def _refuse_leaving(self, event: ev.UnregisterModel) -> Denied | None:
-        found = self.find_model(event.session, event.name)
+        found = self.books.find_model(event.session, event.name)
         if isinstance(found, Denied):
             return found
         row = self.ledger.sessions[event.session]
@@ -277,27 +252,27 @@ class Broker:
         """End a model that nobody uses, that is charged nothing, and that has not even a failed segment left."""
         segments = self.ledger.segments.values()
         if not row.sessions and not row.used() and not any(segment.name == row.name for segment in segments):
-            self.record(ft.ModelEnded(row.name))
-            for key in [key for key in self.denials if key[0] == row.name]:
-                del self.denials[key]
+            self.books.record(ft.ModelEnded(row.name))
+            for key in [key for key in self.books.denials if key[0] == row.name]:
+                del self.books.denials[key]
 
     def _set_quota(self, event: ev.SetQuota, now: int) -> None:
         ends = event.limit is None and (event.tenant, event.model, event.location) in self.ledger.quotas
         if event.location not in self.rules.capacities and not ends:  # an earlier daemon may have lent there
-            self.answer(event.call, deny(Reason.LOCATION_UNAVAILABLE, location=event.location))
+            self.books.answer(event.call, deny(Reason.LOCATION_UNAVAILABLE, location=event.location))
         elif event.limit is not None and not 0 <= event.limit <= policy.MAX_BYTES:
             denied = deny(Reason.INVALID_SIZE, size_bytes=event.limit, least_bytes=0, granularity_bytes=1)
-            self.answer(event.call, denied)
+            self.books.answer(event.call, denied)
         else:
-            self.record(ft.QuotaSet(event.tenant, event.model, event.location, event.limit))
-            self.answer(event.call, fx.Done())
+            self.books.record(ft.QuotaSet(event.tenant, event.model, event.location, event.limit))
+            self.books.answer(event.call, fx.Done())
 
     def _set_draining(self, event: ev.SetDraining, now: int) -> None:
-        self.draining = event.draining
+        self.books.draining = event.draining
         if event.draining:
             for location in self.rules.capacities:
                 self.stock.drop_all(location)
-        self.answer(event.call, fx.Done())
+        self.books.answer(event.call, fx.Done())
 
 
 def _conflict(row: ModelRow, event: ev.RegisterModel) -> Denied | None:

@@ -42,12 +42,12 @@ class Hearing:
         """
         broker, asked = self._broker, self._asked.get(event.session, {})
         waits = denied.reason in policy.WANTS_OF_ROOM and event.call != self._decided
-        if waits and len(asked) < broker.rules.max_calls_per_session:
+        if waits and len(asked) < broker.books.rules.max_calls_per_session:
             asked[event.call] = event
             self._asked[event.session], self._whose[event.call] = asked, event.session
-            broker.emit(fx.HearOthers(event.call))
+            broker.books.emit(fx.HearOthers(event.call))
         else:
-            broker.refuse(event.call, denied, event.session, name)
+            broker.books.refuse(event.call, denied, event.session, name)
 
     def others_heard(self, event: ev.OthersHeard, now: int) -> None:
         """Decide a request for good, unless it was meanwhile."""
@@ -68,7 +68,7 @@ class Hearing:
         """What a session has asked for is of another connection, or another life."""
         for call in list(self._asked.get(session, ())):
             self._take(call)
-            self._broker.answer(call, deny(Reason.DELIVERY_FAILED))
+            self._broker.books.answer(call, deny(Reason.DELIVERY_FAILED))
 
     def _take(self, call: int) -> Debit:
         session = self._whose.pop(call)

@@ -106,8 +106,6 @@ class Lending:
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self._traffic: dict[int, Traffic] = {}
-        self.making: dict[ev.Location, int] = dict.fromkeys(broker.rules.capacities, 0)
-        """Bytes debited of which the device need not show anything yet."""
 
     def begin(self, session: int) -> None:
         """A session has nothing on its way."""
@@ -144,10 +142,10 @@ class Lending:
     def refuse_call(self, session: int) -> Denied | None:
         """Return why the session cannot have one more call that brings descriptors, or None."""
         broker = self._broker
-        if broker.ledger.sessions[session].state != "open":
+        if broker.books.ledger.sessions[session].state != "open":
             return deny(Reason.DELIVERY_FAILED)
-        if len(self._traffic[session].unanswered) >= broker.rules.max_calls_per_session:
-            return deny(Reason.TOO_MANY_REQUESTS, limit=broker.rules.max_calls_per_session)
+        if len(self._traffic[session].unanswered) >= broker.books.rules.max_calls_per_session:
+            return deny(Reason.TOO_MANY_REQUESTS, limit=broker.books.rules.max_calls_per_session)
         return None
 
     def wait(self, session: int, request_id: int) -> None:
@@ -164,7 +162,7 @@ class Lending:
         """Send a call out in packets; what it makes is debited already."""
         traffic = self._traffic[session]
         if not call.sends:
-            self.making[call.location] += call.extent_bytes * (len(call.ids) - 1) + call.last_bytes
+            self._broker.books.making[call.location] += call.extent_bytes * (len(call.ids) - 1) + call.last_bytes
         traffic.calls[call.request_id] = call
         traffic.unanswered.add(call.request_id)
         traffic.queue.append(call)
@@ -178,9 +176,9 @@ class Lending:
         if denied:
             self._broker.hearing.refuse(event, denied, event.name)
             return
-        ids = self._broker.take_ids(event.count)
+        ids = self._broker.books.take_ids(event.count)
         fact = ft.Debited(event.session, event.name, event.location, event.extent_bytes, ids.start, event.count)
-        self._broker.record(fact)
+        self._broker.books.record(fact)
         size = event.extent_bytes
         call = Call(event.call, event.request_id, event.name, event.location, size, size, ids)
         if not self._is_in_stock(event.session, call):
@@ -204,16 +202,18 @@ class Lending:
             return found
         return (
             self.refuse_call(event.session)
-            or broker.refuse_debit()
-            or policy.check_extents(broker.rules, event.location, event.extent_bytes, event.count)
-            or policy.admit(broker.ledger, broker.rules, event.name, event.location, event.extent_bytes * event.count)
+            or broker.books.refuse_debit()
+            or policy.check_extents(broker.books.rules, event.location, event.extent_bytes, event.count)
+            or policy.admit(
+                broker.books.ledger, broker.books.rules, event.name, event.location, event.extent_bytes * event.count
+            )
         )
 
     def find(self, session: int, name: ev.ModelName) -> ModelRow | Denied:
         """Return a model under which this session may be charged, or why it may not."""
-        if self._broker.ledger.sessions[session].observer:
+        if self._broker.books.ledger.sessions[session].observer:
             return deny(Reason.OBSERVER)
-        return self._broker.find_model(session, name)
+        return self._broker.books.find_model(session, name)
 
     def _issue(self, session: int) -> None:
         """Send packets out while the session's window is open, call by call."""
@@ -235,7 +235,7 @@ class Lending:
         if stocked:
             self._made_or_not(call, part)  # it exists
             call.stocked.add(part)
-        self._broker.emit(_packet(session, call, part))
+        self._broker.books.emit(_packet(session, call, part))
 
     # --- outcomes ---
 
@@ -252,7 +252,7 @@ class Lending:
         traffic = self._traffic[event.session]
         call = traffic.calls[event.request_id]
         if event.reason == Reason.DEVICE_FULL and self._broker.stock.drop_all(call.location):
-            self._broker.emit(_packet(event.session, call, event.part))  # once more: there was memory to spare
+            self._broker.books.emit(_packet(event.session, call, event.part))  # once more: there was memory to spare
             return
         call.move(event.part, "not made")
         traffic.window -= 1
@@ -270,10 +270,10 @@ class Lending:
             return
         call.move(event.part, "not delivered")
         traffic.window -= 1
-        row = self._broker.ledger.sessions[event.session]
+        row = self._broker.books.ledger.sessions[event.session]
         ids = tuple(extent for extent in call.packet(event.part) if extent in row.extents)
         if ids:  # a segment's are kept by the broker
-            self._broker.record(ft.Credited(event.session, ids, "not delivered"))
+            self._broker.books.record(ft.Credited(event.session, ids, "not delivered"))
         call.failure = call.failure or deny(Reason.DELIVERY_FAILED, model=str(call.name))
         self._abandon(event.session, call)
         self._conclude(event.session, call, now)
@@ -283,7 +283,7 @@ class Lending:
         traffic = self._traffic.get(event.session)
         call = traffic.calls.get(event.request_id) if traffic else None
         if traffic is None or call is None or not self._acknowledgeable(call, event.part):
-            self._broker.emit(fx.Disconnect(event.session, "it acknowledged a packet that it was not sent"))
+            self._broker.books.emit(fx.Disconnect(event.session, "it acknowledged a packet that it was not sent"))
             return
         call.move(event.part, "acknowledged")
         traffic.window -= 1
@@ -309,16 +309,16 @@ class Lending:
         if row.state != "leaving" or self.making_of(row.session):
             return
         self.credit_all(row, "goodbye")
-        self._broker.record(ft.SessionMoved(row.session, "last packet", now))
+        self._broker.books.record(ft.SessionMoved(row.session, "last packet", now))
         self._broker.end_session(row, now)
 
     def credit_all(self, row: SessionRow, cause: str) -> None:
         """Credit all that a session is charged by somebody's word, and let it leave its segments."""
         if row.extents:
-            self._broker.record(ft.Credited(row.session, tuple(row.extents), cause))
+            self._broker.books.record(ft.Credited(row.session, tuple(row.extents), cause))
         self._broker.segments.leave_all(row, cause)
         for name, location in list(row.charges):  # what is left is declared
-            self._broker.record(ft.DeclarationSet(row.session, name, location, 0))
+            self._broker.books.record(ft.DeclarationSet(row.session, name, location, 0))
 
     def _abandon(self, session: int, call: Call) -> None:
         """Give up the packets of a call that still wait."""
@@ -335,21 +335,21 @@ class Lending:
 
     def _made_or_not(self, call: Call, part: int) -> None:
         if not call.sends and part not in call.stocked:
-            self.making[call.location] -= call.size_of(part) * len(call.packet(part))
+            self._broker.books.making[call.location] -= call.size_of(part) * len(call.packet(part))
 
     def _credit_unmade(self, session: int, call: Call, ids: range) -> None:
         """Credit extents that will never exist."""
         if call.sends:
             return
         fact = ft.SegmentCredited(call.segment, ids) if call.segment else ft.Credited(session, ids, "not made")
-        self._broker.record(fact)
+        self._broker.books.record(fact)
 
     def _conclude(self, session: int, call: Call, now: int) -> None:
         """Answer a call whose every packet is decided, and let the next one go."""
         traffic = self._traffic[session]
         self._answer_if_done(session, call)
         self._drop_if_settled(traffic, call)
-        row = self._broker.ledger.sessions[session]
+        row = self._broker.books.ledger.sessions[session]
         if row.state in ("open", "detached"):
             self._issue(session)
             self._broker.resuming.proceed(session, now)
@@ -364,9 +364,9 @@ class Lending:
         if call.segment:
             self._broker.segments.call_done(session, call)
         elif call.failure:
-            self._broker.refuse(call.call, call.failure, session, call.name)
+            self._broker.books.refuse(call.call, call.failure, session, call.name)
         else:
-            self._broker.answer(call.call, fx.Allocated(len(call.ids), call.extent_bytes))
+            self._broker.books.answer(call.call, fx.Allocated(len(call.ids), call.extent_bytes))
 
     @staticmethod
     def _drop_if_settled(traffic: Traffic, call: Call) -> None:
@@ -379,12 +379,12 @@ class Lending:
         """Credit extents by the session's word: all of them, or none."""
         denied = self._refuse_release(event)
         if denied:
-            self._broker.answer(event.call, denied)
+            self._broker.books.answer(event.call, denied)
             return
-        extents = self._broker.ledger.sessions[event.session].extents
+        extents = self._broker.books.ledger.sessions[event.session].extents
         size = sum(extents[extent].extent_bytes for extent in event.ids)
-        self._broker.record(ft.Credited(event.session, event.ids, "released"))
-        self._broker.answer(event.call, fx.Released(size))
+        self._broker.books.record(ft.Credited(event.session, event.ids, "released"))
+        self._broker.books.answer(event.call, fx.Released(size))
 
     def _refuse_release(self, event: ev.Release) -> Denied | None:
         denied = self._broker.refuse_request(event.session, event.request_id, gives_back=True)
@@ -394,7 +394,7 @@ class Lending:
             return deny(Reason.INVALID_COUNT, count=len(event.ids), max_count=policy.MAX_RELEASE)
         if len(set(event.ids)) != len(event.ids):
             return deny(Reason.INVALID_ARGUMENT, what="an extent id stands twice in the release")
-        extents = self._broker.ledger.sessions[event.session].extents
+        extents = self._broker.books.ledger.sessions[event.session].extents
         unmade = [call for call in self._traffic[event.session].calls.values() if not call.done]
         for extent in event.ids:
             if extent not in extents or any(extent in call.ids and not call.is_made(extent) for call in unmade):
@@ -410,9 +410,9 @@ class Lending:
             self._broker.hearing.refuse(event, denied, event.name)
             return
         fact = ft.DeclarationSet(event.session, event.name, event.location, event.declared_bytes)
-        self._broker.record(fact)
+        self._broker.books.record(fact)
         self._broker.stock.make_room(event.location)
-        self._broker.answer(event.call, fx.Declared(event.declared_bytes))
+        self._broker.books.answer(event.call, fx.Declared(event.declared_bytes))
 
     def _refuse_declare(self, event: ev.Declare) -> Denied | None:
         broker = self._broker
@@ -422,15 +422,17 @@ class Lending:
         found = self.find(event.session, event.name)
         if isinstance(found, Denied):
             return found
-        if not broker.rules.capacities.get(event.location):
+        if not broker.books.rules.capacities.get(event.location):
             return deny(Reason.LOCATION_UNAVAILABLE, location=event.location)
         if not 0 <= event.declared_bytes <= policy.MAX_BYTES:
             return deny(Reason.INVALID_SIZE, size_bytes=event.declared_bytes, least_bytes=0, granularity_bytes=1)
-        charge = broker.ledger.sessions[event.session].charges.get((event.name, event.location))
+        charge = broker.books.ledger.sessions[event.session].charges.get((event.name, event.location))
         more = event.declared_bytes - (charge.declared if charge else 0)
         if more <= 0:
             return None
-        return broker.refuse_debit() or policy.admit(broker.ledger, broker.rules, event.name, event.location, more)
+        return broker.books.refuse_debit() or policy.admit(
+            broker.books.ledger, broker.books.rules, event.name, event.location, more
+        )
 
 
 def _packet(session: int, call: Call, part: int) -> fx.Make | fx.Send:

@@ -58,21 +58,23 @@ class Resuming:
 
     def resume(self, event: ev.ResumeSession, now: int) -> None:
         """Let a process take its session up again, in the place of a connection that it may still have."""
-        row = self._broker.ledger.sessions.get(event.session)
+        row = self._broker.books.ledger.sessions.get(event.session)
         if row is None or row.state not in ("open", "detached") or row.process != event.process:
-            self._broker.answer(event.call, deny(Reason.TOKEN_REJECTED))
+            self._broker.books.answer(event.call, deny(Reason.TOKEN_REJECTED))
             return
-        if self._broker.stopping:
-            self._broker.answer(event.call, deny(Reason.STOPPING))
+        if self._broker.books.stopping:
+            self._broker.books.answer(event.call, deny(Reason.STOPPING))
             return
         self._broker.detach(row, now)
         self._expected.add(row.session)
-        self._broker.answer(event.call, fx.SessionResumed(row.session, row.tenant, row.observer))
+        self._broker.books.answer(event.call, fx.SessionResumed(row.session, row.tenant, row.observer))
 
     def state_holds(self, event: ev.StateHolds, now: int) -> None:
         """Take what the process has; reconcile now, or when the last of its packets is made."""
         if event.session not in self._expected:
-            self._broker.answer(event.call, deny(Reason.PROTOCOL_VIOLATION, what="it did not resume, and states Holds"))
+            self._broker.books.answer(
+                event.call, deny(Reason.PROTOCOL_VIOLATION, what="it did not resume, and states Holds")
+            )
             return
         self._expected.discard(event.session)
         self._stated[event.session] = event
@@ -84,12 +86,12 @@ class Resuming:
         if event is None or self._broker.lending.making_of(session):
             return
         del self._stated[session]
-        row = self._broker.ledger.sessions[session]
+        row = self._broker.books.ledger.sessions[session]
         self._broker.segments.give_up_seals(session)
         self._broker.lending.forget(session)
         self._broker.lending.begin(session)
         self._reconcile(row, event)
-        self._broker.record(ft.SessionMoved(session, "resumed", now))
+        self._broker.books.record(ft.SessionMoved(session, "resumed", now))
         unknown_segments = [segment for segment in event.segments if segment not in row.segments]
         result = fx.Reconciled(
             tuple(sorted(event.extents - row.extents.keys())[:MAX_TOLD]),
@@ -110,10 +112,10 @@ class Resuming:
         self._expected.discard(session)
         stated = self._stated.pop(session, None)
         if stated is not None:
-            self._broker.answer(stated.call, deny(Reason.DELIVERY_FAILED))
+            self._broker.books.answer(stated.call, deny(Reason.DELIVERY_FAILED))
         for one in [one for one in self._answers if one.session == session]:
             self._answers.remove(one)
-            self._broker.answer(one.call, deny(Reason.DELIVERY_FAILED))
+            self._broker.books.answer(one.call, deny(Reason.DELIVERY_FAILED))
 
     def segment_ended(self, segment: int) -> None:
         """A segment's name is free."""
@@ -124,17 +126,17 @@ class Resuming:
     def _answer_ready(self) -> None:
         for one in [one for one in self._answers if not one.ending]:
             self._answers.remove(one)
-            self._broker.answer(one.call, one.result)
+            self._broker.books.answer(one.call, one.result)
 
     def _reconcile(self, row: SessionRow, event: ev.StateHolds) -> None:
         """Make the books of a session what its process has; what it states beyond them is not believed."""
         gone = tuple(sorted(row.extents.keys() - event.extents))
         if gone:
-            self._broker.record(ft.Credited(row.session, gone, "not held"))
+            self._broker.books.record(ft.Credited(row.session, gone, "not held"))
         for (name, location), charge in list(row.charges.items()):
             declared = max(0, event.declarations.get((name, location), 0))
             if declared < charge.declared:
-                self._broker.record(ft.DeclarationSet(row.session, name, location, declared))
+                self._broker.books.record(ft.DeclarationSet(row.session, name, location, declared))
         for segment, times in list(row.segments.items()):
             held = max(0, event.segments.get(segment, 0))
             if held < times:
@@ -142,7 +144,7 @@ class Resuming:
 
     def _ending_of(self, session: int) -> set[int]:
         """Return the segments of this writer whose names are free soon: it may want to make one of them anew."""
-        rows = self._broker.ledger.segments.values()
+        rows = self._broker.books.ledger.segments.values()
         return {row.segment for row in rows if row.writer == session and row.state == "dropping" and not row.uncertain}
 
     # --- forgetting ---
@@ -151,18 +153,18 @@ class Resuming:
         """Credit all that a detached session is charged, and end it."""
         denied = self._refuse_forget(event.session)
         if denied:
-            self._broker.answer(event.call, denied)
+            self._broker.books.answer(event.call, denied)
             return
-        row = self._broker.ledger.sessions[event.session]
+        row = self._broker.books.ledger.sessions[event.session]
         self.give_up(row.session)
         # First, for a story that breaks off behind it: who is half credited must not come back for the other half.
-        self._broker.record(ft.SessionMoved(row.session, "forgotten", now))
+        self._broker.books.record(ft.SessionMoved(row.session, "forgotten", now))
         self._broker.lending.credit_all(row, "forgotten")
         self._broker.end_session(row, now)
-        self._broker.answer(event.call, fx.Done())
+        self._broker.books.answer(event.call, fx.Done())
 
     def _refuse_forget(self, session: int) -> Denied | None:
-        row = self._broker.ledger.sessions.get(session)
+        row = self._broker.books.ledger.sessions.get(session)
         if row is not None and row.state == "detached" and not self._broker.lending.making_of(session):
             return None
         what = _NOT_FORGOTTEN[row.state] if row is not None else "is not known, or has ended"
@@ -176,14 +178,14 @@ class Resuming:
         Its story may break off in the middle of a step. What is missing there is what the rows say is to follow.
         """
         broker = self._broker
-        for session in broker.ledger.sessions:
+        for session in broker.books.ledger.sessions:
             broker.lending.begin(session)
         broker.settling.restarted(event.seen, now)
-        for segment in list(broker.ledger.segments.values()):
+        for segment in list(broker.books.ledger.segments.values()):
             self._take_over_segment(segment, lost=segment.segment in event.lost)
-        for row in list(broker.ledger.sessions.values()):
+        for row in list(broker.books.ledger.sessions.values()):
             self._take_over_session(row, now)
-        for segment in list(broker.ledger.segments.values()):
+        for segment in list(broker.books.ledger.segments.values()):
             broker.segments.drop_if_left(segment)
 
     def _take_over_session(self, row: SessionRow, now: int) -> None:
@@ -200,10 +202,10 @@ class Resuming:
     def _take_over_segment(self, row: SegmentRow, *, lost: bool) -> None:
         """Nobody waits for its seal or attach any more; what the store has lost is attached no more."""
         if row.state == "sealing":
-            self._broker.record(ft.SegmentMoved(row.segment, "not sealed"))
+            self._broker.books.record(ft.SegmentMoved(row.segment, "not sealed"))
         if lost and row.state in policy.ATTACHABLE:
-            self._broker.record(ft.SegmentMoved(row.segment, "lost"))
+            self._broker.books.record(ft.SegmentMoved(row.segment, "lost"))
         if row.state == "writing" and row.writer not in row.holders:
-            self._broker.record(ft.SegmentMoved(row.segment, "writer ended"))
+            self._broker.books.record(ft.SegmentMoved(row.segment, "writer ended"))
         if row.state == "dropping":
-            self._broker.emit(fx.Drop(row.segment))
+            self._broker.books.emit(fx.Drop(row.segment))

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from . import effects as fx
 from . import events as ev
 from . import facts as ft
 from . import policy
-
-if TYPE_CHECKING:
-    from .broker import Broker
+from .books import Books
 
 LATELY_NS = 10_000_000_000
 """How long a size is kept ready after it was last asked for."""
@@ -41,8 +38,8 @@ class Wish:
 class Stock:
     """What is kept ready, and what for."""
 
-    def __init__(self, broker: Broker) -> None:
-        self._broker = broker
+    def __init__(self, books: Books) -> None:
+        self._books = books
         self._ready: dict[Kind, int] = {}
         self._wishes: OrderedDict[Kind, Wish] = OrderedDict()
         """The kind that was asked for last stands last."""
@@ -52,7 +49,7 @@ class Stock:
 
     def asked(self, location: ev.Location, extent_bytes: int, count: int, now: int) -> None:
         """Somebody borrows: the next who does will want the same."""
-        rules = self._broker.rules
+        rules = self._books.rules
         if not rules.stock_extents:
             return
         most = min(rules.stock_extents, rules.stock_bytes // extent_bytes, policy.PACKET_EXTENTS)
@@ -69,7 +66,7 @@ class Stock:
 
         Kinds that are asked for in turns keep what they have: each would only throw the other's away.
         """
-        rules, wish = self._broker.rules, self._wishes[kind]
+        rules, wish = self._books.rules, self._wishes[kind]
         for other in [one for one, its in self._wishes.items() if now - its.asked_at > JUST_NOW_NS]:
             missing = wish.count - self._ready.get(kind, 0)
             extents = sum(self._ready.values()) + missing - rules.stock_extents
@@ -82,7 +79,7 @@ class Stock:
 
     def has(self, location: ev.Location, extent_bytes: int, count: int) -> bool:
         """Say whether a packet can be of the stock: all of it. A daemon that stops has closed what it kept."""
-        return self._ready.get((location, extent_bytes), 0) >= count and not self._broker.stopping
+        return self._ready.get((location, extent_bytes), 0) >= count and not self._books.stopping
 
     def take(self, location: ev.Location, extent_bytes: int, count: int) -> bool:
         """Use extents of the stock for a packet: all of it, or none."""
@@ -93,7 +90,7 @@ class Stock:
 
     def make_room(self, location: ev.Location) -> None:
         """Let go of as much as the capacity needs, what was asked for longest ago first."""
-        total = self._broker.ledger.totals[location]
+        total = self._books.ledger.totals[location]
         if total.charged + total.stock <= total.capacity:
             return
         for kind in [*self._wishes, *self._ready]:
@@ -119,22 +116,21 @@ class Stock:
 
     def fill(self) -> None:
         """Ask for one more extent, if one is wished for and nothing else is to be done."""
-        broker = self._broker
-        if self._making or not self._wishes or self._unwanted or any(broker.lending.making.values()):
+        if self._making or not self._wishes or self._unwanted or any(self._books.making.values()):
             return
         kind = next((kind for kind in reversed(self._wishes) if self._wants(kind)), None)
         if kind is not None:
             self._making = True
-            broker.emit(fx.Stock(*kind))
+            self._books.emit(fx.Stock(*kind))
 
     @property
     def _unwanted(self) -> bool:
         """Whether nothing is kept ready any more."""
-        return self._broker.stopping or self._broker.draining
+        return self._books.stopping or self._books.draining
 
     def _wants(self, kind: Kind) -> bool:
         location, size = kind
-        rules, total = self._broker.rules, self._broker.ledger.totals[location]
+        rules, total = self._books.rules, self._books.ledger.totals[location]
         return (
             self._ready.get(kind, 0) < self._wishes[kind].count
             and sum(self._ready.values()) < rules.stock_extents
@@ -162,11 +158,11 @@ class Stock:
 
     def _drop(self, kind: Kind, count: int) -> None:
         self._change(kind, -count, "dropped")
-        self._broker.emit(fx.DropStock(*kind, count))
+        self._books.emit(fx.DropStock(*kind, count))
 
     def _change(self, kind: Kind, change: int, cause: str) -> None:
         self._ready[kind] = self._ready.get(kind, 0) + change
         if not self._ready[kind]:
             del self._ready[kind]
         self.changes[cause] += abs(change)
-        self._broker.record(ft.StockChanged(*kind, change, cause))
+        self._books.record(ft.StockChanged(*kind, change, cause))

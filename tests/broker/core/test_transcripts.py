@@ -386,7 +386,7 @@ class Script:
         ledger = self.broker.ledger
         totals = [
             f"{where} {size_text(t.lent)} lent {size_text(t.releasing)} releasing {size_text(t.free)} free"
-            f" {size_text(self.broker.lending.making[where])} making" + f" {size_text(t.stock)} stock" * bool(t.stock)
+            f" {size_text(self.broker.books.making[where])} making" + f" {size_text(t.stock)} stock" * bool(t.stock)
             for where, t in ledger.totals.items()
             if t.capacity
         ]
