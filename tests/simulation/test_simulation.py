@@ -16,8 +16,7 @@ from tests.simulation.referee import EARLY_AT_MOST
 from tests.simulation.shrink import Failed, commands, run
 from tests.simulation.world import World
 
-from membrokerd.core import books, hearing, ledger, lending, policy, segments, settling, stock
-from membrokerd.core import broker as broker_module
+from membrokerd.core import books, hearing, ledger, lending, models, policy, segments, settling, stock
 from membrokerd.core import effects as fx
 from membrokerd.core import facts as ft
 from membrokerd.core.denied import Reason
@@ -139,8 +138,8 @@ def _charge_per_attach(monkeypatch: pytest.MonkeyPatch) -> None:
 def _credit_while_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     def drop(self: Any, row: Any) -> None:
         if row.state == "ending":
-            self._broker.books.record(ft.SegmentMoved(row.segment, "last session left"))
-            self._broker.books.emit(fx.Drop(row.segment))
+            self._books.record(ft.SegmentMoved(row.segment, "last session left"))
+            self._books.emit(fx.Drop(row.segment))
 
     monkeypatch.setattr(segments.Segments, "drop_if_left", drop)
 
@@ -161,9 +160,9 @@ def _the_lost_wait_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _no_word_of_a_dead_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     def end_writing(self: Any, row: Any, cause: str) -> None:
-        self._broker.books.record(ft.SegmentMoved(row.segment, cause))
+        self._books.record(ft.SegmentMoved(row.segment, cause))
         if row.segment in self._sealing:
-            self._broker.books.answer(self._sealing.pop(row.segment), lending.deny(lending.Reason.WRITER_DIED))
+            self._books.answer(self._sealing.pop(row.segment), lending.deny(lending.Reason.WRITER_DIED))
 
     monkeypatch.setattr(segments.Segments, "_end_writing", end_writing)
 
@@ -212,9 +211,9 @@ def _settle_on_an_old_figure(monkeypatch: pytest.MonkeyPatch) -> None:
 def _models_end_under_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     def end_model(self: Any, row: Any) -> None:
         if not row.sessions and not row.used():
-            self.books.record(ft.ModelEnded(row.name))
+            self._books.record(ft.ModelEnded(row.name))
 
-    monkeypatch.setattr(broker_module.Broker, "end_model_if_idle", end_model)
+    monkeypatch.setattr(models.Models, "_end_if_idle", end_model)
 
 
 # --- a stock with a fault ---
@@ -266,7 +265,7 @@ def _stock_for_segments(monkeypatch: pytest.MonkeyPatch) -> None:
         generation, call.segment = call.segment, 0
         emit(self, session, call, part)
         call.segment = generation
-        self._broker.books._effects[-1] = lending._packet(session, call, part)
+        self._books._effects[-1] = lending._packet(session, call, part)
 
     monkeypatch.setattr(lending.Lending, "_emit", of_anything)
 
@@ -345,9 +344,8 @@ def _refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _others_are_heard_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    def again(self: Any, event: Any, now: int) -> None:
-        if event.call in self._whose:
-            self._broker.handle(self._take(event.call), now)
+    def again(self: Any, event: Any) -> Any:
+        return self._take(event.call) if event.call in self._whose else None
 
     monkeypatch.setattr(hearing.Hearing, "others_heard", again)
 

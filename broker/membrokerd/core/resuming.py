@@ -8,17 +8,17 @@ way is gone before that, and what it asks for again is asked anew.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from . import effects as fx
 from . import events as ev
 from . import facts as ft
 from . import policy
+from .books import Books
 from .denied import Denied, Reason, deny
 from .ledger import SegmentRow, SessionRow
-
-if TYPE_CHECKING:
-    from .broker import Broker
+from .lending import Lending
+from .segments import Segments
+from .sessions import Sessions
 
 MAX_TOLD = 2_048
 """How many ids of extents, and of segments, that the books do not know are told to who holds them."""
@@ -46,8 +46,11 @@ class Answer:
 class Resuming:
     """The resumes under way."""
 
-    def __init__(self, broker: Broker) -> None:
-        self._broker = broker
+    def __init__(self, books: Books, lending: Lending, segments: Segments, sessions: Sessions) -> None:
+        self._books = books
+        self._lending = lending
+        self._segments = segments
+        self._sessions = sessions
         self._stated: dict[int, ev.StateHolds] = {}
         """By session: what waits until nothing of the session is being made any more."""
         self._expected: set[int] = set()
@@ -58,23 +61,22 @@ class Resuming:
 
     def resume(self, event: ev.ResumeSession, now: int) -> None:
         """Let a process take its session up again, in the place of a connection that it may still have."""
-        row = self._broker.books.ledger.sessions.get(event.session)
+        row = self._books.ledger.sessions.get(event.session)
         if row is None or row.state not in ("open", "detached") or row.process != event.process:
-            self._broker.books.answer(event.call, deny(Reason.TOKEN_REJECTED))
+            self._books.answer(event.call, deny(Reason.TOKEN_REJECTED))
             return
-        if self._broker.books.stopping:
-            self._broker.books.answer(event.call, deny(Reason.STOPPING))
+        if self._books.stopping:
+            self._books.answer(event.call, deny(Reason.STOPPING))
             return
-        self._broker.detach(row, now)
+        self.give_up(row.session)
+        self._sessions.detach(row, now)
         self._expected.add(row.session)
-        self._broker.books.answer(event.call, fx.SessionResumed(row.session, row.tenant, row.observer))
+        self._books.answer(event.call, fx.SessionResumed(row.session, row.tenant, row.observer))
 
     def state_holds(self, event: ev.StateHolds, now: int) -> None:
         """Take what the process has; reconcile now, or when the last of its packets is made."""
         if event.session not in self._expected:
-            self._broker.books.answer(
-                event.call, deny(Reason.PROTOCOL_VIOLATION, what="it did not resume, and states Holds")
-            )
+            self._books.answer(event.call, deny(Reason.PROTOCOL_VIOLATION, what="it did not resume, and states Holds"))
             return
         self._expected.discard(event.session)
         self._stated[event.session] = event
@@ -83,15 +85,15 @@ class Resuming:
     def proceed(self, session: int, now: int) -> None:
         """Reconcile a session that has stated what it has, once nothing of it is being made."""
         event = self._stated.get(session)
-        if event is None or self._broker.lending.making_of(session):
+        if event is None or self._lending.making_of(session):
             return
         del self._stated[session]
-        row = self._broker.books.ledger.sessions[session]
-        self._broker.segments.give_up_seals(session)
-        self._broker.lending.forget(session)
-        self._broker.lending.begin(session)
+        row = self._books.ledger.sessions[session]
+        self._segments.give_up_seals(session)
+        self._lending.forget(session)
+        self._lending.begin(session)
         self._reconcile(row, event)
-        self._broker.books.record(ft.SessionMoved(session, "resumed", now))
+        self._books.record(ft.SessionMoved(session, "resumed", now))
         unknown_segments = [segment for segment in event.segments if segment not in row.segments]
         result = fx.Reconciled(
             tuple(sorted(event.extents - row.extents.keys())[:MAX_TOLD]),
@@ -112,10 +114,10 @@ class Resuming:
         self._expected.discard(session)
         stated = self._stated.pop(session, None)
         if stated is not None:
-            self._broker.books.answer(stated.call, deny(Reason.DELIVERY_FAILED))
+            self._books.answer(stated.call, deny(Reason.DELIVERY_FAILED))
         for one in [one for one in self._answers if one.session == session]:
             self._answers.remove(one)
-            self._broker.books.answer(one.call, deny(Reason.DELIVERY_FAILED))
+            self._books.answer(one.call, deny(Reason.DELIVERY_FAILED))
 
     def segment_ended(self, segment: int) -> None:
         """A segment's name is free."""
@@ -126,25 +128,25 @@ class Resuming:
     def _answer_ready(self) -> None:
         for one in [one for one in self._answers if not one.ending]:
             self._answers.remove(one)
-            self._broker.books.answer(one.call, one.result)
+            self._books.answer(one.call, one.result)
 
     def _reconcile(self, row: SessionRow, event: ev.StateHolds) -> None:
         """Make the books of a session what its process has; what it states beyond them is not believed."""
         gone = tuple(sorted(row.extents.keys() - event.extents))
         if gone:
-            self._broker.books.record(ft.Credited(row.session, gone, "not held"))
+            self._books.record(ft.Credited(row.session, gone, "not held"))
         for (name, location), charge in list(row.charges.items()):
             declared = max(0, event.declarations.get((name, location), 0))
             if declared < charge.declared:
-                self._broker.books.record(ft.DeclarationSet(row.session, name, location, declared))
+                self._books.record(ft.DeclarationSet(row.session, name, location, declared))
         for segment, times in list(row.segments.items()):
             held = max(0, event.segments.get(segment, 0))
             if held < times:
-                self._broker.segments.leave(row.session, segment, times - held, "not held")
+                self._segments.leave(row.session, segment, times - held, "not held")
 
     def _ending_of(self, session: int) -> set[int]:
         """Return the segments of this writer whose names are free soon: it may want to make one of them anew."""
-        rows = self._broker.books.ledger.segments.values()
+        rows = self._books.ledger.segments.values()
         return {row.segment for row in rows if row.writer == session and row.state == "dropping" and not row.uncertain}
 
     # --- forgetting ---
@@ -153,19 +155,19 @@ class Resuming:
         """Credit all that a detached session is charged, and end it."""
         denied = self._refuse_forget(event.session)
         if denied:
-            self._broker.books.answer(event.call, denied)
+            self._books.answer(event.call, denied)
             return
-        row = self._broker.books.ledger.sessions[event.session]
+        row = self._books.ledger.sessions[event.session]
         self.give_up(row.session)
         # First, for a story that breaks off behind it: who is half credited must not come back for the other half.
-        self._broker.books.record(ft.SessionMoved(row.session, "forgotten", now))
-        self._broker.lending.credit_all(row, "forgotten")
-        self._broker.end_session(row, now)
-        self._broker.books.answer(event.call, fx.Done())
+        self._books.record(ft.SessionMoved(row.session, "forgotten", now))
+        self._sessions.credit_all(row, "forgotten")
+        self._sessions.end(row, now)
+        self._books.answer(event.call, fx.Done())
 
     def _refuse_forget(self, session: int) -> Denied | None:
-        row = self._broker.books.ledger.sessions.get(session)
-        if row is not None and row.state == "detached" and not self._broker.lending.making_of(session):
+        row = self._books.ledger.sessions.get(session)
+        if row is not None and row.state == "detached" and not self._lending.making_of(session):
             return None
         what = _NOT_FORGOTTEN[row.state] if row is not None else "is not known, or has ended"
         return deny(Reason.SESSION_NOT_DETACHED, session=f"sessions/{session:x}", what=what)
@@ -177,35 +179,34 @@ class Resuming:
 
         Its story may break off in the middle of a step. What is missing there is what the rows say is to follow.
         """
-        broker = self._broker
-        for session in broker.books.ledger.sessions:
-            broker.lending.begin(session)
-        broker.settling.restarted(event.seen, now)
-        for segment in list(broker.books.ledger.segments.values()):
+        ledger = self._books.ledger
+        for session in ledger.sessions:
+            self._lending.begin(session)
+        for segment in list(ledger.segments.values()):
             self._take_over_segment(segment, lost=segment.segment in event.lost)
-        for row in list(broker.books.ledger.sessions.values()):
+        for row in list(ledger.sessions.values()):
             self._take_over_session(row, now)
-        for segment in list(broker.books.ledger.segments.values()):
-            broker.segments.drop_if_left(segment)
+        for segment in list(ledger.segments.values()):
+            self._segments.drop_if_left(segment)
 
     def _take_over_session(self, row: SessionRow, now: int) -> None:
-        broker, state = self._broker, row.state
-        broker.detach(row, now)
+        state = row.state
+        self._sessions.detach(row, now)
         if state == "leaving":
-            broker.lending.finish_leaving(row, now)
+            self._sessions.finish_leaving(row, now)
         elif state == "releasing":
-            broker.segments.leave_all(row, "holder died")
+            self._segments.leave_all(row, "holder died")
         elif state == "ended":
-            broker.lending.credit_all(row, "forgotten")  # nothing, where it ended in another way
-            broker.end_session(row, now)
+            self._sessions.credit_all(row, "forgotten")  # nothing, where it ended in another way
+            self._sessions.end(row, now)
 
     def _take_over_segment(self, row: SegmentRow, *, lost: bool) -> None:
         """Nobody waits for its seal or attach any more; what the store has lost is attached no more."""
         if row.state == "sealing":
-            self._broker.books.record(ft.SegmentMoved(row.segment, "not sealed"))
+            self._books.record(ft.SegmentMoved(row.segment, "not sealed"))
         if lost and row.state in policy.ATTACHABLE:
-            self._broker.books.record(ft.SegmentMoved(row.segment, "lost"))
+            self._books.record(ft.SegmentMoved(row.segment, "lost"))
         if row.state == "writing" and row.writer not in row.holders:
-            self._broker.books.record(ft.SegmentMoved(row.segment, "writer ended"))
+            self._books.record(ft.SegmentMoved(row.segment, "writer ended"))
         if row.state == "dropping":
-            self._broker.books.emit(fx.Drop(row.segment))
+            self._books.emit(fx.Drop(row.segment))

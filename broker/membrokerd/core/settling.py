@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from . import effects as fx
 from . import events as ev
 from . import facts as ft
+from .books import Books
 from .ledger import SegmentRow, SessionRow
-
-if TYPE_CHECKING:
-    from .broker import Broker
-
+from .lending import Lending
+from .resuming import Resuming
+from .segments import Segments
+from .sessions import Sessions
 
 NOTICE_NS = 1_000_000_000
 """How late a death may be told after its memory is gone: as long as between two audits at rest."""
@@ -43,11 +43,17 @@ class Death:
 class Settling:
     """The deaths that are not settled, newest last, and what the last audit saw."""
 
-    def __init__(self, broker: Broker) -> None:
-        self._broker = broker
+    def __init__(
+        self, books: Books, lending: Lending, segments: Segments, sessions: Sessions, resuming: Resuming
+    ) -> None:
+        self._books = books
+        self._lending = lending
+        self._segments = segments
+        self._sessions = sessions
+        self._resuming = resuming
         self._deaths: list[Death] = []
-        self._used: dict[ev.Location, int | None] = dict.fromkeys(broker.books.rules.capacities)
-        self._at_audit: dict[ev.Location, int | None] = dict.fromkeys(broker.books.rules.capacities)
+        self._used: dict[ev.Location, int | None] = dict.fromkeys(books.rules.capacities)
+        self._at_audit: dict[ev.Location, int | None] = dict.fromkeys(books.rules.capacities)
         self._at_look = self._at_audit
         """As `_at_audit`, of an audit or a death, whichever was later."""
         self._lately: deque[tuple[int, dict[ev.Location, int | None]]] = deque()
@@ -72,22 +78,22 @@ class Settling:
         used = self._used[location]
         if used is None:
             return None
-        total = self._broker.books.ledger.totals[location]
-        anchor = self._broker.books.rules.anchor_bytes if location == "device" else 0
-        return used - (total.charged + total.stock + anchor - self._broker.books.making[location])
+        total = self._books.ledger.totals[location]
+        anchor = self._books.rules.anchor_bytes if location == "device" else 0
+        return used - (total.charged + total.stock + anchor - self._books.making[location])
 
     def process_died(self, event: ev.ProcessDied, now: int) -> None:
         """Turn a session's charges to releasing, and take the references that their end is known by."""
-        row = self._broker.books.ledger.sessions.get(event.session)
+        row = self._books.ledger.sessions.get(event.session)
         if row is None or row.state == "releasing":
             return
         self._see(event.seen)
         references = {location: self._reference(location, now) for location in self._used}
-        self._broker.resuming.give_up(row.session)
-        self._broker.books.record(ft.SessionMoved(row.session, "process died", now))
-        self._broker.lending.give_up(row)
-        self._broker.segments.give_up(row.session)
-        self._broker.segments.leave_all(row, "holder died")
+        self._resuming.give_up(row.session)
+        self._books.record(ft.SessionMoved(row.session, "process died", now))
+        self._lending.give_up(row)
+        self._segments.give_up(row.session)
+        self._segments.leave_all(row, "holder died")
         for location, reference in references.items():
             self._deaths.append(Death(row.session, location, now, reference))
         self._settle(now)
@@ -99,7 +105,7 @@ class Settling:
         The broker itself had it until now, so its reference is of the last look. What was lent or given back since
         then is in the books and not in the figure, and would be taken for this segment's: the next look decides.
         """
-        self._broker.books.record(ft.SegmentMoved(row.segment, "dropped after a death"))
+        self._books.record(ft.SegmentMoved(row.segment, "dropped after a death"))
         self._deaths.append(Death(row.segment, row.location, now, self._at_look[row.location]))
 
     def restarted(self, seen: ev.Seen, now: int) -> None:
@@ -108,7 +114,7 @@ class Settling:
         What it had booked and never made, and what its store has lost, looks like a fall until it is credited: so a
         death can be credited early, as by a stranger's fall.
         """
-        ledger = self._broker.books.ledger
+        ledger = self._books.ledger
         self._lately.append((now, {location: ledger.totals[location].unaccounted for location in self._used}))
         self._see(seen)
         self._at_audit = self._at_look = self._unaccounted_everywhere()
@@ -122,9 +128,9 @@ class Settling:
     def _note(self) -> None:
         """Keep for a later daemon what is seen now, to less than a granule."""
         for location, seen in self._at_audit.items():
-            noted = self._broker.books.ledger.totals[location].unaccounted
-            if seen is not None and (noted is None or abs(seen - noted) >= self._broker.books.rules.granularity):
-                self._broker.books.record(ft.UnaccountedSeen(location, seen))
+            noted = self._books.ledger.totals[location].unaccounted
+            if seen is not None and (noted is None or abs(seen - noted) >= self._books.rules.granularity):
+                self._books.record(ft.UnaccountedSeen(location, seen))
 
     def _reference(self, location: ev.Location, now: int) -> int | None:
         lately = [seen[location] for at, seen in self._lately if now - at <= NOTICE_NS]
@@ -142,11 +148,6 @@ class Settling:
         self._lately.append((now, self._at_audit))
         while now - self._lately[0][0] > NOTICE_NS:
             self._lately.popleft()
-        self._broker.stock.forget_stale(now)
-        grace = self._broker.books.rules.model_grace_ns
-        for row in list(self._broker.books.ledger.models.values()):
-            if not row.sessions and now - row.idle_since >= grace:
-                self._broker.end_model_if_idle(row)
 
     def _notice_rise(self, before: int | None, seen: int | None, now: int) -> None:
         """Have suspects named when two audits in a row show `unaccounted` a granule or more above the baseline.
@@ -159,8 +160,8 @@ class Settling:
         seen = max(0, seen)
         low, high = sorted((max(0, before), seen))
         baseline = low if self._baseline is None else min(self._baseline, high)
-        if low - baseline >= self._broker.books.rules.granularity and now >= self._name_again_at:
-            self._broker.books.emit(fx.NameSuspects(seen, seen - baseline))
+        if low - baseline >= self._books.rules.granularity and now >= self._name_again_at:
+            self._books.emit(fx.NameSuspects(seen, seen - baseline))
             baseline, self._name_again_at = seen, now + NAMING_NS
         self._baseline = baseline
 
@@ -181,10 +182,10 @@ class Settling:
 
     def _is_due(self, death: Death, now: int) -> bool:
         row = self._row(death)
-        if isinstance(row, SessionRow) and self._broker.lending.making_of(row.session):
+        if isinstance(row, SessionRow) and self._lending.making_of(row.session):
             return False
         charged = row.charged(death.location)
-        return not charged or self._proven(death, charged) or now - death.died_at >= self._broker.books.rules.settle_ns
+        return not charged or self._proven(death, charged) or now - death.died_at >= self._books.rules.settle_ns
 
     def _proven(self, death: Death, charged: int) -> bool:
         """Say whether the device shows the bytes gone, to less than a granule.
@@ -195,10 +196,10 @@ class Settling:
         unaccounted = self.unaccounted(death.location)
         if death.reference is None or unaccounted is None:
             return False
-        return unaccounted < death.reference - charged + self._broker.books.rules.granularity
+        return unaccounted < death.reference - charged + self._books.rules.granularity
 
     def _row(self, death: Death) -> SessionRow | SegmentRow:
-        ledger = self._broker.books.ledger
+        ledger = self._books.ledger
         return ledger.sessions.get(death.owner) or ledger.segments[death.owner]
 
     def _credit(self, death: Death, now: int) -> None:
@@ -207,13 +208,13 @@ class Settling:
         proven = self._proven(death, charged)
         self._deaths.remove(death)
         if isinstance(row, SegmentRow):
-            self._broker.books.record(ft.SegmentEnded(row.segment, proven))
+            self._books.record(ft.SegmentEnded(row.segment, proven))
             return
         if charged:
-            self._broker.books.record(ft.LocationSettled(row.session, death.location, proven))
+            self._books.record(ft.LocationSettled(row.session, death.location, proven))
         if not any(other.owner == row.session for other in self._deaths):
             self._end(row, now)
 
     def _end(self, row: SessionRow, now: int) -> None:
-        self._broker.books.record(ft.SessionMoved(row.session, "settled", now))
-        self._broker.end_session(row, now)
+        self._books.record(ft.SessionMoved(row.session, "settled", now))
+        self._sessions.end(row, now)

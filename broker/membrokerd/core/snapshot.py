@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from . import policy
+from .broker import Broker
 from .effects import SegmentView
 from .events import Location, ModelName, SegmentName
 from .ledger import ModelRow, SessionRow
-
-if TYPE_CHECKING:
-    from .broker import Broker
 
 
 @dataclass(frozen=True, slots=True)
