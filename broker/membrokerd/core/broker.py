@@ -46,9 +46,9 @@ _GIVES_BACK = (ev.Goodbye, ev.Release, ev.DetachSegment, ev.DeleteSegment)
 
 
 class Broker:
-    """The books, the rules and the calls in flight of one device.
+    """The core of one device's daemon.
 
-    `epoch` is a number that no earlier daemon of this device had; ids are (epoch, counter), so none comes twice.
+    `epoch` is a number that no earlier daemon of this device had; ids are (epoch, counter), so none is used twice.
     """
 
     def __init__(self, rules: policy.Rules, epoch: int, story: Iterable[ft.Fact] = ()) -> None:

@@ -1,10 +1,10 @@
-"""Lending: debit, packets on their way, the window, releases and declarations.
+"""Lending: debits, packets in flight, the window, releases and declarations.
 
 Segments' extents travel in the same packets, through the same window: made once, for their writer, and then sent.
 
 Debit first, credit last: the books are charged for a whole Allocate before the first create, and credited for what
 was not made. A call goes out in packets of 64 extents, at most two of a session unacknowledged; what a session has
-on its way is kept here, not in the ledger, because none of it outlives the daemon.
+in flight is kept here, not in the ledger, because none of it outlives the daemon.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ class Call:
 
     @property
     def settled(self) -> bool:
-        """Done, and nothing of it is on its way any more."""
+        """Done, and every packet is acknowledged or credited."""
         return self.done and "unacknowledged" not in self.states
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What one session has on its way. `calls` holds answered ones too, until their last packet is acknowledged."""
+    """What one session has in flight. `calls` keeps answered calls until their last packet is acknowledged."""
 
     calls: dict[int, Call] = field(default_factory=dict)
     queue: deque[Call] = field(default_factory=deque)
@@ -112,11 +112,11 @@ class Lending:
         self._traffic: dict[int, Traffic] = {}
 
     def begin(self, session: int) -> None:
-        """A session has nothing on its way."""
+        """Begin with nothing in flight for a session."""
         self._traffic[session] = Traffic()
 
     def forget(self, session: int) -> None:
-        """A session ended, or begins anew."""
+        """Drop what a session has in flight: it ended, or is resumed."""
         self._hearing.give_up(session)
         del self._traffic[session]
 
@@ -157,9 +157,9 @@ class Lending:
         self._traffic[session].unanswered.add(request_id)
 
     def wait_no_more(self, session: int, request_id: int) -> None:
-        """A call that could not begin is answered, or begins."""
+        """Stop counting a call that was waiting: it is answered, or begins."""
         traffic = self._traffic.get(session)
-        if traffic is not None:  # a seal may outlast its session
+        if traffic is not None:  # a seal can outlast its session
             traffic.unanswered.discard(request_id)
 
     def begin_call(self, session: int, call: Call, on_done: Callable[[int, Call], None]) -> None:
@@ -198,7 +198,7 @@ class Lending:
             self._books.answer(call.call, fx.Allocated(len(call.ids), call.extent_bytes))
 
     def _is_in_stock(self, session: int, call: Call) -> bool:
-        """Say whether a call begins and ends with what the stock has: then nothing must go for it."""
+        """Say whether the stock serves the whole call, so that no room has to be made."""
         traffic = self._traffic[session]
         at_once = len(call.states) == 1 and not traffic.queue and traffic.window < policy.WINDOW
         return at_once and self._stock.has(call.location, call.extent_bytes, len(call.ids))
@@ -246,18 +246,18 @@ class Lending:
     # --- outcomes ---
 
     def made(self, event: ev.Made) -> None:
-        """A packet is on its way to its session."""
+        """Note that a packet is queued to its session."""
         call = self._traffic[event.session].calls[event.request_id]
         call.move(event.part, "made")
         self._made_or_not(call, event.part)
         self._conclude(event.session, call)
 
     def not_made(self, event: ev.NotMade) -> None:
-        """Credit a packet that could not be made, give up the packets behind it, and end the call with the reason."""
+        """Credit a packet that could not be made, give up those after it, and fail the call with the reason."""
         traffic = self._traffic[event.session]
         call = traffic.calls[event.request_id]
         if event.reason == Reason.DEVICE_FULL and self._stock.drop_all(call.location):
-            self._books.emit(_packet(event.session, call, event.part))  # once more: there was memory to spare
+            self._books.emit(_packet(event.session, call, event.part))  # try again: the stock was using memory
             return
         call.move(event.part, "not made")
         traffic.window -= 1
@@ -268,7 +268,7 @@ class Lending:
         self._conclude(event.session, call)
 
     def not_delivered(self, event: ev.NotDelivered) -> None:
-        """Credit a packet that its broken connection never took."""
+        """Credit a packet that was never sent because its connection broke."""
         traffic = self._traffic.get(event.session)
         call = traffic.calls.get(event.request_id) if traffic else None
         if traffic is None or call is None:
@@ -300,7 +300,7 @@ class Lending:
         return 0 <= part < len(call.states) and call.states[part] == "unacknowledged"
 
     def give_up(self, row: SessionRow) -> None:
-        """The session is unreachable, going or dead: credit every packet that nobody has begun to make."""
+        """Give up the calls of a session that is disconnected, leaving or dead; credit packets not yet begun."""
         traffic = self._traffic[row.session]
         for call in list(traffic.calls.values()):
             if call.request_id in traffic.unanswered:
@@ -334,7 +334,7 @@ class Lending:
         self._books.record(fact)
 
     def _conclude(self, session: int, call: Call) -> None:
-        """Answer a call whose every packet is decided, and let the next one go."""
+        """Answer a call if all its packets are decided, and send the next packets."""
         traffic = self._traffic[session]
         self._answer_if_done(session, call)
         self._drop_if_settled(traffic, call)

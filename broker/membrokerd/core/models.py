@@ -38,7 +38,7 @@ class Models:
         self._books.answer(event.call, fx.Registered(event.name))
 
     def _ask(self, row: ModelRow, virtual: int | None, limits: Mapping[ev.Location, int]) -> None:
-        """Take the numbers that nobody has asked for yet; those that somebody has are the same."""
+        """Take the numbers that no session has set yet; the others are the same."""
         more = {where: size for where, size in limits.items() if where not in row.limits}
         new = virtual if row.virtual_capacity is None else None
         if more or new is not None:
@@ -46,7 +46,7 @@ class Models:
 
     def _refuse_model(self, event: ev.RegisterModel) -> Denied | None:
         row = self._books.ledger.models.get(event.name)
-        if self._books.cannot_write:  # what room there is is for what is given back
+        if self._books.cannot_write:  # the journal's last room is for releases
             return deny(Reason.JOURNAL_FULL, driver_says=self._books.cannot_write)
         if self._books.ledger.sessions[event.session].observer:
             return deny(Reason.OBSERVER)
@@ -93,7 +93,7 @@ class Models:
         return deny(Reason.MODEL_IN_USE, model=str(event.name), used_bytes=used) if used else None
 
     def _end_if_idle(self, row: ModelRow) -> None:
-        """End a model that nobody uses, that is charged nothing, and that has not even a failed segment left."""
+        """End a model without sessions, charges and segments, failed ones included."""
         segments = self._books.ledger.segments.values()
         if not row.sessions and not row.used() and not any(segment.name == row.name for segment in segments):
             self._books.record(ft.ModelEnded(row.name))
@@ -121,7 +121,7 @@ class Models:
 
 
 def _conflict(row: ModelRow, event: ev.RegisterModel) -> Denied | None:
-    """Return the first number that differs from what somebody asked for before."""
+    """Return the first number that differs from the one that was set before."""
     asked: list[tuple[str, int | None, int | None]] = [
         ("virtual_capacity", event.virtual_capacity, row.virtual_capacity),
         *((f"{where} limit", limit, row.limits.get(where)) for where, limit in event.limits.items()),

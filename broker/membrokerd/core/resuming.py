@@ -1,8 +1,8 @@
-"""Resuming: a session is taken up again by its process, forgotten by an operator, or inherited by a new daemon.
+"""Resuming: a session is resumed by its process, forgotten by an operator, or taken over by a new daemon.
 
-A process that comes back states all that it has, and the books are made to agree: what is booked and not held is
-credited. So whatever was on its way when the connection broke happened once, or not at all. What a session had on its
-way is gone before that, and what it asks for again is asked anew.
+A process that resumes states everything it holds, and what is booked but not held is credited. So a call that was in
+flight when the connection broke happened once, or not at all. Its packets are given up before the reconciliation, and
+the process repeats the calls that were not answered.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from .segments import Segments
 from .sessions import Sessions
 
 MAX_TOLD = 2_048
-"""How many ids of extents, and of segments, that the books do not know are told to who holds them."""
+"""How many unknown extents, and how many unknown segments, the answer to Holds lists at most."""
 MAX_MODELS_TOLD = 192
-"""How many of its models are told to who resumes. All three together fit into a frame, however long they are."""
+"""How many of the session's models the answer lists at most. All three lists together fit into one frame."""
 _NOT_FORGOTTEN = {
     "open": "is open, its process is connected",
     "leaving": "ends by itself, at its process's word",
     "detached": "has memory on its way in this moment",
     "releasing": "is of a dead process, and ends by itself when the device shows its bytes free",
 }
-"""By state: why an operator cannot have a session forgotten."""
+"""By state: why an operator cannot forget a session."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """A resume that is done but for segments that end by it: their names must be free when it is answered."""
+    """A resume that is done but not answered: names of segments that it ends must be free first."""
 
     call: int
     session: int
@@ -52,15 +52,15 @@ class Resuming:
         self._segments = segments
         self._sessions = sessions
         self._stated: dict[int, ev.StateHolds] = {}
-        """By session: what waits until nothing of the session is being made any more."""
+        """By session: Holds that wait until no packet of the session is being made."""
         self._expected: set[int] = set()
-        """Sessions that said Hello again, and whose Holds are to come."""
+        """Sessions that said Hello again and have not stated their Holds yet."""
         self._answers: list[Answer] = []
 
-    # --- taking up ---
+    # --- resume ---
 
     def resume(self, event: ev.ResumeSession, now: int) -> None:
-        """Let a process take its session up again, in the place of a connection that it may still have."""
+        """Let a process resume its session on a new connection, which replaces one that may still be open."""
         row = self._books.ledger.sessions.get(event.session)
         if row is None or row.state not in ("open", "detached") or row.process != event.process:
             self._books.answer(event.call, deny(Reason.TOKEN_REJECTED))
@@ -74,7 +74,7 @@ class Resuming:
         self._books.answer(event.call, fx.SessionResumed(row.session, row.tenant, row.observer))
 
     def state_holds(self, event: ev.StateHolds, now: int) -> None:
-        """Take what the process has; reconcile now, or when the last of its packets is made."""
+        """Take what the process holds; reconcile now, or when the last of its packets is made."""
         if event.session not in self._expected:
             self._books.answer(event.call, deny(Reason.PROTOCOL_VIOLATION, what="it did not resume, and states Holds"))
             return
@@ -83,7 +83,7 @@ class Resuming:
         self.proceed(event.session, now)
 
     def proceed(self, session: int, now: int) -> None:
-        """Reconcile a session that has stated what it has, once nothing of it is being made."""
+        """Reconcile a session that has stated its Holds, once none of its packets is being made."""
         event = self._stated.get(session)
         if event is None or self._lending.making_of(session):
             return
@@ -104,13 +104,13 @@ class Resuming:
         self._answer_ready()
 
     def under_way(self, session: int) -> bool:
-        """Say whether a session is being taken up: what it asks meanwhile would not be in what it states."""
+        """Say whether a resume is under way: the result of a request now would not be in the Holds."""
         if session in self._expected or session in self._stated:
             return True
         return bool(self._answers) and any(one.session == session for one in self._answers)
 
     def give_up(self, session: int) -> None:
-        """The connection on which a session was to be resumed is gone as well."""
+        """Give up a resume: its connection is lost, too."""
         self._expected.discard(session)
         stated = self._stated.pop(session, None)
         if stated is not None:
@@ -120,7 +120,7 @@ class Resuming:
             self._books.answer(one.call, deny(Reason.DELIVERY_FAILED))
 
     def segment_ended(self, segment: int) -> None:
-        """A segment's name is free."""
+        """Answer the resumes that waited for this segment's name."""
         for one in self._answers:
             one.ending.discard(segment)
         self._answer_ready()
@@ -131,7 +131,7 @@ class Resuming:
             self._books.answer(one.call, one.result)
 
     def _reconcile(self, row: SessionRow, event: ev.StateHolds) -> None:
-        """Make the books of a session what its process has; what it states beyond them is not believed."""
+        """Credit what the process does not hold. What it states beyond the books is not believed."""
         gone = tuple(sorted(row.extents.keys() - event.extents))
         if gone:
             self._books.record(ft.Credited(row.session, gone, "not held"))
@@ -145,7 +145,7 @@ class Resuming:
                 self._segments.leave(row.session, segment, times - held, "not held")
 
     def _ending_of(self, session: int) -> set[int]:
-        """Return the segments of this writer whose names are free soon: it may want to make one of them anew."""
+        """Return the segments of this writer that are about to end: it may want to create one of them again."""
         rows = self._books.ledger.segments.values()
         return {row.segment for row in rows if row.writer == session and row.state == "dropping" and not row.uncertain}
 
@@ -159,7 +159,7 @@ class Resuming:
             return
         row = self._books.ledger.sessions[event.session]
         self.give_up(row.session)
-        # First, for a story that breaks off behind it: who is half credited must not come back for the other half.
+        # Recorded first: if the journal ends here, a half-credited session must not resume.
         self._books.record(ft.SessionMoved(row.session, "forgotten", now))
         self._sessions.credit_all(row, "forgotten")
         self._sessions.end(row, now)
@@ -175,9 +175,9 @@ class Resuming:
     # --- a new daemon ---
 
     def restarted(self, event: ev.Restarted, now: int) -> None:
-        """Go on with the books of a daemon that is dead: nobody is connected, and nothing is on its way.
+        """Take over the books of an earlier daemon: no session is connected, and nothing is in flight.
 
-        Its story may break off in the middle of a step. What is missing there is what the rows say is to follow.
+        Its journal may end in the middle of a step. The rows say which facts of that step are missing.
         """
         ledger = self._books.ledger
         for session in ledger.sessions:
@@ -197,11 +197,11 @@ class Resuming:
         elif state == "releasing":
             self._segments.leave_all(row, "holder died")
         elif state == "ended":
-            self._sessions.credit_all(row, "forgotten")  # nothing, where it ended in another way
+            self._sessions.credit_all(row, "forgotten")  # nothing is left, unless it was forgotten
             self._sessions.end(row, now)
 
     def _take_over_segment(self, row: SegmentRow, *, lost: bool) -> None:
-        """Nobody waits for its seal or attach any more; what the store has lost is attached no more."""
+        """Finish or undo what was under way; a segment whose descriptors are lost cannot be attached any more."""
         if row.state == "sealing":
             self._books.record(ft.SegmentMoved(row.segment, "not sealed"))
         if lost and row.state in policy.ATTACHABLE:

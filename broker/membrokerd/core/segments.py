@@ -1,9 +1,9 @@
-"""Segments: memory under a name, written by one session, sealed, attached by many, charged to its model once.
+"""Segments: named memory that one session writes and seals, many attach, and its model is charged for once.
 
-The broker keeps a segment's descriptors, so a segment outlives whoever wrote it: its bytes come back when it is
-deleted and the last session has left it. A session holds a segment from the moment that its create or attach is
-admitted; a call that fails before anything was sent lets go by itself, any other hold ends by the session's word, by
-its Goodbye, or by its death.
+The broker keeps a segment's descriptors, so a segment outlives its writer: its bytes are free again when it is
+deleted and the last session has left it. A session holds a segment as soon as its create or attach is admitted. If
+the call fails before anything was sent, the hold ends with it; otherwise it ends when the session detaches, says
+Goodbye or dies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .stock import Stock
 
 _WRITING = ("writing", "sealing")
 _TOLD = {"sealing": "writing", "dropping": "ending"}
-"""States that nobody outside has to know, by what they look like there."""
+"""Internal states, and the public state that each is shown as."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ class Segments:
         self._lending = lending
         self._waiting: list[Waiting] = []
         self._sealing: dict[int, ev.SealSegment] = {}
-        """By segment: who asked for its seal."""
+        """By segment: the request to seal it that is to be answered."""
         self.deadline: int | None = None
-        """When the first of the waiting attaches ends, in nanoseconds."""
+        """When the first of the waiting attaches times out, in nanoseconds."""
 
     # --- create and seal ---
 
     def create(self, event: ev.CreateSegment, now: int) -> None:
-        """Debit the whole segment, and make it packet by packet for its writer."""
+        """Debit the whole segment, then make it for its writer packet by packet."""
         books, name = self._books, ev.ModelName(event.name.tenant, event.name.model)
         denied = self._refuse_create(event, name)
         if denied:
@@ -104,7 +104,7 @@ class Segments:
         return None
 
     def seal(self, event: ev.SealSegment) -> None:
-        """Ask for the seal of a segment that is written. Its writer may ask again: it may not have had the answer."""
+        """Seal a segment. The writer may ask again, because it may have missed the answer."""
         denied = self._refuse_seal(event)
         if denied:
             self._books.answer(event.call, denied)
@@ -114,7 +114,7 @@ class Segments:
             self._books.answer(event.call, self.view(row))
             return
         self._lending.wait(event.session, event.request_id)
-        if row.state == "sealing":  # whoever asked last is answered
+        if row.state == "sealing":  # only the last request is answered with the outcome
             self._answer_seal(row, deny(Reason.DELIVERY_FAILED))
         else:
             self._books.record(ft.SegmentMoved(event.segment, "seal asked"))
@@ -132,7 +132,7 @@ class Segments:
         return None
 
     def sealed(self, event: ev.Sealed) -> None:
-        """The segment can be attached; who waited for it is served, first come, first served."""
+        """Let sessions attach the segment, those that waited for it first, in the order of their requests."""
         row = self._asked_to_seal(event.segment)
         if row is None:
             return
@@ -146,7 +146,7 @@ class Segments:
                 self._begin_attach(one.call, one.session, one.request_id, row)
 
     def not_sealed(self, event: ev.NotSealed) -> None:
-        """The segment is still being written, unless its writer is gone."""
+        """Take the segment back to `writing`, or end it if its writer is gone."""
         row = self._asked_to_seal(event.segment)
         if row is None:
             return
@@ -163,7 +163,7 @@ class Segments:
             self._books.answer(asked.call, result)
 
     def give_up_seals(self, session: int) -> None:
-        """A session is taken up again: it asks for its seals anew, and those that are under way go on."""
+        """Fail the pending seals of a session that resumes. The seals go on; the session asks for them again."""
         for segment in [segment for segment, asked in self._sealing.items() if asked.session == session]:
             self._answer_seal(self._books.ledger.segments[segment], deny(Reason.DELIVERY_FAILED))
 
@@ -208,7 +208,7 @@ class Segments:
         self._lending.begin_call(session, call, self._call_done)
 
     def elapsed(self, now: int) -> None:
-        """End the waiting that has lasted as long as it may."""
+        """Answer the attaches whose wait has timed out."""
         for one in self._take_waiting(lambda one: one.deadline <= now):
             row = self._books.ledger.segments[one.segment]
             self._books.answer(one.call, deny(Reason.SEGMENT_NOT_SEALED, segment=str(row.full_name())))
@@ -216,7 +216,7 @@ class Segments:
     def _call_done(self, session: int, call: Call) -> None:
         """Answer a create or an attach whose every packet is decided."""
         row = self._books.ledger.segments.get(call.segment)
-        if row is None:  # its last session died while the packet was on its way
+        if row is None:  # its last session died while the packet was in flight
             self._books.refuse(call.call, call.failure or deny(Reason.DELIVERY_FAILED), session, call.name)
             return
         if not call.failure and not call.sends and row.state not in policy.ATTACHABLE:
@@ -232,7 +232,7 @@ class Segments:
         self.drop_if_left(row)
 
     def detach(self, event: ev.DetachSegment) -> None:
-        """A session has unmapped a segment. A writer that leaves before its seal has given it up."""
+        """Take a session's word that it has unmapped a segment. A writer that leaves before the seal gives it up."""
         row = self._find_held(event.session, event.segment)
         if row is None:
             self._books.answer(event.call, deny(Reason.SEGMENT_NOT_FOUND, segment=event.segment))
@@ -275,17 +275,17 @@ class Segments:
         return None
 
     def writer_leaves(self, row: SessionRow) -> None:
-        """A session said Goodbye: what it has not sealed nobody will."""
+        """End the unsealed segments of a writer that says Goodbye: no other session can seal them."""
         for segment in list(row.segments):
             self._without_writer(self._books.ledger.segments[segment], row.session)
 
     def leave_all(self, row: SessionRow, cause: str) -> None:
-        """A session is over, by its word or by its death."""
+        """Drop all holds of a session that is ending or has died."""
         for segment, times in list(row.segments.items()):
             self._leave(self._books.ledger.segments[segment], row.session, times, cause)
 
     def give_up(self, session: int) -> None:
-        """A session is unreachable, going or dead: it waits for nothing more."""
+        """Fail the waiting attaches of a session that is disconnected, leaving or dead."""
         for one in self._take_waiting(lambda one: one.session == session):
             self._books.answer(one.call, deny(Reason.DELIVERY_FAILED))
 
@@ -297,7 +297,7 @@ class Segments:
         return row
 
     def leave(self, session: int, segment: int, times: int, cause: str) -> None:
-        """A session has the segment so many times less."""
+        """Drop `times` of the session's holds."""
         self._leave(self._books.ledger.segments[segment], session, times, cause)
 
     def _leave(self, row: SegmentRow, session: int, times: int, cause: str) -> None:
@@ -311,7 +311,7 @@ class Segments:
             self._end_writing(row, "writer ended")
 
     def _end_writing(self, row: SegmentRow, cause: str) -> None:
-        """The segment will never be sealed: tell who waits for it."""
+        """End a segment that will never be sealed, and fail the calls that wait for the seal."""
         self._books.record(ft.SegmentMoved(row.segment, cause))
         denied = deny(Reason.WRITER_DIED, segment=str(row.full_name()))
         self._answer_seal(row, denied)
@@ -319,7 +319,7 @@ class Segments:
             self._books.answer(one.call, denied)
 
     def drop_if_left(self, row: SegmentRow) -> None:
-        """Close the broker's own descriptors of a segment that is ending, once nobody holds it."""
+        """Close the broker's own descriptors of a segment that is ending, once no session holds it."""
         busy = row.holders or self._lending.making_segment(row.writer, row.segment)
         if row.state == "ending" and not busy:
             self._books.record(ft.SegmentMoved(row.segment, "last session left"))
@@ -328,7 +328,7 @@ class Segments:
     # --- looking ---
 
     def view(self, row: SegmentRow) -> fx.SegmentView:
-        """Return a segment as it stands."""
+        """Return the current state of a segment."""
         size = row.size_of(row.ids)
         return fx.SegmentView(
             row.segment,
@@ -343,7 +343,7 @@ class Segments:
         )
 
     def _find_named(self, name: ev.SegmentName) -> SegmentRow | Denied:
-        """Return the segment of a name that is not ending, by its model or by its own name alone."""
+        """Return the segment of this name that is not ending; without a model, by its label alone."""
         found = [row for row in self._candidates(name) if row.state in policy.ATTACHABLE]
         if not found:
             return deny(Reason.SEGMENT_NOT_FOUND, segment=str(name))
@@ -361,7 +361,7 @@ class Segments:
         return [] if segment is None else [ledger.segments[segment]]
 
     def _take_waiting(self, wanted: Callable[[Waiting], bool]) -> list[Waiting]:
-        """Return who waits no more, in the order they came."""
+        """Remove the waiting attaches that are `wanted`, and return them in the order of their requests."""
         taken = [one for one in self._waiting if wanted(one)]
         if not taken:
             return taken

@@ -1,12 +1,14 @@
-"""Settling: a dead session's bytes are charged until the device shows them free, or a limit of time has passed.
+"""Deaths: a dead session's bytes stay charged until the device shows them free, or a time limit has passed.
 
-Neither the end of a connection nor the death of a process is the end of its memory: a forked child, or a packet that
-nobody read, can keep it. Only the device's own figure is proof, and from that figure alone the rule is made. What
-the device has used beyond the books is `unaccounted`; when a dead session's memory goes, it falls by that session's
-bytes, and then the session is credited whole. So each death takes a reference to fall from. A credit raises
-`unaccounted` again by what it paid, so that one fall pays once; several workers that die together are settled
-together. What can credit a death early is a stranger's fall of at least its size while its memory is still held; the
-books are then wrong until the holder ends, which shows as unaccounted, and the device gate stands behind them.
+Memory can outlive its connection and its process: a forked child, or a packet that was never read, can keep it alive.
+Only the device's own figure is proof, and the rule uses that figure alone. `unaccounted` is what the device has in use
+beyond the books. When a dead session's memory is freed, `unaccounted` falls by that session's bytes, and the session
+is credited as a whole; so each death records a reference to measure the fall from. A credit raises `unaccounted`
+again by the bytes it credits, so one fall pays for one death only; workers that die together are settled together.
+
+A death can be credited too early: when another process frees at least as much while the dead session's memory is
+still held. The books are then wrong until the last holder ends. The bytes show as `unaccounted` meanwhile, and the
+device gate still refuses what does not fit.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from .segments import Segments
 from .sessions import Sessions
 
 NOTICE_NS = 1_000_000_000
-"""How late a death may be told after its memory is gone: as long as between two audits at rest."""
+"""How long before its pidfd fires a process's memory may be freed: the interval of audits at rest."""
 NAMING_NS = 1_000_000_000
-"""So long after suspects were named none are: who lies again and again must not keep the driver busy with it."""
+"""Minimum interval between two listings of suspects, which cost a driver query."""
 
 
 @dataclass(slots=True)
@@ -41,7 +43,7 @@ class Death:
 
 
 class Settling:
-    """The deaths that are not settled, newest last, and what the last audit saw."""
+    """The deaths that are not settled, newest last, and the figures of the last audit."""
 
     def __init__(
         self, books: Books, lending: Lending, segments: Segments, sessions: Sessions, resuming: Resuming
@@ -55,25 +57,25 @@ class Settling:
         self._used: dict[ev.Location, int | None] = dict.fromkeys(books.rules.capacities)
         self._at_audit: dict[ev.Location, int | None] = dict.fromkeys(books.rules.capacities)
         self._at_look = self._at_audit
-        """As `_at_audit`, of an audit or a death, whichever was later."""
+        """As `_at_audit`, but of the last audit or death, whichever was later."""
         self._lately: deque[tuple[int, dict[ev.Location, int | None]]] = deque()
         self._baseline: int | None = None
-        """What of the device's `unaccounted` was there from the start, or has had its suspects named."""
+        """The part of the device's `unaccounted` that was there from the start, or whose suspects were named."""
         self._name_again_at = 0
 
     @property
     def waiting(self) -> bool:
-        """Bytes are releasing: the device is to be asked often."""
+        """Whether bytes are releasing, so that the device must be audited often."""
         return bool(self._deaths)
 
     def shown(self, location: ev.Location) -> int | None:
-        """Return `unaccounted` as it was when the device was last asked: figures of one moment, for people."""
+        """Return `unaccounted` as of the last audit, for listings: figures of one moment."""
         return self._at_audit[location]
 
     def unaccounted(self, location: ev.Location) -> int | None:
-        """Return what the device has used beyond the books, in bytes and signed; None where it cannot say.
+        """Return the bytes in use on the device beyond the books, signed; None where the device cannot say.
 
-        A debit of which nothing may exist yet is not expected of the device.
+        Debited bytes that may not exist yet do not count as expected.
         """
         used = self._used[location]
         if used is None:
@@ -83,7 +85,7 @@ class Settling:
         return used - (total.charged + total.stock + anchor - self._books.making[location])
 
     def process_died(self, event: ev.ProcessDied, now: int) -> None:
-        """Turn a session's charges to releasing, and take the references that their end is known by."""
+        """Turn a session's charges to releasing, and record the references that their release is measured from."""
         row = self._books.ledger.sessions.get(event.session)
         if row is None or row.state == "releasing":
             return
@@ -100,19 +102,19 @@ class Settling:
         self._at_look = self._unaccounted_everywhere()
 
     def segment_dropped(self, row: SegmentRow, now: int) -> None:
-        """Turn a segment's charge to releasing: a holder died, so somebody may still have it mapped.
+        """Turn a segment's charge to releasing: a holder died, so a process may still have it mapped.
 
-        The broker itself had it until now, so its reference is of the last look. What was lent or given back since
-        then is in the books and not in the figure, and would be taken for this segment's: the next look decides.
+        The broker itself held it until now, so its reference is the last figure. What was lent or released since then
+        is in the books but not in that figure, and would pass for this segment's memory: the next audit decides.
         """
         self._books.record(ft.SegmentMoved(row.segment, "dropped after a death"))
         self._deaths.append(Death(row.segment, row.location, now, self._at_look[row.location]))
 
     def restarted(self, seen: ev.Seen, now: int) -> None:
-        """Go on with the deaths of a daemon that is dead; what died meanwhile falls from what that one saw last.
+        """Take over the deaths of an earlier daemon; later ones are measured from the last figure that it recorded.
 
-        What it had booked and never made, and what its store has lost, looks like a fall until it is credited: so a
-        death can be credited early, as by a stranger's fall.
+        Bytes that it had booked but never made, or that its descriptor store has lost, look like a fall until they
+        are credited. So a death can be credited early, as by another process's fall.
         """
         ledger = self._books.ledger
         self._lately.append((now, {location: ledger.totals[location].unaccounted for location in self._used}))
@@ -126,7 +128,7 @@ class Settling:
                 self._deaths.append(Death(owner, location, now, self._reference(location, now)))
 
     def _note(self) -> None:
-        """Keep for a later daemon what is seen now, to less than a granule."""
+        """Record the current figure for a later daemon, when it has changed by a granule or more."""
         for location, seen in self._at_audit.items():
             noted = self._books.ledger.totals[location].unaccounted
             if seen is not None and (noted is None or abs(seen - noted) >= self._books.rules.granularity):
@@ -138,7 +140,7 @@ class Settling:
         return max(known) if known else None
 
     def audit(self, event: ev.Audit, now: int) -> None:
-        """Take what the device shows, credit who is shown gone, and end what has been idle for its grace."""
+        """Take the device's figures, and credit the deaths that they prove."""
         self._see(event.seen)
         self._settle(now)
         before = self._at_audit["device"]
@@ -152,8 +154,8 @@ class Settling:
     def _notice_rise(self, before: int | None, seen: int | None, now: int) -> None:
         """Have suspects named when two audits in a row show `unaccounted` a granule or more above the baseline.
 
-        One is not enough, for a rise nor for a fall: it may have been read between a worker's unmap and its word for
-        it. Below zero lie declarations that are not used yet; what fills them is in the books.
+        One audit is not enough, for a rise or a fall: it may fall between a worker's unmap and its Release. Negative
+        figures are declarations that are not in use yet; memory that fills them is in the books.
         """
         if before is None or seen is None:
             return
@@ -173,7 +175,7 @@ class Settling:
             self._used[location] = seen.get(location)
 
     def _settle(self, now: int) -> None:
-        """Credit deaths, newest first, until none of them is due."""
+        """Credit deaths that are due, newest first, until no more are."""
         while True:
             due = next((death for death in reversed(self._deaths) if self._is_due(death, now)), None)
             if due is None:
@@ -188,10 +190,10 @@ class Settling:
         return not charged or self._proven(death, charged) or now - death.died_at >= self._books.rules.settle_ns
 
     def _proven(self, death: Death, charged: int) -> bool:
-        """Say whether the device shows the bytes gone, to less than a granule.
+        """Say whether the device shows the bytes free, to less than a granule.
 
-        A card keeps some of its own beside an extent: 64 KiB more were in use after a worker's 4 GiB had gone than
-        before they came (H200, 580.159).
+        A GPU keeps some memory of its own for an extent: after a worker's 4 GiB were freed, 64 KiB more were in use
+        than before they were allocated (H200, driver 580.159).
         """
         unaccounted = self.unaccounted(death.location)
         if death.reference is None or unaccounted is None:
