@@ -39,7 +39,7 @@ class SessionMoved:
 
 @value
 class SessionEnded:
-    """The session's row is removed; it was charged nothing any more."""
+    """The session's row is removed; its charges were credited before."""
 
     session: int
     at: int

@@ -66,7 +66,7 @@ class Sessions:
         return None
 
     def detach(self, row: SessionRow, now: int) -> None:
-        """Take note that the session has no connection any more: what is on its way to it never arrives."""
+        """Note that the session has lost its connection, and give up what is in flight to it."""
         if row.state in ("open", "leaving"):
             self._books.record(ft.SessionMoved(row.session, "connection lost", now))
             self._lending.give_up(row)
@@ -102,7 +102,7 @@ class Sessions:
             self._books.record(ft.DeclarationSet(row.session, name, location, 0))
 
     def end(self, row: SessionRow, now: int) -> None:
-        """Drop a session that is charged nothing any more."""
+        """Remove a session whose charges are all credited."""
         self._books.record(ft.SessionEnded(row.session, now))
         self._lending.forget(row.session)
         self._books.emit(fx.Forget(row.session))

@@ -175,7 +175,7 @@ class Settling:
             self._used[location] = seen.get(location)
 
     def _settle(self, now: int) -> None:
-        """Credit deaths that are due, newest first, until no more are."""
+        """Credit the deaths that are due, newest first."""
         while True:
             due = next((death for death in reversed(self._deaths) if self._is_due(death, now)), None)
             if due is None:

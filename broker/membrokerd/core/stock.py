@@ -125,7 +125,7 @@ class Stock:
 
     @property
     def _unwanted(self) -> bool:
-        """Whether no more stock is kept."""
+        """Whether the daemon stops or drains, so that no stock is kept."""
         return self._books.stopping or self._books.draining
 
     def _wants(self, kind: Kind) -> bool:
