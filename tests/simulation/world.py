@@ -717,6 +717,7 @@ class World:
         asked = self.put_aside[event.call]
         worker = self.workers.get(asked.session)
         answer = self.answer(self.send(event))
+        self.put_aside.pop(event.call, None)  # once admitted, an Allocate is a call in flight
         if isinstance(asked, ev.Declare) and isinstance(answer, fx.Declared) and worker is not None:
             self.declared(worker, asked.location, asked.declared_bytes)
 
