@@ -170,8 +170,9 @@ class Broker:
     def _packet_decided(self, session: int, now: int) -> None:
         """Go on with a Goodbye or a resume that waited for the packets of the session being made."""
         row = self.books.ledger.sessions.get(session)
-        if row is not None:
+        if row is not None and row.state == "leaving":
             self.sessions.finish_leaving(row, now)
+        elif row is not None:
             self.resuming.proceed(session, now)
 
     def _connection_lost(self, event: ev.ConnectionLost, now: int) -> None:
