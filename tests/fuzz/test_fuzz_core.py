@@ -111,7 +111,7 @@ class Bench:
                 self.unanswered.remove(effect.call)
             elif isinstance(effect, fx.DropStock):
                 self.ready[effect.location, effect.extent_bytes] -= effect.count
-            elif isinstance(effect, fx.HearOthers | fx.Make | fx.Send | fx.Seal | fx.Drop | fx.Stock):
+            elif isinstance(effect, fx.DrainInputs | fx.Make | fx.Send | fx.Seal | fx.Drop | fx.Stock):
                 self.asked.append(effect)
                 if isinstance(effect, fx.Make) and effect.stocked:
                     self.ready[effect.location, effect.extent_bytes] -= len(effect.ids)
@@ -129,8 +129,8 @@ class Bench:
                 else:
                     self.tell(ev.Made(*packet))
                     self.tell(ev.Acknowledge(*packet))
-            case fx.HearOthers(call):
-                self.tell(ev.OthersHeard(call))
+            case fx.DrainInputs(call):
+                self.tell(ev.InputsDrained(call))
             case fx.Seal(segment):
                 self.tell(ev.NotSealed(segment, "DRIVER_FAILED", {}) if fails else ev.Sealed(segment))
             case fx.Drop(segment):

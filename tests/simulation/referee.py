@@ -155,7 +155,7 @@ class Referee:
             assert looked or not proven, "a credit is proven, and the device was not asked"
             self._judge_fact(fact)
         self._judge_wants(event, step)
-        decided = world.put_aside[event.call] if isinstance(event, ev.OthersHeard) else event
+        decided = world.put_aside[event.call] if isinstance(event, ev.InputsDrained) else event
         self.sharing.judge(decided, step)
         self.stock.judge(decided, step)
         self.resuming.judge(event, step)
@@ -188,11 +188,11 @@ class Referee:
         for effect in step.effects:
             if isinstance(effect, fx.Answer) and isinstance(effect.result, Denied):
                 wants = effect.result.reason in (Reason.MODEL_LIMIT, Reason.TENANT_LIMIT, Reason.CAPACITY)
-                heard = isinstance(event, ev.OthersHeard) and event.call == effect.call
+                heard = isinstance(event, ev.InputsDrained) and event.call == effect.call
                 replaced = isinstance(event, ev.Declare) and event.call != effect.call
                 assert heard or replaced or not wants or full, "refused before the others were heard"
-            again = isinstance(event, ev.OthersHeard) and isinstance(effect, fx.HearOthers)
-            assert not again, "the others are heard twice"
+            again = isinstance(event, ev.InputsDrained) and isinstance(effect, fx.DrainInputs)
+            assert not again, "the inputs are drained twice"
             if isinstance(effect, fx.Answer) and isinstance(effect.result, fx.Reconciled):
                 whose = {one.session for call, one in world.put_aside.items() if call in world.unanswered}
                 taken_up = [

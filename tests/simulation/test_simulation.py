@@ -347,7 +347,7 @@ def _others_are_heard_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     def again(self: Any, event: Any) -> Any:
         return self._take(event.call) if event.call in self._whose else None
 
-    monkeypatch.setattr(hearing.Hearing, "others_heard", again)
+    monkeypatch.setattr(hearing.Hearing, "inputs_drained", again)
 
 
 def _who_is_gone_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:

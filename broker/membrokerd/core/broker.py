@@ -149,8 +149,8 @@ class Broker:
 
     # --- events that concern several parts ---
 
-    def _others_heard(self, event: ev.OthersHeard, now: int) -> None:
-        request = self.hearing.others_heard(event)
+    def _inputs_drained(self, event: ev.InputsDrained, now: int) -> None:
+        request = self.hearing.inputs_drained(event)
         if request is not None:
             self._route(request, now)
 
@@ -235,6 +235,6 @@ _HANDLERS: dict[type, Callable[[Broker, Any, int], None]] = {
     ev.NotMade: Broker._not_made,
     ev.NotDelivered: Broker._not_delivered,
     ev.Audit: Broker._audit,
-    ev.OthersHeard: Broker._others_heard,
+    ev.InputsDrained: Broker._inputs_drained,
     ev.SetQuota: lambda broker, event, now: broker.models.set_quota(event),
 }

@@ -109,8 +109,8 @@ class Answer:
 
 
 @value
-class HearOthers:
-    """Read every connection's pending input before `call` is refused for lack of room. Outcome: OthersHeard."""
+class DrainInputs:
+    """Read every connection's pending input before `call` is refused for lack of room. Outcome: InputsDrained."""
 
     call: int
 
@@ -202,4 +202,4 @@ class Forget:
     session: int
 
 
-Effect = Answer | HearOthers | Make | Send | Stock | DropStock | Seal | Drop | NameSuspects | Disconnect | Forget
+Effect = Answer | DrainInputs | Make | Send | Stock | DropStock | Seal | Drop | NameSuspects | Disconnect | Forget

@@ -329,8 +329,8 @@ class Audit:
 
 
 @value
-class OthersHeard:
-    """Outcome of HearOthers: all input that was pending then has been reported."""
+class InputsDrained:
+    """Outcome of DrainInputs: all input that was pending then has been reported."""
 
     call: int
 
@@ -384,6 +384,6 @@ Event = (
     | NotMade
     | NotDelivered
     | Audit
-    | OthersHeard
+    | InputsDrained
     | SetQuota
 )

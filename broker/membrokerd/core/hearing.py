@@ -45,11 +45,11 @@ class Hearing:
         if waits and len(asked) < books.rules.max_calls_per_session:
             asked[event.call] = event
             self._asked[event.session], self._whose[event.call] = asked, event.session
-            books.emit(fx.HearOthers(event.call))
+            books.emit(fx.DrainInputs(event.call))
         else:
             books.refuse(event.call, denied, event.session, name)
 
-    def others_heard(self, event: ev.OthersHeard) -> Debit | None:
+    def inputs_drained(self, event: ev.InputsDrained) -> Debit | None:
         """Return the deferred request, to be decided for good; None if it was decided in the meantime."""
         return self._take_decided(event.call) if event.call in self._whose else None
 
