@@ -44,7 +44,7 @@ test-system: $(STAMP)  ## the tests that need root
 
 # On the machine with the card, with its own interpreter and packages: nothing is installed, and pytest-timeout may be
 # missing. A test that hangs says where it stands after four minutes.
-test-gpu:  ## the tests that need a real NVIDIA GPU, with this machine's own python3 (two GPUs: NCCL too)
+test-gpu:  ## the tests that need a real NVIDIA GPU, with this machine's own python3 (two GPUs: also NCCL, and a daemon for each)
 	PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker:$$PYTHONPATH" $(PYTHON) -m pytest -p no:cacheprovider \
 	  -o faulthandler_timeout=240 -W "ignore:Unknown config option" -m gpu tests/gpu
 
@@ -52,11 +52,13 @@ test-gpu:  ## the tests that need a real NVIDIA GPU, with this machine's own pyt
 bench-gpu:  ## what the broker costs on a card: make bench-gpu OPTIONS='--json FILE --plot FILE --markdown'
 	PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker:$(CURDIR):$$PYTHONPATH" $(PYTHON) -m benchmarks.gpu $(OPTIONS)
 
-check: $(STAMP) proto-check  ## format, lint, types, import contracts, stale stubs
+check: $(STAMP) proto-check  ## format, lint, types, import contracts, stale stubs, spelling, prose
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell
+	$(BIN)/python -m tools.prose
 
 format: $(STAMP)  ## write the format that `check` wants
 	$(BIN)/ruff format .

@@ -11,9 +11,7 @@ import os
 import socket
 import sys
 
-import grpc
-
-from membroker.v1 import broker_pb2, broker_pb2_grpc
+from membroker.v1 import broker_pb2
 from membroker.v1.handoff_pb2 import Ack, Delivery, Frame, Goodbye, Hello
 
 CONTROL_BYTES = socket.CMSG_SPACE(64 * 4)  # one packet brings at most 64 descriptors
@@ -31,8 +29,12 @@ def receive(broker: socket.socket) -> tuple[Frame, list[int]]:
     return frame, list(descriptors)
 
 
-def borrow(broker: socket.socket, request: Frame) -> tuple[list[int], list[mmap.mmap]]:
-    """Ask for extents; return their ids and their mappings, each packet acknowledged as soon as it is mapped."""
+def borrow(broker: socket.socket, request: Frame) -> tuple[list[int], list[mmap.mmap], int]:
+    """Ask for extents; return their ids, their mappings, and how many packets of this connection were taken by now.
+
+    `request.acknowledged` is how many were taken before.
+    """
+    taken = request.acknowledged
     ids: list[int] = []
     mappings: list[mmap.mmap] = []
     broker.send(request.SerializeToString())
@@ -43,9 +45,10 @@ def borrow(broker: socket.socket, request: Frame) -> tuple[list[int], list[mmap.
             mappings.append(mmap.mmap(descriptor, delivery.extent_bytes))  # MAP_SHARED, readable and writable
             os.close(descriptor)
             ids.append(extent_id)
-        broker.send(Frame(request_id=request.request_id, ack=Ack(part=delivery.part)).SerializeToString())
-        if delivery.HasField("reply"):  # the last delivery of the call
-            return ids, mappings
+        taken += 1
+        if delivery.HasField("reply"):  # the last delivery of the call: the next frame says that it was taken
+            return ids, mappings, taken
+        broker.send(Frame(acknowledged=taken, ack=Ack()).SerializeToString())  # the next one may wait for that
 
 
 def main(endpoint: str) -> None:
@@ -56,19 +59,18 @@ def main(endpoint: str) -> None:
         frame, (notices,) = receive(broker)
         welcome = frame.welcome
         print(f"welcome: {welcome.tenant} on {welcome.driver}, granularity {welcome.granularity_bytes}")
-        with grpc.insecure_channel(f"unix:{endpoint}/grpc.sock") as channel:
-            register = broker_pb2_grpc.BrokerServiceStub(channel).RegisterModel
-            request = broker_pb2.RegisterModelRequest(request_id=2, model_id="bare")
-            model = register(request, metadata=(("membroker-token", welcome.token),)).name
+        register = broker_pb2.RegisterModelRequest(model_id="bare")
+        broker.send(Frame(request_id=2, register_model=register).SerializeToString())
+        model = receive(broker)[0].reply.model.name
         allocate = broker_pb2.AllocateExtentsRequest(model=model, extent_bytes=welcome.granularity_bytes, count=2)
-        ids, pages = borrow(broker, Frame(request_id=3, allocate=allocate))
+        ids, pages, taken = borrow(broker, Frame(request_id=3, allocate=allocate))
         for number, page in enumerate(pages):
             page[:6] = b"page %d" % number
         print(f"borrowed {len(ids)} pages for {model}: {', '.join(page[:6].decode() for page in pages)}")
         for page in pages:  # unmapped first: a release is this session's word that it has let go
             page.close()
         release = broker_pb2.ReleaseExtentsRequest(extent_ids=ids)
-        broker.send(Frame(request_id=4, release=release).SerializeToString())
+        broker.send(Frame(request_id=4, acknowledged=taken, release=release).SerializeToString())
         print(f"released {receive(broker)[0].reply.release.released_bytes} bytes")
         broker.send(Frame(request_id=5, goodbye=Goodbye()).SerializeToString())
         print(f"last word: {receive(broker)[0].reply.WhichOneof('result')}")
@@ -83,5 +85,3 @@ if __name__ == "__main__":
         main(sys.argv[1])
     except OSError as error:
         raise SystemExit(f"no broker at {sys.argv[1]}: {error}") from None
-    except grpc.RpcError as error:
-        raise SystemExit(f"the broker refused: {error.details()}") from None

@@ -48,7 +48,7 @@ def until(what: Callable[[], _T], seconds: float = DEADLINE_SECONDS) -> _T:
 
 
 class Daemon:
-    """A running membrokerd. `config` are TOML keys above DEFAULTS."""
+    """A running membrokerd. `config` are TOML keys above DEFAULTS; `device` is the host driver's number."""
 
     def __init__(
         self,
@@ -56,13 +56,15 @@ class Daemon:
         config: Mapping[str, Any] | None = None,
         descriptors: int | None = None,
         module: str = "membrokerd.cli",
+        device: int = 0,
     ):
         self.directory = directory
         self.module = module
+        self.device_number = device
         self.log_path = directory / "log"
         self.config = {**DEFAULTS, **(config or {})}
-        device = "host"
-        self.root = directory / "run" / device
+        runtime = Path(self.config.get("runtime_directory", directory / "run"))
+        self.root = runtime / (f"host-{device}" if device else "host")
         self._start(descriptors)
 
     def _start(self, descriptors: int | None) -> None:
@@ -74,6 +76,8 @@ class Daemon:
             address.unlink(missing_ok=True)
             notified.bind(str(address))
             command = [sys.executable, "-m", self.module, "--config", str(path), "--log-level", "debug"]
+            if self.device_number:
+                command += ["--device", str(self.device_number)]
             if descriptors is not None:
                 limit = f"import resource,sys,os;resource.setrlimit(resource.RLIMIT_NOFILE,({descriptors},)*2)"
                 command = [sys.executable, "-c", f"{limit};os.execv(sys.argv[1],sys.argv[1:])", *command]
@@ -131,9 +135,16 @@ class Daemon:
             return list(stub.ListModels(broker_pb2.ListModelsRequest(page_size=1000)).models)
 
     def metrics(self) -> str:
-        """Return a scrape."""
-        with urllib.request.urlopen(self.device().metrics_url, timeout=10) as answer:
-            return str(answer.read().decode())
+        """Return a scrape that is not older than this call: the daemon keeps one for a second."""
+        began, url = time.time(), self.device().metrics_url
+
+        def scrape() -> str:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                text = str(answer.read().decode())
+            taken = re.search(r"^membroker_scrape_time_seconds\S* (\S+)$", text, re.MULTILINE)
+            return text if taken is not None and float(taken[1]) >= began else ""
+
+        return until(scrape)
 
     def descriptors(self) -> int:
         """Return how many descriptors the daemon has open."""
@@ -215,5 +226,6 @@ def _table(table: Mapping[str, Any], name: str) -> str:
     plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
     lines = [f"[{name}]"] if name else []
     lines += [f"{key} = {json.dumps(value)}" for key, value in plain.items()]
-    inner = (_table(value, f"{name}.{key}" if name else key) for key, value in table.items() if key not in plain)
+    keys = {key: key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key) for key in table}
+    inner = (_table(table[key], f"{name}.{keys[key]}" if name else keys[key]) for key in table if key not in plain)
     return "\n".join([*lines, *inner, ""])

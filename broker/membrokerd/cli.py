@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from membroker.vmm import DriverError
 
-from . import __version__, logs, quotas
-from .config import ConfigError, load
+from . import __version__, limits, logs, quotas
+from .config import Config, ConfigError, load
+from .reload import Reloader
 
 SWITCH_SECONDS = 0.0005
 
@@ -20,7 +22,9 @@ examples:
   membrokerd                                   a usable GPU, else the host driver; one endpoint, each uid a tenant
   membrokerd --driver host --capacity 8GiB     no GPU: the host twin, for trying things out
   membrokerd --config /etc/membroker/membrokerd.toml
+  membrokerd --config FILE --device 1          the second GPU's daemon, by the same file
   membrokerd --config FILE --check-config      say what is wrong with FILE, and start nothing
+  kill -HUP PID                                read FILE again; the log says what has changed and what needs a restart
 
 Workers find the endpoint by MEMBROKER_ENDPOINT, or where it is by default. `membroker doctor` says whether this
 machine can run a broker; `membroker status` shows what a running one lends."""
@@ -41,19 +45,43 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     if only_check:
-        if config.state_directory and (trouble := quotas.trouble(config.state_directory)):
-            print(f"{path}: state_directory: {trouble}", file=sys.stderr)  # perhaps another user's daemon may
+        for trouble in _troubles(config):
+            print(f"{path or 'the defaults'}: {trouble}", file=sys.stderr)
         print(f"{path or 'the defaults'}: good")
         return 0
     logs.configure(config.log)
-    return _serve(config)
+    return _serve(config, Reloader(path, lambda: load(path, options)))
 
 
-def _serve(config: Any) -> int:
+def _troubles(config: Config) -> Iterator[str]:
+    """Yield what is no mistake in the file and would be wrong here: perhaps another user's daemon may, or is to."""
+    if config.state_directory and (why := quotas.trouble(config.state_directory)):
+        yield f"state_directory: {why}"
+    if config.max_sessions and (
+        why := limits.trouble(
+            config.max_sessions, limits.raise_descriptor_limit(), bounded=limits.in_flight_is_bounded()
+        )
+    ):
+        yield why
+    if config.uid_tenants and config.default_limit is None:
+        yield "there are no tenants and no default_limit: every local user may borrow the whole device"
+
+
+def _serve(config: Config, reloader: Reloader) -> int:
+    signal.signal(signal.SIGHUP, lambda *_: reloader.ask())
     # Imported late: a wrong configuration is told without gRPC and a driver.
-    from .daemon import Daemon
-    from .device import DeviceError, plan
-    from .home import HomeError
+    try:
+        from .daemon import Daemon
+        from .device import DeviceError, plan
+        from .home import HomeError
+        from .turns import Turns, TurnSelector
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("membroker"):
+            raise
+        print(
+            f"membrokerd: the Python module {error.name} is missing: pip install 'membroker[broker]'", file=sys.stderr
+        )
+        return 1
 
     # A scrape formats for as long as it may keep the interpreter: 5 ms by default, for which lending would wait.
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -67,8 +95,11 @@ def _serve(config: Any) -> int:
             product=device.name,
             capacity_bytes=made.capacities["device"],
         )
-        asyncio.run(Daemon(config, made).run())
+        turns = Turns()
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(TurnSelector(turns))) as runner:
+            runner.run(Daemon(config, made, reloader, turns).run())
     except (HomeError, DeviceError, DriverError) as error:
+        logs.flush()  # this sentence is the last one
         print(f"membrokerd: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -87,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; what stands here goes before it")
     parser.add_argument("--check-config", action="store_true", help="read the configuration, say what is wrong, exit")
     parser.add_argument("--driver", choices=("auto", "host", "cuda"), help="auto: a usable GPU, else the host twin")
-    parser.add_argument("--device", type=_device, metavar="N|UUID", help="which GPU: its ordinal or its UUID")
+    parser.add_argument("--device", type=_device, metavar="N|UUID", help="which GPU: its number or its UUID")
     parser.add_argument("--capacity", metavar="SIZE", help='what may be lent, as in "64GiB"; default: all but headroom')
     parser.add_argument("--headroom", metavar="SIZE", help="what of the device is never lent")
     parser.add_argument("--runtime-directory", metavar="DIR", help="where the endpoints' sockets are")

@@ -11,13 +11,14 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .config_values import CAPACITY_STEP, KEYS, Check, nearest, size_text
-from .core.policy import valid_own_name, valid_tenant
+from . import files
+from .config_values import CAPACITY_STEP, KEYS, MODEL_NAME, Check, nearest, size_text
+from .core.policy import valid_model_name, valid_tenant
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -83,6 +84,8 @@ class Config:
     headroom: int | None = None
     gate_reserve: int | None = None
     host_driver_total: int | None = None
+    default_limit: int | None = None
+    default_host_limit: int | None = None
     settle_seconds: float = 10.0
     audit_seconds: float = 0.1
     model_grace_seconds: float = 60.0
@@ -132,7 +135,7 @@ def load(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(files.read_file(path, files.MAX_TEXT_BYTES, follow=True).decode())
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}; name a readable file with --config"]) from error
     except UnicodeDecodeError as error:
@@ -214,10 +217,8 @@ def _check_tenant(table: Mapping[str, Any], path: str, problems: _Problems) -> T
     values = _check_table(table, path, KEYS["tenants.NAME"], problems, ("models",))
     models = {}
     for name, model_path, model in _tables(table, path, "models", problems):
-        if not valid_own_name(name):
-            problems.add(
-                model_path, "a model's name is [a-z0-9] and then at most 62 of [a-z0-9._-]; quote dots in TOML"
-            )
+        if not valid_model_name(name):
+            problems.add(model_path, MODEL_NAME)
         models[name] = ModelConfig(**_check_table(model, model_path, KEYS["tenants.NAME.models.MODEL"], problems))
     return TenantConfig(**values, models=models)
 
@@ -289,17 +290,35 @@ def _bounds(config: Config) -> Iterator[tuple[str, int | None, str, int | None]]
         yield "headroom", config.headroom, "host_driver_total less anchor and one granule", most
         if (left := config.host_driver_total - (headroom or 0) - CAPACITY_STEP) > 0:
             yield "capacity", config.capacity, "host_driver_total less headroom and anchor", left
+    yield "default_limit", config.default_limit, "capacity", config.capacity
+    yield "default_host_limit", config.default_host_limit, "host_capacity", config.host_capacity
     for name, tenant in config.tenants.items():
         path = _join("tenants", name)
         yield f"{path}.limit", tenant.limit, "capacity", config.capacity
         yield f"{path}.host_limit", tenant.host_limit, "host_capacity", config.host_capacity
         for own, model in tenant.models.items():
             own_path = _join(f"{path}.models", own)
-            above = ("capacity", config.capacity) if tenant.limit is None else (f"{path}.limit", tenant.limit)
-            yield f"{own_path}.limit", model.limit, *above
-            host = (f"{path}.host_limit", tenant.host_limit)
-            host_above = ("host_capacity", config.host_capacity) if tenant.host_limit is None else host
-            yield f"{own_path}.host_limit", model.host_limit, *host_above
+            above = (
+                (f"{path}.limit", tenant.limit),
+                ("default_limit", config.default_limit),
+                ("capacity", config.capacity),
+            )
+            yield f"{own_path}.limit", model.limit, *_first_set(above)
+            host_above = (
+                (f"{path}.host_limit", tenant.host_limit),
+                ("default_host_limit", config.default_host_limit),
+                ("host_capacity", config.host_capacity),
+            )
+            yield f"{own_path}.host_limit", model.host_limit, *_first_set(host_above)
+
+
+def _first_set(bounds: Iterable[tuple[str, int | None]]) -> tuple[str, int | None]:
+    """Return the first (key, size) that has a size, else the last."""
+    bound: tuple[str, int | None] = ("", None)
+    for bound in bounds:
+        if bound[1] is not None:
+            break
+    return bound
 
 
 def _join(path: str, key: str) -> str:

@@ -19,6 +19,13 @@ from membroker.vmm.sizes import MIB, format_size, parse_size
 CAPACITY_STEP = 2 * MIB
 """The granularity of every card so far, and of the twin: capacity is a multiple of it."""
 
+MODEL_NAME = (
+    "a model's name is letters, digits and ._-, begins with a letter, a digit or _, may have one slash inside, and has "
+    "at most 96 characters; quote dots and slashes in TOML"
+)
+"""What to write instead of a name that no model may have."""
+MAX_DEVICE = 9_999
+
 _UUID = re.compile(r"(GPU-|MIG-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 
 Check = Callable[[Any], Any]
@@ -101,12 +108,14 @@ def text(value: Any) -> str:
 
 
 def device(value: Any) -> int | str:
-    """A card's number, or its UUID."""
-    if isinstance(value, str) and value.isdecimal():
-        return int(value)
+    """A device's number, or its UUID; the host driver's are `host`, `host-1` and so on."""
+    if isinstance(value, str) and (match := re.fullmatch(r"host(?:-([1-9][0-9]{0,3}))?", value)):
+        return int(match[1] or 0)
+    if isinstance(value, str) and value.isdecimal() and len(value) <= len(str(MAX_DEVICE)):
+        value = int(value)
     if isinstance(value, str) and _UUID.fullmatch(value):
         return value
-    if _is_int(value) and value >= 0:
+    if _is_int(value) and 0 <= value <= MAX_DEVICE:
         return int(value)
     raise ValueError(f'write a card\'s number from 0 or its UUID, such as "GPU-…" from `nvidia-smi -L`, not {value!r}')
 
@@ -116,6 +125,14 @@ def directory(value: Any) -> Path:
     if not isinstance(value, str | Path) or not Path(value).is_absolute():
         raise ValueError(f'write an absolute path, such as "/run/membroker", not {value!r}')
     return Path(value)
+
+
+def keeper_socket(value: Any) -> Path:
+    """An absolute path, in which {device} and {index} stand for the daemon's device."""
+    found = directory(value)
+    if re.search("[{}]", re.sub(r"\{(device|index)\}", "", str(found))):
+        raise ValueError(f"{{device}} and {{index}} are all that may stand in braces, not as in {value!r}")
+    return found
 
 
 def uids(value: Any) -> frozenset[int]:
@@ -161,6 +178,8 @@ KEYS: Mapping[str, Mapping[str, Check]] = {
         "headroom": size,
         "gate_reserve": size,
         "host_driver_total": positive_capacity,
+        "default_limit": size,
+        "default_host_limit": size,
         "settle_seconds": seconds(0),
         "audit_seconds": seconds(0.01),
         "model_grace_seconds": seconds(0),
@@ -170,7 +189,7 @@ KEYS: Mapping[str, Mapping[str, Check]] = {
         "stock_extents": integer(0, 4_096),
         "descriptor_store": choice("auto", "systemd", "keeper", "memory"),
         "systemd_descriptors": integer(0, 1_000_000),
-        "keeper_socket": directory,
+        "keeper_socket": keeper_socket,
         "state_directory": directory,
     },
     "metrics": {"enabled": boolean, "address": text, "port": integer(0, 65_535)},

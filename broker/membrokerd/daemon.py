@@ -10,9 +10,10 @@ import concurrent.futures
 import errno
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from membroker.handoff import close_all
@@ -27,52 +28,68 @@ from .core import snapshot
 from .core.broker import Broker
 from .core.events import Location
 from .core.story import story
-from .device import Plan
+from .device import Plan, changed_rules
 from .dispatch import Dispatcher
 from .drain import Drain
 from .executor import Executor
 from .handoff.listener import Listener, Traffic
 from .handoff.watch import Watch
 from .home import Home, HomeError, Ownership, clear_private
-from .inheritance import condense, hold_what_is_lent, take_descriptors, watch_processes
-from .journal import Binding, Journal, boot_id
-from .limits import (
-    descriptors_for,
-    in_flight_is_bounded,
-    raise_descriptor_limit,
-    segment_extents_for,
-    sessions_for,
+from .inheritance import (
+    Books,
+    condense,
+    hold_what_is_lent,
+    last_epoch,
+    take_descriptors,
+    warn_of_holders,
+    watch_processes,
 )
+from .journal import Binding, Journal, boot_id
+from .limits import in_flight_is_bounded, raise_descriptor_limit, segment_extents_for, sessions_for, trouble
+from .lookout import Lookout
 from .loop import Loop, seen
 from .metrics import Metrics, MetricsView
 from .metrics_server import MetricsServer
-from .mirrors import open_keeper
-from .notify import keep_watchdog_quiet, notify
+from .mirrors import Owned, open_keeper
+from .notify import Heartbeat, notify
+from .reload import Reloader, compare
 from .rpc.admin_service import AdminService
 from .rpc.broker_service import BrokerService
 from .rpc.server import serve
 from .rpc.views import Views
 from .store import Kept, Mirror, Store
-from .suspects import CONTEXT_BYTES, command_of
+from .suspects import CONTEXT_BYTES
 from .systemd import open_systemd, started_by_systemd, systemd_available
+from .turns import Turns, spare_collections
 
 METRICS_PORT = 9710
-VIEW_SECONDS = 0.5
-"""How long a scrape waits for the event loop before it answers with the view before."""
+VIEW_SECONDS = 2.0
+"""How long a scrape waits for the event loop before it fails."""
 STOP_SECONDS = 5.0
 DEFAULT_MAX_SESSIONS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Door:
+    """An open endpoint of a tenant; `parts` close it."""
+
+    directory: Path
+    listener: Listener
+    parts: AsyncExitStack
 
 
 class Daemon:
     """One device's broker, from start to stop."""
 
-    def __init__(self, config: Config, plan: Plan) -> None:
+    def __init__(self, config: Config, plan: Plan, reloader: Reloader, turns: Turns) -> None:
         self._config = config
+        self._turns = turns
         self._plan = plan
+        self._reloader = reloader
+        self._doors: dict[str, _Door] = {}
         self._traffic = Traffic()
         self._endpoints: list[Path] = []
-        self._last_view: MetricsView | None = None
-        self._metrics = Metrics(self)
+        self._metrics = Metrics(self, plan.driver.device.uuid)
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT."""
@@ -81,10 +98,14 @@ class Daemon:
             await self._start(stack, stop.set)
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reloader.ask)
+            self._reloader.begin(self._reload)
             notify(f"READY=1\nSTATUS=lending {format_size(self._plan.capacities['device'])}")
             logs.log("ready", pid=os.getpid(), metrics=self._views.metrics_url or "off")
-            keep_watchdog_quiet(asyncio.get_running_loop())
+            spare_collections()
+            self._turns.begin()  # what the start took is nobody's turn
             await stop.wait()
+            self._reloader.close()
             notify("STOPPING=1")
             logs.log("stopping")
             await self._loop.stop(STOP_SECONDS)
@@ -96,20 +117,21 @@ class Daemon:
         config = self._config
         self._home = Home(config.runtime_directory, self._plan.directory)
         clear_private(self._home)
+        self._home.tell_index(self._plan.driver.device.index)
         for name in self._config.tenants or ("default",):  # a path that no socket can have is told before all else
             self._home.endpoint("tenants", name)
         journal = Journal(self._home.state / "journal", Binding(boot_id(), self._plan.driver.device.uuid))
         stack.callback(journal.close)
-        (condensed, charged), kept = self._read_journal(journal), await self._open_store(stack)
-        plan = self._plan = self._take_driver(kept, charged)
+        books, kept = self._read_journal(journal), await self._open_store(stack)
+        plan = self._plan = self._take_driver(kept, books.charged)
         stack.callback(plan.driver.close)
         executor = Executor(plan.driver, plan.gate_reserve, self._observe_driver)
         stack.callback(executor.stop)
         anchor = executor.drop_anchor()
-        for name, descriptor in plan.driver.survivors().items():
-            self._store.keep_driver(name, descriptor)
-        rules = plan.rules(config, anchor, *self._bounds(), hold_what_is_lent(plan.capacities, charged))
-        broker = Broker(rules, self._home.next_epoch(), [*condensed, *self._commanded()])
+        self._store.keep_driver(plan.driver.survivors())
+        rules = plan.rules(config, anchor, *self._bounds(), hold_what_is_lent(plan.capacities, books.charged))
+        journal.epoch = self._home.next_epoch(max(journal.epoch, books.epoch, last_epoch(kept)))
+        broker = Broker(rules, journal.epoch, [*books.story, *self._commanded()])
         self._begin_journal(journal, broker)
         self._loop = Loop(
             broker,
@@ -120,20 +142,21 @@ class Daemon:
             CONTEXT_BYTES[plan.driver.device.driver],
             journal,
             self._metrics.journal.observe,
+            self._turns,
         )
         self._loop.figures = executor.figures()
         self._dispatcher = Dispatcher(self._loop, self._observe_request)
-        self._views = Views(
-            self._loop, plan.driver.device, {str(where): size for where, size in plan.headroom.items()}, __version__
-        )
+        headroom = {str(where): size for where, size in plan.headroom.items()}
+        self._views = Views(self._loop, plan.driver.device, headroom, __version__, plan.gate_reserve)
         self._drain = Drain(lambda: not any(total.charged for total in broker.ledger.totals.values()), stop)
         stack.callback(self._drain.end)
         stack.callback(lambda: self._home.close(self._endpoints))
         executor.start(asyncio.get_running_loop())
-        self._watch = Watch(self._store, self._loop.process_died)
+        self._watch = Watch(self._store, self._loop.process_died, self._turns)
         stack.callback(self._watch.close)
         self._loop.on_forget.append(self._watch.forget)
         self._take_over(executor, kept)
+        self._heartbeat = Heartbeat(asyncio.get_running_loop())
         self._start_metrics(stack)
         self._loop.start()
         try:
@@ -141,6 +164,7 @@ class Daemon:
         except BaseException:
             await self._loop.stop(0)  # else it asks a closed driver
             raise
+        stack.callback(Lookout(self._home, journal, self._loop.compact).close)
 
     def _commanded(self) -> list[ft.Fact]:
         """Return the limits that an operator commanded, at whatever daemon of this device."""
@@ -151,21 +175,19 @@ class Daemon:
         self._quotas_path = directory / "quotas.toml"
         return [ft.QuotaSet(*key, limit) for key, limit in quotas.read(self._quotas_path).items()]
 
-    def _read_journal(self, journal: Journal) -> tuple[list[ft.Fact], Mapping[Location, int]]:
-        """Return the books of the daemon before this one, as a story, and what is charged in them."""
+    def _read_journal(self, journal: Journal) -> Books:
+        """Return the books of the daemon before this one; where something is missing, say who may hold memory."""
         try:
-            told, notes = journal.read()
+            books, notes = journal.read(condense)
         except OSError as error:
-            raise HomeError(f"cannot read {error.filename}: {error.strerror}") from error
-        try:
-            books = condense(told)
-        except (AssertionError, KeyError) as error:  # each fact is one, and together they make no books
-            notes = [*notes, f"the journal contradicts itself ({error}); it is kept as {journal.set_aside('broken')}"]
-            books = condense(told := [])
+            raise HomeError(
+                f"cannot read {error.filename}: {error.strerror}; mend that, or move it away: then nothing is booked"
+            ) from error
         for note in notes:
             logs.warn(note)
-        if not told:
-            self._warn_of_predecessor()
+        if notes or (not books.story and self._home.had_predecessor()):
+            listed = self._plan.driver.processes()
+            warn_of_holders([row for row in listed if row[0] != os.getpid()], books.by_pid)
         return books
 
     def _begin_journal(self, journal: Journal, broker: Broker) -> None:
@@ -193,7 +215,9 @@ class Daemon:
             if kind == "systemd":
                 mirror, kept = open_systemd(most)
             elif kind == "keeper":
-                mirror, kept = await open_keeper(self._config.keeper_socket or self._home.state / "fdstore.sock")
+                mirror, kept = await open_keeper(self._keeper_socket(), os.path.realpath(self._home.root))
+        except Owned as error:
+            raise HomeError(f"keeper_socket = {self._keeper_socket()}: {error}") from error
         except OSError as error:
             key = "keeper_socket" if kind == "keeper" and self._config.keeper_socket else "descriptor_store"
             raise HomeError(f"there is no descriptor store ({kind}): {error}; choose another with `{key}`") from error
@@ -203,9 +227,23 @@ class Daemon:
         logs.log("descriptor store", kind=kind, segments=len(kept.segments), processes=len(kept.processes))
         return kept
 
+    def _keeper_socket(self) -> Path:
+        configured = self._config.keeper_socket
+        if configured is None:
+            return self._home.state / "fdstore.sock"
+        index = str(self._plan.driver.device.index)
+        return Path(str(configured).replace("{device}", self._plan.directory).replace("{index}", index))
+
     def _take_driver(self, kept: Kept, charged: Mapping[Location, int]) -> Plan:
         """Return the plan with a driver that knows what an earlier daemon's has lent."""
         if not kept.driver:
+            return self._plan
+        if kept.driver.keys() != self._plan.driver.survivors().keys():
+            logs.warn(
+                "the descriptor store has only some of the driver's descriptors, or another driver's: they are let go",
+                names=" ".join(sorted(kept.driver)),
+            )
+            self._store.forget_driver()
             return self._plan
         self._plan.driver.close()
         survivors = {name: os.dup(one) for name, one in kept.driver.items()}
@@ -225,31 +263,14 @@ class Daemon:
         """Return how many sessions there may be, and how many extents segments may have together."""
         descriptors = raise_descriptor_limit()
         bounded = in_flight_is_bounded()
-        possible = sessions_for(descriptors, bounded=bounded)
         wanted = self._config.max_sessions
-        if wanted is not None and wanted > possible:
-            needed = descriptors_for(wanted, bounded=bounded)
-            raise HomeError(
-                f"max_sessions = {wanted} needs a limit of {needed} descriptors and this process may have "
-                f"{descriptors}: raise it (LimitNOFILE=, ulimit -n), or set max_sessions = {possible}"
-            )
+        if wanted is not None and (why := trouble(wanted, descriptors, bounded=bounded)):
+            raise HomeError(why)
+        possible = sessions_for(descriptors, bounded=bounded)
         sessions = min(possible, DEFAULT_MAX_SESSIONS) if wanted is None else wanted
         extents = segment_extents_for(descriptors, sessions, self._plan.stock_extents)
         logs.log("limits", descriptors=descriptors, max_sessions=sessions, max_segment_extents=extents)
         return sessions, extents
-
-    def _warn_of_predecessor(self) -> None:
-        """Say who may still hold memory that an earlier daemon lent: these books begin empty."""
-        if not self._home.had_predecessor():
-            return
-        for pid, size in self._plan.driver.processes():
-            if pid != os.getpid():
-                logs.warn(
-                    "an earlier daemon's worker may still hold memory; until it ends it counts as unaccounted",
-                    pid=pid,
-                    command=command_of(pid),
-                    holds=format_size(size),
-                )
 
     def _start_metrics(self, stack: AsyncExitStack) -> None:
         metrics = self._config.metrics
@@ -257,7 +278,8 @@ class Daemon:
             return
         port = METRICS_PORT + self._plan.driver.device.index if metrics.port is None else metrics.port
         try:
-            server = MetricsServer(metrics.address, port, self._metrics.registry, lambda: "", self._unready)
+            states = {"/healthz": self._heartbeat.health, "/readyz": self._readiness}
+            server = MetricsServer(metrics.address, port, self._metrics.render, states)
         except OSError as error:
             other = "port with --metrics-port (0 for a free one)"
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
@@ -271,17 +293,18 @@ class Daemon:
         self._views.metrics_url = f"http://{_authority(metrics.address, server.port)}/metrics"
 
     async def _open_endpoints(self, stack: AsyncExitStack) -> None:
+        stack.push_async_callback(self._close_doors)
         if self._config.uid_tenants:
             mode = 0o666 if os.geteuid() == 0 else 0o660
-            await self._open_tenant(stack, "default", None, TenantConfig(mode=mode))
+            await self._open_tenant("default", None, TenantConfig(mode=mode))
         for name, tenant in self._config.tenants.items():
-            await self._open_tenant(stack, name, name, tenant)
+            await self._open_tenant(name, name, tenant)
         admin = self._home.endpoint("admin", mode=0o700)
         self._endpoints.append(admin)
         service = AdminService(
             self._loop,
             self._views,
-            frozenset(self._config.tenants),
+            lambda: self._config.tenants,
             lambda: quotas.write(self._quotas_path, self._loop.broker.ledger.quotas),
             self._drain,
         )
@@ -293,12 +316,13 @@ class Daemon:
             lambda server: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, server),
             self._observe_request,
             self._loop.broker.rules.max_sessions,
+            self._turns,
+            self._endpoint_count(),
         )
         stack.push_async_callback(server.stop, 1.0)
 
-    async def _open_tenant(self, stack: AsyncExitStack, name: str, tenant: str | None, config: TenantConfig) -> None:
+    async def _open_tenant(self, name: str, tenant: str | None, config: TenantConfig) -> None:
         directory = self._home.endpoint("tenants", name)
-        self._endpoints.append(directory)
         ownership = Ownership(
             -1 if config.owner is None else config.owner,
             -1 if config.group is None else config.group,
@@ -306,21 +330,74 @@ class Daemon:
             f"tenants.{name}",
         )
         service = BrokerService(name, self._dispatcher, self._views)
-        server = await serve(
-            self._home,
-            directory / "grpc.sock",
-            ownership,
-            "membroker.v1.BrokerService",
-            lambda server: broker_pb2_grpc.add_BrokerServiceServicer_to_server(service, server),
-            self._observe_request,
-            self._loop.broker.rules.max_sessions,
-        )
-        stack.push_async_callback(server.stop, 1.0)
-        sock = self._home.listen(directory / "handoff.sock", ownership)
-        device = self._plan.driver.device
-        listener = Listener(sock, name, tenant, config.uids, self._dispatcher, device, self._traffic, self._watch)
-        stack.callback(listener.close)
+        async with AsyncExitStack() as stack:
+            stack.callback(self._home.close, [directory])
+            server = await serve(
+                self._home,
+                directory / "grpc.sock",
+                ownership,
+                "membroker.v1.BrokerService",
+                lambda server: broker_pb2_grpc.add_BrokerServiceServicer_to_server(service, server),
+                self._observe_request,
+                self._loop.broker.rules.max_sessions,
+                self._turns,
+                self._endpoint_count(),
+            )
+            stack.push_async_callback(server.stop, 1.0)
+            sock = self._home.listen(directory / "handoff.sock", ownership)
+            device = self._plan.driver.device
+            listener = Listener(sock, name, tenant, config.uids, self._dispatcher, device, self._traffic, self._watch)
+            stack.callback(listener.close)
+            self._doors[name] = _Door(directory, listener, stack.pop_all())
         logs.log("endpoint open", tenant=tenant or "each uid", directory=str(directory))
+
+    def _endpoint_count(self) -> int:
+        """Return how many endpoints share the bound of gRPC calls: the operator's, the tenants', and the next one."""
+        return max(len(self._config.tenants), len(self._doors) + 1) + 1
+
+    async def _close_doors(self) -> None:
+        """Close the endpoints of all tenants, the last that was opened first."""
+        while self._doors:
+            _, door = self._doors.popitem()
+            await door.parts.aclose()
+
+    # --- reload ---
+
+    async def _reload(self, config: Config) -> None:
+        """Put into force what may change while the daemon runs, and say what cannot."""
+        changes = compare(self._config, config)
+        tenants = dict(changes.config.tenants)
+        for name in changes.removed:
+            holds = self._holdings(name)
+            if holds:
+                tenants[name] = self._config.tenants[name]
+                logs.warn("a tenant that holds something goes on as it was: remove it when that is gone", **holds)
+            else:
+                await self._doors.pop(name).parts.aclose()
+                logs.log("endpoint closed", tenant=name)
+        for name in changes.added:
+            try:
+                await self._open_tenant(name, name, tenants[name])
+            except (HomeError, OSError, RuntimeError) as error:  # the last is gRPC's
+                del tenants[name]
+                logs.warn("a tenant's endpoint cannot be opened: it is not added", tenant=name, error=str(error))
+        self._config = replace(changes.config, tenants=tenants)
+        for name, tenant in tenants.items():
+            self._doors[name].listener.admit(tenant.uids)
+        self._loop.broker.change_rules(changed_rules(self._loop.broker.rules, self._config))
+        logs.set_level(self._config.log.level)
+        if changes.fixed:
+            logs.warn("these keys have changed and need a restart of the daemon", keys=list(changes.fixed))
+        logs.log("configuration reloaded", tenants=list(tenants))
+
+    def _holdings(self, tenant: str) -> dict[str, str | int]:
+        """Return what keeps a tenant from being removed; nothing, when nothing does."""
+        ledger = self._loop.broker.ledger
+        sessions = sum(row.tenant == tenant for row in ledger.sessions.values())
+        charged = sum(ledger.tenant_charged(tenant, where) for where in ledger.totals)
+        if not sessions and not charged:
+            return {}
+        return {"tenant": tenant, "sessions": sessions, "charged": format_size(charged)}
 
     # --- metrics ---
 
@@ -328,36 +405,53 @@ class Daemon:
         """Return what a scrape shows; called on the HTTP server's threads, so the event loop is asked for it."""
         answer: concurrent.futures.Future[MetricsView] = concurrent.futures.Future()
         self._loop.call_threadsafe(lambda: answer.set_result(self._take_view()))
-        try:
-            self._last_view = answer.result(VIEW_SECONDS)
-        except TimeoutError:
-            if self._last_view is None:
-                raise
-        return self._last_view
+        return answer.result(VIEW_SECONDS)
 
     def _take_view(self) -> MetricsView:
+        broker, sessions = self._loop.broker, snapshot.count_sessions(self._loop.broker)
         return MetricsView(
-            snapshot=snapshot.take(self._loop.broker),
-            memory={where: self._loop.figures.get(where) for where in self._loop.broker.rules.capacities},
+            locations=snapshot.take_locations(broker),
+            tenants=snapshot.take_tenants(broker, self._config.tenants),
+            models=snapshot.take_models(broker),
+            segments=snapshot.take_segments(broker),
+            sessions=sessions,
+            observers=len(broker.ledger.sessions) - sessions.total(),
+            max_sessions=broker.rules.max_sessions,
+            memory={where: self._loop.figures.get(where) for where in broker.rules.capacities},
             memory_descriptors_open=self._traffic.descriptors + len(self._store) + self._loop.stocked + 1,
             device=self._plan.driver.device,
             version=__version__,
+            taken_at=time.time(),
+            unproven_releases=dict(broker.settling.unproven),
             refused=dict(self._traffic.refused),
             notices_dropped=self._traffic.notices_dropped,
-            stock_changes=dict(self._loop.broker.stock.changes),
+            log_lines_dropped=logs.dropped(),
+            stock_changes=dict(broker.stock.changes),
             headroom=dict(self._plan.headroom),
             gate_reserve={"device": self._plan.gate_reserve},
-            draining=self._loop.broker.draining,
+            draining=broker.draining,
+            journal_full=bool(broker.cannot_write),
+            driver_fallback=self._plan.fell_back,
+            longest_turn_seconds=self._turns.longest,
+            longest_turn_cpu_seconds=self._turns.longest_cpu,
+            slow_turns=self._turns.slow,
         )
 
-    def _unready(self) -> str:
-        return "stopping" if self._loop.broker.stopping else ""
+    def _readiness(self) -> tuple[bool, str]:
+        alive, sentence = self._heartbeat.health()
+        if not alive:
+            return False, sentence
+        if self._loop.broker.stopping:
+            return False, "stopping"
+        if self._plan.fell_back:
+            return True, 'ok, but no usable GPU was found (driver = "auto"): this broker lends host memory'
+        return True, "ok"
 
     def _observe_driver(self, call: str, seconds: float) -> None:
-        self._metrics.driver_calls.observe(seconds, call)
+        self._metrics.driver_call(call).observe(seconds)
 
     def _observe_request(self, method: str, transport: str, seconds: float) -> None:
-        self._metrics.requests.observe(seconds, method, transport)
+        self._metrics.request(method, transport).observe(seconds)
 
 
 def _authority(address: str, port: int) -> str:

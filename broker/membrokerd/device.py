@@ -5,12 +5,14 @@ Opens the driver; decides sizes once, at the start. Must never be asked again wh
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from membroker.vmm import Driver, DriverUnavailable, Location, format_size, open_driver
 from membroker.vmm.sizes import GIB, MIB
 
+from . import logs
 from .config import Config
 from .core import policy
 from .core.events import Location as CoreLocation
@@ -44,6 +46,8 @@ class Plan:
     gate_reserve: int
     stock_extents: int
     stock_bytes: int
+    fell_back: bool = False
+    """Whether `driver = "auto"` found no usable GPU and took the host driver: what is lent is ordinary memory."""
 
     def rules(
         self,
@@ -54,25 +58,36 @@ class Plan:
         capacities: Mapping[CoreLocation, int] | None = None,
     ) -> policy.Rules:
         """Return the core's rules; `capacities` are the plan's, or more where more is lent already."""
-        limits: dict[tuple[str, str | None, CoreLocation], int] = {}
-        for tenant, row in config.tenants.items():
-            _put(limits, tenant, None, row.limit, row.host_limit)
-            for model, one in row.models.items():
-                _put(limits, tenant, model, one.limit, one.host_limit)
-        return policy.Rules(
+        fixed = policy.Rules(
             granularity=self.driver.device.granularity,
             capacities=capacities or self.capacities,
-            limits=limits,
             anchor_bytes=anchor,
-            settle_ns=int(config.settle_seconds * 1e9),
-            model_grace_ns=int(config.model_grace_seconds * 1e9),
             max_sessions=max_sessions,
-            max_sessions_per_tenant=_share(max_sessions, len(config.tenants)),
-            max_models_per_tenant=config.max_models_per_tenant,
             max_segment_extents=max_segment_extents,
             stock_extents=self.stock_extents,
             stock_bytes=self.stock_bytes,
         )
+        return changed_rules(fixed, config)
+
+
+def changed_rules(rules: policy.Rules, config: Config) -> policy.Rules:
+    """Return the rules with all that a configuration may change while a daemon runs."""
+    limits: dict[tuple[str, str | None, CoreLocation], int] = {}
+    for tenant, row in config.tenants.items():
+        _put(limits, tenant, None, row.limit, row.host_limit)
+        for model, one in row.models.items():
+            _put(limits, tenant, model, one.limit, one.host_limit)
+    defaults: Mapping[CoreLocation, int | None]
+    defaults = {"device": config.default_limit, "host": config.default_host_limit}
+    return replace(
+        rules,
+        limits=limits,
+        default_limits={where: limit for where, limit in defaults.items() if limit is not None},
+        settle_ns=int(config.settle_seconds * 1e9),
+        model_grace_ns=int(config.model_grace_seconds * 1e9),
+        max_sessions_per_tenant=_share(rules.max_sessions, len(config.tenants)),
+        max_models_per_tenant=config.max_models_per_tenant,
+    )
 
 
 def _share(sessions: int, tenants: int) -> int | None:
@@ -107,8 +122,13 @@ def plan(config: Config) -> Plan:
         return _plan_cuda(config)
     try:
         return _plan_cuda(config)
-    except DriverUnavailable:
-        return _plan_host(config)
+    except DriverUnavailable as error:
+        logs.warn(
+            'no GPU is usable, so that the host driver lends ordinary memory: set driver = "cuda" to have the daemon '
+            'fail instead, or driver = "host" if this is meant; `membroker doctor` says what is wrong with the GPU',
+            error=str(error),
+        )
+        return replace(_plan_host(config), fell_back=True)
 
 
 def _plan_host(config: Config) -> Plan:
@@ -120,19 +140,22 @@ def _plan_host(config: Config) -> Plan:
     _check_capacity(capacity, total, beside)
     _check_reserve(config.gate_reserve or 0, config.headroom or 0)
     host_bytes = max(config.host_capacity, HOST_GRANULARITY)
+    ordinal = config.device if isinstance(config.device, int) else 0
 
     def open_twin(survivors: Mapping[str, int] | None, charged: Mapping[CoreLocation, int]) -> Driver:
         return open_driver(
             "host",
             total_bytes=max(total, charged.get("device", 0) + beside),
             host_bytes=max(host_bytes, charged.get("host", 0)),
+            ordinal=ordinal,
             survivors=survivors,
         )
 
+    driver = open_twin(None, {})
     return Plan(
-        open_twin(None, {}),
+        driver,
         open_twin,
-        "host",
+        driver.device.uuid,
         _capacities(capacity, config),
         {"device": config.headroom or 0},
         config.gate_reserve or 0,
@@ -142,6 +165,7 @@ def _plan_host(config: Config) -> Plan:
 
 
 def _plan_cuda(config: Config) -> Plan:
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # a card's number is the one that nvidia-smi shows
     driver = open_driver("cuda", config.device)
     try:
         info = driver.memory(Location.DEVICE)

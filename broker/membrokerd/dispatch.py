@@ -11,11 +11,13 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from google.protobuf.message import Message
 
 from . import logs
 from .core import effects as fx
+from .core import snapshot
 from .core.denied import Denied, Reason, deny
 from .loop import Loop
 from .rpc import convert
@@ -80,6 +82,15 @@ class Dispatcher:
             reply(refused.denied)
             return
         self.loop.ask(make_event, reply)
+
+    def response(self, result: fx.Result) -> tuple[str, Any]:
+        """Return the response of a request, and the name of its field in a handoff Reply; raises `Refused`."""
+        if not isinstance(result, fx.Registered):
+            return convert.from_result(result)
+        broker = self.loop.broker
+        if result.name not in broker.ledger.models:  # its session has gone since it was answered
+            raise convert.Refused(deny(Reason.MODEL_NOT_FOUND, model=str(result.name)))
+        return "model", convert.from_model(snapshot.take_model(broker, result.name))
 
     def _forget(self, session: int) -> None:
         digest = self._hashes.pop(session, None)

@@ -6,14 +6,18 @@ number and one more key, and is answered in its turn with that number:
     {"number": 1, "put": [NAME, …]}     and a descriptor for each; a name that is there already is replaced
     {"number": 2, "drop": [NAME, …]}    a name that is not there is no error
     {"number": 3, "list": FIRST}        the names from this place on, 0 for the first
+    {"number": 4, "own": OWNER}         this connection is the daemon's of OWNER, `<runtime>/<device>`
 
     {"number": 1}                                       done
     {"number": 3, "names": [NAME, …], "count": COUNT}   with their descriptors; there are COUNT names in all
     {"number": 1, "error": SENTENCE}                    nothing was done; number null where the packet has none
+    {"number": 4, "error": SENTENCE, "owner": OWNER}    it keeps for this owner, and for no other
 
-It serves one daemon: a newer connection replaces the older. It ends on SIGTERM, when its socket's path leads no longer
-to it, and when no daemon is connected and nothing is left that is worth keeping. What makes a daemon fail must not
-reach it, and it must start fast: it imports a little of the standard library, and never touches CUDA.
+It serves one daemon: a newer connection replaces the older with its first request. While the owner is connected, or
+something of it is worth keeping, every other owner is refused and changes nothing. It ends on SIGTERM, when its
+socket's path leads no longer to it, and when no daemon is connected and nothing is left that is worth keeping. What
+makes a daemon fail must not reach it, and it must start fast: it imports a little of the standard library, and never
+touches CUDA.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from membroker import descriptors as passing
+from membroker._standard import open_standard_descriptors
 from membroker.descriptors import MAX_DESCRIPTORS, close_all
 
 LISTENING = "listening"
@@ -53,6 +58,8 @@ PAUSE_SECONDS = 0.1
 RESERVED = MAX_DESCRIPTORS + 16
 """Descriptors that are not for names: a packet's, before it is accepted, and the keeper's own."""
 
+MAX_OWNER_LENGTH = 255
+
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 _MAX_NUMBER = (1 << 63) - 1
 _CREDENTIALS = struct.Struct("3i")
@@ -60,6 +67,18 @@ _CREDENTIALS = struct.Struct("3i")
 
 class Refused(Exception):
     """A packet that nothing is done about. The message is a sentence for its sender."""
+
+
+class Owned(Refused):
+    """The keeper is another owner's."""
+
+    def __init__(self, owner: str) -> None:
+        super().__init__(
+            f"it keeps the descriptors of {owner}: give each device a keeper of its own, "
+            'as keeper_socket = "/run/membroker-keeper/{device}/fdstore.sock" does, '
+            f"or end this keeper (process {os.getpid()}) where that device's daemon is gone for good"
+        )
+        self.owner = owner
 
 
 class Packet(NamedTuple):
@@ -114,6 +133,9 @@ class Keeper:
         self._listener.listen()
         self._place = _place(path)
         self._daemon: socket.socket | None = None
+        self._newcomer: socket.socket | None = None
+        """The latest connection that has not asked for anything yet."""
+        self._owner = ""
         self._kept: dict[str, int] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -123,8 +145,9 @@ class Keeper:
         look = time.monotonic() + LOOK_SECONDS
         while True:
             ready = [key.fileobj for key, _ in self._selector.select(max(0.0, look - time.monotonic()))]
-            if self._daemon in ready:
-                self._serve()
+            for connection in (self._daemon, self._newcomer):
+                if connection is not None and connection in ready:
+                    self._serve(connection)
             if self._listener in ready:
                 self._accept()
             if time.monotonic() >= look:
@@ -140,7 +163,10 @@ class Keeper:
     def _is_of_use(self) -> bool:
         if _place(self._path) != self._place:
             return False
-        return self._daemon is not None or any(map(self._is_worth_keeping, self._kept))
+        return self._daemon is not None or self._newcomer is not None or self._keeps_something()
+
+    def _keeps_something(self) -> bool:
+        return any(map(self._is_worth_keeping, self._kept))
 
     def _is_worth_keeping(self, name: str) -> bool:
         if name.startswith(PROCESS):
@@ -163,37 +189,52 @@ class Keeper:
         if _CREDENTIALS.unpack(raw)[1] & 0xFFFFFFFF != os.geteuid():
             connection.close()
             return
-        self._hang_up()
+        self._hang_up(self._newcomer)
         connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ)
-        self._daemon = connection
+        self._newcomer = connection
 
-    def _hang_up(self) -> None:
-        if self._daemon is not None:
-            self._selector.unregister(self._daemon)
-            self._daemon.close()
+    def _hang_up(self, connection: socket.socket | None) -> None:
+        if connection is None:
+            return
+        self._selector.unregister(connection)
+        connection.close()
+        if connection is self._daemon:
             self._daemon = None
+        else:
+            self._newcomer = None
 
-    def _serve(self) -> None:
-        """Answer one packet. Who takes no answers is hung up on, and so is whoever is gone."""
-        assert self._daemon is not None
+    def _admit(self, connection: socket.socket, owner: str) -> None:
+        """Make a connection the daemon's, in the place of the one before; raises `Owned`."""
+        if self._owner not in ("", owner):
+            if self._daemon is not None or self._keeps_something():
+                raise Owned(self._owner)
+            close_all(self._kept.values())  # nothing that another daemon could use
+            self._kept.clear()
+        self._owner = owner
+        if connection is not self._daemon:
+            self._hang_up(self._daemon)
+            self._daemon, self._newcomer = connection, None
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Answer one packet. A connection that takes no answers is ended, and so is one that has been closed."""
         try:
-            packet = receive(self._daemon)
-            answer, descriptors = self._answer(packet)
+            packet = receive(connection)
+            answer, descriptors = self._answer(packet, connection)
             close_all(packet.descriptors)
             if not packet.data:
-                self._hang_up()
+                self._hang_up(connection)
                 return
             try:
-                send(self._daemon, answer, descriptors)
+                send(connection, answer, descriptors)
             except OSError as error:
                 if error.errno != errno.ETOOMANYREFS:
                     raise
-                send(self._daemon, {"number": answer["number"], "error": f"cannot be sent now: {error.strerror}"}, [])
+                send(connection, {"number": answer["number"], "error": f"cannot be sent now: {error.strerror}"}, [])
         except OSError:
-            self._hang_up()
+            self._hang_up(connection)
 
-    def _answer(self, packet: Packet) -> tuple[dict[str, Any], list[int]]:
+    def _answer(self, packet: Packet, connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         """Carry a request out; what is left in the packet's descriptors was not taken."""
         answer: dict[str, Any] = {"number": None}
         try:
@@ -202,7 +243,11 @@ class Keeper:
             if type(number) is not int or not 0 <= number <= _MAX_NUMBER:
                 raise Refused("the request has no number")
             answer["number"] = number
+            if connection is not self._daemon or "own" in message:
+                self._admit(connection, _checked_owner(message.get("own", "")))
             match list(message.items()):
+                case [("own", _)]:
+                    packet.check_descriptors(0)
                 case [("put", names)]:
                     self._put(_checked(names), packet)
                 case [("drop", names)]:
@@ -213,7 +258,9 @@ class Keeper:
                     names = list(itertools.islice(self._kept, first, first + MAX_DESCRIPTORS))
                     return answer | {"names": names, "count": len(self._kept)}, [self._kept[name] for name in names]
                 case _:
-                    raise Refused("the request is none of put, drop and list")
+                    raise Refused("the request is none of own, put, drop and list")
+        except Owned as error:
+            answer |= {"error": str(error), "owner": error.owner}
         except Refused as error:
             answer["error"] = str(error)
         return answer, []
@@ -225,6 +272,13 @@ class Keeper:
         close_all(self._kept[name] for name in names if name in self._kept)
         self._kept.update(zip(names, packet.descriptors, strict=True))
         packet.descriptors.clear()
+
+
+def _checked_owner(owner: Any) -> str:
+    """Return an owner's name, if that is what it is."""
+    if not isinstance(owner, str) or len(owner) > MAX_OWNER_LENGTH:
+        raise Refused(f"an owner is a string of at most {MAX_OWNER_LENGTH} characters")
+    return owner
 
 
 def _checked(names: Any) -> list[str]:
@@ -266,6 +320,7 @@ def _raise_descriptor_limit() -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Keep descriptors until it is of no use; returns its exit status: 0, or 1 when it cannot listen."""
+    open_standard_descriptors()
     parser = argparse.ArgumentParser(
         prog="membroker-fdstore",
         description="Keep descriptors for a membrokerd that may die. Where systemd keeps none, it starts this itself.",

@@ -12,13 +12,16 @@ import os
 import secrets
 import socket
 import stat
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import files
+from .journal import MAX_EPOCH
+
 MAX_PATH_BYTES = 107
 """The longest path of a Unix socket: `sockaddr_un` has 108 bytes, the last is a zero."""
-_EPOCH_MAX = (1 << 24) - 1
+_NUMBER_BYTES = 64
+"""The most that is read of a file that holds one number."""
 
 
 class HomeError(Exception):
@@ -36,60 +39,139 @@ class Ownership:
 
 
 class Home:
-    """`<runtime>/<device>`, locked by this process until it exits."""
+    """`<runtime>/<device>`, locked by this process until it exits.
+
+    The lock is on the directory itself, so that it holds whatever is removed from it; systemd-tmpfiles leaves a locked
+    directory alone, too. `state/lock` tells people the owner's pid, and is locked for daemons that know only that.
+    """
 
     def __init__(self, runtime: Path, device: str) -> None:
         self.runtime = runtime
         self.root = runtime / device
         self.state = self.root / "state"
-        self._lock = self._take()
+        self._held: dict[Path, int] = {}
+        """Descriptors of what this daemon has locked."""
+        self._sockets: dict[Path, tuple[int, int]] = {}
+        """What tells the published sockets from all that could be put in their place."""
+        self._take()
 
-    def _take(self) -> int:
+    def _take(self) -> None:
+        directories = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._own(self.runtime, None)
             self._own(self.root, 0o755)
             self._own(self.state, 0o700)
-            lock = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock(self.root, os.open(self.root, directories))
+            self._write_lock()
         except OSError as error:
             raise HomeError(
-                f"cannot use {self.root}: {error.strerror}; choose another with --runtime-directory DIR"
+                f"cannot use {error.filename or self.root}: {error.strerror}; mend that, or choose another directory "
+                "with --runtime-directory DIR"
             ) from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = os.read(lock, 64).decode(errors="replace").strip() or "unknown"
-            os.close(lock)
-            raise HomeError(
-                f"a membrokerd already owns this device ({self.root}): process {owner}; "
-                f"stop it first (kill {owner}), or own another device with --device"
-            ) from error
-        os.ftruncate(lock, 0)
-        os.write(lock, f"{os.getpid()}\n".encode())
-        return lock
 
-    def next_epoch(self) -> int:
-        """Return a number that no earlier daemon of this device had. It is on disk before it is used."""
+    def _lock(self, path: Path, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise HomeError(self._already_owned()) from error
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._held[path] = descriptor
+
+    def _already_owned(self) -> str:
+        try:
+            owner = files.read_file(self.state / "lock", _NUMBER_BYTES).decode(errors="replace").strip()
+        except OSError:
+            owner = ""
+        if owner.isdecimal():
+            found, stop = f"process {owner}", f"kill {owner}"
+        else:
+            found, stop = "its state/lock, which has its pid, was removed", f"`fuser {self.root}` finds it"
+        return (
+            f"a membrokerd already owns this device ({self.root}): {found}; "
+            f"stop it first ({stop}), or own another device with --device"
+        )
+
+    def _write_lock(self) -> None:
+        """Tell people who the owner is."""
+        path = self.state / "lock"
+        self._lock(path, files.open_file(path, os.O_RDWR | os.O_CREAT))
+        os.ftruncate(self._held[path], 0)
+        os.pwrite(self._held[path], f"{os.getpid()}\n".encode(), 0)
+
+    def next_epoch(self, known: int = 0) -> int:
+        """Return a number that no earlier daemon of this device had. It is on disk before it is used.
+
+        `known` is the last epoch by other witnesses, the journal and the descriptor store: the file may be gone.
+        """
         path = self.state / "epoch"
+        what_to_do = "remove it: the journal, which knows the last epoch too, is asked then"
         try:
-            last = int(path.read_text()) if path.exists() else 0
-        except ValueError as error:
-            raise HomeError(f"{path} holds no number; remove it after a reboot") from error
-        if last >= _EPOCH_MAX:
-            raise HomeError(f"{path} has reached {_EPOCH_MAX}, the last epoch; remove it after a reboot")
-        fresh = self.state / "epoch.new"
+            text = files.read_file(path, _NUMBER_BYTES).decode(errors="replace").strip()
+        except FileNotFoundError:
+            text = "0"
+        except OSError as error:
+            raise HomeError(f"cannot read {path}: {error.strerror}; {what_to_do}") from error
+        if not (text.isascii() and text.isdecimal()):
+            raise HomeError(f"{path} holds {text!r}, which is not a number from 0 to {MAX_EPOCH}; {what_to_do}")
+        last = max(int(text), known)
+        if int(text) > MAX_EPOCH:
+            raise HomeError(f"{path} holds {text}, and {MAX_EPOCH} is the last epoch; {what_to_do}")
+        if last == MAX_EPOCH:
+            raise HomeError(
+                f"{self.state} has reached {MAX_EPOCH}, the last epoch: end every process that borrowed from this "
+                "broker, then remove that directory"
+            )
         try:
-            with fresh.open("w") as file:
-                file.write(f"{last + 1}\n")
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.rename(path)
+            self._write_epoch(last + 1)
         except OSError as error:
             raise HomeError(f"cannot write {path}: {error.strerror}; make room there, or mend it") from error
         return last + 1
 
+    def _write_epoch(self, epoch: int) -> None:
+        files.replace_file(self.state / "epoch", f"{epoch}\n".encode())
+
+    # --- what becomes of it while the daemon runs ---
+
+    def is_in_place(self) -> bool:
+        """Say whether the device's directory is still the one that is locked."""
+        return _place(self.root) == _place(self._held[self.root])
+
+    def restore(self, epoch: int) -> list[str]:
+        """Write again what is gone of `state/` but the journal, and return the names. Raises `OSError`."""
+        restored = []
+        if not os.path.lexists(self.state):
+            self._own(self.state, 0o700)
+        lock = self.state / "lock"
+        if lock not in self._held or _place(lock) != _place(self._held[lock]):
+            if lock in self._held:
+                os.close(self._held.pop(lock))
+            self._write_lock()
+            restored.append("lock")
+        if not os.path.lexists(self.state / "epoch"):
+            self._write_epoch(epoch)
+            restored.append("epoch")
+        return restored
+
+    def lost_sockets(self) -> list[Path]:
+        """Return the published sockets that are not there any more."""
+        return [path for path, place in self._sockets.items() if _place(path) != place]
+
     def had_predecessor(self) -> bool:
         """Say whether an earlier daemon of this device lived here since the directory was made."""
         return (self.state / "epoch").exists()
+
+    def tell_index(self, index: int) -> None:
+        """Write the device's number where `membroker --device` looks for it; the directory is named after the UUID."""
+        fresh = self.state / "index.new"
+        try:
+            fresh.write_text(f"{index}\n")
+            fresh.chmod(0o644)
+            fresh.rename(self.root / "index")
+        except OSError as error:
+            raise HomeError(f"cannot write {self.root / 'index'}: {error.strerror}; make room there") from error
 
     def endpoint(self, *parts: str, mode: int = 0o755) -> Path:
         """Return the directory of an endpoint (`tenants`, NAME or `admin`), made if need be."""
@@ -101,9 +183,12 @@ class Home:
                     f"the path {path} is longer than the {MAX_PATH_BYTES} bytes that a Unix socket may have; "
                     "choose a shorter --runtime-directory"
                 )
-        for count in range(1, len(parts)):
-            self._own(self.root.joinpath(*parts[:count]), 0o755)
-        self._own(directory, mode)
+        try:
+            for count in range(1, len(parts)):
+                self._own(self.root.joinpath(*parts[:count]), 0o755)
+            self._own(directory, mode)
+        except OSError as error:
+            raise HomeError(f"cannot make {error.filename or directory}: {error.strerror}; mend that") from error
         return directory
 
     @staticmethod
@@ -117,6 +202,10 @@ class Home:
         if made:
             directory.mkdir(parents=True)
         status = directory.stat() if mode is None else directory.lstat()
+        if not (stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode)):
+            raise HomeError(
+                f"{directory} is not a directory: move it away, or choose another with --runtime-directory DIR"
+            )
         foreign = not stat.S_ISDIR(status.st_mode) or status.st_uid not in (0, os.geteuid())
         if foreign or (mode is None and not made and _is_open(status.st_mode)):
             raise HomeError(
@@ -136,7 +225,16 @@ class Home:
         for key, uid, gid in (("owner", ownership.uid, -1), ("group", -1, ownership.gid)):
             if (uid, gid) != (-1, -1):
                 self._give(private, f"{ownership.table}.{key}", uid, gid)
-        private.rename(public)
+        place = _place(private)
+        try:
+            private.rename(public)
+        except OSError as error:  # a directory; anything else is replaced
+            private.unlink()
+            raise HomeError(
+                f"cannot put a socket at {public}: {error.strerror}; move away what is there, and start again"
+            ) from error
+        assert place is not None
+        self._sockets[public] = place
 
     @staticmethod
     def _give(private: Path, key: str, uid: int, gid: int) -> None:
@@ -166,8 +264,18 @@ class Home:
         """Take the sockets away. The lock itself is held until the process exits."""
         for endpoint in endpoints:
             for name in ("handoff.sock", "grpc.sock"):
-                with suppress(FileNotFoundError):
-                    (endpoint / name).unlink()
+                self._sockets.pop(endpoint / name, None)
+                if (endpoint / name).is_socket():
+                    (endpoint / name).unlink(missing_ok=True)
+
+
+def _place(path: Path | int) -> tuple[int, int] | None:
+    """Return what tells a file, by path or descriptor, from every other; None where there is none."""
+    try:
+        status = os.fstat(path) if isinstance(path, int) else os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _is_open(mode: int) -> bool:
@@ -179,4 +287,7 @@ def clear_private(home: Home) -> None:
     """Remove the sockets that a dead daemon bound and never published."""
     for kind in ("grpc", "handoff"):
         for path in home.state.glob(f"{kind}-*"):
-            path.unlink()
+            try:
+                path.unlink()
+            except OSError as error:
+                raise HomeError(f"cannot remove {path}: {error.strerror}; move it away, and start again") from error

@@ -5,28 +5,104 @@ Nothing is decided here that the core decides: it learns what there is, and goes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import NamedTuple
+
+from membroker.vmm import format_size
+from membroker.vmm.sizes import MAX_BYTES
 
 from . import logs
 from .core import facts as ft
 from .core import policy
+from .core.books import COUNTER_BITS
 from .core.events import LOCATIONS, Location
-from .core.ledger import Ledger, replay
+from .core.ledger import Ledger
 from .core.story import story
 from .executor import Executor
 from .handoff.watch import Watch
+from .records import MAX_IDS
 from .store import Kept, Store
+from .suspects import MOST_NAMED, command_of
 
 
-def condense(told: Iterable[ft.Fact]) -> tuple[list[ft.Fact], dict[Location, int]]:
-    """Return the shortest story of the same books, and what is charged at each location that has anything on file.
+class Books(NamedTuple):
+    """What the daemon before this one has left, as this one needs it.
 
-    That may be nothing: a segment whose create has failed has a row until its name is free.
+    `charged` has each location that has anything on file. That may be nothing: a segment whose create has failed has a
+    row until its name is free. `by_pid` is what the sessions of each process are charged at the device. No id on file
+    is of a later epoch than `epoch`.
     """
-    ledger = replay(dict.fromkeys(LOCATIONS, 0), told)
+
+    story: list[ft.Fact]
+    charged: dict[Location, int]
+    by_pid: Mapping[int, int]
+    epoch: int
+
+
+def condense(told: Iterable[ft.Fact]) -> Books:
+    """Return the books that these facts make, as the shortest story of them.
+
+    Raises `AssertionError` or `KeyError` where the facts contradict each other.
+    """
+    ledger = Ledger(dict.fromkeys(LOCATIONS, MAX_BYTES))
+    for fact in _bounded(told, ledger):
+        ledger.apply(fact)
+    ledger.recount()
     segments = {row.location for row in ledger.segments.values()}
     charged = {where: total.charged for where, total in ledger.totals.items() if total.charged or where in segments}
-    return story(ledger), charged
+    by_pid: Counter[int] = Counter()
+    for row in ledger.sessions.values():
+        by_pid[row.pid] += row.charged("device")
+    return Books(story(ledger), charged, by_pid, max(_ids(ledger), default=0) >> COUNTER_BITS)
+
+
+def _bounded(told: Iterable[ft.Fact], ledger: Ledger) -> Iterator[ft.Fact]:
+    """Yield the facts while the ledger has at most MAX_IDS extents: it has a row for each.
+
+    What is credited meanwhile is counted only when that may matter.
+    """
+    extents = 0
+    for fact in told:
+        if isinstance(fact, ft.Debited):
+            extents += fact.count
+            if extents > MAX_IDS:
+                extents = fact.count + sum(len(row.extents) for row in ledger.sessions.values())
+                assert extents <= MAX_IDS, f"{extents} extents are lent at once, and {MAX_IDS} may be"
+        yield fact
+
+
+def _ids(ledger: Ledger) -> Iterator[int]:
+    """Yield the largest ids on file."""
+    yield from chain(ledger.sessions, ledger.segments)
+    for row in ledger.sessions.values():
+        yield from row.extents
+    for segment in ledger.segments.values():
+        yield segment.ids[-1]
+
+
+def last_epoch(kept: Kept) -> int:
+    """Return the latest epoch of the ids that a descriptor store knows."""
+    ids = chain(kept.processes, kept.segments, *kept.segments.values())
+    return max(ids, default=0) >> COUNTER_BITS
+
+
+def warn_of_holders(listed: Iterable[tuple[int, int]], by_pid: Mapping[int, int]) -> None:
+    """Name the processes that use more of the device than these books, from which something is missing, charge them.
+
+    `listed` are the driver's (pid, bytes). The largest are named.
+    """
+    holders = sorted(((size, pid) for pid, size in listed if size > by_pid.get(pid, 0)), reverse=True)
+    for size, pid in holders[:MOST_NAMED]:
+        logs.warn(
+            "an earlier daemon's worker may still hold memory; until it ends it counts as unaccounted",
+            pid=pid,
+            command=command_of(pid),
+            holds=format_size(size),
+        )
+    if len(holders) > MOST_NAMED:
+        logs.warn("more processes may hold memory: `membroker processes` lists them", count=len(holders) - MOST_NAMED)
 
 
 def hold_what_is_lent(capacities: Mapping[Location, int], charged: Mapping[Location, int]) -> dict[Location, int]:

@@ -56,6 +56,17 @@ def descriptors_for(sessions: int, *, bounded: bool = True) -> int:
     return max(kept_open, sessions * IN_FLIGHT_PER_SESSION + 1) if bounded else kept_open
 
 
+def trouble(sessions: int, descriptors: int, *, bounded: bool) -> str:
+    """Return why this process cannot have so many sessions, with what to do about it; "" when it can."""
+    possible = sessions_for(descriptors, bounded=bounded)
+    if sessions <= possible:
+        return ""
+    return (
+        f"max_sessions = {sessions} needs a limit of {descriptors_for(sessions, bounded=bounded)} descriptors and this "
+        f"process may have {descriptors}: raise it (LimitNOFILE=, ulimit -n), or set max_sessions = {possible}"
+    )
+
+
 def segment_extents_for(descriptors: int, sessions: int, stock: int) -> int:
     """Return how many extents of segments may be kept open beside so many sessions and so large a stock.
 

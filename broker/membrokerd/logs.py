@@ -1,7 +1,7 @@
 """What the daemon says: one line for each event, its data in fields, as text for people or JSON for programs.
 
 Owns the format of a line and the one table from the core's facts to lines. It must never print a token: no fact
-has one, and a field that is named for one is a bug.
+has one, and a field that is named for one is a bug. Lines are written by `log_writer`.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import re
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import Any
 
 from .config import LogConfig
 from .core import facts as ft
 from .core.denied import Denied
+from .log_writer import Writer
 from .rpc.convert import session_name
 
 _LOGGER = logging.getLogger("membrokerd")
@@ -54,19 +54,40 @@ class Allowance:
 
 
 _allowance = Allowance()
+_writer: Writer | None = None
 
 
-def configure(config: LogConfig, stream: TextIO | None = None) -> None:
-    """Send every log line of this process to `stream` (None: stderr), as configured.
+def configure(config: LogConfig, descriptor: int = 2) -> None:
+    """Send every log line of this process to `descriptor` (stderr), as configured.
 
-    What other libraries log comes from WARNING on: their chatter has no fields and is nobody's event.
+    What other libraries log comes from WARNING on: their chatter has no fields.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(_Formatter({"text": _text_line, "json": _json_line}[config.format]))
+    global _writer
+    if _writer is not None:
+        _writer.flush()
+        _writer.close()
+    _writer = Writer(descriptor)
+    _writer.setFormatter(_Formatter({"text": _text_line, "json": _json_line}[config.format]))
     root = logging.getLogger()
-    root.handlers = [handler]
+    root.handlers = [_writer]
     root.setLevel(logging.WARNING)
-    _LOGGER.setLevel(config.level.upper())
+    set_level(config.level)
+
+
+def set_level(level: str) -> None:
+    """Say events from this level on: `debug`, `info`, `warning` or `error`."""
+    _LOGGER.setLevel(level.upper())
+
+
+def flush() -> None:
+    """Wait until every line so far is written; FLUSH_SECONDS at most."""
+    if _writer is not None:
+        _writer.flush()
+
+
+def dropped() -> int:
+    """Return how many lines were dropped since the start."""
+    return _writer.dropped if _writer is not None else 0
 
 
 def log(event: str, /, **fields: Any) -> None:

@@ -31,6 +31,7 @@ from .journal import Journal
 from .points import reach
 from .store import DescriptorStore
 from .suspects import Process
+from .turns import SHARE_SECONDS, Turns
 
 Reply = Callable[[fx.Result | Denied], None]
 RELEASING_AUDIT_SECONDS = 0.01
@@ -76,8 +77,10 @@ class Loop:
         context_bytes: int = 0,
         journal: Journal | None = None,
         observe_write: Callable[[float], None] = lambda seconds: None,
+        turns: Turns | None = None,
     ) -> None:
         self.broker = broker
+        self.turns = turns or Turns()
         self.executor = executor
         self.store = store
         self.links: dict[int, Link] = {}
@@ -93,6 +96,9 @@ class Loop:
         self._turn = 0
         self._put_aside: deque[tuple[int, int, float]] = deque()
         """What waits for others: the call, the turn in which it was put aside, and when."""
+        self._sends: deque[fx.Send] = deque()
+        """Packets of segments that are to be sent: a seal can begin a thousand attaches in one step."""
+        self._sending = False
         self._audit_seconds = audit_seconds
         self._observe_step = observe_step
         self._journal = journal
@@ -134,6 +140,8 @@ class Loop:
                     self._unwritten(effect)
             except Exception as error:  # noqa: BLE001 - the books have changed: the effects behind must happen
                 logs.fault(error, effect=type(effect).__name__)
+        if self._sends and not self._sending:
+            self._send_some()
         if self.broker.settling.waiting:
             self._schedule_audit(RELEASING_AUDIT_SECONDS)
         if self.broker.deadline != self._deadline:
@@ -150,15 +158,17 @@ class Loop:
         is_written = journal.append(facts)
         self._observe_write(time.perf_counter() - start)
         if journal.due:
-            self._compact(journal)
+            self.compact()
         self.broker.cannot_write = "no room for its journal" if journal.full else ""
         reach("debited" if debits else "credited")
         return is_written
 
-    def _compact(self, journal: Journal) -> None:
+    def compact(self) -> None:
+        """Begin the journal with the books as they stand."""
+        assert self._journal is not None
         reach("compact")
         try:
-            journal.begin(story(self.broker.ledger))
+            self._journal.begin(story(self.broker.ledger))
         except OSError as error:
             logs.warn("the journal cannot be compacted, and grows on", error=error.strerror)
         reach("compacted")
@@ -252,7 +262,7 @@ class Loop:
                 self._idle.clear()
                 self.executor.make(effect, lambda outcome: self._made(effect, outcome))
             case fx.Send():
-                self._send(effect)
+                self._sends.append(effect)
             case fx.Seal():
                 self._seal(effect.segment)
             case fx.Drop():
@@ -282,8 +292,9 @@ class Loop:
         self._turn += 1
         silent, self._cut_short_before = self.cut_short == self._cut_short_before, self.cut_short
         late = self._io.time() - HEARING_SECONDS
+        end = time.perf_counter() + SHARE_SECONDS
         try:
-            while self._put_aside:
+            while self._put_aside and time.perf_counter() < end:
                 call, turn, asked_at = self._put_aside[0]
                 if turn + 2 > self._turn or not (silent or asked_at <= late):
                     break
@@ -336,6 +347,21 @@ class Loop:
             self._not_made(make, Failure(Reason.DESCRIPTORS_EXHAUSTED, {"driver_says": str(error)}))
         else:
             self._send(make)
+
+    def _send_some(self) -> None:
+        """Send packets of segments, as many as there is time for in this turn, and the rest in later ones."""
+        end, self._sending = time.perf_counter() + SHARE_SECONDS, True
+        try:
+            while self._sends:
+                self._send(self._sends.popleft())
+                if time.perf_counter() >= end:
+                    break
+        except Exception as error:  # noqa: BLE001 - as in `tell`: the sends behind it must happen
+            logs.fault(error, effect="Send")
+        finally:
+            self._sending = bool(self._sends)
+            if self._sending:
+                self._io.call_soon(self._send_some)
 
     def _send(self, packet: fx.Make | fx.Send) -> None:
         """Deliver copies of what the store keeps: a segment may end while they are queued."""

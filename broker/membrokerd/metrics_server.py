@@ -1,45 +1,55 @@
-"""/metrics, /healthz and /readyz over HTTP, on threads of its own: a slow client costs a thread for some seconds.
+"""/metrics, /healthz and /readyz over HTTP: the standard library's server, with bounds.
 
-Owns the listening socket and its few connections. It must never touch the books: it asks the registry and two
-callables.
+prometheus_client's own server is the same one without them: it renders for each request, on as many threads as ask.
+
+Owns the listening socket and its few connections, each on a thread of its own. It must never touch the books: it asks
+the callables that it was given.
 """
 
 from __future__ import annotations
 
-import logging
+import io
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
+from . import logs
 
 MAX_CONNECTIONS = 16
-"""Served at a time. Beyond it the oldest that has not asked yet makes room, else whoever holds some open and says
-nothing would shut out the scrapes and the probes."""
-DEADLINE_SECONDS = 10.0
-"""The whole life of a connection. A client that drips bytes would outlive any timeout of a single read."""
+"""Served at a time. Above it the oldest client that has not yet sent its request is cut, or clients that connect and
+say nothing would shut out the scrapes and the probes."""
+MAX_SCRAPES = 8
+"""Of these, how many may be scrapes. They can wait and be long, and must leave room for the probes: those that read
+nothing of what they asked for would else have a liveness probe end the daemon."""
+DEADLINE_SECONDS = 5.0
+"""How long a client may take to send its request, and again to read the answer."""
+HEAD_BYTES = 8192
+"""Most bytes of a request."""
+REST_SECONDS = 0.004
+"""How long accepting rests after each connection: 250 a second are enough, and each keeps the interpreter
+from the event loop's thread for some 0.4 ms."""
 PAUSE_SECONDS = 0.1
 """How long accepting rests when the process has no descriptor left."""
-_TEXT = "text/plain; charset=utf-8"
 
-State = Callable[[], str]
-"""Returns "" when all is well, else a word or sentence that says why not."""
+State = Callable[[], tuple[bool, str]]
+"""Returns whether all is well, and a sentence."""
 
 
 class MetricsServer:
     """Listens from construction (`port` 0: a free one) and serves from `start()` to `close()`.
 
-    Raises `OSError` when it cannot listen.
+    `render` returns the text of a scrape or raises `TimeoutError`; `states` are asked by path. Raises `OSError` when
+    it cannot listen.
     """
 
-    def __init__(self, address: str, port: int, registry: CollectorRegistry, healthy: State, ready: State) -> None:
-        self._server = _Server(address, port, registry, {"/healthz": healthy, "/readyz": ready})
+    def __init__(self, address: str, port: int, render: Callable[[], bytes], states: Mapping[str, State]) -> None:
+        self._server = _Server(address, port, render, states)
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="metrics", daemon=True
         )
@@ -54,36 +64,36 @@ class MetricsServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop, and cut whoever is still connected."""
+        """Stop, and cut the clients that are still connected."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
         self._server.server_close()
-        self._server.cut(float("inf"))
+        self._server.cut_all()
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128  # of 5, who comes beside a few others is heard a second later, too late for a probe
+    request_queue_size = 512  # all of them are heard within two seconds, in time for a probe
 
-    def __init__(self, address: str, port: int, registry: CollectorRegistry, states: dict[str, State]) -> None:
-        self.registry, self.states = registry, states
-        self._connections: dict[socket.socket, float] = {}
+    def __init__(self, address: str, port: int, render: Callable[[], bytes], states: Mapping[str, State]) -> None:
+        self.render, self.states = render, states
+        self._connections: set[socket.socket] = set()
         self._silent: dict[socket.socket, None] = {}
-        """Those of them that have not asked yet, and are not cut; the oldest first."""
+        """Those of them that have not sent their request, and are not cut; the oldest first."""
         self._lock = threading.Lock()
+        self.scrapes = threading.BoundedSemaphore(MAX_SCRAPES)
         self.address_family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
         super().__init__((address, port), _Handler)
 
     def server_bind(self) -> None:
-        """Bind without asking a name server who we are, as HTTPServer would."""
+        """Bind without asking a name server for this machine's name, as HTTPServer would."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def get_request(self) -> Any:
-        """Accept; where there is no descriptor for it, rest first: the loop would try again at once, for ever."""
+        """Accept; without a descriptor for it, rest first: the serving loop would try again at once, for ever."""
         try:
             return super().get_request()
         except OSError:
@@ -95,15 +105,16 @@ class _Server(ThreadingHTTPServer):
         with self._lock:
             full = not self._make_room()
             if not full:
-                self._connections[request] = time.monotonic()
+                self._connections.add(request)
                 self._silent[request] = None
         if full:
             self.shutdown_request(request)
         else:
             super().process_request(request, client_address)
+        time.sleep(REST_SECONDS)
 
     def _make_room(self) -> bool:
-        """Cut one that says nothing, where there is need. Its thread lasts a moment longer: these are bounded, too."""
+        """Cut a silent client if necessary. Its thread lasts a moment longer, so these are bounded too."""
         if len(self._connections) < MAX_CONNECTIONS:
             return True
         if not self._silent or len(self._connections) >= 2 * MAX_CONNECTIONS:
@@ -114,32 +125,28 @@ class _Server(ThreadingHTTPServer):
         return True
 
     def heard(self, request: socket.socket) -> None:
-        """A connection has asked: it is answered, whoever else comes."""
+        """A client has sent its request: it is answered, however many others come."""
         with self._lock:
             self._silent.pop(request, None)
 
     def shutdown_request(self, request: Any) -> None:
         """Forget the connection, then close it."""
         with self._lock:
-            self._connections.pop(request, None)
+            self._connections.discard(request)
             self._silent.pop(request, None)
         super().shutdown_request(request)
 
-    def service_actions(self) -> None:
-        """Cut what is past its deadline; the serving loop calls this ten times a second."""
-        self.cut(time.monotonic() - DEADLINE_SECONDS)
-
-    def cut(self, began_before: float) -> None:
-        """Wake the threads of these connections with an end of file. They close them."""
+    def cut_all(self) -> None:
+        """Wake every thread with an end of file. Each closes its connection."""
         with self._lock:
-            for connection, began in self._connections.items():
-                if began < began_before:
-                    _shut(connection)
+            for connection in self._connections:
+                _shut(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a failed answer as one event: the default prints to stderr. A client that went away is none."""
-        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
-            logging.getLogger("membrokerd").warning("an HTTP request failed", exc_info=True)
+        """Log a failed request as one event. A client that went away or was too slow is no event."""
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, ConnectionError | TimeoutError):
+            logs.fault(error)
 
 
 def _shut(connection: socket.socket) -> None:
@@ -149,41 +156,70 @@ def _shut(connection: socket.socket) -> None:
         return  # the client was faster
 
 
+class _Head(io.RawIOBase):
+    """The bytes of a request: HEAD_BYTES at most, and all of them before the deadline.
+
+    A timeout of each single read would never end a client that sends a byte a second.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._left = HEAD_BYTES
+        self._deadline = time.monotonic() + DEADLINE_SECONDS
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._left:
+            return 0
+        self._connection.settimeout(max(0.001, self._deadline - time.monotonic()))
+        count = self._connection.recv_into(memoryview(buffer)[: self._left])
+        self._left -= count
+        return count
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = 5
     server_version, sys_version = "membrokerd", ""
 
+    def setup(self) -> None:
+        """Read within the bounds."""
+        super().setup()
+        self.rfile = io.BufferedReader(_Head(self.connection))
+
     def do_GET(self) -> None:
-        """Answer a path."""
+        """Answer a path. From now on the deadline is of the answer: sendall() takes no longer."""
         self.server.heard(self.connection)
+        self.connection.settimeout(DEADLINE_SECONDS)
         path = urlsplit(self.path).path
         if path == "/metrics":
             self._metrics()
         elif state := self.server.states.get(path):
-            trouble = state()
-            self._answer(503 if trouble else 200, f"{trouble or 'ok'}\n".encode())
+            well, sentence = state()
+            self._answer(200 if well else 503, f"{sentence}\n".encode())
         else:
-            self._answer(404, b"here are /metrics, /healthz and /readyz\n")
+            self._answer(404, b"try /metrics, /healthz or /readyz\n")
 
     def _metrics(self) -> None:
-        encoder, content_type = choose_encoder(self.headers.get("Accept", ""))
-        try:
-            body = encoder(self.server.registry)
-        except TimeoutError:
-            self._answer(503, b"the broker does not answer\n")
-        else:
-            self._answer(200, body, content_type)
+        if not self.server.scrapes.acquire(blocking=False):
+            self._answer(503, b"too many scrapes at a time\n")
+            return
+        with ExitStack() as scrape:
+            scrape.callback(self.server.scrapes.release)
+            try:
+                text = self.server.render()
+            except TimeoutError:
+                self._answer(503, b"the event loop does not answer\n")
+            else:
+                self._answer(200, text, "text/plain; version=0.0.4; charset=utf-8")
 
-    def _answer(self, status: int, body: bytes, content_type: str = _TEXT) -> None:
-        try:
-            self.send_response(status)
-            self.send_header("Content-Type", content_type)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-        except (ConnectionError, TimeoutError):
-            self.close_connection = True  # the client went away, or did not read: nobody is left to tell
+    def _answer(self, status: int, body: bytes, content_type: str = "text/plain; charset=utf-8") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing: a scrape every few seconds is no event."""

@@ -82,6 +82,10 @@ class Lost(ConnectionError):
     """The connection to the keeper has ended: nobody knows what became of the request."""
 
 
+class Owned(OSError):
+    """The keeper keeps for another device's daemon. It stays so while that one lives or has something there."""
+
+
 class _Answer(NamedTuple):
     """What was listed, if anything: the descriptors are the asker's to close."""
 
@@ -172,13 +176,16 @@ class _Line:
         """Give an answer to whoever asked, if it still waits."""
         names = message.get("names", [])
         try:
+            if "owner" in message:
+                raise Owned(message["error"])
             if "error" in message:
                 raise fdstore.Refused(message["error"])
             packet.check_descriptors(len(names))
-        except fdstore.Refused as error:
+        except (fdstore.Refused, Owned) as error:
             close_all(packet.descriptors)
             if not answer.done():
-                answer.set_exception(OSError(f"the keeper of descriptors: {error}"))
+                kind = Owned if isinstance(error, Owned) else OSError
+                answer.set_exception(kind(f"the keeper of descriptors: {error}"))
             return
         if answer.done():
             close_all(packet.descriptors)
@@ -208,8 +215,8 @@ class _Line:
 class KeeperMirror:
     """Copies in a keeper, for as long as there is one or another can be started."""
 
-    def __init__(self, path: Path, line: _Line, contents: Callable[[], Iterable[tuple[str, int]]]) -> None:
-        self._path = path
+    def __init__(self, path: Path, owner: str, line: _Line, contents: Callable[[], Iterable[tuple[str, int]]]) -> None:
+        self._path, self._owner = path, owner
         self._contents = contents
         self._io = asyncio.get_running_loop()
         self._puts: dict[_KeeperPut, None] = {}
@@ -306,7 +313,7 @@ class KeeperMirror:
             await asyncio.sleep(self._pause)
             self._pause = min(max(2 * self._pause, FIRST_PAUSE_SECONDS), MAX_PAUSE_SECONDS)
             try:
-                line = await _dial(self._path)
+                line = await _dial(self._path, self._owner)
                 try:
                     await self._fill(line)
                 except BaseException:
@@ -347,24 +354,27 @@ class KeeperMirror:
         return list(itertools.islice(left, MAX_DESCRIPTORS))
 
 
-async def open_keeper(path: Path) -> tuple[KeeperMirror, Kept]:
+async def open_keeper(path: Path, owner: str) -> tuple[KeeperMirror, Kept]:
     """Return a mirror in the keeper at this path, and what it has of a predecessor; raises OSError.
 
-    Starts a keeper where there is none. Another attempt is made when one is just ending, or just starting.
+    Starts a keeper where there is none. Another attempt is made when one is just ending, or just starting. `owner` is
+    the same for each daemon of a device, and another for each device: `Owned` is raised at once.
     """
     pause = FIRST_PAUSE_SECONDS
     for _ in range(START_ATTEMPTS - 1):
         try:
-            return await _open(path)
+            return await _open(path, owner)
+        except Owned:
+            raise
         except OSError as error:
             logs.warn("no keeper of descriptors", error=str(error), pause_seconds=pause)
         await asyncio.sleep(pause)
         pause *= 2
-    return await _open(path)
+    return await _open(path, owner)
 
 
-async def _open(path: Path) -> tuple[KeeperMirror, Kept]:
-    line = await _dial(path)
+async def _open(path: Path, owner: str) -> tuple[KeeperMirror, Kept]:
+    line = await _dial(path, owner)
     try:
         items = await _listed(line)
     except BaseException:
@@ -372,17 +382,26 @@ async def _open(path: Path) -> tuple[KeeperMirror, Kept]:
         raise
     kept, unknown = sort(items)
     known = [item for item in items if item[0] not in unknown]
-    mirror = KeeperMirror(path, line, lambda: known)
+    mirror = KeeperMirror(path, owner, line, lambda: known)
     mirror.drop(unknown)
     return mirror, kept
 
 
-async def _dial(path: Path) -> _Line:
+async def _dial(path: Path, owner: str) -> _Line:
     try:
-        return _Line(path)
+        line = _Line(path)
     except (FileNotFoundError, ConnectionRefusedError):
         await asyncio.to_thread(_start, path)
-        return _Line(path)
+        line = _Line(path)
+    try:
+        async with asyncio.timeout(PUT_SECONDS):
+            await line.ask({"own": owner})
+    except (Lost, Owned, TimeoutError, asyncio.CancelledError):
+        line.close()
+        raise
+    except OSError as error:  # a keeper that an older membrokerd started: it serves the newest connection
+        logs.debug("the keeper of descriptors knows no owners", error=str(error))
+    return line
 
 
 def _start(path: Path) -> None:

@@ -6,6 +6,7 @@ configuration is, and refused whole when anything in it is wrong.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -16,9 +17,10 @@ from typing import Any
 
 from membroker.vmm.sizes import GIB, MIB, parse_size
 
-from .config_values import nearest
+from . import files
+from .config_values import MODEL_NAME, nearest
 from .core.events import Location
-from .core.policy import valid_own_name, valid_tenant
+from .core.policy import valid_model_name, valid_tenant
 from .home import HomeError
 
 Quotas = Mapping[tuple[str, str | None, Location], int]
@@ -28,7 +30,6 @@ SYSTEM = Path("/var/lib/membroker")
 _KEYS: Mapping[str, Location] = {"limit": "device", "host_limit": "host"}
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TENANT_NAME = "a tenant's name is [a-z0-9] and then at most 23 of [a-z0-9-]"
-_MODEL_NAME = "a model's name is [a-z0-9] and then at most 62 of [a-z0-9._-]; quote dots in TOML"
 _WHAT_TO_DO = "put it right, or remove the file to end all commanded limits"
 _HEAD = """\
 # Limits that were commanded with `membroker quota set`; they stand before those of membrokerd.toml, and have its keys.
@@ -72,11 +73,12 @@ def trouble(directory: Path) -> str:
 def read(path: Path) -> Quotas:
     """Return the quotas of the file, none when there is no file. Raises `HomeError`."""
     try:
-        return dict(_rows(tomllib.loads(path.read_text(encoding="utf-8"))))
+        return dict(_rows(tomllib.loads(files.read_file(path, files.MAX_TEXT_BYTES, follow=True).decode())))
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise HomeError(f"{path}: cannot be read: {error.strerror}; let this user read it") from error
+        advice = "let this user read it" if error.errno in (errno.EACCES, errno.EPERM) else _WHAT_TO_DO
+        raise HomeError(f"{path}: cannot be read: {error.strerror}; {advice}") from error
     except _Wrong as wrong:
         raise HomeError(f"{path}: {wrong}; {_WHAT_TO_DO}") from wrong
     except (ValueError, RecursionError) as error:  # as the configuration
@@ -94,7 +96,7 @@ def _rows(document: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str | None, 
     for tenant, where, table in _tables(document, "", "tenants", valid_tenant, _TENANT_NAME):
         for location, limit in _limits(table, where, "models"):
             yield (tenant, None, location), limit
-        for model, place, inner in _tables(table, f"{where}.", "models", valid_own_name, _MODEL_NAME):
+        for model, place, inner in _tables(table, f"{where}.", "models", valid_model_name, MODEL_NAME):
             for location, limit in _limits(inner, place):
                 yield (tenant, model, location), limit
 
@@ -136,12 +138,7 @@ def write(path: Path, quotas: Quotas) -> None:
     """Put these quotas in place of those of the file: whole and on the disk, or not at all. Raises `OSError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f"{path.name}.new")
-        with fresh.open("w", encoding="utf-8") as file:
-            file.write(_text(quotas))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.rename(path)
+        files.replace_file(path, _text(quotas).encode())
     except OSError as error:
         error.filename = path  # a full disk names none
         raise

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
+
+from membroker.descriptors import close_all
 
 from . import logs
 
@@ -163,37 +165,50 @@ class Store:
 
     def keep_process(self, session: int, pidfd: int) -> None:
         """Copy a session's pidfd, which stays the caller's, for a mirror. Nobody waits: a failure is logged."""
-        self._copy(_process_name(session), pidfd)
+        self._copy({_process_name(session): pidfd})
 
     def forget_process(self, session: int) -> None:
         """Let go of a session's pidfd."""
-        name = _process_name(session)
-        if name in self._copies:
-            os.close(self._copies.pop(name))
-            self._drop([name])
+        self._forget([_process_name(session)])
 
-    def keep_driver(self, name: str, descriptor: int) -> None:
-        """Copy a descriptor of the driver's, which stays the caller's, for a mirror. Nobody waits, as above."""
-        self._copy(_driver_name(name), descriptor)
+    def keep_driver(self, survivors: Mapping[str, int]) -> None:
+        """Copy the driver's descriptors, which stay the caller's, for a mirror: all in one put, since some are no use.
 
-    def _copy(self, name: str, descriptor: int) -> None:
+        Nobody waits, as above.
+        """
+        self._copy({_driver_name(name): descriptor for name, descriptor in survivors.items()})
+
+    def forget_driver(self) -> None:
+        """Let go of all that is a driver's."""
+        self._forget([name for name in self._copies if _DRIVER.fullmatch(name)])
+
+    def _forget(self, names: Sequence[str]) -> None:
+        there = [name for name in names if name in self._copies]
+        close_all(self._copies.pop(name) for name in there)
+        self._drop(there)
+
+    def _copy(self, descriptors: Mapping[str, int]) -> None:
         # A name stands for one thing for ever. What a predecessor left stays where it is: put again it would be gone
         # from the mirror for a moment, and a death in that moment would lose it.
-        if self._mirror is None or name in self._copies:
+        fresh = {name: descriptor for name, descriptor in descriptors.items() if name not in self._copies}
+        if self._mirror is None or not fresh:
             return
 
         def put(error: OSError | None) -> None:
             # What is the driver's was put at the start: a daemon that ends before that is over has lent nothing.
-            if error is not None and not (self._ends and _DRIVER.fullmatch(name)):
-                logs.warn("a restart would lose a descriptor", name=name, error=str(error))
+            if error is not None and not (self._ends and all(map(_DRIVER.fullmatch, fresh))):
+                logs.warn("a restart would lose descriptors", names=" ".join(fresh), error=str(error))
 
+        copies: dict[str, int] = {}
         try:
-            copy = os.dup(descriptor)
+            for name, descriptor in fresh.items():
+                copies[name] = os.dup(descriptor)
         except OSError as error:
+            close_all(copies.values())
             put(error)
             return
-        self._copies[name] = copy
-        self._mirror.put([(name, copy)], put)
+        self._copies |= copies
+        self._mirror.put(list(copies.items()), put)
 
     # --- the mirror ---
 

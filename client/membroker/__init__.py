@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from membroker.shared_pool import SharedMemoryPool
     from membroker.sparse import SparseArray
     from membroker.types import (
+        Available,
         DeviceStatus,
         GlobalMemoryStats,
         LocationBooks,
@@ -78,6 +79,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AccessDenied",
     "AlreadyMapped",
+    "Available",
     "BrokerUnavailable",
     "Buffer",
     "Client",
@@ -138,6 +140,7 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    "Available": "types",
     "Buffer": "buffer",
     "Client": "client",
     "DeviceStatus": "types",

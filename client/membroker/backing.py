@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+from membroker.budget import asked_for
 from membroker.compaction import next_move
 from membroker.errors import AlreadyMapped, CompactionFailed
 from membroker.holding import Holding, Placing
@@ -19,9 +20,10 @@ from membroker.interrupts import HeldOff
 from membroker.offload import OffloadedPages, Progress
 from membroker.page_table import FIXED, FREE, OFFLOADED, SPARE, USED, PageTable
 from membroker.region import device_failures
-from membroker.source import Source
+from membroker.source import Lender, Source
 from membroker.types import Move
 from membroker.vmm.driver import AccessFlags, DriverError, Location
+from membroker.vmm.sizes import format_size
 
 if TYPE_CHECKING:
     from membroker.segment import Segment
@@ -34,7 +36,9 @@ class Backing:
     called under the lock, where others stand still.
     """
 
-    def __init__(self, source: Source, count: int, page_size: int, location: Location, spare_pages: int) -> None:
+    def __init__(
+        self, source: Source | Lender, count: int, page_size: int, location: Location, spare_pages: int
+    ) -> None:
         self.holding = Holding(source, count * page_size, "pool", alignment=page_size)
         self.table = PageTable(count, page_size)
         self.lock = threading.Lock()
@@ -43,18 +47,24 @@ class Backing:
         self._location = location
         self.offloaded = OffloadedPages(self.holding, self.table, self.lock, location)
 
-    def back(self, choose: Callable[[], range], *, spare: bool = False) -> range:
-        """Back what is not backed of some unused pages: all of them, or none. Then they are used, or spare."""
+    def back(self, choose: Callable[[], range], asked: int, *, within: int = 0, spare: bool = False) -> range:
+        """Back what is not backed of some unused pages: all of them, or none. Then they are used, or spare.
+
+        `asked` is how many bytes the user wants there, `within` at which byte of the first page they begin.
+        """
         with self._claim(choose, self.table.check_unused) as pages, ExitStack() as undo:
             with self.lock:
                 missing = self.table.unbacked(pages)
             for run in missing:
                 placing = Placing(self.holding.region, run.start * self._page_size)
-                self.holding.source.borrow(self._page_size, len(run), self._location, placing)
+                with asked_for(asked, f"in pages of {format_size(self._page_size)}"):
+                    self.holding.source.borrow(self._page_size, len(run), self._location, placing)
                 undo.callback(self._take_back, run, placing)
                 self._commit(placing)
             with self.lock:
                 self.table.set(pages, SPARE if spare else USED)
+                if not spare:
+                    self.table.begins[pages.start] = within
             undo.pop_all()
         return pages
 
@@ -133,6 +143,8 @@ class Backing:
         with self._claim_runs(lambda: list(found), self._check_free) as runs:
             if runs:
                 self.offloaded.adopt(segment, found)
+                with self.lock:
+                    self.table.begins.update((run.start, 0) for run in runs)
             return self.offloaded.restore(runs, progress)
 
     def _unbind(self, pages: range) -> list[int]:

@@ -7,6 +7,8 @@ below what is held. It must never know whose bytes they are.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from membroker.errors import OutOfMemory
 from membroker.vmm.sizes import format_size
@@ -45,5 +47,21 @@ def out_of_memory(level: str, requested: int, available: int, limit: int | None 
     if limit is not None:
         numbers["limit_bytes"] = str(limit)
     of = f" of {format_size(limit)}" if limit is not None else ""
-    message = f"the {level}{of} has {format_size(available)} left, and {format_size(requested)} were asked for"
+    message = f"the {level}{of} has {format_size(available)} left: {format_size(requested)} more do not fit"
     return OutOfMemory(message, "DEVICE_FULL" if level == "device" else "CAPACITY", numbers)
+
+
+@contextmanager
+def asked_for(size: int, rounding: str) -> Iterator[None]:
+    """Let an `OutOfMemory` speak of the `size` bytes that a user asked for, and of how they were rounded."""
+    try:
+        yield
+    except OutOfMemory as error:
+        if error.requested and error.requested != size:
+            error.metadata["asked_bytes"] = str(size)
+            left = ""
+            if "available_bytes" in error.metadata:
+                left = f", {format_size(error.available)} are available"
+            asked = f"{format_size(size)} ({format_size(error.requested)} {rounding}) were asked for{left}"
+            error.args = (f"{asked}: {error}",)
+        raise

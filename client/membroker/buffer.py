@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from membroker.budget import asked_for
 from membroker.convert import bytes_of, check_range, location_of
 from membroker.errors import InvalidRequest
 from membroker.held import Held
 from membroker.holding import Holding, Placing
 from membroker.interrupts import HeldOff
 from membroker.region import device_failures
-from membroker.source import Source
+from membroker.source import Lender, Source
 from membroker.views import Span
 from membroker.vmm.driver import Location
-from membroker.vmm.sizes import MAX_BYTES, round_up
+from membroker.vmm.sizes import MAX_BYTES, format_size, round_up
 
 
 class Buffer(Held):
@@ -26,7 +27,7 @@ class Buffer(Held):
     The memory is zero when it is fresh, as measured on cards and by nature on the host twin; no contract says so.
     """
 
-    def __init__(self, source: Source, size: int | str, location: Location | str = Location.DEVICE) -> None:
+    def __init__(self, source: Source | Lender, size: int | str, location: Location | str = Location.DEVICE) -> None:
         self._size = bytes_of("a buffer", size, at_least=1)
         self._location = location_of(location)
         device = source.driver.device
@@ -47,7 +48,8 @@ class Buffer(Held):
         placing = Placing(holding.region, 0)
         try:
             holding.begin(placing)
-            holding.source.borrow(self._extent_size, 1, self._location, placing)
+            with asked_for(self._size, f"in granules of {format_size(holding.source.driver.device.granularity)}"):
+                holding.source.borrow(self._extent_size, 1, self._location, placing)
             holding.extents.update(placing.extents)
         finally:
             holding.finish(placing)
@@ -89,7 +91,7 @@ class Buffer(Held):
         As with a living view, `close` then gives the memory back when the last span is gone. Raises
         `InvalidRequest` for a range that does not lie in the buffer, and `ClosedError`.
         """
-        check_range(offset, size, self._size, "a buffer")
+        offset, size = check_range(offset, size, self._size, "a buffer")
         return self._holding.span(self, offset, size)
 
     @property

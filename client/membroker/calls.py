@@ -1,12 +1,13 @@
 """A call in flight on the handoff connection: what has come of it, and when it is over.
 
-Owns the state of one call, what a packet means for it, and the contract for who takes its descriptors. It must never
-touch a socket or a lock: the connection does, and keeps this state under its own.
+Owns the state of one call, what a packet means for it, the contract for what takes its descriptors, and the count of
+the deliveries that were taken. It must never touch a socket: the connection does, and keeps calls under its own lock.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from membroker import handoff
 from membroker.endpoint import DESCRIPTORS_SHORT
 from membroker.errors import DescriptorLimit, MembrokerError, ProtocolError, from_status
 from membroker.v1 import broker_pb2, resources_pb2
-from membroker.v1.handoff_pb2 import Delivery, Reply
+from membroker.v1.handoff_pb2 import Delivery, Frame, Reply
 
 Outcome = Message | MembrokerError
 """The end of a call: the response, or the refusal as it will be raised."""
@@ -96,6 +97,35 @@ class Call:
     def patience(self) -> float | None:
         """Return how many milliseconds to wait for the next packet; None for ever."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic()) * 1000
+
+
+class Taken:
+    """Counts the deliveries of one connection that were taken, from the first one without a gap: `count`.
+
+    Every frame to the broker carries the count, which acknowledges all that it covers. Thread-safe.
+    """
+
+    __slots__ = ("_arrived", "_lock", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._arrived: dict[tuple[int, int], bool] = {}
+        self._lock = threading.Lock()
+
+    def arrived(self, frame: Frame) -> None:
+        """Enter a delivery, in the order in which they come."""
+        with self._lock:
+            self._arrived[frame.request_id, frame.delivery.part] = False
+
+    def take(self, frame: Frame) -> bool:
+        """Note that a delivery was taken; say whether the count has gone up: not while one before it is not."""
+        with self._lock:
+            self._arrived[frame.request_id, frame.delivery.part] = True
+            before = self.count
+            while self._arrived and self._arrived[first := next(iter(self._arrived))]:
+                del self._arrived[first]
+                self.count += 1
+            return self.count > before
 
 
 def outcome_of(reply: Reply) -> Outcome:

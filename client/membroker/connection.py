@@ -25,6 +25,7 @@ from membroker.calls import (
     DeliveryHandler,
     Nothing,
     Outcome,
+    Taken,
     check_whole,
     close_packet,
     close_packets,
@@ -47,8 +48,9 @@ _TOLD = ("goodbye", "declare", "detach_segment")
 class Connection:
     """A connected handoff socket, after the Welcome, or after the last Holds.
 
-    What each call brings is entered in `registry`. `request_ids` are the session's, 1 was the Hello; `models` are those
-    that it had registered when it was taken up again here. `on_lost` is called when the broker is gone, by any thread.
+    What each call brings is entered in `registry`. `revision` is the Welcome's. `request_ids` are the session's, 1 was
+    the Hello; `models` are those that it had registered when it was taken up again here. `on_lost` is called when the
+    broker is gone, by any thread.
     """
 
     def __init__(
@@ -57,17 +59,20 @@ class Connection:
         name: str,
         registry: Registry,
         *,
+        revision: int = 0,
         request_ids: Iterator[int] | None = None,
         models: Collection[str] = (),
         on_lost: Callable[[Connection], None] = lambda _: None,
     ) -> None:
         self.models = frozenset(models)
+        self.revision = revision
         self._socket = connection
         self._name = name
         self._registry = registry
         self._request_ids = request_ids or itertools.count(2)
         self._on_lost = on_lost
         self._calls: dict[int, Call] = {}
+        self._taken = Taken()
         self._refused_beside: set[Call] = set()
         """Refused elsewhere, while deliveries that precede the answer may still be here."""
         self._changed = Condition()
@@ -103,9 +108,9 @@ class Connection:
         """
         call = Call(self.new_request_id(), deadline=timeout and time.monotonic() + timeout, note=note)
         frame.request_id = call.request_id
-        data = handoff.encode(frame)
 
         def begin() -> None:
+            data = self._encode(frame)
             with Waiting():
                 self._send(data, call.sent)
 
@@ -332,12 +337,27 @@ class Connection:
         finally:
             close_packet(packet)
             call.inbox.popleft()
-            self._acknowledge(call.request_id, delivery.part)
+            self._acknowledge(call, packet)
 
-    def _acknowledge(self, request_id: int, part: int) -> None:
-        frame = pb.Frame(request_id=request_id)
-        frame.ack.part = part
+    def _acknowledge(self, call: Call | None, packet: handoff.Packet) -> None:
+        """Let the broker send more in the place of a delivery that was taken, where a call may wait for that.
+
+        When no other call is in flight, none waits, and the next frame says it. A call that begins meanwhile is
+        either seen here, or its own frame has the count already: it is entered before that is read.
+        """
+        delivery = packet.frame.delivery
+        if self.revision:
+            if not self._taken.take(packet.frame):
+                return  # the thread that takes the one before it says so
+            if delivery.HasField("reply") and call is not None and len(self._calls) == 1:
+                return
+        frame = pb.Frame(request_id=packet.frame.request_id)
+        frame.ack.part = delivery.part
         self._post(frame)
+
+    def _encode(self, frame: pb.Frame) -> bytes:
+        frame.acknowledged = self._taken.count if self.revision else 0
+        return handoff.encode(frame)
 
     def _finish(self, call: Call, outcome: Outcome) -> None:
         """Take the outcome of a call that was made beside; any thread."""
@@ -353,7 +373,7 @@ class Connection:
     def _post(self, frame: pb.Frame) -> None:
         """Send a frame that no interrupt may come to: the broker counts on acknowledgements and releases."""
         try:
-            self._socket.send(handoff.encode(frame), _NOSIGNAL)
+            self._socket.send(self._encode(frame), _NOSIGNAL)
         except OSError as error:
             self._lose(error)
             self._check_open()
@@ -430,8 +450,11 @@ class Connection:
         with self._changed.lock:
             if self._reader != threading.get_ident():
                 return
-            if packet is not None and not self._route(packet):
-                stray = packet
+            if packet is not None:
+                if packet.frame.HasField("delivery"):
+                    self._taken.arrived(packet.frame)
+                if not self._route(packet):
+                    stray = packet
             self._reader = None
             self._changed.tell_all()
         if stray is not None:
@@ -470,7 +493,7 @@ class Connection:
             return
         delivery = packet.frame.delivery
         with suppress(MembrokerError):
-            self._acknowledge(packet.frame.request_id, delivery.part)
+            self._acknowledge(None, packet)
             if not delivery.segment:
                 self.release(delivery.extent_ids)
             elif delivery.part == delivery.parts - 1:

@@ -1,11 +1,11 @@
-"""The calls of a session that move no memory, by gRPC: each is made anew when its broker was lost under it.
+"""The calls of a session that move no memory: each is made again when its broker was lost under it.
 
-Owns what makes "anew" mean "once": a call whose answer was lost may have been done. It must never wait by itself.
+Owns what makes "again" mean "once": a call whose answer was lost may have been done. It must never wait by itself.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from membroker.connection import Connection
 from membroker.errors import ModelNotFound
@@ -13,13 +13,18 @@ from membroker.grpc_calls import CONTROL_SECONDS
 from membroker.line import Line
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2
+from membroker.v1.handoff_pb2 import Frame
 
 
 class Control:
-    """The calls over one line. Each raises the broker's refusal, `BrokerUnavailable`, `SessionLost`, `ClosedError`."""
+    """The calls over one line. Each raises the broker's refusal, `BrokerUnavailable`, `SessionLost`, `ClosedError`.
 
-    def __init__(self, line: Line) -> None:
+    Models are registered `by_handoff`, where the broker knows how: a session that only borrows needs no gRPC channel.
+    """
+
+    def __init__(self, line: Line, *, by_handoff: bool) -> None:
         self._line = line
+        self._by_handoff = by_handoff
 
     def ask(self, method: str, request: Any) -> Any:
         """Make a call that changes nothing."""
@@ -33,8 +38,12 @@ class Control:
             if again and name in connection.models and name not in self._line.registry.models:
                 # Registered for this session, and not by a call that returned: it was this one.
                 request.exclusive = False
-            request.request_id = connection.new_request_id()
-            model: resources_pb2.Model = self._call("RegisterModel", request)
+            if self._by_handoff and connection.revision:
+                answer = connection.call(Frame(register_model=request), timeout=CONTROL_SECONDS)
+            else:
+                request.request_id = connection.new_request_id()
+                answer = self._call("RegisterModel", request)
+            model = cast("resources_pb2.Model", answer)
             self._line.registry.registered(model.name)
             return model
 
@@ -49,9 +58,13 @@ class Control:
         """Leave a model."""
 
         def attempt(connection: Connection, again: bool) -> None:
-            request = pb.UnregisterModelRequest(request_id=connection.new_request_id(), name=name)
+            request = pb.UnregisterModelRequest(name=name)
             try:
-                self._call("UnregisterModel", request)
+                if self._by_handoff and connection.revision:
+                    connection.call(Frame(unregister_model=request), timeout=CONTROL_SECONDS)
+                else:
+                    request.request_id = connection.new_request_id()
+                    self._call("UnregisterModel", request)
             except ModelNotFound:
                 if not again:
                     raise

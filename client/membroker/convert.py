@@ -5,7 +5,8 @@ Owns one function for each message that a user gets to see. It must never make a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 from datetime import UTC
 from numbers import Real
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from membroker.errors import InvalidRequest
 from membroker.notices import Draining, Notice, Stopping, Undrained
 from membroker.types import (
+    Available,
     DeviceStatus,
     LocationBooks,
     ModelBooks,
@@ -21,10 +23,10 @@ from membroker.types import (
     SessionBooks,
     SessionStatus,
 )
-from membroker.v1 import handoff_pb2
+from membroker.v1 import broker_pb2, handoff_pb2
 from membroker.v1 import resources_pb2 as pb
 from membroker.vmm.driver import AccessFlags, Location
-from membroker.vmm.sizes import parse_size
+from membroker.vmm.sizes import MAX_BYTES, parse_size
 
 MAX_SECONDS = 7 * 24 * 3600.0
 """The longest time that a user may ask for: a week. What the kernel waits by ends at 24 days."""
@@ -63,6 +65,28 @@ def bytes_of(what: str, size: int | str, at_least: int = 0) -> int:
     return value
 
 
+def whole_number(what: str, value: object, wrong: type[InvalidRequest] = InvalidRequest) -> int:
+    """Return an int, or what is one (`__index__`), as NumPy's are; a bool is not, nor a float. Raises `wrong`."""
+    if type(value) is int:
+        return value
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]  # what has none is refused below
+    except TypeError:
+        pass
+    raise wrong(f"{what} is a whole number, not {value!r}")
+
+
+def shape_of(shape: object) -> tuple[int, ...]:
+    """Return a shape as ints, each from 0 to 2^63-1; raises `InvalidRequest` for anything else."""
+    if isinstance(shape, str | bytes) or not isinstance(shape, Sequence):
+        raise InvalidRequest(f"a shape is a sequence of whole numbers, as (1000, 64), not {shape!r}")
+    found = tuple(whole_number("a dimension", dimension) for dimension in shape)
+    if not all(0 <= dimension <= MAX_BYTES for dimension in found):
+        raise InvalidRequest(f"a shape is whole numbers from 0 to 2^63-1, not {shape!r}")
+    return found
+
+
 def name_of(what: str, name: str) -> str:
     """Return a name of a user; `what` says of what in the `InvalidRequest` that this raises for what is no text.
 
@@ -71,6 +95,18 @@ def name_of(what: str, name: str) -> str:
     if not isinstance(name, str) or any("\ud800" <= character <= "\udfff" for character in name):
         raise InvalidRequest(f"the name of a {what} is text, and of characters that UTF-8 has, not {name!r}")
     return name
+
+
+def parts_of(name: str) -> tuple[str, ...]:
+    """Return the tenant, the model and the segment that a resource name has, as far as it has them.
+
+    A model's own name may have a slash inside.
+    """
+    _, tenant, *rest = name.split("/", 3)
+    if not rest:
+        return (tenant,)
+    model, _, segment = rest[1].rpartition("/segments/")
+    return (tenant, model, segment) if model else (tenant, rest[1])
 
 
 def seconds_of(what: str, seconds: float, *, positive: bool = False) -> float:
@@ -91,12 +127,12 @@ def contiguous_bytes(what: str, data: Any) -> memoryview:
         raise InvalidRequest(f"{what} is contiguous bytes, not {type(data).__name__}: {error}") from error
 
 
-def check_range(offset: int, size: int, total: int, what: str) -> None:
-    """Raise `InvalidRequest` unless [offset, offset + size) lies in the `total` bytes of `what`."""
-    if any(isinstance(value, bool) or not isinstance(value, int) for value in (offset, size)):
-        raise InvalidRequest(f"an offset and a size are ints of bytes, not {offset!r} and {size!r}")
+def check_range(offset: int, size: int, total: int, what: str) -> tuple[int, int]:
+    """Return both as ints. Raises `InvalidRequest` unless [offset, offset + size) lies in `total` bytes of `what`."""
+    offset, size = whole_number("an offset", offset), whole_number("a size", size)
     if not 0 <= offset <= total or not 0 <= size <= total - offset:
         raise InvalidRequest(f"{size} bytes at {offset} do not lie in {what} of {total} bytes")
+    return offset, size
 
 
 def location_to_wire(location: Location) -> pb.Location.ValueType:
@@ -177,6 +213,11 @@ def _model_books(message: pb.ModelBooks) -> ModelBooks:
         extents=message.extents,
         segments=message.segment_bytes,
     )
+
+
+def available(message: broker_pb2.Available) -> Available:
+    """Return what could be borrowed."""
+    return Available(now=message.now_bytes, limit=message.limit_bytes if message.HasField("limit_bytes") else None)
 
 
 def segments(messages: Iterable[pb.Segment]) -> list[SegmentStatus]:

@@ -11,6 +11,7 @@ import grp
 import math
 import os
 import pwd
+import re
 import socket
 import stat
 import struct
@@ -34,22 +35,30 @@ MAX_PATH_BYTES = 107
 SYSTEM = Path("/run/membroker")
 
 _START = "start one with `membrokerd`"
+_DEVICE = re.compile(r"[0-9]{1,4}|(?=[0-9]*[A-Za-z-])[A-Za-z0-9-]{4,64}")
 
 
 def find_endpoint(endpoint: str | os.PathLike[str] | None = None, env: Mapping[str, str] = os.environ) -> Path:
     """Return the directory of the endpoint to enter, absolute.
 
-    The argument, else MEMBROKER_ENDPOINT, else `tenants/default` of the only device under
-    `$XDG_RUNTIME_DIR/membroker`, else under `/run/membroker`, where a broker listens, if one does anywhere. Raises
-    `BrokerUnavailable` where there is no device, and `InvalidRequest` for what is no path, and where there are several
-    devices, with their directories.
+    The argument, else MEMBROKER_ENDPOINT, else the only device under `$XDG_RUNTIME_DIR/membroker`, else under
+    `/run/membroker`, where a broker listens, if one does anywhere. Of a device's directory it is `tenants/default`.
+    Raises `BrokerUnavailable` where there is no device, and `InvalidRequest` for what is no path, and where there are
+    several devices, with their directories.
     """
     if endpoint is not None and not isinstance(endpoint, str | os.PathLike):
         raise InvalidRequest(f"an endpoint is the path of a directory, not {endpoint!r}")
     chosen = os.fspath(endpoint) if endpoint is not None else env.get(VARIABLE, "")
-    if chosen:
-        return Path(chosen).absolute()
-    return default_device(env) / "tenants" / "default"
+    directory = Path(chosen).absolute() if chosen else default_device(env)
+    return directory / "tenants" / "default" if is_device(directory) else directory
+
+
+def is_device(directory: Path) -> bool:
+    """Say whether this is a device's directory, with the endpoints of its tenants in it."""
+    try:
+        return (directory / "tenants").is_dir()
+    except OSError:
+        return False  # what is wrong with it is said when it is entered
 
 
 def default_device(env: Mapping[str, str] = os.environ) -> Path:
@@ -67,6 +76,62 @@ def default_device(env: Mapping[str, str] = os.environ) -> Path:
     )
 
 
+def living_devices(env: Mapping[str, str] = os.environ) -> list[Path]:
+    """Return the devices of the first runtime directory in which a broker listens; none where none does anywhere."""
+    found = (list(filter(_may_live, _devices_in(runtime))) for runtime in runtime_directories(env))
+    return next(filter(None, found), [])
+
+
+def find_device(name: str, env: Mapping[str, str] = os.environ) -> Path:
+    """Return the directory of the device with this number, UUID or name, as in `1`, `GPU-12345678-…`, `gpu-12345678`.
+
+    Where several have one number it is that of a broker that lives. Raises `BrokerAbsent` where there is none, and
+    `InvalidRequest` where there are still several, or for what names no device.
+    """
+    if not _DEVICE.fullmatch(name):
+        raise InvalidRequest(
+            f"{name!r} names no device: give its number, or its UUID as `nvidia-smi -L` or `membroker status` shows it"
+        )
+    looked = runtime_directories(env)
+    devices = [device for runtime in looked for device in _devices_in(runtime)]
+    named = [device for device in devices if _is_called(device, name)]
+    found = list(filter(_may_live, named)) or named
+    if len(found) == 1:
+        return found[0]
+    if found:
+        listed = ", ".join(map(str, found))
+        raise InvalidRequest(f"{len(found)} devices are called {name}: name one with --endpoint, of {listed}")
+    there = ", ".join(f"{device.name} ({_index_of(device)})" for device in devices)
+    raise BrokerAbsent(
+        f"no broker of device {name} was found under {' or '.join(map(str, looked))}, which "
+        + (f"have {there}" if there else "have none")
+        + f": start one with `membrokerd --device {name}`"
+    )
+
+
+def _is_called(device: Path, name: str) -> bool:
+    if name.isdecimal():
+        return _index_of(device) == str(int(name))
+    lower = name.lower()
+    if device.name == lower:
+        return True
+    digits = lower.removeprefix("gpu-").removeprefix("mig-").replace("-", "")
+    return len(digits) == 32 and device.name == f"gpu-{digits[:8]}"
+
+
+def _index_of(device: Path) -> str:
+    """Return a device's number as its daemon has written it, or `?`."""
+    try:
+        descriptor = os.open(device / "index", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            text = os.read(descriptor, 16).decode(errors="replace").strip()
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return "?"
+    return text if text.isdecimal() else "?"
+
+
 def _only_device(looked: Iterable[Path], counts: Callable[[Path], bool]) -> Path | None:
     """Return the device of the first runtime directory that has one which counts; raises where it has several."""
     for runtime in looked:
@@ -74,8 +139,8 @@ def _only_device(looked: Iterable[Path], counts: Callable[[Path], bool]) -> Path
         if len(devices) > 1:
             listed = ", ".join(str(device / "tenants" / "default") for device in devices)
             raise InvalidRequest(
-                f"{runtime} has {len(devices)} devices: choose an endpoint with "
-                f"connect(endpoint=…) or {VARIABLE}=…, of {listed}"
+                f"{runtime} has {len(devices)} devices: choose an endpoint with connect(endpoint=…) or {VARIABLE}=…, "
+                f"or with `membroker --device …`, of {listed}"
             )
         if devices:
             return devices[0]
@@ -180,9 +245,14 @@ def diagnose(path: Path, error: OSError) -> MembrokerError:
 
 def silent(path: Path) -> str:
     """Return the sentence for a broker that accepts nobody or says nothing in the time allowed."""
+    return f"{not_answering(path)}, or give connect() a longer timeout"
+
+
+def not_answering(path: Path) -> str:
+    """Return the sentence for a broker that runs and says nothing."""
     return (
         f"the broker at {path} does not answer: it is stopped or overloaded. Look at it with "
-        "`pgrep -a membrokerd`, continue a stopped one with `kill -CONT`, or give connect() a longer timeout"
+        "`pgrep -a membrokerd`, continue a stopped one with `kill -CONT`"
     )
 
 
@@ -197,6 +267,11 @@ def _refused(path: Path) -> BrokerUnavailable:
 
 def _absent(path: Path) -> str:
     missing = _first(path, lambda part: not part.exists()) or path
+    if missing == path and path.parent.name == "admin" and path.parent.with_name("tenants").is_dir():
+        return (
+            f"{path.parent} is the operator's endpoint, where nothing is borrowed: name a tenant's, as in "
+            f"{path.parent.with_name('tenants')}/NAME"
+        )
     if missing.is_symlink():
         return f"{missing} is a symbolic link to nothing: {_name_endpoint(path)}"
     if missing == path:

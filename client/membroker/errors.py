@@ -57,8 +57,13 @@ class OutOfMemory(MembrokerError, MemoryError):
 
     @property
     def requested(self) -> int:
-        """Bytes asked for."""
+        """Bytes asked for at that level: whole pages, or granules."""
         return int(self.metadata.get("requested_bytes", 0))
+
+    @property
+    def asked(self) -> int:
+        """Bytes that the call asked for, before they were rounded up."""
+        return int(self.metadata.get("asked_bytes", self.requested))
 
     @property
     def available(self) -> int:
@@ -77,14 +82,16 @@ OutOfPhysicalMemory = OutOfMemory
 
 
 class OutOfVirtualMemory(MembrokerError, MemoryError):
-    """A pool has no free run of addresses that long: deallocate, or `compact`, or reserve more in another pool.
+    """The reserved addresses do not suffice: no free run of them is that long, or growing would pass their end.
 
-    `requested` and `available`, the largest free run, are in bytes.
+    Deallocate, or `compact`, or reserve more in another pool. `requested` and `available`, the most that would have
+    been possible, are in bytes.
     """
 
-    def __init__(self, requested: int, available: int) -> None:
+    def __init__(self, requested: int, available: int, message: str = "") -> None:
         super().__init__(
-            f"no {requested} bytes of free addresses lie side by side, aligned as asked: "
+            message
+            or f"no {requested} bytes of free addresses lie side by side, aligned as asked: "
             f"the largest free run has {available}"
         )
         self.requested, self.available = requested, available

@@ -10,14 +10,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from membroker.budget import asked_for
 from membroker.convert import bytes_of, check_range, location_of
-from membroker.errors import InvalidRequest
+from membroker.errors import InvalidRequest, OutOfVirtualMemory
 from membroker.held import Held
 from membroker.holding import Holding, Placing
 from membroker.interrupts import HeldOff
 from membroker.pool import check_page_size
 from membroker.region import device_failures
-from membroker.source import Source
+from membroker.source import Lender, Source
 from membroker.turns import Turns
 from membroker.views import Span
 from membroker.vmm.driver import Location
@@ -49,7 +50,7 @@ class GrowableBuffer(Held):
 
     def __init__(
         self,
-        source: Source,
+        source: Source | Lender,
         size: int | str,
         capacity: int | str,
         page_size: int | str = DEFAULT_PAGE_SIZE,
@@ -60,7 +61,9 @@ class GrowableBuffer(Held):
         self._capacity = round_up(bytes_of("a capacity", capacity, at_least=1), self._page_size)
         if self._capacity > MAX_BYTES:
             raise InvalidRequest(f"a capacity of {capacity!r} rounds up to more than 2^63-1 bytes")
-        first_size = self._checked("a size", size)
+        first_size = bytes_of("a size", size)
+        if first_size > self._capacity:
+            raise InvalidRequest(f"a size of {first_size} bytes is more than the capacity, {self._capacity} bytes")
         self._size = 0
         self._turns = Turns()
         # Guards the size against views and spans that are just being made.
@@ -106,14 +109,20 @@ class GrowableBuffer(Held):
     def resize(self, size: int | str) -> None:
         """Make it `size` bytes, by growing or shrinking at the end. All or nothing.
 
-        Growing raises `InvalidRequest` beyond the capacity, `OutOfMemory` with the level that refused,
+        Growing raises `OutOfVirtualMemory` beyond the capacity, `OutOfMemory` with the level that refused,
         `DeviceFailure`, `DescriptorLimit`, `BrokerUnavailable`. Shrinking gives whole pages back, after all work that
         this process has given to the device; it raises `BufferError` while a view, a span or a tensor of bytes that
         would go is alive, and `DeviceFailure`. When the broker is away, memory is given back all the same. Both raise
         `ClosedError`; with any of these the buffer is as it was.
         """
-        target = self._checked("a size", size)
+        target = bytes_of("a size", size)
         with self._resizing():
+            if target > self._capacity:
+                raise OutOfVirtualMemory(
+                    target,
+                    self._capacity,
+                    f"a buffer cannot have {target} bytes: its capacity is {self._capacity} bytes",
+                )
             self._become(target)
 
     def grow(self, by: int | str) -> int:
@@ -125,8 +134,10 @@ class GrowableBuffer(Held):
         with self._resizing():
             offset = self._size
             if more > self._capacity - offset:
-                raise InvalidRequest(
-                    f"a buffer of {offset} bytes cannot grow by {more}: its capacity is {self._capacity} bytes"
+                raise OutOfVirtualMemory(
+                    more,
+                    self._capacity - offset,
+                    f"a buffer of {offset} bytes cannot grow by {more}: its capacity is {self._capacity} bytes",
                 )
             self._become(offset + more)
             return offset
@@ -145,15 +156,10 @@ class GrowableBuffer(Held):
             self._holding.check_open()  # it may have been closed while this call waited for its turn
             yield
 
-    def _checked(self, what: str, size: int | str) -> int:
-        value = bytes_of(what, size)
-        if value > self._capacity:
-            raise InvalidRequest(f"{what} of {value} bytes is more than the capacity, which is {self._capacity} bytes")
-        return value
-
     def _become(self, size: int) -> None:
         if size >= self._size:
-            self._back(round_up(size, self._page_size))
+            with asked_for(size - self._size, f"in pages of {format_size(self._page_size)}"):
+                self._back(round_up(size, self._page_size))
             self._size = size
         else:
             self._cut(size)
@@ -210,7 +216,7 @@ class GrowableBuffer(Held):
         `ClosedError`.
         """
         with self._holding.in_use(), self._lock:
-            check_range(offset, size, self._size, "a buffer")
+            offset, size = check_range(offset, size, self._size, "a buffer")
             return self._holding.span(self, offset, size)
 
     # Its end

@@ -77,7 +77,8 @@ class GrpcCalls:
 
         Raises the broker's refusal, typed, and `BrokerUnavailable` when no broker answers.
         """
-        import grpc
+        with HeldOff():  # an interrupt in the import of gRPC's C code would leave it half done, for good
+            import grpc
 
         nested = is_held_off()
         try:

@@ -15,7 +15,7 @@ from typing import ClassVar
 from membroker.errors import ClosedError
 from membroker.interrupts import HeldOff, let_through
 from membroker.region import Region
-from membroker.source import Source
+from membroker.source import Lender, Source, source_of
 from membroker.views import Span, Views
 
 
@@ -31,8 +31,8 @@ class Holding:
     _unended: ClassVar[set[Holding]] = set()
     """Those whose end has failed, until it succeeds: what is mapped must not be forgotten."""
 
-    def __init__(self, source: Source, size: int, what: str, alignment: int = 0) -> None:
-        self.source = source
+    def __init__(self, source: Source | Lender, size: int, what: str, alignment: int = 0) -> None:
+        source = self.source = source_of(source)
         self.what = what
         self._driver = source.driver
         self.views = Views(self, Holding._used_less)

@@ -33,6 +33,7 @@ from membroker.errors import (
     SessionLost,
 )
 from membroker.grpc_calls import GrpcCalls
+from membroker.handoff import MAX_UNKNOWN_PER_ANSWER
 from membroker.handshake import open_session
 from membroker.interrupts import HeldOff
 from membroker.notices import Disconnected, Draining, Forgotten, Notice, Resumed, Undrained
@@ -82,7 +83,10 @@ class Line:
             undo.callback(notices.close)
             try:
                 self.connection = Connection(
-                    handoff, str(self._path), self.registry, request_ids=self._request_ids, on_lost=self._lose
+                    *(handoff, str(self._path), self.registry),
+                    revision=self.welcome.protocol_revision,
+                    request_ids=self._request_ids,
+                    on_lost=self._lose,
                 )
                 undo.callback(self.connection.close)
                 self._background = Background(notices, self._hear, self.connection.read_to_the_end)
@@ -258,10 +262,13 @@ class Line:
                 *(len(extents), len(generations)),
             )
         self.registry.forget(extents, generations)
+        if max(len(extents), len(generations)) >= MAX_UNKNOWN_PER_ANSWER:
+            raise BrokerUnavailable("it does not know more than it can say at once: the rest is stated again")
         held = held.without(extents, generations)
         handoff, notices = attempt.sockets()
         connection = Connection(
             *(handoff, str(self._path), self.registry),
+            revision=attempt.revision,
             request_ids=self._request_ids,
             models=response.models,
             on_lost=self._lose,

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from membroker.convert import bytes_of
+from membroker.convert import bytes_of, whole_number
 from membroker.errors import InvalidRequest, ManagedMemoryUnavailable, MembrokerError
 from membroker.region import device_failures
 from membroker.unified import UnifiedBuffer, managed_calls
@@ -281,8 +281,7 @@ class PrefetchPlan:
 def _range(address: int, size: int | str) -> tuple[int, int]:
     """Return a range as address and bytes; it has at least one, and its last is below 2^64."""
     length = bytes_of("managed memory", size, at_least=1)
-    if isinstance(address, bool) or not isinstance(address, int):
-        raise InvalidRequest(f"an address is an int, not {type(address).__name__}")
+    address = whole_number("an address", address)
     if not 0 < address <= _LAST_ADDRESS or length - 1 > _LAST_ADDRESS - address:
         raise InvalidRequest(f"{length} bytes at {address:#x} are no range of memory")
     return address, length

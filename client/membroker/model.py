@@ -1,12 +1,13 @@
 """`Model`: a registered workload, from which pools and buffers borrow.
 
-Owns the model's name and numbers, and is the broker's `Source`: it asks for extents, imports their descriptors,
-and gives ids back. It must never map anything: what it imports goes to a `Placement`.
+Owns the model's name and numbers, and the broker's `Source`, which asks for extents and gives ids back. It must never
+map anything: the descriptors go to a `Placement`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from membroker import convert
 from membroker.buffer import Buffer
@@ -18,10 +19,10 @@ from membroker.holding import Holding
 from membroker.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
 from membroker.segment import Segment
 from membroker.session import Session
-from membroker.source import Placement
+from membroker.source import Placement, Source
 from membroker.sparse import SparseArray
 from membroker.transport import broker_may_be_gone
-from membroker.types import ModelStatus
+from membroker.types import Available, ModelStatus
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2
 from membroker.v1.handoff_pb2 import Delivery
@@ -35,6 +36,7 @@ class Model:
     def __init__(self, session: Session, registered: resources_pb2.Model) -> None:
         self._session = session
         self._registered = convert.model(registered)
+        self._as_source: Source = _ModelSource(session, registered.name)
 
     @property
     def resource_name(self) -> str:
@@ -44,7 +46,7 @@ class Model:
     @property
     def name(self) -> str:
         """The model's own name."""
-        return self._registered.name.rpartition("/")[2]
+        return convert.parts_of(self._registered.name)[1]
 
     @property
     def virtual_capacity(self) -> int:
@@ -60,6 +62,11 @@ class Model:
     def host_limit(self) -> int | None:
         """The limit at the host that was in force at registration, in bytes."""
         return self._limit("host")
+
+    @property
+    def driver(self) -> Driver:
+        """The driver of the broker's device, in this process: for managed memory, and `membroker.vmm`."""
+        return self._session.driver
 
     def _limit(self, location: str) -> int | None:
         books = self._registered.books.get(location)
@@ -109,7 +116,7 @@ class Model:
     def sparse_array(
         self,
         shape: Sequence[int],
-        dtype: str,
+        dtype: Any,
         tile_rows: int | None = None,
         absent: str = "error",
         location: Location | str = Location.DEVICE,
@@ -149,7 +156,7 @@ class Model:
         self._session.check_open()
         self._session.control.unregister_model(self.resource_name)
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Take back the registration that made this object: as `unregister`, if this client has not made another."""
         self._session.check_open()
         self._session.control.leave_model(self.resource_name)
@@ -168,10 +175,27 @@ class Model:
             if not token:
                 raise ModelNotFound(f"{self.resource_name} is not registered any more")
 
+    def available(self, location: Location | str = Location.DEVICE) -> Available:
+        """Return how many bytes could be borrowed now at a location, by one request: a figure of this moment.
+
+        It reserves nothing, so a request for as much may still be refused. 0 while an operator drains the device.
+        Raises `ModelNotFound` once the model has ended, and `InvalidRequest` where the broker lends no such memory.
+        """
+        place = convert.location_to_wire(convert.location_of(location))
+        self._session.check_open()
+        request = pb.GetAvailableRequest(model=self.resource_name, location=place)
+        return convert.available(self._session.control.ask("GetAvailable", request))
+
     def __repr__(self) -> str:
         return f"<membroker.Model {self.resource_name}>"
 
-    # The source of pools and buffers
+
+class _ModelSource:
+    """What pools and buffers of a model borrow from (a `Source`): the broker, for this model."""
+
+    def __init__(self, session: Session, name: str) -> None:
+        self._session = session
+        self._name = name
 
     @property
     def driver(self) -> Driver:
@@ -199,16 +223,16 @@ class Model:
             )
         self._session.check_open()
         place, placing = convert.location_to_wire(location), _Placing(placement, extent_bytes)
-        self._session.transport.allocate(self.resource_name, place, extent_bytes, count, placing)
+        self._session.transport.allocate(self._name, place, extent_bytes, count, placing)
 
     def charge(self, size: int, location: Location) -> None:
         """Declare `size` bytes more."""
         self._session.check_open()
-        self._session.declarations.add(self.resource_name, location, size)
+        self._session.declarations.add(self._name, location, size)
 
     def credit(self, size: int, location: Location) -> None:
         """Declare `size` bytes less."""
-        self._session.declarations.end(self.resource_name, location, size)
+        self._session.declarations.end(self._name, location, size)
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
         """Release extents."""

@@ -28,13 +28,15 @@ _CLAIM = bytes(byte | _PENDING for byte in range(256))
 _RELEASE = bytes(byte & ~_PENDING for byte in range(256))
 _SPARE_AS_FREE = bytes.maketrans(bytes((SPARE,)), bytes((FREE,)))
 _FREE_RUN = re.compile(b"%c+" % FREE)
+_ALLOCATED_RUN = re.compile(b"[%c%c%c%c]*" % (USED, OFFLOADED, USED | _PENDING, OFFLOADED | _PENDING))
 _TAKEN_RUN = re.compile(rb"(?s)([^%c%c])\1*" % (FREE, FREE | _PENDING))
 
 
 class PageTable:
     """`count` pages of `page_size` bytes, all free at the beginning. Pages are numbers, and ranges of numbers.
 
-    `spare` counts the spare pages. `restricted` has what a page allows, where that is not everything.
+    `spare` counts the spare pages. `restricted` has what a page allows, where that is not everything. `begins` has the
+    first page of each allocation, and at which byte of that page the allocation begins.
     """
 
     def __init__(self, count: int, page_size: int) -> None:
@@ -42,6 +44,7 @@ class PageTable:
         self.page_size = page_size
         self.spare = 0
         self.restricted: dict[int, AccessFlags] = {}
+        self.begins: dict[int, int] = {}
         # As long as the highest page that was ever claimed: addresses are reserved by the terabyte.
         self._states = bytearray()
 
@@ -61,6 +64,12 @@ class PageTable:
             return AccessFlags.READ_WRITE
         noted = {self.restricted.get(page, AccessFlags.READ_WRITE) for page in pages}
         return min(noted, key=lambda access: access.value)
+
+    def allocation(self, first: int) -> range:
+        """Return the pages of the allocation that begins at a page: up to the next one, or to one that is not taken."""
+        run = _ALLOCATED_RUN.match(self._states, first)
+        end = run.end() if run else first
+        return range(first, next((page for page in range(first + 1, end) if page in self.begins), end))
 
     def top(self) -> int:
         """Return the page behind the highest one that is taken or that a call is at."""
@@ -166,8 +175,8 @@ class PageTable:
 
     # Changing
 
-    def take_spare(self, pages: range) -> bool:
-        """Make pages used that are all spare, and that no call is at; say whether they were."""
+    def take_spare(self, pages: range, within: int = 0) -> bool:
+        """Allocate pages that are all spare, and that no call is at; say whether they were. `within` as in `begins`."""
         states = self._states
         if len(pages) == 1:  # the case that counts: a microsecond
             page = pages.start
@@ -175,10 +184,12 @@ class PageTable:
                 return False
             states[page] = USED
             self.spare -= 1
+            self.begins[page] = within
             return True
         if states[pages.start : pages.stop] != bytes((SPARE,)) * len(pages):
             return False
         self.set(pages, USED)
+        self.begins[pages.start] = within
         return True
 
     def keep_spare(self, pages: range) -> None:
@@ -186,6 +197,7 @@ class PageTable:
         if len(pages) == 1:  # as above
             self._states[pages.start] = SPARE
             self.spare += 1
+            self._end(pages)
             return
         self.set(pages, SPARE)
 
@@ -199,9 +211,21 @@ class PageTable:
         # No call stands between the two, because an interrupt may be raised behind each.
         self._states[first:end] = after
         self.spare += more
-        if self.restricted and state not in (USED, OFFLOADED):
-            for page in pages:
-                self.restricted.pop(page, None)
+        if state not in (USED, OFFLOADED):
+            self._end(pages)
+            if self.restricted:
+                for page in pages:
+                    self.restricted.pop(page, None)
+
+    def _end(self, pages: range) -> None:
+        """Forget what began in pages that are free now. What is left of an allocation behind them begins there."""
+        if not self.begins:
+            return
+        for page in pages:
+            self.begins.pop(page, None)
+        behind = self._states[pages.stop : pages.stop + 1]
+        if pages.stop not in self.begins and behind and _ALLOCATED_RUN.fullmatch(behind):
+            self.begins[pages.stop] = 0
 
     def restrict(self, pages: range, access: AccessFlags) -> None:
         """Note what used pages allow."""
@@ -213,9 +237,11 @@ class PageTable:
     def move(self, pages: range, to: range) -> None:
         """Note that used pages are elsewhere, both claimed, and that nothing is where they were."""
         restricted = {new: self.restricted[old] for old, new in zip(pages, to, strict=True) if old in self.restricted}
+        begins = {new: self.begins[old] for old, new in zip(pages, to, strict=True) if old in self.begins}
         self.set(pages, FREE)
         self.set(to, USED)
         self.restricted.update(restricted)
+        self.begins.update(begins)
 
     def claim(self, pages: range) -> None:
         """Keep all other calls off pages that none is at."""

@@ -12,14 +12,14 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from membroker.backing import Backing
-from membroker.convert import access_of, bytes_of, location_of
-from membroker.errors import InvalidOffset, InvalidPageSize, InvalidRequest
+from membroker.convert import access_of, bytes_of, location_of, whole_number
+from membroker.errors import InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped, OutOfVirtualMemory
 from membroker.held import Held
 from membroker.interrupts import HeldOff
 from membroker.offload import Progress, check_progress, check_segment, runs_in, size_in_segment
 from membroker.page_table import OFFLOADED, SPARE, USED
 from membroker.region import device_failures
-from membroker.source import Source
+from membroker.source import Lender, Source
 from membroker.types import MemoryStats, Move, PoolMapping
 from membroker.views import Span
 from membroker.vmm.driver import AccessFlags, Location
@@ -47,14 +47,15 @@ class VirtualMemoryPool(Held):
 
     def __init__(
         self,
-        source: Source,
+        source: Source | Lender,
         virtual_capacity: int | str,
         page_size: int | str = DEFAULT_PAGE_SIZE,
         location: Location | str = Location.DEVICE,
         spare_pages: int = 0,
     ) -> None:
-        if isinstance(spare_pages, bool) or not isinstance(spare_pages, int) or spare_pages < 0:
-            raise InvalidRequest(f"a pool keeps a whole number of spare pages, 0 or more, not {spare_pages!r}")
+        spare_pages = whole_number("the number of spare pages", spare_pages)
+        if spare_pages < 0:
+            raise InvalidRequest(f"a pool keeps 0 or more spare pages, not {spare_pages}")
         self._page_size = check_page_size(page_size, source.driver.device.granularity)
         where = location_of(location)
         self._capacity = round_up(bytes_of("virtual_capacity", virtual_capacity, at_least=1), self._page_size)
@@ -155,35 +156,39 @@ class VirtualMemoryPool(Held):
         `BrokerUnavailable`, `ClosedError`.
         """
         self._holding.check_open()
-        pages = self._touched(offset, size)
+        offset = whole_number("an offset", offset, InvalidOffset)
+        pages, within = self._touched(offset, size), offset % self._page_size
         if self._table.spare:
             with self._lock:
-                if self._table.take_spare(pages):
+                if self._table.take_spare(pages, within):
                     return self._holding.region.address + offset
-        self._backing.back(lambda: pages)
+        self._backing.back(lambda: pages, bytes_of("a size", size), within=within)
         return self._holding.region.address + offset
 
     def allocate_anywhere(self, size: int | str, alignment: int | str = 0) -> int:
         """Back `size` bytes at the lowest free addresses that hold them side by side, and return the first.
 
-        It begins at a page, and at a multiple of `alignment` bytes, a power of two. Spare pages are free. To
-        deallocate, the offset is the address less `base_address`. Raises `OutOfVirtualMemory` where no free run of
+        It begins at a page, and at a multiple of `alignment` bytes, a power of two. Spare pages are free. `free` takes
+        the address. Raises `OutOfVirtualMemory` where no free run of
         addresses is that long, and otherwise as `allocate`.
         """
         self._holding.check_open()
-        count = -(-bytes_of("a size", size, at_least=1) // self._page_size)
+        length = bytes_of("a size", size, at_least=1)
+        count = -(-length // self._page_size)
         align = bytes_of("an alignment", alignment)
         if align and not is_power_of_two(align):
             raise InvalidRequest(f"an alignment is a power of two, not {alignment!r}")
         base, step = self._holding.region.address, max(align, self._page_size) // self._page_size
-        pages = self._backing.back(lambda: self._table.first_fit(count, step, -(base // self._page_size) % step))
+        first = -(base // self._page_size) % step
+        pages = self._backing.back(lambda: self._table.first_fit(count, step, first), length)
         return base + pages.start * self._page_size
 
     def grow(self, size: int | str) -> int:
         """Back the first `size` bytes after the highest allocated page, and return their address.
 
         Holes below are left as they are. A page that another thread is backing counts as allocated, so threads that
-        grow at once get neighbouring ranges. Raises as `allocate`.
+        grow at once get neighbouring ranges. Raises `OutOfVirtualMemory` past the capacity, and otherwise as
+        `allocate`.
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
@@ -192,7 +197,7 @@ class VirtualMemoryPool(Held):
                 pages = self._above(length)
                 if self._table.take_spare(pages):
                     return self._holding.region.address + pages.start * self._page_size
-        pages = self._backing.back(lambda: self._above(length))
+        pages = self._backing.back(lambda: self._above(length), length)
         return self._holding.region.address + pages.start * self._page_size
 
     def shrink(self, size: int | str) -> None:
@@ -209,11 +214,11 @@ class VirtualMemoryPool(Held):
         """Back the next `size` bytes after the highest allocated page ahead of need, as spare pages.
 
         The next `grow`, or `allocate` there, then asks nobody. They are charged from now on, beside `spare_pages`.
-        Raises as `allocate`.
+        Raises as `grow`.
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        self._backing.back(lambda: self._above(length), spare=True)
+        self._backing.back(lambda: self._above(length), length, spare=True)
 
     def trim(self) -> int:
         """Give back every spare page, and return how many bytes that was. Waits as `deallocate` does.
@@ -239,6 +244,16 @@ class VirtualMemoryPool(Held):
         self._holding.check_open()
         pages = self._touched(offset, size)
         self._backing.drop(lambda: pages)
+
+    def free(self, address: int) -> None:
+        """Give back the allocation that begins at `address`, as `allocate`, `allocate_anywhere` and `grow` returned it.
+
+        What `deallocate` and `shrink` have taken of it is gone already. Raises as `deallocate`, and `NotMapped` where
+        no allocation begins: a compaction moves allocations, and their addresses with them.
+        """
+        self._holding.check_open()
+        wanted = whole_number("an address", address, InvalidOffset)
+        self._backing.drop(lambda: self._begun_at(wanted))
 
     def protect(self, offset: int, size: int | str, access: AccessFlags | str) -> None:
         """Set what every page that [offset, offset + size) touches allows: `"read"`, `"none"` or `"read_write"`.
@@ -366,7 +381,8 @@ class VirtualMemoryPool(Held):
         if not self._on_host:
             raise InvalidRequest("only the host driver's memory can be viewed: wrap the address on a card")
         self._holding.check_open()
-        pages, length = self._touched(offset, size), bytes_of("a size", size)
+        offset, length = whole_number("an offset", offset, InvalidOffset), bytes_of("a size", size)
+        pages = self._touched(offset, length)
         with self._holding.in_use(), self._lock:
             access = self._check_access(pages)
             if access is AccessFlags.NONE:
@@ -382,7 +398,7 @@ class VirtualMemoryPool(Held):
         `InvalidRequest` and `ClosedError`.
         """
         self._holding.check_open()
-        length = bytes_of("a size", size)
+        offset, length = whole_number("an offset", offset, InvalidOffset), bytes_of("a size", size)
         pages = self._touched(offset, length or 1)
         with self._holding.in_use(), self._lock:
             writable = self._check_access(pages) is AccessFlags.READ_WRITE
@@ -409,8 +425,7 @@ class VirtualMemoryPool(Held):
     def _touched(self, offset: int, size: int | str) -> range:
         """Return the numbers of the pages that [offset, offset + size) touches, after checking both."""
         length = bytes_of("a size", size, at_least=1)
-        if isinstance(offset, bool) or not isinstance(offset, int):
-            raise InvalidOffset(f"an offset is an int of bytes, not {type(offset).__name__}")
+        offset = whole_number("an offset", offset, InvalidOffset)
         # Compared without a sum, as a language with 64-bit integers has to.
         if not 0 <= offset < self._capacity or length > self._capacity - offset:
             raise InvalidOffset(
@@ -423,9 +438,27 @@ class VirtualMemoryPool(Held):
         pages = self._touched(offset, 1 if size is None else size)
         return pages if size is not None else range(pages.start, self._table.count)
 
+    def _begun_at(self, address: int) -> range:
+        """Return the pages of the allocation that begins at an address. The lock is held."""
+        offset = address - self._holding.region.address
+        page, within = divmod(offset, self._page_size)
+        if not 0 <= offset < self._capacity:
+            raise InvalidOffset(f"the address {address:#x} is not one of this pool's")
+        if self._table.begins.get(page) != within:
+            raise NotMapped(f"no allocation begins at the address {address:#x}: deallocate() takes any offset and size")
+        return self._table.allocation(page)
+
     def _above(self, length: int) -> range:
         """Return the pages of `length` bytes behind all that is taken. The lock is held."""
-        return self._touched(self._table.top() * self._page_size, length)
+        end = self._table.top() * self._page_size
+        if length > self._capacity - end:
+            raise OutOfVirtualMemory(
+                length,
+                self._capacity - end,
+                f"cannot grow by {length} bytes: {self._capacity - end} of the pool's virtual capacity of "
+                f"{self._capacity} bytes lie behind its highest allocated page",
+            )
+        return self._touched(end, length)
 
     def _below(self, length: int) -> range:
         """Return the pages of the last `length` bytes of what is taken. The lock is held."""

@@ -33,11 +33,14 @@ class Attempt:
         self._hello = hello
         self._timeout = timeout
         self._sockets: list[socket.socket] = []
+        self.revision = 0
+        """Of the broker that was met: `Welcome.protocol_revision`."""
 
     def greet(self) -> None:
         """Be recognized: raises with the reason TOKEN_REJECTED where the session is not known."""
         connection, notices, welcome = open_session(self._path, self._hello, self._timeout)
         self._sockets += connection, notices
+        self.revision = welcome.protocol_revision
         if not welcome.resumed:
             raise MembrokerError("it opened another session, as a broker that knows of no resuming does", REJECTED)
 

@@ -185,12 +185,12 @@ class Segment(Held):
         As with a living view, `close` then unmaps when the last span is gone, and `seal` refuses while one of the
         writer's lives. Raises `InvalidRequest` and `ClosedError`.
         """
-        self._check_range(offset, size)
+        offset, size = self._check_range(offset, size)
         return self._holding.span(self, offset, size, writable=self._writable)
 
     def read(self, offset: int, size: int) -> bytes:
         """Return a copy of [offset, offset + size). Raises `InvalidRequest`, `ClosedError`, `DeviceFailure`."""
-        self._check_range(offset, size)
+        offset, size = self._check_range(offset, size)
         with self._holding.in_use(), device_failures():
             return self._session.driver.read(self._holding.region.address + offset, size) if size else b""
 
@@ -200,7 +200,7 @@ class Segment(Held):
         Raises `SegmentNotWritable`, `InvalidRequest`, `ClosedError`, `DeviceFailure`.
         """
         source = contiguous_bytes("what is written to a segment", data)
-        self._check_range(offset, len(source))
+        offset, _ = self._check_range(offset, len(source))
         with self._holding.in_use(), device_failures():
             self._check_writable()
             for first in range(0, len(source), CHUNK_BYTES):
@@ -219,8 +219,8 @@ class Segment(Held):
             raise AttributeError("the host driver's memory is no CUDA array: use view()")
         return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, not self._writable), "version": 3}
 
-    def _check_range(self, offset: int, size: int) -> None:
-        check_range(offset, size, self.size, "a segment")
+    def _check_range(self, offset: int, size: int) -> tuple[int, int]:
+        return check_range(offset, size, self.size, "a segment")
 
     def _check_writable(self) -> None:
         if not self._writable:

@@ -88,7 +88,7 @@ class Session:
         self.line = Line(endpoint, hello, timeout=timeout, outage=outage)
         self._link = _Link(self.line, driver)
         self.welcome = self.line.welcome
-        self.control = Control(self.line)
+        self.control = Control(self.line, by_handoff=transport == "handoff")
         self.transport: Transport = (GrpcTransport if transport == "grpc" else HandoffTransport)(self.line)
         self.declarations = Declarations(self.transport)
         self._forgotten = weakref.finalize(self, self.line.later, self._link.end)

@@ -26,7 +26,7 @@ from membroker.holding import Holding
 from membroker.interrupts import HeldOff
 from membroker.local_source import LocalSource
 from membroker.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool, check_page_size
-from membroker.source import Placement, Source
+from membroker.source import Lender, Placement, Source, source_of
 from membroker.types import GlobalMemoryStats, MemoryStats
 from membroker.vmm.driver import Driver, Location
 
@@ -106,13 +106,13 @@ class SharedMemoryPool(Closing):
                 limit=limit if on_device else None,
                 host_limit=None if on_device else limit,
             )
-            undo.callback(model.leave)
+            undo.callback(model._leave)
             hosted = _Hosted(self._pool(model, virtual_capacity, []), model)
             undo.pop_all()
         return hosted
 
-    def _pool(self, source: Source, virtual_capacity: int | str, own: list[Budget]) -> VirtualMemoryPool:
-        counted = _Counted(source, [self._budget, *own])
+    def _pool(self, source: Source | Lender, virtual_capacity: int | str, own: list[Budget]) -> VirtualMemoryPool:
+        counted = _Counted(source_of(source), [self._budget, *own])
         return VirtualMemoryPool(counted, virtual_capacity, self._page_size, self._location)
 
     def pool(self, model_id: str) -> VirtualMemoryPool:
@@ -219,7 +219,7 @@ class _Hosted:
         self.pool.close()
         if self._model is not None:
             with suppress(BrokerUnavailable, ClosedError, ModelInUse):
-                self._model.leave()
+                self._model._leave()
 
 
 class _Counted:

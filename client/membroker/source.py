@@ -1,13 +1,13 @@
 """Where a pool or a buffer gets its extents from: the contract between them and who lends.
 
-Owns two protocols. A `Model` is a source (over the broker), an in-process source is another; pools and buffers
-know nothing else of either. It must never hold state.
+Owns the protocols. A `Model` has a source (over the broker), a `LocalSource` is one; pools and buffers know nothing
+else of either. It must never hold state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from membroker.vmm.driver import Driver, Location
 
@@ -65,3 +65,20 @@ class Source(Protocol):
     def later(self, work: Callable[[], None]) -> None:
         """Do `work` soon, in another thread. May be called by a finalizer, so it takes no lock and sends nothing."""
         ...
+
+
+class Lender(Protocol):
+    """What users know a source by: a `Model`."""
+
+    @property
+    def driver(self) -> Driver:
+        """The device in which the extents are mapped."""
+        ...
+
+    @property
+    def _as_source(self) -> Source: ...
+
+
+def source_of(lender: Source | Lender) -> Source:
+    """Return the source itself."""
+    return cast("Source", getattr(lender, "_as_source", lender))

@@ -13,14 +13,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from membroker.adapters.dlpack import DlpackTensor, export, size_of
-from membroker.convert import check_range, contiguous_bytes, location_of
+from membroker.convert import check_range, contiguous_bytes, location_of, shape_of, whole_number
 from membroker.errors import InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped
 from membroker.held import Held
 from membroker.holding import Holding
 from membroker.interrupts import HeldOff, let_through
 from membroker.region import Region, device_failures
-from membroker.source import Source
-from membroker.tensor_index import TensorInfo, numpy_array
+from membroker.source import Lender, Source
+from membroker.tensor_index import TensorInfo, numpy_array, word_of
 from membroker.turns import Turns
 from membroker.views import Span
 from membroker.vmm.driver import Location
@@ -39,9 +39,9 @@ class SparseArray(Held):
     tile fill whole granules of the device (2 MiB on a card), so the number of rows must fit; by default it is the
     smallest that does.
 
-    `dtype` is a word of the adapters (`F32`, `BF16`, `F8_E4M3`). `absent` is what reading finds where nothing was
-    written: `"error"` (`NotMapped`), or `"zero"`. A tile is one extent; what of it was not written is zero (the
-    drivers' contract for what is new).
+    `dtype` is NumPy's, ml_dtypes' or torch's, its name, or safetensors' word for it (`"BF16"`). `absent` is what
+    reading finds where nothing was written: `"error"` (`NotMapped`), or `"zero"`. A tile is one extent; what of it was
+    not written is zero (the drivers' contract for what is new).
 
     Bytes and NumPy arrays go in and out by copies (`write`, `read`, `array[rows]`), on a card too; `tensor` is a tile
     itself, in any framework. When one call gives a tile memory, others that want the same tile wait for it.
@@ -53,17 +53,18 @@ class SparseArray(Held):
 
     def __init__(
         self,
-        source: Source,
+        source: Source | Lender,
         shape: Sequence[int],
-        dtype: str,
+        dtype: Any,
         tile_rows: int | None = None,
         absent: str = "error",
         location: Location | str = Location.DEVICE,
     ) -> None:
         if absent not in ("error", "zero"):
             raise InvalidRequest(f'reading an absent tile is "error" or "zero", not {absent!r}')
-        self._shape, self._dtype = _checked_shape(shape, dtype), dtype
-        self._row_size = size_of(dtype, self._shape[1:])
+        self._dtype = word_of(dtype)
+        self._shape = _checked_shape(shape, self._dtype)
+        self._row_size = size_of(self._dtype, self._shape[1:])
         granularity = source.driver.device.granularity
         if tile_rows is None:
             tile_rows = _smallest_tile(self._row_size, granularity)
@@ -193,7 +194,7 @@ class SparseArray(Held):
         `drop` of these tiles refuses meanwhile, and a closed array keeps its memory. Raises `NotMapped` when a tile is
         absent, `InvalidRequest` for a range that does not lie in the array, and `ClosedError`.
         """
-        check_range(offset, size, self.size, "a sparse array")
+        offset, size = check_range(offset, size, self.size, "a sparse array")
         with self._holding.in_use(), self._lock:
             for missing in self._missing(self._touched(offset, size)):
                 raise NotMapped(f"tile {missing} has no memory: nothing was written there")
@@ -265,7 +266,7 @@ class SparseArray(Held):
 
     def _offset(self, row: int, rows: int) -> int:
         """Return the first byte of `rows` rows, after checking both."""
-        first, count = (_whole_number("a number of rows", value, InvalidOffset) for value in (row, rows))
+        first, count = (whole_number("a number of rows", value, InvalidOffset) for value in (row, rows))
         if count < 1 or not 0 <= first < self._shape[0] or count > self._shape[0] - first:
             raise InvalidOffset(f"{count} rows from row {first} do not lie in an array of {self._shape[0]} rows")
         return first * self._row_size
@@ -285,7 +286,7 @@ class SparseArray(Held):
 
     def _numbers(self, tiles: Iterable[int]) -> list[int]:
         """Return each tile once, in order, after checking that there is such a tile."""
-        numbers = sorted({_whole_number("a tile's number", tile, InvalidOffset) for tile in tiles})
+        numbers = sorted({whole_number("a tile's number", tile, InvalidOffset) for tile in tiles})
         for number in (*numbers[:1], *numbers[-1:]):
             if not 0 <= number < self._tile_count:
                 raise InvalidOffset(f"there are tiles 0 to {self._tile_count - 1}, and no tile {number}")
@@ -342,20 +343,14 @@ class _Scattering:
             self._region.unbind(offset, self._extent_bytes)
 
 
-def _whole_number(what: str, value: object, wrong: type[InvalidRequest]) -> int:
-    """Return an int, or one of NumPy's as an int; a bool is neither."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise wrong(f"{what} is a whole number, not {value!r}")
-    return operator.index(value)
-
-
 def _checked_shape(shape: Sequence[int], dtype: str) -> tuple[int, ...]:
     """Return the shape of an array that has elements. Raises `InvalidRequest`."""
-    if not isinstance(shape, list | tuple) or not shape:
+    dimensions = shape_of(shape)
+    if not dimensions:
         raise InvalidRequest(f"a shape has at least one dimension, as in (1000, 64), not {shape!r}")
-    if not size_of(dtype, shape):
+    if not size_of(dtype, dimensions):
         raise InvalidRequest(f"a sparse array has elements, and one of shape {shape!r} has none")
-    return tuple(shape)
+    return dimensions
 
 
 def _smallest_tile(row_size: int, granularity: int) -> int:
@@ -365,7 +360,7 @@ def _smallest_tile(row_size: int, granularity: int) -> int:
 
 def _checked_tile(tile_rows: object, row_size: int, granularity: int) -> int:
     """Return the rows of a tile, which fill whole granules. Raises `InvalidPageSize`."""
-    rows = _whole_number("a tile's number of rows", tile_rows, InvalidPageSize)
+    rows = whole_number("a tile's number of rows", tile_rows, InvalidPageSize)
     if not 1 <= rows <= MAX_BYTES // row_size:
         raise InvalidPageSize(f"a tile has at least one row, and less than 2^63 bytes, not {rows} rows")
     if rows * row_size % granularity:

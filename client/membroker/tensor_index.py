@@ -16,11 +16,13 @@ import reprlib
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from membroker.convert import shape_of
 from membroker.errors import InvalidRequest, MembrokerError
 from membroker.vmm.sizes import MAX_BYTES, is_power_of_two, round_up
 
@@ -260,11 +262,11 @@ def _check_places(tensors: list[TensorInfo], header_size: int, available: int) -
 
 
 def write_index(
-    tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None, *, alignment: int = 8
+    tensors: Mapping[str, tuple[Any, Sequence[int]]], metadata: Mapping[str, str] | None = None, *, alignment: int = 8
 ) -> tuple[bytes, TensorIndex]:
     """Return the header's bytes, its length included, and the index that says where each tensor's bytes belong.
 
-    `tensors` gives each name its dtype (safetensors' word) and its shape. They are placed as the reference places
+    `tensors` gives each name its dtype (as `word_of` takes it) and its shape. They are placed as the reference places
     them: larger elements first, then by name. The format has no room for padding between tensors, and so this is the
     order in which each begins at a multiple of its own element: all that stands before it are larger elements or
     equal ones, whose sizes are powers of two. (The caller's order would put an F32 behind three bytes of U8.)
@@ -294,7 +296,7 @@ def write_index(
     return length.to_bytes(_LENGTH_BYTES, "little") + text.ljust(length), index
 
 
-def _placed(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> list[TensorInfo]:
+def _placed(tensors: Mapping[str, tuple[Any, Sequence[int]]]) -> list[TensorInfo]:
     """Return the tensors in their order, with offsets from the first of them."""
     found = []
     for name, entry in tensors.items():
@@ -303,7 +305,10 @@ def _placed(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> list[TensorInfo
         if not isinstance(entry, list | tuple) or len(entry) != 2:
             raise InvalidRequest(f"tensor {_quoted(name)} is a dtype and a shape, not {_quoted(entry)}")
         dtype, dimensions = entry
-        shape = tuple(dimensions) if isinstance(dimensions, Iterable) else dimensions
+        try:
+            dtype, shape = word_of(dtype), shape_of(dimensions)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"tensor {_quoted(name)}: {error}") from None
         found.append((name, dtype, shape, _size_of(name, dtype, shape, InvalidRequest)))
     found.sort(key=lambda each: (-_RANKS[each[1]], each[0]))
     placed, offset = [], 0
@@ -411,6 +416,32 @@ def _numpy_dtype(info: TensorInfo, raw: bool) -> Any:
             f"{info.dtype} needs {dtype.name} of the package ml_dtypes (pip install ml_dtypes): {error}; "
             f"raw=True gives it as uint{dtype.bits}"
         ) from None
+
+
+def word_of(dtype: Any) -> str:
+    """Return safetensors' word for a dtype: that word, NumPy's, ml_dtypes' or torch's dtype, or a name of theirs.
+
+    So `"BF16"`, `"bfloat16"`, `"torch.bfloat16"`, `torch.bfloat16` and `ml_dtypes.bfloat16` are one. Raises
+    `InvalidRequest` for anything else, and as `dtype_of`. Codes of NumPy such as `"f4"` are not names.
+    """
+    if isinstance(dtype, str) or (type(dtype).__module__, type(dtype).__name__) == ("torch", "dtype"):
+        name = str(dtype).removeprefix("torch.")
+        if name in _DTYPES or name in _TEXTS:
+            return _TEXTS.get(name, name)
+    elif (numpy := sys.modules.get("numpy")) and (isinstance(dtype, numpy.dtype) or _is_scalar_type(dtype, numpy)):
+        with suppress(TypeError):  # an abstract class of NumPy's is no dtype
+            return dtype_of(numpy.dtype(dtype))
+    raise InvalidRequest(
+        f"{_quoted(dtype)} is not a dtype that safetensors has: take NumPy's, ml_dtypes' or torch's, its name, or "
+        + ", ".join(_DTYPES)
+    )
+
+
+def _is_scalar_type(dtype: Any, numpy: Any) -> bool:
+    """Say whether it is NumPy's class of a dtype (np.float16, ml_dtypes.bfloat16), or what JAX has in its place."""
+    if isinstance(dtype, type):
+        return issubclass(dtype, numpy.generic)
+    return callable(dtype) and isinstance(getattr(dtype, "dtype", None), numpy.dtype)
 
 
 def dtype_of(array: Any) -> str:

@@ -147,6 +147,18 @@ class ModelStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class Available:
+    """What a model could borrow at one moment, in bytes. It reserves nothing: the next request of anybody changes it.
+
+    `now` is the most that one request could have got: the least that the model's limit, its tenant's, the capacity and
+    the device itself left. `limit` is the model's, None where only the levels above it hold.
+    """
+
+    now: int
+    limit: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class SessionBooks:
     """What a session is charged at one location, in bytes and extents."""
 

@@ -81,7 +81,7 @@ class TestAbsent:
     ) -> None:
         """A developer's laptop with the framework installed and the twin behind the broker."""
         monkeypatch.setitem(sys.modules, package, SimpleNamespace())
-        with pytest.raises(InvalidRequest, match="works on a card"):
+        with pytest.raises(InvalidRequest, match="needs a GPU"):
             use(model)
 
 
@@ -140,7 +140,7 @@ class TestLending:
         lending = Lending(model)
         kept, first = lending.allocate(512), lending.allocate(512)
         waits: list[int] = []
-        monkeypatch.setattr(model, "later", lambda work: None, raising=True)
+        monkeypatch.setattr(model._as_source, "later", lambda work: None, raising=True)
         monkeypatch.setattr(model.driver, "synchronize", lambda: waits.append(1))
         lending.free(first)
         assert waits == []
@@ -160,7 +160,7 @@ class TestLending:
         def captured() -> None:
             raise DriverError("cuCtxSynchronize", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900, "a graph is captured")
 
-        monkeypatch.setattr(model, "later", lambda work: None)
+        monkeypatch.setattr(model._as_source, "later", lambda work: None)
         monkeypatch.setattr(model.driver, "synchronize", captured)
         for address in blocks:
             lending.free(address)
@@ -179,7 +179,7 @@ class TestLending:
         """It is logged, and takes nothing of what was freed beside it along."""
         lending = Lending(model)
         one, other = lending.allocate(MIB), lending.allocate(MIB)
-        monkeypatch.setattr(model, "later", lambda work: None)
+        monkeypatch.setattr(model._as_source, "later", lambda work: None)
         for address in (one, one, other):
             lending.free(address)
         lending.take_back()

@@ -10,6 +10,7 @@ import pytest
 
 from membrokerd import config
 from membrokerd.config import ConfigError, load
+from membrokerd.files import MAX_TEXT_BYTES
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -91,6 +92,22 @@ def test_a_whole_file_is_read(tmp_path: Path) -> None:
     assert found.tenants["other"] == config.TenantConfig()
 
 
+def test_a_tenants_own_limit_goes_before_the_default(tmp_path: Path) -> None:
+    text = 'default_limit = "8MiB"\n[tenants.a]\nlimit = "32MiB"\n[tenants.a.models.m]\nlimit = "16MiB"\n'
+    found = load(write(tmp_path, text), {"capacity": "64MiB"})
+    assert (found.default_limit, found.tenants["a"].limit, found.tenants["a"].models["m"].limit) == (
+        8 * MIB,
+        32 * MIB,
+        16 * MIB,
+    )
+
+
+@pytest.mark.parametrize(("device", "number"), [("host", 0), ("host-1", 1), ("host-12", 12), ("1", 1), (2, 2)])
+def test_a_device_of_the_host_driver_is_a_number(device: Any, number: int) -> None:
+    """Its UUID, as `membroker status` shows it, or its number, as a GPU's."""
+    assert load(None, {"device": device, "driver": "host"}, env={}, uid=0).device == number
+
+
 def test_the_command_line_wins_and_is_named_when_it_is_wrong(tmp_path: Path) -> None:
     path = write(tmp_path, 'capacity = "256MiB"\n[metrics]\nport = 1\n')
     found = load(path, {"capacity": "512MiB", "metrics.port": 2, "device": "3", "driver": None})
@@ -117,6 +134,16 @@ def test_the_command_line_wins_and_is_named_when_it_is_wrong(tmp_path: Path) -> 
         ('capacity = "5MB"', "capacity: '5MB' is not a multiple of 2MiB; the nearest that fits is \"4MiB\""),
         ("capacity = 1", 'the nearest that fits is "2MiB"'),
         ('host_capacity = "3MiB"', "host_capacity: '3MiB' is not a multiple of 2MiB"),
+        ('default_limit = "2GiB"\ncapacity = "1GiB"', 'default_limit: "2GiB" is more than capacity, "1GiB"'),
+        ('default_host_limit = "2MiB"', 'default_host_limit: "2MiB" is more than host_capacity, 0'),
+        (
+            'default_limit = "8MiB"\n[tenants.a.models.m]\nlimit = "16MiB"',
+            'tenants.a.models.m.limit: "16MiB" is more than default_limit, "8MiB"',
+        ),
+        ("device = 10000", "device: write a card's number from 0 or its UUID"),
+        ('device = "host-0"', "device: write a card's number from 0 or its UUID"),
+        ('keeper_socket = "/run/{gpu}/s"', "keeper_socket: {device} and {index} are all that may stand in braces"),
+        ('keeper_socket = "/run/{device/s"', "keeper_socket: {device} and {index} are all that may stand in braces"),
         ("settle_seconds = -1", "settle_seconds: write a number of seconds from 0 to 86400, not -1"),
         ("settle_seconds = nan", "settle_seconds: write a number of seconds"),
         ("audit_seconds = inf", "audit_seconds: write a number of seconds"),
@@ -155,7 +182,7 @@ def test_the_command_line_wins_and_is_named_when_it_is_wrong(tmp_path: Path) -> 
         ('[tenants.a]\ngroup = "nobody-at-all"', "tenants.a.group: this machine has no group 'nobody-at-all'"),
         ("[tenants.a]\nmode = 660", "tenants.a.mode: write the mode as octal text"),
         ('[tenants.a]\nmode = "0999"', "tenants.a.mode: write the mode as octal text"),
-        ("[tenants.a.models.Big]", "tenants.a.models.Big: a model's name is [a-z0-9]"),
+        ('[tenants.a.models."a/b/c"]', 'tenants.a.models."a/b/c": a model\'s name is letters, digits and ._-'),
         ("[tenants.a.models.m]\nlimt = 1", "tenants.a.models.m.limt: is not a key that membrokerd knows"),
         ("[tenants.a]\nmodels = 1", "tenants.a.models: is a table of tables"),
     ],
@@ -246,8 +273,16 @@ def test_what_is_not_toml_is_shown_with_its_line(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml: cannot be read: No such file"):
         load(tmp_path / "nowhere.toml", {})
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match="cannot be read: it is a directory"):
         load(tmp_path, {})
+    os.mkfifo(tmp_path / "fifo.toml")
+    with pytest.raises(ConfigError, match=r"fifo\.toml: cannot be read: it is a FIFO"):
+        load(tmp_path / "fifo.toml", {})
+    long = tmp_path / "long.toml"
+    long.touch()
+    os.truncate(long, MAX_TEXT_BYTES + 1)
+    with pytest.raises(ConfigError, match="cannot be read: it is longer than"):
+        load(long, {})
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"driver = '\xff'")
     with pytest.raises(ConfigError, match="not UTF-8"):

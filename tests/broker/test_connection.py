@@ -34,6 +34,7 @@ from membrokerd.handoff.connection import Connection
 from membrokerd.handoff.listener import Listener
 from membrokerd.handoff.peer import Peer
 from membrokerd.rpc.convert import from_result
+from membrokerd.turns import Turns
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -59,14 +60,15 @@ class Lender:
         self.resuming: dict[int, Connection] = {}
         self.drain: Any = None
         self.cut_short = 0
+        self.turns = Turns()
         self.broker = SimpleNamespace(rules=policy.Rules(PAGE, cast(Any, capacities)))
-        self.dispatcher = SimpleNamespace(loop=self, request=self._request, admit=lambda *_: None)
+        self.dispatcher = SimpleNamespace(loop=self, request=self._request, admit=lambda *_: None, response=from_result)
         self.listener = SimpleNamespace(
             dispatcher=self.dispatcher,
             endpoint="red",
             device=DeviceInfo("host", "twin", "host", PAGE),
             buffer=bytearray(handoff.MAX_FRAME_BYTES),
-            watch=SimpleNamespace(add=self._watch),
+            watch=SimpleNamespace(add=self._watch, look=lambda session: None),
             tenant_of=lambda peer: "red",
             greeted=lambda connection: None,
             ended=lambda connection: None,
@@ -81,7 +83,7 @@ class Lender:
     def _count(self, change: int) -> None:
         self.open_descriptors += change
 
-    def _watch(self, session: int, pidfd: int) -> None:
+    def _watch(self, session: int, pidfd: int, pid: int) -> None:
         self.watched = pidfd
 
     def _request(self, session: int, tenant: str, number: int, message: Message, how: str, respond: Respond) -> None:
@@ -405,14 +407,14 @@ def test_the_longest_answer_to_a_resume_is_a_frame() -> None:
     tenant = "t" * 24
     session = ask(ev.OpenSession(1, tenant, 1, 1, "p", False, "test")).session
     for number in range(700):
-        ask(ev.RegisterModel(1, session, number, ev.ModelName(tenant, f"{number:063}"), None, {}, False))
+        ask(ev.RegisterModel(1, session, number, ev.ModelName(tenant, f"{number:096}"), None, {}, False))
     broker.step(ev.ConnectionLost(session), 0)
     ask(ev.ResumeSession(1, session, "p"))
     most = (1 << 64) - 1
     ids = frozenset(range(most - 8_192, most))
     result = ask(ev.StateHolds(1, session, ids, dict.fromkeys(ids, 1), {}))
     assert len(result.unknown_extents) == len(result.unknown_segments) == 2_048
-    assert len(result.models) == 192
+    assert len(result.models) == 160
     field, message = from_result(result)
     frame = pb.Frame(request_id=most)
     getattr(frame.reply, field).CopyFrom(message)

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
-from membrokerd.config import Config
-from membrokerd.device import DeviceError, _share, plan
+from membroker.vmm import DriverUnavailable
+from membrokerd import device
+from membrokerd.config import Config, TenantConfig
+from membrokerd.core.ledger import Ledger
+from membrokerd.core.policy import tenant_limit
+from membrokerd.device import DeviceError, Plan, _share, plan
 
 MIB = 1 << 20
 
@@ -67,3 +71,45 @@ def test_a_twin_that_could_lend_nothing_does_not_start(keys: dict[str, Any], sai
     """With `driver = "auto"` only the machine says that the figures are a twin's: no check of the file could."""
     with pytest.raises(DeviceError, match=said):
         plan(Config(runtime_directory=tmp_path, driver="host", **keys))
+
+
+@pytest.mark.parametrize(("driver", "fell_back"), [("auto", True), ("host", False)])
+def test_a_host_driver_in_the_place_of_a_gpu_is_warned_of(
+    driver: str, fell_back: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The GPU's driver was not loaded after a reboot: the node lends ordinary memory, and looks healthy."""
+
+    def unusable(config: Config) -> Plan:
+        raise DriverUnavailable("cuInit", "CUDA_ERROR_NO_DEVICE", 100, "CUDA does not start here")
+
+    monkeypatch.setattr(device, "_plan_cuda", unusable)
+    made = plan(Config(runtime_directory=tmp_path, driver=driver))
+    made.driver.close()
+    assert (made.fell_back, made.driver.device.driver) == (fell_back, "host")
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == fell_back
+    if fell_back:
+        (said,) = warnings
+        assert "the host driver lends ordinary memory" in said.getMessage()
+        assert 'set driver = "cuda"' in said.getMessage()
+        assert "CUDA_ERROR_NO_DEVICE" in said.fields["error"]  # type: ignore[attr-defined]
+
+
+def test_devices_of_the_host_driver_are_told_apart(tmp_path: Any) -> None:
+    for number, name in ((0, "host"), (3, "host-3")):
+        made = plan(Config(runtime_directory=tmp_path, driver="host", device=number))
+        made.driver.close()
+        assert (made.directory, made.driver.device.uuid, made.driver.device.index) == (name, name, number)
+
+
+def test_the_default_limit_is_each_tenants_that_has_none(tmp_path: Any) -> None:
+    """A tenant of the file, a user that nobody has named, and a location that has no default."""
+    tenants = {"red": TenantConfig(limit=64 * MIB), "blue": TenantConfig()}
+    config = Config(tmp_path, driver="host", default_limit=8 * MIB, tenants=tenants)
+    made = plan(config)
+    made.driver.close()
+    rules = made.rules(config, anchor=0, max_sessions=4, max_segment_extents=4)
+    ledger = Ledger({"device": 1 << 30, "host": 1 << 30})
+    limits = {name: tenant_limit(ledger, rules, name, "device") for name in ("red", "blue", "uid-1000")}
+    assert limits == {"red": 64 * MIB, "blue": 8 * MIB, "uid-1000": 8 * MIB}
+    assert tenant_limit(ledger, rules, "blue", "host") is None

@@ -71,11 +71,12 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.SEGMENT_AMBIGUOUS: [{"segment": "tenants/red/models/-/segments/weights", "models": "llama, qwen"}],
     Reason.TOO_MANY_SESSIONS: [
         {"limit": 16, "of": "process"},
+        {"limit": 16, "of": "process", "detached": "sessions/1c sessions/1d"},
         {"limit": 128, "of": "broker"},
         {"limit": 64, "of": "tenant"},
     ],
     Reason.TOO_MANY_MODELS: [{"limit": 256, "tenant": "red"}],
-    Reason.TOO_MANY_REQUESTS: [{"limit": 16}],
+    Reason.TOO_MANY_REQUESTS: [{"limit": 16}, {"limit": 1_024, "whose": "tenant", "calls": "attaches that wait"}],
     Reason.TOO_MANY_SEGMENTS: [
         {"limit": 256, "of": "tenant", "what": "segments"},
         {"limit": 4_096, "of": "broker", "what": "segments' extents"},

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.daemons import DEADLINE_SECONDS
@@ -215,6 +216,39 @@ def test_a_newer_connection_replaces_the_older(keeper: Keeper) -> None:
         with pytest.raises((EOFError, ConnectionError)):
             older.hear()
         assert newer.contents() == {"segment.1.1": b"kept"}
+
+
+def test_a_keeper_refuses_a_second_owner_until_the_first_has_nothing_there(keeper: Keeper) -> None:
+    """Another device's daemon would list what is not its own, and drop it. Being refused, it changes nothing."""
+    refusal = {
+        "number": 1,
+        "error": "it keeps the descriptors of /run/a: give each device a keeper of its own, "
+        'as keeper_socket = "/run/membroker-keeper/{device}/fdstore.sock" does, '
+        f"or end this keeper (process {keeper.process.pid}) where that device's daemon is gone for good",
+        "owner": "/run/a",
+    }
+    with Client(keeper.path) as first:
+        assert first.ask(1, own="/run/a") == {"number": 1}
+        first.put({"segment.1.1": b"kept", "driver.x": b"the twin's"})
+        with Client(keeper.path) as second:
+            assert second.ask(1, own="/run/b") == refusal
+            assert second.ask(1, list=0) == refusal, "an owner that says nothing is another, too"
+            assert second.ask(1, drop=["segment.1.1"]) == refusal
+        assert first.contents() == {"segment.1.1": b"kept", "driver.x": b"the twin's"}
+    with Client(keeper.path) as second:
+        assert second.ask(1, own="/run/b") == refusal, "a dead daemon's segment is worth keeping"
+    with Client(keeper.path) as first:
+        assert first.ask(1, own="/run/a") == {"number": 1}
+        assert first.ask(1, drop=["segment.1.1"]) == {"number": 1}
+    with Client(keeper.path) as second:
+        assert second.ask(1, own="/run/b") == {"number": 1}
+        assert second.contents() == {}, "the first one's driver is of no use to it"
+
+
+@pytest.mark.parametrize("owner", [5, None, ["a"], "x" * 256], ids=lambda owner: str(owner)[:8])
+def test_what_is_no_owner(keeper: Keeper, owner: Any) -> None:
+    with Client(keeper.path) as client:
+        assert "an owner is a string" in client.ask(1, own=owner)["error"]
 
 
 def test_who_takes_no_answers_is_hung_up_on(keeper: Keeper) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,64 @@ def test_a_second_daemon_is_told_who_the_first_is(tmp_path: Path) -> None:
         third.communicate()
 
 
+@pytest.mark.parametrize("removed", ["lock", "all"])
+def test_a_lock_that_is_removed_still_locks(tmp_path: Path, removed: str) -> None:
+    """A cleaner of the runtime directory has taken the files: a second daemon would lend the same memory again."""
+    with owner(tmp_path) as first:
+        assert said(first) == "epoch 1"
+        (tmp_path / "host" / "state" / "lock").unlink()
+        if removed == "all":
+            shutil.rmtree(tmp_path / "host" / "state")
+        with owner(tmp_path) as second:
+            refused = said(second)
+        assert refused.startswith("refused: a membrokerd already owns this device"), refused
+        assert f"`fuser {tmp_path / 'host'}` finds it" in refused
+        first.kill()
+    with owner(tmp_path) as third:
+        assert said(third).startswith("epoch")
+        third.communicate()
+
+
+def test_what_is_gone_of_a_place_is_noticed(tmp_path: Path) -> None:
+    """Each published socket, until it is taken away in order, and the directory, also where another is in its place."""
+    home = Home(tmp_path, "host")
+    public = home.endpoint("tenants", "red") / "handoff.sock"
+    with home.listen(public, Ownership()):  # which keeps the number of its file from being another's
+        assert home.lost_sockets() == []
+        public.unlink()
+        assert home.lost_sockets() == [public]
+        public.touch()
+        assert home.lost_sockets() == [public], "it is another file"
+    home.close([public.parent])
+    assert home.lost_sockets() == []
+    assert home.is_in_place()
+    home.root.rename(tmp_path / "moved")
+    assert not home.is_in_place()
+    home.root.mkdir()
+    assert not home.is_in_place()
+
+
+def test_what_is_gone_of_the_state_is_written_again(tmp_path: Path) -> None:
+    home = Home(tmp_path, "host")
+    assert home.next_epoch() == 1
+    assert home.restore(1) == []
+    before = len(os.listdir("/proc/self/fd"))
+    (home.state / "lock").unlink()
+    assert home.restore(1) == ["lock"]
+    shutil.rmtree(home.state)
+    assert home.restore(7) == ["lock", "epoch"]
+    assert (home.state / "lock").read_text() == f"{os.getpid()}\n"
+    assert (home.state / "epoch").read_text() == "7\n"
+    assert stat.S_IMODE(home.state.stat().st_mode) == 0o700
+    assert len(os.listdir("/proc/self/fd")) == before
+    (home.state / "lock").unlink()
+    (home.state / "lock").mkdir()
+    with pytest.raises(OSError, match="must be a regular file"):
+        home.restore(7)
+    (home.state / "lock").rmdir()
+    assert home.restore(7) == ["lock"]
+
+
 def test_the_epoch_grows_and_survives(tmp_path: Path) -> None:
     home = Home(tmp_path, "host")
     assert not home.had_predecessor()
@@ -61,21 +121,87 @@ def test_the_epoch_grows_and_survives(tmp_path: Path) -> None:
     assert not (home.state / "epoch.new").exists()
 
 
-@pytest.mark.parametrize("text", ["", "x", "1.5", "16777215"])
-def test_an_epoch_that_cannot_be_raised_says_what_to_do(tmp_path: Path, text: str) -> None:
+def test_the_epoch_is_above_all_that_is_known(tmp_path: Path) -> None:
+    """The file was removed, or is older than the journal: no id that a worker holds is lent a second time."""
+    home = Home(tmp_path, "host")
+    assert home.next_epoch(7) == 8
+    assert home.next_epoch(3) == 9
+    (home.state / "epoch").unlink()
+    assert home.next_epoch(9) == 10
+
+
+@pytest.mark.parametrize("text", ["", "x", "1.5", "-5", "\u0661", "16777216", "9" * 64, "\0" * 60])
+def test_an_epoch_that_is_no_epoch_says_what_to_do(tmp_path: Path, text: str) -> None:
     home = Home(tmp_path, "host")
     (home.state / "epoch").write_text(text)
-    with pytest.raises(HomeError, match="remove it after a reboot"):
+    with pytest.raises(HomeError, match=r"epoch; remove it|to 16777215; remove it") as caught:
         home.next_epoch()
+    assert str(home.state / "epoch") in str(caught.value)
     assert (home.state / "epoch").read_text() == text
+
+
+@pytest.mark.parametrize("known", [0, 16777215])
+def test_after_the_last_epoch_there_is_none(tmp_path: Path, known: int) -> None:
+    home = Home(tmp_path, "host")
+    (home.state / "epoch").write_text("1" if known else "16777215")
+    with pytest.raises(HomeError, match="has reached 16777215, the last epoch: end every process"):
+        home.next_epoch(known)
 
 
 def test_an_epoch_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     home = Home(tmp_path, "host")
-    (home.state / "epoch.new").symlink_to("/dev/full")
-    with pytest.raises(HomeError, match="No space left on device; make room there"):
+    (home.state / "epoch.new").mkdir()
+    with pytest.raises(HomeError, match=r"cannot write .*epoch: Is a directory"):
         home.next_epoch()
     assert not home.had_predecessor()
+
+
+def test_what_a_crash_left_of_an_epoch_is_replaced(tmp_path: Path) -> None:
+    """Even a FIFO or a link is: the new file is made, and nothing is opened that was there."""
+    home = Home(tmp_path, "host")
+    os.mkfifo(home.state / "epoch.new")
+    assert home.next_epoch() == 1
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (home.state / "epoch.new").symlink_to(victim)
+    assert home.next_epoch() == 2
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["lock", "epoch"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_file_is_named(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
+    """An operator's mistake, or an attempt to hang the daemon at its start."""
+    state = tmp_path / "host" / "state"
+    state.mkdir(parents=True)
+    make(state / name)
+    with pytest.raises(HomeError, match=rf"{name}.*: it is a (FIFO|directory|symbolic link), and must be a regular"):
+        Home(tmp_path, "host").next_epoch()
+
+
+@pytest.mark.parametrize("where", ["tenants", "tenants/red", "state"])
+def test_a_file_where_a_directory_belongs_is_named(tmp_path: Path, where: str) -> None:
+    path = tmp_path / "host" / where
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    with pytest.raises(HomeError, match=f"host/{where} is not a directory: move it away"):
+        Home(tmp_path, "host").endpoint("tenants", "red")
+
+
+def test_what_is_where_a_socket_belongs(tmp_path: Path) -> None:
+    """A file or a FIFO is replaced, as a dead daemon's socket is; a directory is named, and nothing is left behind."""
+    home = Home(tmp_path, "host")
+    public = home.endpoint("tenants", "red") / "handoff.sock"
+    os.mkfifo(public)
+    home.listen(public, Ownership()).close()
+    public.unlink()
+    public.mkdir()
+    with pytest.raises(HomeError, match=r"handoff.sock: Is a directory; move away what is there"):
+        home.listen(public, Ownership())
+    clear_private(home)
+    home.private("grpc").mkdir()
+    with pytest.raises(HomeError, match=r"cannot remove .*grpc-.*move it away"):
+        clear_private(home)
 
 
 def test_a_long_path_is_refused_with_the_path(tmp_path: Path) -> None:

@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 from tests.keepers import memfd
 
+from membroker.vmm.sizes import MAX_BYTES
+from membrokerd import inheritance
 from membrokerd.core import events as ev
+from membrokerd.core import facts as ft
 from membrokerd.core import policy
 from membrokerd.core.broker import Broker
 from membrokerd.core.denied import Reason
 from membrokerd.core.events import Location
 from membrokerd.core.story import story
-from membrokerd.inheritance import condense, hold_what_is_lent, take_descriptors
+from membrokerd.inheritance import condense, hold_what_is_lent, last_epoch, take_descriptors, warn_of_holders
+from membrokerd.records import MAX_IDS
 from membrokerd.store import Kept, Store
 
 MODEL = ev.ModelName("t", "m")
@@ -33,7 +37,7 @@ def test_a_location_that_is_no_more_has_a_segment_that_is_charged_nothing() -> N
     before.step(ev.RegisterModel(2, session, 1, MODEL, None, {}, False), 0)
     before.step(ev.CreateSegment(3, session, 2, ev.SegmentName("t", "m", "s"), "host", 4), 0)
     before.step(ev.NotMade(session, 2, 0, Reason.DEVICE_FULL, {}), 0)
-    told, charged = condense(story(before.ledger))
+    told, charged, *_ = condense(story(before.ledger))
     held = hold_what_is_lent({"device": 64}, charged)
     after = Broker(policy.Rules(granularity=2, capacities=held), 2, told)
     after.step(ev.Restarted(frozenset(), {}), 0)
@@ -46,7 +50,7 @@ def test_a_location_that_is_no_more_has_a_segment_that_is_charged_nothing() -> N
 def test_a_location_where_nothing_is_on_file_is_not_lent() -> None:
     """The daemon before lent host memory, and all of it is back: the configuration decides."""
     before = broker({"device": 64, "host": 64})
-    _, charged = condense(story(before.ledger))
+    _, charged, *_ = condense(story(before.ledger))
     assert hold_what_is_lent({"device": 64}, charged) == {"device": 64}
 
 
@@ -58,9 +62,67 @@ def test_what_is_lent_stays_where_the_configuration_has_less() -> None:
     before.step(ev.RegisterModel(2, session, 1, MODEL, None, {}, False), 0)
     before.step(ev.Allocate(3, session, 2, MODEL, "device", 2, 4), 0)
     before.step(ev.Allocate(4, session, 3, MODEL, "host", 2, 3), 0)
-    _, charged = condense(story(before.ledger))
+    _, charged, *_ = condense(story(before.ledger))
     assert hold_what_is_lent({"device": 4}, charged) == {"device": 8, "host": 6}
     assert hold_what_is_lent({"device": 9, "host": 6}, charged) == {"device": 9, "host": 6}
+
+
+SESSION = ft.SessionBegan(7 << 40, "t", 5, 1, "p", False, "", 1)
+BEGAN: list[ft.Fact] = [ft.ModelBegan(MODEL, None, {}), SESSION, ft.ModelJoined(MODEL, SESSION.session)]
+
+
+def debit(first: int, count: int, size: int = 2) -> ft.Debited:
+    return ft.Debited(SESSION.session, MODEL, "device", size, first, count)
+
+
+def test_the_epoch_of_the_books_is_that_of_their_last_id() -> None:
+    """Each daemon's ids begin above all of those that an earlier one gave, and that are still on file."""
+    assert condense([]).epoch == 0
+    assert condense(BEGAN).epoch == 7
+    lent = [*BEGAN, debit((8 << 40) + 1, 3)]
+    assert condense(lent).epoch == 8
+    assert condense(lent).by_pid == {5: 6}
+    segment = ft.SegmentBegan(9 << 40, MODEL, "s", "device", 2, 2, (9 << 40) + 1, 1, SESSION.session, 1)
+    assert condense([*lent, segment]).epoch == 9
+    assert last_epoch(Kept()) == 0
+    assert last_epoch(Kept({9 << 40: {(10 << 40) + 1: 0}}, {3 << 40: 0})) == 10
+
+
+CONTRADICTIONS = {
+    "a debit of a session that nobody knows": [debit(1, 1)],
+    "a second owner of an extent": [*BEGAN, debit(1, 3), debit(3, 1)],
+    "more bytes than can be": [*BEGAN, debit(1, 4, MAX_BYTES)],
+    "a credit of what was not lent": [*BEGAN, debit(1, 1), ft.Credited(SESSION.session, range(1, 3), "released")],
+    "more extents at once than may be": [*BEGAN, *(debit(1 + at * MAX_IDS, MAX_IDS) for at in range(1000))],
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_what_makes_no_books_is_told(case: str) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        condense(CONTRADICTIONS[case])
+
+
+def test_what_was_lent_and_given_back_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker churns for a night: more extents were lent than there may be, and never at once."""
+    monkeypatch.setattr(inheritance, "MAX_IDS", 10)
+    churn: list[ft.Fact] = []
+    for round_ in range(20):
+        ids = range(1 + 8 * round_, 9 + 8 * round_)
+        churn += [debit(ids.start, 8), ft.Credited(SESSION.session, ids, "released")]
+    assert not condense([*BEGAN, *churn]).charged
+    with pytest.raises(AssertionError, match="lent at once"):
+        condense([*BEGAN, *churn, debit(1000, 6), debit(2000, 6)])
+
+
+def test_who_may_hold_memory_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Those that use more than they are charged, the largest first; a crowd is counted."""
+    warn_of_holders([(1, 10), (2, 20), (3, 30)], {1: 10, 2: 5, 3: 31})
+    assert [record.fields["pid"] for record in caplog.records] == [2]
+    caplog.clear()
+    warn_of_holders([(pid, pid) for pid in range(1, 101)], {})
+    assert [record.fields.get("pid") for record in caplog.records] == [*range(100, 92, -1), None]
+    assert caplog.records[-1].fields == {"count": 92}
 
 
 def test_the_store_is_made_to_agree_with_the_books() -> None:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import io
+import fcntl
 import json
 import logging
+import os
+import threading
 import typing
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
 
 import pytest
-from tests.daemons import Daemon
+from tests.daemons import Daemon, until
 
 import membroker
-from membrokerd import logs
+from membrokerd import log_writer, logs
 from membrokerd.config import LogConfig
 from membrokerd.core import facts as ft
 from membrokerd.core.denied import Reason, deny
 from membrokerd.core.events import ModelName
+from membrokerd.log_writer import Writer
 
 NAME = ModelName("acme", "llama-7b")
 FACTS: tuple[ft.Fact, ...] = (
@@ -47,21 +53,43 @@ FACTS: tuple[ft.Fact, ...] = (
     ft.QuotaSet("acme", None, "device", None),
 )
 
-Capture = Callable[..., io.StringIO]
+
+class Lines:
+    """What has been logged into a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("w+b")
+
+    def getvalue(self) -> str:
+        """Return the text, once all of it is written."""
+        logs.flush()
+        self.file.seek(0)
+        return self.file.read().decode()
+
+
+Capture = Callable[..., Lines]
 
 
 @pytest.fixture
-def capture() -> Iterator[Capture]:
+def capture(tmp_path: Path) -> Iterator[Capture]:
     """Return a function that sets the log up into a text, and puts pytest's own handlers back afterwards."""
     root, own = logging.getLogger(), logging.getLogger("membrokerd")
     before = root.handlers, root.level, own.level
 
-    def begin(format: str = "json", level: str = "debug") -> io.StringIO:
-        stream = io.StringIO()
-        logs.configure(LogConfig(format, level), stream)
-        return stream
+    made: list[Lines] = []
+
+    def begin(format: str = "json", level: str = "debug") -> Lines:
+        made.append(Lines(tmp_path / f"log-{len(made)}"))
+        logs.configure(LogConfig(format, level), made[-1].file.fileno())
+        return made[-1]
 
     yield begin
+    logs.flush()
+    if logs._writer is not None:
+        logs._writer.close()
+    logs._writer = None
+    for each in made:
+        each.file.close()
     root.handlers = before[0]
     root.setLevel(before[1])
     own.setLevel(before[2])
@@ -197,6 +225,104 @@ def test_a_refusal_is_debug_with_its_numbers(capture: Capture) -> None:
     out = capture("json", "debug")
     logs.log_denied(26, "Allocate", deny(Reason.MODEL_LIMIT, limit_bytes=5))
     assert json.loads(out.getvalue())["limit_bytes"] == 5
+
+
+# --- The writer ---
+
+Open = Callable[[int], Writer]
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """A pipe of one page that nobody reads, full but for some bytes."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"\n" * 4000)
+    yield reader, writer
+    os.close(writer)
+    with suppress(OSError):
+        os.close(reader)
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Return a function that makes a writer, which is closed in the end."""
+    made: list[Writer] = []
+
+    def open_writer(descriptor: int) -> Writer:
+        made.append(Writer(descriptor))
+        return made[-1]
+
+    yield open_writer
+    for each in made:
+        each.close()
+
+
+def say(writer: Writer, lines: int, text: str = "a line") -> None:
+    for number in range(lines):
+        writer.handle(logging.LogRecord("test", logging.INFO, "", 0, f"{text} {number}", (), None))
+
+
+def test_a_pipe_that_nobody_reads_stops_nobody_and_the_gap_is_told(
+    pipe: tuple[int, int], opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines wait up to the bound, the rest is dropped and counted. Read again, the log goes on and names its gap."""
+    monkeypatch.setattr(log_writer, "QUEUE_BYTES", 20_000)
+    monkeypatch.setattr(log_writer, "FLUSH_SECONDS", 0.1)
+    reader, descriptor = pipe
+    writer = opened(descriptor)
+    say(writer, 5_000)
+    dropped = writer.dropped
+    assert 2_000 < dropped < 4_000
+    writer.flush()  # and returns, though nothing is written
+    with open(reader, encoding="utf-8", closefd=False) as text:
+        lines = (line.strip() for line in text if line.strip())
+        kept = [int(line.split()[2]) for line in takewhile(lambda line: not line.startswith("log lines were"), lines)]
+    assert kept == sorted(kept)
+    assert len(kept) == 5_000 - dropped
+    say(writer, 1, "afterwards")
+    assert os.read(reader, 4096) == b"afterwards 0\n"
+    assert writer.dropped == dropped
+
+
+def test_lines_that_cannot_be_written_are_counted(pipe: tuple[int, int], opened: Open) -> None:
+    """The reader is gone for good: each line is dropped, and telling of it drops no more."""
+    reader, descriptor = pipe
+    os.close(reader)
+    writer = opened(descriptor)
+    say(writer, 10)
+    until(lambda: writer.dropped == 10)
+    writer.flush()
+    assert writer.dropped == 10
+
+
+def test_a_line_has_a_bound(tmp_path: Path, opened: Open) -> None:
+    with (tmp_path / "log").open("wb") as file:
+        writer = opened(file.fileno())
+        say(writer, 1, "x" * 1_000_000)
+        writer.flush()
+        until(lambda: (tmp_path / "log").stat().st_size == log_writer.LINE_BYTES)
+    assert (tmp_path / "log").read_bytes().endswith(b"x...\n")
+
+
+def test_a_descriptor_that_does_not_block_is_waited_for(pipe: tuple[int, int], opened: Open) -> None:
+    """Another process that has the same terminal or pipe can set O_NONBLOCK: no line is lost, or written in part."""
+    reader, descriptor = pipe
+    os.set_blocking(descriptor, False)
+    writer = opened(descriptor)
+    say(writer, 1_000)
+    with open(reader, encoding="utf-8", closefd=False) as text:
+        lines = (line.strip() for line in text if line.strip())
+        assert [next(lines) for _ in range(1_000)] == [f"a line {number}" for number in range(1_000)]
+    assert writer.dropped == 0
+
+
+def test_setting_the_log_up_again_leaves_no_thread(capture: Capture) -> None:
+    """A reload may do so often; what was said before is written all the same."""
+    out = [capture() for _ in range(5)]
+    logs.log("the last")
+    until(lambda: [thread.name for thread in threading.enumerate()].count("log") == 1)
+    assert [bool(each.getvalue()) for each in out] == [False] * 4 + [True]
 
 
 def test_a_real_daemon_never_writes_a_sessions_token(daemon: Daemon) -> None:

@@ -603,6 +603,40 @@ def test_a_refusal_does_not_wait_for_ever_for_others() -> None:
     play(story)
 
 
+def test_a_seal_sends_to_those_who_wait_over_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand readers may wait for one seal. Here a turn has time for one packet of them; each gets its own."""
+    monkeypatch.setattr(loop_module, "SHARE_SECONDS", 0)
+    readers = 5
+
+    async def story(world: World) -> None:
+        writer = await world.open()
+        made = await world.create(writer, 2 * MIB)
+        sessions = [await world.open() for _ in range(readers)]
+        waiting = [world.attach(session, wait=SECONDS) for session in sessions]
+        sealed = world.seal(writer, made.segment)
+        served = [0]
+
+        def look() -> None:
+            now = sum(bool(world.queues[session].packets) for session in sessions)
+            if now != served[-1]:
+                served.append(now)
+            if now < readers:
+                asyncio.get_running_loop().call_soon(look)
+
+        look()
+        await sealed
+        for answer in waiting:
+            assert (await answer).state == "sealed"
+        assert served == list(range(readers + 1))
+        for session in (writer, *sessions):
+            world.queues[session].close()
+            await world.detach(session, made.segment)
+        await world.delete()
+        await world.until(lambda: world.charged() == 0)
+
+    play(story)
+
+
 def test_a_timer_that_comes_early_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop's clock is not the core's: here the core's runs at half the speed."""
     true, began = loop_module.clock, loop_module.clock()
@@ -890,7 +924,7 @@ def test_a_driver_that_cannot_list_processes_is_told_and_serves_on(
 
 def ask_who(world: World) -> asyncio.Task[Any]:
     """Ask as an operator does."""
-    service = AdminService(world.loop, cast(Any, None), frozenset(), lambda: None, cast(Any, None))
+    service = AdminService(world.loop, cast(Any, None), frozenset, lambda: None, cast(Any, None))
     return asyncio.create_task(service.ListProcesses(admin_pb2.ListProcessesRequest(), None))
 
 

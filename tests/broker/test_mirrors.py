@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from tests.daemons import DEADLINE_SECONDS
@@ -30,6 +30,7 @@ from membrokerd.systemd import SystemdMirror, open_systemd, systemd_available
 
 _T = TypeVar("_T")
 STUCK_SECONDS = 0.3
+OWNER = "/run/membroker/host"
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +111,7 @@ def keeping_not_long(store: Store, segment: int, contents: dict[int, bytes]) -> 
 
 async def left_at(path: Path) -> Kept:
     """Return what the keeper at this path has, as the next daemon finds it."""
-    mirror, kept = await open_keeper(path)
+    mirror, kept = await open_keeper(path, OWNER)
     mirror.close()
     return kept
 
@@ -135,14 +136,14 @@ def test_a_daemon_finds_what_its_predecessor_kept(path: Path) -> None:
     """Segments, a worker's pidfd and a driver's descriptor outlive the daemon; the second lends and gives them up."""
 
     async def first() -> int:
-        mirror, kept = await open_keeper(path)
+        mirror, kept = await open_keeper(path, OWNER)
         assert kept == Kept()
         store = Store(mirror)
         await keeping(store, 0x1F, {extent: b"extent %d" % extent for extent in range(1, 101)})
         await keeping(store, 2, {200: b"other"})
         pidfd, watch = os.pidfd_open(os.getpid()), memfd(b"watch")
         store.keep_process(0xABC, pidfd)
-        store.keep_driver("watch", watch)
+        store.keep_driver({"watch": watch})
         close_all([pidfd, watch])
         await keeping(store, 3, {300: b"the last"})
         pid = mirror.pid
@@ -151,7 +152,7 @@ def test_a_daemon_finds_what_its_predecessor_kept(path: Path) -> None:
         return pid
 
     async def second(pid: int) -> None:
-        mirror, kept = await open_keeper(path)
+        mirror, kept = await open_keeper(path, OWNER)
         assert mirror.pid == pid
         store = Store(mirror)
         store.adopt(kept)
@@ -175,11 +176,34 @@ def test_a_daemon_finds_what_its_predecessor_kept(path: Path) -> None:
     play(third())
 
 
+def test_a_daemon_that_ends_at_its_start_leaves_no_half(path: Path) -> None:
+    """Its port is taken, and it is gone before the keeper comes to what it put. Half of it stops every next start."""
+    with Keeper(path) as keeper:
+
+        async def first() -> None:
+            mirror, _ = await open_keeper(path)
+            store = Store(mirror)
+            keeper.process.send_signal(signal.SIGSTOP)
+            os.waitpid(keeper.process.pid, os.WUNTRACED)
+            file = memfd(b"")
+            store.keep_driver({"watches": file, "table": file})
+            close_all([*store.close(), file])
+            keeper.process.send_signal(signal.SIGCONT)
+
+        async def second() -> set[str]:
+            kept = await left_at(path)
+            assert read(kept) == {}
+            return set(kept.driver)
+
+        play(first())
+        assert play(second()) in (set(), {"watches", "table"})
+
+
 def test_the_keeper_is_nobodys_child_to_kill(path: Path) -> None:
     """Ctrl-C in the daemon's terminal and the end of its log's reader do not reach the keeper."""
 
     async def story() -> None:
-        mirror, _ = await open_keeper(path)
+        mirror, _ = await open_keeper(path, OWNER)
         assert mirror.pid is not None
         assert os.getsid(mirror.pid) == mirror.pid
         shared = files_of(mirror.pid) & files_of(os.getpid())
@@ -193,7 +217,7 @@ def test_a_keeper_is_killed_while_puts_are_on_their_way(path: Path) -> None:
     """The keeper stops, then dies with 30 packets unanswered: another gets what was there, then those, in order."""
 
     async def story() -> None:
-        mirror, _ = await open_keeper(path)
+        mirror, _ = await open_keeper(path, OWNER)
         store = Store(mirror)
         await keeping(store, 1, {extent: b"before %d" % extent for extent in range(1, 201)})
         store.keep_process(7, store.lend(1, [1])[0])
@@ -228,7 +252,7 @@ def test_what_was_dropped_meanwhile_is_not_put_again(path: Path) -> None:
     """A session comes and goes, and a segment goes, while the keeper is dead: the next one never hears of them."""
 
     async def story() -> None:
-        mirror, _ = await open_keeper(path)
+        mirror, _ = await open_keeper(path, OWNER)
         store = Store(mirror)
         await keeping(store, 1, {1: b"goes"})
         await keeping(store, 2, {2: b"stays"})
@@ -253,12 +277,13 @@ def test_another_daemon_took_the_keepers_ear(path: Path) -> None:
     """The connection is lost while the keeper lives: it is told again what it should have, and lets go of the rest."""
 
     async def story() -> None:
-        mirror, _ = await open_keeper(path)
+        mirror, _ = await open_keeper(path, OWNER)
         store = Store(mirror)
         await keeping(store, 1, {1: b"goes"})
         await keeping(store, 2, {2: b"stays"})
         pid = mirror.pid
         with Client(path) as other:
+            assert other.ask(1, own=OWNER) == {"number": 1}
             other.put({"segment.9.9": b"another's"})
             close_all(store.give_up(1))
         await keeping(store, 3, {3: b"later"})
@@ -283,7 +308,7 @@ def test_no_keeper_can_be_started(
         ]
 
     async def story() -> None:
-        mirror, _ = await open_keeper(path)
+        mirror, _ = await open_keeper(path, OWNER)
         store = Store(mirror)
         await keeping(store, 1, {1: b"stays"})
         path.parent.chmod(0o755)
@@ -307,7 +332,7 @@ def test_a_keeper_that_does_not_answer(path: Path) -> None:
     """It is stopped, not dead: a put fails in time, nothing half kept is left, and it serves again when it goes on."""
 
     async def story() -> None:
-        mirror, _ = await open_keeper(path)
+        mirror, _ = await open_keeper(path, OWNER)
         store = Store(mirror)
         await keeping(store, 1, {1: b"stays"})
         pid = mirror.pid
@@ -330,7 +355,7 @@ def test_a_full_keeper_leaves_nothing_half_kept(path: Path) -> None:
     """Two packets fit and the third does not: the segment is refused, and what was put of it is taken back."""
 
     async def story() -> None:
-        mirror, _ = await open_keeper(path)
+        mirror, _ = await open_keeper(path, OWNER)
         store = Store(mirror)
         await keeping(store, 1, {1: b"stays"})
         with pytest.raises(OSError, match="129 descriptors are kept, of 150 that may be"):
@@ -366,7 +391,7 @@ def test_the_daemon_stops_with_puts_on_their_way(path: Path) -> None:
     """Who waits is told, once, and its descriptors are its own again."""
 
     async def story() -> None:
-        mirror, _ = await open_keeper(path)
+        mirror, _ = await open_keeper(path, OWNER)
         store = Store(mirror)
         assert mirror.pid is not None
         os.kill(mirror.pid, signal.SIGSTOP)
@@ -379,12 +404,49 @@ def test_the_daemon_stops_with_puts_on_their_way(path: Path) -> None:
     play(story())
 
 
+def test_a_keeper_of_another_device_is_refused_at_once(path: Path) -> None:
+    """Two daemons with one keeper_socket: the second says what to do, and the first one's connection stays."""
+
+    async def story() -> None:
+        mirror, _ = await open_keeper(path, OWNER)
+        store = Store(mirror)
+        await keeping(store, 1, {1: b"the first one's"})
+        with pytest.raises(mirrors.Owned, match=rf"keeps the descriptors of {OWNER}: give each device a keeper"):
+            await open_keeper(path, "/run/membroker/host-1")
+        await keeping(store, 2, {2: b"more"})
+        end(store)
+        with pytest.raises(mirrors.Owned):
+            await open_keeper(path, "/run/membroker/host-1")
+        assert read(await left_at(path)) == {1: {1: b"the first one's"}, 2: {2: b"more"}}
+
+    play(story())
+
+
+def test_a_keeper_that_an_older_daemon_started(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows no owners and serves the newest connection: an upgrade finds the segments of the daemon before."""
+
+    async def story() -> None:
+        with Client(path) as older:
+            older.put({"segment.1.1": b"kept"})
+        assert read(await left_at(path)) == {1: {1: b"kept"}}
+
+    with Keeper(path):
+        # An unknown request is refused with a sentence and no owner, as every keeper has always done.
+        line_ask = mirrors._Line.ask
+
+        def ask(line: Any, message: Any, descriptors: Any = ()) -> Any:
+            return line_ask(line, {"unknown": 1} if "own" in message else message, descriptors)
+
+        monkeypatch.setattr(mirrors._Line, "ask", ask)
+        play(story())
+
+
 def test_there_is_no_place_for_a_keeper(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the keeper complains of is what the daemon says when it cannot start."""
     monkeypatch.setattr(mirrors, "FIRST_PAUSE_SECONDS", 0.0)
     path.parent.chmod(0o750)
     with pytest.raises(OSError, match=r"membroker-fdstore: cannot listen at .* is not this user's alone"):
-        play(open_keeper(path))
+        play(open_keeper(path, OWNER))
 
 
 # --- systemd ---

@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.daemons import until
 
 from membrokerd.core.denied import Reason
 from membrokerd.handoff import peer as module
@@ -187,3 +188,22 @@ def test_processes_that_cannot_be_told_apart_do_not_count_as_one(
         pidfd, identity = module._identify(one.connection, one.process.pid)
         os.close(pidfd)
         assert identity.startswith(f"pid:{one.process.pid}:")
+
+
+def test_an_exec_changes_the_image_and_nothing_else_does() -> None:
+    """Equal while a program runs, another after each exec(), and unknown of a process that is not there or not seen."""
+    image = "from membrokerd.handoff.peer import image_of; import os; seen = image_of(os.getpid()); "
+    code = f"{image}print(seen == image_of(os.getpid()), seen, flush=True); input(); os.execvp('cat', ['cat'])"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        own = process.stdout.readline().decode().strip()
+        before = module.image_of(process.pid)
+        assert own == f"True {before}"
+        process.stdin.write(b"go\n")
+        process.stdin.flush()
+        until(lambda: module.image_of(process.pid) not in (before, None))
+        process.kill()
+    assert module.image_of(process.pid) is None
+    assert module.image_of(0) is None
+    assert module.image_of(-1) is None

@@ -47,7 +47,7 @@ def test_what_was_commanded_is_read_again(path: Path) -> None:
 def test_any_quotas_are_read_again(path: Path) -> None:
     tenants, models = (
         st.from_regex(r"[a-z0-9][a-z0-9-]{0,23}", fullmatch=True),
-        st.from_regex(r"[a-z0-9][a-z0-9._-]{0,62}", fullmatch=True),
+        st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,46}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,46})?", fullmatch=True),
     )
     keys = st.tuples(tenants, st.none() | models, st.sampled_from(LOCATIONS))
 
@@ -121,7 +121,15 @@ def test_a_file_that_is_wrong_is_refused_whole(path: Path, case: str) -> None:
 
 def test_a_file_that_cannot_be_read_is_named(path: Path) -> None:
     path.mkdir(parents=True)
-    with pytest.raises(HomeError, match=r"quotas.toml: cannot be read: Is a directory"):
+    with pytest.raises(HomeError, match=r"quotas.toml: cannot be read: it is a directory, .*remove the file"):
+        read(path)
+
+
+def test_a_fifo_is_not_waited_for(path: Path) -> None:
+    """Nobody ever writes to it: an ordinary open would hang the start of the daemon."""
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    with pytest.raises(HomeError, match=r"quotas.toml: cannot be read: it is a FIFO, .*remove the file"):
         read(path)
 
 

@@ -171,7 +171,7 @@ def test_a_mirror_that_begins_anew_is_told_everything(mirror: Slow, mirrored: St
     mirror.take()
     pidfd, watch = memfd(b"pidfd"), memfd(b"watch")
     mirrored.keep_process(0xAB, pidfd)
-    mirrored.keep_driver("watch", watch)
+    mirrored.keep_driver({"watch": watch})
     close_all([pidfd, watch])
     contents = dict(mirror.contents())
     assert contents.pop("segment.1.a") == 1010
@@ -195,21 +195,33 @@ def test_a_copy_that_fails_is_only_logged(mirror: Slow, mirrored: Store, caplog:
     mirror.fail()
     os.close(file)
     mirrored.keep_process(2, file)
-    assert [record.getMessage() for record in caplog.records] == ["a restart would lose a descriptor"] * 2
+    assert [record.getMessage() for record in caplog.records] == ["a restart would lose descriptors"] * 2
     assert [name for name, _ in mirror.contents()] == ["process.1"]
+
+
+def test_what_a_driver_needs_is_put_at_once_and_let_go_together(mirror: Slow, mirrored: Store) -> None:
+    """Half of a driver's descriptors are of no use: one put has all, so that a death leaves all of them or nothing."""
+    file = memfd(b"")
+    mirrored.keep_driver({"watches": file, "table": file})
+    (put,) = mirror.puts
+    assert [name for name, _ in put[0]] == ["driver.watches", "driver.table"]
+    mirrored.keep_process(1, file)
+    mirrored.forget_driver()
+    assert [name for name, _ in mirror.contents()] == ["process.1"]
+    close_all([*mirrored.close(), file])
 
 
 def test_a_daemon_that_ends_at_its_start_complains_of_nothing(mirror: Slow, caplog: pytest.LogCaptureFixture) -> None:
     """Its port is taken. Of what it has lent nothing is lost, and a session that it took over is another matter."""
     store = Store(mirror)
     file = memfd(b"")
-    store.keep_driver("watches", file)
+    store.keep_driver({"watches": file})
     close_all(store.close())
     assert caplog.records == []
     store = Store(mirror)
     store.keep_process(1, file)
     close_all([*store.close(), file])
-    assert [record.getMessage() for record in caplog.records] == ["a restart would lose a descriptor"]
+    assert [record.getMessage() for record in caplog.records] == ["a restart would lose descriptors"]
 
 
 def test_what_a_predecessor_left_is_the_stores(mirror: Slow, mirrored: Store) -> None:
@@ -218,7 +230,7 @@ def test_what_a_predecessor_left_is_the_stores(mirror: Slow, mirrored: Store) ->
     pidfd, watch = memfd(b""), memfd(b"")
     mirrored.adopt(Kept({1: {10: 1010, 11: 1011}}, {5: pidfd}, {"watch": watch}))
     mirrored.keep_process(5, pidfd)
-    mirrored.keep_driver("watch", watch)
+    mirrored.keep_driver({"watch": watch})
     assert mirror.puts == [], "put again it would be gone from the other process for a moment"
     assert mirrored.lend(1, [10, 11]) == [1010, 1011]
     assert dict(mirror.contents()).keys() == mirror.names
@@ -234,7 +246,7 @@ def test_what_a_predecessor_left_is_the_stores(mirror: Slow, mirrored: Store) ->
 def test_without_a_mirror_nothing_is_copied(store: Store) -> None:
     before = len(os.listdir("/proc/self/fd"))
     store.keep_process(1, 0)
-    store.keep_driver("watch", 0)
+    store.keep_driver({"watch": 0})
     store.forget_process(1)
     assert len(os.listdir("/proc/self/fd")) == before
     assert store.close() == []

@@ -21,7 +21,7 @@ import membroker
 from membroker.cli import main as cli
 from membroker.cli import tables
 from membroker.cli.admin import admin_socket
-from membroker.errors import InvalidRequest
+from membroker.errors import BrokerUnavailable, InvalidRequest
 from membroker.types import ModelBooks, ModelStatus
 
 COMMAND = [sys.executable, "-m", "membroker.cli.main"]
@@ -76,6 +76,29 @@ def test_a_tenant_sees_its_own_and_the_operator_sees_all(daemon: Daemon) -> None
     assert "llama-7b" in good("models", "--admin", "--endpoint", blue)
     assert "llama-7b" in good("models", "--admin", env={"MEMBROKER_ENDPOINT": red})
     assert "llama-7b" in good("models", "--admin", "--endpoint", str(daemon.admin))
+
+
+@pytest.mark.usefixtures("worker")
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_an_admin_endpoint_is_taken_as_what_it_is(daemon: Daemon, by: str) -> None:
+    """Given by its own name there is nothing left for --admin to say; a device's directory has it in it."""
+    for place in (daemon.admin, daemon.root):
+        where = ("--endpoint", str(place)) if by == "option" else ()
+        env = {"MEMBROKER_ENDPOINT": str(place)} if by == "variable" else {}
+        assert f"pid {daemon.process.pid}" in good("status", *where, env=env)
+        assert "llama-7b" in good("models", *where, env=env)
+        tenants = [each["tenant"] for each in json.loads(good("sessions", "--json", *where, env=env))]
+        assert tenants == ["tenants/red"]
+        assert "there are no segments" in good("segments", *where, env=env)
+
+
+def test_nothing_is_borrowed_at_the_admin_endpoint(daemon: Daemon) -> None:
+    """A program is given the operator's endpoint by mistake: it is told so, not that no daemon runs."""
+    with pytest.raises(BrokerUnavailable, match="is the operator's endpoint, where nothing is borrowed: name a tenant"):
+        membroker.connect(daemon.admin, timeout=0.1)
+    status, _, err = run("segments", "show", "m/s", "--endpoint", str(daemon.admin))
+    assert status == 2
+    assert "at its tenant's endpoint, not at the admin endpoint" in err
 
 
 @pytest.mark.usefixtures("worker")
@@ -227,12 +250,13 @@ def test_a_location_that_a_model_never_used_is_no_row() -> None:
     "arguments",
     [
         *(("status",), ("models",), ("sessions",), ("processes",), ("models", "--admin"), ("quota", "list")),
-        ("status", "--json"),
+        *(("tenants",), ("segments",), ("status", "--json")),
         *(("forget", "sessions/1"), ("drain",), ("drain", "--exit", "--json"), ("undrain",)),
     ],
 )
 def test_no_broker_is_one_sentence_and_status_1(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    env = {"MEMBROKER_ENDPOINT": str(tmp_path / "tenants" / "acme")}
+    whole = arguments[0] in ("drain", "undrain")  # not to be told at a tenant's endpoint
+    env = {"MEMBROKER_ENDPOINT": str(tmp_path / ("admin" if whole else "tenants/acme"))}
     status, out, err = run(*arguments, env=env)
     assert (status, out) == (1, "")
     assert err.startswith("membroker: ")
@@ -259,11 +283,13 @@ def test_a_dead_brokers_socket_is_told_from_none(daemon: Daemon) -> None:
         (("quota", "set", "acme"), "--limit"),
         (("quota", "set", "acme", "--limit", "8 gigs"), "cannot read '8 gigs' as a size"),
         (("quota", "set", "acme", "--limit=-1"), "cannot read '-1' as a size"),
-        (("quota", "set", "Acme", "--limit", "1GiB"), "is no TENANT or TENANT/MODEL"),
-        (("quota", "set", "uid-0/Chat", "--limit", "1GiB"), "names are lower case"),
-        (("quota", "set", "a/b/c", "--limit", "1GiB"), "is no TENANT or TENANT/MODEL"),
+        (("quota", "set", "Acme", "--limit", "1GiB"), "is not TENANT or TENANT/MODEL"),
+        (("quota", "set", "uid-0/-chat", "--limit", "1GiB"), "begin with a letter"),
+        (("quota", "set", "uid-0/" + "m" * 97, "--limit", "1GiB"), "at most 96"),
+        (("quota", "set", "a/b/c/d", "--limit", "1GiB"), "is not TENANT or TENANT/MODEL"),
         (("quota", "set", "acme", "--limit", "1GiB", "--location", "moon"), "invalid choice"),
         (("forget",), "SESSION"),
+        (("status", "--device", "1", "--endpoint", "/run/x"), "not allowed with argument"),
         (("forget", "llama-7b"), "'llama-7b' is no session, as in sessions/"),
         (("drain", "--deadline", "0"), "is no number of seconds"),
     ],
@@ -280,7 +306,19 @@ def test_a_wrong_command_line_is_status_2(
 @pytest.mark.parametrize(
     "arguments",
     [
-        *("", "status", "models", "sessions", "processes", "doctor", "demo", "quota", "quota set", "quota list"),
+        *(
+            "",
+            "status",
+            "models",
+            "sessions",
+            "tenants",
+            "processes",
+            "doctor",
+            "demo",
+            "quota",
+            "quota set",
+            "quota list",
+        ),
         *("segments", "segments load", "segments show", "segments delete", "forget", "drain", "undrain"),
     ],
 )

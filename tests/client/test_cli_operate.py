@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
-from tests.daemons import DEADLINE_SECONDS, MIB, Daemon, until
+from tests.daemons import DEADLINE_SECONDS, MIB, Daemon, hold_still, running, until
 from tests.system.raw import Session
 from tests.system.workers import ANCHOR_BYTES, PAGE, Worker, worker
 
@@ -25,7 +26,7 @@ COMMAND = [sys.executable, "-m", "membroker.cli.main"]
 
 def run(daemon: Daemon, *arguments: str) -> tuple[int, str, str]:
     """Run the command at a daemon as a shell would; return its exit status and what it wrote."""
-    command = [*COMMAND, *arguments, "--endpoint", str(daemon.endpoint("red"))]
+    command = [*COMMAND, *arguments, "--endpoint", str(daemon.admin)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
@@ -270,3 +271,96 @@ def test_a_deadline_that_is_no_time_drains_nothing(daemon: Daemon, engine: Worke
         stub.Drain(admin_pb2.DrainRequest(deadline=Timestamp(seconds=1 << 60)), timeout=DEADLINE_SECONDS)
     engine.do("model.allocate(PAGE).close()")
     assert told(engine) == []
+
+
+# --- which broker, and whether it answers ---
+
+
+@pytest.mark.parametrize("command", [("drain",), ("drain", "--exit", "--deadline", "1"), ("undrain",)])
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_a_tenants_endpoint_drains_nothing(
+    daemon: Daemon, engine: Worker, command: tuple[str, ...], by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Someone means to drain red, and would stop every tenant of the device."""
+    red = daemon.endpoint("red")
+    monkeypatch.setenv("MEMBROKER_ENDPOINT", str(red) if by == "variable" else "")
+    where = ("--endpoint", str(red)) if by == "option" else ()
+    done = subprocess.run([*COMMAND, *command, *where], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"membroker: {red} is the endpoint of one tenant, and this concerns the whole device: "
+        f"give the admin endpoint, --endpoint {daemon.admin}\n"
+    )
+    assert not daemon.device().draining
+    engine.do("model.allocate(PAGE).close()")
+
+
+STOPPED = ("status", "models", "sessions", "segments", "tenants", "processes", "quota list", "drain", "undrain")
+
+
+def test_a_stopped_daemon_is_not_gone(daemon: Daemon) -> None:
+    """It stands in a debugger: starting another one would be the wrong advice. All commands wait at the same time."""
+    where = ("--endpoint", str(daemon.admin))
+    with hold_still(daemon):
+        commands = [[*COMMAND, *command.split(), *where] for command in STOPPED]
+        running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+        for process in running:
+            _, said = process.communicate(timeout=DEADLINE_SECONDS)
+            assert process.returncode == 1
+            assert re.search(r"^membroker: the broker at .* does not answer: it is stopped or overloaded", said)
+            assert "kill -CONT" in said
+            assert "gone" not in said
+            assert "start" not in said
+
+
+def test_a_dead_daemon_is_not_stopped(daemon: Daemon) -> None:
+    daemon.kill()
+    for command in STOPPED:
+        said = refused(daemon, *command.split())
+        assert "nobody listens at" in said
+        assert "start one with `membrokerd`" in said
+
+
+# --- tenants ---
+
+
+def test_tenants_with_what_they_use_and_may(daemon: Daemon, engine: Worker) -> None:
+    """Configured ones without anything too; a limit by command shows at once."""
+    rows = [re.split(r"\s{2,}", line) for line in good(daemon, "tenants").splitlines()]
+    assert rows[0] == ["tenant", "where", "used", "limit", "models", "sessions"]
+    assert rows[1:] == [
+        ["blue", "device", "0 B", "-", "0", "0"],
+        ["red", "device", "16.0 MiB", "-", "1", "1"],
+    ]
+    good(daemon, "quota", "set", "red", "--limit", "64MiB")
+    (red,) = [each for each in json.loads(good(daemon, "tenants", "--json")) if each["name"] == "tenants/red"]
+    assert red == {
+        "name": "tenants/red",
+        "books": {"device": {"location": "device", "used": 16 * MIB, "limit": 64 * MIB}},
+        "models": 1,
+        "sessions": 1,
+    }
+    engine.do("kept.close()")
+    with daemon.admin_stub() as stub:
+        first = stub.ListTenants(admin_pb2.ListTenantsRequest(page_size=1), timeout=DEADLINE_SECONDS)
+        again = admin_pb2.ListTenantsRequest(page_token=first.next_page_token)
+        second = stub.ListTenants(again, timeout=DEADLINE_SECONDS)
+    assert [each.name for page in (first, second) for each in page.tenants] == ["tenants/blue", "tenants/red"]
+    assert not second.next_page_token
+    assert [books.used_bytes for books in second.tenants[0].books] == [0]
+
+
+def test_where_each_user_is_a_tenant_the_list_begins_empty() -> None:
+    """`default_limit` holds for each of them; a user who only looks is listed while it does, with no session."""
+    with running({"tenants": {}, "default_limit": "32MiB"}) as daemon:
+        assert good(daemon, "tenants") == "no tenant is configured, and no user has a session\n"
+        assert json.loads(good(daemon, "tenants", "--json")) == []
+        with membroker.connect(daemon.endpoint("default")) as client:
+            kept = client.register_model("m").allocate("2MiB")
+            (row,) = good(daemon, "tenants").splitlines()[1:]
+            uid = f"uid-{os.geteuid()}"
+            assert re.split(r"\s{2,}", row) == [uid, "device", "2.0 MiB", "32.0 MiB", "1", "1"]
+            with pytest.raises(membroker.OutOfMemory) as caught:
+                client.register_model("m").allocate("32MiB")
+            assert (caught.value.level, caught.value.limit) == ("tenant", 32 * MIB)
+            kept.close()

@@ -355,6 +355,7 @@ client = connect()
 model = client.register_model("m")
 with model.pool(PAGE) as pool:
     pool.allocate(0, PAGE)
+    model.stats()  # its gRPC channel stays open from here on
     opened = len(os.listdir("/proc/self/fd"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for spare in (1, 10, 40, 60):

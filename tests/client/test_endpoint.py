@@ -111,6 +111,82 @@ class TestChoice:
             endpoint.find_endpoint(None, {"XDG_RUNTIME_DIR": str(place)})
 
 
+class TestDevices:
+    """Which broker of several, by `membroker --device`."""
+
+    UUID = "GPU-1234abcd-0000-1111-2222-333344445555"
+
+    @pytest.fixture
+    def env(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+        """Two GPUs, and two devices of the host driver that an older daemon, and a broken disk, left a file of."""
+        monkeypatch.setattr(endpoint, "SYSTEM", place / "system")
+        devices = {"gpu-1234abcd": "0\n", "gpu-99999999": "1\n", "host": None, "host-7": "\xff seven"}
+        for device, index in devices.items():
+            directory = place / "membroker" / device
+            (directory / "tenants" / "red").mkdir(parents=True)
+            if index is not None:
+                (directory / "index").write_text(index)
+        return {"XDG_RUNTIME_DIR": str(place)}
+
+    @pytest.mark.parametrize(
+        ("name", "device"),
+        [
+            ("0", "gpu-1234abcd"),
+            ("01", "gpu-99999999"),
+            (UUID, "gpu-1234abcd"),
+            (UUID.lower(), "gpu-1234abcd"),
+            (UUID.removeprefix("GPU-"), "gpu-1234abcd"),
+            ("gpu-99999999", "gpu-99999999"),
+            ("host", "host"),
+            ("host-7", "host-7"),
+        ],
+    )
+    def test_it_is_found(self, env: dict[str, str], place: Path, name: str, device: str) -> None:
+        assert endpoint.find_device(name, env) == place / "membroker" / device
+
+    @pytest.mark.parametrize("name", ["2", "gpu-00000000", "GPU-99999998-0000-1111-2222-333344445555", "host-1"])
+    def test_there_is_none(self, env: dict[str, str], name: str) -> None:
+        with pytest.raises(BrokerUnavailable) as caught:
+            endpoint.find_device(name, env)
+        said = str(caught.value)
+        assert f"no broker of device {name} was found" in said
+        assert "have gpu-1234abcd (0), gpu-99999999 (1), host (?), host-7 (?)" in said
+        assert f"`membrokerd --device {name}`" in said
+
+    @pytest.mark.parametrize("name", ["", "../..", "-1", "0x1", "a" * 65, "gpu 1", "12345"])
+    def test_what_names_no_device(self, env: dict[str, str], name: str) -> None:
+        with pytest.raises(InvalidRequest, match="names no device: give its number, or its UUID"):
+            endpoint.find_device(name, env)
+
+    def test_two_of_one_number(self, env: dict[str, str], place: Path) -> None:
+        """A GPU and a device of the host driver: the one that lives is meant, and of two living ones neither."""
+        twin = place / "membroker" / "host"
+        (twin / "index").write_text("0\n")
+        with listening(place / "membroker" / "gpu-1234abcd" / "tenants" / "red" / "handoff.sock"):
+            assert endpoint.find_device("0", env).name == "gpu-1234abcd"
+            with (
+                listening(twin / "tenants" / "red" / "handoff.sock"),
+                pytest.raises(InvalidRequest, match="2 devices are called 0: name one with --endpoint"),
+            ):
+                endpoint.find_device("0", env)
+
+    def test_a_pipe_in_the_place_of_its_number(self, env: dict[str, str], place: Path) -> None:
+        """Nobody is waited for."""
+        os.mkfifo(place / "membroker" / "host" / "index")
+        with pytest.raises(BrokerUnavailable):
+            endpoint.find_device("5", env)
+
+    def test_those_that_live(self, env: dict[str, str], place: Path) -> None:
+        assert endpoint.living_devices(env) == []
+        with listening(place / "membroker" / "host" / "tenants" / "red" / "handoff.sock"):
+            assert endpoint.living_devices(env) == [place / "membroker" / "host"]
+
+    def test_a_devices_directory_is_its_default_endpoint(self, env: dict[str, str], place: Path) -> None:
+        device = place / "membroker" / "host"
+        assert endpoint.find_endpoint(device, env) == device / "tenants" / "default"
+        assert endpoint.find_endpoint(device / "admin", env) == device / "admin"
+
+
 class TestDiagnosis:
     """Each way in which an endpoint can be unusable."""
 

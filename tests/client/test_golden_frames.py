@@ -33,10 +33,13 @@ from membroker import handoff
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
-from membrokerd.core import policy
+from membrokerd import limits
+from membrokerd.core import policy, resuming
 from membrokerd.core.denied import Reason, deny
+from membrokerd.daemon import DEFAULT_MAX_SESSIONS
+from membrokerd.handoff import connection, listener
 from membrokerd.rpc.errors import to_status
-from membrokerd.rpc.server import MAX_MESSAGE_BYTES
+from membrokerd.rpc.server import MAX_MESSAGE_BYTES, MAX_STREAMS
 
 DOCS = Path(__file__).parents[2] / "docs"
 GOLDEN = DOCS / "golden-frames.json"
@@ -53,8 +56,9 @@ LEFT_AT_ZERO = {
     for name in (
         *("AllocateExtents", "ReleaseExtents", "DeclareMemory"),
         *("CreateSegment", "SealSegment", "AttachSegment", "DetachSegment", "DeleteSegment"),
+        *("RegisterModel", "UnregisterModel"),
     )
-}
+} | {"membroker.v1.ModelBooks.releasing_bytes"}
 each_vector = pytest.mark.parametrize("vector", VECTORS, ids=[vector["name"] for vector in VECTORS])
 
 
@@ -110,8 +114,14 @@ def test_every_kind_and_every_field_has_a_vector() -> None:
 def _fields_of(kind: Descriptor) -> Iterator[str]:
     for field in kind.fields:
         yield field.full_name
-        if field.message_type is not None and field.message_type.full_name.startswith("membroker."):
+        if _is_ours(field):
             yield from _fields_of(field.message_type)
+
+
+def _is_ours(field: Any) -> bool:
+    """Say whether a field is a message of this protocol, and no map."""
+    kind = field.message_type
+    return kind is not None and kind.full_name.startswith("membroker.") and not kind.GetOptions().map_entry
 
 
 def _set_in(message: Message) -> Iterator[str]:
@@ -119,7 +129,7 @@ def _set_in(message: Message) -> Iterator[str]:
         if not field.full_name.startswith("membroker."):
             continue
         yield field.full_name
-        if field.message_type is not None:
+        if _is_ours(field):
             for one in value if isinstance(value, list) or hasattr(value, "add") else [value]:
                 yield from _set_in(one)
 
@@ -232,6 +242,27 @@ def test_the_page_has_the_limits_as_they_are() -> None:
         "segments of a tenant": rules.max_segments_per_tenant,
         "seconds that an attach may wait": policy.MAX_WAIT_NS // 10**9,
         "protocol version": handoff.PROTOCOL_VERSION,
+        "protocol revision": handoff.PROTOCOL_REVISION,
+        "ids of a Holds": handoff.MAX_IDS_PER_FRAME,
+        "unknown ids of a ResumeResponse": handoff.MAX_UNKNOWN_PER_ANSWER,
+        "models of a ResumeResponse": resuming.MAX_MODELS_TOLD,
+        "connections that have not said Hello": listener.MAX_SILENT,
+        "seconds until a Hello must have come": int(listener.HELLO_SECONDS),
+        "seconds that the last answer waits for room": int(connection.LINGER_SECONDS),
+        "gRPC calls at once": MAX_STREAMS,
     }
+    assert handoff.MAX_UNKNOWN_PER_ANSWER == resuming.MAX_TOLD
+    texts = {
+        "unanswered calls that bring descriptors, waiting attaches among them, by frames and gRPC": (
+            f"{rules.max_calls_per_session}"
+        ),
+        "extents of all segments": f"{limits.MAX_SEGMENT_EXTENTS:,}, or what the broker's descriptors allow",
+        "sessions of a process": f"{rules.max_sessions_per_process}, detached ones among them",
+        "sessions in all": f"`max_sessions`: {DEFAULT_MAX_SESSIONS:,}, or what the broker's descriptors allow",
+        "models of a tenant": f"`max_models_per_tenant`: {rules.max_models_per_tenant}",
+        "characters of a client's name": f"{connection.MAX_CLIENT_NAME}",
+    }
+    for what, text in texts.items():
+        assert f"| {what} | {text} |" in page, what
     for what, number in numbers.items():
         assert f"| {what} | {number:,} |" in page, what

@@ -23,6 +23,7 @@ from membroker.errors import (
     InvalidPageSize,
     InvalidRequest,
     OutOfMemory,
+    OutOfVirtualMemory,
 )
 from membroker.growable import GrowableBuffer
 from membroker.local_source import LocalSource
@@ -76,7 +77,7 @@ class TestSize:
     def test_to_its_capacity_and_back(self, buffer: GrowableBuffer, lender: Lender) -> None:
         buffer.resize(CAPACITY)
         buffer.view()[-1] = 1
-        with pytest.raises(InvalidRequest, match="capacity"):
+        with pytest.raises(OutOfVirtualMemory, match="capacity"):
             buffer.grow(1)
         buffer.resize(0)
         assert lender.used_bytes == 0
@@ -153,14 +154,14 @@ class TestRefused:
         """Sums that would overflow 64 bits are refused like any other size beyond the capacity."""
         buffer.resize(10)
         before = state(buffer, lender)
-        for call, size in (
-            (buffer.resize, CAPACITY + 1),
-            (buffer.grow, CAPACITY - 9),
-            (buffer.grow, 2**63 - 1),
-            (buffer.shrink, 11),
-            (buffer.shrink, 2**63 - 1),
+        for call, size, error in (
+            (buffer.resize, CAPACITY + 1, OutOfVirtualMemory),
+            (buffer.grow, CAPACITY - 9, OutOfVirtualMemory),
+            (buffer.grow, 2**63 - 1, OutOfVirtualMemory),
+            (buffer.shrink, 11, InvalidRequest),
+            (buffer.shrink, 2**63 - 1, InvalidRequest),
         ):
-            with pytest.raises(InvalidRequest):
+            with pytest.raises(error):
                 call(size)
             assert state(buffer, lender) == before
 
@@ -361,7 +362,7 @@ class TestThreads:
         def churn(number: int) -> None:
             choose = random.Random(seed + number)
             for _ in range(100):
-                with suppress(BufferError, InvalidRequest):
+                with suppress(BufferError, InvalidRequest, OutOfVirtualMemory):
                     choose.choice((buffer.grow, buffer.shrink, buffer.resize))(choose.randrange(4 * PAGE))
                 view = buffer.view()
                 if len(view):

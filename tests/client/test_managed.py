@@ -1,7 +1,8 @@
 """Managed memory on the real cuda-bindings over the fake card, and its refusals on the host driver.
 
 The fake keeps each page's advice as a card does, so what was advised is read back; what it cannot show (pages that
-move, kernels that read them) stands in tests/gpu. docs/seeds.md says which of oxicuda-memory's tests is which of these.
+move, kernels that read them) stands in tests/gpu. tests/docs/migrating_tests.md says which of
+oxicuda-memory's tests is which of these.
 """
 
 from __future__ import annotations

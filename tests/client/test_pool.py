@@ -24,6 +24,7 @@ from membroker.errors import (
     InvalidRequest,
     NotMapped,
     OutOfMemory,
+    OutOfVirtualMemory,
 )
 from membroker.pool import VirtualMemoryPool
 
@@ -258,11 +259,11 @@ class TestGrow:
     def test_beyond_the_capacity(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         pool.grow(63 * PAGE)
         before = state(pool, lender)
-        with pytest.raises(InvalidOffset):
+        with pytest.raises(OutOfVirtualMemory):
             pool.grow(PAGE + 1)
         assert state(pool, lender) == before
         pool.grow(PAGE)
-        with pytest.raises(InvalidOffset):
+        with pytest.raises(OutOfVirtualMemory):
             pool.grow(1)
 
     def test_many_threads_grow_at_once(self, pool: VirtualMemoryPool) -> None:
@@ -592,7 +593,7 @@ class TestSpare:
         pool.grow(2 * PAGE)
         pool.prepare(PAGE)
         before = state(pool, lender)
-        for size, error in ((0, InvalidRequest), (63 * PAGE, InvalidOffset), ("a lot", InvalidRequest)):
+        for size, error in ((0, InvalidRequest), (63 * PAGE, OutOfVirtualMemory), ("a lot", InvalidRequest)):
             with pytest.raises(error):
                 pool.prepare(size)
         lender.fails_after = 2

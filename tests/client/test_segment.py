@@ -300,7 +300,7 @@ class TestNames:
         assert time.monotonic() - began < 30
         assert holders(client) == {"weights": 0}
 
-    @pytest.mark.parametrize("name", ["", "/", "a/b/c", "Weights", "-", "m/", "../x", "x" * 64, "x\ny", "tenants/red"])
+    @pytest.mark.parametrize("name", ["", "/", "a/b/c", "-", "m/", "../x", "x" * 97, "x\ny", "tenants/red"])
     def test_what_is_no_name(self, client: membroker.Client, model: membroker.Model, name: str) -> None:
         for call in (client.attach, client.delete_segment, lambda name: model.create_segment(name, 1)):
             with pytest.raises((membroker.InvalidRequest, membroker.SegmentNotFound)):
@@ -475,7 +475,7 @@ class TestArguments:
     ) -> None:
         segment, buffer = model.create_segment("weights", 1), model.allocate(1)
         for call in (segment.read, segment.span, buffer.span):
-            with pytest.raises(membroker.InvalidRequest, match="are ints of bytes"):
+            with pytest.raises(membroker.InvalidRequest, match="is a whole number"):
                 call(offset, size)
 
     def test_progress(self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -706,6 +706,7 @@ model = client.register_model("m")
 with model.create_segment("weights", "66GiB") as segment:
     segment.seal()
 client.attach("weights").close()
+client.segments()  # its gRPC channel stays open from here on
 gc.collect()
 opened = len(os.listdir("/proc/self/fd"))
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -844,6 +845,7 @@ wait()
         script = """
 client = connect()
 model = client.register_model("m")
+client.segments()  # its gRPC channel stays open from here on
 hits, armed = 0, False
 signal.signal(signal.SIGALRM, lambda *_: armed and signal.raise_signal(signal.SIGINT))
 sys.unraisablehook = lambda _: None  # an interrupt in one of gRPC's finalizers is lost; the next one comes

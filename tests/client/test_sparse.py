@@ -199,7 +199,7 @@ class TestRefused:
         with pytest.raises(InvalidRequest):
             SparseArray(lender, shape, "F32")
 
-    @pytest.mark.parametrize("dtype", ["float32", "F4", "", "f32", None, 4, ["F32"]])
+    @pytest.mark.parametrize("dtype", ["f4", "F4", "", "f32", None, 4, ["F32"]])
     def test_dtypes_that_are_none(self, lender: Lender, dtype: Any) -> None:
         with pytest.raises(InvalidRequest, match="F32"):
             SparseArray(lender, (10,), dtype)

@@ -431,10 +431,10 @@ def test_a_lower_bound() -> None:
 
 # The arguments are made in the test: a big header would be made at import, and a surrogate breaks the test's name.
 UNWRITABLE: dict[str, tuple[Callable[[], Any], str]] = {
-    "dtype": (lambda: write_index({"x": ("float32", (2,))}), "'x' has the dtype 'float32'"),
-    "negative dimension": (lambda: write_index({"x": ("F32", (-1,))}), "'x' has the shape"),
-    "dimension of true": (lambda: write_index({"x": ("F32", (True,))}), "'x' has the shape"),
-    "no shape": (lambda: write_index({"x": ("F32", 5)}), "'x' has the shape 5"),  # type: ignore[dict-item]
+    "dtype": (lambda: write_index({"x": ("f4", (2,))}), "'x': 'f4' is not a dtype"),
+    "negative dimension": (lambda: write_index({"x": ("F32", (-1,))}), "'x': a shape is whole numbers"),
+    "dimension of true": (lambda: write_index({"x": ("F32", (True,))}), "'x': a dimension is a whole number"),
+    "no shape": (lambda: write_index({"x": ("F32", 5)}), "'x': a shape is a sequence"),  # type: ignore[dict-item]
     "no pair": (lambda: write_index({"x": "F32"}), "'x' is a dtype and a shape, not 'F32'"),  # type: ignore[dict-item]
     "too large": (lambda: write_index({"x": ("F32", (1 << 62,))}), "more than 2\\^63-1 bytes"),
     "too large together": (

@@ -16,6 +16,7 @@ import pytest
 from membrokerd import metrics
 from membrokerd.config import load
 from membrokerd.config_values import KEYS
+from membrokerd.reload import CHANGEABLE
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 TOML = DEPLOY / "membrokerd.toml"
@@ -66,7 +67,8 @@ def keys_in(document: dict[str, Any]) -> set[tuple[str, str]]:
 
 
 def test_the_annotated_configuration_loads_as_it_is_and_with_every_key_set(tmp_path: Path) -> None:
-    assert load(TOML, {}, env={}, uid=0) == load(None, {}, env={}, uid=0), "what is set there are the defaults"
+    defaults = load(None, {"driver": "cuda"}, env={}, uid=0)
+    assert load(TOML, {}, env={}, uid=0) == defaults, "what is set there are the defaults, but for the driver"
     whole = tmp_path / "whole.toml"
     whole.write_text(uncommented())
     found = load(whole, {}, env={}, uid=0)
@@ -77,6 +79,27 @@ def test_the_annotated_configuration_loads_as_it_is_and_with_every_key_set(tmp_p
 def test_the_annotated_configuration_names_every_key() -> None:
     known = {(table, key) for table, keys in KEYS.items() for key in keys}
     assert keys_in(tomllib.loads(uncommented())) == known
+
+
+@pytest.mark.parametrize("path", ["membrokerd.toml", "systemd/membrokerd.service"])
+def test_the_first_lines_say_who_may_borrow_everything(path: str) -> None:
+    """Someone installs both as they are, on a machine with other users."""
+    first = (DEPLOY / path).read_text().splitlines()[:3]
+    assert "EVERY LOCAL USER MAY BORROW THE WHOLE GPU" in " ".join(first)
+    assert "default_limit" in " ".join(first)
+    assert load(TOML, {}, env={}, uid=0).uid_tenants, "it is still so"
+
+
+@pytest.mark.parametrize("path", ["membrokerd.toml", "kubernetes/membrokerd.toml"])
+def test_a_gpu_node_lends_no_ordinary_memory(path: str) -> None:
+    """`auto` would start on a node whose driver is not loaded, and be ready."""
+    assert load(DEPLOY / path, {}, env={}, uid=0).driver == "cuda"
+
+
+def test_the_file_says_what_a_reload_changes() -> None:
+    prose = TOML.read_text().partition("systemctl reload")[2].partition("\n\n")[0]
+    for key in CHANGEABLE - {"tenants"}:
+        assert key in prose
 
 
 # --- systemd ---
@@ -98,6 +121,7 @@ def test_the_unit_has_what_a_broker_needs_and_not_what_breaks_one() -> None:
     text = (DEPLOY / "systemd" / "membrokerd.service").read_text()
     settings = dict(re.findall(r"^([A-Za-z]+)=(.*)$", text, re.MULTILINE))
     assert settings["Type"] == "notify"
+    assert settings["ExecReload"] == "/bin/kill -HUP $MAINPID"
     assert settings["Restart"] == "on-failure", "a drained daemon that exits is to stay away"
     assert settings["StartLimitIntervalSec"] == "0"
     assert int(settings["LimitNOFILE"]) >= 129 * 1024
@@ -127,7 +151,9 @@ def test_the_daemonset_needs_no_privilege_of_the_host() -> None:
     assert {"hostPID", "hostIPC", "hostNetwork"}.isdisjoint(pod)
     container, keeper = pod["containers"]
     assert keeper["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert keeper["command"][1] == load(DEPLOY / "kubernetes" / "membrokerd.toml", {}).keeper_socket.as_posix()
+    configured = load(DEPLOY / "kubernetes" / "membrokerd.toml", {}).keeper_socket
+    assert configured is not None
+    assert keeper["command"][1] == configured.as_posix().replace("{index}", "0")
     assert not container["securityContext"].get("privileged")
     for probe, path in (("livenessProbe", "/healthz"), ("readinessProbe", "/readyz"), ("startupProbe", "/readyz")):
         assert container[probe]["httpGet"] == {"path": path, "port": "metrics"}

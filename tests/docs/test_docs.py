@@ -1,4 +1,4 @@
-"""The pages of docs/ keep their word: what they show as code runs, as a reader would run it.
+"""README and the pages of docs/ keep their word: what they show as code runs, as a reader would run it.
 
 A block that opens with ```` ```python run ```` is run. The blocks of one page run in order, in one process, against a
 daemon of its own on the host driver: MEMBROKER_ENDPOINT is set, and 1 GiB can be lent at either location. Words after
@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -25,7 +26,7 @@ BLOCK = re.compile(r"^```python run\b([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DO
 
 def pages() -> list[Path]:
     """The pages with a block that runs."""
-    return [page for page in sorted(DOCS.glob("*.md")) if BLOCK.search(page.read_text())]
+    return [page for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))) if BLOCK.search(page.read_text())]
 
 
 def program(text: str) -> str:
@@ -60,7 +61,7 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
 
 def test_a_reader_goes_on_to_the_next_page(tmp_path: Path) -> None:
     """Who runs README's block, and a page's within the minute that a model lives on, meets no other numbers."""
-    texts = [page.read_text() for page in (DOCS.parent / "README.md", *pages())]
+    texts = [page.read_text() for page in pages()]
     names = Counter(name for text in texts for name in set(MODEL.findall(program(text))))
     with running({"capacity": "2GiB", "host_capacity": "1GiB"}) as daemon:
         environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
@@ -78,6 +79,24 @@ def test_a_reader_goes_on_to_the_next_page(tmp_path: Path) -> None:
                 check=False,
             )
             assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_block_of_readme_runs() -> None:
+    """A newcomer pastes the first page: no block of Python there is only to be looked at."""
+    text = (DOCS.parent / "README.md").read_text()
+    assert text.count("```python") == len(BLOCK.findall(text)) == 2
+
+
+def test_readme_requires_what_pyproject_does() -> None:
+    """The table at the top has the numbers that pip goes by."""
+    text = (DOCS.parent / "README.md").read_text()
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert f"Python {project['requires-python'].removeprefix('>=')}" in text
+    for requirement in (*project["dependencies"], *extras["broker"], *extras["cuda"]):
+        name, _, version = requirement.partition(">=")
+        row = next(line for line in text.splitlines() if line.startswith("|") and name in line)
+        assert version.partition(",")[0] in row, requirement
 
 
 def test_a_wrong_page_is_found_out() -> None:

@@ -265,6 +265,7 @@ def test_bent_frames_reach_the_core_unharmed() -> None:
             elif frame.HasField("ack"):
                 revision = bench.broker.ledger.revision
                 bench.tell(ev.Acknowledge(bench.red, frame.request_id, frame.ack.part))
+                bench.tell(ev.AcknowledgeUpTo(bench.red, frame.acknowledged))
                 assert bench.broker.ledger.revision == revision
 
     lasting(fuzz)

@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.daemons import to_toml
 from tests.fuzz.corpus import FRAMES, NAMES, bent, budget, lasting
+from tests.simulation.world import World
 
 from membroker import handoff
 from membroker.cli import main as cli
@@ -22,6 +23,7 @@ from membroker.vmm.sizes import MAX_BYTES, parse_size
 from membrokerd import quotas
 from membrokerd.config import ConfigError, load
 from membrokerd.home import HomeError
+from membrokerd.inheritance import condense
 from membrokerd.journal import Binding, Journal
 from membrokerd.rpc import convert
 
@@ -70,7 +72,7 @@ def test_a_size_is_bytes_or_a_value_error() -> None:
 
 QUOTA_NAMES = st.one_of(
     NAMES,
-    st.from_regex(r"(tenants/)?[a-z0-9-]{0,26}(/(models/)?[a-zA-Z0-9._-]{0,66})?\n?"),
+    st.from_regex(r"(tenants/)?[a-z0-9-]{0,26}(/(models/)?[a-zA-Z0-9._-]{0,99}(/[a-zA-Z0-9._-]{0,99}){0,2})?\n?"),
 )
 
 
@@ -256,13 +258,54 @@ def test_a_journal_is_a_story_or_is_set_aside(tmp_path: Path) -> None:
     def fuzz(data: bytes) -> None:
         path.write_bytes(data)
         journal = Journal(path, BINDING)
-        story, sentences = journal.read()
+        story, sentences = journal.read(list)
         assert path.exists() or (not story and len(sentences) == 1)
         assert len(list(tmp_path.iterdir())) <= 5
         journal.begin(story)
         assert journal.append(story)
         journal.close()
-        assert Journal(path, BINDING).read() == (story * 2, [])
+        assert Journal(path, BINDING).read(list) == (story * 2, [])
+
+    lasting(fuzz)
+
+
+def test_flipped_bits_are_told_and_kept(tmp_path: Path) -> None:
+    """Anywhere in the journal of a busy daemon: the books are right, or the file is kept and a sentence says so."""
+    whole = tmp_path / "whole"
+    world = World(7)
+    journal = Journal(whole, BINDING)
+    journal.begin([])
+    for number in range(400):
+        seen = len(world.history)
+        world.turn(number)
+        assert journal.append(world.history[seen:])
+    journal.close()
+    data = whole.read_bytes().rstrip(b"\0") + bytes(200)
+    books, sentences = Journal(whole, BINDING).read(condense)
+    assert books.story
+    assert not sentences
+    path = tmp_path / "state" / "journal"
+    path.parent.mkdir()
+    heads = [at for at in range(len(data)) if data.startswith(b"[[", at + 8)]
+
+    @budget(1_500)
+    @given(
+        st.lists(st.integers(0, 8 * len(data) - 1), min_size=1, max_size=8)
+        | st.tuples(st.sampled_from(heads), st.integers(0, 63)).map(lambda place: [8 * place[0] + place[1]])
+    )
+    def fuzz(bits: list[int]) -> None:
+        bent = bytearray(data)
+        for bit in bits:
+            bent[bit // 8] ^= 1 << bit % 8
+        path.unlink(missing_ok=True)
+        path.write_bytes(bent)
+        found, sentences = Journal(path, BINDING).read(condense)
+        if sentences:
+            (sentence,) = sentences
+            assert Path(sentence.rpartition(" ")[2]).read_bytes() == bent
+        else:
+            assert found == books
+        assert len(list(path.parent.iterdir())) <= 5
 
     lasting(fuzz)
 

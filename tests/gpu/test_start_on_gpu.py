@@ -106,10 +106,10 @@ def test_the_card_is_named_by_ordinal_or_uuid(card: CudaDriver, form: str) -> No
 
 def test_a_card_that_is_not_there_is_told_in_a_sentence(card: CudaDriver) -> None:
     said = refuse_to_start("--device", "99")
-    assert re.search(r"there is no card number 99: this process sees \d+$", said)
+    assert re.search(r"there is no GPU number 99: this process sees \d+$", said)
     wrong = "GPU-00000000-1111-2222-3333-444444444444"
     said = refuse_to_start("--device", wrong)
-    assert f"no card {wrong} among those that this process sees: " in said
+    assert f"there is no GPU {wrong} among those that this process sees: " in said
     assert card.device.uuid.partition("-")[2].lower() in said
 
 

@@ -507,7 +507,8 @@ def test_a_closed_client_and_the_end_of_the_process(card: Daemon) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "words"), [("expandable_segments:True", "leave it out"), ("backend:cudaMallocAsync", "leave it out")]
+    ("setting", "words"),
+    [("expandable_segments:True", "remove that setting"), ("backend:cudaMallocAsync", "remove that setting")],
 )
 def test_settings_that_do_not_go_together(card: Daemon, setting: str, words: str) -> None:
     """torch's own settings that would go around the broker are refused in a sentence."""

@@ -12,10 +12,14 @@ from membrokerd.core import events as ev
 
 @dataclass(eq=False, slots=True)
 class Packet:
-    """A packet that was made. `place`: still in the broker's queue, in the socket, or read by the worker."""
+    """A packet that was made. `place`: still in the broker's queue, in the socket, or read by the worker.
+
+    `number` counts the packets of its connection, from 1.
+    """
 
     make: fx.Make | fx.Send
     place: str
+    number: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -41,6 +45,8 @@ class Worker:
     connected: bool = True
     makes: list[fx.Make | fx.Send] = field(default_factory=list)
     sent: list[Packet] = field(default_factory=list)
+    packets: int = 0
+    """How many packets were sent on this connection."""
     held: set[int] = field(default_factory=set)
     unmapped: set[int] = field(default_factory=set)
     own: dict[ev.Location, int] = field(default_factory=dict)

@@ -179,7 +179,7 @@ class Resuming:
         world = self.world
         world.referee.resuming.judge_names(worker)
         worker.cut_names.clear()
-        worker.connected, worker.resuming, worker.inherited = True, "", False
+        worker.connected, worker.resuming, worker.inherited, worker.packets = True, "", False, 0
         unknown = worker.held & set(result.unknown_extents)
         worker.held -= unknown
         world.drop(unknown, "stranger")

@@ -193,6 +193,8 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
             return f"died {name}{_seen(event.seen)}"
         case ev.Acknowledge():
             return f"ack {name} {event.request_id} {event.part}"
+        case ev.AcknowledgeUpTo():
+            return f"taken {name} {event.count}"
         case ev.Made():
             return f"made {name} {event.request_id} {event.part}"
         case ev.NotMade():

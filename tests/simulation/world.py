@@ -496,7 +496,8 @@ class World:
                 self.leave_model(worker)
             return
         queued = any(one.place == "queue" for one in worker.sent) or self.random.random() < 0.2
-        worker.sent.append(Packet(make, "queue" if queued else "socket"))
+        worker.packets += 1
+        worker.sent.append(Packet(make, "queue" if queued else "socket", worker.packets))
         if self.random.random() < 0.01:
             self.lose(worker)
         self.send(ev.Made(*packet))
@@ -634,6 +635,9 @@ class World:
         if self.random.random() < 0.003:
             self.send(ev.Acknowledge(worker.session, worker.requests + 5, 0))
             return
+        if self.random.random() < 0.4:
+            self.acknowledge_by_count(worker)
+            return
         packet = self.random.choice([packet for packet in worker.sent if packet.place != "queue"])
         if packet.place == "socket":
             packet.place = "read"
@@ -642,6 +646,19 @@ class World:
                 return
         worker.sent.remove(packet)
         self.send(ev.Acknowledge(worker.session, packet.make.request_id, packet.make.part))
+
+    def acknowledge_by_count(self, worker: Worker) -> None:
+        """A worker imports the oldest packets, and its next frame says how many it has taken by now."""
+        if self.random.random() < 0.01:
+            self.send(ev.AcknowledgeUpTo(worker.session, worker.packets + 1))
+            return
+        count = worker.sent[0].number - 1
+        while worker.sent and worker.sent[0].place != "queue" and self.random.random() < 0.8:
+            packet = worker.sent.pop(0)
+            if packet.place == "socket":
+                self.take_in(worker, packet.make)
+            count = packet.number
+        self.send(ev.AcknowledgeUpTo(worker.session, count))
 
     def take_in(self, worker: Worker, make: fx.Make | fx.Send) -> None:
         """A worker maps what came in a packet."""

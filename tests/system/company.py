@@ -8,6 +8,7 @@ and `spare_descriptors` leaves a process so many descriptors and no more.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import select
 import subprocess
@@ -27,6 +28,9 @@ NOBODY = 20_000 + os.getpid() % 40_000
 """A user that nobody else is, not even another run of these tests: what is in flight is counted for each user."""
 CYCLES = 500
 """Turns of the honest worker at least, alone and beside each."""
+
+TURN_SECONDS = 0.05
+"""What no turn of the daemon's event loop may take, whatever peers send."""
 
 _CYCLES = """
 import time
@@ -72,13 +76,14 @@ class Honest:
         """Run what must be refused, and return how it was."""
         return self._worker.refused(code)
 
-    def beside(self, state: State, what: str, is_over: Callable[[], bool] = lambda: True) -> None:
-        """Go on until `is_over`, for CYCLES turns at least, and state how long they took."""
+    def beside(self, state: State, what: str, is_over: Callable[[], bool] = lambda: True) -> float:
+        """Go on until `is_over`, for CYCLES turns at least; state how long they took, and return the p99 in seconds."""
         seconds = self.turns(CYCLES)
         while not is_over():
             seconds += self.turns(100)
         figures = f"{_figures(seconds)} in {len(seconds)} turns, alone {_figures(self._alone)}"
         state(f"an honest worker ({self._transport}) beside {what}", figures)
+        return sorted(seconds)[int(len(seconds) * 0.99)]
 
     def beside_flood(self, state: State, what: str, flood: Worker, code: str) -> Any:
         """Let another worker run `code`, go on beside it until it is done, and return the `answer` that it left."""
@@ -100,6 +105,18 @@ def honest(daemon: Daemon, transport: str = "handoff") -> Iterator[Honest]:
     """Yield an honest worker of the tenant blue that is connected and has taken its time alone."""
     with worker() as process:
         yield Honest(process, daemon, transport)
+
+
+def check_turns(daemon: Daemon, state: State, what: str) -> None:
+    """Assert that no turn of the daemon's event loop was too long so far, and state the longest.
+
+    Of CPU time, which other processes of this machine cannot make longer; the time on the clock is stated only.
+    """
+    scraped = dict(re.findall(r"^membroker_loop_(\w+){[^}]*} (\S+)$", daemon.metrics(), re.MULTILINE))
+    longest, cpu = float(scraped["longest_turn_seconds"]), float(scraped["longest_turn_cpu_seconds"])
+    slow = int(float(scraped["slow_turns_total"]))
+    state(f"longest turn, {what}", f"{longest * 1e3:.1f} ms, CPU {cpu * 1e3:.1f} ms; {slow} took more than 50 ms")
+    assert cpu < TURN_SECONDS, f"a turn of the event loop used {cpu * 1e3:.1f} ms of CPU time"
 
 
 def other_user() -> int | None:

@@ -22,6 +22,7 @@ from typing import Any
 import grpc
 import pytest
 from tests.daemons import DEFAULTS, MIB, Daemon, running, to_toml, until
+from tests.system.company import other_user
 from tests.system.workers import ANCHOR_BYTES, PAGE, Worker, as_user, worker, workers
 
 from membroker.v1 import admin_pb2_grpc, broker_pb2
@@ -413,6 +414,27 @@ def test_a_check_says_that_limits_by_command_cannot_be_kept(tmp_path: Path) -> N
     assert (ran.returncode, ran.stdout) == (0, f"{path}: good\n")
     assert ran.stderr.startswith(f"{path}: state_directory: limits by command will be refused")
     assert f"{kept} is not a directory" in ran.stderr
+
+
+def test_a_check_says_what_the_daemon_would_not_start_with_or_should_not() -> None:
+    """More sessions than this user's descriptors are enough for, and a whole device for every local user."""
+    with tempfile.TemporaryDirectory(prefix="mb-") as directory:
+        os.chmod(directory, 0o755)
+        path = Path(directory, "membrokerd.toml")
+        path.write_text(to_toml({"runtime_directory": "/run/m", "max_sessions": 7}))
+        limit = (
+            "import resource,sys,os;resource.setrlimit(resource.RLIMIT_NOFILE,(800,)*2);"
+            "os.execv(sys.argv[1],sys.argv[1:])"
+        )
+        check = [sys.executable, "-m", "membrokerd.cli", "--config", str(path), "--check-config"]
+        command = [*as_user(other_user()), sys.executable, "-c", limit, *check]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (ran.returncode, ran.stdout) == (0, f"{path}: good\n")
+        assert ran.stderr.splitlines() == [
+            f"{path}: max_sessions = 7 needs a limit of 904 descriptors and this process may have 800: raise it "
+            "(LimitNOFILE=, ulimit -n), or set max_sessions = 6",
+            f"{path}: there are no tenants and no default_limit: every local user may borrow the whole device",
+        ]
 
 
 def test_defaults_of_this_module_are_a_configuration(tmp_path: Path) -> None:

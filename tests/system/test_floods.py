@@ -2,7 +2,8 @@
 
 Beside each goes an honest worker of another tenant, in a process of its own, that must be lent what it asks for all
 the while; how long that took it is stated in the report, and nothing is asserted of it. Afterwards the daemon is as
-it was: not a byte charged, not a descriptor more, no memory of its own for those who are gone.
+it was: not a byte charged, not a descriptor more, no memory of its own for those who are gone. No turn of its event
+loop may have taken longer than 50 ms (of CPU time). What frames and calls can do to that is in `test_turns.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from tests.daemons import MIB, Daemon, running, until
-from tests.system.company import Honest, State, honest, unprivileged
+from tests.system.company import Honest, State, check_turns, honest, unprivileged
 from tests.system.raw import Connection, hello, reason
 from tests.system.workers import ANCHOR_BYTES, PAGE, Worker, descriptors_at_start, until_clean, worker, workers
 
@@ -62,10 +63,14 @@ def lasting() -> Iterator[Scene]:
 
 
 @pytest.fixture
-def scene(lasting: Scene) -> Iterator[Scene]:
-    """The scene; afterwards only the honest workers are there, who hold nothing, and nothing of the flood is left."""
+def scene(lasting: Scene, state: State, request: pytest.FixtureRequest) -> Iterator[Scene]:
+    """The scene; afterwards only the honest workers are there, who hold nothing, and nothing of the flood is left.
+
+    And no turn of the daemon's event loop was too long.
+    """
     yield lasting
     daemon = lasting.daemon
+    check_turns(daemon, state, f"up to {request.node.name}")
     until(lambda: len(daemon.sessions()) == len(lasting.honest))
     until(lambda: daemon.books().free_bytes == daemon.books().capacity_bytes)
     until(lambda: lasting.device_used() == 0)
@@ -167,6 +172,7 @@ for session, model in zip(sessions, models, strict=True):
                 each.kill()
             until(lambda: daemon.books().lent_bytes == 2 * 300 * PAGE)
             one.do("client.close()")
+        check_turns(daemon, state, "100 stopped sessions")
         until_clean(daemon, at_start)
 
 

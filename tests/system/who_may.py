@@ -54,6 +54,8 @@ WHO: Mapping[str, str] = {
     "rw": "container, rw",
 }
 KINDS: Mapping[str, str] = {
+    "RegisterModel": "register_model",
+    "UnregisterModel": "unregister_model",
     "AllocateExtents": "allocate",
     "ReleaseExtents": "release",
     "DeclareMemory": "declare",
@@ -190,6 +192,7 @@ def greet(endpoint: Path) -> Any:
     "register a model of its own",
     "yes yes yes UNIMPLEMENTED EACCES yes yes",
     _DOOR,
+    transports=BOTH,
 )
 def register_own(me: Party, target: Any) -> Any:
     return me.ask(target, "RegisterModel", bpb.RegisterModelRequest(model_id=f"{target.model_id}-own"))
@@ -200,6 +203,7 @@ def register_own(me: Party, target: Any) -> Any:
     "join S's model",
     "yes yes its-own UNIMPLEMENTED EACCES yes yes",
     _TENANT,
+    transports=BOTH,
 )
 def join(me: Party, target: Any) -> Any:
     """Another tenant cannot even say whose model it means: names are its own."""
@@ -212,6 +216,7 @@ def join(me: Party, target: Any) -> Any:
     "leave S's model without having joined it",
     "yes MODEL_NOT_FOUND MODEL_NOT_FOUND UNIMPLEMENTED EACCES MODEL_NOT_FOUND MODEL_NOT_FOUND",
     _JOINED,
+    transports=BOTH,
 )
 def leave(me: Party, target: Any) -> Any:
     return me.ask(target, "UnregisterModel", bpb.UnregisterModelRequest(name=target.idle))
@@ -427,6 +432,16 @@ def health(me: Party, target: Any) -> Any:
         return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=raw.SECONDS)
 
 
+@row(
+    "L7",
+    "see how much could be borrowed for S's model (GetAvailable)",
+    "yes yes MODEL_NOT_FOUND UNIMPLEMENTED EACCES yes yes",
+    _TENANT,
+)
+def see_available(me: Party, target: Any) -> Any:
+    return me.ask(target, "GetAvailable", bpb.GetAvailableRequest(model=target.model))
+
+
 # --- Deeds: the operator's ---
 
 
@@ -443,6 +458,7 @@ def read_all(me: Party, target: Any) -> Any:
         "ListModels": bpb.ListModelsRequest(page_size=1000),
         "ListSessions": bpb.ListSessionsRequest(page_size=1000),
         "ListSegments": bpb.ListSegmentsRequest(page_size=1000),
+        "ListTenants": apb.ListTenantsRequest(),
         "ListQuotas": apb.ListQuotasRequest(),
         "ListProcesses": apb.ListProcessesRequest(),
     }

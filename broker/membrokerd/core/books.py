@@ -17,8 +17,9 @@ from . import policy
 from .denied import Denied, Reason, deny
 from .ledger import ModelRow, replay
 
-_COUNTER_BITS = 40
-_COUNTER_MAX = (1 << _COUNTER_BITS) - 1
+COUNTER_BITS = 40
+"""The low bits of an id are a counter; those above it are the epoch."""
+_COUNTER_MAX = (1 << COUNTER_BITS) - 1
 
 
 class Step(NamedTuple):
@@ -45,7 +46,7 @@ class Books:
         """Why debits cannot be journalled at the moment, so that nothing is lent; set by the daemon."""
         self.making: dict[ev.Location, int] = dict.fromkeys(rules.capacities, 0)
         """Bytes that are debited but may not exist on the device yet."""
-        self._next_id = epoch << _COUNTER_BITS
+        self._next_id = epoch << COUNTER_BITS
         self._effects: list[fx.Effect] = []
         self._facts: list[ft.Fact] = []
 

@@ -80,6 +80,11 @@ class Broker:
         """When the core wants to hear `Elapsed`, in nanoseconds of CLOCK_BOOTTIME; None: not at all."""
         return self.segments.deadline
 
+    def change_rules(self, rules: policy.Rules) -> None:
+        """Apply other limits and times from the next step on. Memory that is lent stays lent; no books change."""
+        assert policy.fixed(rules) == policy.fixed(self.rules), "these are decided at the start"
+        self.books.rules = rules
+
     @property
     def ledger(self) -> Ledger:
         """The ledger: for reading."""
@@ -231,6 +236,7 @@ _HANDLERS: dict[type, Callable[[Broker, Any, int], None]] = {
     ev.Dropped: Broker._dropped,
     ev.Elapsed: lambda broker, event, now: broker.segments.elapsed(now),
     ev.Acknowledge: lambda broker, event, now: broker.lending.acknowledge(event),
+    ev.AcknowledgeUpTo: lambda broker, event, now: broker.lending.acknowledge_up_to(event),
     ev.Made: Broker._made,
     ev.NotMade: Broker._not_made,
     ev.NotDelivered: Broker._not_delivered,

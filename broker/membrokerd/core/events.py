@@ -293,6 +293,14 @@ class Acknowledge:
 
 
 @value
+class AcknowledgeUpTo:
+    """A session has taken the first `count` packets that were sent to it since its connection began."""
+
+    session: int
+    count: int
+
+
+@value
 class Made:
     """A packet's extents exist, and its descriptors are queued on the session's connection: of a Make, or a Send."""
 
@@ -380,6 +388,7 @@ Event = (
     | Dropped
     | Elapsed
     | Acknowledge
+    | AcknowledgeUpTo
     | Made
     | NotMade
     | NotDelivered

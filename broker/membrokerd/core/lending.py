@@ -23,6 +23,8 @@ from .hearing import Hearing
 from .ledger import ModelRow, SessionRow
 from .stock import Stock
 
+_NOT_SENT = "it acknowledged a packet that it was not sent"
+
 
 @dataclass(slots=True)
 class Call:
@@ -94,12 +96,18 @@ class Call:
 
 @dataclass(slots=True)
 class Traffic:
-    """What one session has in flight. `calls` keeps answered calls until their last packet is acknowledged."""
+    """What one session has in flight. `calls` keeps answered calls until their last packet is acknowledged.
+
+    `sent` counts the packets that were sent on this connection. `unacknowledged` holds those of them that are not
+    acknowledged yet, by their number in that order; the window bounds it.
+    """
 
     calls: dict[int, Call] = field(default_factory=dict)
     queue: deque[Call] = field(default_factory=deque)
     window: int = 0
     unanswered: set[int] = field(default_factory=set)
+    sent: int = 0
+    unacknowledged: dict[int, tuple[Call, int]] = field(default_factory=dict)
 
 
 class Lending:
@@ -247,8 +255,11 @@ class Lending:
 
     def made(self, event: ev.Made) -> None:
         """Note that a packet is queued to its session."""
-        call = self._traffic[event.session].calls[event.request_id]
+        traffic = self._traffic[event.session]
+        call = traffic.calls[event.request_id]
         call.move(event.part, "made")
+        traffic.sent += 1
+        traffic.unacknowledged[traffic.sent] = (call, event.part)
         self._made_or_not(call, event.part)
         self._conclude(event.session, call)
 
@@ -274,7 +285,7 @@ class Lending:
         if traffic is None or call is None:
             return
         call.move(event.part, "not delivered")
-        traffic.window -= 1
+        _take_off(traffic, call, event.part)
         row = self._books.ledger.sessions[event.session]
         ids = tuple(extent for extent in call.packet(event.part) if extent in row.extents)
         if ids:  # a segment's are kept by the broker
@@ -288,16 +299,29 @@ class Lending:
         traffic = self._traffic.get(event.session)
         call = traffic.calls.get(event.request_id) if traffic else None
         if traffic is None or call is None or not self._acknowledgeable(call, event.part):
-            self._books.emit(fx.Disconnect(event.session, "it acknowledged a packet that it was not sent"))
+            self._books.emit(fx.Disconnect(event.session, _NOT_SENT))
             return
         call.move(event.part, "acknowledged")
-        traffic.window -= 1
+        _take_off(traffic, call, event.part)
         self._drop_if_settled(traffic, call)
         self._issue(event.session)
 
     @staticmethod
     def _acknowledgeable(call: Call, part: int) -> bool:
         return 0 <= part < len(call.states) and call.states[part] == "unacknowledged"
+
+    def acknowledge_up_to(self, event: ev.AcknowledgeUpTo) -> None:
+        """Open the window by every packet up to this number that is not acknowledged yet; there may be none."""
+        traffic = self._traffic.get(event.session)
+        if traffic is None or event.count > traffic.sent:
+            self._books.emit(fx.Disconnect(event.session, _NOT_SENT))
+            return
+        for number in [number for number in traffic.unacknowledged if number <= event.count]:
+            call, part = traffic.unacknowledged.pop(number)
+            call.move(part, "acknowledged")
+            traffic.window -= 1
+            self._drop_if_settled(traffic, call)
+        self._issue(event.session)
 
     def give_up(self, row: SessionRow) -> None:
         """Give up the calls of a session that is disconnected, leaving or dead; credit packets not yet begun."""
@@ -408,6 +432,13 @@ class Lending:
         if more <= 0:
             return None
         return books.refuse_debit() or policy.admit(books.ledger, books.rules, event.name, event.location, more)
+
+
+def _take_off(traffic: Traffic, call: Call, part: int) -> None:
+    """Remove a sent packet from the window."""
+    traffic.window -= 1
+    number = next(number for number, (of, at) in traffic.unacknowledged.items() if of is call and at == part)
+    del traffic.unacknowledged[number]
 
 
 def _packet(session: int, call: Call, part: int) -> fx.Make | fx.Send:

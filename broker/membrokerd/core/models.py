@@ -52,7 +52,7 @@ class Models:
             return deny(Reason.OBSERVER)
         if event.name.tenant != self._books.ledger.sessions[event.session].tenant:
             return deny(Reason.MODEL_NOT_FOUND, model=str(event.name))
-        if not policy.valid_own_name(event.name.model):
+        if not policy.valid_model_name(event.name.model):
             return deny(Reason.INVALID_NAME, name=event.name.model)
         for location, size in event.limits.items():
             if location not in self._books.rules.capacities:
@@ -103,8 +103,9 @@ class Models:
     def end_idle(self, now: int) -> None:
         """End the models that have had no session for their grace period."""
         grace = self._books.rules.model_grace_ns
+        with_segments = {segment.name for segment in self._books.ledger.segments.values()}
         for row in list(self._books.ledger.models.values()):
-            if not row.sessions and now - row.idle_since >= grace:
+            if not row.sessions and now - row.idle_since >= grace and row.name not in with_segments:
                 self._end_if_idle(row)
 
     def set_quota(self, event: ev.SetQuota) -> None:

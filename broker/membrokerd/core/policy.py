@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from .denied import Denied, Reason, deny
 from .events import Location, ModelName
@@ -25,12 +25,14 @@ MAX_WAIT_NS = 24 * 3600 * 1_000_000_000
 """How long an attach may wait for a seal."""
 
 _TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,23}")
-_OWN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_OWN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
+_MODEL_NAME = re.compile(rf"(?=.{{1,96}}\Z){_OWN_NAME.pattern}(?:/{_OWN_NAME.pattern})?")
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the configuration says, in bytes, nanoseconds and counts. `limits` of a tenant have no model.
+    """What the configuration says, in bytes, nanoseconds and counts. `limits` of a tenant have no model;
+    `default_limits` are those of each tenant that has no limit of its own there.
 
     A segment is made of extents of `segment_extent_bytes`, and one of the rest. `stock_extents` and `stock_bytes` are
     the most that is kept ready, all sizes together; 0: nothing.
@@ -39,6 +41,7 @@ class Rules:
     granularity: int
     capacities: Mapping[Location, int]
     limits: Mapping[tuple[str, str | None, Location], int] = field(default_factory=dict)
+    default_limits: Mapping[Location, int] = field(default_factory=dict)
     anchor_bytes: int = 0
     settle_ns: int = 10_000_000_000
     model_grace_ns: int = 60_000_000_000
@@ -50,8 +53,22 @@ class Rules:
     segment_extent_bytes: int = 1 << 30
     max_segments_per_tenant: int = 256
     max_segment_extents: int = 4_096
+    max_waiting_per_tenant: int = 1_024
     stock_extents: int = 0
     stock_bytes: int = 0
+
+
+def fixed(rules: Rules) -> Rules:
+    """Return the rules without those that may change while a daemon runs."""
+    return replace(
+        rules,
+        limits={},
+        default_limits={},
+        settle_ns=0,
+        model_grace_ns=0,
+        max_sessions_per_tenant=None,
+        max_models_per_tenant=0,
+    )
 
 
 WANTS_OF_ROOM = frozenset((Reason.MODEL_LIMIT, Reason.TENANT_LIMIT, Reason.CAPACITY))
@@ -64,8 +81,13 @@ def valid_tenant(name: str) -> bool:
 
 
 def valid_own_name(name: str) -> bool:
-    """Say whether `name`, of a model or a segment, is [a-z0-9] and then at most 62 of [a-z0-9._-]."""
+    """Say whether a segment may have this name: [A-Za-z0-9_] and then at most 95 of [A-Za-z0-9._-]."""
     return _OWN_NAME.fullmatch(name) is not None
+
+
+def valid_model_name(name: str) -> bool:
+    """Say whether a model may have this name: one as a segment's, or two and a slash between them, 96 in all."""
+    return _MODEL_NAME.fullmatch(name) is not None
 
 
 def shape_of_segment(rules: Rules, size: int) -> tuple[int, int, int]:
@@ -87,8 +109,9 @@ def model_limit(ledger: Ledger, rules: Rules, name: ModelName, location: Locatio
 
 
 def tenant_limit(ledger: Ledger, rules: Rules, tenant: str, location: Location) -> int | None:
-    """Return the tenant's limit in force: what is commanded, or else configured."""
-    return _ruled(ledger, rules, tenant, None, location)
+    """Return the tenant's limit in force: what is commanded, or else configured, or else every tenant's default."""
+    own = _ruled(ledger, rules, tenant, None, location)
+    return rules.default_limits.get(location) if own is None else own
 
 
 def _ruled(ledger: Ledger, rules: Rules, tenant: str, model: str | None, location: Location) -> int | None:
@@ -98,16 +121,35 @@ def _ruled(ledger: Ledger, rules: Rules, tenant: str, model: str | None, locatio
 
 def admit(ledger: Ledger, rules: Rules, name: ModelName, location: Location, size: int) -> Denied | None:
     """Return why a debit of `size` bytes is refused, or None: the model's limit, the tenant's, the capacity."""
-    used, limit = ledger.models[name].charges[location].bytes, model_limit(ledger, rules, name, location)
-    if limit is not None and used + size > limit:
-        return _over(Reason.MODEL_LIMIT, "model", name, location, size, used, limit)
-    used, limit = ledger.tenant_charged(name.tenant, location), tenant_limit(ledger, rules, name.tenant, location)
-    if limit is not None and used + size > limit:
-        return _over(Reason.TENANT_LIMIT, "tenant", name, location, size, used, limit)
-    total = ledger.totals[location]
-    if total.charged + size > total.capacity:
-        return _over(Reason.CAPACITY, "capacity", name, location, size, total.charged, total.capacity)
+    for reason, level, used, limit in _levels(ledger, rules, name, location):
+        if used + size > limit:
+            return _over(reason, level, name, location, size, used, limit)
     return None
+
+
+def available(ledger: Ledger, rules: Rules, name: ModelName, location: Location, device_room: int | None) -> int:
+    """Return the most bytes that could be lent to a model now: what the tightest level leaves, in whole granules.
+
+    `device_room` is what the device itself could hold besides; None: it cannot say.
+    """
+    rooms = [limit - used for _, _, used, limit in _levels(ledger, rules, name, location)]
+    if device_room is not None:
+        rooms.append(device_room)
+    return max(0, min(rooms)) // rules.granularity * rules.granularity
+
+
+def _levels(
+    ledger: Ledger, rules: Rules, name: ModelName, location: Location
+) -> Iterator[tuple[Reason, str, int, int]]:
+    """Yield each level that has a limit, the lowest first: (reason of a refusal, its word, bytes used, limit)."""
+    limit = model_limit(ledger, rules, name, location)
+    if limit is not None:
+        yield Reason.MODEL_LIMIT, "model", ledger.models[name].charges[location].bytes, limit
+    limit = tenant_limit(ledger, rules, name.tenant, location)
+    if limit is not None:
+        yield Reason.TENANT_LIMIT, "tenant", ledger.tenant_charged(name.tenant, location), limit
+    total = ledger.totals[location]
+    yield Reason.CAPACITY, "capacity", total.charged, total.capacity
 
 
 def _over(

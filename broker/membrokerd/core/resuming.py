@@ -22,7 +22,7 @@ from .sessions import Sessions
 
 MAX_TOLD = 2_048
 """How many unknown extents, and how many unknown segments, the answer to Holds lists at most."""
-MAX_MODELS_TOLD = 192
+MAX_MODELS_TOLD = 160
 """How many of the session's models the answer lists at most. All three lists together fit into one frame."""
 _NOT_FORGOTTEN = {
     "open": "is open, its process is connected",

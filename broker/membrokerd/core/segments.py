@@ -178,6 +178,9 @@ class Segments:
         denied = self._refuse_attach(event)
         row = denied or self._find_named(event.name)
         if isinstance(row, SegmentRow) and row.state in _WRITING and event.wait_ns > 0:
+            if full := self._refuse_waiting(event.name.tenant):
+                self._books.answer(event.call, full)
+                return
             self._lending.wait(event.session, event.request_id)
             deadline = now + event.wait_ns
             self._waiting.append(Waiting(event.call, event.session, event.request_id, row.segment, deadline))
@@ -199,6 +202,13 @@ class Segments:
         if not 0 <= event.wait_ns <= policy.MAX_WAIT_NS:
             return deny(Reason.INVALID_ARGUMENT, what="a wait is between 0 and 24 hours")
         return self._lending.refuse_call(event.session) or books.refuse_debit()
+
+    def _refuse_waiting(self, tenant: str) -> Denied | None:
+        """Return why no more attaches of a tenant may wait, or None: one seal begins all of them in one step."""
+        segments, limit = self._books.ledger.segments, self._books.rules.max_waiting_per_tenant
+        if sum(1 for one in self._waiting if segments[one.segment].name.tenant == tenant) < limit:
+            return None
+        return deny(Reason.TOO_MANY_REQUESTS, limit=limit, whose="tenant", calls="attaches that wait for a seal")
 
     def _begin_attach(self, number: int, session: int, request_id: int, row: SegmentRow) -> None:
         self._books.record(ft.SegmentHeld(row.segment, session))

@@ -57,9 +57,11 @@ class Sessions:
         rows = books.ledger.sessions.values()
         if len(rows) >= books.rules.max_sessions:
             return deny(Reason.TOO_MANY_SESSIONS, limit=books.rules.max_sessions, of="broker")
-        mine = sum(1 for row in rows if row.process == event.process and row.state != "releasing")
-        if mine >= books.rules.max_sessions_per_process:
-            return deny(Reason.TOO_MANY_SESSIONS, limit=books.rules.max_sessions_per_process, of="process")
+        mine = [row for row in rows if row.process == event.process and row.state != "releasing"]
+        if len(mine) >= books.rules.max_sessions_per_process:
+            detached = " ".join(f"sessions/{row.session:x}" for row in mine if row.state == "detached")
+            named = {"detached": detached} if detached else {}
+            return deny(Reason.TOO_MANY_SESSIONS, limit=books.rules.max_sessions_per_process, of="process", **named)
         bound = books.rules.max_sessions_per_tenant
         if bound is not None and sum(1 for row in rows if row.tenant == event.tenant) >= bound:
             return deny(Reason.TOO_MANY_SESSIONS, limit=bound, of="tenant")

@@ -13,7 +13,7 @@ device gate still refuses what does not fit.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from . import effects as fx
@@ -28,11 +28,13 @@ from .sessions import Sessions
 
 NOTICE_NS = 1_000_000_000
 """How long before its pidfd fires a process's memory may be freed: the interval of audits at rest."""
+CREDITS_AT_ONCE = 64
+"""Deaths credited in one step. The rest wait for the next audit, so that other events get their turn."""
 NAMING_NS = 1_000_000_000
 """Minimum interval between two listings of suspects, which cost a driver query."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Death:
     """Bytes at one location of a dead session or a dropped segment. `reference`: None where the device cannot say."""
 
@@ -48,6 +50,8 @@ class Settling:
     def __init__(
         self, books: Books, lending: Lending, segments: Segments, sessions: Sessions, resuming: Resuming
     ) -> None:
+        self.unproven: Counter[ev.Location] = Counter()
+        """Credits made by the time limit and not by the device's figure: those bytes may still be held."""
         self._books = books
         self._lending = lending
         self._segments = segments
@@ -175,8 +179,8 @@ class Settling:
             self._used[location] = seen.get(location)
 
     def _settle(self, now: int) -> None:
-        """Credit the deaths that are due, newest first."""
-        while True:
+        """Credit the deaths that are due, newest first, up to the bound of one step."""
+        for _ in range(CREDITS_AT_ONCE):
             due = next((death for death in reversed(self._deaths) if self._is_due(death, now)), None)
             if due is None:
                 return
@@ -209,6 +213,8 @@ class Settling:
         charged = row.charged(death.location)
         proven = self._proven(death, charged)
         self._deaths.remove(death)
+        if charged and not proven:
+            self.unproven[death.location] += 1
         if isinstance(row, SegmentRow):
             self._books.record(ft.SegmentEnded(row.segment, proven))
             return

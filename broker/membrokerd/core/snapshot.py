@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from . import policy
 from .broker import Broker
 from .effects import SegmentView
 from .events import Location, ModelName, SegmentName
 from .ledger import ModelRow, SessionRow
+from .values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LocationView:
     """One location. `unaccounted` is signed here; None where the device cannot say."""
 
@@ -25,7 +26,7 @@ class LocationView:
     unaccounted: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelLocationView:
     """A model's charge at one location; `limit` is the one in force."""
 
@@ -39,7 +40,7 @@ class ModelLocationView:
     limit: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelView:
     """One model."""
 
@@ -52,7 +53,17 @@ class ModelView:
     denials: Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
+@value
+class TenantView:
+    """One tenant; `locations` are (location, bytes charged, the limit in force), `sessions` without observers."""
+
+    tenant: str
+    locations: tuple[tuple[Location, int, int | None], ...]
+    models: int
+    sessions: int
+
+
+@value
 class SessionView:
     """One session; `locations` are (location, bytes, extents), `segments` those that it holds."""
 
@@ -69,7 +80,17 @@ class SessionView:
     began_at: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
+class DeviceView:
+    """The sums of the device at one revision. `sessions` are workers' that live, `detached` those of them that are."""
+
+    revision: int
+    locations: tuple[LocationView, ...]
+    sessions: int
+    detached: int
+
+
+@value
 class Snapshot:
     """The books at one revision."""
 
@@ -82,12 +103,28 @@ class Snapshot:
 
 def take(broker: Broker) -> Snapshot:
     """Return the books as they stand, models by name, sessions and segments in the order they began."""
-    ledger = broker.ledger
-    locations = tuple(
+    revision, locations = broker.ledger.revision, take_locations(broker)
+    return Snapshot(revision, locations, take_models(broker), take_sessions(broker), take_segments(broker))
+
+
+def take_device(broker: Broker) -> DeviceView:
+    """Return the device's sums: every tenant may ask for them, so no model or segment is looked at."""
+    states = count_sessions(broker)
+    detached = states["detached"]
+    return DeviceView(broker.ledger.revision, take_locations(broker), states["open"] + detached, detached)
+
+
+def take_locations(broker: Broker) -> tuple[LocationView, ...]:
+    """Return the sums of each location."""
+    return tuple(
         LocationView(where, t.capacity, t.lent, t.releasing, t.stock, t.free, broker.settling.shown(where))
-        for where, t in ledger.totals.items()
+        for where, t in broker.ledger.totals.items()
     )
-    return Snapshot(ledger.revision, locations, take_models(broker), take_sessions(broker), take_segments(broker))
+
+
+def count_sessions(broker: Broker) -> Counter[str]:
+    """Return how many sessions are in each state, without observers."""
+    return Counter(row.state for row in broker.ledger.sessions.values() if not row.observer)
 
 
 def take_model(broker: Broker, name: ModelName) -> ModelView:
@@ -107,13 +144,37 @@ def take_models(broker: Broker, tenant: str | None = None) -> tuple[ModelView, .
 
 def take_sessions(broker: Broker, tenant: str | None = None) -> tuple[SessionView, ...]:
     """Return the sessions of a tenant, or all, in the order they began."""
-    return tuple(_session(broker, row) for row in broker.ledger.sessions.values() if tenant in (None, row.tenant))
+    return tuple(take_session(broker, row) for row in broker.ledger.sessions.values() if tenant in (None, row.tenant))
 
 
 def take_segments(broker: Broker, tenant: str | None = None) -> tuple[SegmentView, ...]:
     """Return the segments of a tenant, or all, in the order they began."""
     rows = broker.ledger.segments.values()
     return tuple(broker.segments.view(row) for row in rows if tenant in (None, row.name.tenant))
+
+
+def take_tenants(broker: Broker, configured: Iterable[str]) -> tuple[TenantView, ...]:
+    """Return the configured tenants, and every other that has a session, a model or a commanded limit, by name."""
+    ledger = broker.ledger
+    models = Counter(name.tenant for name in ledger.models)
+    sessions = Counter(row.tenant for row in ledger.sessions.values() if not row.observer)
+    others = {row.tenant for row in ledger.sessions.values()} | {tenant for tenant, _, _ in ledger.quotas}
+    return tuple(
+        TenantView(
+            tenant,
+            tuple(
+                (
+                    where,
+                    ledger.tenant_charged(tenant, where),
+                    policy.tenant_limit(ledger, broker.rules, tenant, where),
+                )
+                for where in ledger.totals
+            ),
+            models[tenant],
+            sessions[tenant],
+        )
+        for tenant in sorted({*configured, *models, *others})
+    )
 
 
 def _model(broker: Broker, row: ModelRow, denials: Mapping[str, int]) -> ModelView:
@@ -145,7 +206,8 @@ def virtual_capacity(broker: Broker, row: ModelRow) -> int:
     return row.virtual_capacity or broker.ledger.totals["device"].capacity
 
 
-def _session(broker: Broker, row: SessionRow) -> SessionView:
+def take_session(broker: Broker, row: SessionRow) -> SessionView:
+    """Return one session. All of a thousand sessions, with 256 models each, take 0.1 s."""
     return SessionView(
         row.session,
         row.tenant,

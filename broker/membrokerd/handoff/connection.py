@@ -11,6 +11,7 @@ import asyncio
 import errno
 import os
 import socket
+import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,7 +26,7 @@ from ..core import events as ev
 from ..core.denied import Denied, Reason, deny
 from ..dispatch import Ticket, new_token
 from ..points import reach
-from ..rpc.convert import LOCATION_NUMBERS, Refused, from_result, session_name
+from ..rpc.convert import LOCATION_NUMBERS, Refused, session_name
 from ..rpc.errors import to_status
 from .holds import Holds
 from .peer import Peer, hang_up
@@ -39,11 +40,13 @@ FRAMES_PER_TURN = 8
 MAX_CLIENT_NAME = 128
 LINGER_SECONDS = 5.0
 """How long the last answer of a connection may wait for a peer that does not read."""
+HOLDS_SECONDS = 10.0
+"""How long a process that resumes may take from its Welcome to its last Holds."""
 IN_FLIGHT_SECONDS = 0.05
 """How long a delivery rests when as many descriptors of this user are under way as the kernel allows."""
 _REQUESTS = frozenset(
     [
-        *("allocate", "release", "declare"),
+        *("allocate", "release", "declare", "register_model", "unregister_model"),
         *("create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment"),
     ]
 )
@@ -82,7 +85,13 @@ class Connection:
         self._closing = False
         self._pidfd: int | None = peer.pidfd
         self._holds: Holds | None = None
+        self._holds_timer: asyncio.TimerHandle | None = None
+        self._acknowledged = 0
+        """How many deliveries the client has said that it took, by count."""
         self._waiting = False
+        self._turns = self._loop.turns
+        self._whose = listener.tenant_of(peer)
+        self._descriptor = sock.fileno()
         self._io.add_reader(sock, self._readable)
 
     @property
@@ -93,28 +102,45 @@ class Connection:
     # --- in ---
 
     def _readable(self) -> None:
+        """Take frames, as many as this connection and its tenant may have in one turn."""
         for _ in range(FRAMES_PER_TURN):
             if self._closed or self._outgoing or self._waiting:
                 return
-            try:
-                frame = handoff.receive_without_descriptors(self._sock, self._listener.buffer)
-            except BlockingIOError:
+            if not self._turns.may(self._whose, self._descriptor):
+                break  # what is left makes the socket readable in the next turn too
+            began = time.perf_counter()
+            went_on = self._read()
+            self._turns.charge(self._whose, time.perf_counter() - began)
+            if not went_on:
                 return
-            except handoff.EndOfConnection:
-                self.close("the other end closed it")
-                return
-            except handoff.BrokenPacket as error:
-                self._violated(0, str(error))
-                return
-            except OSError as error:
-                self.close(error.strerror or "broken")
-                return
-            try:
-                self._take(frame)
-            except Exception as error:  # noqa: BLE001 - the edge of the daemon: no frame may end it, or hang its sender
-                logs.fault(error, endpoint=self._listener.endpoint, pid=self._peer.pid)
-                self._refuse(frame.request_id, deny(Reason.INTERNAL))
         self._loop.cut_short += 1
+
+    def _read(self) -> bool:
+        """Take one frame; False when there is none, or none will ever come."""
+        try:
+            frame = handoff.receive_without_descriptors(self._sock, self._listener.buffer)
+        except BlockingIOError:
+            return False
+        except handoff.EndOfConnection:
+            self.close("the other end closed it")
+            return False
+        except handoff.BrokenPacket as error:
+            self._violated(0, str(error))
+            return False
+        except OSError as error:
+            self.close(error.strerror or "broken")
+            return False
+        try:
+            self._take(frame)
+        except Exception as error:  # noqa: BLE001 - the edge of the daemon: no frame may end it, or hang its sender
+            logs.fault(error, endpoint=self._listener.endpoint, pid=self._peer.pid)
+            self._refuse(frame.request_id, deny(Reason.INTERNAL))
+        return True
+
+    def hear(self) -> None:
+        """Take the next frame if it is there already, whatever is left of this turn."""
+        if not (self._closed or self._outgoing or self._waiting):
+            self._read()
 
     def _take(self, frame: pb.Frame) -> None:
         kind = frame.WhichOneof("kind")
@@ -124,15 +150,26 @@ class Connection:
             self._violated(frame.request_id, f"the first frame must be a Hello, not {kind}")
         elif self._holds is not None or kind == "holds":
             self._hold(frame, self._session)
-        elif kind == "ack":
-            reach("acknowledge")
-            self._loop.tell(ev.Acknowledge(self._session, frame.request_id, frame.ack.part))
+        elif self._acknowledge(frame, self._session) or self._closing:
+            return
         elif kind in _REQUESTS:
             self._request(frame.request_id, self._session, kind, getattr(frame, kind))
         elif kind == "goodbye":
             self._goodbye(frame.request_id, self._session)
         else:
             self._violated(frame.request_id, f"a client does not send {kind}")
+
+    def _acknowledge(self, frame: pb.Frame, session: int) -> bool:
+        """Take what a frame acknowledges; say whether that is all that it is for."""
+        count, is_ack = frame.acknowledged, frame.HasField("ack")
+        if count > self._acknowledged:
+            reach("acknowledge")
+            self._acknowledged = count
+            self._loop.tell(ev.AcknowledgeUpTo(session, count))
+        elif is_ack and not count:
+            reach("acknowledge")
+            self._loop.tell(ev.Acknowledge(session, frame.request_id, frame.ack.part))
+        return is_ack
 
     def _request(self, request_id: int, session: int, kind: str, message: Message) -> None:
         quiet = kind in _QUIET and getattr(message, "no_reply", False)
@@ -171,7 +208,7 @@ class Connection:
 
     def _open(self, request_id: int, hello: pb.Hello, pair: _Pair) -> None:
         peer, endpoint, tenant = self._peer, self._listener.endpoint, self._listener.tenant_of(self._peer)
-        client = "".join(letter for letter in hello.client if letter.isprintable())[:MAX_CLIENT_NAME]
+        client = "".join(letter for letter in hello.client[:MAX_CLIENT_NAME] if letter.isprintable())
         token, token_hash = new_token()
         observer = hello.observer
 
@@ -209,6 +246,7 @@ class Connection:
                     before.close("its process connected anew")
             self._begin(ticket.session, ticket.tenant, self._loop.resuming)
             self._holds = Holds(self._loop.broker.ledger.sessions[ticket.session])
+            self._holds_timer = self._io.call_later(HOLDS_SECONDS, self._no_holds)
             # What the old connection did not deliver is told before anything is read of this one.
             self._waiting = True
             self._io.call_soon(self._go_on)
@@ -234,7 +272,7 @@ class Connection:
         self._listener.greeted(self)
         assert self._pidfd is not None
         pidfd, self._pidfd = self._pidfd, None
-        self._listener.watch.add(session, pidfd)
+        self._listener.watch.add(session, pidfd, self._peer.pid)
 
     def _hold(self, frame: pb.Frame, session: int) -> None:
         """Take what the process has of a session that it takes up again; nothing else before the last of it."""
@@ -246,14 +284,27 @@ class Connection:
         try:
             self._holds.take(frame.holds)
         except Refused as refused:
+            self._end_holds()
             self._refuse(request_id, refused.denied)
             return
         if frame.holds.last:
-            holds, self._holds = self._holds, None
+            holds = self._holds
+            self._end_holds()
             reach("reconcile")
             self._loop.ask(
                 lambda call: holds.to_event(call), lambda result: self._reconciled(request_id, session, result)
             )
+
+    def _end_holds(self) -> None:
+        self._holds = None
+        if self._holds_timer is not None:
+            self._holds_timer.cancel()
+            self._holds_timer = None
+
+    def _no_holds(self) -> None:
+        self._end_holds()
+        if not self._closed:
+            self._violated(0, f"the last Holds did not come within {HOLDS_SECONDS:.0f} seconds")
 
     def _reconciled(self, request_id: int, session: int, result: fx.Result | Denied) -> None:
         reach("reconciled")
@@ -275,6 +326,7 @@ class Connection:
             driver=device.driver,
             granularity_bytes=device.granularity,
             protocol_version=handoff.PROTOCOL_VERSION,
+            protocol_revision=handoff.PROTOCOL_REVISION,
             resumed=resumed,
         )
         for location, capacity in capacities.items():
@@ -286,7 +338,7 @@ class Connection:
     def _goodbye(self, request_id: int, session: int) -> None:
         def respond(result: fx.Result | Denied) -> None:
             if isinstance(result, Denied):
-                self._send(_reply_frame(request_id, result))
+                self._send(_refusal(request_id, result))
             else:
                 self._last(pb.Frame(request_id=request_id, reply=pb.Reply(goodbye=pb.GoodbyeResponse())))
 
@@ -295,7 +347,7 @@ class Connection:
     def _refuse(self, request_id: int, denied: Denied) -> None:
         """Answer with a refusal and end the connection once it is sent."""
         self._listener.refused(denied.reason, pid=self._peer.pid)
-        self._last(_reply_frame(request_id, denied))
+        self._last(_refusal(request_id, denied))
 
     def _last(self, frame: pb.Frame) -> None:
         """End the connection with this frame; a peer that never takes it loses it."""
@@ -321,8 +373,11 @@ class Connection:
         delivery.extent_bytes = packet.extent_bytes
         delivery.extent_ids.extend(packet.ids)
         delivery.segment = packet.segment
+        row = self._loop.broker.ledger.segments.get(packet.segment) if packet.segment and not packet.part else None
+        if row is not None:
+            delivery.segment_bytes, delivery.segment_extents = row.size_of(row.ids), len(row.ids)
         if isinstance(packet, fx.Make) and packet.answer is not None and packet.request_id in self._asked:
-            _put(packet.answer, delivery.reply)
+            self._put(packet.answer, delivery.reply)
             self._told = packet.request_id
         self._listener.count_descriptors(len(descriptors))
         outgoing = _Outgoing(frame, descriptors)
@@ -341,9 +396,17 @@ class Connection:
         last = self._outgoing[-1].frame if self._outgoing else None
         joins = last is not None and last.request_id == request_id and last.HasField("delivery")
         if last is not None and joins and not isinstance(result, Denied):
-            _put(result, last.delivery.reply)
+            self._put(result, last.delivery.reply)
+        elif isinstance(result, Denied):
+            self._send(_refusal(request_id, result))
         else:
-            self._send(_reply_frame(request_id, result))
+            frame = pb.Frame(request_id=request_id)
+            self._put(result, frame.reply)
+            self._send(frame)
+
+    def _put(self, result: fx.Result, reply: pb.Reply) -> None:
+        field, message = self._dispatcher.response(result)
+        getattr(reply, field).CopyFrom(message)
 
     def notify(self, frame: pb.Frame) -> None:
         """Say something on the broker's own account; what a full socket does not take is dropped and counted."""
@@ -431,6 +494,7 @@ class Connection:
         if self._closed:
             return
         self._closed = True
+        self._end_holds()
         self._io.remove_reader(self._sock)
         self._io.remove_writer(self._sock)
         hang_up(self._sock)
@@ -449,17 +513,8 @@ class Connection:
             if connections.get(self._session) is self:
                 del connections[self._session]
                 self._loop.tell(ev.ConnectionLost(self._session))
+                self._listener.watch.look(self._session)
 
 
-def _reply_frame(request_id: int, result: fx.Result | Denied) -> pb.Frame:
-    reply = pb.Reply()
-    if isinstance(result, Denied):
-        reply.error.CopyFrom(to_status(result))
-    else:
-        _put(result, reply)
-    return pb.Frame(request_id=request_id, reply=reply)
-
-
-def _put(result: fx.Result, reply: pb.Reply) -> None:
-    field, message = from_result(result)
-    getattr(reply, field).CopyFrom(message)
+def _refusal(request_id: int, denied: Denied) -> pb.Frame:
+    return pb.Frame(request_id=request_id, reply=pb.Reply(error=to_status(denied)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections import Counter
 
 from membroker import handoff
@@ -73,18 +74,34 @@ class Listener:
         """Return who is charged: the endpoint's tenant, or where it has none, one for each uid."""
         return self._tenant or f"uid-{peer.uid}"
 
+    def admit(self, uids: frozenset[int]) -> None:
+        """Let these users open sessions from now on; sessions that are open stay."""
+        self._uids = uids
+
     def _acceptable(self) -> None:
+        turns = self.dispatcher.loop.turns
         for _ in range(ACCEPTS_PER_TURN):
-            try:
-                connection, _ = self._sock.accept()
-            except BlockingIOError:
+            if not turns.may(self.endpoint, self._sock.fileno()):
                 return
-            except OSError as error:
-                self.refused(Reason.DESCRIPTORS_EXHAUSTED, error=error.strerror)
-                self._io.remove_reader(self._sock)
-                self._io.call_later(PAUSE_SECONDS, self._resume)
+            began = time.perf_counter()
+            went_on = self._accept_one()
+            turns.charge(self.endpoint, time.perf_counter() - began)
+            if not went_on:
                 return
-            self._accept(connection)
+
+    def _accept_one(self) -> bool:
+        """Accept a connection; False when there is none, or no descriptor for it."""
+        try:
+            connection, _ = self._sock.accept()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.refused(Reason.DESCRIPTORS_EXHAUSTED, error=error.strerror)
+            self._io.remove_reader(self._sock)
+            self._io.call_later(PAUSE_SECONDS, self._resume)
+            return False
+        self._accept(connection)
+        return True
 
     def _resume(self) -> None:
         if self._sock.fileno() >= 0:
@@ -102,9 +119,15 @@ class Listener:
             sock.close()
             return
         connection = Connection(self, sock, peer)
-        self._silent[connection] = self._io.call_later(HELLO_SECONDS, connection.close, "it said no Hello")
+        self._silent[connection] = self._io.call_later(HELLO_SECONDS, self._give_up, connection, "it said no Hello")
         if len(self._silent) > MAX_SILENT:
-            next(iter(self._silent)).close("too many connections said no Hello")
+            self._give_up(next(iter(self._silent)), "too many connections said no Hello")
+
+    def _give_up(self, connection: Connection, why: str) -> None:
+        """Close a connection, unless its Hello is there unread: the broker itself may have been stopped."""
+        connection.hear()
+        if connection.session is None:
+            connection.close(why)
 
     def _turn_away(self, sock: socket.socket, error: Unattested) -> None:
         self.refused(error.denied.reason)

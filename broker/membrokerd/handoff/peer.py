@@ -145,6 +145,20 @@ def _start_time(pid: int) -> int | None:
     return int(text.rpartition(")")[2].split()[19])
 
 
+def image_of(pid: int) -> tuple[str, ...] | None:
+    """Return what an exec changes of a process: where its program and its stack lie. Both are random.
+
+    None where this broker may not see that, or cannot see the process. It is equal for all of a process's life up to
+    an exec; after one it may be equal too, where address space randomization is turned off.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text() if pid > 0 else ""
+    except OSError:
+        return None
+    image = tuple(text.rpartition(")")[2].split()[23:26])  # startcode, endcode, startstack: the fields 26 to 28
+    return image if image and image[-1] != "0" else None
+
+
 @cache
 def _inodes_identify() -> bool:
     """Say whether this kernel (6.9 on) gives each process's pidfds an inode of their own.

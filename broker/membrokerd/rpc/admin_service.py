@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC
 from typing import Any
 
@@ -29,10 +29,15 @@ _UID_TENANT = re.compile("uid-(0|[1-9][0-9]{0,9})")
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """The whole device's service. `tenants` are the configured ones; empty where each uid is a tenant."""
+    """The whole device's service. `tenants` returns the configured ones: none where each uid is a tenant."""
 
     def __init__(
-        self, loop: Loop, views: Views, tenants: frozenset[str], keep_quotas: Callable[[], None], drain: Drain
+        self,
+        loop: Loop,
+        views: Views,
+        tenants: Callable[[], Collection[str]],
+        keep_quotas: Callable[[], None],
+        drain: Drain,
     ) -> None:
         self._loop = loop
         self._views = views
@@ -59,6 +64,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> broker_pb2.ListSegmentsResponse:
         """Return a page of everybody's segments."""
         return self._views.list_segments(request)
+
+    async def ListTenants(self, request: pb.ListTenantsRequest, context: Any) -> pb.ListTenantsResponse:
+        """Return a page of the tenants."""
+        return self._views.list_tenants(request, self._tenants())
 
     async def DeleteSegment(self, request: broker_pb2.DeleteSegmentRequest, context: Any) -> resources_pb2.Segment:
         """End a segment of whomever."""
@@ -91,9 +100,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ForgetSession(self, request: pb.ForgetSessionRequest, context: Any) -> resources_pb2.Session:
         """End a detached session on the operator's word, and return it as it was."""
         session = convert.parse_session(request.name)
-        rows = [row for row in snapshot.take_sessions(self._loop.broker) if row.session == session]
+        row = self._loop.broker.ledger.sessions.get(session)
+        before = None if row is None else snapshot.take_session(self._loop.broker, row)
         await self._ask(lambda call: ev.ForgetSession(call, session))
-        return convert.from_session(rows[0], clock())
+        assert before is not None, "what is not known was forgotten"
+        return convert.from_session(before, clock())
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> resources_pb2.Device:
         """Lend nothing more, and tell the workers."""
@@ -133,8 +144,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     def _check_tenant(self, tenant: str) -> None:
         """Refuse a tenant that there can't be; one that has not come yet is none of these."""
-        if self._tenants:
-            if tenant not in self._tenants:
+        if tenants := self._tenants():
+            if tenant not in tenants:
                 raise Refused(deny(Reason.TENANT_NOT_FOUND, tenant=tenant))
         elif not _UID_TENANT.fullmatch(tenant):
             hint = ", and each user is one here, such as 'uid-1000'"

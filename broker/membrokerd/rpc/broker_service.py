@@ -9,11 +9,9 @@ from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import broker_pb2_grpc, resources_pb2
 
 from ..core import effects as fx
-from ..core import snapshot
-from ..core.denied import Denied, Reason, deny
-from ..core.events import ModelName
+from ..core.denied import Denied
 from ..dispatch import Dispatcher, Ticket
-from .convert import Refused, from_model, from_result
+from .convert import Refused
 from .views import Views
 
 TOKEN_KEY = "membroker-token"
@@ -29,14 +27,11 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
 
     async def RegisterModel(self, request: pb.RegisterModelRequest, context: Any) -> resources_pb2.Model:
         """Register or join a model."""
-        result = await self._ask(request, context)
-        assert isinstance(result, fx.Registered)
-        return self._model(result.name)
+        return await self._move(request, context)  # type: ignore[no-any-return]
 
     async def UnregisterModel(self, request: pb.UnregisterModelRequest, context: Any) -> pb.UnregisterModelResponse:
         """Leave a model."""
-        await self._ask(request, context)
-        return pb.UnregisterModelResponse()
+        return await self._move(request, context)  # type: ignore[no-any-return]
 
     async def AllocateExtents(self, request: pb.AllocateExtentsRequest, context: Any) -> pb.AllocateExtentsResponse:
         """Borrow extents; their descriptors went to the session's handoff socket before this returns."""
@@ -75,6 +70,10 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         self._ticket(context)
         return self._views.get_device()
 
+    async def GetAvailable(self, request: pb.GetAvailableRequest, context: Any) -> pb.Available:
+        """Return how much could be borrowed now for a model of the tenant."""
+        return self._views.get_available(request, self._ticket(context).tenant)
+
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         """Return a page of the tenant's own models."""
         return self._views.list_models(request, self._ticket(context).tenant)
@@ -92,8 +91,8 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         return self._dispatcher.find(str(metadata.get(TOKEN_KEY, "")), self._endpoint)
 
     async def _move(self, request: Any, context: Any) -> Any:
-        """Put a request that moves memory to the core, and return its response."""
-        _, response = from_result(await self._ask(request, context))
+        """Put a request to the core, and return its response."""
+        _, response = self._dispatcher.response(await self._ask(request, context))
         return response
 
     async def _ask(self, request: Any, context: Any) -> fx.Result:
@@ -110,9 +109,3 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         if isinstance(result, Denied):
             raise Refused(result)
         return result
-
-    def _model(self, name: ModelName) -> resources_pb2.Model:
-        broker = self._dispatcher.loop.broker
-        if name not in broker.ledger.models:  # its session has gone since it was answered
-            raise Refused(deny(Reason.MODEL_NOT_FOUND, model=str(name)))
-        return from_model(snapshot.take_model(broker, name))

@@ -11,6 +11,7 @@ from typing import Any
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as hpb
 from membroker.v1 import resources_pb2 as rpb
@@ -20,12 +21,15 @@ from ..core import effects as fx
 from ..core import events as ev
 from ..core import policy
 from ..core.denied import Denied, Reason, deny
-from ..core.snapshot import LocationView, ModelView, SessionView, Snapshot
+from ..core.snapshot import DeviceView, LocationView, ModelView, SessionView, TenantView
 
-MODEL_NAME = re.compile(r"tenants/([a-z0-9][a-z0-9-]{0,23})/models/([a-z0-9][a-z0-9._-]{0,62})")
-_SEGMENT_NAME = re.compile(r"tenants/([a-z0-9][a-z0-9-]{0,23})/models/([a-z0-9][a-z0-9._-]{0,62}|-)/segments/(.{1,63})")
+_TENANT = r"tenants/([a-z0-9][a-z0-9-]{0,23})"
+_OWN = "[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
+_MODEL = f"models/({_OWN}(?:/{_OWN})?)"
+MODEL_NAME = re.compile(f"{_TENANT}/{_MODEL}")
+_SEGMENT_NAME = re.compile(f"{_TENANT}/(?:{_MODEL}|models/(-))/segments/({_OWN})")
 _SESSION_NAME = re.compile(r"sessions/([0-9a-f]{1,16})")
-_QUOTA_NAME = re.compile(r"tenants/([a-z0-9][a-z0-9-]{0,23})(?:/models/([a-z0-9][a-z0-9._-]{0,62}))?")
+_QUOTA_NAME = re.compile(f"{_TENANT}(?:/{_MODEL})?")
 _SHOWN_NAME = 100
 """Of a malformed name, so much is shown: an error travels in gRPC metadata, of which a client takes 8 KiB."""
 _LOCATIONS: Mapping[int, ev.Location] = {
@@ -65,7 +69,7 @@ class Refused(Exception):
 def parse_model(name: str) -> ev.ModelName:
     """Return the model that `tenants/{tenant}/models/{model}` names, or raise `Refused`."""
     match = MODEL_NAME.fullmatch(name)
-    if match is None:
+    if match is None or not policy.valid_model_name(match[2]):
         raise Refused(deny(Reason.INVALID_NAME, name=name[:_SHOWN_NAME]))
     return ev.ModelName(match[1], match[2])
 
@@ -76,15 +80,15 @@ def parse_segment(name: str) -> ev.SegmentName:
     `-` for the model is whichever model has it.
     """
     match = _SEGMENT_NAME.fullmatch(name)
-    if match is None or not policy.valid_own_name(match[3]):
+    if match is None or not (match[3] or policy.valid_model_name(match[2])):
         raise Refused(deny(Reason.INVALID_NAME, name=name[:_SHOWN_NAME]))
-    return ev.SegmentName(match[1], match[2], match[3])
+    return ev.SegmentName(match[1], match[2] or match[3], match[4])
 
 
 def parse_quota_name(name: str) -> tuple[str, str | None]:
     """Return the tenant, and the model or None, that a quota is for, or raise `Refused`."""
     match = _QUOTA_NAME.fullmatch(name)
-    if match is None:
+    if match is None or not (match[2] is None or policy.valid_model_name(match[2])):
         raise Refused(deny(Reason.INVALID_NAME, name=name[:_SHOWN_NAME]))
     return match[1], match[2]
 
@@ -158,7 +162,10 @@ def _registration(session: int, tenant: str, request_id: int, request: bpb.Regis
 
 
 def from_result(result: fx.Result) -> tuple[str, Any]:
-    """Return the response of a call that moved memory, and the name of its field in a handoff Reply."""
+    """Return the response of a session's call, and the name of its field in a handoff Reply.
+
+    A model's, which shows its books, is `Dispatcher.response`'s.
+    """
     match result:
         case fx.Allocated():
             return "allocate", bpb.AllocateExtentsResponse(count=result.count, extent_bytes=result.extent_bytes)
@@ -176,12 +183,14 @@ def from_result(result: fx.Result) -> tuple[str, Any]:
             )
         case fx.Detached():
             return "detach_segment", bpb.DetachSegmentResponse()
+        case fx.Done():  # a Goodbye has no other answer either, and is answered by its connection
+            return "unregister_model", bpb.UnregisterModelResponse()
         case _:
             raise AssertionError(f"no response for {result}")
 
 
 def from_device(
-    snapshot: Snapshot,
+    books: DeviceView,
     device: DeviceInfo,
     figures: Mapping[str, MemoryInfo | None],
     headroom: Mapping[str, int],
@@ -193,20 +202,19 @@ def from_device(
     draining: bool,
 ) -> rpb.Device:
     """Return the device and its books."""
-    workers = [row for row in snapshot.sessions if not row.observer]
     return rpb.Device(
         uuid=device.uuid,
         product=device.name,
         driver=device.driver,
         granularity_bytes=device.granularity,
-        locations=[_books(row, figures.get(row.location), headroom.get(row.location, 0)) for row in snapshot.locations],
-        revision=snapshot.revision,
+        locations=[_books(row, figures.get(row.location), headroom.get(row.location, 0)) for row in books.locations],
+        revision=books.revision,
         version=version,
         pid=pid,
         start_time=_timestamp(start_time),
         metrics_url=metrics_url,
-        sessions=sum(row.state in ("open", "detached") for row in workers),
-        detached_sessions=sum(row.state == "detached" for row in workers),
+        sessions=books.sessions,
+        detached_sessions=books.detached,
         draining=draining,
     )
 
@@ -275,6 +283,19 @@ def from_session(row: SessionView, now_ns: int) -> rpb.Session:
         ],
         create_time=_began(row.began_at, now_ns),
         segments=[str(name) for name in row.segments],
+    )
+
+
+def from_tenant(row: TenantView) -> apb.Tenant:
+    """Return a tenant's row as a message."""
+    return apb.Tenant(
+        name=f"tenants/{row.tenant}",
+        books=[
+            apb.TenantBooks(location=LOCATION_NUMBERS[where], used_bytes=used, limit_bytes=limit)
+            for where, used, limit in row.locations
+        ],
+        models=row.models,
+        sessions=row.sessions,
     )
 
 

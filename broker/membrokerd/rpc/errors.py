@@ -60,8 +60,9 @@ _TABLE: Mapping[Reason, _Row] = {
     Reason.INVALID_COUNT: _Row(Code.INVALID_ARGUMENT, "a count must be between 1 and {max_count}, not {count}"),
     Reason.INVALID_NAME: _Row(
         Code.INVALID_ARGUMENT,
-        "{name!r} is no name: a model is [a-z0-9] and then at most 62 of [a-z0-9._-], and stands behind "
-        "tenants/TENANT/models/; so is a segment, behind its model's name and /segments/",
+        "{name!r} is not a valid name: a model is tenants/TENANT/models/MODEL, a segment that and /segments/SEGMENT; "
+        "MODEL and SEGMENT are letters, digits and ._-, begin with a letter, a digit or _, and have at most 96 "
+        "characters; MODEL may have one slash inside, as in Qwen/Qwen3-8B",
     ),
     Reason.INVALID_ARGUMENT: _Row(Code.INVALID_ARGUMENT, "{what}"),
     Reason.INVALID_PAGE_TOKEN: _Row(Code.INVALID_ARGUMENT, "the page token is not one that this broker gave out"),
@@ -102,13 +103,13 @@ _TABLE: Mapping[Reason, _Row] = {
         Code.RESOURCE_EXHAUSTED, "the {of} has {limit} {what}, which is its bound: delete some", retry=True
     ),
     Reason.TOO_MANY_SESSIONS: _Row(
-        Code.RESOURCE_EXHAUSTED, "the {of} has {limit} sessions, which is its bound", retry=True
+        Code.RESOURCE_EXHAUSTED, "the {of} has {limit} sessions, which is its bound{detached}", retry=True
     ),
     Reason.TOO_MANY_MODELS: _Row(
         Code.RESOURCE_EXHAUSTED, "the tenant {tenant} has {limit} models, which is its bound", retry=True
     ),
     Reason.TOO_MANY_REQUESTS: _Row(
-        Code.RESOURCE_EXHAUSTED, "the session has {limit} allocations in flight, which is its bound", retry=True
+        Code.RESOURCE_EXHAUSTED, "the {whose} has {limit} {calls}, which is its bound", retry=True
     ),
     Reason.TOKEN_REQUIRED: _Row(
         Code.UNAUTHENTICATED,
@@ -189,6 +190,10 @@ class _Words(dict[str, object]):
                 self[key.removesuffix("_bytes")] = format_size(value)
         self.setdefault("of", numbers.get("model", "it"))
         self.setdefault("hint", "")
+        lost = numbers.get("detached")
+        self["detached"] = f"; detached, and ended by `membroker forget SESSION`, are {lost}" if lost else ""
+        self.setdefault("whose", "session")
+        self.setdefault("calls", "allocations in flight")
         self.setdefault("fault", "a fault of the broker, written in its log")
         says = numbers.get("driver_says")
         self["says"] = f": {says}" if says else ""

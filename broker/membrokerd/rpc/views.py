@@ -5,26 +5,30 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from google.protobuf.message import Message
 
+from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2 as rpb
 from membroker.vmm import DeviceInfo
 
-from ..core import snapshot
+from ..core import policy, snapshot
 from ..core.denied import Reason, deny
+from ..core.events import Location
+from ..core.ledger import SessionRow
 from ..loop import Loop, clock
 from . import convert
 
 DEFAULT_PAGE = 100
 MAX_PAGE = 1000
-MAX_PAGE_BYTES = 1 << 20
-"""A gRPC client takes no message of more than 4 MiB, and one session may have 256 models of long names."""
+MAX_PAGE_BYTES = 1 << 18
+"""Of one page: a session may have 256 models of long names, and a page of 1 MiB of them took a turn of 100 ms."""
+_TENANT_KEY = re.compile(r"[a-z0-9][a-z0-9-]{0,23}")
 _ID_KEY = re.compile(r"[0-9a-f]{16}")
 
 _Row = TypeVar("_Row")
@@ -39,13 +43,14 @@ class Views:
     device: DeviceInfo
     headroom: Mapping[str, int]
     version: str
+    gate_reserve: int = 0
     metrics_url: str = ""
     start_time: float = field(default_factory=time.time)
 
     def get_device(self) -> rpb.Device:
         """Return the device and its books."""
         return convert.from_device(
-            snapshot.take(self.loop.broker),
+            snapshot.take_device(self.loop.broker),
             self.device,
             self.loop.figures,
             self.headroom,
@@ -56,6 +61,27 @@ class Views:
             draining=self.loop.broker.draining,
         )
 
+    def get_available(self, request: pb.GetAvailableRequest, tenant: str) -> pb.Available:
+        """Return how much a tenant could borrow now for one of its models."""
+        name, location = convert.parse_model(request.model), convert.parse_location(request.location)
+        broker = self.loop.broker
+        if name.tenant != tenant or name not in broker.ledger.models:
+            raise convert.Refused(deny(Reason.MODEL_NOT_FOUND, model=str(name)))
+        if not broker.rules.capacities.get(location):
+            raise convert.Refused(deny(Reason.LOCATION_UNAVAILABLE, location=location))
+        now = 0
+        if not broker.draining:
+            now = policy.available(broker.ledger, broker.rules, name, location, self._device_room(location))
+        limit = policy.model_limit(broker.ledger, broker.rules, name, location)
+        return pb.Available(now_bytes=now, limit_bytes=limit)
+
+    def _device_room(self, location: Location) -> int | None:
+        """Return what the device had for more extents when it was last asked; the stock is let go before a refusal."""
+        info = self.loop.figures.get(location)
+        if info is None:
+            return None
+        return info.free - self.gate_reserve + self.loop.broker.ledger.totals[location].stock
+
     def list_models(self, request: pb.ListModelsRequest, tenant: str | None = None) -> pb.ListModelsResponse:
         """Return a page of models, by name; `tenant` None is everybody's."""
         rows = snapshot.take_models(self.loop.broker, tenant)
@@ -64,10 +90,20 @@ class Views:
 
     def list_sessions(self, request: pb.ListSessionsRequest, tenant: str | None = None) -> pb.ListSessionsResponse:
         """Return a page of sessions, in the order they began; `tenant` None is everybody's."""
-        rows = snapshot.take_sessions(self.loop.broker, tenant)
-        show = partial(convert.from_session, now_ns=clock())
+        broker, now_ns = self.loop.broker, clock()
+        rows = [row for row in broker.ledger.sessions.values() if tenant in (None, row.tenant)]
+
+        def show(row: SessionRow) -> rpb.Session:
+            return convert.from_session(snapshot.take_session(broker, row), now_ns)
+
         sessions, token = _page(rows, lambda row: f"{row.session:016x}", _ID_KEY, request, show)
         return pb.ListSessionsResponse(sessions=sessions, next_page_token=token)
+
+    def list_tenants(self, request: apb.ListTenantsRequest, configured: Iterable[str]) -> apb.ListTenantsResponse:
+        """Return a page of tenants, by name: the configured ones, and all that have something."""
+        rows = snapshot.take_tenants(self.loop.broker, configured)
+        tenants, token = _page(rows, lambda row: row.tenant, _TENANT_KEY, request, convert.from_tenant)
+        return apb.ListTenantsResponse(tenants=tenants, next_page_token=token)
 
     def list_segments(self, request: pb.ListSegmentsRequest, tenant: str | None = None) -> pb.ListSegmentsResponse:
         """Return a page of segments, in the order they began; `tenant` None is everybody's."""
@@ -81,7 +117,7 @@ def _page(
     rows: Sequence[_Row],
     key: Callable[[_Row], str],
     grammar: re.Pattern[str],
-    request: pb.ListModelsRequest | pb.ListSessionsRequest | pb.ListSegmentsRequest,
+    request: pb.ListModelsRequest | pb.ListSessionsRequest | pb.ListSegmentsRequest | apb.ListTenantsRequest,
     show: Callable[[_Row], _Shown],
 ) -> tuple[list[_Shown], str]:
     """Return the rows behind the token, which is the key of the last row of the page before, and the next token.

@@ -1,8 +1,8 @@
 """Allocations for a framework that takes its memory from a pair of functions, malloc and free.
 
-Owns buffers of one model, cut into blocks, and which block is at which address. A granule is 2 MiB, and a round trip
-to the broker costs as much as many small cudaMallocs, so small blocks share a buffer. `free` must never take a lock or
-call anybody: frameworks call it where the garbage collector runs, in any thread, under locks of their own.
+Owns buffers of one model, cut into blocks, and the table of blocks by address. A granule is 2 MiB, and a round trip to
+the broker costs as much as many small cudaMallocs, so small blocks share a buffer. `free` must never take a lock or
+call other code: frameworks call it from the garbage collector, in any thread, while they hold their own locks.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from membroker.vmm.sizes import MIB, round_up
 logger = logging.getLogger("membroker")
 
 CHUNK_BYTES = 32 * MIB
-"""The size of a buffer that small blocks share; larger ones get one of their own."""
+"""The size of a buffer that small blocks share; a larger block gets its own buffer."""
 
 ALIGNMENT = 512
-"""What every address is a multiple of, in bytes: at least what cudaMalloc promises, which is 256."""
+"""The alignment of every address, in bytes. cudaMalloc promises 256."""
 
 
 class Lending:
     """Memory of `model` for one framework, by address. Thread-safe.
 
-    What a framework has not freed stays mapped when the client is closed, as with living views.
+    Blocks that the framework has not freed stay mapped after the client is closed, as live views do.
     """
 
     def __init__(self, model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> None:
@@ -42,9 +42,9 @@ class Lending:
         self._chunks: list[_Chunk] = []
         self._blocks: dict[int, tuple[_Chunk, int]] = {}
         self._freed: deque[int] = deque()
-        # Guards the three above; nobody waits for a broker or a device under it.
+        # Guards the three above; never held while waiting for the broker or the device.
         self._lock = threading.Lock()
-        # Held while memory goes back: who was refused waits for it, and asks once more.
+        # Held while memory is released: a thread that was refused waits for it, and asks once more.
         self._returning = threading.Lock()
 
     @property
@@ -55,14 +55,14 @@ class Lending:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are charged to the model: the buffers behind the blocks."""
+        """Bytes that are charged to the model: the buffers that contain the blocks."""
         with self._lock:
             return sum(chunk.span.size for chunk in self._chunks)
 
     def allocate(self, size: int) -> int:
-        """Return the address of `size` bytes; 0 for none. Raises what `Model.allocate` raises.
+        """Return the address of `size` bytes, or 0 if `size` is 0. Raises what `Model.allocate` raises.
 
-        A broker that refuses is asked again once what was freed has been given back.
+        If the broker refuses, this releases freed memory and asks once more.
         """
         if not size:
             return 0
@@ -70,14 +70,14 @@ class Lending:
         try:
             with HeldOff():
                 address = self._allocate(round_up(size, ALIGNMENT))
-        except KeyboardInterrupt:  # nobody gets the address
+        except KeyboardInterrupt:  # the caller does not get the address
             self.free(address)
             raise
         return address
 
     def _allocate(self, size: int) -> int:
         if self._freed:
-            # While a graph is captured nobody may wait for the device: what was freed stays so, other memory may do.
+            # During a graph capture CUDA forbids waiting for the device: keep the freed blocks, and use other memory.
             with suppress(DeviceFailure):
                 self.take_back()
         address = self._carve(size)
@@ -86,18 +86,18 @@ class Lending:
         return address
 
     def free(self, address: int) -> None:
-        """Give a block back, soon: when the work that this process has given to the device is done."""
+        """Release a block later, when the work that this process has submitted to the device is done."""
         if address:
             self._freed.append(address)
-            self._model.later(self.take_back)
+            self._model._as_source.later(self.take_back)
 
     def take_back(self) -> None:
-        """Wait for the device, make what was freed allocatable, and give empty buffers back to the broker.
+        """Wait for the device, make freed blocks allocatable, and release empty buffers to the broker.
 
-        Raises `DeviceFailure` when the device can't be waited for; what was freed is then kept for the next time.
+        Raises `DeviceFailure` if waiting for the device fails; the freed blocks are then kept for the next call.
         """
         with HeldOff(), self._returning:
-            # What is freed from here on may be used by work that is not waited for.
+            # Blocks that are freed after this line may be used by work that this call does not wait for.
             count = len(self._freed)
             if count:
                 with device_failures():
@@ -106,13 +106,13 @@ class Lending:
                     chunk.close()
 
     def _release(self, count: int) -> list[_Chunk]:
-        """Put the blocks that were freed first back into their buffers, and return those that are empty."""
+        """Put the first `count` freed blocks back into their buffers, and return the buffers that are now empty."""
         with self._lock:
             for _ in range(count):
                 address = self._freed.popleft()
                 if address not in self._blocks:
                     logger.error(
-                        "a framework freed %#x, which is not allocated: freed twice, or never from here", address
+                        "a framework freed %#x, which is not allocated: freed twice, or allocated elsewhere", address
                     )
                     continue
                 chunk, size = self._blocks.pop(address)
@@ -135,7 +135,7 @@ class Lending:
             try:
                 return _Chunk(self._model, self._chunk_bytes)
             except OutOfMemory:
-                pass  # A chunk is for speed: what was asked may fit all the same.
+                pass  # A chunk only saves calls: the requested size itself may still fit.
         try:
             return _Chunk(self._model, size)
         except OutOfMemory:
@@ -152,10 +152,10 @@ class Lending:
 
 
 class _Chunk:
-    """One buffer, and its free runs as (address, size) in order."""
+    """One buffer, and its free runs as (address, size), in order of address."""
 
     def __init__(self, model: Model, size: int) -> None:
-        # All of an extent is charged, so all of it is asked for.
+        # A whole extent is charged, so request all of it.
         self._buffer = model.allocate(round_up(size, model.driver.device.granularity))
         self.span: Span = self._buffer.span(0, self._buffer.size)
         self._runs = [(self.span.address, self._buffer.size)]
@@ -165,7 +165,7 @@ class _Chunk:
         return self._runs == [(self.span.address, self.span.size)]
 
     def carve(self, size: int) -> int | None:
-        """Take `size` bytes from the first run that has them."""
+        """Take `size` bytes from the first run that is large enough."""
         for place, (address, length) in enumerate(self._runs):
             if length >= size:
                 rest = [(address + size, length - size)] if length > size else []
@@ -174,7 +174,7 @@ class _Chunk:
         return None
 
     def release(self, address: int, size: int) -> None:
-        """Put a block back, and join the runs that now touch."""
+        """Put a block back, and join adjacent runs."""
         insort(self._runs, (address, size))
         joined: list[tuple[int, int]] = []
         for start, length in self._runs:
@@ -185,6 +185,6 @@ class _Chunk:
         self._runs = joined
 
     def close(self) -> None:
-        """Unmap the buffer and give it back, in this thread."""
+        """Unmap and release the buffer, in this thread."""
         del self.span
         self._buffer.close()

@@ -1,4 +1,4 @@
-"""Where an adapter finds its framework, and the sentence where it does not. Owns no more than that."""
+"""Import a framework, or say what to install."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def framework(module: str, name: str, install: str) -> Any:
 
 
 def check_card(name: str, *, on_card: bool) -> None:
-    """Raise `InvalidRequest` where the broker's device is no card that `name` could compute on."""
+    """Raise `InvalidRequest` if the broker's device is not a GPU, which the framework `name` needs."""
     if not on_card:
-        raise InvalidRequest(f"{name} works on a card, and this broker lends the host's memory: use NumPy or PyTorch")
+        raise InvalidRequest(f"{name} needs a GPU, and this broker lends host memory: use NumPy or PyTorch")

@@ -1,4 +1,4 @@
-"""PyTorch itself, or a sentence that says what to install."""
+"""Import PyTorch, or say what to install."""
 
 from __future__ import annotations
 

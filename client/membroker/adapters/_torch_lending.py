@@ -1,7 +1,7 @@
-"""What torch's allocator was lent: a buffer for each of its segments, and which of them it still has.
+"""The memory lent to torch's allocator: a buffer for each of torch's segments, and which of them torch still uses.
 
-Owns the function that torch calls for memory. It must never let an exception go into torch's C++, and never wait in a
-call of torch's for something that another such call could hold.
+Owns the function that torch calls for memory. It must never raise into torch's C++. A call from torch must never
+wait for something that another such call could hold.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger("membroker")
 
 @dataclass(slots=True, eq=False)
 class _Lent:
-    """A segment of torch's. `span` keeps it mapped when its client is closed; `seen` says that torch has it."""
+    """One segment of torch. `span` keeps it mapped after its client is closed; `seen`: torch was seen to use it."""
 
     buffer: Buffer
     span: object
@@ -32,12 +32,12 @@ class _Lent:
 
 
 class TorchLending:
-    """The two functions that torch calls for memory, and what it was lent. Knows nothing of pools or routing.
+    """The two functions that torch calls for memory, and the memory lent to it. Knows nothing of pools or routing.
 
     `allocate_address` and `free_address` are C functions, `void*(size_t, int, void*)` and `void(void*, size_t, int,
-    void*)`. The first borrows, in Python, called with no lock of torch's held. The second is called under torch's
-    lock, where no Python may run, and so it is one that does nothing: what torch has freed is found by `collect`.
-    `alive` tells the addresses that torch has.
+    void*)`. The first borrows, in Python, and torch calls it without holding a lock. torch calls the second under its
+    lock, where no Python may run, so it is a function that does nothing; `collect` finds what torch has freed. `alive`
+    returns the addresses of torch's segments.
     """
 
     def __init__(self, model: Model, device: int, alive: Callable[[], set[int]]) -> None:
@@ -53,12 +53,12 @@ class TorchLending:
 
     @property
     def allocate_address(self) -> int:
-        """The address of the function that borrows; it returns 0 when it is denied."""
+        """The address of the function that borrows; the function returns 0 on a refusal."""
         return _address_of(self._function)
 
     @property
     def free_address(self) -> int:
-        """The address of a function of the interpreter's that reads a flag: compiled, without a lock or an effect."""
+        """The address of a compiled function of the interpreter that reads a flag and has no effect."""
         return _address_of(ctypes.pythonapi.Py_IsInitialized)
 
     @property
@@ -67,21 +67,21 @@ class TorchLending:
         return sum(lent.buffer.size for lent in list(self._lent.values()))
 
     def owns(self, address: int, size: int) -> bool:
-        """Say whether [address, address + size) lies in one piece that is lent."""
+        """Return whether [address, address + size) lies in one lent buffer."""
         return any(
             start <= address and address + size <= start + lent.buffer.size for start, lent in list(self._lent.items())
         )
 
     def collect(self) -> int:
-        """Give back what was lent and torch no longer has, and return how many bytes that was.
+        """Release the buffers that torch has freed, and return how many bytes that was.
 
-        A piece that torch was never seen to have is left: it may be about to take it.
+        Keeps buffers that torch was never seen to use: an allocation may be in progress.
         """
         with self._collecting:
             return self._collect()
 
     def _collect(self) -> int:
-        # In this order: what is lent after the first line is not touched, whatever its address was before.
+        # In this order: memory lent after the first line is not touched, even if it reuses an address.
         lent = list(self._lent.items())
         there = self._alive()
         given_back = 0
@@ -96,7 +96,7 @@ class TorchLending:
         return given_back
 
     def _allocate(self, size: int, device: int, _stream: int | None) -> int:
-        """Borrow for torch. Nothing may be raised into its C++."""
+        """Borrow for torch, and never raise: the caller is C++."""
         try:
             return self._borrow(size, device)
         except KeyboardInterrupt:
@@ -104,13 +104,13 @@ class TorchLending:
         except MembrokerError as error:
             self.last_denial = error
         except BaseException as error:
-            logger.exception("an allocation of torch's failed")
-            self.last_denial = MembrokerError(f"an allocation of torch's failed: {error!r}")
+            logger.exception("an allocation for torch failed")
+            self.last_denial = MembrokerError(f"an allocation for torch failed: {error!r}")
         return 0
 
     def _borrow(self, size: int, device: int) -> int:
         if device != self._device:
-            raise InvalidRequest(f"torch asks for memory of card {device}, and the broker's is card {self._device}")
+            raise InvalidRequest(f"torch requests memory of GPU {device}, and the broker lends GPU {self._device}")
         try:
             buffer = self._model.allocate(size)
         except OutOfMemory:
@@ -122,7 +122,7 @@ class TorchLending:
         return address
 
     def _collect_at_once(self) -> int:
-        """Collect, unless a thread is at it, perhaps this one, or a graph is captured, which forbids to wait."""
+        """Collect, unless a thread (perhaps this one) is collecting, or a graph capture forbids waiting."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return 0
         if not self._collecting.acquire(blocking=False):

@@ -1,8 +1,7 @@
 """`TorchMemory`: torch's own allocations, borrowed from the broker through a `torch.cuda.MemPool`.
 
-Owns which pool torch's allocations are routed to. It must never run Python under torch's allocator lock: a thread
-that frees a tensor waits for that lock with the interpreter's lock in its hands, and two that wait for each other
-stand still.
+Owns the routing of torch's allocations to a pool. It must never run Python under torch's allocator lock: a thread that
+frees a tensor waits for that lock while it holds the GIL, so the two would deadlock.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ from membroker.model import Model
 
 
 class TorchMemory(Closing):
-    """What torch allocates on the card, borrowed for `model`: a `torch.cuda.MemPool` without compiled code.
+    """Borrows what torch allocates on the GPU from `model`: a `torch.cuda.MemPool` without compiled code.
 
         with TorchMemory(model) as memory, memory.use():
             train()                            # forward, backward and optimizer, in every thread
 
-    torch caches what it was lent, as always: an allocation from its cache costs the same as without a broker, and the
-    broker sees segments of 2 MiB, of 20 MiB, or of large tensors. Where it lends no more, torch raises its own
-    `torch.OutOfMemoryError`; `last_denial` is the broker's word for it, and a note on the exception.
+    torch caches what it borrows, as always: an allocation from its cache costs the same as without a broker, and the
+    broker sees segments of 2 MiB, of 20 MiB, or of large tensors. If the broker refuses, torch raises its own
+    `torch.OutOfMemoryError`. The broker's error is in `last_denial`, and in a note on the exception.
 
-    **A live MemPool gives nothing back.** `torch.cuda.empty_cache()` returns nothing of it, however much of it is
-    free (3,000 of 3,000 MiB stayed, torch 2.11). `trim` exchanges the MemPool for a new one, and returns every segment
-    in which no tensor lives; one small tensor keeps its whole segment. Nothing comes back by itself.
+    **A live MemPool releases nothing.** `torch.cuda.empty_cache()` does not release it, however much of it is free
+    (3,000 of 3,000 MiB stayed, torch 2.11). `trim` replaces the MemPool by a new one, and releases every segment
+    without a live tensor; one small tensor keeps its whole segment. Without a `trim`, nothing is released.
 
-    What torch does while allocations are routed, as inside `torch.cuda.use_mem_pool`: it frees no cache and retries
-    before it gives up, and a tensor that was used on a second stream (`record_stream`) is reused only after the
+    While allocations are routed, torch behaves as inside `torch.cuda.use_mem_pool`: it does not free its cache and
+    retry before it gives up, and a tensor that was used on a second stream (`record_stream`) is reused only after the
     block, or after a `trim`. Capture graphs with `capture`, not with `torch.cuda.graph`.
 
-    The allocator runs with torch's setting `release_lock_on_cudamalloc`, which is set here for the whole process, and
-    so it calls the broker with no lock of torch's held. What torch frees is noticed later, without a call back.
-    Memory of torch cannot be shared by `torch.multiprocessing`: make a segment of it (`publish_module`).
+    This class enables torch's setting `release_lock_on_cudamalloc` for the whole process, so torch calls the broker
+    without holding its lock. What torch frees is found later, without a callback. torch's memory cannot be shared by
+    `torch.multiprocessing`: make a segment from it (`publish_module`).
 
-    Raises `InvalidRequest` without a card, without torch's CUDA, and where torch's `expandable_segments` or its
-    backend `cudaMallocAsync` are set; `DeviceFailure`.
+    Raises `InvalidRequest` without a GPU, without torch's CUDA, and if torch's `expandable_segments` or its backend
+    `cudaMallocAsync` are set; `DeviceFailure`.
     """
 
     def __init__(self, model: Model) -> None:
@@ -64,12 +63,12 @@ class TorchMemory(Closing):
 
     @property
     def device(self) -> torch.device:
-        """The card, as torch names it."""
+        """The GPU, as a torch device."""
         return self._device
 
     @property
     def lent(self) -> int:
-        """Bytes that torch has from the broker now, its cache included."""
+        """Bytes that torch has borrowed now, including its cache."""
         return self._lending.lent
 
     @property
@@ -78,16 +77,16 @@ class TorchMemory(Closing):
         return self._lending.last_denial
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Say whether a tensor's bytes lie in memory of the broker."""
+        """Return whether a tensor's bytes lie in borrowed memory."""
         storage = tensor.untyped_storage()
         return self._lending.owns(storage.data_ptr(), max(1, storage.nbytes()))
 
     @contextmanager
     def use(self) -> Iterator[TorchMemory]:
-        """Let every thread's CUDA allocations come from the broker in this block, those of autograd's threads too.
+        """Borrow every thread's CUDA allocations from the broker in this block, including those of autograd's threads.
 
-        For the whole process: threads that know nothing of it are charged as well. It may be entered again, and by
-        several threads. Raises `InvalidRequest` while another `TorchMemory` is in use, and `ClosedError`.
+        This holds for the whole process: allocations of unrelated threads are charged too. The block may be nested, and
+        entered by several threads. Raises `InvalidRequest` while another `TorchMemory` is in use, and `ClosedError`.
         """
         self._enter()
         try:
@@ -114,10 +113,10 @@ class TorchMemory(Closing):
 
     @contextmanager
     def capture(self, graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
-        """Capture a CUDA graph in this block, whose memory is the broker's too; `options` are `torch.cuda.graph`'s.
+        """Capture a CUDA graph in this block, with borrowed memory; `options` are those of `torch.cuda.graph`.
 
-        Each graph has memory of its own, which `trim` returns once the graph is reset, or garbage, and its tensors
-        are gone. What other threads allocate meanwhile is torch's own. Raises as `use`.
+        Each graph has its own memory, which `trim` releases once the graph is reset or garbage, and its tensors are
+        gone. Allocations of other threads during the block are not borrowed. Raises the errors of `use`.
         """
         with _routing:
             self._check_open()
@@ -131,22 +130,22 @@ class TorchMemory(Closing):
                     self._capturing = False
 
     def trim(self) -> int:
-        """Give back all segments in which no tensor lives, and return how many bytes that was.
+        """Release all segments without a live tensor, and return how many bytes that was.
 
-        Up to 4 MiB stay lent, and what cuBLAS keeps as its workspaces. Waits for the work on the device. A moment long
-        the allocations of other threads are torch's own, so call it where they have none to make. Not for inside a
-        `torch.cuda.use_mem_pool` or a capture of another's making: torch itself ends the process there. Raises
-        `InvalidRequest` during a `capture`, and `ClosedError`.
+        Up to 4 MiB stay lent, and the workspaces of cuBLAS. Waits for the work on the device. For a moment, allocations
+        of other threads are not borrowed, so call it while they make none. Do not call it inside
+        `torch.cuda.use_mem_pool` or a graph capture that was not started by `capture`: torch aborts the process there.
+        Raises `InvalidRequest` during a `capture`, and `ClosedError`.
         """
         with _routing:
             self._check_open()
             return self._exchange(self._new_pool())
 
     def close(self) -> None:
-        """Give back what no tensor lives in, for good. Idempotent: call it again when the last tensors are gone.
+        """Release all memory without a live tensor, and end. Idempotent: call it again when the last tensors are gone.
 
-        Memory under a tensor that lives stays lent until then, and the session with it. Raises `InvalidRequest` in a
-        block of `use` or `capture`.
+        Memory under a live tensor stays lent until then, and keeps the session. Raises `InvalidRequest` inside a block
+        of `use` or `capture`.
         """
         with _routing:
             if self._users or self._capturing:
@@ -166,10 +165,10 @@ class TorchMemory(Closing):
     # The pools. `_routing` is held.
 
     def _exchange(self, pool: Any) -> int:
-        """Put `pool` in the place of torch's pool, or nothing for good, and collect what torch lets go of."""
+        """Replace torch's pool by `pool` (None: by nothing, at the end), and collect what torch frees."""
         sentinel = self._new_sentinel() if pool is not None else None
         with self._unrouted():
-            # All that is in the old pool is seen to be there, so that it is missed afterwards.
+            # Mark everything in the old pool as seen, so that the last `collect` notices what is gone.
             self._lending.collect()
             old, self._pool = [self._pool], pool
             if old[0] is not None:
@@ -177,16 +176,16 @@ class TorchMemory(Closing):
             self._sentinel = sentinel
             self._drop_graph_pools()
             if pool is None and not self._graph_pools:
-                # torch keeps them for good. Not in `trim`: a graph, or another thread's kernel, may use them.
+                # torch never frees them itself. Not in `trim`: a graph, or a kernel of another thread, may use them.
                 torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
         return self._lending.collect()
 
     def _new_sentinel(self) -> torch.Tensor | None:
-        """Return a tensor in the pool that is about to go, so that torch keeps its table of the pool one trim longer.
+        """Return a tensor in the old pool, so that torch keeps its table of that pool one trim longer.
 
-        A thread that borrows just now has let go of torch's lock in the middle of an allocation, with that table in
-        its hands. Where there is no room for a tensor there are others.
+        A thread that is borrowing has released torch's lock in the middle of an allocation, and still uses that table.
+        If there is no room for this tensor, other tensors keep the table.
         """
         before = self._lending.last_denial
         try:
@@ -207,7 +206,7 @@ class TorchMemory(Closing):
     def _new_pool(self) -> Any:
         with torch.cuda.device(self._device):
             pool = torch.cuda.MemPool(self._allocator)
-        # A pool that ends at a moment of the collector's, or the interpreter's, can end the process: see `_drop`.
+        # Destroying a pool in the garbage collector, or at interpreter exit, can abort the process: see `_drop`.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
         return pool
 
@@ -224,7 +223,7 @@ class TorchMemory(Closing):
 
     def _route(self) -> None:
         global _in_use
-        # Not `use_mem_pool`, which routes the calling thread only: a backward pass allocates in threads of autograd's.
+        # Not `use_mem_pool`, which routes the calling thread only: a backward pass allocates in autograd's threads.
         torch._C._cuda_beginAllocateToPool(self._device.index, self._pool.id)
         self._routed = self._pool.id
         _in_use = self
@@ -237,16 +236,16 @@ class TorchMemory(Closing):
 
 
 _routing = threading.RLock()
-"""Held while allocations are routed anew: torch has one table of that for a card."""
+"""Held while routing changes: torch has one routing table for each GPU."""
 _in_use: TorchMemory | None = None
 _FOREVER: list[Any] = []
-"""torch may call an allocator as long as the process lives."""
+"""torch may call an allocator until the process ends."""
 
 
 def _drop(pool: Any) -> None:
-    """Let go of a MemPool. Nothing is routed: torch's destructor asserts that, and an assertion there ends the process.
+    """Destroy a MemPool. It must not be routed to: torch's destructor asserts that, and aborts the process.
 
-    The caller keeps no reference, not even in a variable.
+    The caller must keep no reference, not even in a variable.
     """
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(pool))
 
@@ -255,21 +254,23 @@ def _card_of(model: Model) -> torch.device:
     info = model.driver.device
     if info.driver == "host":
         raise InvalidRequest(
-            "torch's MemPool exists on a card only, and this broker lends the host twin's memory: "
+            "torch's MemPool needs a GPU, and this broker lends memory of the host driver: "
             "make CPU tensors over it with tensor()"
         )
     if not torch.cuda.is_available():
-        raise InvalidRequest("this PyTorch has no CUDA, or finds no card: the broker's is there")
+        raise InvalidRequest("this PyTorch has no CUDA, or finds no GPU, although the broker has one")
     return device_of(info)
 
 
 def _settle_allocator() -> None:
-    """Let torch call its allocator with no lock held, or raise `InvalidRequest` where its settings forbid all this."""
+    """Make torch call its allocator without a lock. Raises `InvalidRequest` if torch's settings prevent that."""
     if torch.cuda.get_allocator_backend() != "native":
-        raise InvalidRequest("torch runs with the backend cudaMallocAsync, which has no pools of others: leave it out")
+        raise InvalidRequest(
+            "torch uses the backend cudaMallocAsync, which supports no custom pools: remove that setting"
+        )
     settings = _allocator_settings()
     if settings.get("expandable_segments"):
-        raise InvalidRequest("torch runs with expandable_segments:True, which maps memory of its own: leave it out")
+        raise InvalidRequest("torch uses expandable_segments:True, which maps its own memory: remove that setting")
     if settings.get(_RELEASES_LOCK):
         return
     before = settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
@@ -279,7 +280,7 @@ def _settle_allocator() -> None:
     else:
         torch.cuda.memory._set_allocator_settings(text)
     if not _allocator_settings().get(_RELEASES_LOCK):
-        raise InvalidRequest(f"torch did not take {text}: set PYTORCH_CUDA_ALLOC_CONF={_RELEASES_LOCK}:True")
+        raise InvalidRequest(f"torch did not accept {text}: set PYTORCH_CUDA_ALLOC_CONF={_RELEASES_LOCK}:True")
 
 
 _RELEASES_LOCK = "release_lock_on_cudamalloc"
@@ -291,7 +292,7 @@ def _allocator_settings() -> dict[str, Any]:
 
 
 def _segments_of_torch() -> set[int]:
-    """Return the addresses of all segments that torch's allocator has now."""
+    """Return the addresses of all current segments of torch's allocator."""
     return {segment["address"] for segment in torch.cuda.memory_snapshot()}
 
 

@@ -1,6 +1,6 @@
-"""Modules of PyTorch in segments: their weights published once, and attached by many.
+"""PyTorch modules in segments: weights that are published once and attached by many.
 
-Owns what a module is in a segment: the image of a safetensors file, as `safetensors.torch.save_model` writes it.
+Owns the layout of a module in a segment: the image of a safetensors file, as `safetensors.torch.save_model` writes it.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def publish_module(
     metadata: Mapping[str, str] | None = None,
     location: Location | str = Location.DEVICE,
 ) -> Segment:
-    """Make a segment of a module's parameters and buffers, and seal it. On any failure there is no segment.
+    """Make a segment from a module's parameters and buffers, and seal it. After a failure there is no segment.
 
-    The segment is the image of a safetensors file, as `safetensors.torch.save_model` writes it: a parameter that has
-    several names, or shares its memory exactly, stands there once, and `metadata` says which other names mean it.
-    Buffers that are not persistent stay out, gradients too. Everything is stored row by row. Tensors of 4 KiB and
-    more begin at a multiple of 256 bytes, which kernels for fp8 and bf16 ask for; what fills the gaps is a tensor
-    whose name ends with "!".
+    The segment is the image of a safetensors file, as `safetensors.torch.save_model` writes it: a parameter with
+    several names, or that shares its memory exactly, is stored once, and `metadata` lists its other names.
+    Non-persistent buffers and gradients are not stored. Everything is stored in C order. Tensors of 4 KiB and more
+    begin at a multiple of 256 bytes, which kernels for fp8 and bf16 require; the gaps are filled by tensors whose names
+    end with "!".
 
-    The module may stand on the card or on the host, and keeps its own memory: while this runs both are there. Raises
-    what `Model.create_segment` raises, and `InvalidRequest` for a parameter on the meta device, of a kind that has no
-    plain bytes, or with a name that ends with "!" or has a space or a control character in it.
+    The module may be on the GPU or on the host. It keeps its own memory, so during this call both copies exist. Raises
+    what `Model.create_segment` raises, and `InvalidRequest` for a parameter on the meta device, of a kind without plain
+    bytes, or with a name that ends with "!" or contains a space or a control character.
     """
     stored, ties = _contents(module)
     about = {**(metadata or {}), **ties, "format": "pt"}
@@ -70,17 +70,17 @@ def publish_module(
 
 
 def attach_module(segment: Segment, module: torch.nn.Module, strict: bool = True) -> torch.nn.Module:
-    """Put tensors over a sealed segment in the place of a module's parameters and buffers, and return the module.
+    """Replace a module's parameters and buffers by tensors over a sealed segment, and return the module.
 
-    Nothing is copied: every process that attaches computes with the same bytes. They can only be read, so
-    parameters have `requires_grad=False`. The module may be on the meta device (see `without_weights`); what it had is
-    dropped, its other buffers move to the device of the weights, and names that are tied in the segment are tied
-    here. The segment's memory stays until the last of these tensors is gone, whoever closes it before.
+    Nothing is copied: every process that attaches computes with the same bytes. They are read-only, so parameters have
+    `requires_grad=False`. The module may be on the meta device (see `without_weights`). Its previous tensors are
+    dropped, its other buffers move to the device of the weights, and names that are tied in the segment are tied in the
+    module. The segment's memory stays until the last of these tensors is gone, even if the segment is closed before.
 
-    Raises `InvalidRequest`, and has then changed nothing: when shapes differ; with `strict` also when dtypes differ,
-    when the segment lacks a name of the module or has one more, or when a buffer that is not in it has no memory.
-    Without `strict` those are left as they are, and dtypes are the segment's. Raises `InvalidTensorIndex` for a segment
-    that has no header.
+    Raises `InvalidRequest`, and changes nothing, if shapes differ. With `strict` it also raises if dtypes differ, if
+    the segment lacks a name of the module or has an extra one, or if a buffer that is not in the segment has no memory.
+    Without `strict` those names are left as they are, and dtypes are the segment's. Raises `InvalidTensorIndex` for a
+    segment without a header.
     """
     if segment.writable:
         raise InvalidRequest(f"{segment.resource_name} is still being written: seal it first")
@@ -102,10 +102,10 @@ def attach_module(segment: Segment, module: torch.nn.Module, strict: bool = True
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Build modules in this block, and this thread, whose parameters take no memory: `attach_module` brings them.
+    """In this block, and in this thread, build modules whose parameters take no memory, for `attach_module`.
 
-    They are on torch's meta device. Buffers are computed as always, those too that are in no checkpoint and that
-    `torch.device("meta")` would lose.
+    The parameters are on torch's meta device. Buffers are computed as usual, including those that are in no checkpoint,
+    which `torch.device("meta")` would lose.
     """
     thread = threading.get_ident()
 
@@ -122,7 +122,7 @@ def without_weights() -> Iterator[None]:
 
 
 def _slots(module: torch.nn.Module) -> Iterator[_Slot]:
-    """Yield every place of a parameter or buffer, a shared module's once for each of its names."""
+    """Yield every slot of a parameter or buffer; those of a shared module once for each of its names."""
     for prefix, owner in module.named_modules(remove_duplicate=False):
         before = f"{prefix}." if prefix else ""
         for own, value in owner._parameters.items():
@@ -134,11 +134,11 @@ def _slots(module: torch.nn.Module) -> Iterator[_Slot]:
 
 
 def _contents(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return what is to be stored, by its first name, and the other names of it."""
+    """Return the tensors to store, by their first names, and their other names."""
     stored: dict[str, torch.Tensor] = {}
     ties: dict[str, str] = {}
     names: dict[Any, str] = {}
-    # A file says by its metadata's "format" what wrote it: no tie can stand there.
+    # The metadata key "format" says what wrote the file, so it cannot be used for a tie.
     for slot in sorted(_slots(module), key=lambda slot: slot.name != "format"):
         if not slot.persistent:
             continue
@@ -153,27 +153,27 @@ def _contents(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def _identity(value: torch.Tensor) -> Any:
-    """Return what two tensors have in common that are the same bytes in the same form."""
+    """Return a key that is equal for tensors over the same bytes in the same form."""
     if not value.numel():
         return id(value)
-    # What a view does to each element as it is read: the bytes are the same, and the numbers are not.
+    # A conjugated or negated view changes the elements on reading: the same bytes, but other numbers.
     seen = value.is_conj(), value.is_neg()
     return value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), seen
 
 
 def _check_name(name: str) -> None:
-    """Raise for a name that what fills a gap may have, or that may stand between it and the tensor before it."""
+    """Raise for a name that a gap may have, or that would be sorted between a gap and the tensor before it."""
     if name.endswith(_PADDING) or min(name, default=_PADDING) < _PADDING:
         raise InvalidRequest(
-            f'{name!r} ends with "{_PADDING}", or has a space or a control character: rename it, since names with '
-            f'"{_PADDING}" align the tensors, and nothing may stand before them'
+            f'{name!r} ends with "{_PADDING}", or has a space or a control character: rename it. Names with '
+            f'"{_PADDING}" are reserved for alignment, and other names must not be sorted before them'
         )
 
 
 def _check_plain(name: str, value: torch.Tensor) -> None:
     if value.is_meta or isinstance(value, torch.nn.parameter.UninitializedTensorMixin):
         raise InvalidRequest(f"{name} has no memory yet (it is on the meta device, or lazy): load the module first")
-    # Quantized wrappers and the like are tensors of several parts: they say themselves that they are no plain ones.
+    # Quantized wrappers and the like consist of several tensors; their type shows it.
     if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or value.layout != torch.strided:
         what = f"{type(value).__name__} of layout {value.layout}"
         raise InvalidRequest(f"{name} is a {what}: only plain tensors have bytes that another process can use")
@@ -186,7 +186,7 @@ def _text_of(name: str, value: torch.Tensor) -> str:
 
 
 def _stored_shape(value: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape in safetensors' elements: torch counts pairs of float4."""
+    """Return the shape in safetensors' elements: torch counts a pair of float4 as one."""
     shape = tuple(value.shape)
     return (*shape[:-1], 2 * shape[-1]) if TEXTS.get(value.dtype) == "F4" else shape
 
@@ -196,13 +196,13 @@ def _shape_in_torch(info: TensorInfo) -> tuple[int, ...]:
 
 
 def _layout(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]) -> tuple[bytes, TensorIndex]:
-    """Return a header in which large tensors are aligned: the format has no gaps, so tensors of nothing fill them."""
+    """Return a header in which large tensors are aligned: the format allows no gaps, so dummy tensors fill them."""
     _, index = write_index(tensors, metadata, alignment=_ALIGNMENT)
     filled, shift, before = dict(tensors), 0, ""
     for name, info in index.items():
         gap = -(info.offset + shift) % _ALIGNMENT
         if gap and before and info.size >= _LARGE_BYTES:
-            # Of the dtype before it, and with a name just behind its name: that is where it is placed.
+            # The dummy has the dtype of the tensor before it, and a name that is sorted directly after it.
             dtype = index[before].dtype
             elements = gap * 2 if dtype == "F4" else gap // DTYPES[dtype].itemsize
             filled[before + _PADDING] = (dtype, (elements,))
@@ -218,7 +218,7 @@ def _copy(value: torch.Tensor, segment: Segment, info: TensorInfo) -> None:
 
 
 def _matched(slots: Sequence[_Slot], index: TensorIndex) -> dict[str, str]:
-    """Return the stored name for each name of a module: its own, one it is tied to there, or one it is tied to here."""
+    """Return the stored name for each name of a module: its own, one tied to it in the segment, or in the module."""
     found: dict[str, str] = {}
     here: dict[int, str] = {}
     for slot in slots:
@@ -233,7 +233,7 @@ def _matched(slots: Sequence[_Slot], index: TensorIndex) -> dict[str, str]:
 
 
 def _differences(slot: _Slot, index: TensorIndex, found: Mapping[str, str], strict: bool) -> Iterator[str]:
-    """Yield what stands between a slot and the segment, in words."""
+    """Yield a sentence for each difference between a slot and the segment."""
     if slot.name not in found:
         if strict and slot.persistent:
             yield f"{slot.name} is not in the segment"
@@ -254,7 +254,7 @@ def _differences(slot: _Slot, index: TensorIndex, found: Mapping[str, str], stri
 
 
 def _put(segment: Segment, index: TensorIndex, slots: Sequence[_Slot], found: Mapping[str, str]) -> None:
-    """Set the tensors in their places: one object for all names that mean the same."""
+    """Set the tensors, one object for all names of the same tensor."""
     made: dict[tuple[str, bool], torch.Tensor] = {}
     views: dict[str, torch.Tensor] = {}
     place = device_of(segment.span(0, segment.size).device)

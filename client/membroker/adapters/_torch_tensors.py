@@ -1,18 +1,20 @@
-"""Tensors of PyTorch over borrowed memory: the step from bytes to `torch.Tensor`, and the dtypes of both sides.
+"""PyTorch tensors over borrowed memory: the conversion of bytes to a `torch.Tensor`, and the dtypes of both sides.
 
-Owns the table of dtypes. It must never copy: a tensor stands where the memory is.
+Owns the table of dtypes. It must never copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from membroker.adapters._torch import torch
 from membroker.adapters.dlpack import Source, export, size_of
 from membroker.errors import InvalidRequest
+from membroker.tensor_index import word_of
 from membroker.vmm.driver import DeviceInfo
 
-# safetensors' words. A float4 of torch is two elements in a byte.
+# Names of safetensors. torch's float4 packs two elements into a byte.
 _NAMES = {
     "BOOL": "bool",
     "F4": "float4_e2m1fn_x2",
@@ -39,38 +41,37 @@ DTYPES = {text: getattr(torch, name) for text, name in _NAMES.items() if hasattr
 TEXTS = {dtype: text for text, dtype in DTYPES.items()}
 
 
-def tensor(source: Source, dtype: torch.dtype | str, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
-    """Return `shape` elements of `dtype` from byte `offset` of what was borrowed, whatever it is; nothing is copied.
+def tensor(source: Source, dtype: Any, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
+    """Return `shape` elements of `dtype` from byte `offset` of a buffer, pool, segment or array; nothing is copied.
 
-    A CUDA tensor on a card, a CPU tensor on the host driver; any dtype of torch, or its word in safetensors (`"BF16"`;
-    `"F4"` is torch's, of which an element is a pair). The memory stays as long as the
-    tensor lives, or a view of it: closing the owner waits for the last of them and for the work on the device, and
-    what can give back a part of it (a pool, a growable buffer, a sparse array) refuses to (`BufferError`). torch has no
-    read-only tensors: writing to one over a segment that is sealed or attached ends the process on the host, and its
-    CUDA context on a card.
+    The result is a CUDA tensor on a GPU, and a CPU tensor on the host driver. `dtype` is a dtype of torch or NumPy, the
+    name of one, or its name in safetensors (`"BF16"`; an element of `"F4"` is torch's pair). The tensor, and every view
+    of it, keeps the memory: a closed owner releases it after the last of them, and after the work on the device. A
+    pool, a growable buffer or a sparse array refuses to release that part before (`BufferError`). torch has no
+    read-only tensors: writing to one over a sealed or attached segment ends the process on the host, and its CUDA
+    context on a GPU.
 
-    Raises `InvalidRequest` for a range outside of the source, an offset that is no multiple of the element, what is
-    no shape, or no dtype of torch, `NotMapped` where a page or a tile has no memory, and `ClosedError`.
+    Raises `InvalidRequest` for a range outside the source, an offset that is not a multiple of the element size, an
+    invalid shape or an unknown dtype; `NotMapped` if a page or a tile has no memory; and `ClosedError`.
     """
     dtype = _torch_dtype(dtype)
     size = size_of("U8", shape) * dtype.itemsize
-    # DLPack has not all of torch's dtypes, in no version: torch itself makes them of bytes.
+    # No version of DLPack has all of torch's dtypes: export bytes, and let torch reinterpret them.
     memory = export(source, "U8", (size,), offset, ignore_read_only=True)
     if offset % dtype.itemsize:
         raise InvalidRequest(f"a tensor of {dtype} begins at a multiple of {dtype.itemsize} bytes, not at {offset}")
     return torch.from_dlpack(memory).view(dtype).view(tuple(shape))
 
 
-def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+def _torch_dtype(dtype: Any) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
-    found = DTYPES.get(dtype) if isinstance(dtype, str) else None
+    found = DTYPES.get(word_of(dtype))
     if found is None:
-        words = ", ".join(DTYPES)
-        raise InvalidRequest(f"{dtype!r} is no dtype of torch, as torch.bfloat16, nor a word for one: {words}")
+        raise InvalidRequest(f"this torch does not have the dtype {dtype!r}; it has {', '.join(DTYPES)}")
     return found
 
 
 def device_of(info: DeviceInfo) -> torch.device:
-    """Return torch's device for the device of a driver: `model.driver.device`, for one."""
+    """Return torch's device for a driver's device, such as `model.driver.device`."""
     return torch.device("cpu") if info.driver == "host" else torch.device("cuda", info.ordinal)

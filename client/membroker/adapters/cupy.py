@@ -1,7 +1,7 @@
 """CuPy: arrays over borrowed memory, and CuPy's own arrays made of it.
 
-Owns no memory: an array keeps a span, and the allocator's blocks are a `Lending`'s. It must never let an error of
-membroker end where CuPy expects its own: only `cudaErrorMemoryAllocation` makes its pool free what it caches.
+Owns no memory: an array keeps a span, and the allocator's blocks belong to a `Lending`. A refusal must reach CuPy as
+its own `cudaErrorMemoryAllocation`: only that error makes CuPy's pool free its cache.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ def _cupy() -> Any:
     return framework("cupy", "CuPy", "pip install cupy-cuda13x, or cupy-cuda12x for CUDA 12")
 
 
-def array(source: Source, dtype: str, shape: Sequence[int], offset: int = 0) -> Any:
+def array(source: Source, dtype: Any, shape: Sequence[int], offset: int = 0) -> Any:
     """Return a `cupy.ndarray` over bytes of a buffer, a pool or a segment; nothing is copied.
 
-    `dtype` is safetensors' word. The array, and every view of it, holds the range as `dlpack.export` says. CuPy has no
-    read-only arrays: writing to a sealed segment ends the process's CUDA context. Raises what `dlpack.export` raises,
-    and `InvalidRequest` for a dtype that CuPy has not, or where the broker's device is no card.
+    `dtype` is as for `dlpack.export`. The array, and every view of it, holds the range, as with `dlpack.export`. CuPy
+    has no read-only arrays: writing to a sealed segment destroys the process's CUDA context. Raises what
+    `dlpack.export` raises, and `InvalidRequest` for a dtype that CuPy does not have, or if the broker's device is not a
+    GPU.
     """
     cupy = _cupy()
     tensor = export(source, dtype, shape, offset)
@@ -39,7 +40,7 @@ def array(source: Source, dtype: str, shape: Sequence[int], offset: int = 0) -> 
 
 
 def _native(tensor: DlpackTensor) -> Any:
-    """Return the dtype as CuPy has it: NumPy's, and ml_dtypes' bfloat16 from CuPy 14 on."""
+    """Return the dtype in CuPy's form: NumPy's, or ml_dtypes' bfloat16 (CuPy 14 and later)."""
     if is_numpys(tensor.dtype):
         return tensor.typestr
     if tensor.dtype != "BF16":
@@ -50,9 +51,9 @@ def _native(tensor: DlpackTensor) -> Any:
 def memory_pool(model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> Any:
     """Return a `cupy.cuda.MemoryPool` whose memory is borrowed from `model`.
 
-    `cupy.cuda.set_allocator(memory_pool(model).malloc)` makes it that of the whole process. A refusal of the broker
-    ends in `cupy.cuda.memory.OutOfMemoryError`, after the pool gave back all that it caches; `free_all_blocks()` gives
-    that back at any time. Raises `InvalidRequest` where the broker's device is no card.
+    `cupy.cuda.set_allocator(memory_pool(model).malloc)` uses it for the whole process. After a refusal by the broker,
+    the pool releases its cache and tries again, then raises `cupy.cuda.memory.OutOfMemoryError`; `free_all_blocks()`
+    releases the cache at any time. Raises `InvalidRequest` if the broker's device is not a GPU.
     """
     cupy = _cupy()
     device = model.driver.device
@@ -61,7 +62,7 @@ def memory_pool(model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> Any:
 
     def malloc(size: int, device_id: int) -> int:
         if device_id != device.ordinal:
-            raise InvalidRequest(f"the broker lends memory of card {device.ordinal}, and CuPy is on card {device_id}")
+            raise InvalidRequest(f"the broker lends memory of GPU {device.ordinal}, and CuPy is on GPU {device_id}")
         try:
             return lending.allocate(size)
         except OutOfMemory as error:
@@ -75,9 +76,9 @@ def memory_pool(model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> Any:
 
 @contextmanager
 def use(model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> Iterator[Any]:
-    """Let this thread's arrays inside the block be of memory borrowed from `model`; yields the pool.
+    """Make this thread's arrays inside the block from memory borrowed from `model`; yields the pool.
 
-    Arrays that leave the block live on. At its end the pool gives back what no array uses.
+    Arrays stay valid after the block. At its end the pool releases what no array uses.
     """
     pool = memory_pool(model, chunk_bytes)
     with _cupy().cuda.using_allocator(pool.malloc):

@@ -1,12 +1,12 @@
-"""DLPack and the CUDA array interface: borrowed bytes as a tensor of whatever framework reads either.
+"""DLPack and the CUDA array interface: borrowed bytes as a tensor of any framework that reads either.
 
-Owns the step from a range of a buffer, a pool or a segment to something that `from_dlpack` takes, and a span of that
-range for as long as the last tensor made of it. It must never read the bytes, which may be a card's.
+Owns the conversion of a range of a buffer, a pool or a segment to an object that `from_dlpack` takes. Keeps a span of
+the range until the last tensor over it is gone. It must never read the bytes, which may be on a GPU.
 
-The structure that a framework gets is made by NumPy, and written over where the memory is not NumPy's: device and
-dtype. That is for its deleter, which a framework calls in any thread, without the GIL, while an exception is on its
-way, or after the interpreter has ended. NumPy's is compiled and withstands all of that; one in Python through ctypes
-loses the exception ("error return without exception set"), and kills the process at its end (both seen).
+NumPy creates the structure that a framework gets, and this module overwrites its device and dtype. The reason is the
+deleter, which a framework calls in any thread, without the GIL, during an exception, or after the interpreter has
+exited. NumPy's deleter is compiled and is safe in all these cases. A deleter in Python, through ctypes, loses the
+exception ("error return without exception set") and kills the process at exit (both observed).
 
 https://dmlc.github.io/dlpack/latest (1.1 and its predecessors), and
 https://nvidia.github.io/numba-cuda/user/cuda_array_interface.html (version 3).
@@ -20,7 +20,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from membroker.convert import shape_of
 from membroker.errors import InvalidRequest
+from membroker.tensor_index import word_of
 from membroker.views import Span
 from membroker.vmm.driver import DeviceInfo
 from membroker.vmm.sizes import MAX_BYTES
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 CPU, CUDA = 1, 2
-"""DLPack's numbers of the two types of device (`kDLCPU`, `kDLCUDA`)."""
+"""DLPack's device types (`kDLCPU`, `kDLCUDA`)."""
 
 _MAX_DIMENSIONS = 32
 _READ_ONLY = 1
@@ -37,14 +39,14 @@ _VERSIONED, _UNVERSIONED = b"dltensor_versioned", b"dltensor"
 
 
 class _Dtype(NamedTuple):
-    """DLPack's code and bits of an element, and the name of a NumPy dtype of that size."""
+    """DLPack's code and bits of an element, and a NumPy dtype of the same size."""
 
     code: int
     bits: int
     stand_in: str
 
 
-# F4 and F6 are packed, several elements to a byte, and no framework takes them so.
+# F4 and F6 pack several elements into a byte, which no framework supports.
 _DTYPES = {
     "BOOL": _Dtype(6, 8, "bool"),
     "I8": _Dtype(0, 8, "i1"),
@@ -73,19 +75,19 @@ class Source(Protocol):
     """A `Buffer`, a `GrowableBuffer`, a `VirtualMemoryPool`, a `Segment` or a `SparseArray`."""
 
     def span(self, offset: int, size: int, /) -> Span:
-        """Keep [offset, offset + size) as long as the result lives."""
+        """Keep [offset, offset + size) mapped while the result is alive."""
         ...
 
 
 class DlpackTensor:
-    """`shape` elements of `dtype` at `address`, row by row, for `from_dlpack` of any framework; `export` makes it.
+    """`shape` elements of `dtype` at `address`, in C order, for `from_dlpack` of any framework. Made by `export`.
 
-    `dtype` is safetensors' word (`F32`, `BF16`, `F8_E4M3`). `device` is DLPack's pair of type and number. `owner` is
-    kept by this object and by every tensor that a framework made of it, and let go of when the last of them is gone,
-    in whatever thread.
+    `dtype` is as for `tensor_index.word_of`; the attribute is the safetensors name (`"BF16"`). `device` is DLPack's
+    pair of type and number. This object and every tensor that a framework makes from it keep `owner` alive. The last
+    one drops it, in any thread.
 
-    Raises `InvalidRequest` for a dtype that DLPack has not, a shape that is none, or an address that is no multiple
-    of an element's size; `ImportError` without NumPy.
+    Raises `InvalidRequest` for a dtype that DLPack does not have, an invalid shape, or an address that is not a
+    multiple of the element size. Raises `ImportError` without NumPy.
     """
 
     def __init__(
@@ -93,11 +95,12 @@ class DlpackTensor:
         owner: object,
         address: int,
         shape: Sequence[int],
-        dtype: str,
+        dtype: Any,
         device: tuple[int, int],
         read_only: bool = False,
     ) -> None:
         size_of(dtype, shape)
+        dtype, shape = word_of(dtype), shape_of(shape)
         self._dtype = _DTYPES[dtype]
         if address % (self._dtype.bits // 8):
             raise InvalidRequest(f"{dtype} at {address:#x} is not aligned to its {self._dtype.bits // 8} bytes")
@@ -108,12 +111,12 @@ class DlpackTensor:
 
     @property
     def address(self) -> int:
-        """The first byte's address, in this process."""
+        """The address of the first byte, in this process."""
         return int(self._array.ctypes.data)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Elements by dimension; () is a scalar."""
+        """Elements in each dimension; () for a scalar."""
         return tuple(self._array.shape)
 
     @property
@@ -123,12 +126,12 @@ class DlpackTensor:
 
     @property
     def typestr(self) -> str:
-        """NumPy's text for an element: for BF16 and F8 that of an unsigned integer of its size."""
+        """NumPy's type string for an element: for BF16 and F8, an unsigned integer of the same size."""
         return str(self._array.dtype.str)
 
     @property
     def on_card(self) -> bool:
-        """Whether the memory is lent by a card's broker, and so only a card can read it."""
+        """Whether the memory is lent by the broker of a GPU, so that only a GPU can read it."""
         return self.device[0] != CPU
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -143,23 +146,23 @@ class DlpackTensor:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """Return a capsule for one consumer: with a version and flags where it takes them, and NumPy makes them (2.1).
+        """Return a capsule for one consumer: with version and flags if the consumer and NumPy (2.1) support them.
 
-        `stream` is not waited for: who wrote the memory orders that. Raises `BufferError` for another device, for a
-        copy, and for read-only memory where the consumer could not be told.
+        Does not wait for `stream`: the writer of the memory must synchronize. Raises `BufferError` for another device,
+        for a copy, and for read-only memory that the consumer cannot be told about.
         """
         if copy:
-            raise BufferError("borrowed memory is lent as it is: copy it in the framework")
+            raise BufferError("borrowed memory is not copied by the export: copy it in the framework")
         if dl_device is not None and tuple(dl_device) != self.device:
-            raise BufferError(f"the memory is at DLPack's device {self.device} and stays there, not {dl_device}")
+            raise BufferError(f"the memory is on DLPack's device {self.device} and cannot be exported to {dl_device}")
         if stream is not None and not self.on_card:
-            raise BufferError("the memory of a processor has no streams")
+            raise BufferError("host memory has no streams")
         capsule = _capsule(self._array, versioned=max_version is not None and max_version[0] >= 1)
         self._write_over(capsule)
         return capsule
 
     def _write_over(self, capsule: Any) -> None:
-        """Put the device, the dtype and the flags of this tensor in the place of the stand-in's."""
+        """Overwrite the device, the dtype and the flags in NumPy's structure by those of this tensor."""
         if _is_capsule(capsule, _VERSIONED):
             versioned = _ManagedVersioned.from_address(_pointer_in(capsule, _VERSIONED))
             tensor = versioned.tensor
@@ -167,7 +170,7 @@ class DlpackTensor:
         elif self.read_only:
             raise BufferError(
                 "the memory is read-only, and DLPack before 1.0 cannot say so; "
-                "export(…, ignore_read_only=True) is for a framework that never writes it"
+                "use export(…, ignore_read_only=True) for a framework that never writes to it"
             )
         else:
             tensor = _Managed.from_address(_pointer_in(capsule, _UNVERSIONED)).tensor
@@ -176,12 +179,12 @@ class DlpackTensor:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The tensor as a CUDA array: for memory of a card, in a dtype that NumPy has (else `AttributeError`).
+        """The tensor as a CUDA array: for GPU memory, in a dtype that NumPy has. Otherwise `AttributeError`.
 
-        Whoever takes it keeps this object.
+        The consumer must keep this object alive.
         """
         if not self.on_card:
-            raise AttributeError("the memory of a processor is no CUDA array: use __dlpack__")
+            raise AttributeError("host memory is not a CUDA array: use __dlpack__")
         if not is_numpys(self.dtype):
             raise AttributeError(f"the CUDA array interface has no {self.dtype}: use __dlpack__, or export U8 or U16")
         return {
@@ -196,17 +199,18 @@ class DlpackTensor:
 
 
 def export(
-    source: Source, dtype: str, shape: Sequence[int], offset: int = 0, *, ignore_read_only: bool = False
+    source: Source, dtype: Any, shape: Sequence[int], offset: int = 0, *, ignore_read_only: bool = False
 ) -> DlpackTensor:
     """Return `shape` elements of `dtype` from byte `offset` of a buffer, a pool or a segment; nothing is copied.
 
-    The range is held, as by a living view, until this result and every tensor made of it are gone: closing the owner
-    gives its memory back then, and a pool refuses to deallocate the range before. A sealed or attached segment is
-    exported read-only; `ignore_read_only` leaves that flag out, for a framework that never writes. The mapping stays
-    read-only: a write ends the process on the host, and its CUDA context on a card.
+    The result, and every tensor made from it, hold the range as a live view does. A closed owner releases its memory
+    when they are gone, and a pool refuses to deallocate the range before. A sealed or attached segment is exported
+    read-only; `ignore_read_only` omits the flag, for a framework that never writes. The mapping stays read-only: a
+    write ends the process on the host, and its CUDA context on a GPU.
 
-    Raises `InvalidRequest` (`InvalidOffset` of a pool) for a range outside of it, an offset that is no multiple of an
-    element, a dtype or a shape; `NotMapped` for a pool's page without memory; `ClosedError`; `ImportError`.
+    Raises `InvalidRequest` (for a pool, `InvalidOffset`) for a range outside the source, an offset that is not a
+    multiple of the element size, an unknown dtype or an invalid shape; `NotMapped` for a page without memory;
+    `ClosedError`; `ImportError`.
     """
     span = source.span(offset, size_of(dtype, shape))
     read_only = not span.writable and not ignore_read_only
@@ -214,7 +218,7 @@ def export(
 
 
 def is_numpys(dtype: str) -> bool:
-    """Say whether NumPy itself has the dtype, and the CUDA array interface with it: all but BF16 and F8."""
+    """Return whether NumPy, and so the CUDA array interface, has the dtype: all but BF16 and F8."""
     code = _DTYPES[dtype].code
     return code != _BFLOAT and code < _FIRST_FLOAT8
 
@@ -224,24 +228,22 @@ def device_of(device: DeviceInfo) -> tuple[int, int]:
     return (CPU, 0) if device.driver == "host" else (CUDA, device.ordinal)
 
 
-def size_of(dtype: str, shape: Sequence[int]) -> int:
-    """Return the bytes of a tensor. Raises `InvalidRequest` for a dtype that DLPack has not, or for no shape."""
-    known = _DTYPES.get(dtype) if isinstance(dtype, str) else None
+def size_of(dtype: Any, shape: Sequence[int]) -> int:
+    """Return the bytes of a tensor. Raises `InvalidRequest` for a dtype that DLPack does not have, or a bad shape."""
+    known = _DTYPES.get(word_of(dtype))
     if known is None:
-        raise InvalidRequest(f"{dtype!r} is no dtype that DLPack has; it has {', '.join(_DTYPES)}")
-    is_list = isinstance(shape, Sequence)
-    if not is_list or not all(type(dimension) is int and 0 <= dimension <= MAX_BYTES for dimension in shape):
-        raise InvalidRequest(f"a shape is whole numbers from 0 to 2^63-1, not {shape!r}")
+        raise InvalidRequest(f"DLPack does not have the dtype {dtype!r}; it has {', '.join(_DTYPES)}")
+    shape = shape_of(shape)
     if len(shape) > _MAX_DIMENSIONS:
         raise InvalidRequest(f"a tensor has up to {_MAX_DIMENSIONS} dimensions, not {len(shape)}")
-    # A dimension of 0 excuses no other: strides would overflow.
+    # Check the other dimensions even if one is 0: strides would overflow.
     if math.prod(max(1, dimension) for dimension in shape) * known.bits // 8 > MAX_BYTES:
         raise InvalidRequest(f"a tensor of shape {shape!r} has more than 2^63-1 bytes")
     return math.prod(shape) * known.bits // 8
 
 
 class _Unread:
-    """What NumPy takes an address from; the array keeps this, and this the owner."""
+    """An object with an array interface: the NumPy array keeps this object, which keeps the owner."""
 
     def __init__(self, owner: object, address: int, shape: Sequence[int], typestr: str) -> None:
         self.owner = owner
@@ -254,7 +256,7 @@ class _Unread:
 
 
 def _unread_array(owner: object, address: int, shape: Sequence[int], stand_in: str) -> npt.NDArray[Any]:
-    """Return an array at `address` that keeps `owner`. NumPy looks at none of its bytes to make it."""
+    """Return an array at `address` that keeps `owner` alive. NumPy does not read the bytes."""
     try:
         import numpy as np
     except ImportError as error:
@@ -263,7 +265,7 @@ def _unread_array(owner: object, address: int, shape: Sequence[int], stand_in: s
     return array
 
 
-# --- the capsule, which NumPy makes ---
+# --- the capsule, created by NumPy ---
 
 
 class _Tensor(ctypes.Structure):

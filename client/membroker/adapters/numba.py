@@ -1,7 +1,7 @@
-"""Numba: device arrays over borrowed memory, and Numba's own made of it (an external memory manager, version 1).
+"""Numba: device arrays over borrowed memory, and Numba's own arrays made of it (an external memory manager, version 1).
 
-Owns no memory: blocks are a `Lending`'s. It must never be chosen after Numba's first use of a card, when Numba would
-take no notice of it.
+Owns no memory: its blocks belong to a `Lending`. It must be selected before Numba's first use of a GPU, because Numba
+ignores it afterwards.
 
 https://nvidia.github.io/numba-cuda/user/external-memory.html
 """
@@ -25,12 +25,12 @@ def _numba_cuda() -> Any:
     return framework("numba.cuda", "Numba with CUDA", "pip install 'numba-cuda[cu13]', or [cu12] for CUDA 12")
 
 
-def array(source: Source, dtype: str, shape: Sequence[int], offset: int = 0) -> Any:
+def array(source: Source, dtype: Any, shape: Sequence[int], offset: int = 0) -> Any:
     """Return a Numba device array over bytes of a buffer, a pool or a segment; nothing is copied.
 
-    It keeps the range held, as `dlpack.export` says. Numba has no read-only arrays: a kernel that writes to a sealed
-    segment ends the process's CUDA context. Raises what `dlpack.export` raises, and `InvalidRequest` for a dtype that
-    the CUDA array interface has not, or where the broker's device is no card.
+    The array holds the range, as with `dlpack.export`. Numba has no read-only arrays: a kernel that writes to a sealed
+    segment destroys the process's CUDA context. Raises what `dlpack.export` raises, and `InvalidRequest` for a dtype
+    that the CUDA array interface does not have, or if the broker's device is not a GPU.
     """
     cuda = _numba_cuda()
     tensor = export(source, dtype, shape, offset)
@@ -41,10 +41,10 @@ def array(source: Source, dtype: str, shape: Sequence[int], offset: int = 0) -> 
 
 
 def use(model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> None:
-    """Let Numba allocate from `model` in this process, from its first use of the card on; it cannot be undone.
+    """Make Numba allocate from `model` in this process, from its first use of the GPU on. It cannot be undone.
 
-    A refusal of the broker is an `OutOfMemory` with its numbers. Raises `InvalidRequest` where the broker's device is
-    no card.
+    A refusal by the broker raises `OutOfMemory` with the numbers. Raises `InvalidRequest` if the broker's device is not
+    a GPU.
     """
     _numba_cuda().set_memory_manager(memory_manager(model, chunk_bytes))
 
@@ -57,10 +57,10 @@ def memory_manager(model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> Any:
     base: Any = numba_cuda.HostOnlyCUDAMemoryManager
 
     class MembrokerMemoryManager(base):  # type: ignore[misc]
-        """Numba's device memory, borrowed; pinned and managed memory stay Numba's own."""
+        """Borrows Numba's device memory. Numba still allocates pinned and managed memory itself."""
 
         def initialize(self) -> None:
-            """Do nothing: everything was ready before the context."""
+            """Do nothing: everything is ready before the context exists."""
 
         def memalloc(self, size: int) -> Any:
             """Return a pointer whose finalizer frees it."""
@@ -69,25 +69,25 @@ def memory_manager(model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> Any:
             return numba_cuda.MemoryPointer(self.context, _device_pointer(address), size, finalizer=finalizer)
 
         def get_memory_info(self) -> Any:
-            """Return what the card itself shows; the model's limit may be less."""
+            """Return what the GPU itself reports; the model's limit may be lower."""
             info = model.driver.memory(Location.DEVICE)
             assert info is not None
             return numba_cuda.MemoryInfo(free=info.free, total=info.total)
 
         def get_ipc_handle(self, memory: Any) -> Any:
-            """Refuse: CUDA exports no memory that was imported."""
+            """Refuse: CUDA cannot export imported memory."""
             raise NotImplementedError("borrowed memory cannot be exported by CUDA IPC: share a segment instead")
 
         @property
         def interface_version(self) -> int:
-            """The version of Numba's interface that this obeys."""
+            """The version of Numba's interface that this class implements."""
             return 1
 
     return MembrokerMemoryManager
 
 
 def _device_pointer(address: int) -> Any:
-    """Return an address as the two generations of Numba want it: NVIDIA's bindings, or a ctypes integer."""
+    """Return an address in the form that this version of Numba takes: NVIDIA's bindings, or a ctypes integer."""
     driver = framework("numba.cuda.cudadrv.driver", "Numba with CUDA", "pip install 'numba-cuda[cu13]'")
     if getattr(driver, "USE_NV_BINDING", True):
         return framework("cuda.bindings.driver", "cuda-python", "pip install cuda-python").CUdeviceptr(address)

@@ -1,7 +1,7 @@
 """RMM: the memory resource of RAPIDS (cuDF, cuML, RAFT), with memory that is borrowed from a model.
 
-Owns no memory: RMM's own pool stands on a `Lending`. It must never let RMM choose the pool's first size, which would
-be half of the card.
+Owns no memory: RMM's own pool allocates from a `Lending`. It must never let RMM choose the pool's initial size, which
+would be half of the GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from membroker.model import Model
 from membroker.vmm.sizes import MIB
 
 INITIAL_BYTES = 64 * MIB
-"""What a pool borrows at once, before anything is allocated in it."""
+"""What a pool borrows when it is created."""
 
 
 def _rmm() -> Any:
@@ -29,9 +29,9 @@ def memory_resource(
 ) -> Any:
     """Return an `rmm.mr.PoolMemoryResource` whose memory is borrowed from `model`.
 
-    It grows by doubling, as far as the broker lends and up to `maximum_bytes`, and shrinks never: RMM's pool gives
-    back when it is destroyed. A refusal ends in `MemoryError`. Raises `InvalidRequest` where the broker's device is no
-    card, and what `Model.allocate` raises.
+    The pool doubles its size until the broker refuses or `maximum_bytes` is reached. It never shrinks: RMM releases the
+    memory when the pool is destroyed. A refusal raises `MemoryError`. Raises `InvalidRequest` if the broker's device is
+    not a GPU, and what `Model.allocate` raises.
     """
     rmm = _rmm()
     check_card("RMM", on_card=model.driver.device.driver == "cuda")
@@ -54,9 +54,9 @@ def memory_resource(
 def use(
     model: Model, initial_bytes: int | str = INITIAL_BYTES, maximum_bytes: int | str | None = None
 ) -> Iterator[Any]:
-    """Let RMM allocate from `model` inside the block, in all threads; yields the resource.
+    """Make RMM allocate from `model` inside the block, in all threads; yields the resource.
 
-    What was allocated keeps the pool, and with it all of its memory.
+    Any live allocation keeps the pool, and with it all of the pool's memory.
     """
     rmm = _rmm()
     before = rmm.mr.get_current_device_resource()

@@ -1,7 +1,6 @@
 """PyTorch: tensors over borrowed memory, torch's own allocations borrowed from the broker, modules in segments.
 
-Owns the list of names; each stands in a module of its own idea. Without PyTorch, the import raises `ImportError`
-with what to install.
+This module only lists the public names. Without PyTorch, the import raises `ImportError` and says what to install.
 """
 
 from membroker.adapters._torch_memory import TorchMemory

@@ -16,7 +16,15 @@ from typing import Any, Protocol
 
 from membroker import convert
 from membroker.client import PAGE, Client, enter
-from membroker.endpoint import VARIABLE, check_path, default_device, diagnose, find_endpoint
+from membroker.endpoint import (
+    VARIABLE,
+    check_path,
+    default_device,
+    diagnose,
+    find_endpoint,
+    is_device,
+    not_answering,
+)
 from membroker.errors import AccessDenied, BrokerUnavailable, InvalidRequest
 from membroker.grpc_calls import GrpcCalls
 from membroker.types import DeviceStatus, ModelStatus, SegmentStatus, SessionStatus
@@ -62,6 +70,25 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantBooks:
+    """What a tenant's models are charged at one location, in bytes; `limit` is None where only the capacity holds."""
+
+    location: str
+    used: int
+    limit: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStatus:
+    """A tenant: what it is charged by location, and how many models and sessions it has (observers left out)."""
+
+    name: str
+    books: Mapping[str, TenantBooks]
+    models: int
+    sessions: int
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessStatus:
     """A process that uses the device, as the driver and the books see it; bytes of the device.
 
@@ -84,6 +111,7 @@ class Admin:
 
     def __init__(self, path: Path) -> None:
         _knock(path)
+        self._path = path
         self._calls = GrpcCalls(path, service=AdminServiceStub)
 
     def device(self) -> DeviceStatus:
@@ -101,6 +129,11 @@ class Admin:
     def segments(self) -> list[SegmentStatus]:
         """Return everybody's segments, in the order they began."""
         return convert.segments(self._pages("ListSegments", broker_pb2.ListSegmentsRequest, lambda page: page.segments))
+
+    def tenants(self) -> list[TenantStatus]:
+        """Return the tenants by name: the configured ones, and every other that has something."""
+        pages = self._pages("ListTenants", admin_pb2.ListTenantsRequest, lambda page: page.tenants)
+        return list(map(_tenant, pages))
 
     def delete_segment(self, name: str) -> None:
         """End a segment of whomever, by its resource name."""
@@ -139,7 +172,13 @@ class Admin:
         self._calls.close()
 
     def _call(self, method: str, request: Any) -> Any:
-        return self._calls.call(method, request, CALL_SECONDS)
+        try:
+            return self._calls.call(method, request, CALL_SECONDS)
+        except BrokerUnavailable as error:
+            if not error.reason:  # it said nothing: gRPC cannot tell a broker that is stopped from one that is gone
+                _knock(self._path)
+                raise BrokerUnavailable(not_answering(self._path)) from error
+            raise
 
     def _pages(self, method: str, request: Any, rows: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
         token = ""
@@ -153,6 +192,18 @@ class Admin:
 def _quota(message: admin_pb2.Quota) -> Quota:
     limit = message.limit_bytes if message.HasField("limit_bytes") else None
     return Quota(message.name, convert.location_name(message.location), limit, message.used_bytes)
+
+
+def _tenant(message: admin_pb2.Tenant) -> TenantStatus:
+    books = (
+        TenantBooks(
+            convert.location_name(each.location),
+            each.used_bytes,
+            each.limit_bytes if each.HasField("limit_bytes") else None,
+        )
+        for each in message.books
+    )
+    return TenantStatus(message.name, {each.location: each for each in books}, message.models, message.sessions)
 
 
 def _process(message: admin_pb2.Process) -> ProcessStatus:
@@ -170,29 +221,44 @@ def _process(message: admin_pb2.Process) -> ProcessStatus:
 
 @contextmanager
 def open_books(endpoint: str | None, admin: bool, env: Mapping[str, str] = os.environ) -> Iterator[Books]:
-    """Yield the books of a tenant's endpoint, or with `admin` the whole device's.
+    """Yield the books of a tenant's endpoint, or with `admin`, or at an admin endpoint, the whole device's.
 
     An operator who can enter the admin endpoint and no tenant's gets the admin's. Raises the library's errors.
     """
-    with closing(Admin(admin_socket(endpoint, env)) if admin else _enter(endpoint, env)) as found:
+    found = Admin(admin_socket(endpoint, env)) if is_admin(endpoint, admin, env) else _enter(endpoint, env)
+    with closing(found):
         yield found
 
 
+def is_admin(endpoint: str | None, admin: bool, env: Mapping[str, str] = os.environ) -> bool:
+    """Say whether the admin endpoint was asked for: by the option, or by its own name."""
+    chosen = _chosen(endpoint, env)
+    return admin or (chosen is not None and chosen.name == "admin")
+
+
+def _chosen(endpoint: str | None, env: Mapping[str, str]) -> Path | None:
+    """Return the directory that was named, by option or variable."""
+    chosen = endpoint or env.get(VARIABLE, "")
+    return Path(chosen).absolute() if chosen else None
+
+
 def _enter(endpoint: str | None, env: Mapping[str, str]) -> Client | Admin:
+    chosen = _chosen(endpoint, env)
+    whole = chosen is None or is_device(chosen)
+    directory = find_endpoint(endpoint, env)
     try:
-        return enter(find_endpoint(endpoint, env), observer=True, client="membroker (command)")
+        return enter(directory, observer=True, client="membroker (command)")
     except (BrokerUnavailable, AccessDenied):
-        found = None if endpoint or env.get(VARIABLE) else _default_admin(env)
-        if found is None:
+        if not whole:
             raise
-        return found
-
-
-def _default_admin(env: Mapping[str, str]) -> Admin | None:
-    try:
-        return Admin(admin_socket(None, env))
-    except (BrokerUnavailable, AccessDenied):
-        return None
+        try:
+            return Admin(admin_socket(endpoint, env))
+        except AccessDenied:
+            pass  # an ordinary user's: what is wrong is what was said first
+        except BrokerUnavailable:
+            if not directory.exists():  # tenants have names here, and the broker is dead or stopped
+                raise
+        raise
 
 
 @contextmanager
@@ -202,12 +268,24 @@ def open_admin(endpoint: str | None, env: Mapping[str, str] = os.environ) -> Ite
         yield found
 
 
+@contextmanager
+def open_device(endpoint: str | None, env: Mapping[str, str] = os.environ) -> Iterator[Admin]:
+    """As `open_admin`, for what concerns the whole device: a tenant's endpoint is refused."""
+    chosen = _chosen(endpoint, env)
+    if chosen is not None and chosen.parent.name == "tenants":
+        raise InvalidRequest(
+            f"{chosen} is the endpoint of one tenant, and this concerns the whole device: give the admin endpoint, "
+            f"--endpoint {chosen.parent.with_name('admin')}"
+        )
+    with open_admin(endpoint, env) as found:
+        yield found
+
+
 def admin_socket(endpoint: str | None, env: Mapping[str, str] = os.environ) -> Path:
-    """Return the admin socket of the device of `endpoint`, which may also be the admin directory itself."""
-    chosen = endpoint or env.get(VARIABLE, "")
-    if not chosen:
-        return default_device(env) / "admin" / "grpc.sock"
-    directory = Path(chosen).absolute()
+    """Return the admin socket of the device of `endpoint`, which may also be the device's or the admin directory."""
+    directory = _chosen(endpoint, env) or default_device(env)
+    if is_device(directory):
+        directory = directory / "admin"
     if directory.name != "admin":
         if directory.parent.name != "tenants":
             raise InvalidRequest(
@@ -222,6 +300,7 @@ def _knock(path: Path) -> None:
     """Raise what is wrong with a socket, by what the file system shows; gRPC would say UNAVAILABLE for all of it."""
     check_path(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.setblocking(False)  # a stopped broker's queue may be full
         try:
             connection.connect(os.fspath(path))
         except OSError as error:

@@ -231,10 +231,14 @@ def check_gpu() -> Check:
 
 def check_packages() -> Check:
     """A daemon needs more than the library does."""
-    missing = [package for module, package in BROKER_PACKAGES.items() if importlib.util.find_spec(module) is None]
-    if not missing:
+    if not (missing := missing_packages()):
         return Check("packages", "ok", "all that membrokerd imports is installed")
-    return Check("packages", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+    return Check("packages", "fail", f"missing: {', '.join(missing)}", "pip install 'membroker[broker]'")
+
+
+def missing_packages() -> list[str]:
+    """Return the packages of the extra `broker` that are not installed."""
+    return [package for module, package in BROKER_PACKAGES.items() if importlib.util.find_spec(module) is None]
 
 
 def check_runtime_directory(env: Mapping[str, str], uid: int) -> Check:

@@ -18,18 +18,20 @@ from typing import TYPE_CHECKING
 
 from membroker import __version__
 from membroker.cli import operate, segments, tables
-from membroker.cli.admin import open_books
-from membroker.cli.doctor import run_doctor
+from membroker.cli.admin import is_admin, open_books
+from membroker.cli.doctor import missing_packages, run_doctor
+from membroker.endpoint import VARIABLE, find_device, living_devices
 from membroker.errors import MembrokerError
 from membroker.types import ModelStatus
 from membroker.vmm.driver import DriverError
 from membroker.vmm.sizes import format_size, parse_size
 
-_NAME = re.compile(r"(?:tenants/)?([a-z0-9][a-z0-9-]{0,23})(?:/(?:models/)?([a-z0-9][a-z0-9._-]{0,62}))?")
+_NAME = re.compile(rf"(?:tenants/)?([a-z0-9][a-z0-9-]{{0,23}})(?:/(?:models/)?((?=.{{1,96}}\Z){segments.MODEL}))?")
 
 _ENDPOINTS = """\
 A tenant's endpoint shows that tenant's own books; the admin endpoint, which only the operator can enter, shows
-everybody's. The endpoint is --endpoint DIR, else MEMBROKER_ENDPOINT, else the only broker of this machine."""
+everybody's. The endpoint is --endpoint DIR or that of --device, else MEMBROKER_ENDPOINT, else the only broker of this
+machine; `membroker status` shows all of them."""
 
 _PROCESSES = """\
 What the driver sees each process use, beside what its sessions are charged and the size of the segments that they hold.
@@ -62,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     try:
+        if getattr(options, "device", None) is not None:
+            options.endpoint = str(find_device(options.device))
         return command(options)
     except (MembrokerError, DriverError) as error:
         print(f"membroker: {tables.printable(str(error))}", file=sys.stderr)
@@ -79,14 +83,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    with open_books(options.endpoint, options.admin) as books:
+    """Show the device that was chosen, else every device that has a living broker."""
+    chosen = options.endpoint or os.environ.get(VARIABLE)
+    devices = [] if chosen else list(map(str, living_devices()))
+    if len(devices) < 2:
+        _show_status(options.endpoint, options)
+        return 0
+    failed = False
+    for number, device in enumerate(devices):
+        if number and not options.json:
+            print()
+        try:
+            _show_status(device, options)
+        except MembrokerError as error:  # the others are to be seen all the same
+            print(f"membroker: {tables.printable(str(error))}", file=sys.stderr)
+            failed = True
+    return int(failed)
+
+
+def _show_status(endpoint: str | None, options: argparse.Namespace) -> None:
+    with open_books(endpoint, options.admin) as books:
         device = books.device()
     if options.json:
         tables.print_json(device, sys.stdout)
     else:
         shown = [tables.device_table(device), tables.locations_table(device.locations.values())]
         tables.print_tables(shown, sys.stdout)
-    return 0
 
 
 def _models(options: argparse.Namespace) -> int:
@@ -128,13 +150,14 @@ def _segments(options: argparse.Namespace) -> int:
 
 
 def _segments_load(options: argparse.Namespace) -> int:
-    if options.admin:
+    if is_admin(options.endpoint, options.admin):
         options.complain("a segment is loaded at its tenant's endpoint, not at the admin endpoint")
     name: segments.Name = options.name
-    model = options.model or name.model
-    if name.tenant or not model or (name.model and name.model != model):
+    if bool(options.model) == bool(name.model):
         options.complain("name the segment and its model once: as MODEL/SEGMENT, or as SEGMENT with --model MODEL")
-    wanted = segments.Wanted(model, name.segment, options.location, options.virtual_capacity, options.limit)
+    if options.model:
+        name = segments.Name("", options.model, name.segment)
+    wanted = segments.Wanted(name, options.location, options.virtual_capacity, options.limit)
     try:
         loaded = segments.load(options.endpoint, options.file, wanted, sys.stderr)
     except KeyboardInterrupt:
@@ -143,18 +166,19 @@ def _segments_load(options: argparse.Namespace) -> int:
     if options.json:
         tables.print_json(loaded, sys.stdout)
         return 0
+    shown = tables.short_name(loaded.name)
     print(
-        f"{tables.short_name(loaded.name)}: {format_size(loaded.size)} at the {loaded.location}, "
+        f"{shown}: {format_size(loaded.size)} at the {loaded.location}, "
         f"{_count(loaded.tensors, 'tensor')}, in {loaded.seconds:.1f} s ({format_size(int(loaded.rate))}/s)\n"
         "it stays until it is deleted; any process of this tenant attaches it:\n"
-        f'  with membroker.connect() as client, client.attach("{model}/{name.segment}") as segment:\n'
+        f'  with membroker.connect() as client, client.attach("{shown.partition("/")[2]}") as segment:\n'
         "      print(segment.index())"
     )
     return 0
 
 
 def _segments_show(options: argparse.Namespace) -> int:
-    if options.admin:
+    if is_admin(options.endpoint, options.admin):
         options.complain("what is in a segment is read at its tenant's endpoint, not at the admin endpoint")
     contents = segments.contents(options.endpoint, options.name)
     if options.json:
@@ -170,9 +194,10 @@ def _segments_show(options: argparse.Namespace) -> int:
 
 
 def _segments_delete(options: argparse.Namespace) -> int:
-    if options.admin and not options.name.tenant:
+    admin = is_admin(options.endpoint, options.admin)
+    if admin and not options.name.tenant:
         options.complain("at the admin endpoint a segment is TENANT/MODEL/SEGMENT")
-    deleted = segments.delete(options.endpoint, options.name, admin=options.admin)
+    deleted = segments.delete(options.endpoint, options.name, admin=admin)
     if options.json:
         tables.print_json(deleted, sys.stdout)
         return 0
@@ -192,6 +217,13 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    if missing := missing_packages():
+        print(
+            f"membroker: the demo starts a daemon, and {', '.join(missing)} are missing for that: "
+            "pip install 'membroker[broker]'",
+            file=sys.stderr,
+        )
+        return 1
     # Imported when it is asked for: the demo starts a daemon, and brings what that takes.
     from membroker.cli.demo import main as demo
 
@@ -223,6 +255,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_books(commands)
     _add_segments(commands)
     _add_quota(commands)
+    _add(
+        commands,
+        "tenants",
+        operate.tenants,
+        "what each tenant is charged, against which limit, at the admin endpoint",
+        "  membroker tenants\n  membroker tenants --json | jq '.[] | {name, used: .books.device.used}'\n",
+    )
     processes = _add(
         commands,
         "processes",
@@ -274,7 +313,11 @@ def _add(
     parser = commands.add_parser(
         name, help=summary, description=f"{summary[:1].upper()}{summary[1:]}.", epilog=f"examples:\n{examples}"
     )
-    parser.add_argument("--endpoint", metavar="DIR", default=left_out, help="an endpoint's directory")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--endpoint", metavar="DIR", default=left_out, help="an endpoint's directory, or a device's")
+    where.add_argument(
+        "--device", metavar="INDEX|UUID", default=left_out, help="the broker of this device, as `nvidia-smi -L` has it"
+    )
     parser.add_argument("--json", action="store_true", default=left_out or False, help="JSON, sizes in bytes")
     parser.set_defaults(command=run)
     return parser
@@ -282,7 +325,11 @@ def _add(
 
 def _add_books(commands: _Commands) -> None:
     status = _add(
-        commands, "status", _status, "the device, its books, and what it shows itself", "  membroker status\n"
+        commands,
+        "status",
+        _status,
+        "the device, its books, and what it shows itself; of every broker, where there are several",
+        "  membroker status\n  membroker status --device 1\n  membroker status --json | jq '{uuid, draining}'\n",
     )
     models = _add(
         commands,
@@ -349,7 +396,7 @@ def _add_segments(commands: _Commands) -> None:
         inherits=True,
     )
     anywhere = "SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT"
-    own = "MODEL/SEGMENT, or SEGMENT with --model: lower case"
+    own = "MODEL/SEGMENT, or SEGMENT with --model"
     for parser, named in ((load, own), (show, anywhere), (delete, anywhere)):
         parser.add_argument("name", metavar="NAME", type=_segment, help=named)
         parser.set_defaults(complain=parser.error)
@@ -421,7 +468,7 @@ def _name(text: str) -> str:
     match = _NAME.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no TENANT or TENANT/MODEL, as in acme or acme/llama-7b: {segments.NAMES}"
+            f"{text!r} is not TENANT or TENANT/MODEL, as in acme or acme/llama-7b: {segments.NAMES}"
         )
     return f"tenants/{match[1]}" + (f"/models/{match[2]}" if match[2] else "")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 from membroker.cli import tables
-from membroker.cli.admin import Admin, Quota, open_admin
+from membroker.cli.admin import Admin, Quota, open_admin, open_device
 from membroker.convert import location_of
 from membroker.errors import BrokerUnavailable
 from membroker.types import DeviceStatus, SegmentStatus, SessionStatus
@@ -62,6 +62,17 @@ def quota_list(options: argparse.Namespace) -> int:
     return 0
 
 
+def tenants(options: argparse.Namespace) -> int:
+    """Show the tenants."""
+    with open_admin(options.endpoint) as admin:
+        found = admin.tenants()
+    if options.json:
+        tables.print_json(found, sys.stdout)
+    else:
+        tables.print_tables([tables.tenants_table(found)], sys.stdout)
+    return 0
+
+
 def processes(options: argparse.Namespace) -> int:
     """Show who uses the device."""
     with open_admin(options.endpoint) as admin:
@@ -92,7 +103,7 @@ def forget(options: argparse.Namespace) -> int:
 def drain(options: argparse.Namespace) -> int:
     """Lend nothing more, and say who holds what."""
     deadline = None if options.deadline is None else datetime.now(UTC) + timedelta(seconds=options.deadline)
-    with open_admin(options.endpoint) as admin:
+    with open_device(options.endpoint) as admin:
         device = admin.drain(deadline, exits=options.exit)
         sessions, segments = _who_holds(admin, device, exits=options.exit)
     if options.json:
@@ -129,7 +140,7 @@ def _who_holds(admin: Admin, device: DeviceStatus, *, exits: bool) -> tuple[list
 
 def undrain(options: argparse.Namespace) -> int:
     """Lend again."""
-    with open_admin(options.endpoint) as admin:
+    with open_device(options.endpoint) as admin:
         device = admin.undrain()
     if options.json:
         tables.print_json(device, sys.stdout)

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from membroker.cli.admin import Admin, open_admin
 from membroker.client import Client, enter
+from membroker.convert import parts_of
 from membroker.errors import InvalidRequest, MembrokerError, ModelAlreadyExists
 from membroker.model import Model
 from membroker.segment import MAX_HEADER_BYTES, Segment
@@ -34,33 +35,51 @@ LINES = 10
 GIVING_UP_SECONDS = 2.0
 """How long a segment that was given up may take to go."""
 
-NAMES = "names are lower case: letters, digits and ._-, with a letter or a digit first, at most 63"
-"""What all names have in common, for who has written another; a tenant's is of letters, digits and -, at most 24."""
-
-_OWN = "[a-z0-9][a-z0-9._-]{0,62}"
-_NAME = re.compile(
-    rf"(?:tenants/([a-z0-9][a-z0-9-]{{0,23}})/models/({_OWN})/segments/({_OWN}))|(?:(?:([a-z0-9][a-z0-9-]{{0,23}})/)?({_OWN})/)?({_OWN})"
+NAMES = (
+    "MODEL and SEGMENT are letters, digits and ._-, begin with a letter, a digit or _, and have at most 96 characters; "
+    "MODEL may have one slash inside, as in Qwen/Qwen3-8B; TENANT is lower case letters, digits and -, at most 24"
 )
+"""What names are made of, for somebody who wrote something else."""
+
+_TENANT = "[a-z0-9][a-z0-9-]{0,23}"
+_OWN = "[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
+MODEL = f"{_OWN}(?:/{_OWN})?"
+_RESOURCE_NAME = re.compile(f"tenants/({_TENANT})/models/({MODEL})/segments/({_OWN})")
+_NAME = re.compile(f"(?:(?:({_TENANT})/)?({MODEL})/)?({_OWN})")
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What a person calls a segment: SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT; what was left out is empty."""
+    """What a person calls a segment: SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT; what was left out is empty.
+
+    Of three parts the first can be a tenant, or belong to a model's name: `within` decides.
+    """
 
     tenant: str
     model: str
     segment: str
+    is_resource_name: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Name:
         """Read one of the three, or a resource name. Raises `ValueError`."""
+        if match := _RESOURCE_NAME.fullmatch(text):
+            return cls(match[1], match[2], match[3], is_resource_name=True)
         match = _NAME.fullmatch(text)
         if match is None:
             raise ValueError(
-                f"{text!r} is no SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT, as in llama-7b/weights: {NAMES}"
+                f"{text!r} is not SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT, as in llama-7b/weights: {NAMES}"
             )
-        whole, short = match.groups("")[:3], match.groups("")[3:]
-        return cls(*(whole if whole[0] else short))
+        return cls(match[1] or "", match[2] or "", match[3])
+
+    def within(self, tenant: str) -> Name:
+        """Return what this means at the endpoint of `tenants/{tenant}`.
+
+        There `a/b/c` is the segment `c` of the model `a/b`, unless `a` is that tenant.
+        """
+        if self.is_resource_name or not self.tenant or f"tenants/{self.tenant}" == tenant or "/" in self.model:
+            return self
+        return Name("", f"{self.tenant}/{self.model}", self.segment)
 
     def __str__(self) -> str:
         """As the library wants it."""
@@ -105,10 +124,9 @@ class Deleted:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Where a file is to go. The sizes are those of `Client.register_model`."""
+    """Where a file is to go: `name` has a model. The sizes are those of `Client.register_model`."""
 
-    model: str
-    segment: str
+    name: Name
     location: str
     virtual_capacity: int | None
     limit: int | None
@@ -131,15 +149,19 @@ def load(endpoint: str | None, path: str, wanted: Wanted, stream: TextIO) -> Loa
     """
     content = _mapped(path)
     index = _index_of(content, path)
-    with (
-        open_worker(endpoint) as client,
-        _registered(client, wanted) as model,
-        model.create_segment(wanted.segment, len(content), wanted.location) as segment,
-    ):
+    with ExitStack() as ends:
+        client = ends.enter_context(open_worker(endpoint))
+        name = wanted.name.within(client.tenant)
+        if name.tenant and f"tenants/{name.tenant}" != client.tenant:
+            raise InvalidRequest(
+                f"{name}: a segment is loaded at its own tenant's endpoint, and this is {client.tenant}"
+            )
+        model = ends.enter_context(_registered(client, name.model, wanted))
+        segment = ends.enter_context(model.create_segment(name.segment, len(content), wanted.location))
         begun = time.monotonic()
         with ExitStack() as undo:
             undo.callback(_give_up, segment)
-            with _progress(f"{wanted.model}/{wanted.segment}", len(content), stream) as progress:
+            with _progress(f"{name.model}/{name.segment}", len(content), stream) as progress:
                 segment.write(0, content, progress)
             segment.seal()
             undo.pop_all()
@@ -156,12 +178,12 @@ def load(endpoint: str | None, path: str, wanted: Wanted, stream: TextIO) -> Loa
 
 
 @contextmanager
-def _registered(client: Client, wanted: Wanted) -> Iterator[Model]:
+def _registered(client: Client, name: str, wanted: Wanted) -> Iterator[Model]:
     """Yield the model; one that was not there before ends with a failure, or its numbers would stand for a minute."""
     try:
-        model, made = _register(client, wanted, exclusive=True), True
+        model, made = _register(client, name, wanted, exclusive=True), True
     except ModelAlreadyExists:
-        model, made = _register(client, wanted), False
+        model, made = _register(client, name, wanted), False
     try:
         yield model
     except BaseException:
@@ -181,9 +203,9 @@ def _end_model(client: Client, model: Model) -> None:
     model.unregister()
 
 
-def _register(client: Client, wanted: Wanted, *, exclusive: bool = False) -> Model:
+def _register(client: Client, name: str, wanted: Wanted, *, exclusive: bool = False) -> Model:
     return client.register_model(
-        wanted.model, virtual_capacity=wanted.virtual_capacity, limit=wanted.limit, exclusive=exclusive
+        name, virtual_capacity=wanted.virtual_capacity, limit=wanted.limit, exclusive=exclusive
     )
 
 
@@ -292,7 +314,7 @@ class _Lines:
 
 def contents(endpoint: str | None, name: Name) -> Contents:
     """Attach a segment for a moment, read-only, and return what it says of itself. Waits for no writer."""
-    with open_worker(endpoint) as client, client.attach(str(name), timeout=0) as segment:
+    with open_worker(endpoint) as client, client.attach(str(name.within(client.tenant)), timeout=0) as segment:
         try:
             index = segment.index()
         except InvalidTensorIndex as error:
@@ -310,6 +332,8 @@ def contents(endpoint: str | None, name: Name) -> Contents:
 def delete(endpoint: str | None, name: Name, *, admin: bool) -> Deleted:
     """End a segment of this tenant, or with `admin` of whomever; raises the library's errors."""
     with open_admin(endpoint) if admin else open_worker(endpoint) as books:
+        if isinstance(books, Client):
+            name = name.within(books.tenant)
         before = _known_by(books, name)
         books.delete_segment(str(name))
         left = {one.generation: one.sessions for one in books.segments()}
@@ -321,7 +345,7 @@ def delete(endpoint: str | None, name: Name, *, admin: bool) -> Deleted:
 def _known_by(books: Admin | Client, name: Name) -> SegmentStatus | None:
     """Return the segment that the broker will take for the one of this name, if there is one."""
     for one in books.segments():
-        _, tenant, _, model, _, segment = one.name.split("/")
+        tenant, model, segment = parts_of(one.name)
         wanted = (name.tenant or tenant, name.model or model, name.segment)
         if wanted == (tenant, model, segment) and one.state in ("writing", "sealed"):
             return one

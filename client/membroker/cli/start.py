@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import signal
 
+from membroker._standard import open_standard_descriptors
+
 
 def main() -> int:
     """Run one command and return its exit status: 130 where Ctrl-C has ended it."""
+    open_standard_descriptors()
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing was begun that would have to be ended in order

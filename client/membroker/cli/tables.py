@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from membroker.cli.admin import ProcessStatus, Quota
+from membroker.cli.admin import ProcessStatus, Quota, TenantStatus
+from membroker.convert import parts_of
 from membroker.tensor_index import TensorInfo
 from membroker.types import DeviceStatus, LocationBooks, ModelBooks, ModelStatus, SegmentStatus, SessionStatus
 from membroker.vmm.sizes import format_size
@@ -52,7 +53,7 @@ def _worth_showing(books: ModelBooks) -> bool:
 
 
 def _model_row(model: ModelStatus, books: ModelBooks) -> list[str]:
-    _, tenant, _, name = model.name.split("/")
+    tenant, name = parts_of(model.name)
     return [
         tenant,
         name,
@@ -86,7 +87,7 @@ def _session_row(session: SessionStatus) -> list[str]:
         format_size(sum(books.used for books in session.books.values())),
         str(sum(books.extents for books in session.books.values())),
         _time(session.create_time),
-        " ".join(name.rpartition("/")[2] for name in session.models) or NONE,
+        " ".join(parts_of(name)[1] for name in session.models) or NONE,
         " ".join(short_name(name).partition("/")[2] for name in session.segments) or NONE,
         session.client,
     ]
@@ -100,7 +101,7 @@ def segments_table(segments: Iterable[SegmentStatus]) -> Table:
 
 def _segment_row(segment: SegmentStatus) -> list[str]:
     return [
-        *short_name(segment.name).split("/"),
+        *parts_of(segment.name),
         segment.location,
         segment.state,
         format_size(segment.size),
@@ -161,6 +162,24 @@ def _location_row(books: LocationBooks) -> list[str]:
     ]
 
 
+def tenants_table(tenants: Iterable[TenantStatus]) -> Table:
+    """Return a row for each tenant and location."""
+    columns = ("tenant", "where", ">used", ">limit", ">models", ">sessions")
+    rows = [
+        [
+            short_name(tenant.name),
+            books.location,
+            format_size(books.used),
+            _size(books.limit),
+            str(tenant.models),
+            str(tenant.sessions),
+        ]
+        for tenant in tenants
+        for books in tenant.books.values()
+    ]
+    return Table(columns, rows, "no tenant is configured, and no user has a session")
+
+
 def quotas_table(quotas: Iterable[Quota]) -> Table:
     """Return the commanded limits."""
     rows = [[short_name(quota.name), quota.location, _size(quota.limit), format_size(quota.used)] for quota in quotas]
@@ -188,7 +207,7 @@ def _process_row(process: ProcessStatus) -> list[str]:
 
 def short_name(name: str) -> str:
     """Return `acme` for `tenants/acme`, `acme/llama` and `acme/llama/weights` for a model's and a segment's name."""
-    return "/".join(name.split("/")[1::2])
+    return "/".join(parts_of(name))
 
 
 def _size(value: int | None) -> str:

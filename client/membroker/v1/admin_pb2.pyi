@@ -15,6 +15,107 @@ import typing
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class ListTenantsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    page_size: builtins.int
+    """How many at most; 0 leaves it to the broker, which gives no more than 1,000."""
+    page_token: builtins.str
+    """The `next_page_token` of the page before."""
+    def __init__(
+        self,
+        *,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token"]) -> None: ...
+
+global___ListTenantsRequest = ListTenantsRequest
+
+@typing.final
+class ListTenantsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANTS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Empty on the last page."""
+    @property
+    def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Tenant]: ...
+    def __init__(
+        self,
+        *,
+        tenants: collections.abc.Iterable[global___Tenant] | None = ...,
+        next_page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "tenants", b"tenants"]) -> None: ...
+
+global___ListTenantsResponse = ListTenantsResponse
+
+@typing.final
+class Tenant(google.protobuf.message.Message):
+    """A tenant, and what all its models together are charged."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    BOOKS_FIELD_NUMBER: builtins.int
+    MODELS_FIELD_NUMBER: builtins.int
+    SESSIONS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """tenants/{tenant}"""
+    models: builtins.int
+    """Models that it has registered."""
+    sessions: builtins.int
+    """Its sessions, observers left out."""
+    @property
+    def books(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TenantBooks]:
+        """2 is for a later version.
+        Every location that the broker lends at.
+        """
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        books: collections.abc.Iterable[global___TenantBooks] | None = ...,
+        models: builtins.int = ...,
+        sessions: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["books", b"books", "models", b"models", "name", b"name", "sessions", b"sessions"]) -> None: ...
+
+global___Tenant = Tenant
+
+@typing.final
+class TenantBooks(google.protobuf.message.Message):
+    """A tenant's charge at one location. 4 to 7 are for a later version."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOCATION_FIELD_NUMBER: builtins.int
+    USED_BYTES_FIELD_NUMBER: builtins.int
+    LIMIT_BYTES_FIELD_NUMBER: builtins.int
+    location: membroker.v1.resources_pb2.Location.ValueType
+    used_bytes: builtins.int
+    """What its models are charged: lent + releasing."""
+    limit_bytes: builtins.int
+    """The limit in force, commanded or configured. Left out: only the capacity holds."""
+    def __init__(
+        self,
+        *,
+        location: membroker.v1.resources_pb2.Location.ValueType = ...,
+        used_bytes: builtins.int = ...,
+        limit_bytes: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "used_bytes", b"used_bytes"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_limit_bytes", b"_limit_bytes"]) -> typing.Literal["limit_bytes"] | None: ...
+
+global___TenantBooks = TenantBooks
+
+@typing.final
 class ForgetSessionRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

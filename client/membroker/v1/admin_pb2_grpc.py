@@ -58,6 +58,11 @@ class AdminServiceStub(object):
                 request_serializer=membroker_dot_v1_dot_broker__pb2.ListSegmentsRequest.SerializeToString,
                 response_deserializer=membroker_dot_v1_dot_broker__pb2.ListSegmentsResponse.FromString,
                 _registered_method=True)
+        self.ListTenants = channel.unary_unary(
+                '/membroker.v1.AdminService/ListTenants',
+                request_serializer=membroker_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
+                _registered_method=True)
         self.DeleteSegment = channel.unary_unary(
                 '/membroker.v1.AdminService/DeleteSegment',
                 request_serializer=membroker_dot_v1_dot_broker__pb2.DeleteSegmentRequest.SerializeToString,
@@ -123,6 +128,13 @@ class AdminServiceServicer(object):
 
     def ListSegments(self, request, context):
         """Everybody's segments, in the order they began.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTenants(self, request, context):
+        """The tenants, by name: those that are configured, and every other that has a session, a model or a commanded limit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,6 +216,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListSegments,
                     request_deserializer=membroker_dot_v1_dot_broker__pb2.ListSegmentsRequest.FromString,
                     response_serializer=membroker_dot_v1_dot_broker__pb2.ListSegmentsResponse.SerializeToString,
+            ),
+            'ListTenants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTenants,
+                    request_deserializer=membroker_dot_v1_dot_admin__pb2.ListTenantsRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_admin__pb2.ListTenantsResponse.SerializeToString,
             ),
             'DeleteSegment': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteSegment,
@@ -351,6 +368,33 @@ class AdminService(object):
             '/membroker.v1.AdminService/ListSegments',
             membroker_dot_v1_dot_broker__pb2.ListSegmentsRequest.SerializeToString,
             membroker_dot_v1_dot_broker__pb2.ListSegmentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTenants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.AdminService/ListTenants',
+            membroker_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
+            membroker_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
             options,
             channel_credentials,
             insecure,

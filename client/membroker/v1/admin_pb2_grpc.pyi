@@ -49,6 +49,12 @@ class AdminServiceStub:
     ]
     """Everybody's segments, in the order they began."""
 
+    ListTenants: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.ListTenantsRequest,
+        membroker.v1.admin_pb2.ListTenantsResponse,
+    ]
+    """The tenants, by name: those that are configured, and every other that has a session, a model or a commanded limit."""
+
     DeleteSegment: grpc.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.DeleteSegmentRequest,
         membroker.v1.resources_pb2.Segment,
@@ -127,6 +133,12 @@ class AdminServiceAsyncStub:
         membroker.v1.broker_pb2.ListSegmentsResponse,
     ]
     """Everybody's segments, in the order they began."""
+
+    ListTenants: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.ListTenantsRequest,
+        membroker.v1.admin_pb2.ListTenantsResponse,
+    ]
+    """The tenants, by name: those that are configured, and every other that has a session, a model or a commanded limit."""
 
     DeleteSegment: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.DeleteSegmentRequest,
@@ -214,6 +226,14 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.broker_pb2.ListSegmentsResponse, collections.abc.Awaitable[membroker.v1.broker_pb2.ListSegmentsResponse]]:
         """Everybody's segments, in the order they began."""
+
+    @abc.abstractmethod
+    def ListTenants(
+        self,
+        request: membroker.v1.admin_pb2.ListTenantsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.admin_pb2.ListTenantsResponse, collections.abc.Awaitable[membroker.v1.admin_pb2.ListTenantsResponse]]:
+        """The tenants, by name: those that are configured, and every other that has a session, a model or a commanded limit."""
 
     @abc.abstractmethod
     def DeleteSegment(

@@ -24,8 +24,11 @@ class RegisterModelRequest(google.protobuf.message.Message):
     LIMITS_FIELD_NUMBER: builtins.int
     EXCLUSIVE_FIELD_NUMBER: builtins.int
     request_id: builtins.int
+    """Zero inside a handoff frame: there the frame's own id counts."""
     model_id: builtins.str
-    """The model's own name: [a-z0-9] first, then [a-z0-9._-], at most 63 characters."""
+    """The model's own name: a part, or two parts with a slash between them (Qwen/Qwen3-8B), at most 96 characters in all.
+    A part is [A-Za-z0-9_] first, then [A-Za-z0-9._-]. Upper and lower case differ.
+    """
     virtual_capacity_bytes: builtins.int
     """Addresses that a worker's pool reserves by default. Left out: joins whatever is there, or the capacity. The first
     worker that gives a number sets it, here and below; another number is MODEL_CONFLICT then.
@@ -60,6 +63,7 @@ class UnregisterModelRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
     request_id: builtins.int
+    """Zero inside a handoff frame."""
     name: builtins.str
     """tenants/{tenant}/models/{model}"""
     def __init__(
@@ -233,7 +237,7 @@ class CreateSegmentRequest(google.protobuf.message.Message):
     model: builtins.str
     """tenants/{tenant}/models/{model}, registered by this session."""
     segment_id: builtins.str
-    """The segment's own name: [a-z0-9] first, then [a-z0-9._-], at most 63 characters."""
+    """The segment's own name: [A-Za-z0-9_] first, then [A-Za-z0-9._-], at most 96 characters."""
     location: membroker.v1.resources_pb2.Location.ValueType
     """Unspecified: the device."""
     size_bytes: builtins.int
@@ -365,6 +369,54 @@ class GetDeviceRequest(google.protobuf.message.Message):
     ) -> None: ...
 
 global___GetDeviceRequest = GetDeviceRequest
+
+@typing.final
+class GetAvailableRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    LOCATION_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    """tenants/{tenant}/models/{model}, one of the tenant's own."""
+    location: membroker.v1.resources_pb2.Location.ValueType
+    """Unspecified: the device."""
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+        location: membroker.v1.resources_pb2.Location.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["location", b"location", "model", b"model"]) -> None: ...
+
+global___GetAvailableRequest = GetAvailableRequest
+
+@typing.final
+class Available(google.protobuf.message.Message):
+    """A figure of one moment, and no reservation: the next request of anybody can change it. Numbers 2, 3 and 5 are kept for
+    what a model can obtain, what it is guaranteed, and its share.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NOW_BYTES_FIELD_NUMBER: builtins.int
+    LIMIT_BYTES_FIELD_NUMBER: builtins.int
+    now_bytes: builtins.int
+    """What one request could borrow now: the least that the model's limit, the tenant's, the capacity and the device
+    itself leave, rounded down to the granularity. 0 while the device is drained.
+    """
+    limit_bytes: builtins.int
+    """The model's limit in force. Left out where only the levels above it hold."""
+    def __init__(
+        self,
+        *,
+        now_bytes: builtins.int = ...,
+        limit_bytes: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes", "now_bytes", b"now_bytes"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_limit_bytes", b"_limit_bytes"]) -> typing.Literal["limit_bytes"] | None: ...
+
+global___Available = Available
 
 @typing.final
 class ListModelsRequest(google.protobuf.message.Message):

@@ -34,8 +34,8 @@ class BrokerServiceStub(object):
     on the handoff socket of the session that owns them.
 
     Request ids: a counter of the session, shared with its handoff frames. An id that is still in flight is refused
-    (REQUEST_ID_IN_USE), an answered one is forgotten; an Allocate's is in flight until its last delivery is
-    acknowledged.
+    (REQUEST_ID_IN_USE), an answered one is forgotten; that of a call that brings descriptors is in flight until its
+    last delivery is acknowledged.
     """
 
     def __init__(self, channel):
@@ -99,6 +99,11 @@ class BrokerServiceStub(object):
                 request_serializer=membroker_dot_v1_dot_broker__pb2.GetDeviceRequest.SerializeToString,
                 response_deserializer=membroker_dot_v1_dot_resources__pb2.Device.FromString,
                 _registered_method=True)
+        self.GetAvailable = channel.unary_unary(
+                '/membroker.v1.BrokerService/GetAvailable',
+                request_serializer=membroker_dot_v1_dot_broker__pb2.GetAvailableRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_broker__pb2.Available.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/membroker.v1.BrokerService/ListModels',
                 request_serializer=membroker_dot_v1_dot_broker__pb2.ListModelsRequest.SerializeToString,
@@ -124,8 +129,8 @@ class BrokerServiceServicer(object):
     on the handoff socket of the session that owns them.
 
     Request ids: a counter of the session, shared with its handoff frames. An id that is still in flight is refused
-    (REQUEST_ID_IN_USE), an answered one is forgotten; an Allocate's is in flight until its last delivery is
-    acknowledged.
+    (REQUEST_ID_IN_USE), an answered one is forgotten; that of a call that brings descriptors is in flight until its
+    last delivery is acknowledged.
     """
 
     def RegisterModel(self, request, context):
@@ -204,6 +209,13 @@ class BrokerServiceServicer(object):
 
     def GetDevice(self, request, context):
         """The device and its books.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetAvailable(self, request, context):
+        """How much the tenant could borrow for one of its models at this moment.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -288,6 +300,11 @@ def add_BrokerServiceServicer_to_server(servicer, server):
                     request_deserializer=membroker_dot_v1_dot_broker__pb2.GetDeviceRequest.FromString,
                     response_serializer=membroker_dot_v1_dot_resources__pb2.Device.SerializeToString,
             ),
+            'GetAvailable': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetAvailable,
+                    request_deserializer=membroker_dot_v1_dot_broker__pb2.GetAvailableRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_broker__pb2.Available.SerializeToString,
+            ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
                     request_deserializer=membroker_dot_v1_dot_broker__pb2.ListModelsRequest.FromString,
@@ -319,8 +336,8 @@ class BrokerService(object):
     on the handoff socket of the session that owns them.
 
     Request ids: a counter of the session, shared with its handoff frames. An id that is still in flight is refused
-    (REQUEST_ID_IN_USE), an answered one is forgotten; an Allocate's is in flight until its last delivery is
-    acknowledged.
+    (REQUEST_ID_IN_USE), an answered one is forgotten; that of a call that brings descriptors is in flight until its
+    last delivery is acknowledged.
     """
 
     @staticmethod
@@ -610,6 +627,33 @@ class BrokerService(object):
             '/membroker.v1.BrokerService/GetDevice',
             membroker_dot_v1_dot_broker__pb2.GetDeviceRequest.SerializeToString,
             membroker_dot_v1_dot_resources__pb2.Device.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetAvailable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.BrokerService/GetAvailable',
+            membroker_dot_v1_dot_broker__pb2.GetAvailableRequest.SerializeToString,
+            membroker_dot_v1_dot_broker__pb2.Available.FromString,
             options,
             channel_credentials,
             insecure,

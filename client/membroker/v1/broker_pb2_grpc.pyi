@@ -26,8 +26,8 @@ class BrokerServiceStub:
     on the handoff socket of the session that owns them.
 
     Request ids: a counter of the session, shared with its handoff frames. An id that is still in flight is refused
-    (REQUEST_ID_IN_USE), an answered one is forgotten; an Allocate's is in flight until its last delivery is
-    acknowledged.
+    (REQUEST_ID_IN_USE), an answered one is forgotten; that of a call that brings descriptors is in flight until its
+    last delivery is acknowledged.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -104,6 +104,12 @@ class BrokerServiceStub:
     ]
     """The device and its books."""
 
+    GetAvailable: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.GetAvailableRequest,
+        membroker.v1.broker_pb2.Available,
+    ]
+    """How much the tenant could borrow for one of its models at this moment."""
+
     ListModels: grpc.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.ListModelsRequest,
         membroker.v1.broker_pb2.ListModelsResponse,
@@ -130,8 +136,8 @@ class BrokerServiceAsyncStub:
     on the handoff socket of the session that owns them.
 
     Request ids: a counter of the session, shared with its handoff frames. An id that is still in flight is refused
-    (REQUEST_ID_IN_USE), an answered one is forgotten; an Allocate's is in flight until its last delivery is
-    acknowledged.
+    (REQUEST_ID_IN_USE), an answered one is forgotten; that of a call that brings descriptors is in flight until its
+    last delivery is acknowledged.
     """
 
     RegisterModel: grpc.aio.UnaryUnaryMultiCallable[
@@ -207,6 +213,12 @@ class BrokerServiceAsyncStub:
     ]
     """The device and its books."""
 
+    GetAvailable: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.GetAvailableRequest,
+        membroker.v1.broker_pb2.Available,
+    ]
+    """How much the tenant could borrow for one of its models at this moment."""
+
     ListModels: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.ListModelsRequest,
         membroker.v1.broker_pb2.ListModelsResponse,
@@ -233,8 +245,8 @@ class BrokerServiceServicer(metaclass=abc.ABCMeta):
     on the handoff socket of the session that owns them.
 
     Request ids: a counter of the session, shared with its handoff frames. An id that is still in flight is refused
-    (REQUEST_ID_IN_USE), an answered one is forgotten; an Allocate's is in flight until its last delivery is
-    acknowledged.
+    (REQUEST_ID_IN_USE), an answered one is forgotten; that of a call that brings descriptors is in flight until its
+    last delivery is acknowledged.
     """
 
     @abc.abstractmethod
@@ -331,6 +343,14 @@ class BrokerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.resources_pb2.Device, collections.abc.Awaitable[membroker.v1.resources_pb2.Device]]:
         """The device and its books."""
+
+    @abc.abstractmethod
+    def GetAvailable(
+        self,
+        request: membroker.v1.broker_pb2.GetAvailableRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.broker_pb2.Available, collections.abc.Awaitable[membroker.v1.broker_pb2.Available]]:
+        """How much the tenant could borrow for one of its models at this moment."""
 
     @abc.abstractmethod
     def ListModels(

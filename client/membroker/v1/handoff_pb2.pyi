@@ -24,11 +24,10 @@ class Frame(google.protobuf.message.Message):
     A session in short (> from the client, < from the broker):
 
       > Hello                          < Welcome (+ 1 descriptor: the socket of Notices)
+      > RegisterModelRequest           < Reply
       > AllocateExtentsRequest         < Delivery (+ up to 64 descriptors) … < Reply
-      > Ack for each Delivery
       > ReleaseExtentsRequest          < Reply, unless `no_reply`
       > AttachSegmentRequest           < Delivery (+ up to 64 descriptors) … < Reply
-      > Ack for each Delivery
       > DetachSegmentRequest           < Reply, unless `no_reply`
       > Goodbye                        < Reply, then both close
 
@@ -42,6 +41,8 @@ class Frame(google.protobuf.message.Message):
     last of them nothing else is accepted, and calls that were unanswered are made anew by the client: nothing is left of
     the old ones.
 
+    Each Delivery is acknowledged: by the next frame that the client sends (Frame.acknowledged), or by an Ack.
+
     Only the broker sends descriptors. A packet from a client that carries one, that is no Frame, or that has no
     place where it stands, ends the connection.
     """
@@ -49,6 +50,7 @@ class Frame(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    ACKNOWLEDGED_FIELD_NUMBER: builtins.int
     HELLO_FIELD_NUMBER: builtins.int
     ALLOCATE_FIELD_NUMBER: builtins.int
     RELEASE_FIELD_NUMBER: builtins.int
@@ -61,6 +63,8 @@ class Frame(google.protobuf.message.Message):
     DETACH_SEGMENT_FIELD_NUMBER: builtins.int
     DELETE_SEGMENT_FIELD_NUMBER: builtins.int
     HOLDS_FIELD_NUMBER: builtins.int
+    REGISTER_MODEL_FIELD_NUMBER: builtins.int
+    UNREGISTER_MODEL_FIELD_NUMBER: builtins.int
     WELCOME_FIELD_NUMBER: builtins.int
     DELIVERY_FIELD_NUMBER: builtins.int
     REPLY_FIELD_NUMBER: builtins.int
@@ -68,6 +72,13 @@ class Frame(google.protobuf.message.Message):
     request_id: builtins.int
     """From a counter of the session that never repeats while the connection lives, and shared with gRPC. A frame of
     the broker carries the id of the request that it answers; a Notice carries 0 or the id that it speaks of.
+    """
+    acknowledged: builtins.int
+    """From the client, in any frame behind the Welcome: how many Deliveries of this connection it has taken, counted
+    from the first one without a gap. To take a Delivery is to close its descriptors, used or not. All of those are
+    acknowledged by it. A count that was sent before changes nothing, 0 says nothing, and a count above what was sent
+    ends the connection. A broker of revision 0 (Welcome.protocol_revision) skips this field and knows Acks only. In
+    Holds it says nothing: a connection that resumes a session begins to count when that is done.
     """
     @property
     def hello(self) -> global___Hello:
@@ -96,6 +107,14 @@ class Frame(google.protobuf.message.Message):
     @property
     def holds(self) -> global___Holds: ...
     @property
+    def register_model(self) -> membroker.v1.broker_pb2.RegisterModelRequest:
+        """From revision 1 on; an older broker ends the connection. The answer is a Reply with the Model."""
+
+    @property
+    def unregister_model(self) -> membroker.v1.broker_pb2.UnregisterModelRequest:
+        """From revision 1 on, as above."""
+
+    @property
     def welcome(self) -> global___Welcome:
         """From the broker."""
 
@@ -109,6 +128,7 @@ class Frame(google.protobuf.message.Message):
         self,
         *,
         request_id: builtins.int = ...,
+        acknowledged: builtins.int = ...,
         hello: global___Hello | None = ...,
         allocate: membroker.v1.broker_pb2.AllocateExtentsRequest | None = ...,
         release: membroker.v1.broker_pb2.ReleaseExtentsRequest | None = ...,
@@ -121,14 +141,16 @@ class Frame(google.protobuf.message.Message):
         detach_segment: membroker.v1.broker_pb2.DetachSegmentRequest | None = ...,
         delete_segment: membroker.v1.broker_pb2.DeleteSegmentRequest | None = ...,
         holds: global___Holds | None = ...,
+        register_model: membroker.v1.broker_pb2.RegisterModelRequest | None = ...,
+        unregister_model: membroker.v1.broker_pb2.UnregisterModelRequest | None = ...,
         welcome: global___Welcome | None = ...,
         delivery: global___Delivery | None = ...,
         reply: global___Reply | None = ...,
         notice: global___Notice | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["ack", b"ack", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "notice", b"notice", "release", b"release", "reply", b"reply", "seal_segment", b"seal_segment", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack", b"ack", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "notice", b"notice", "release", b"release", "reply", b"reply", "request_id", b"request_id", "seal_segment", b"seal_segment", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "allocate", "release", "declare", "ack", "goodbye", "create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment", "holds", "welcome", "delivery", "reply", "notice"] | None: ...
+    def HasField(self, field_name: typing.Literal["ack", b"ack", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "notice", b"notice", "register_model", b"register_model", "release", b"release", "reply", b"reply", "seal_segment", b"seal_segment", "unregister_model", b"unregister_model", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "acknowledged", b"acknowledged", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "notice", b"notice", "register_model", b"register_model", "release", b"release", "reply", b"reply", "request_id", b"request_id", "seal_segment", b"seal_segment", "unregister_model", b"unregister_model", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "allocate", "release", "declare", "ack", "goodbye", "create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment", "holds", "register_model", "unregister_model", "welcome", "delivery", "reply", "notice"] | None: ...
 
 global___Frame = Frame
 
@@ -177,6 +199,7 @@ class Welcome(google.protobuf.message.Message):
     CAPACITIES_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     RESUMED_FIELD_NUMBER: builtins.int
+    PROTOCOL_REVISION_FIELD_NUMBER: builtins.int
     session: builtins.str
     """sessions/{session}"""
     token: builtins.str
@@ -191,6 +214,14 @@ class Welcome(google.protobuf.message.Message):
     protocol_version: builtins.int
     resumed: builtins.bool
     """The session is the one that the Hello's token stands for, and waits for its Holds. The token stays what it was."""
+    protocol_revision: builtins.int
+    """What the broker understands beyond the first edition of its protocol version:
+
+      1: Frame.acknowledged, register_model, unregister_model; and the first Delivery of a segment has its size.
+
+    A client sends nothing of a later revision than this one. An older broker leaves it at 0. Clients of any age get
+    along with a newer broker: it takes all that it took before, and they skip what they do not know.
+    """
     @property
     def capacities(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[membroker.v1.resources_pb2.Limit]:
         """What the broker may lend at each location."""
@@ -207,8 +238,9 @@ class Welcome(google.protobuf.message.Message):
         capacities: collections.abc.Iterable[membroker.v1.resources_pb2.Limit] | None = ...,
         protocol_version: builtins.int = ...,
         resumed: builtins.bool = ...,
+        protocol_revision: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["capacities", b"capacities", "device_uuid", b"device_uuid", "driver", b"driver", "granularity_bytes", b"granularity_bytes", "protocol_version", b"protocol_version", "resumed", b"resumed", "session", b"session", "tenant", b"tenant", "token", b"token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capacities", b"capacities", "device_uuid", b"device_uuid", "driver", b"driver", "granularity_bytes", b"granularity_bytes", "protocol_revision", b"protocol_revision", "protocol_version", b"protocol_version", "resumed", b"resumed", "session", b"session", "tenant", b"tenant", "token", b"token"]) -> None: ...
 
 global___Welcome = Welcome
 
@@ -289,7 +321,9 @@ global___HeldDeclaration = HeldDeclaration
 
 @typing.final
 class ResumeResponse(google.protobuf.message.Message):
-    """The answer to the last Holds."""
+    """The answer to the last Holds. Each list ends where it is full, the lowest first; docs/protocol.md says what to do
+    about the rest.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -298,13 +332,13 @@ class ResumeResponse(google.protobuf.message.Message):
     MODELS_FIELD_NUMBER: builtins.int
     @property
     def unknown_extent_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """What the process holds and the books do not know, at most 4,096 of them: it must unmap them, and release none."""
+        """What the process holds and the books do not know, at most 2,048 of each: it must unmap them, and release none."""
 
     @property
     def unknown_generations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """tenants/{tenant}/models/{model} of each model that the session has registered."""
+        """tenants/{tenant}/models/{model} of each model that the session has registered, at most 192."""
 
     def __init__(
         self,
@@ -321,7 +355,7 @@ global___ResumeResponse = ResumeResponse
 class Delivery(google.protobuf.message.Message):
     """Descriptors of one call, at most 64: `extent_ids[i]` belongs to the i-th descriptor of the packet.
 
-    At most two deliveries of a session are unacknowledged; the third waits for an Ack. When a client finds
+    At most two deliveries of a session are unacknowledged; the third waits. When a client finds
     MSG_CTRUNC (its limit of descriptors), the ids say what it did not receive: it must still release them.
     """
 
@@ -333,12 +367,19 @@ class Delivery(google.protobuf.message.Message):
     EXTENT_IDS_FIELD_NUMBER: builtins.int
     SEGMENT_FIELD_NUMBER: builtins.int
     REPLY_FIELD_NUMBER: builtins.int
+    SEGMENT_BYTES_FIELD_NUMBER: builtins.int
+    SEGMENT_EXTENTS_FIELD_NUMBER: builtins.int
     part: builtins.int
     """0 to parts - 1, in order."""
     parts: builtins.int
     extent_bytes: builtins.int
     segment: builtins.int
     """The generation of the segment that these extents are of: in order, side by side. 0: lent to this session alone."""
+    segment_bytes: builtins.int
+    """In part 0 of a segment, from revision 1 on: the bytes of the whole segment, which are the addresses to reserve,
+    and the number of its extents, which are the descriptors to come.
+    """
+    segment_extents: builtins.int
     @property
     def extent_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -354,15 +395,22 @@ class Delivery(google.protobuf.message.Message):
         extent_ids: collections.abc.Iterable[builtins.int] | None = ...,
         segment: builtins.int = ...,
         reply: global___Reply | None = ...,
+        segment_bytes: builtins.int = ...,
+        segment_extents: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["reply", b"reply"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["extent_bytes", b"extent_bytes", "extent_ids", b"extent_ids", "part", b"part", "parts", b"parts", "reply", b"reply", "segment", b"segment"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["extent_bytes", b"extent_bytes", "extent_ids", b"extent_ids", "part", b"part", "parts", b"parts", "reply", b"reply", "segment", b"segment", "segment_bytes", b"segment_bytes", "segment_extents", b"segment_extents"]) -> None: ...
 
 global___Delivery = Delivery
 
 @typing.final
 class Ack(google.protobuf.message.Message):
-    """The descriptors of a delivery are imported and closed, or closed unused. The frame carries the call's id."""
+    """Descriptors were imported and closed, or closed unused. Two forms, of which a connection uses one:
+
+    - The frame has `acknowledged`: that count is all that is read. It is needed when no other frame follows soon and
+      the client waits for a further Delivery. Only from revision 1 on.
+    - Otherwise the frame carries the id of a call, and `part` says which of its Deliveries is acknowledged.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -391,6 +439,8 @@ class Reply(google.protobuf.message.Message):
     SEGMENT_FIELD_NUMBER: builtins.int
     DETACH_SEGMENT_FIELD_NUMBER: builtins.int
     RESUME_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    UNREGISTER_MODEL_FIELD_NUMBER: builtins.int
     @property
     def error(self) -> google.rpc.status_pb2.Status:
         """Refused or failed. Extents that were delivered before the failure are the session's until it releases them, or
@@ -413,6 +463,12 @@ class Reply(google.protobuf.message.Message):
     def detach_segment(self) -> membroker.v1.broker_pb2.DetachSegmentResponse: ...
     @property
     def resume(self) -> global___ResumeResponse: ...
+    @property
+    def model(self) -> membroker.v1.resources_pb2.Model:
+        """Of a register_model: the model as it stands."""
+
+    @property
+    def unregister_model(self) -> membroker.v1.broker_pb2.UnregisterModelResponse: ...
     def __init__(
         self,
         *,
@@ -424,10 +480,12 @@ class Reply(google.protobuf.message.Message):
         segment: membroker.v1.resources_pb2.Segment | None = ...,
         detach_segment: membroker.v1.broker_pb2.DetachSegmentResponse | None = ...,
         resume: global___ResumeResponse | None = ...,
+        model: membroker.v1.resources_pb2.Model | None = ...,
+        unregister_model: membroker.v1.broker_pb2.UnregisterModelResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["allocate", b"allocate", "declare", b"declare", "detach_segment", b"detach_segment", "error", b"error", "goodbye", b"goodbye", "release", b"release", "result", b"result", "resume", b"resume", "segment", b"segment"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["allocate", b"allocate", "declare", b"declare", "detach_segment", b"detach_segment", "error", b"error", "goodbye", b"goodbye", "release", b"release", "result", b"result", "resume", b"resume", "segment", b"segment"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "allocate", "release", "declare", "goodbye", "segment", "detach_segment", "resume"] | None: ...
+    def HasField(self, field_name: typing.Literal["allocate", b"allocate", "declare", b"declare", "detach_segment", b"detach_segment", "error", b"error", "goodbye", b"goodbye", "model", b"model", "release", b"release", "result", b"result", "resume", b"resume", "segment", b"segment", "unregister_model", b"unregister_model"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["allocate", b"allocate", "declare", b"declare", "detach_segment", b"detach_segment", "error", b"error", "goodbye", b"goodbye", "model", b"model", "release", b"release", "result", b"result", "resume", b"resume", "segment", b"segment", "unregister_model", b"unregister_model"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "allocate", "release", "declare", "goodbye", "segment", "detach_segment", "resume", "model", "unregister_model"] | None: ...
 
 global___Reply = Reply
 

@@ -1,7 +1,7 @@
-"""Physical memory and addresses as separate things, on a card and on its host twin.
+"""Virtual memory management: physical memory and addresses as separate things, on a GPU and on the host driver.
 
-Owns the public names of the package and the choice of a driver. It must never import CUDA before a card is
-asked for: a process that uses the twin, or only parses sizes, needs neither bindings nor a driver.
+Owns the public names of the package and the choice of a driver. It must never import CUDA before a CUDA driver is
+opened: a process that uses the host driver, or only parses sizes, needs neither the bindings nor NVIDIA's driver.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def open_driver(
     survivors: Mapping[str, int] | None = None,
     **host_options: Any,
 ) -> Driver:
-    """Return a driver of `kind`: `"host"`, the twin, or `"cuda"`, a card.
+    """Return a driver of `kind`: `"host"`, or `"cuda"` for a GPU.
 
-    `device` is a card's ordinal or its UUID, and `context` says whether this process computes (a worker) or
-    only creates and exports (the broker); the twin ignores both, and has an `ordinal` of its own. `survivors` are what
-    a dead process's driver of this kind returned: descriptors that become this one's. `host_options` are
-    `HostDriver`'s. Raises `ValueError` for another kind, and `DriverUnavailable` where there is no such card.
+    `device` is a GPU's ordinal or its UUID. `context` says whether this process computes (a worker) or only creates and
+    exports (the broker). The host driver ignores both; its option is `ordinal`. `survivors` are the descriptors that
+    the driver of a dead process returned from `survivors()`; the new driver takes them over. `host_options` are those
+    of `HostDriver`. Raises `ValueError` for another kind, and `DriverUnavailable` if there is no such GPU.
     """
     if kind == "host":
         from membroker.vmm.host import HostDriver
@@ -72,9 +72,9 @@ def open_driver(
     if kind != "cuda":
         raise ValueError(f'a driver is "host" or "cuda", not {kind!r}')
     if survivors:
-        raise TypeError(f"a card has no survivors; given were {', '.join(sorted(survivors))}")
+        raise TypeError(f"the CUDA driver takes no survivors, but got {', '.join(sorted(survivors))}")
     if host_options:
-        raise TypeError(f"options of the host twin given to a card: {', '.join(sorted(host_options))}")
+        raise TypeError(f"the CUDA driver does not take options of the host driver: {', '.join(sorted(host_options))}")
     from membroker.vmm.cuda import CudaDriver
 
     return CudaDriver(device, context=context)

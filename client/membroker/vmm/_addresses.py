@@ -1,7 +1,7 @@
-"""The addresses of one process under CUDA's rules: what is reserved, what is mapped where, what it allows.
+"""The addresses of one process under CUDA's rules: reservations, mappings, and the access to each.
 
-Owns the tables and the rules and is pure: it must never make a system call, so that it can be asked first
-and told afterwards. A broken rule raises `DriverError` with `EINVAL` and changes nothing.
+Owns the tables and the rules and is pure: it must never make a system call. The driver checks a rule here, makes the
+system call, and then records it here. A broken rule raises `DriverError` with `EINVAL` and changes nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from membroker.vmm.driver import AccessFlags
 
 @dataclass(slots=True)
 class Mapping:
-    """One extent bound to [address, address + size), in bytes, and what each device may do with it, by its ordinal."""
+    """One extent mapped at [address, address + size), in bytes, and what each device may do with it, by ordinal."""
 
     address: int
     size: int
     access: dict[int, AccessFlags] = field(default_factory=dict)
 
     def allows(self, device: int) -> AccessFlags:
-        """Return what a device may do; nothing until it was granted something."""
+        """Return what a device may do: nothing until access is granted."""
         return self.access.get(device, AccessFlags.NONE)
 
     def most(self) -> AccessFlags:
@@ -33,7 +33,7 @@ class Mapping:
 class AddressTable:
     """Reservations and mappings, both kept in order of their addresses. Not thread-safe: the driver locks.
 
-    They belong to the process. Whose a reservation is (`owner`, any number) is kept for who abandons what it made.
+    They belong to the process. Each reservation has an `owner` (any number), so that a driver can abandon its own.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class AddressTable:
         return [(address, self._reserved[address]) for address, other in self._owners.items() if other == owner]
 
     def add_reservation(self, address: int, size: int, owner: int) -> None:
-        """Book a reservation that the kernel has made."""
+        """Record a reservation that the kernel has made."""
         self._reserved[address] = size
         self._owners[address] = owner
         insort(self._reserved_order, address)
@@ -61,12 +61,12 @@ class AddressTable:
             raise invalid(call, f"something is still mapped in the reservation at {address:#x}: unmap it first")
 
     def drop_reservation(self, address: int) -> None:
-        """Forget a reservation that the kernel has given back."""
+        """Forget a reservation that the kernel has released."""
         del self._reserved[address], self._owners[address]
         del self._reserved_order[bisect_left(self._reserved_order, address)]
 
     def forget_reservations(self, owner: int) -> list[tuple[int, int]]:
-        """Forget the reservations of one owner, with all that is mapped in them, and return them."""
+        """Forget and return the reservations of one owner, with everything that is mapped in them."""
         reservations = self.reservations(owner)
         for address, size in reservations:
             if mappings := self._beginning_in(address, size):
@@ -75,7 +75,7 @@ class AddressTable:
         return reservations
 
     def check_free(self, address: int, size: int, call: str) -> None:
-        """Raise unless [address, address + size) lies in one reservation and over no mapping."""
+        """Raise unless [address, address + size) lies in one reservation and overlaps no mapping."""
         place = bisect_right(self._reserved_order, address) - 1
         start = self._reserved_order[place] if place >= 0 else 0
         if place < 0 or address + size > start + self._reserved[start]:
@@ -85,7 +85,7 @@ class AddressTable:
             raise invalid(call, f"{size} bytes at {address:#x} lie over the mapping at {other.address:#x}")
 
     def add_mapping(self, address: int, size: int) -> None:
-        """Book a mapping that the kernel has made; it allows nothing yet."""
+        """Record a mapping that the kernel has made; no device has access yet."""
         self._mapped[address] = Mapping(address, size)
         insort(self._mapped_order, address)
 
@@ -103,23 +103,23 @@ class AddressTable:
         return found
 
     def drop_mappings(self, mappings: list[Mapping]) -> None:
-        """Forget mappings that lie side by side, in the order of their addresses."""
+        """Forget mappings that are side by side, in order of their addresses."""
         first = bisect_left(self._mapped_order, mappings[0].address)
         del self._mapped_order[first : first + len(mappings)]
         for mapping in mappings:
             del self._mapped[mapping.address]
 
     def move_mapping(self, mapping: Mapping, address: int) -> None:
-        """Book a mapping that the kernel has at another address now."""
+        """Record that the kernel has moved a mapping."""
         self.drop_mappings([mapping])
         mapping.address = address
         self._mapped[address] = mapping
         insort(self._mapped_order, address)
 
     def allows(self, address: int, size: int, device: int, call: str) -> AccessFlags:
-        """Return what every byte of [address, address + size) allows a device; raise where nothing is mapped.
+        """Return the weakest access that a device has in [address, address + size); raise if a byte is not mapped.
 
-        The range may begin and end inside a mapping: bytes are read and written in pieces, unlike mappings.
+        The range may begin and end inside a mapping, because bytes can be read and written in pieces.
         """
         if size <= 0:
             raise invalid(call, f"{size} bytes are not a range")

@@ -1,7 +1,7 @@
 """Copies between the device and the host: the contract of a copier, and what both drivers' copiers share.
 
-Owns the table of a driver's pinned memory, and the twin's copier. It must never be kinder than a card: the twin moves
-no byte before `wait`, so what is unmapped or written too early shows on any machine.
+Owns the table of a driver's pinned memory, and the host driver's copier. It must never be more lenient than a GPU: the
+host copier moves no byte before `wait`, so memory that is unmapped or written too early shows on any machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from membroker.vmm.driver import AccessFlags
 
 
 class Copier(Protocol):
-    """A queue of copies: one after another, beside its caller and beside other work on the device.
+    """A queue of copies, made one after another, concurrently with the caller and with other work on the device.
 
     For one thread at a time. Every failure is a `DriverError`.
     """
@@ -25,20 +25,20 @@ class Copier(Protocol):
     def copy(self, target: int, source: int, size: int) -> None:
         """Queue a copy of `size` bytes between two addresses, each in pinned memory or in mapped extents.
 
-        It waits for no other work: `synchronize` first. Refused where one end does not allow it.
+        It does not wait for other work: call `synchronize` first. Refused if the access at one end does not allow it.
         """
         ...
 
     def mark(self) -> int:
-        """Return a number that stands for all that was queued until now."""
+        """Return a number for everything that is queued so far."""
         ...
 
     def wait(self, mark: int) -> None:
-        """Return when all that the mark stands for has arrived. Each mark is waited for once, in order."""
+        """Return when everything before the mark has arrived. Wait for each mark once, in order."""
         ...
 
     def close(self) -> None:
-        """Wait for what is queued, and end."""
+        """Wait for the queued copies, and end."""
         ...
 
 
@@ -50,29 +50,29 @@ class PinnedBlocks:
         self._sizes: dict[int, int] = {}
 
     def add(self, address: int, size: int) -> None:
-        """Enter a block."""
+        """Add a block."""
         with self._lock:
             self._sizes[address] = size
 
     def take(self, address: int) -> int | None:
-        """Strike the block that begins at `address`, and return its size; None where there is none."""
+        """Remove the block that begins at `address`, and return its size; None if there is no such block."""
         with self._lock:
             return self._sizes.pop(address, None)
 
     def take_all(self) -> list[tuple[int, int]]:
-        """Strike and return every block. Takes no lock: who ends a driver, or forked from it, is alone."""
+        """Remove and return every block. Takes no lock: at a driver's end, or after a fork, no other thread uses it."""
         blocks, self._sizes = list(self._sizes.items()), {}
         return blocks
 
     def hold(self, address: int, size: int) -> bool:
-        """Say whether [address, address + size) lies inside one block."""
+        """Return whether [address, address + size) lies inside one block."""
         with self._lock:
             blocks = list(self._sizes.items())
         return any(start <= address and 0 < size <= start + length - address for start, length in blocks)
 
 
 class HostCopier:
-    """The twin's queue. `check(address, size, needed)` raises unless those bytes allow it."""
+    """The host driver's queue. `check(address, size, needed)` raises unless those bytes allow the access."""
 
     def __init__(self, check: Callable[[int, int, AccessFlags], None]) -> None:
         self._check = check
@@ -89,13 +89,13 @@ class HostCopier:
         self._queued += 1
 
     def mark(self) -> int:
-        """Remember how much is queued."""
+        """Record how many copies are queued."""
         number = next(self._numbers)
         self._marks[number] = self._queued
         return number
 
     def wait(self, mark: int) -> None:
-        """Make the copies, if nothing has changed under them."""
+        """Make the copies. Raises if their memory was unmapped or protected in the meantime."""
         until = self._marks.pop(mark)
         while self._moved < until:
             target, source, size = self._queue.popleft()
@@ -105,5 +105,5 @@ class HostCopier:
             ctypes.memmove(target, source, size)
 
     def close(self) -> None:
-        """Make what copies are left."""
+        """Make the remaining copies."""
         self.wait(self.mark())

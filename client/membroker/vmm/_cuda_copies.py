@@ -1,10 +1,10 @@
-"""A card's copier and its pinned memory: streams, events, `cuMemHostRegister` and `cuMemcpyAsync`.
+"""CUDA's copier and pinned memory: streams, events, `cuMemHostRegister` and `cuMemcpyAsync`.
 
-Owns one stream of a copier and the events that are its marks. It must never decide what may be copied, nor make a
-context current: the driver hands it calls that do both.
+Owns a copier's stream and the events that are its marks. It must never decide what may be copied, nor make a context
+current: the driver passes in functions that do both.
 
-Addresses are unified on every card that has virtual memory management, so one call copies in every direction, also
-from and to extents of the host.
+Every GPU with virtual memory management has unified addressing, so one call copies in every direction, including
+extents on the host.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from membroker.vmm.driver import AccessFlags
 _PORTABLE = 1
 """CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of the process."""
 _BESIDE_OTHER_STREAMS = 1
-"""CU_STREAM_NON_BLOCKING: not in line with the default stream."""
+"""CU_STREAM_NON_BLOCKING: does not synchronize with the default stream."""
 _SLEEP_WITHOUT_TIMING = 3
-"""CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING: who waits leaves the processor to others."""
+"""CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING: a waiting thread sleeps instead of spinning."""
 
 Call = Callable[..., Any]
-"""Calls the driver's function of a name, in the context, and raises what it says."""
+"""Calls a driver function by name, in the driver's context, and raises its error."""
 
 
 def pin(call: Call, size: int) -> int:
-    """Allocate page-locked memory, of huge pages: 7.5 GiB/s on an H200's host, where `cuMemHostAlloc` makes 3.
+    """Allocate page-locked memory of huge pages: 7.5 GiB/s on an H200's host, where `cuMemHostAlloc` reaches 3.
 
-    Slow all the same, because the kernel clears every page. It rounds up to whole ones.
+    It is still slow, because the kernel clears every page. The size is rounded up to whole pages.
     """
     with ExitStack() as undo:
         with driver_call("mmap"):
@@ -44,13 +44,13 @@ def pin(call: Call, size: int) -> int:
 
 
 def unpin(call: Call, address: int, size: int) -> None:
-    """Free page-locked memory. Who calls has waited for the card's work."""
+    """Free page-locked memory. The caller has waited for the GPU's work."""
     call("cuMemHostUnregister", address)
     _libc.munmap(address, size)
 
 
 class CudaCopier:
-    """A stream of its own. `check(address, size, needed)` raises unless those bytes allow it."""
+    """A separate stream. `check(address, size, needed)` raises unless those bytes allow the access."""
 
     def __init__(self, call: Call, check: Callable[[int, int, AccessFlags], None]) -> None:
         self._call = call
@@ -77,12 +77,12 @@ class CudaCopier:
         return number
 
     def wait(self, mark: int) -> None:
-        """Sleep until the event is there."""
+        """Sleep until the event has happened."""
         self._call("cuEventSynchronize", self._events[mark])
         self._call("cuEventDestroy", self._events.pop(mark))
 
     def close(self) -> None:
-        """Wait for the stream, and destroy it and the events that nobody waited for."""
+        """Wait for the stream, and destroy it and the remaining events."""
         with ExitStack() as ends:
             ends.callback(self._call, "cuStreamDestroy", self._stream)
             while self._events:

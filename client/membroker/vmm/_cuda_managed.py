@@ -1,7 +1,7 @@
-"""Managed memory's calls, in the form that the installed cuda-bindings and the driver beneath them have.
+"""The calls for managed memory, in the form that the installed cuda-bindings and NVIDIA's driver support.
 
-Owns the difference between CUDA 12 and 13. It must never decide what may be asked: who calls has checked ranges and
-devices, and turns what this raises into the library's errors.
+Owns the difference between CUDA 12 and 13. It must never check requests: the caller has checked ranges and devices, and
+turns the errors from here into the library's errors.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 from membroker.vmm.cuda import CudaDriver, load_bindings
 
 HOST = -1
-"""`CU_DEVICE_CPU`: the host, where CUDA takes a device's ordinal."""
+"""`CU_DEVICE_CPU`: the host, in calls that take a device's ordinal."""
 
 _LOCATIONS_SINCE = 12020
-"""The CUDA version whose driver first takes a location (`cuMemAdvise_v2`), as `cuDriverGetVersion` writes 12.2."""
+"""The first CUDA version whose driver takes a location (`cuMemAdvise_v2`): 12.2, as `cuDriverGetVersion` returns it."""
 
 
 class CudaManaged:
-    """The calls of one card's driver, which needs a context. Every failure is a `DriverError`.
+    """The calls of one GPU's driver, which needs a context. Every failure is a `DriverError`.
 
     Addresses and sizes are in bytes; a device is its ordinal in this process, or `HOST`.
     """
@@ -26,7 +26,7 @@ class CudaManaged:
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
         self._cuda = load_bindings()
-        # The bindings of CUDA 13 have one form, under the plain names: the one that is `_v2` in those of CUDA 12.
+        # The bindings of CUDA 13 have one form, under the plain names. The bindings of CUDA 12 call that form `_v2`.
         two_forms = hasattr(self._cuda, "cuMemAdvise_v2")
         self._by_location = not two_forms or int(self._call("cuDriverGetVersion")) >= _LOCATIONS_SINCE
         self._suffix = "_v2" if two_forms and self._by_location else ""
@@ -41,29 +41,29 @@ class CudaManaged:
         return int(self._call("cuDeviceGetCount"))
 
     def has_managed_memory(self) -> bool:
-        """Say whether the driver's own device has managed memory at all."""
+        """Return whether the driver's own device supports managed memory."""
         return self._attribute("MANAGED_MEMORY", self.ordinal)
 
     def has_concurrent_access(self, ordinal: int) -> bool:
-        """Say whether pages may move between this device and others while it works, which advice is about."""
+        """Return whether pages can migrate while this device works. Without that, advice has no use."""
         return self._attribute("CONCURRENT_MANAGED_ACCESS", ordinal)
 
     def allocate(self, size: int) -> int:
-        """Return the address of `size` bytes that every stream of every device may use; they are not cleared."""
+        """Return the address of `size` bytes for every stream of every device. The memory is not cleared."""
         attached = int(self._cuda.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL)
         return int(self._call("cuMemAllocManaged", size, attached))
 
     def free(self, address: int) -> None:
-        """Free what `allocate` returned, once this driver's work is done."""
+        """Wait for this driver's work, then free what `allocate` returned."""
         self._driver.synchronize()
         self._call("cuMemFree", address)
 
     def advise(self, address: int, size: int, advice: int, device: int) -> None:
-        """Give `advice`, a number of `CUmem_advise`, about pages; `device` is ignored where the advice has none."""
+        """Give `advice`, a number of `CUmem_advise`; `device` is ignored for advice without a location."""
         self._call(f"cuMemAdvise{self._suffix}", address, size, self._cuda.CUmem_advise(advice), self._place(device))
 
     def prefetch(self, address: int, size: int, device: int, stream: int) -> None:
-        """Queue on `stream`, a CUstream's handle of this context, that pages move to `device`."""
+        """Queue a migration of pages to `device` on `stream`, a CUstream handle of this context."""
         flags = (0,) if self._by_location else ()
         self._call(f"cuMemPrefetchAsync{self._suffix}", address, size, self._place(device), *flags, stream)
 

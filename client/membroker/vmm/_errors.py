@@ -1,7 +1,7 @@
-"""The host twin's one table of errors: from a system call's errno to the `DriverError` that says what to do.
+"""The host driver's table of errors: from a system call's errno to the `DriverError` that says what to do.
 
-Owns which errno means that memory is short, which means that a limit was reached, and the limit's name. It
-must never be used for a card: CUDA's errors are named in `cuda`.
+Owns which errno means out of memory, which means that a limit was reached, and the name of that limit. It must never be
+used for CUDA, whose errors are named in `cuda`.
 """
 
 from __future__ import annotations
@@ -49,5 +49,5 @@ def _translate(call: str, error: OSError) -> DriverError:
 
 
 def _map_count_hint() -> str:
-    """Return the hint for a process with too many mappings, else nothing: the kernel says ENOMEM for both."""
+    """Return the hint if the process has too many mappings, else "": the kernel returns ENOMEM for both."""
     return limit_hint() if mapping_count() >= mapping_limit() - MARGIN else ""

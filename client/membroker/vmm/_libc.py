@@ -1,7 +1,7 @@
-"""The memory calls of libc that the host twin needs, as functions that raise `OSError` with the call's errno.
+"""The memory calls of libc that the host driver needs, as functions that raise `OSError` with the call's errno.
 
-Owns the ctypes prototypes and the constants. It must never decide anything: rules stand
-in `_addresses`, the truth in `_watch`, and the translation into `DriverError` in `host`.
+Owns the ctypes prototypes and the constants. It must never decide anything: the rules are in `_addresses`, the figures
+in `_watch`, and the translation into `DriverError` in `_errors`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MADV_DONTFORK, _MADV_HUGEPAGE = 10, 14
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 0x01, 0x02
 _FAILED = ctypes.c_void_p(-1).value
 
-# A CDLL releases the GIL during each call, so a large munmap stops no other thread of the interpreter.
+# A CDLL releases the GIL during each call, so a large munmap does not block other threads.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [
@@ -40,19 +40,19 @@ _libc.inotify_add_watch.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_uint
 
 
 def mmap_nothing(size: int, address: int = 0) -> int:
-    """Map `size` bytes of addresses with nothing behind them; `address` 0 lets the kernel choose.
+    """Map `size` bytes of addresses without memory; `address` 0 lets the kernel choose.
 
-    At an `address` it replaces what is mapped there, in one step: no other thread's mapping can slip in.
+    With an `address`, it replaces what is mapped there in one step, so no other thread's mapping can slip in.
     """
     flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | (_MAP_FIXED if address else 0)
     return _mmap(address, size, flags, -1)
 
 
 def mmap_memory(size: int) -> int:
-    """Map `size` bytes of the process's own memory, in huge pages where there are any; a child gets none of it."""
+    """Map `size` bytes of the process's own memory, in huge pages if possible. A forked child does not inherit it."""
     flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
     address = _check_mapped(_libc.mmap(None, size, PROT_READ_WRITE, flags, -1, 0))
-    _libc.madvise(address, size, _MADV_HUGEPAGE)  # a kernel without them refuses, and nothing is lost
+    _libc.madvise(address, size, _MADV_HUGEPAGE)  # a kernel without huge pages refuses, which does no harm
     if _libc.madvise(address, size, _MADV_DONTFORK):
         munmap(address, size)
         _raise_errno()
@@ -65,9 +65,9 @@ def mmap_file(address: int, size: int, descriptor: int) -> None:
 
 
 def mmap_again(address: int, size: int, new_address: int) -> None:
-    """Map what is mapped shared at `address` at exactly `new_address` too, with the same access.
+    """Map the shared mapping at `address` a second time, at exactly `new_address`, with the same access.
 
-    mremap from an old size of 0 (man 2 mremap): there is no moment in which the old addresses are anybody's.
+    This is mremap with an old size of 0 (man 2 mremap): the old addresses are never free in between.
     """
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
     _check_mapped(_libc.mremap(address, 0, size, flags, new_address))
@@ -90,13 +90,13 @@ def munmap(address: int, size: int) -> None:
 
 
 def mprotect(address: int, size: int, protection: int) -> None:
-    """Set what [address, address + size) allows (`PROT_*`)."""
+    """Set the protection of [address, address + size) (`PROT_*`)."""
     if _libc.mprotect(address, size, protection):
         _raise_errno()
 
 
 def punch_hole(descriptor: int, start: int, size: int) -> None:
-    """Give the memory of a memfd's bytes [start, start + size) back; they read as zero, and its size stays."""
+    """Free the memory of a memfd's bytes [start, start + size). They then read as zero, and the size stays."""
     if _libc.fallocate(descriptor, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, start, size):
         _raise_errno()
 

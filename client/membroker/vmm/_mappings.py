@@ -1,7 +1,7 @@
-"""How many mappings this process may still make: `vm.max_map_count`, kept at a distance.
+"""How many mappings this process may still make: `vm.max_map_count`, with a safety margin.
 
-At that limit the kernel refuses even the mmap that would make mappings fewer, and the interpreter can get no
-memory: a process that maps until the kernel says no can give nothing back. Owns the count and the distance.
+At that limit the kernel refuses even the mmap that would reduce the number of mappings, and the interpreter gets no
+memory: a process at the limit can release nothing. Owns the count and the margin.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import errno
 from membroker.vmm.driver import DriverLimit
 
 MARGIN = 256
-"""Mappings left to everybody else in the process: its threads' stacks, its libraries, the interpreter."""
+"""Mappings left for the rest of the process: the stacks of threads, libraries, the interpreter."""
 
 
 class MappingBudget:
-    """Counts down from a measurement and measures again when it runs out. Not thread-safe: the driver locks.
+    """Counts down from a measurement, and measures again at zero. Not thread-safe: the driver locks.
 
-    A measurement reads /proc/self/maps (20 ms at 65,000 mappings), so it is made about sixteen times on the way
-    to the limit and once in 32,000 calls of a process that maps and unmaps.
+    A measurement reads /proc/self/maps (20 ms at 65,000 mappings). It happens about sixteen times on the way to the
+    limit, and once in 32,000 calls of a process that maps and unmaps.
     """
 
     def __init__(self) -> None:
         self._left = 0
 
     def spend(self, call: str) -> None:
-        """Take one mapping from the budget; raise `DriverLimit` when `call` would come too near the limit."""
+        """Take one mapping from the budget; raise `DriverLimit` if `call` would come too close to the limit."""
         if self._left <= 0:
-            # A mapping in the middle of a reservation splits it: two more of the kernel's mappings.
+            # A mapping in the middle of a reservation splits it, which costs two kernel mappings.
             self._left = (mapping_limit() - MARGIN - mapping_count()) // 2
         if self._left <= 0:
             raise DriverLimit(call, "ENOMEM", errno.ENOMEM, limit_hint())

@@ -1,7 +1,7 @@
-"""What NVML says of one card: its memory, its number and the processes that compute on it.
+"""NVML's figures of one GPU: its memory, its number and the processes that compute on it.
 
-Owns the library's initialisation and the translation of its errors. It must never make a CUDA call, and no
-figure of it needs a context: the broker asks ten times a second, and a context would cost the card 518 MiB.
+Owns the initialisation of NVML and the translation of its errors. It must never make a CUDA call or need a context: the
+broker asks ten times a second, and a context would cost 518 MiB of the GPU.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 from membroker.vmm.driver import DriverError, DriverUnavailable, MemoryInfo
 
-INSTALL_HINT = "the card's libraries for Python are missing: pip install cuda-python nvidia-ml-py"
+INSTALL_HINT = "the GPU's libraries for Python are missing: pip install 'membroker[cuda]'"
 
 
 class NvmlDevice:
-    """One card, or one MIG slice of a card, found by the 32 hex digits of its UUID.
+    """One GPU, or one MIG slice of a GPU, found by the 32 hex digits of its UUID.
 
-    Raises `DriverUnavailable` where NVML, or its Python package, is missing or does not know the device.
+    Raises `DriverUnavailable` if NVML or its Python package is missing, or if NVML does not know the device.
     """
 
     def __init__(self, uuid_text: str) -> None:
@@ -37,24 +37,24 @@ class NvmlDevice:
             raise
 
     def memory(self) -> MemoryInfo:
-        """Return the card's total and free bytes, by anybody (8.5 µs a call)."""
+        """Return the GPU's total and free bytes, for all processes (8.5 µs a call)."""
         with _nvml_call(self._nvml, "nvmlDeviceGetMemoryInfo"):
             info = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
         return MemoryInfo(int(info.total), int(info.free))
 
     def processes(self) -> list[tuple[int, int]]:
-        """Return (pid, bytes) of the processes that compute; bytes are 0 where NVML may not say."""
+        """Return (pid, bytes) of the processes that compute; bytes are 0 if NVML does not tell."""
         with _nvml_call(self._nvml, "nvmlDeviceGetComputeRunningProcesses"):
             processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
         return [(int(each.pid), int(each.usedGpuMemory or 0)) for each in processes]
 
     def close(self) -> None:
-        """Let NVML go."""
+        """Shut NVML down."""
         with _nvml_call(self._nvml, "nvmlShutdown"):
             self._nvml.nvmlShutdown()
 
     def _find(self, uuid_text: str) -> tuple[str, Any]:
-        """Return the UUID as NVML writes it and its handle: CUDA does not say whether it is a slice's."""
+        """Return NVML's form of the UUID and its handle: CUDA does not say whether the UUID is that of a slice."""
         for prefix in ("GPU-", "MIG-"):
             try:
                 return prefix + uuid_text, self._nvml.nvmlDeviceGetHandleByUUID(prefix + uuid_text)
@@ -63,7 +63,7 @@ class NvmlDevice:
         raise _translate(self._nvml, "nvmlDeviceGetHandleByUUID", last, DriverUnavailable)
 
     def _index(self) -> int:
-        """Return NVML's number of the card; a slice has its card's."""
+        """Return NVML's number of the GPU; for a slice, that of its GPU."""
         card = self._handle
         if self.uuid.startswith("MIG-"):
             with _nvml_call(self._nvml, "nvmlDeviceGetDeviceHandleFromMigDeviceHandle"):

@@ -1,10 +1,10 @@
-"""The sizes of the host twin's extents, where a successor can read them: a memfd with 8 bytes for each watch.
+"""The sizes of the host driver's extents, for the next daemon to read: a memfd with 8 bytes for each watch.
 
-Owns the memfd's name and the layout of its entries, which a successor of a later version reads too. It must never
-say which extents live: the kernel's list of watches does, and an entry whose watch is gone means nothing.
+Owns the memfd's name and the layout of its entries, which a later version also reads. It must never say which extents
+are alive: the kernel's list of watches does, and an entry without a watch has no meaning.
 
-Entries are written, not mapped: 0.5 us more for each, and whoever else has the descriptor can cut nothing away
-under a mapping (SIGBUS).
+Entries are written with pwrite, not through a mapping. That costs 0.5 us more for each, but another process with the
+descriptor could truncate the file under a mapping (SIGBUS).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ NAME = "membroker-table"
 """The memfd's name: /proc/PID/fd shows `/memfd:membroker-table (deleted)`."""
 
 SWEEP_NUMBERS = 1 << 16
-"""How many watches are added from one `sweep` to the next: half a MiB of entries."""
+"""How many watches are added between two sweeps: half a MiB of entries."""
 
 _ENTRY_BYTES, _PAGE_BYTES = 8, 4096
-# A size is a multiple of the granularity, which leaves its low bits for the location's place in this row.
+# A size is a multiple of the granularity, so its low bits can hold the location's index in this tuple.
 _LOCATIONS = (Location.DEVICE, Location.HOST)
 
 
 def create() -> int:
-    """Return the descriptor of a new table, with no entry."""
+    """Return the descriptor of a new, empty table."""
     with driver_call("memfd_create"):
         return os.memfd_create(NAME, os.MFD_CLOEXEC)
 
@@ -42,7 +42,7 @@ def write(table: int, number: int, size: int, location: Location) -> None:
 
 
 def read(table: int, numbers: Iterable[int], granularity: int) -> dict[int, tuple[int, Location]]:
-    """Return the entries of those watches of `numbers` that have one: watch number -> (size in bytes, location)."""
+    """Return the entries of the watches `numbers`, if they have one: watch number -> (size in bytes, location)."""
     entries = {}
     for number in numbers:
         with driver_call("pread"):
@@ -52,15 +52,15 @@ def read(table: int, numbers: Iterable[int], granularity: int) -> dict[int, tupl
         place = entry % granularity
         size = entry - place
         if place >= len(_LOCATIONS) or not 0 < size <= MAX_BYTES:
-            raise invalid("pread", f"entry {number} of the table, {entry:#x}, is no extent's size and location")
+            raise invalid("pread", f"entry {number} of the table, {entry:#x}, is not a size and location")
         entries[number] = (size, _LOCATIONS[place])
     return entries
 
 
 def sweep(table: int, living: Iterable[int]) -> None:
-    """Give back the memory of the entries before those of the `living` watches and between them.
+    """Free the memory of the entries before and between those of the `living` watches.
 
-    The kernel counts watches up and begins again after 2^31: without this the table would grow with every extent.
+    The kernel numbers watches upwards and wraps after 2^31: without sweeps the table would grow with every extent.
     """
     free = 0
     for page in sorted({number * _ENTRY_BYTES // _PAGE_BYTES for number in living}):

@@ -1,8 +1,8 @@
-"""The host twin's truth: how many bytes live in extents that this watch has seen born, wherever they live now.
+"""The host driver's figures: how many bytes are alive in the extents that it created, in whatever process.
 
-Owns one inotify descriptor with an IN_DELETE_SELF watch on each memfd, and the table of their sizes. The kernel fires
-a watch exactly when the last descriptor, mapping or queued packet in any process is gone; it keeps nothing alive.
-It must never hold a descriptor or a mapping of an extent, or it would become the reason that memory stays.
+Owns one inotify descriptor with an IN_DELETE_SELF watch on each memfd, and the table of their sizes. The kernel fires a
+watch exactly when the last descriptor, mapping or queued packet in any process is gone. A watch keeps nothing alive. It
+must never hold a descriptor or a mapping of an extent, because that would keep the memory alive.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class _Descriptors:
 class ExtentWatch:
     """The living extents and their sizes, by location. Not thread-safe: the driver locks.
 
-    `survivors` are the descriptors of a dead process's watch, which become this one's, with the deaths that happened
-    meanwhile still queued. Where they are refused they stay the caller's, and nothing was read from them. Without
-    them the two are made when they are first needed, because a user may have only 128 inotify instances and
-    most processes never create an extent. `granularity`, in bytes, is what every size is a multiple of.
+    `survivors` are the descriptors of a dead process's watch. This watch takes them over, with the events that were
+    queued in the meantime. If they are refused, the caller still owns them, and nothing was read from them. Without
+    survivors, the two descriptors are made when they are first needed: a user may have only 128 inotify instances, and
+    most processes never create an extent. `granularity` is in bytes; every size is a multiple of it.
     """
 
     def __init__(self, granularity: int, survivors: Mapping[str, int] | None = None) -> None:
@@ -45,11 +45,11 @@ class ExtentWatch:
             self._take_over(survivors)
 
     def survivors(self) -> dict[str, int]:
-        """Return the descriptors that a successor needs; they stay the watch's."""
+        """Return the descriptors that the next daemon needs. The watch keeps owning them."""
         return asdict(self._made())
 
     def add(self, extent: int, size: int, location: Location) -> None:
-        """Begin to count the memfd `extent`. The caller still holds it open, so it cannot die unseen."""
+        """Start to count the memfd `extent`. The caller still holds it open, so its end cannot be missed."""
         with ExitStack() as undo:
             if self._descriptors is None:
                 undo.callback(self.close)
@@ -65,14 +65,14 @@ class ExtentWatch:
             _table.sweep(descriptors.table, self._entries)
 
     def used(self, location: Location) -> int:
-        """Return the bytes of `location` that live now, in any process."""
+        """Return the bytes of `location` that are alive now, in any process."""
         if self._descriptors is not None:
             self._drain(self._descriptors.watches)
         return self._used[location]
 
     def close(self) -> None:
-        """Close the descriptors and forget what was counted. Deaths are no longer seen here."""
-        # Forgotten first: a child that another thread forks meanwhile closes what is still known, and nothing twice.
+        """Close the descriptors and forget the counts. Freed extents are no longer noticed."""
+        # Forget first: if another thread forks now, the child closes only what is still known, and nothing twice.
         descriptors, self._descriptors = self._descriptors, None
         if descriptors is not None:
             os.close(descriptors.watches)
@@ -92,13 +92,14 @@ class ExtentWatch:
 
     def _take_over(self, survivors: Mapping[str, int]) -> None:
         if survivors.keys() != {"watches", "table"}:
-            raise invalid("survivors", f"a twin's survivors are watches and table, not {', '.join(survivors)}")
+            raise invalid("survivors", f"the host driver's survivors are watches and table, not {', '.join(survivors)}")
         descriptors = _Descriptors(**survivors)
         _check_kind(descriptors.watches, "anon_inode:inotify", "watches")
         _check_kind(descriptors.table, f"/memfd:{_table.NAME} (deleted)", "table")
         living = _living_watches(descriptors.watches)
         entries = _table.read(descriptors.table, living, self._granularity)
-        # One may be missing: of an extent at whose birth the process died. Nobody else has it; it counts as nothing.
+        # One entry may be missing: the process died while it created that extent. No other process has the extent, so
+        # it does not count.
         if len(living) - len(entries) > 1:
             raise invalid("pread", f"the table is too short: it has {len(entries)} of {len(living)} living watches")
         for descriptor in (descriptors.watches, descriptors.table):
@@ -113,14 +114,15 @@ class ExtentWatch:
         while events := _read(watches):
             for number, mask in events:
                 overflowed |= bool(mask & _libc.IN_Q_OVERFLOW)
-                # A death is both events. The kernel lists the watch until the second, so a recount may come between.
+                # A freed extent causes both events. The kernel lists the watch until the second, so a recount may run
+                # between them.
                 if mask & (_libc.IN_DELETE_SELF | _libc.IN_IGNORED):
                     self._forget(number)
         if overflowed:
             self._recount(watches)
 
     def _recount(self, watches: int) -> None:
-        """Drop every entry whose watch the kernel no longer lists: the answer when deaths went unreported."""
+        """Drop every entry whose watch the kernel no longer lists. Needed after lost events."""
         living = _living_watches(watches)
         for number in self._entries.keys() - living:
             self._forget(number)
@@ -131,7 +133,7 @@ class ExtentWatch:
 
 
 def _read(watches: int) -> list[tuple[int, int]]:
-    """Return the queued events as (watch number, mask); an empty list when there are none."""
+    """Return the queued events as (watch number, mask); an empty list if nothing is queued."""
     try:
         data = os.read(watches, _READ_BYTES)
     except BlockingIOError:

@@ -1,8 +1,8 @@
-"""`CudaDriver`: one NVIDIA card by CUDA's virtual memory management. Only the `cuda` modules here name `cuMem*`.
+"""`CudaDriver`: one NVIDIA GPU, by CUDA's virtual memory management. Only the `cuda` modules here name `cuMem*`.
 
-Owns the driver's handles of this process and the translation of its errors. It must never create a context
-for a broker: that costs the card 518 MiB in each process, and a sticky error of a context takes its process
-down. Measured on a card of its own: `cuInit` and `cuDeviceGet` are enough to create, export and release.
+Owns the driver's handles in this process and the translation of its errors. It must never create a context for a
+broker: that costs 518 MiB of the GPU in each process, and a sticky error in a context ends its process. Measured on an
+idle GPU: `cuInit` and `cuDeviceGet` are enough to create, export and release.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _handle_values = itertools.count(1)
 
 
 class _Reservations:
-    """What this process has reserved, through whichever driver: CUDA's addresses are the process's."""
+    """The reservations of this process, by all its drivers: CUDA's addresses belong to the process."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, int]] = []
@@ -54,7 +54,7 @@ class _Reservations:
             self._rows.remove((address, size))
 
     def have(self, address: int, size: int) -> bool:
-        """Say whether `size` bytes at `address` lie inside one of them."""
+        """Return whether `size` bytes at `address` lie inside one reservation."""
         with self._lock:
             place = bisect_right(self._rows, (address, MAX_BYTES)) - 1
             start, length = self._rows[place] if place >= 0 else (0, 0)
@@ -65,7 +65,7 @@ _reservations = _Reservations()
 
 
 class _Process:
-    """This process's number. `os.getpid` is a system call, and every call of a driver asks."""
+    """The pid of this process, cached: every driver call needs it, and `os.getpid` is a system call."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -79,11 +79,11 @@ _process = _Process()
 
 
 class CudaDriver:
-    """The card `device`: an ordinal of this process (CUDA_VISIBLE_DEVICES counts), or NVML's UUID of it.
+    """The GPU `device`: an ordinal in this process (CUDA_VISIBLE_DEVICES applies), or its UUID from NVML.
 
-    `context=False` is the broker's use: extents are created, exported and released, and nothing is mapped for
-    work. `context=True` is the worker's: the primary context, which its frameworks share, is retained and
-    made current on each thread that calls. Raises `DriverUnavailable`, which says what is missing.
+    `context=False` is for the broker: it creates, exports and releases extents, and maps nothing for work.
+    `context=True` is for a worker: the driver retains the primary context, which the worker's frameworks share, and
+    makes it current on each calling thread. Raises `DriverUnavailable`, which says what is missing.
     """
 
     def __init__(self, device: int | str = 0, context: bool = False) -> None:
@@ -109,28 +109,28 @@ class CudaDriver:
 
     @property
     def device(self) -> DeviceInfo:
-        """The card; `index` is NVML's, which no environment variable changes."""
+        """The GPU; `index` is NVML's number, which does not depend on environment variables."""
         return self._device
 
     # Extents and descriptors
 
     def create(self, size: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> Handle:
-        """Create an extent, exportable as a descriptor, and on the card RDMA-capable where the card is.
+        """Create an extent that can be exported as a descriptor, and used for RDMA if the GPU supports it.
 
-        Every extent is as good as any other to share: `sealable` changes nothing here.
+        `sealable` has no effect: CUDA cannot seal extents.
         """
         self._enter("cuMemCreate")
         _check_size(size, self._device.granularity, "cuMemCreate")
         return self._book(self._call("cuMemCreate", size, self._properties[location], 0), size, location)
 
     def export(self, handle: Handle) -> int:
-        """Return a new descriptor (CLOEXEC). CUDA refuses an imported extent: pass its descriptor on instead."""
+        """Return a new descriptor (CLOEXEC). CUDA refuses to export an imported extent: pass on its descriptor."""
         self._enter("cuMemExportToShareableHandle")
         extent = self._extent(handle, "cuMemExportToShareableHandle")
         return int(self._call("cuMemExportToShareableHandle", extent, self._descriptor_kind, 0))
 
     def lend(self, size: int, count: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> list[int]:
-        """Create `count` extents and return a descriptor of each: 53 us for one of 2 MiB (H200), while one is open."""
+        """Create `count` extents and return a descriptor of each: 53 us for one of 2 MiB (H200) if another is open."""
         self._enter("cuMemCreate")
         _check_size(size, self._device.granularity, "cuMemCreate")
         cuda, properties, kind = self._cuda, self._properties[location], self._descriptor_kind
@@ -156,7 +156,7 @@ class CudaDriver:
     def map_descriptors(
         self, address: int, descriptors: Sequence[int], size: int, access: AccessFlags = AccessFlags.READ_WRITE
     ) -> None:
-        """Bind the extents behind `descriptors` side by side from `address` on; 56 us for one of 2 MiB (H200)."""
+        """Map the extents behind `descriptors` side by side from `address` on; 56 us for one of 2 MiB (H200)."""
         self._enter("cuMemMap")
         self._check_reserved(address, size * len(descriptors))
         cuda, kind, at = self._cuda, self._descriptor_kind, address
@@ -181,21 +181,21 @@ class CudaDriver:
             raise
 
     def seal(self, descriptor: int) -> None:
-        """Do nothing: a card lets whoever imports an extent map it as it likes."""
+        """Do nothing: with CUDA, any process that imports an extent can map it writable."""
         self._enter("seal")
 
     def import_extent(self, descriptor: int, size: int, location: Location = Location.DEVICE) -> Handle:
-        """Return a handle to the extent behind `descriptor`. A wrong `size` shows at `map`."""
+        """Return a handle to the extent behind `descriptor`. CUDA finds a wrong `size` at `map`."""
         self._enter("cuMemImportFromShareableHandle")
         _check_size(size, self._device.granularity, "cuMemImportFromShareableHandle")
         extent = self._call("cuMemImportFromShareableHandle", descriptor, self._descriptor_kind)
         return self._book(extent, size, location)
 
     def release(self, handle: Handle) -> None:
-        """Drop this reference. The last one in any process frees the memory: 5 ms for 8 GiB."""
+        """Drop this reference. Dropping the last one in any process frees the memory: 5 ms for 8 GiB."""
         self._enter("cuMemRelease")
         extent = self._extent(handle, "cuMemRelease")
-        # Taken out first, in one step: of two threads that release the same handle one is refused here.
+        # Remove it first, atomically: if two threads release the same handle, one is refused here.
         if self._handles.pop(handle, None) is None:
             raise _unknown(handle, "cuMemRelease")
         self._call("cuMemRelease", extent)
@@ -203,7 +203,7 @@ class CudaDriver:
     # Addresses and mappings
 
     def reserve(self, size: int, alignment: int = 0) -> int:
-        """Reserve `size` bytes of addresses; 16 TiB in one call cost nothing."""
+        """Reserve `size` bytes of addresses; even 16 TiB in one call costs nothing."""
         self._enter("cuMemAddressReserve")
         _check_size(size, self._device.granularity, "cuMemAddressReserve")
         if alignment and not (is_power_of_two(alignment) and alignment <= MAX_BYTES):
@@ -217,7 +217,7 @@ class CudaDriver:
         return address
 
     def unreserve(self, address: int, size: int) -> None:
-        """Give a whole reservation back."""
+        """Release a whole reservation."""
         self._enter("cuMemAddressFree")
         (result,) = self._cuda.cuMemAddressFree(address, size)
         if result:
@@ -225,40 +225,40 @@ class CudaDriver:
         _reservations.remove(address, size)
 
     def map(self, address: int, handle: Handle) -> None:
-        """Bind the extent to `address`; nothing may touch it until `set_access`."""
+        """Map the extent at `address`; no device has access until `set_access`."""
         self._enter("cuMemMap")
         self._check_reserved(address, handle.size)
         self._call("cuMemMap", address, handle.size, 0, self._extent(handle, "cuMemMap"), 0)
 
     def _check_reserved(self, address: int, size: int) -> None:
-        """Refuse what the card does not: it maps over the end of a reservation (seen on an H200, 580.159)."""
+        """Refuse a map past the end of a reservation, which CUDA accepts (observed on an H200, 580.159)."""
         if not _reservations.have(address, size):
             hint = f"{size} bytes at {address:#x} do not lie inside one reservation"
             raise DriverError("cuMemMap", "CUDA_ERROR_INVALID_VALUE", 1, hint)
 
     def set_access(self, address: int, size: int, access: AccessFlags) -> None:
-        """Set what this card may do with whole mappings: of its own memory, the host's, or a card's that it reaches."""
+        """Set what this GPU may do with whole mappings: of its own memory, the host's, or a reachable GPU's."""
         self._enter("cuMemSetAccess")
         self._call("cuMemSetAccess", address, size, self._grants[access], 1)
 
     def get_access(self, address: int) -> AccessFlags:
-        """Return what this card may do with the mapped byte at `address`."""
+        """Return what this GPU may do with the mapped byte at `address`."""
         self._enter("cuMemGetAccess")
         return AccessFlags(int(self._call("cuMemGetAccess", self._own_location(), address)))
 
     def unmap(self, address: int, size: int) -> None:
-        """Unbind whole mappings. Does not wait for kernels: `synchronize` first, or the card faults (Xid 31)."""
+        """Unmap whole mappings. Does not wait for kernels: call `synchronize` first, or the GPU faults (Xid 31)."""
         self._enter("cuMemUnmap")
         (result,) = self._cuda.cuMemUnmap(address, size)
         if result:
             raise self._failure("cuMemUnmap", result)
 
     def move(self, address: int, new_address: int, size: int, count: int = 1) -> None:
-        """Move extents one after the other, from the end to which they move, so that they may lie over one another."""
+        """Move extents one after the other, starting at the end towards which they move, so that ranges may overlap."""
         self._enter("cuMemMap")
         _check_size(size, self._device.granularity, "cuMemMap")
         if not 0 < count <= MAX_BYTES // size or abs(new_address - address) < size:
-            hint = f"{count} extents of {size} bytes do not go from {address:#x} to {new_address:#x}: one size at least"
+            hint = f"cannot move {count} extents of {size} bytes from {address:#x} to {new_address:#x}: too close"
             raise DriverError("cuMemMap", *_INVALID, hint)
         self._check_reserved(new_address, size * count)
         places = range(0, size * count, size)
@@ -269,7 +269,7 @@ class CudaDriver:
             undo.pop_all()
 
     def _move(self, address: int, new_address: int, size: int) -> None:
-        """Map an extent at the new address before it is unmapped at the old one: it is never without a mapping."""
+        """Map an extent at the new address before unmapping it at the old one, so it always has a mapping."""
         extent = self._call("cuMemRetainAllocationHandle", address)
         with ExitStack() as undo:
             undo.callback(self._call, "cuMemRelease", extent)
@@ -283,24 +283,24 @@ class CudaDriver:
                 raise
 
     def synchronize(self) -> None:
-        """Wait for this process's work on the card; without a context there is none."""
+        """Wait for this process's work on the GPU. Without a context there is no work."""
         self._enter("cuCtxSynchronize")
         if self._context is not None:
             self._in_context("cuCtxSynchronize")
 
     def in_context(self, name: str, *arguments: Any) -> Any:
-        """Call the driver's function `name` in this driver's context: for the other `cuda` modules.
+        """Call the CUDA function `name` in this driver's context: for the other `cuda` modules.
 
-        Raises `DriverError` with what the driver says, and where this one was made without a context.
+        Raises `DriverError` if CUDA fails, or if this driver was made without a context.
         """
         self._check_usable(name)
         if self._context is None:
-            hint = "this driver has no context: make it with open_driver('cuda', context=True)"
+            hint = "this driver has no context: open it with open_driver('cuda', context=True)"
             raise DriverError(name, "CUDA_ERROR_INVALID_CONTEXT", 201, hint)
         return self._in_context(name, *arguments)
 
     def _in_context(self, name: str, *arguments: Any) -> Any:
-        # Another driver of this process, or a framework, may have made another card's context this thread's.
+        # Another driver of this process, or a framework, may have made another GPU's context current on this thread.
         cuda = self._cuda
         (result,) = cuda.cuCtxPushCurrent(self._context)
         if result:
@@ -315,29 +315,29 @@ class CudaDriver:
     # Bytes
 
     def view(self, address: int, size: int) -> memoryview:
-        """Refuse: the interpreter cannot read a card's memory. Use `read` and `write`, or a framework."""
-        hint = f"{size} bytes at {address:#x} are the card's: copy them with read(), or use a framework"
+        """Refuse: the interpreter cannot read GPU memory. Use `read` and `write`, or a framework."""
+        hint = f"{size} bytes at {address:#x} are on the GPU: copy them with read(), or use a framework"
         raise DriverError("view", *_NOT_SUPPORTED, hint)
 
     def write(self, address: int, data: bytes | memoryview) -> None:
-        """Copy `data` to mapped bytes and wait; for tests and small headers. Needs `context=True`."""
+        """Copy `data` to mapped bytes, and wait. For tests and small headers. Needs `context=True`."""
         self._check_access(address, len(data), AccessFlags.READ_WRITE, "cuMemcpyHtoD")
         self.in_context("cuMemcpyHtoD", address, data, len(data))
-        # It returns when it has read `data`, and up to 64 KiB may still be on their way: to an address that the caller
-        # unmaps, and that ends the context (seen on an H200, as CUDA_ERROR_LAUNCH_FAILED at a later call).
+        # The copy returns when it has read `data`, but up to 64 KiB may still be in transit. If the caller unmaps the
+        # address then, the context is lost (observed on an H200, as CUDA_ERROR_LAUNCH_FAILED at a later call).
         self.in_context("cuStreamSynchronize", 0)
 
     def read(self, address: int, size: int) -> bytes:
-        """Return a copy of mapped bytes; for tests and small headers. Needs `context=True`."""
+        """Return a copy of mapped bytes. For tests and small headers. Needs `context=True`."""
         self._check_access(address, size, AccessFlags.READ, "cuMemcpyDtoH")
         data = bytearray(size)
         self.in_context("cuMemcpyDtoH", data, address, size)
         return bytes(data)
 
     def _check_access(self, address: int, size: int, needed: AccessFlags, call: str) -> None:
-        """Raise unless every granule of the range allows this card `needed`.
+        """Raise unless every granule of the range allows this GPU the access `needed`.
 
-        Asked before the copy, because a copy that faults on the card ends the context of the whole process.
+        Checked before the copy, because a copy that faults on the GPU destroys the context of the whole process.
         """
         self._enter(call)
         if size <= 0:
@@ -350,8 +350,8 @@ class CudaDriver:
     # Copies
 
     def pin(self, size: int) -> int:
-        """Allocate page-locked memory, with which copies run at the link's speed. Needs `context=True`."""
-        # The bindings raise an OverflowError of their own for a size that the driver could not be told.
+        """Allocate page-locked memory, so that copies run at the speed of the link. Needs `context=True`."""
+        # The bindings raise an OverflowError for a size that does not fit the call.
         if not 0 < size <= MAX_BYTES:
             raise DriverError("cuMemHostRegister", *_INVALID, f"{size} bytes cannot be pinned")
         address = pin(self.in_context, size)
@@ -359,7 +359,7 @@ class CudaDriver:
         return address
 
     def unpin(self, address: int) -> None:
-        """Free page-locked memory; waits for the card's work."""
+        """Wait for the GPU's work, then free page-locked memory."""
         size = self._pinned.take(address)
         if size is None:
             raise DriverError("cuMemHostUnregister", *_INVALID, f"nothing is pinned at {address:#x}")
@@ -367,11 +367,11 @@ class CudaDriver:
             self.synchronize()
             unpin(self.in_context, address, size)
         except BaseException:
-            self._pinned.add(address, size)  # to free it again tries again
+            self._pinned.add(address, size)  # so that the caller can try again
             raise
 
     def copier(self) -> Copier:
-        """Return a stream of its own. Needs `context=True`."""
+        """Return a copier with a new stream. Needs `context=True`."""
         return CudaCopier(self.in_context, self._check_copy)
 
     def _check_copy(self, address: int, size: int, needed: AccessFlags) -> None:
@@ -381,20 +381,20 @@ class CudaDriver:
     # The device's own figures
 
     def memory(self, location: Location) -> MemoryInfo | None:
-        """Return what NVML shows for the card; None for the host, where CUDA keeps no such figure."""
+        """Return NVML's figures for the GPU; None for the host, for which CUDA has no figures."""
         self._check_usable("nvmlDeviceGetMemoryInfo")
         return self._nvml.memory() if location is Location.DEVICE else None
 
     def survivors(self) -> dict[str, int]:
-        """Return none: the card itself knows what it has in use."""
+        """Return {}: the GPU itself knows what is in use."""
         self._check_usable("survivors")
         return {}
 
     def processes(self) -> list[tuple[int, int]]:
-        """Return (pid, bytes used) of the processes that compute, as NVML shows them, contexts included.
+        """Return (pid, bytes used) of the processes that compute, as NVML reports them, including contexts.
 
-        A dead process stays listed while a child holds its descriptors, and memory that only a descriptor
-        keeps is listed for nobody.
+        A dead process stays listed while a child holds its descriptors. Memory that only a descriptor keeps is listed
+        for no process.
         """
         self._check_usable("nvmlDeviceGetComputeRunningProcesses")
         return self._nvml.processes()
@@ -402,19 +402,19 @@ class CudaDriver:
     # The end
 
     def abandon(self) -> None:
-        """In a forked child: close every inherited descriptor of the card without calling CUDA.
+        """In a forked child: close every inherited descriptor of the GPU without calling CUDA.
 
-        CUDA does not survive a fork, so any call could hang; its mappings are not inherited. While the
-        descriptors are open the dead parent's memory and its whole context stay on the card.
+        CUDA does not survive a fork, so any call could hang. Its mappings are not inherited. While the descriptors are
+        open, the memory and the context of the dead parent stay on the GPU.
         """
         self._closed = True
         self._handles = {}
         close_descriptors("/dev/nvidia")
 
     def close(self) -> None:
-        """Release the handles, what is pinned, NVML, and this driver's reference to the primary context.
+        """Release the handles, the pinned memory, NVML, and this driver's reference to the primary context.
 
-        Where nobody else retains the context it ends here, and with it what was computing: close last.
+        If nothing else retains the context, it ends here, with all its work: close the driver last.
         """
         if self._closed:
             return
@@ -430,16 +430,16 @@ class CudaDriver:
             for address, size in pinned:
                 steps.callback(unpin, self._call, address, size)
             if pinned:
-                steps.callback(self._call, "cuCtxSynchronize")  # the first step: a copy may still be under way
+                steps.callback(self._call, "cuCtxSynchronize")  # runs first: a copy may still be in progress
 
-    # Finding and describing the card
+    # Finding and describing the GPU
 
     def _find(self, device: int | str) -> Any:
         try:
             self._call("cuInit", 0)
-        # The bindings load libcuda at their first call and raise a RuntimeError of their own without it.
+        # The bindings load libcuda at their first call, and raise a RuntimeError without it.
         except RuntimeError as error:
-            hint = "there is no NVIDIA driver here (libcuda.so.1); the host twin needs none"
+            hint = "there is no NVIDIA driver here (libcuda.so.1); the host driver does not need it"
             raise DriverUnavailable("cuInit", "MISSING", 0, hint) from error
         except DriverError as error:
             raise DriverUnavailable(error.call, error.name, error.code, "CUDA does not start here") from error
@@ -448,7 +448,7 @@ class CudaDriver:
         try:
             return self._call("cuDeviceGet", device)
         except DriverError as error:
-            hint = f"there is no card number {device}: this process sees {self._call('cuDeviceGetCount')}"
+            hint = f"there is no GPU number {device}: this process sees {self._call('cuDeviceGetCount')}"
             raise DriverUnavailable(error.call, error.name, error.code, hint) from error
 
     def _find_uuid(self, text: str) -> Any:
@@ -458,11 +458,11 @@ class CudaDriver:
             seen.append(self._uuid_text(ordinal))
             if text.lower().removeprefix("gpu-").removeprefix("mig-") == seen[-1]:
                 return ordinal
-        hint = f"no card {text} among those that this process sees: {', '.join(seen) or 'none'}"
+        hint = f"there is no GPU {text} among those that this process sees: {', '.join(seen) or 'none'}"
         raise DriverUnavailable("cuDeviceGetUuid", "CUDA_ERROR_INVALID_DEVICE", 101, hint)
 
     def _uuid_text(self, ordinal: Any) -> str:
-        # In CUDA 12 only the second version names a MIG slice instead of its card; 13 has that one alone.
+        # In CUDA 12, only the second version returns a MIG slice instead of its GPU. CUDA 13 has only that version.
         call = "cuDeviceGetUuid_v2" if hasattr(self._cuda, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
         return str(uuid.UUID(bytes=bytes(self._call(call, ordinal).bytes)))
 
@@ -476,7 +476,7 @@ class CudaDriver:
             ("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "extents as file descriptors"),
         ):
             if not self._attribute(name):
-                hint = f"this card, or its driver, has no {lack}, which a broker needs"
+                hint = f"this GPU, or its driver, does not support {lack}, which a broker needs"
                 raise DriverUnavailable("cuDeviceGetAttribute", *_NOT_SUPPORTED, hint)
 
     def _own_location(self) -> Any:
@@ -499,12 +499,12 @@ class CudaDriver:
         if location is Location.HOST:
             host = cuda.CUmemLocation()
             host.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA
-            # The node beside the card; -1 on a machine that has only one.
+            # The NUMA node next to the GPU; -1 on a machine with only one.
             host.id = max(0, self._attribute("HOST_NUMA_ID"))
             properties.location = host
         else:
             properties.location = self._own_location()
-            # Decided at creation and never later, so it is asked for wherever the card can.
+            # This is decided at creation, so request it whenever the GPU supports it.
             rdma = self._attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")
             properties.allocFlags.gpuDirectRDMACapable = int(bool(rdma))
         return properties
@@ -523,7 +523,7 @@ class CudaDriver:
     # Shared by the calls above
 
     def _enter(self, call: str) -> None:
-        """Raise where the driver is unusable, and make the context current on a thread that is new to it."""
+        """Raise if the driver is unusable. Make the context current on a thread that calls for the first time."""
         if self._closed or self._pid != _process.pid:
             raise self._unusable(call)
         if self._context is not None and not getattr(self._threads, "ready", False):
@@ -541,9 +541,9 @@ class CudaDriver:
         return DriverError(call, "CUDA_ERROR_NOT_INITIALIZED", 3, hint)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Call the driver's function `name`, and return what it returns or raise what it says.
+        """Call the CUDA function `name`, and return its result or raise its error.
 
-        What an allocation and a free call is written out there instead, which takes 0.2 us less for each call.
+        The calls of an allocation and a free are written out instead, which saves 0.2 us for each call.
         """
         result, *values = getattr(self._cuda, name)(*arguments)
         if result:
@@ -576,17 +576,17 @@ def close_descriptors(prefix: str) -> None:
         try:
             if os.readlink(f"/proc/self/fd/{entry}").startswith(prefix):
                 os.close(int(entry))
-        # The descriptor that listed the directory is closed again by now.
+        # The descriptor that listed the directory is closed already.
         except FileNotFoundError:
             continue
 
 
 def _unknown(handle: Handle, call: str) -> DriverError:
-    return DriverError(call, *_INVALID, f"handle {handle.value} was released, or is another driver's")
+    return DriverError(call, *_INVALID, f"handle {handle.value} was released, or belongs to another driver")
 
 
 def _check_size(size: int, granularity: int, call: str) -> None:
-    # The bindings raise an OverflowError of their own for a size that the driver could not be told.
+    # The bindings raise an OverflowError for a size that does not fit the call.
     if not 0 < size < 1 << 63 or size % granularity:
         raise DriverError(call, *_INVALID, f"a size is a positive multiple of {granularity} bytes, not {size}")
 
@@ -603,5 +603,5 @@ def load_bindings() -> Any:
 def _refuse_wsl() -> None:
     with open("/proc/version", encoding="utf-8", errors="replace") as version:
         if "microsoft" in version.read().lower():
-            hint = "WSL passes no memory between processes as descriptors: use Linux itself, or the host twin"
+            hint = "WSL cannot pass memory between processes as descriptors: use Linux itself, or the host driver"
             raise DriverUnavailable("/proc/version", *_NOT_SUPPORTED, hint)

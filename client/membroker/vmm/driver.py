@@ -1,7 +1,7 @@
-"""The contract of a driver: physical memory, descriptors, addresses, mappings, and what the device says it has.
+"""The contract of a driver: physical memory, descriptors, addresses, mappings, and the device's own figures.
 
-`CudaDriver` and `HostDriver` both obey it and pass one conformance suite (`membroker.testing.check_driver`).
-It follows CUDA's virtual memory management, with CUDA's limits: an extent is mapped whole, at offset 0, and
+`CudaDriver` and `HostDriver` both implement it and pass one conformance suite (`membroker.testing.check_driver`). It
+follows CUDA's virtual memory management, with CUDA's limits: an extent is mapped as a whole, at offset 0, and only
 whole mappings are unmapped. This module owns names and types only; it must never import a driver.
 """
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 class Location(enum.Enum):
-    """Where an extent's memory stands."""
+    """Where an extent's memory is."""
 
     DEVICE = "device"
     HOST = "host"
 
 
 class AccessFlags(enum.Enum):
-    """What a device may do with a mapping (`CUmemAccess_flags`); NONE until something is granted.
+    """What a device may do with a mapping (`CUmemAccess_flags`); NONE until access is granted.
 
-    READ guards against accidents; it is no security boundary.
+    READ prevents accidents; it is not a security boundary.
     """
 
     NONE = 0
@@ -40,12 +40,12 @@ class AccessFlags(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """What a driver knows of its device.
+    """What a driver knows about its device.
 
-    `uuid` is NVML's text for a card and `host` for the twin; `driver` is `cuda` or `host`; `granularity` is in bytes
-    and every extent and every reservation is a multiple of it; `index` is NVML's; `driver_version` is NVIDIA's;
-    `ordinal` is the card's number in this process, where CUDA_VISIBLE_DEVICES counts; `recommended_granularity` is the
-    multiple that the card works best with, or 0 where none is recommended.
+    `uuid` is NVML's text for a GPU, and `host` for the host driver. `driver` is `cuda` or `host`. `granularity` is in
+    bytes; the size of every extent and reservation is a multiple of it. `index` is NVML's number of the GPU, and
+    `ordinal` its number in this process, which depends on CUDA_VISIBLE_DEVICES. `driver_version` is NVIDIA's.
+    `recommended_granularity` is the multiple that the GPU works best with, or 0 if it recommends nothing.
     """
 
     uuid: str
@@ -60,14 +60,14 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """What a location has, in bytes, as the device itself shows it: `used` is by anybody, not only by us."""
+    """Bytes of a location, as the device itself reports them: `used` includes every process, not only ours."""
 
     total: int
     free: int
 
     @property
     def used(self) -> int:
-        """Bytes of the location that are in use by anybody."""
+        """Bytes of the location that are in use, by any process."""
         return self.total - self.free
 
 
@@ -92,23 +92,23 @@ class DriverError(Exception):
         super().__init__(f"{call} failed: {name} ({code})" + (f": {hint}" if hint else ""))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By default pickle and copy call the class with its sentence alone.
+        # By default pickle and copy call the class with its message only.
         return type(self), (self.call, self.name, self.code, self.hint), self.__dict__
 
 
 class DriverOutOfMemory(DriverError):
-    """The device or the system has no memory for this call."""
+    """The device or the system has not enough memory for this call."""
 
 
 class DriverLimit(DriverError):
-    """The driver or the kernel ran out of something that is not memory: mappings, descriptors, watches.
+    """The driver or the kernel ran out of a resource other than memory: mappings, descriptors, watches.
 
-    Freeing memory does not help; raising the limit that `hint` names does.
+    Freeing memory does not help. Raise the limit that `hint` names.
     """
 
 
 class DriverUnavailable(DriverError):
-    """There is no such device, or it cannot do what a broker needs. `hint` says what to do about it."""
+    """There is no such device, or it lacks a feature that a broker needs. `hint` says what to do about it."""
 
 
 class Driver(Protocol):
@@ -116,83 +116,83 @@ class Driver(Protocol):
 
     Sizes, addresses and alignments are in bytes. Every failure is a `DriverError` and leaves nothing behind.
 
-    Addresses and mappings are the process's: each driver of a kind maps its own extents into any reservation, and
-    unmaps and gives back what another reserved or mapped. Handles are one driver's. Access is a device's: each driver
-    sets and uses that of its own, so what one may read another may not even see.
+    Addresses and mappings belong to the process: each driver of a kind can map its own extents into any reservation,
+    and can unmap and release what another driver mapped or reserved. A handle belongs to one driver. Access is granted
+    to a device: each driver sets and uses the access of its own device, so one device may read what another cannot.
     """
 
     @property
     def device(self) -> DeviceInfo:
-        """The device that this driver speaks to."""
+        """The device of this driver."""
         ...
 
     def create(self, size: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> Handle:
         """Create an extent of `size` bytes (a multiple of the granularity), zero-filled and exportable.
 
-        `sealable` is for memory that one process writes and others read: `seal` may be asked for later.
+        `sealable` is for memory that one process writes and others read: it can be sealed later (`seal`).
         """
         ...
 
     def export(self, handle: Handle) -> int:
-        """Return a new descriptor (CLOEXEC, the caller closes it) that keeps the extent and can be sent on."""
+        """Return a new descriptor (CLOEXEC, the caller closes it) that keeps the extent and can be sent to others."""
         ...
 
     def lend(self, size: int, count: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> list[int]:
-        """Create `count` extents of `size` bytes and return a descriptor of each, which alone keeps it. All or none.
+        """Create `count` extents of `size` bytes and return one descriptor for each, which alone keeps it. All or none.
 
-        As create, export and release for each; one call, because a broker lends by hundreds.
+        Equivalent to create, export and release for each extent. It is one call because a broker lends hundreds.
         """
         ...
 
     def map_descriptors(
         self, address: int, descriptors: Sequence[int], size: int, access: AccessFlags = AccessFlags.READ_WRITE
     ) -> None:
-        """Bind the extents behind `descriptors`, each of `size` bytes, side by side from `address` on. All or none.
+        """Map the extents behind `descriptors`, each of `size` bytes, side by side from `address` on. All or none.
 
-        As import, map, set access and release for each: the mappings alone keep the memory. The descriptors stay the
-        caller's.
+        Equivalent to import, map, set access and release for each: only the mappings keep the memory. The caller still
+        owns the descriptors.
         """
         ...
 
     def seal(self, descriptor: int) -> None:
-        """Let nobody map the extent behind `descriptor` writable any more; mappings that are writable stay so.
+        """Forbid new writable mappings of the extent behind `descriptor`; existing writable mappings stay writable.
 
-        The twin holds that for extents that were created `sealable`, and does nothing twice. A card cannot: there
-        read-only is what each mapper asks for (`set_access`), a guard against accidents.
+        The host driver enforces this for extents that were created `sealable`; sealing again does nothing. A GPU cannot
+        enforce it: there, each mapper asks for read-only access itself (`set_access`), which only prevents accidents.
         """
         ...
 
     def import_extent(self, descriptor: int, size: int, location: Location = Location.DEVICE) -> Handle:
-        """Return a handle to the extent behind `descriptor`, which stays open and the caller's.
+        """Return a handle to the extent behind `descriptor`, which stays open and owned by the caller.
 
-        `size` is what the broker said; a descriptor of another size, or of no extent, is refused where the
-        driver can tell (CUDA tells at `map`).
+        `size` is what the broker reported. A descriptor of another size, or not of an extent, is refused as soon as the
+        driver can tell (CUDA can at `map`).
         """
         ...
 
     def release(self, handle: Handle) -> None:
-        """Drop this reference. The memory lives while a descriptor or a mapping keeps it, in any process."""
+        """Drop this reference. The memory lives until no process has a descriptor or a mapping of it."""
         ...
 
     def reserve(self, size: int, alignment: int = 0) -> int:
-        """Reserve `size` bytes of addresses with nothing behind them and return the first."""
+        """Reserve `size` bytes of addresses without memory, and return the first address."""
         ...
 
     def unreserve(self, address: int, size: int) -> None:
-        """Give a whole reservation back. Nothing in it may be mapped."""
+        """Release a whole reservation. Nothing in it may be mapped."""
         ...
 
     def map(self, address: int, handle: Handle) -> None:
-        """Bind the whole extent to `address`, inside a reservation and over nothing mapped. No access yet.
+        """Map the whole extent at `address`, inside a reservation, where nothing is mapped. Grants no access yet.
 
-        The reservation may be another driver's: extents of several devices can stand side by side in one.
+        Another driver may have made the reservation: one reservation can contain extents of several devices.
         """
         ...
 
     def set_access(self, address: int, size: int, access: AccessFlags) -> None:
         """Set what this device may do with [address, address + size): whole mappings, side by side, of any device.
 
-        What other devices may do stays as it is. A card refuses the memory of one that it cannot reach.
+        The access of other devices does not change. A GPU refuses memory of a GPU that it cannot reach.
         """
         ...
 
@@ -201,83 +201,85 @@ class Driver(Protocol):
         ...
 
     def unmap(self, address: int, size: int) -> None:
-        """Unbind the whole mappings that fill [address, address + size). Never part of one.
+        """Unmap the whole mappings that fill [address, address + size), never a part of one.
 
-        Where nothing is mapped the twin refuses; a card does nothing and says nothing (seen on an H200, 580.159).
+        If nothing is mapped there, the host driver refuses; CUDA silently does nothing (observed on an H200, 580.159).
 
-        Does not wait for work that uses the memory: `synchronize` first.
+        Does not wait for work that uses the memory: call `synchronize` first.
         """
         ...
 
     def move(self, address: int, new_address: int, size: int, count: int = 1) -> None:
-        """Bind `count` extents of `size` bytes, side by side from `address` on, at `new_address` instead. All or none.
+        """Move the mappings of `count` extents of `size` bytes from `address` to `new_address`. All or none.
 
-        Not a byte is copied, and what each allows this device stays as it is. The new addresses lie in a reservation
-        and over nothing mapped but the extents themselves, at least `size` from the old ones, which are free
-        afterwards. Needs neither handles nor descriptors, and as `unmap` it does not wait for work.
+        Copies nothing, and keeps the access of this device to each extent. The new addresses must lie in a reservation,
+        at least `size` away from the old ones, and nothing but the extents themselves may be mapped there. The old
+        addresses are free afterwards. Needs neither handles nor descriptors, and like `unmap` does not wait for work.
         """
         ...
 
     def write(self, address: int, data: bytes | memoryview) -> None:
-        """Copy `data` to mapped bytes, and return when it is there.
+        """Copy `data` to mapped bytes, and return when it has arrived.
 
-        A `DriverError` where this device's access does not allow it.
+        Raises `DriverError` if this device's access does not allow it.
         """
         ...
 
     def read(self, address: int, size: int) -> bytes:
-        """Return a copy of mapped bytes. A `DriverError` where this device's access does not allow it."""
+        """Return a copy of mapped bytes. Raises `DriverError` if this device's access does not allow it."""
         ...
 
     def synchronize(self) -> None:
-        """Wait for all the work this process has given to the device."""
+        """Wait for all work that this process has submitted to the device."""
         ...
 
     def pin(self, size: int) -> int:
-        """Allocate `size` bytes of the host, any number of them, for this process's copies; return the address.
+        """Allocate `size` bytes (any number) of host memory for this process's copies, and return the address.
 
-        They are locked in memory where the device copies faster so. Nobody's books know of them, nor does `memory`.
+        The memory is pinned if that makes the device's copies faster. No books contain it, and `memory` does not show
+        it.
         """
         ...
 
     def unpin(self, address: int) -> None:
-        """Free what `pin` returned. Nothing may be copying there."""
+        """Free what `pin` returned. No copy may be in progress there."""
         ...
 
     def copier(self) -> Copier:
-        """Return a queue of copies of its own, to be closed by the caller."""
+        """Return a new queue of copies. The caller closes it."""
         ...
 
     def memory(self, location: Location) -> MemoryInfo | None:
-        """Return what the location has, or None where the driver cannot say.
+        """Return the memory of the location, or None if the driver does not know it.
 
-        The figure is the device's own: it follows the birth and death of every extent, in whatever process.
+        The figures are the device's own: they reflect every extent that is created or freed, in any process.
         """
         ...
 
     def processes(self) -> list[tuple[int, int]]:
         """Return (pid, bytes) of the processes that the driver sees using the device's memory.
 
-        It names suspects and is never booked: whom the driver cannot see is left out, and what a process has besides
-        extents (on a card its context) is counted where the driver counts it.
+        The figures name suspects and are never booked. Processes that the driver cannot see are missing, and memory
+        other than extents (such as a CUDA context) is included if the driver counts it.
         """
         ...
 
     def survivors(self) -> dict[str, int]:
-        """Return the descriptors, by name, without which nobody knows what this driver's extents use after its end.
+        """Return the handover descriptors, by name: they show what this driver's extents use after its process ends.
 
-        They stay the driver's, and the same. Another process keeps copies, and never reads them; a successor's driver
-        is made with those (`open_driver(..., survivors=...)`) when this one's process is dead. A card needs none.
+        The driver keeps them, and always returns the same ones. Another process keeps copies, and never reads them.
+        When this process is dead, the next daemon opens its driver with the copies (`open_driver(..., survivors=...)`).
+        The CUDA driver needs no such descriptors.
         """
         ...
 
     def abandon(self) -> None:
         """In a forked child: drop every mapping, address and descriptor inherited from the parent.
 
-        A child that keeps them keeps its dead parent's memory. The driver is unusable afterwards.
+        A child that kept them would keep the memory of its dead parent. The driver is unusable afterwards.
         """
         ...
 
     def close(self) -> None:
-        """Release what the driver itself holds. Extents that are mapped or exported stay."""
+        """Release what the driver itself holds. Extents that are mapped or exported keep their memory."""
         ...

@@ -1,8 +1,8 @@
-"""`HostDriver`: the host twin of a card. Extents are memfds, addresses are mmaps, the rules are CUDA's.
+"""`HostDriver`: a device made of host memory. Extents are memfds, addresses are mmaps, the rules are CUDA's.
 
-Owns a driver's handles, and the process's addresses on the twin, which all its drivers share, as on a card. It
-enforces in code what CUDA enforces in the driver, so that what passes here passes there, and it must never be kinder
-than a card: no sub-range maps, no partial unmaps, no second export of an imported extent, no overcommitment.
+Owns the driver's handles, and the addresses of the process, which all its host drivers share, as with CUDA. It enforces
+in code what CUDA enforces in its driver, so that a program that works here works on a GPU. It must never be more
+lenient than a GPU: no sub-range maps, no partial unmaps, no second export of an imported extent, no overcommitment.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from membroker.vmm.driver import (
 from membroker.vmm.sizes import GIB, MAX_BYTES, MIB, is_power_of_two
 
 GRANULARITY = 2 * MIB
-"""A card's granularity, in bytes, so that the twin refuses the same sizes."""
+"""A GPU's granularity, in bytes, so that the host driver refuses the same sizes."""
 
 EXTENT_NAME = "membroker-extent"
 """Every extent's memfd of the device has this name: /proc/PID/maps shows `/memfd:membroker-extent`."""
 _NAMES = {Location.DEVICE: EXTENT_NAME, Location.HOST: f"{EXTENT_NAME}-host"}
 
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-# F_SEAL_SEAL too: otherwise any holder could seal the memory against its owner's writes. A sealable extent gets it
-# with its last seal (Linux's uapi/linux/fcntl.h has the number of F_SEAL_FUTURE_WRITE; Python 3.11 has not).
+# F_SEAL_SEAL too: otherwise any process with the descriptor could seal the memory against its owner's writes. A
+# sealable extent gets it with its last seal. The number of F_SEAL_FUTURE_WRITE is from uapi/linux/fcntl.h; Python 3.11
+# lacks it.
 _PRIVATE_SEALS = _FIXED_SIZE | fcntl.F_SEAL_SEAL
 _FUTURE_WRITE = 0x0010
 _LAST_SEALS = _FUTURE_WRITE | fcntl.F_SEAL_SEAL
@@ -65,7 +66,7 @@ class _Extent:
 
 
 class _Process:
-    """The addresses of one process. Its drivers share them, as CUDA's do: a reservation is no device's."""
+    """The addresses of one process. Its drivers share them, as in CUDA: a reservation belongs to no device."""
 
     here: ClassVar[_Process]
 
@@ -76,10 +77,10 @@ class _Process:
 
     @classmethod
     def begin(cls) -> None:
-        """Begin with no addresses: at the import, and in a forked child.
+        """Start with no addresses: at the import, and in a forked child.
 
-        There another thread may have held the lock, and none is left to let go. The table describes the parent; the
-        drivers that were inherited keep it, to know what they abandon.
+        In a child, a thread of the parent may have held the lock, and that thread does not exist there. The old table
+        describes the parent; inherited drivers keep it, to know what to abandon.
         """
         cls.here = cls()
 
@@ -91,17 +92,17 @@ os.register_at_fork(after_in_child=_Process.begin)
 class HostDriver:
     """A device of `total_bytes` and a host of `host_bytes`, both made of this machine's ordinary memory.
 
-    `ordinal` tells the twins of a process apart. Drivers of one ordinal are one device, as with a card: what one of
-    them grants, the others may. Each knows the extents that it made itself, and its own figures.
+    `ordinal` distinguishes the host devices of a process. Drivers of one ordinal are one device, as with CUDA: access
+    that one of them grants holds for the others. Each knows its own extents and its own figures.
 
-    Access of a device is what its driver's `view`, `read` and `write` allow. The processor has one protection for
-    each mapping, the most that any device is granted: bytes that are touched past the driver, through a view that was
-    taken earlier or a bare address, are held to that alone.
+    Each driver's `view`, `read` and `write` enforce the access of its device. The page protection of a mapping is the
+    widest access that any device has. Only that protects bytes that are accessed without the driver, through an earlier
+    view or a plain address.
 
-    The totals are figures, not reservations: memory is taken when it is first written. `stranger_bytes` of
-    the device count as used by somebody else, and may be changed at any time. `survivors` are those of a dead
-    process's driver: they become this one's, which goes on counting the extents that the other created. Where they
-    are not a twin's a `DriverError` says so, and they stay the caller's.
+    The totals are figures, not reservations: memory is taken when it is first written. `stranger_bytes` of the device
+    count as used by other processes, and may be changed at any time. `survivors` are those of a dead process's driver:
+    this driver takes them over, and counts the extents that the other created. If they do not come from a host driver,
+    this raises `DriverError`, and the caller still owns them.
     """
 
     def __init__(
@@ -119,27 +120,27 @@ class HostDriver:
         self._watch = ExtentWatch(GRANULARITY, survivors)
         self._totals = {Location.DEVICE: total_bytes, Location.HOST: host_bytes}
         uuid = f"host-{ordinal}" if ordinal else "host"
-        self._device = DeviceInfo(uuid, "host memory twin", "host", GRANULARITY, ordinal, ordinal=ordinal)
+        self._device = DeviceInfo(uuid, "host memory", "host", GRANULARITY, ordinal, ordinal=ordinal)
         self._ordinal, self._number = ordinal, next(_driver_numbers)
         self._handles: dict[Handle, _Extent] = {}
         self._process = _Process.here
         self._pinned = PinnedBlocks()
         self._pid = os.getpid()
         self._closed = False
-        # Births and deaths of extents have a lock of their own: they never wait for a long unmap.
+        # Creating and counting extents has a separate lock, so that it never waits for a long unmap.
         self._lock, self._birth_lock = threading.Lock(), threading.Lock()
 
     @property
     def device(self) -> DeviceInfo:
-        """The twin: uuid `host`, or `host-1` of ordinal 1; granularity 2 MiB."""
+        """The host device: uuid `host`, or `host-1` for ordinal 1; granularity 2 MiB."""
         return self._device
 
     # Extents and descriptors
 
     def create(self, size: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> Handle:
-        """Create a zero-filled memfd of `size` bytes whose size nobody can change.
+        """Create a zero-filled memfd of `size` bytes, whose size is sealed.
 
-        Raises `DriverOutOfMemory` where the location has less than `size` left, as a card does.
+        Raises `DriverOutOfMemory` if the location has less than `size` left, as a GPU does.
         """
         self._check_usable("memfd_create")
         _check_granules(size, "memfd_create")
@@ -159,7 +160,7 @@ class HostDriver:
         return handle
 
     def export(self, handle: Handle) -> int:
-        """Return a new descriptor of the extent. An imported one cannot be exported again, as on a card."""
+        """Return a new descriptor of the extent. An imported extent cannot be exported again, as with CUDA."""
         self._check_usable("dup")
         with self._lock:
             extent = self._extent(handle, "dup")
@@ -199,7 +200,7 @@ class HostDriver:
             undo.pop_all()
 
     def seal(self, descriptor: int) -> None:
-        """Seal the memfd: from now on a writable map of it fails with EPERM, and `set_access` with EACCES."""
+        """Seal the memfd: a later writable map of it fails with EPERM, and `set_access` with EACCES."""
         self._check_usable("fcntl")
         with driver_call("fcntl"):
             if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _LAST_SEALS != _LAST_SEALS:
@@ -218,7 +219,7 @@ class HostDriver:
         return handle
 
     def release(self, handle: Handle) -> None:
-        """Close this reference. The kernel frees the memory with the last descriptor and mapping anywhere."""
+        """Close this reference. The kernel frees the memory with the last descriptor and mapping in any process."""
         self._check_usable("close")
         with self._lock:
             extent = self._extent(handle, "close")
@@ -240,7 +241,7 @@ class HostDriver:
         return address
 
     def unreserve(self, address: int, size: int) -> None:
-        """Give a whole reservation back."""
+        """Release a whole reservation."""
         self._check_usable("munmap")
         with self._process.lock:
             self._process.addresses.check_reservation(address, size, "munmap")
@@ -249,7 +250,7 @@ class HostDriver:
             self._process.addresses.drop_reservation(address)
 
     def map(self, address: int, handle: Handle) -> None:
-        """Bind the extent to `address`; nothing may touch it until `set_access`."""
+        """Map the extent at `address`; no device has access until `set_access`."""
         self._check_usable("mmap")
         if address % GRANULARITY:
             raise invalid("mmap", f"{address:#x} is not a multiple of {GRANULARITY} bytes")
@@ -264,7 +265,7 @@ class HostDriver:
             process.addresses.add_mapping(address, handle.size)
 
     def set_access(self, address: int, size: int, access: AccessFlags) -> None:
-        """Set what whole mappings allow this device; on failure they allow what they did before."""
+        """Set what this device may do with whole mappings; after a failure their access is unchanged."""
         self._check_usable("mprotect")
         with self._process.lock, driver_call("mprotect"):
             mappings = self._process.addresses.whole_mappings(address, size, "mprotect")
@@ -285,7 +286,7 @@ class HostDriver:
             return self._process.addresses.allows(address, 1, self._ordinal, "get_access")
 
     def unmap(self, address: int, size: int) -> None:
-        """Unbind whole mappings; their addresses stay reserved."""
+        """Unmap whole mappings; their addresses stay reserved."""
         self._check_usable("mmap")
         with self._process.lock:
             mappings = self._process.addresses.whole_mappings(address, size, "mmap")
@@ -294,7 +295,7 @@ class HostDriver:
             self._process.addresses.drop_mappings(mappings)
 
     def move(self, address: int, new_address: int, size: int, count: int = 1) -> None:
-        """Map memfds at other addresses, one after the other from the end to which they move."""
+        """Map memfds at other addresses, one after the other, starting at the end towards which they move."""
         self._check_usable("mremap")
         _check_move(address, new_address, size, count)
         with self._process.lock, ExitStack() as undo:
@@ -307,7 +308,7 @@ class HostDriver:
                 with driver_call("open"):  # it reads files in /proc now and then
                     self._process.budget.spend("mremap")
                 self._move(mapping, before + new_address - address)
-                # Whatever the budget says then: a move that is undone needs no mapping that there was not before.
+                # Without the budget: undoing a move needs no more mappings than there were before.
                 undo.callback(self._move, mapping, before)
             undo.pop_all()
 
@@ -320,10 +321,10 @@ class HostDriver:
     # Bytes
 
     def view(self, address: int, size: int) -> memoryview:
-        """Return the mapped bytes [address, address + size), writable where this device may write every one of them.
+        """Return the mapped bytes [address, address + size), writable if this device may write all of them.
 
-        The view keeps nothing mapped: touching it after an unmap kills the process. The caller keeps the
-        mapping's owner alive for as long as the view is used.
+        The view does not keep them mapped: an access after an unmap kills the process. The caller must keep the owner
+        of the mapping alive while the view is used.
         """
         self._check_usable("view")
         with self._process.lock:
@@ -346,13 +347,13 @@ class HostDriver:
         return bytes(self.view(address, size))
 
     def synchronize(self) -> None:
-        """Return at once: the twin has no work that runs beside the caller."""
+        """Return at once: a host device has no concurrent work."""
         self._check_usable("synchronize")
 
     # Copies
 
     def pin(self, size: int) -> int:
-        """Return ordinary memory: the twin's copies are the processor's own."""
+        """Return ordinary memory: the CPU makes the copies of a host device."""
         self._check_usable("mmap")
         if not 0 < size <= MAX_BYTES:
             raise invalid("mmap", f"{size} bytes cannot be pinned")
@@ -371,7 +372,7 @@ class HostDriver:
             _libc.munmap(address, size)
 
     def copier(self) -> Copier:
-        """Return a queue whose copies are made when they are waited for."""
+        """Return a queue that makes its copies in `wait`."""
         self._check_usable("copier")
         return HostCopier(self._check_copy)
 
@@ -388,7 +389,7 @@ class HostDriver:
     # The device's own figures
 
     def memory(self, location: Location) -> MemoryInfo:
-        """Return the location's total and what no living extent uses, of this driver or one that it follows."""
+        """Return the location's total, and the rest after all living extents of this driver and its predecessors."""
         self._check_usable("memory")
         with self._birth_lock:
             return self._memory(location)
@@ -407,9 +408,9 @@ class HostDriver:
         return MemoryInfo(total, max(0, total - used))
 
     def processes(self) -> list[tuple[int, int]]:
-        """Return (pid, bytes) of the processes that map the device's extents: root sees all, others their own user's.
+        """Return (pid, bytes) of the processes that map the device's extents. Only root sees those of other users.
 
-        The twin cannot tell its extents from those of another twin on this machine.
+        The host driver cannot tell its extents from those of another host driver on this machine.
         """
         self._check_usable("scandir")
         with driver_call("scandir"):
@@ -418,7 +419,7 @@ class HostDriver:
     def _check_room(self, size: int, location: Location) -> None:
         free = self._memory(location).free
         if size > free:
-            hint = f"{size} bytes were asked of the {location.value}, {free} are free"
+            hint = f"{size} bytes were requested of the {location.value}, {free} are free"
             raise DriverOutOfMemory("memfd_create", "ENOMEM", errno.ENOMEM, hint)
 
     # The end
@@ -426,7 +427,7 @@ class HostDriver:
     def abandon(self) -> None:
         """In a forked child: unmap and close what was inherited, under new locks.
 
-        Another thread of the parent may have held the old ones at the fork, and no thread is left to let go.
+        A thread of the parent may have held the old locks at the fork, and that thread does not exist in the child.
         """
         self._lock, self._birth_lock = threading.Lock(), threading.Lock()
         self._closed = True
@@ -438,13 +439,13 @@ class HostDriver:
     def _forgotten_reservations(self) -> list[tuple[int, int]]:
         addresses = self._process.addresses
         if self._pid != os.getpid():
-            # The parent's table, which a thread of the parent may have been changing: this is all that reads it.
+            # The parent's table, which a thread of the parent may have been changing. Only this line reads it.
             return addresses.reservations(self._number)
         with self._process.lock:
             return addresses.forget_reservations(self._number)
 
     def close(self) -> None:
-        """Drop every handle, the watch and what is pinned. Mappings and exported descriptors keep their memory."""
+        """Drop every handle, the watch and the pinned memory. Mappings and exported descriptors keep their memory."""
         if self._closed:
             return
         self._check_usable("close")
@@ -469,7 +470,7 @@ class HostDriver:
         if self._closed:
             raise DriverError(call, "EBADF", errno.EBADF, "this driver is closed")
         if self._pid != os.getpid():
-            hint = "this driver was made before a fork: a child abandons it and makes its own"
+            hint = "this driver was made before a fork: abandon it in the child, and open a new one"
             raise DriverError(call, "ECHILD", errno.ECHILD, hint)
 
     def _book(self, descriptor: int, size: int, location: Location, *, imported: bool) -> Handle:
@@ -481,15 +482,15 @@ class HostDriver:
     def _extent(self, handle: Handle, call: str) -> _Extent:
         extent = self._handles.get(handle)
         if extent is None:
-            raise invalid(call, f"handle {handle.value} was released, or is another driver's")
+            raise invalid(call, f"handle {handle.value} was released, or belongs to another driver")
         return extent
 
 
 def holders(uid: int | None) -> list[tuple[int, int]]:
     """Return the processes of user `uid`, or of all, that map extents of the device, as (pid, bytes mapped).
 
-    An extent mapped at several addresses counts once. Processes that cannot be read, or that end meanwhile,
-    are left out; so is who holds only a descriptor. The figure names suspects and is never booked.
+    An extent mapped at several addresses counts once. Processes that cannot be read, that end in the meantime, or that
+    hold only a descriptor are missing. The figures name suspects and are never booked.
     """
     found = []
     for entry in os.scandir("/proc"):
@@ -515,7 +516,7 @@ def _mapped_bytes(process: str) -> int:
 
 
 def _protect(mapping: _addresses.Mapping, access: dict[int, AccessFlags]) -> None:
-    """Let the devices do with a mapping what `access` says, by ordinal. Where it raises, they may do either."""
+    """Set the access of each device, by ordinal, to a mapping. After an error it may be the old or the new access."""
     mapping.access = access
     _libc.mprotect(mapping.address, mapping.size, _PROTECTIONS[mapping.most()])
 
@@ -528,7 +529,10 @@ def _check_granules(size: int, call: str) -> None:
 def _check_move(address: int, new_address: int, size: int, count: int) -> None:
     _check_granules(size, "mremap")
     if not 0 < count <= MAX_BYTES // size or abs(new_address - address) < size or new_address % GRANULARITY:
-        why = f"{count} extents of {size} bytes do not go from {address:#x} to {new_address:#x}: at least one size away"
+        why = (
+            f"cannot move {count} extents of {size} bytes from {address:#x} to {new_address:#x}: "
+            f"the new address is a multiple of {GRANULARITY}, and at least {size} bytes away"
+        )
         raise invalid("mremap", why)
 
 
@@ -538,18 +542,18 @@ def _duplicate(descriptor: int) -> int:
 
 
 def _check_extent(descriptor: int, size: int) -> None:
-    """Raise unless `descriptor` is a memfd of `size` bytes that nobody can shrink under a mapping (SIGBUS)."""
+    """Raise unless `descriptor` is a memfd of `size` bytes that cannot shrink under a mapping (SIGBUS)."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-        raise invalid("fstat", f"the descriptor is no extent of {size} bytes")
+        raise invalid("fstat", f"the descriptor is not an extent of {size} bytes")
     with driver_call("fcntl"):
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     if seals & _FIXED_SIZE != _FIXED_SIZE:
-        raise invalid("fcntl", "the descriptor is no extent: its size is not sealed")
+        raise invalid("fcntl", "the descriptor is not an extent: its size is not sealed")
 
 
 def _reserve_aligned(size: int, alignment: int) -> int:
-    """Reserve with room to spare, then give back what lies before the aligned address and behind the end."""
+    """Reserve more than needed, then release what is before the aligned address and after the end."""
     with ExitStack() as undo:
         start = _libc.mmap_nothing(size + alignment)
         undo.callback(_libc.munmap, start, size + alignment)

@@ -1,7 +1,7 @@
-"""`VirtualMemoryManager`: addresses and memory of one process's devices by plain calls, each strict about its numbers.
+"""`VirtualMemoryManager`: addresses and memory of one process's devices, by plain calls without rounding.
 
-Owns what its calls made, and nothing else: it is written with the nouns of `ranges`, which may be used beside it. It
-rounds nothing, grants nothing unasked, and must never give back what is still mapped.
+Owns only what its calls made. It is built on the classes of `ranges`, which may be used beside it. It does not round
+sizes, grants no access by itself, and must never release what is still mapped.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ PhysicalAllocation = PhysicalMemory
 
 @dataclass(frozen=True, slots=True)
 class MappingRecord:
-    """What is mapped at one place of a range: `size` bytes from `va_offset` on, and what one device may do with them.
+    """One mapping of a range: `size` bytes from `va_offset` on, and what one device may do with them.
 
-    `phys_handle` is the value of the memory's handle in this process, which may be closed by now.
+    `phys_handle` is the value of the memory's handle in this process. The handle may be closed by now.
     """
 
     va_offset: int
@@ -32,20 +32,20 @@ class MappingRecord:
 
 
 class VirtualMemoryManager(Closable):
-    """Reserve, allocate, map and grant on the devices of `drivers`, told apart by their ordinals. A context manager.
+    """Reserve, allocate, map and grant access on the devices of `drivers`, by ordinal. A context manager.
 
-    Sizes, offsets and alignments are in bytes, and exact. A call that is refused changes nothing: `InvalidRequest` and
-    `InvalidOffset` for numbers, `StillMapped`, `NotMapped`, `AlreadyMapped`, `ClosedError`, and `DriverError` for what
-    the device refuses. Any thread may call; not two at once about the same part of a range.
+    Sizes, offsets and alignments are in bytes, and exact. A refused call changes nothing: `InvalidRequest` and
+    `InvalidOffset` for numbers, `StillMapped`, `NotMapped`, `AlreadyMapped`, `ClosedError`, and `DriverError` if the
+    device refuses. Any thread may call, but not two at once on the same part of a range.
 
-    Closing unmaps and gives back all that was made here.
+    Closing unmaps and releases everything that was made here.
     """
 
     def __init__(self, *drivers: Driver) -> None:
         self._drivers = {driver.device.ordinal: driver for driver in drivers}
         if len(self._drivers) < len(drivers) or len({driver.device.driver for driver in drivers}) != 1:
             found = ", ".join(f"{driver.device.driver} {driver.device.ordinal}" for driver in drivers) or "none"
-            raise InvalidRequest(f"a manager takes one driver for each of some devices of one kind, not {found}")
+            raise InvalidRequest(f"a manager takes one driver per device, all of one kind, not {found}")
         self._ranges: set[AddressRange] = set()
         self._memories: set[PhysicalMemory] = set()
         self._open()
@@ -53,7 +53,7 @@ class VirtualMemoryManager(Closable):
     def reserve(self, size: int, alignment: int) -> VirtualAddressRange:
         """Reserve `size` bytes of addresses, a multiple of `alignment`, which is a power of two.
 
-        Both are multiples of the granularity too: addresses and mappings are made of nothing smaller.
+        Both must also be multiples of the granularity.
         """
         self.check_open()
         driver = next(iter(self._drivers.values()))
@@ -67,7 +67,7 @@ class VirtualMemoryManager(Closable):
         return addresses
 
     def release(self, va: VirtualAddressRange) -> None:
-        """Give a range of addresses back. Raises `StillMapped` while something is mapped there."""
+        """Release a range of addresses. Raises `StillMapped` while something is mapped there."""
         self._check(va, self._ranges)
         if va.mappings:
             raise StillMapped(f"{len(va.mappings)} mappings are still in {va}: unmap them first")
@@ -75,7 +75,7 @@ class VirtualMemoryManager(Closable):
         self._ranges.discard(va)
 
     def alloc_physical(self, size: int, device_ordinal: int = 0) -> PhysicalAllocation:
-        """Create `size` bytes of memory on a device, a multiple of its granularity, zero-filled, at no address yet."""
+        """Create `size` bytes of zero-filled memory on a device, a multiple of its granularity, not mapped yet."""
         self.check_open()
         driver = self._driver(device_ordinal)
         if not 0 < size <= MAX_BYTES or size % driver.device.granularity:
@@ -85,7 +85,7 @@ class VirtualMemoryManager(Closable):
         return memory
 
     def free_physical(self, phys: PhysicalAllocation) -> None:
-        """Give memory back. Raises `StillMapped` while it is mapped anywhere in this process."""
+        """Release memory. Raises `StillMapped` while it is mapped anywhere in this process."""
         self._check(phys, self._memories)
         if phys.mapped:
             raise StillMapped(f"{phys} is still mapped: unmap it first")
@@ -93,9 +93,9 @@ class VirtualMemoryManager(Closable):
         self._memories.discard(phys)
 
     def map(self, va: VirtualAddressRange, phys: PhysicalAllocation, offset: int) -> MappedRange:
-        """Bind the whole of `phys` to `va` from `offset` on, a multiple of the range's alignment.
+        """Map all of `phys` into `va` at `offset`, a multiple of the range's alignment.
 
-        No device may touch it until `set_access`. Raises `InvalidOffset` where it does not fit, `AlreadyMapped`.
+        No device has access until `set_access`. Raises `InvalidOffset` if the memory does not fit, and `AlreadyMapped`.
         """
         self._check(va, self._ranges)
         self._check(phys, self._memories)
@@ -104,10 +104,11 @@ class VirtualMemoryManager(Closable):
         return MappedRange(va, phys, offset, access={})
 
     def unmap(self, va: VirtualAddressRange, offset: int, size: int) -> None:
-        """Wait for the work on the devices that may touch them, and unbind the mappings that fill [offset, +size).
+        """Wait for the work of the devices with access, and unmap the mappings that fill [offset, offset + size).
 
-        Their memory can be mapped again. Raises `InvalidOffset` beyond the range, `NotMapped` unless whole mappings
-        fill it. Where a device can't be waited for, nothing is unbound; where it refuses one of them, those before are.
+        Their memory can be mapped again. Raises `InvalidOffset` outside the range, and `NotMapped` unless whole
+        mappings fill it. If waiting for a device fails, nothing is unmapped. If a device refuses one unmap, the earlier
+        mappings are unmapped.
         """
         self._check(va, self._ranges)
         mappings = va.mappings_in(offset, size)
@@ -117,7 +118,7 @@ class VirtualMemoryManager(Closable):
             mapping.close()
 
     def set_access(self, va: VirtualAddressRange, device_ordinal: int, flags: AccessFlags) -> None:
-        """Set what one device may do with all that is mapped in `va`. Raises `NotMapped` where nothing is."""
+        """Set what one device may do with everything mapped in `va`. Raises `NotMapped` if nothing is mapped."""
         self._check(va, self._ranges)
         driver, mappings = self._driver(device_ordinal), va.mappings
         if not mappings:
@@ -130,7 +131,7 @@ class VirtualMemoryManager(Closable):
             undo.pop_all()
 
     def mappings(self, va: VirtualAddressRange, device_ordinal: int = 0) -> list[MappingRecord]:
-        """Return what is mapped where in `va`, in order, and what one device may do with it."""
+        """Return the mappings of `va` in order, with what one device may do with each."""
         self._check(va, self._ranges)
         driver = self._driver(device_ordinal)
         return [
@@ -142,7 +143,7 @@ class VirtualMemoryManager(Closable):
         driver = self._drivers.get(ordinal)
         if driver is None:
             raise InvalidRequest(
-                f"there is no device {ordinal} here, only {', '.join(map(str, sorted(self._drivers)))}"
+                f"this manager has no device {ordinal}, only {', '.join(map(str, sorted(self._drivers)))}"
             )
         return driver
 

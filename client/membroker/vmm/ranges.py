@@ -1,11 +1,11 @@
-"""Addresses, physical memory and their union as context managers: the nouns of virtual memory management.
+"""Address ranges, physical memory and mappings as context managers.
 
-Owns the order of closing, which nobody can get wrong. Each object may be closed at any time: memory lives on while it
-is mapped, and addresses are given back when the last mapping in them is closed. So blocks may end in any order, and no
-error of a close hides the one that ended the block. It must never talk to a broker; that is a region's work.
+Owns the order of closing, which callers cannot get wrong. Each object may be closed at any time: memory lives while it
+is mapped, and addresses are released when the last mapping in them is closed. So blocks may end in any order, and an
+error from a close does not hide the error that ended the block. It must never talk to a broker; `Region` does that.
 
-Nothing is unmapped by the garbage collector: it may run in the middle of a driver's call, in any thread. What is
-forgotten is a `ResourceWarning`. In a forked child everything is closed: it belongs to the parent.
+The garbage collector unmaps nothing, because it may run in the middle of a driver call, in any thread. A forgotten
+object causes a `ResourceWarning`. In a forked child every object is closed, because it belongs to the parent.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from membroker.vmm.sizes import MAX_BYTES, is_power_of_two, parse_size, round_up
 
 
 def allocation_granularity(driver: Driver, recommended: bool = False) -> int:
-    """Return what sizes, offsets and addresses are multiples of on this device, in bytes.
+    """Return the unit of sizes, offsets and addresses on this device, in bytes.
 
-    With `recommended`, the multiple that the device works best with (`cuMemGetAllocationGranularity`), which is the
-    granularity itself where it recommends none: the twin, and an H200 (2 MiB both, driver 580).
+    With `recommended`, return the unit that the device works best with (`cuMemGetAllocationGranularity`). It is the
+    granularity itself if the device recommends nothing, as the host driver and an H200 (2 MiB both, driver 580).
     """
     device = driver.device
     return device.recommended_granularity or device.granularity if recommended else device.granularity
 
 
 class Closable(Closing):
-    """Something that is closed once, by `close` or at the end of a `with` block. Safe to close from any thread."""
+    """An object that is closed once, by `close` or at the end of a `with` block, from any thread."""
 
-    # An object whose construction failed is closed.
+    # An object whose constructor failed counts as closed.
     _closed = True
 
     def _open(self) -> None:
@@ -50,12 +50,12 @@ class Closable(Closing):
         return self._closed or self._pid != os.getpid()
 
     def check_open(self) -> None:
-        """Raise `ClosedError` where it is closed."""
+        """Raise `ClosedError` if it is closed."""
         if self.closed:
             raise ClosedError(f"{self} is closed, or belongs to the process that this one was forked from")
 
     def close(self) -> None:
-        """Give it back. Closing again does nothing; after a failure, which is raised, it is open as before."""
+        """Release it. Closing again does nothing. After a failure, which is raised, it is still open."""
         if self.closed:
             return
         with self._lock:
@@ -80,12 +80,12 @@ class Closable(Closing):
 
 
 class AddressRange(Closable):
-    """`size` bytes of reserved addresses from `base` on, rounded up to the granularity, with nothing behind them.
+    """`size` bytes of reserved addresses from `base` on, rounded up to the granularity, without memory.
 
     `size` may be text, such as `"8GiB"`. `alignment` is in bytes, a power of two; 0 asks for the granularity. Raises
     `InvalidRequest`, `DriverError`.
 
-    Addresses are the process's: memory of any device of `driver`'s kind may be mapped there.
+    Addresses belong to the process: memory of any device of `driver`'s kind may be mapped there.
     """
 
     def __init__(self, driver: Driver, size: int | str, alignment: int = 0) -> None:
@@ -96,33 +96,33 @@ class AddressRange(Closable):
             raise InvalidRequest(f"an alignment is a power of two below 2^63, or 0, not {alignment}")
         self.alignment = max(alignment, granularity)
         self.base = driver.reserve(self.size, alignment)
-        # By offset; None while it is being made.
+        # By offset; None while the mapping is being made.
         self._mapped: dict[int, MappedRange | None] = {}
         self._unreserved = False
         self._open()
 
     @property
     def end(self) -> int:
-        """The first address behind the range."""
+        """The first address after the range."""
         return self.base + self.size
 
     def contains(self, address: int, size: int = 1) -> bool:
-        """Say whether all `size` bytes at `address` lie inside the range."""
+        """Return whether all `size` bytes at `address` lie inside the range."""
         return lies_within(self.size, address - self.base, size)
 
     @property
     def mappings(self) -> list[MappedRange]:
-        """Every `MappedRange` here that is not closed, in order."""
+        """Every open `MappedRange` here, in order."""
         mapped = dict(self._mapped)
         return [mapping for offset in sorted(mapped) if (mapping := mapped[offset])]
 
     def mappings_in(self, offset: int, size: int) -> list[MappedRange]:
         """Return the mappings that fill [offset, offset + size) side by side.
 
-        Raises `InvalidOffset` beyond the range, `NotMapped` where there is a hole, or only part of a mapping.
+        Raises `InvalidOffset` outside the range, and `NotMapped` for a hole, or for a part of a mapping.
         """
         if not lies_within(self.size, offset, size) or size == 0:
-            raise InvalidOffset(f"[{offset}, +{size}) is no part of the {self.size} bytes of {self}")
+            raise InvalidOffset(f"[{offset}, +{size}) is not inside the {self.size} bytes of {self}")
         found, at = [], offset
         while at < offset + size:
             mapping = self._mapped.get(at)
@@ -133,15 +133,15 @@ class AddressRange(Closable):
         return found
 
     def close(self) -> None:
-        """Map nothing here any more, and give the addresses back when the last mapping in them is closed.
+        """Refuse new mappings, and release the addresses when the last mapping in them is closed.
 
-        Now, where nothing is mapped. Raises `DriverError`, and is open as before, where something is mapped that no
-        `MappedRange` knows of.
+        If nothing is mapped, the addresses are released now. Raises `DriverError`, and stays open, if something is
+        mapped that no `MappedRange` stands for.
         """
         super().close()
 
     def _expect(self, offset: int) -> None:
-        """Keep the addresses for a mapping that is about to be made at `offset`, until `_forget`."""
+        """Reserve `offset` for a mapping that is about to be made, until `_forget`."""
         with self._lock:
             self.check_open()
             if offset in self._mapped:
@@ -149,12 +149,12 @@ class AddressRange(Closable):
             self._mapped[offset] = None
 
     def _forget(self, offset: int) -> None:
-        """Forget the mapping at `offset`; then `_give_back` is due."""
+        """Forget the mapping at `offset`. The caller then calls `_give_back`."""
         with self._lock:
             del self._mapped[offset]
 
     def _give_back(self) -> None:
-        """Give the addresses back, once this is closed and nothing is mapped here any more."""
+        """Release the addresses if this is closed and nothing is mapped here any more."""
         with self._lock:
             if not self._closed or self._mapped or self._unreserved:
                 return
@@ -172,8 +172,8 @@ class AddressRange(Closable):
 class PhysicalMemory(Closable):
     """One extent of one device, held by a handle.
 
-    Closing drops the handle; the memory lives on while a mapping or a descriptor keeps it, so closing right
-    after mapping is the usual order.
+    Closing drops the handle. A mapping or a descriptor keeps the memory, so it is usual to close this right after
+    mapping.
     """
 
     def __init__(self, driver: Driver, handle: Handle) -> None:
@@ -192,7 +192,7 @@ class PhysicalMemory(Closable):
 
     @classmethod
     def from_descriptor(cls, driver: Driver, descriptor: int, size: int, location: Location = Location.DEVICE) -> Self:
-        """Take up the extent of `size` bytes behind `descriptor`, which stays the caller's."""
+        """Import the extent of `size` bytes behind `descriptor`, which the caller still owns."""
         return cls(driver, driver.import_extent(descriptor, size, location))
 
     @property
@@ -211,7 +211,7 @@ class PhysicalMemory(Closable):
         return self._mappings > 0
 
     def export(self) -> int:
-        """Return a new descriptor of the extent, the caller's to close."""
+        """Return a new descriptor of the extent. The caller closes it."""
         self.check_open()
         return self.driver.export(self.handle)
 
@@ -233,12 +233,13 @@ class PhysicalMemory(Closable):
 
 
 class MappedRange(Closable):
-    """`memory` bound whole into `addresses`, `offset` bytes behind their base.
+    """All of `memory`, mapped into `addresses` at `offset` bytes from their base.
 
-    It keeps both alive. The same memory may be mapped many times (aliasing), and memory of several devices side by
-    side. `access` is what the device of the addresses' driver may do, whosever the memory is, or what each device
-    may, by its driver; `{}` grants nothing yet. Raises `InvalidOffset` where it does not fit, `InvalidRequest` for
-    drivers of two kinds, `AlreadyMapped`, `ClosedError`, `DriverError`; nothing is mapped then.
+    The mapping keeps both alive. The same memory may be mapped many times (aliasing), and memory of several devices
+    side by side. `access` is what the device of the addresses' driver may do, on whatever device the memory is, or a
+    mapping from drivers to what their devices may do; `{}` grants nothing yet. Raises `InvalidOffset` if the memory
+    does not fit, `InvalidRequest` for drivers of two kinds, `AlreadyMapped`, `ClosedError` and `DriverError`; nothing
+    is mapped then.
     """
 
     def __init__(
@@ -254,7 +255,7 @@ class MappedRange(Closable):
         self._drivers = {addresses.driver, memory.driver, *grants}
         for driver in self._drivers:
             self._check_kind(driver)
-        # Before any lock, which a thread of the parent may have held at a fork.
+        # Before taking any lock: after a fork, a thread of the parent may have held it.
         addresses.check_open()
         memory.check_open()
         if not lies_within(addresses.size, offset, self.size):
@@ -274,9 +275,9 @@ class MappedRange(Closable):
             undo.pop_all()
 
     def set_access(self, access: AccessFlags, driver: Driver | None = None) -> None:
-        """Set what one device may do with the whole mapping: `driver`'s, or that of the addresses' driver.
+        """Set what the device of `driver`, or of the addresses' driver, may do with the whole mapping.
 
-        Closing then waits for the work of that device too. Raises `InvalidRequest`, `ClosedError`, `DriverError`.
+        Closing then also waits for the work of that device. Raises `InvalidRequest`, `ClosedError`, `DriverError`.
         """
         self.check_open()
         driver = driver or self.addresses.driver
@@ -285,14 +286,14 @@ class MappedRange(Closable):
         self._drivers.add(driver)
 
     def get_access(self, driver: Driver | None = None) -> AccessFlags:
-        """Return what one device may do, `driver`'s or that of the addresses' driver, as the driver knows it."""
+        """Return what the device of `driver`, or of the addresses' driver, may do, as the driver reports it."""
         self.check_open()
         return (driver or self.addresses.driver).get_access(self.address)
 
     def close(self) -> None:
         """Wait for this process's work on every device that was granted access, then unmap.
 
-        The addresses stay reserved, unless they were closed and this was the last mapping there.
+        The addresses stay reserved, unless the range was closed and this was its last mapping.
         """
         super().close()
         if self._closed and self._pid == os.getpid():
@@ -311,14 +312,14 @@ class MappedRange(Closable):
     def _check_kind(self, driver: Driver) -> None:
         ours, theirs = self.addresses.driver.device.driver, driver.device.driver
         if ours != theirs:
-            raise InvalidRequest(f"the addresses are of the {ours} driver, and a {theirs} driver cannot use them")
+            raise InvalidRequest(f"the addresses belong to the {ours} driver, and a {theirs} driver cannot use them")
 
     def __str__(self) -> str:
         return f"[0x{self.address:016x}, +{self.size}) of {self.memory}"
 
 
 def lies_within(total: int, offset: int, size: int) -> bool:
-    """Say whether the `size` bytes at `offset` lie inside `total` bytes; no sum that could overflow is made."""
+    """Return whether the `size` bytes at `offset` lie inside `total` bytes, without adding the two."""
     return 0 <= size <= total and 0 <= offset <= total - size
 
 
@@ -329,5 +330,5 @@ def _granules(what: str, size: int | str, granularity: int) -> int:
         raise InvalidRequest(f"{what}: {error}") from error
     rounded = round_up(wanted, granularity)
     if not 0 < rounded <= MAX_BYTES:
-        raise InvalidRequest(f"{what} must have between 1 and 2^63-1 bytes, also in whole granules, not {size!r}")
+        raise InvalidRequest(f"{what} must have between 1 and 2^63-1 bytes, rounded up to whole granules, not {size!r}")
     return rounded

@@ -5,6 +5,7 @@ Owns every conversion between bytes, text and granules; must never touch a devic
 
 from __future__ import annotations
 
+import operator
 import re
 
 MIB = 1 << 20
@@ -34,12 +35,12 @@ _TEXT = re.compile(r"\s*(\d{1,20})(?:\.(\d{1,9}))?\s*([A-Za-z]*)\s*")
 def parse_size(size: int | str) -> int:
     """Return `size` in bytes; text is a number and a unit, as in `"8GiB"`, `"1.5 GiB"` or `"500MB"`.
 
-    Raises `ValueError` for a negative number, an unknown unit, a fraction of a byte, or more than 2^63-1;
-    `TypeError` for anything but an int or a str.
+    An int of NumPy is an int, as whatever else has `__index__`; a bool or a float is not. Raises `ValueError` for a
+    negative number, an unknown unit, a fraction of a byte, or more than 2^63-1, and `TypeError` for another type.
     """
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
+    if isinstance(size, bool) or not (isinstance(size, str) or hasattr(size, "__index__")):
         raise TypeError(f'a size is an int of bytes or text such as "8GiB", not {type(size).__name__}')
-    value = _parse_text(size) if isinstance(size, str) else size
+    value = _parse_text(size) if isinstance(size, str) else operator.index(size)
     if not 0 <= value <= MAX_BYTES:
         raise ValueError(f"a size must be between 0 and 2^63-1 bytes, not {size!r}")
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
 from membrokerd.core.broker import Broker
-from membrokerd.core.denied import Reason, deny
+from membrokerd.core.denied import Denied, Reason, deny
 
 MODEL = ev.ModelName("t", "m")
 SEGMENT = ev.SegmentName("t", "m", "s")
@@ -290,3 +291,35 @@ def test_the_dead_are_looked_at_by_sums() -> None:
     assert few, "nothing counts"
     assert many == 4 * few
     assert at_audit == 0
+
+
+def test_deaths_are_credited_some_at_a_time(story: Story) -> None:
+    """128 sessions die, and the device shows all their memory free: one step credits 64 of them at most."""
+    sessions = [story.open() for _ in range(128)]
+    for session in sessions:
+        story.tell(ev.Declare(story.call(), session, 2, MODEL, "device", 2))
+    for session in sessions:
+        story.tell(ev.ProcessDied(session, {"device": 2 * len(sessions)}))
+    left = []
+    while story.releasing():
+        story.tell(ev.Audit({"device": 0}))
+        left.append(story.releasing() // 2)
+    assert left == [64, 0]
+
+
+def test_attaches_that_wait_are_bounded(story: Story) -> None:
+    """Eight sessions of a tenant wait for a seal with sixteen attaches each: only so many begin in one step."""
+    story.broker.books.rules = dataclasses.replace(story.broker.rules, max_waiting_per_tenant=100)
+    writer = story.open()
+    segment = story.write(writer, 2)
+    for session in [story.open() for _ in range(8)]:
+        for number in range(16):
+            story.tell(ev.AttachSegment(story.call(), session, 2 + number, SEGMENT, 10**9))
+    refused = [answer for answer in story.answers.values() if isinstance(answer, Denied)]
+    assert [one.reason for one in refused] == [Reason.TOO_MANY_REQUESTS] * 28
+    story.tell(ev.SealSegment(story.call(), writer, 3, segment))
+    story.tell(ev.Sealed(segment))
+    assert sum(story.broker.ledger.segments[segment].holders.values()) == 101
+    other = story.open()
+    story.tell(ev.AttachSegment(story.call(), other, 2, SEGMENT, 10**9))
+    assert other in story.broker.ledger.segments[segment].holders

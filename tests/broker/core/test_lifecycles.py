@@ -17,10 +17,10 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "lifecycles.md"
 FIRST = {"session": "open", "extent": "lent", "packet": "waiting", "segment": "writing"}
 LAST = {"session": {"ended"}, "extent": {"credited"}, "packet": {"delivered", "credited"}, "segment": {"ended"}}
 SENTENCES = {
-    "session": "One `connect()` of one process: it outlives its connection, and it is charged until its end.",
-    "extent": "A piece of memory that was lent: charged until its borrower's word, or the device, says it is free.",
-    "packet": "Up to 64 extents of a call on their way: at most two of a session are made and not acknowledged.",
-    "segment": "Memory under a name: charged to its model until it is deleted and nobody can have it mapped.",
+    "session": "One `connect()` of one process. It outlives its connection and is charged until it ends.",
+    "extent": "A piece of lent memory. It is charged until its borrower releases it or the device shows it free.",
+    "packet": "Up to 64 extents of a call, sent together. A session has at most two made and not acknowledged.",
+    "segment": "Memory with a name. Its model is charged until it is deleted and no process can have it mapped.",
 }
 MODEL = ModelName("t", "m")
 
@@ -32,8 +32,8 @@ def draw() -> str:
     parts = [
         "# Lifecycles",
         "",
-        "Drawn from `broker/membrokerd/core/lifecycles.py` by `tests/broker/core/test_lifecycles.py`; with",
-        "`MEMBROKER_REWRITE=1` that test writes this page. A move that is not drawn here is a bug and raises.",
+        "`tests/broker/core/test_lifecycles.py` checks this page against `broker/membrokerd/core/lifecycles.py`, and",
+        "writes it when `MEMBROKER_REWRITE=1` is set. Any other transition is a bug and raises an error.",
     ]
     for name, table in lifecycles.ALL.items():
         arrows = [

@@ -138,20 +138,44 @@ def test_the_shape_of_an_allocate(location: str, extent_bytes: int, count: int, 
         ("m", True),
         ("0", True),
         ("llama-3.1_8b", True),
-        ("a" * 63, True),
-        ("a" * 64, False),
+        ("Qwen3-8B", True),
+        ("_private", True),
+        ("a" * 96, True),
+        ("a" * 97, False),
         ("", False),
         ("-m", False),
         (".m", False),
-        ("Llama", False),
-        ("a/b", False),
         ("a b", False),
         ("m\n", False),
         ("é", False),
+        ("٣", False),
     ],
 )
-def test_model_names(name: str, valid: bool) -> None:
-    assert policy.valid_own_name(name) is valid
+def test_names(name: str, valid: bool) -> None:
+    assert policy.valid_own_name(name) is policy.valid_model_name(name) is valid
+
+
+@pytest.mark.parametrize(
+    ("name", "valid"),
+    [
+        ("Qwen/Qwen3-8B", True),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", True),
+        ("segments/segments", True),
+        ("a/" + "b" * 94, True),
+        ("a/" + "b" * 95, False),
+        ("a/", False),
+        ("/a", False),
+        ("a//b", False),
+        ("a/../b", False),
+        ("a/..", False),
+        ("a/-", False),
+        ("a/b/c", False),
+        ("a/b\n", False),
+    ],
+)
+def test_names_of_two_parts_are_for_models_alone(name: str, valid: bool) -> None:
+    assert policy.valid_model_name(name) is valid
+    assert not policy.valid_own_name(name)
 
 
 @pytest.mark.parametrize(

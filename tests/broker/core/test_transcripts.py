@@ -63,6 +63,7 @@ class Script:
     def do_rules(self, **options: str) -> None:
         """Begin anew: device= host= settle= grace= sessions= per_process= models= calls= limits=tenant[/model]:MiB.
 
+        default= is each tenant's limit at the device where it has none of its own (MiB).
         For segments: segment_extent= (MiB), segments= of a tenant, segment_extents= of all.
         For the stock: stock_extents= and stock= (MiB). others=later: `heard` says when the others were heard.
         """
@@ -71,11 +72,7 @@ class Script:
             "device": mib(options.pop("device", "64")),
             "host": mib(options.pop("host", "0")),
         }
-        limits: dict[tuple[str, str | None, ev.Location], int] = {}
-        for item in filter(None, options.pop("limits", "").split(",")):
-            who, size = item.split(":")
-            tenant, _, model = who.partition("/")
-            limits[tenant, model or None, "device"] = mib(size)
+        limits = limits_of(options)
         fields = {
             "settle": ("settle_ns", SECOND),
             "grace": ("model_grace_ns", SECOND),
@@ -91,8 +88,13 @@ class Script:
             "stock": ("stock_bytes", MIB),
         }
         numbers = {fields[key][0]: int(value) * fields[key][1] for key, value in options.items()}
-        self.rules = policy.Rules(granularity=2 * MIB, capacities=capacities, limits=limits, **numbers)
+        self.rules = policy.Rules(granularity=2 * MIB, capacities=capacities, **limits, **numbers)
         self.broker = Broker(self.rules, self.epoch)
+
+    def do_reload(self, **options: str) -> None:
+        """Have other limits: limits= default=, as of `rules`. What is left out is no limit any more."""
+        self.rules = dataclasses.replace(self.rules, **limits_of(options))
+        self.broker.change_rules(self.rules)
 
     def do_at(self, seconds: str) -> None:
         """Let the clock show this."""
@@ -203,6 +205,10 @@ class Script:
 
     def do_ack(self, name: str, request: str, part: str) -> ev.Event:
         return ev.Acknowledge(self.session(name), int(request), int(part))
+
+    def do_taken(self, name: str, count: str) -> ev.Event:
+        """The session has taken so many packets of this connection: the next frame says so."""
+        return ev.AcknowledgeUpTo(self.session(name), int(count))
 
     def do_made(self, name: str, request: str, part: str) -> ev.Event:
         return ev.Made(self.sessions[name], int(request), int(part))
@@ -415,6 +421,17 @@ class Script:
                 *([f"waits until {waiting / SECOND:g}s"] if waiting is not None else []),
             )
         )
+
+
+def limits_of(options: dict[str, str]) -> dict[str, Any]:
+    """Take limits= and default= out of a command's options, and return them as the rules have them."""
+    limits: dict[tuple[str, str | None, ev.Location], int] = {}
+    for item in filter(None, options.pop("limits", "").split(",")):
+        who, size = item.split(":")
+        tenant, _, model = who.partition("/")
+        limits[tenant, model or None, "device"] = mib(size)
+    default = options.pop("default", "")
+    return {"limits": limits, "default_limits": {"device": mib(default)} if default else {}}
 
 
 def mib(text: str) -> int:

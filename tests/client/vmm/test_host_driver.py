@@ -137,7 +137,7 @@ def test_check_driver_runs_the_whole_suite_and_stops_at_a_broken_promise() -> No
 
 def test_the_twin_says_what_it_is(driver: HostDriver) -> None:
     info = driver.device
-    assert (info.uuid, info.name, info.granularity) == ("host", "host memory twin", 2 << 20)
+    assert (info.uuid, info.name, info.granularity) == ("host", "host memory", 2 << 20)
 
 
 def test_locations_have_totals_of_their_own() -> None:
@@ -387,13 +387,13 @@ def test_junk_is_no_survivor(driver: HostDriver) -> None:
         ({"watches": watches, "table": watches}, "`table` .* is anon_inode:inotify"),
         ({"watches": watches, "table": extents[0]}, "`table` .* is /memfd:membroker-extent"),
         ({"watches": watches, "table": 1 << 20}, "`table` .* is closed"),
-        ({"watches": watches, "table": junk}, "entry 2 of the table, 0x200002, is no extent's size"),
+        ({"watches": watches, "table": junk}, "entry 2 of the table, 0x200002, is not a size and location"),
     ):
         with pytest.raises(DriverError, match=message):
             HostDriver(survivors=wrong)
     for entry in (1, 1 << 63):
         os.pwrite(junk, entry.to_bytes(8, "little"), 16)
-        with pytest.raises(DriverError, match=f"entry 2 of the table, {entry:#x}, is no extent's size"):
+        with pytest.raises(DriverError, match=f"entry 2 of the table, {entry:#x}, is not a size and location"):
             HostDriver(survivors={"watches": watches, "table": junk})
     os.ftruncate(junk, 0)
     with pytest.raises(DriverError, match="too short: it has 0 of 2"):
@@ -540,7 +540,7 @@ def test_a_memfd_that_could_shrink_is_refused(driver: HostDriver) -> None:
     with pytest.raises(DriverError, match="not sealed"):
         driver.import_extent(descriptor, GRANULARITY)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    with pytest.raises(DriverError, match="no extent of"):
+    with pytest.raises(DriverError, match="not an extent of"):
         driver.import_extent(descriptor, 2 * GRANULARITY)
     assert open_descriptors() == before
     driver.import_extent(descriptor, GRANULARITY)

@@ -1,7 +1,7 @@
-"""`VirtualMemoryManager` on the twin: real calls behind the surface of oxicuda's `virtual_memory.rs`, and its checks.
+"""`VirtualMemoryManager` on the host driver: the API and the checks of oxicuda's `virtual_memory.rs`, with real calls.
 
-docs/vmm.md says which of that file's own tests is which here. Its driver calls are stubs that answer NotSupported:
-where it tests that, the test here shows the deed. Its sizes are of 4096 bytes; a device's are granules of 2 MiB.
+tests/docs/migrating_tests.md maps that file's own tests to these. Its driver calls are stubs that return NotSupported:
+where it tests that, the test here makes the call. Its sizes are of 4096 bytes; a device's are granules of 2 MiB.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def test_more_than_the_device_has_is_out_of_memory(manager: VirtualMemoryManager
 
 
 def test_alloc_physical_refuses_a_device_that_is_not_here(manager: VirtualMemoryManager) -> None:
-    with pytest.raises(InvalidRequest, match="no device 1 here, only 0"):
+    with pytest.raises(InvalidRequest, match="no device 1, only 0"):
         manager.alloc_physical(GRANULE, 1)
 
 
@@ -352,6 +352,6 @@ def test_a_manager_takes_only_its_own(manager: VirtualMemoryManager, driver: Hos
 def test_a_manager_has_one_driver_for_each_device(driver: HostDriver) -> None:
     other = HostDriver()
     for drivers in ((), (driver, other), (driver, driver)):
-        with pytest.raises(InvalidRequest, match="one driver for each"):
+        with pytest.raises(InvalidRequest, match="one driver per device"):
             VirtualMemoryManager(*drivers)
     other.close()

@@ -1,0 +1,28 @@
+"""The health service of one endpoint. A name that is not served is refused: no peer can make the broker keep names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2
+
+
+class Health(health.aio.HealthServicer):  # type: ignore[misc]
+    """Says SERVING of what is served here, and of nothing else."""
+
+    def __init__(self, served: Iterable[str]) -> None:
+        super().__init__()
+        self._served = frozenset(("", *served))
+
+    async def start(self) -> None:
+        """Begin to say that all of it is served."""
+        for name in self._served:
+            await self.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        """Stream the health of a name that is served here; any other ends the call with NOT_FOUND, as Check does."""
+        if request.service not in self._served:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        await super().Watch(request, context)

@@ -1,0 +1,114 @@
+"""The turns of the event loop: how long each one takes, and how much of one turn each tenant may use.
+
+A turn is what the loop does between two looks at its descriptors. All peers share it, so a peer that sends more than
+its share of work waits for the next turn. `Turns` measures and decides; `TurnSelector` tells it when a turn begins and
+ends. It does no work of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import selectors
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
+
+SLOW_SECONDS = 0.05
+"""A turn that takes longer is counted: nothing that a peer sends may cause one."""
+READING_SECONDS = 0.016
+"""After so long, no more of what peers have sent is taken in this turn."""
+SHARE_SECONDS = 0.004
+"""How much of that one tenant may use, however many connections it has."""
+
+
+def spare_collections() -> None:
+    """Let the garbage collector leave out what lives as long as the daemon: a full collection took 25 ms of a turn."""
+    gc.collect()
+    gc.freeze()
+
+
+class Turns:
+    """What the turns of one event loop have cost, and what is left of the one that runs."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.longest = 0.0
+        """Seconds of the longest turn since the start."""
+        self.longest_cpu = 0.0
+        """The most CPU time that this thread used in a turn, in seconds: other processes cannot make it longer."""
+        self.slow = 0
+        """How many turns took longer than `SLOW_SECONDS`."""
+        self._began: tuple[float, float] | None = None
+        self._used = 0.0
+        self._shares: dict[str, float] = {}
+        self._late: dict[int, int] = {}
+        """By descriptor: in which turn it was first passed over."""
+
+    def begin(self) -> None:
+        """Say that a turn begins."""
+        self.number += 1
+        self._used = 0.0
+        self._shares.clear()
+        self._began = time.perf_counter(), time.thread_time()
+
+    def end(self) -> None:
+        """Say that the turn is over, and how long it took."""
+        if self._began is None:
+            return
+        began, began_cpu = self._began
+        self._began = None
+        seconds, cpu = time.perf_counter() - began, time.thread_time() - began_cpu
+        self.longest, self.longest_cpu = max(self.longest, seconds), max(self.longest_cpu, cpu)
+        self.slow += seconds > SLOW_SECONDS
+
+    def may(self, whose: str, descriptor: int) -> bool:
+        """Say whether this tenant may use more of this turn. If not, its descriptor goes first in a later turn."""
+        if self._used < READING_SECONDS and self._shares.get(whose, 0.0) < SHARE_SECONDS:
+            self._late.pop(descriptor, None)
+            return True
+        self._late.setdefault(descriptor, self.number)
+        return False
+
+    def charge(self, whose: str, seconds: float) -> None:
+        """Count time that was used for a tenant in this turn."""
+        self._used += seconds
+        self._shares[whose] = self._shares.get(whose, 0.0) + seconds
+
+    def passed_over(self, descriptor: int) -> int:
+        """Return since which turn a descriptor waits, or the number of this turn."""
+        return self._late.get(descriptor, self.number)
+
+    @property
+    def anybody_late(self) -> bool:
+        """Say whether a descriptor was passed over."""
+        return bool(self._late)
+
+    def forget(self, descriptor: int) -> None:
+        """A descriptor is not looked at any more."""
+        self._late.pop(descriptor, None)
+
+
+class TurnSelector(selectors.EpollSelector):
+    """The selector of an event loop. What was passed over longest comes first: the kernel's order never changes."""
+
+    def __init__(self, turns: Turns) -> None:
+        super().__init__()
+        self._turns = turns
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Return what is ready. A turn ends when this is called, and the next one begins when it returns."""
+        turns = self._turns
+        turns.end()
+        ready = super().select(timeout)
+        turns.begin()
+        if turns.anybody_late:
+            ready.sort(key=lambda one: turns.passed_over(one[0].fd))
+        return ready
+
+    def unregister(self, fileobj: FileDescriptorLike) -> selectors.SelectorKey:
+        """Stop looking at a descriptor."""
+        key = super().unregister(fileobj)
+        self._turns.forget(key.fd)
+        return key

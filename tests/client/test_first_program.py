@@ -1,0 +1,202 @@
+"""What a first program meets: `free`, the end of the addresses, the numbers of a refusal, and `dir(model)`."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from tests.client.lender import MIB, PAGE, Lender
+
+import membroker
+from membroker.errors import AlreadyMapped, InvalidOffset, InvalidRequest, NotMapped, OutOfMemory, OutOfVirtualMemory
+from membroker.growable import GrowableBuffer
+from membroker.pool import VirtualMemoryPool
+
+PUBLIC_NAMES = [
+    "allocate",
+    "available",
+    "create_segment",
+    "declare",
+    "driver",
+    "growable_buffer",
+    "host_limit",
+    "limit",
+    "name",
+    "pool",
+    "resource_name",
+    "sparse_array",
+    "stats",
+    "unregister",
+    "virtual_capacity",
+]
+
+
+class TestFree:
+    """Whoever got an address gives the address back, as with malloc."""
+
+    def test_an_address_frees_what_began_there(self, pool: VirtualMemoryPool, lender: Lender) -> None:
+        first = pool.allocate_anywhere(3 * PAGE)
+        second = pool.allocate_anywhere(1)
+        third = pool.grow(2 * PAGE)
+        fourth = pool.allocate(40 * PAGE + 100, 2 * PAGE)
+        assert pool.physical_memory_usage == 9 * PAGE == lender.lent_bytes
+        pool.free(second)
+        assert pool.is_mapped(0, 3 * PAGE)
+        assert not pool.is_mapped(3 * PAGE)
+        pool.free(fourth)
+        pool.free(first)
+        assert [(run.offset, run.size) for run in pool.mappings()] == [(4 * PAGE, 2 * PAGE)]
+        pool.free(third)
+        assert pool.physical_memory_usage == lender.lent_bytes == 0
+
+    def test_what_is_no_beginning_is_refused(self, pool: VirtualMemoryPool) -> None:
+        """Twice, in the middle, before the first byte, outside, or no address at all: nothing has changed."""
+        address = pool.allocate(PAGE + 8, 2 * PAGE)
+        for wrong in (address + 1, address - 8, address + PAGE, pool.base_address):
+            with pytest.raises(NotMapped, match="no allocation begins"):
+                pool.free(wrong)
+        for wrong in (pool.base_address - 1, pool.base_address + pool.capacity, 0, -1, 8, 1 << 70):
+            with pytest.raises(InvalidOffset, match="not one of this pool's"):
+                pool.free(wrong)
+        for wrong in (1.0, True, None, "1"):
+            with pytest.raises(InvalidRequest, match="is a whole number"):
+                pool.free(wrong)  # type: ignore[arg-type]
+        assert pool.physical_memory_usage == 3 * PAGE
+        pool.free(address)
+        with pytest.raises(NotMapped):
+            pool.free(address)
+
+    def test_a_living_view_keeps_it(self, pool: VirtualMemoryPool) -> None:
+        address = pool.allocate_anywhere(2 * PAGE)
+        view = pool.view(PAGE, 8)
+        with pytest.raises(BufferError):
+            pool.free(address)
+        view.release()
+        pool.free(address)
+
+    def test_beside_deallocate_and_shrink(self, pool: VirtualMemoryPool, lender: Lender) -> None:
+        """Offsets and addresses mix: a hole cuts an allocation, and what lies behind it is an allocation of its own."""
+        whole = pool.allocate(0, 8 * PAGE)
+        pool.deallocate(3 * PAGE, 2 * PAGE)
+        newer = pool.allocate(3 * PAGE, 2 * PAGE)
+        pool.free(newer)
+        assert pool.is_mapped(5 * PAGE, 3 * PAGE), "the newer one took what was left of the older"
+        pool.shrink(PAGE)
+        pool.free(pool.base_address + 5 * PAGE)
+        assert [(run.offset, run.size) for run in pool.mappings()] == [(0, 3 * PAGE)]
+        pool.free(whole)
+        assert lender.lent_bytes == 0
+
+    def test_with_spare_pages(self, lender: Lender) -> None:
+        """Pages that are kept for the next one are nobody's: an address of theirs frees nothing."""
+        with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=4) as pool:
+            for size in (PAGE, 3 * PAGE):
+                address = pool.allocate_anywhere(size)
+                pool.free(address)
+                assert pool.stats().spare_pages == size // PAGE
+                with pytest.raises(NotMapped):
+                    pool.free(address)
+                again = pool.allocate(8, size - 8)
+                pool.free(again)
+                with pytest.raises(NotMapped):
+                    pool.free(again)
+                pool.trim()
+
+    def test_after_a_compaction(self, pool: VirtualMemoryPool) -> None:
+        """The moves say where an allocation is now; its old address is nobody's."""
+        low, high, last = (pool.allocate_anywhere(2 * PAGE) for _ in range(3))
+        pool.free(low)
+        (move,) = pool.compact()
+        assert (move.old_offset, move.new_offset) == (2 * PAGE, 0)
+        with pytest.raises(NotMapped):
+            pool.free(last)
+        pool.free(high - 2 * PAGE)
+        assert [(run.offset, run.size) for run in pool.mappings()] == [(2 * PAGE, 2 * PAGE)]
+        pool.free(last - 2 * PAGE)
+        assert pool.physical_memory_usage == 0
+
+    def test_offloaded_pages_are_allocated(self, pool: VirtualMemoryPool, lender: Lender) -> None:
+        address = pool.allocate_anywhere(4 * PAGE)
+        pool.offload(PAGE, 2 * PAGE)
+        pool.free(address)
+        assert (pool.mappings(), pool.stats().offloaded_bytes, lender.lent_bytes) == ([], 0, 0)
+        assert lender.declared_bytes == 0
+
+    def test_a_failed_allocation_begins_nowhere(self, pool: VirtualMemoryPool, lender: Lender) -> None:
+        lender.capacity = PAGE
+        with pytest.raises(OutOfMemory):
+            pool.allocate(0, 2 * PAGE)
+        with pytest.raises(NotMapped):
+            pool.free(pool.base_address)
+        pool.allocate(PAGE, 1)
+        with pytest.raises(AlreadyMapped):
+            pool.allocate(0, 2 * PAGE)
+        with pytest.raises(NotMapped):
+            pool.free(pool.base_address)
+
+
+class TestTheEndOfTheAddresses:
+    """Memory may be left, addresses are not: an error of its own, since other things help."""
+
+    def test_a_pool(self, pool: VirtualMemoryPool) -> None:
+        pool.allocate(60 * PAGE, PAGE)
+        for grow in (pool.grow, pool.prepare):
+            with pytest.raises(OutOfVirtualMemory) as caught:
+                grow(3 * PAGE + 1)
+            assert (caught.value.requested, caught.value.available) == (3 * PAGE + 1, 3 * PAGE)
+            assert str(pool.capacity) in str(caught.value)
+        pool.grow(3 * PAGE)
+        with pytest.raises(OutOfVirtualMemory) as caught:
+            pool.grow(1)
+        assert caught.value.available == 0
+        assert pickle.loads(pickle.dumps(caught.value)).requested == 1
+
+    def test_a_growable_buffer(self, lender: Lender) -> None:
+        with GrowableBuffer(lender, PAGE, 4 * PAGE, PAGE) as buffer:
+            with pytest.raises(OutOfVirtualMemory) as caught:
+                buffer.grow(3 * PAGE + 1)
+            assert (caught.value.requested, caught.value.available) == (3 * PAGE + 1, 3 * PAGE)
+            with pytest.raises(OutOfVirtualMemory) as caught:
+                buffer.resize("1GiB")
+            assert (caught.value.requested, caught.value.available) == (1 << 30, 4 * PAGE)
+            assert buffer.size == PAGE
+
+
+class TestRefusals:
+    """20 MiB were asked for; a message that speaks of 64 MiB alone makes people look for a fault of their own."""
+
+    def test_the_bytes_that_were_asked_for_and_the_rounding(self) -> None:
+        with (
+            membroker.LocalSource("host", limit="96MiB") as source,
+            VirtualMemoryPool(source, "1GiB", "64MiB") as pool,
+        ):
+            pool.allocate_anywhere("64MiB")
+            for attempt in (pool.grow, pool.allocate_anywhere, lambda size: pool.allocate(64 * MIB, size)):
+                with pytest.raises(OutOfMemory) as caught:
+                    attempt("20MiB")
+                assert str(caught.value).startswith(
+                    "20.0 MiB (64.0 MiB in pages of 64.0 MiB) were asked for, 32.0 MiB are available: "
+                )
+                numbers = (caught.value.asked, caught.value.requested, caught.value.available)
+                assert numbers == (20 * MIB, 64 * MIB, 32 * MIB)
+                copy = pickle.loads(pickle.dumps(caught.value))
+                assert (str(copy), copy.asked) == (str(caught.value), 20 * MIB)
+
+    def test_of_a_buffer_and_of_one_that_grows(self) -> None:
+        with membroker.LocalSource("host", limit="6MiB") as source:
+            with pytest.raises(OutOfMemory, match=r"^7\.0 MiB \(8\.0 MiB in granules of 2\.0 MiB\) were asked for, 6"):
+                membroker.Buffer(source, "7MiB")
+            buffer = GrowableBuffer(source, "4MiB", "64MiB", "4MiB")
+            with pytest.raises(OutOfMemory, match=r"^1\.0 MiB \(4\.0 MiB in pages of 4\.0 MiB\) were asked for, 2"):
+                buffer.grow("1MiB")
+
+    def test_what_needed_no_rounding_is_told_as_it_is(self) -> None:
+        with membroker.LocalSource("host", limit="6MiB") as source, pytest.raises(OutOfMemory) as caught:
+            membroker.Buffer(source, "8MiB")
+        assert str(caught.value) == "the capacity of 6.0 MiB has 6.0 MiB left: 8.0 MiB more do not fit"
+        assert caught.value.asked == caught.value.requested == 8 * MIB
+
+
+def test_a_model_shows_what_a_user_uses() -> None:
+    """Completion in a notebook lists these, and none of the library's plumbing."""
+    assert [name for name in dir(membroker.Model) if not name.startswith("_")] == PUBLIC_NAMES

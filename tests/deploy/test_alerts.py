@@ -1,0 +1,217 @@
+"""Every alert fires: a real Prometheus, a real daemon, and each state made real.
+
+The rules are deploy/'s with their minutes as seconds. Every state that is made here lasts until the test ends it; one
+that ends by itself within an alert's real `for` could never fire it, and must not be used to show that it does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests import daemons
+from tests.daemons import MIB, Daemon, running, until
+from tests.system.company import spare_descriptors
+from tests.system.workers import PAGE, Worker, worker, workers
+
+RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yml"
+ALERTS = set(re.findall(r"- alert: (\w+)", RULES.read_text()))
+SECONDS = 60.0
+"""How long an alert may take. Its scaled `for` is 10 seconds at most."""
+CONFIGURATION = """
+global: {{scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}}
+rule_files: [alerts.yml]
+scrape_configs:
+  # As discovery by annotations names it: no rule may need a name of ours.
+  - job_name: kubernetes-pods
+    static_configs: [{{targets: ["{target}"]}}]
+"""
+
+
+class Prometheus:
+    """A Prometheus on loopback that scrapes one target; `fired` are all alerts that it has seen fire."""
+
+    def __init__(self, directory: Path, target: str) -> None:
+        rules = re.sub(r"(for: |\[|offset )(\d+)m\b", r"\1\2s", RULES.read_text())
+        (directory / "alerts.yml").write_text(rules)
+        (directory / "prometheus.yml").write_text(CONFIGURATION.format(target=target))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._authority = f"127.0.0.1:{free.getsockname()[1]}"
+        self._log = (directory / "log").open("wb")
+        command = ["prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data", "--log.level=warn"]
+        command += [f"--web.listen-address={self._authority}"]
+        self.process = subprocess.Popen(command, cwd=directory, stdout=self._log, stderr=self._log)
+        self.fired: set[str] = set()
+
+    def ask(self, path: str) -> Any:
+        """Return the data of an answer, or None while there is no answer."""
+        try:
+            with urllib.request.urlopen(f"http://{self._authority}/api/v1/{path}", timeout=10) as answer:
+                return json.load(answer)["data"]
+        except OSError:
+            assert self.process.poll() is None, "Prometheus has ended"
+            return None
+
+    def scraped(self) -> int:
+        """Return how many scrapes there were."""
+        found = self.ask("query?query=count_over_time(up[5m])")
+        return int(found["result"][0]["value"][1]) if found and found["result"] else 0
+
+    def firing(self) -> set[str]:
+        """Return the alerts that fire now."""
+        told = self.ask("alerts") or {"alerts": []}
+        now = {alert["labels"]["alertname"] for alert in told["alerts"] if alert["state"] == "firing"}
+        self.fired |= now
+        return now
+
+    def until_fired(self, *alerts: str) -> None:
+        """Wait until each has fired at some time."""
+        assert set(alerts) <= ALERTS
+        until(lambda: self.firing() is not None and self.fired >= set(alerts), SECONDS)
+
+    def close(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.wait()
+        self._log.close()
+
+
+@contextmanager
+def prometheus(directory: Path, daemon: Daemon) -> Iterator[Prometheus]:
+    """Run a Prometheus that scrapes the daemon."""
+    target = daemon.device().metrics_url.removeprefix("http://").removesuffix("/metrics")
+    made = Prometheus(directory, target)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def stderr() -> Iterator[int]:
+    """Let daemons write their log into a pipe; yield the end that a test may read from, or not."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 1 << 20)
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, **{**options, "stderr": writer, "stdout": writer})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(daemons, "subprocess", SimpleNamespace(Popen=start))
+        yield reader
+    os.close(writer)
+    os.close(reader)
+
+
+CONFIG = {
+    "driver": "auto",
+    "capacity": "256MiB",
+    "settle_seconds": 0.5,
+    "audit_seconds": 0.1,
+    "max_sessions": 4,
+    "tenants": {"red": {"limit": "128MiB"}, "blue": {}},
+}
+_ASK_AGAIN_AND_AGAIN = """
+import threading
+def ask():
+    while not over.wait(0.2):
+        try: model.allocate('512MiB')
+        except membroker.OutOfMemory as error: assert error.reason == 'TENANT_LIMIT', error
+over = threading.Event()
+asking = threading.Thread(target=ask, daemon=True)
+asking.start()
+"""
+
+
+def borrow(one: Worker, daemon: Daemon, tenant: str, size: int) -> None:
+    one.connect(daemon, tenant)
+    one.do(f"model = client.register_model('m-{one.pid}'); pool = model.pool('2MiB'); pool.allocate(0, {size})")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_every_alert_fires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stderr: int) -> None:
+    """Limit reached, stranger, forked child, lost connection, full disk, no descriptors, unread log, dead daemon."""
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with running(CONFIG) as daemon, prometheus(tmp_path, daemon) as watch, workers(3) as (parent, lost, asker):
+        until(lambda: watch.scraped() >= 5)
+        watch.until_fired("MembrokerDriverFallback")
+        assert watch.firing() == {"MembrokerDriverFallback"}, "nothing else is wrong"
+
+        _make_a_child_keep_memory(daemon, watch, parent)
+        lost.do(f"raw = Raw({str(daemon.endpoint())!r}, 'handoff'); raw.hello(); raw.socket.shutdown(2)")
+        borrow(asker, daemon, "red", 2 * MIB)
+        asker.do(_ASK_AGAIN_AND_AGAIN)
+        with worker() as full, worker() as fourth:
+            full.connect(daemon, "blue")
+            full.do("model = client.register_model('full'); pool = model.pool('2MiB')")
+            assert full.refused("pool.allocate(0, 240 * MIB)").reason == "DEVICE_FULL"
+            watch.until_fired("MembrokerDeviceFull")
+            fourth.connect(daemon, "blue")
+            watch.until_fired("MembrokerSessionsNearLimit", "MembrokerTenantAtLimit", "MembrokerSessionsDetached")
+            fourth.do("client.close()")
+            _use_up_descriptors(daemon, watch)
+            _fill_the_log(full, watch)
+            asker.do("over.set(); asking.join()")
+            _fill_the_disk(daemon, watch, full)
+        daemon.kill()
+        watch.until_fired("MembrokerDown")
+        assert watch.fired == ALERTS
+
+
+def _make_a_child_keep_memory(daemon: Daemon, watch: Prometheus, parent: Worker) -> None:
+    """A rank dies, and a child that it forked holds its memory on, longer than the broker waits."""
+    borrow(parent, daemon, "blue", 64 * MIB)
+    child = parent.ask("fork_unseen()")
+    parent.kill()
+    watch.until_fired("MembrokerMemoryNotReturned", "MembrokerUnaccounted")
+    os.kill(child, signal.SIGSTOP)  # it stays, until its memory has made the device full
+
+
+def _use_up_descriptors(daemon: Daemon, watch: Prometheus) -> None:
+    spare_descriptors(daemon.process.pid, 3)  # a scrape needs two
+    watch.until_fired("MembrokerDescriptorsNearLimit")
+    spare_descriptors(daemon.process.pid, None)
+
+
+def _fill_the_log(one: Worker, watch: Prometheus) -> None:
+    """The pipe is full, then the daemon's queue."""
+    one.do("buffers = 0")
+    until(
+        lambda: (
+            one.do("for _ in range(200): model.allocate(PAGE).close()") or "MembrokerLogLinesDropped" in watch.firing()
+        ),
+        SECONDS,
+    )
+
+
+def _fill_the_disk(daemon: Daemon, watch: Prometheus, one: Worker) -> None:
+    pid, (_, hard) = daemon.process.pid, resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (PAGE, hard))  # an extent is a file, too
+    one.do(
+        "refused = None\n"
+        "while refused is None:\n"
+        "    try:\n"
+        "        model.allocate(PAGE).close()\n"
+        "    except membroker.MembrokerError as error:\n"
+        "        refused = error\n"
+    )
+    assert one.ask("refused.reason") == "JOURNAL_FULL"
+    watch.until_fired("MembrokerJournalFull")
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))

@@ -1,0 +1,82 @@
+"""The client in C of docs/protocol.md: compiled as its reader would compile it, and run against a real daemon."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.client.played import Caller, playing
+from tests.daemons import MIB, Daemon, running, until
+
+SOURCE = Path(__file__).parents[2] / "examples" / "c" / "client.c"
+STRICT = ("-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Wpedantic", "-Werror")
+CHECKED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+PAGE = 2 * MIB
+
+pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler (cc) on this machine")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program, compiled without a warning; with the compiler's own checks at run time, where it has them."""
+    path = tmp_path_factory.mktemp("c") / "client"
+    command = ["cc", *STRICT, "-o", str(path), str(SOURCE)]
+    if subprocess.run([*command, *CHECKED], capture_output=True, check=False).returncode:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+    return path
+
+
+def run(program: Path, endpoint: Path) -> subprocess.CompletedProcess[str]:
+    """Run it to its end."""
+    return subprocess.run([program, endpoint], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_it_registers_borrows_shares_and_leaves(program: Path) -> None:
+    """Its lines say what happened; afterwards nothing is lent, and no session is left."""
+    with running({"capacity": "512MiB"}) as daemon:
+        for _ in range(2):
+            done = run(program, daemon.endpoint())
+            assert (done.returncode, done.stderr) == (0, "")
+            assert done.stdout.splitlines() == [
+                f"welcome: tenants/red on host, granularity {PAGE}",
+                "registered tenants/red/models/from-c",
+                "borrowed 130 pages, the last one reads 129",
+                f"released {130 * PAGE} bytes",
+                f'segment tenants/red/models/from-c/segments/greeting: {2 * PAGE} bytes, reads "hello from C"',
+                "last word: goodbye",
+            ]
+        assert not daemon.sessions()
+        books = daemon.books()
+        assert (books.lent_bytes, books.releasing_bytes) == (0, 0)
+        (model,) = daemon.models()
+        assert model.allocations_total == model.releases_total
+
+
+def test_a_refusal_is_the_brokers_own_sentence(program: Path, daemon: Daemon) -> None:
+    """130 pages are more than this broker lends: the program ends with the numbers, and leaves nothing lent."""
+    done = run(program, daemon.endpoint())
+    assert done.returncode == 1
+    assert "the broker lends 256.0 MiB" in done.stderr
+    until(lambda: not daemon.sessions())
+    assert daemon.books().lent_bytes == 0
+
+
+def test_an_older_broker_is_told_apart(program: Path) -> None:
+    """One that does not know the frames of this program says so in its Welcome, by leaving the revision out."""
+    with playing() as broker:
+        caller = Caller(lambda: run(program, broker.endpoint()))
+        assert broker.accept().client == "C example"
+        broker.welcome()
+        done = caller.value()
+        assert done.returncode == 1
+        assert "too old" in done.stderr
+
+
+def test_no_broker(program: Path, tmp_path: Path) -> None:
+    """It says where it looked."""
+    done = run(program, tmp_path)
+    assert done.returncode == 1
+    assert str(tmp_path / "handoff.sock") in done.stderr

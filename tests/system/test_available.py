@@ -1,0 +1,101 @@
+"""`Model.available`: how much could be borrowed now, which is what the tightest level leaves."""
+
+from __future__ import annotations
+
+import pytest
+from google.rpc.code_pb2 import Code
+from tests.daemons import MIB, Daemon, running, until
+from tests.system import raw
+from tests.system.workers import worker, workers
+
+from membroker.v1 import admin_pb2 as apb
+from membroker.v1 import broker_pb2 as bpb
+
+
+def test_each_level_is_told_when_it_is_the_tightest(transport: str) -> None:
+    """A worker plans its KV cache: its own limit, then its tenant's, the capacity and the card bound what it can have.
+
+    As much as it was told is granted, and a granule more is refused.
+    """
+    tenants = {"red": {"limit": "48MiB", "models": {"small": {"limit": "16MiB"}}}, "blue": {}}
+    with running({"capacity": "64MiB", "tenants": tenants, "audit_seconds": 0.1}) as daemon, workers(2) as (red, blue):
+        red.connect(daemon, "red", transport)
+        blue.connect(daemon, "blue", transport)
+        red.do("small, large = client.register_model('small', limit='12MiB'), client.register_model('large')")
+        blue.do("other = client.register_model('other')")
+        assert red.ask("[small.available().now, small.available().limit]") == [12 * MIB, 12 * MIB]
+        assert red.ask("[large.available().now, large.available().limit]") == [48 * MIB, None]
+        assert blue.ask("[other.available().now, other.available().limit]") == [64 * MIB, None]
+
+        red.do("held = large.allocate('40MiB')")
+        assert red.ask("[small.available().now, large.available('device').now]") == [8 * MIB, 8 * MIB]
+        assert blue.ask("other.available().now") == 24 * MIB
+        assert blue.refused("other.allocate('26MiB')").reason == "CAPACITY"
+        blue.do("other.allocate(other.available().now).close()")
+
+        # Given back by its word, and still mapped: the books have it, the card does not.
+        red.do("client._session.transport.release(list(held._holding.extents.values()))")
+        until(lambda: daemon.books().unaccounted_bytes == 40 * MIB)
+        assert red.ask("large.available().now") == 24 * MIB
+        assert blue.ask("other.available().now") == 24 * MIB
+        assert blue.refused("other.allocate('26MiB')").reason == "DEVICE_FULL"
+
+
+def test_it_is_what_is_lent_in_whole_granules(daemon: Daemon) -> None:
+    """A declaration of any size leaves half a granule, which nobody can borrow."""
+    with worker() as one:
+        one.connect(daemon)
+        one.do("model = client.register_model('m', limit='16MiB'); model.declare(5 * MIB)")
+        assert one.ask("model.available().now") == 10 * MIB
+        one.do("held = model.allocate('10MiB')")
+        assert one.ask("model.available().now") == 0
+
+
+def test_nothing_while_the_device_is_drained(daemon: Daemon) -> None:
+    """An operator takes the card away: a worker that asks learns that there is nothing to be had."""
+    with worker() as one, daemon.admin_stub() as admin:
+        one.connect(daemon)
+        one.do("model = client.register_model('m')")
+        admin.Drain(apb.DrainRequest())
+        assert one.ask("model.available().now") == 0
+        admin.Undrain(apb.UndrainRequest())
+        assert one.ask("model.available().now") == 256 * MIB
+
+
+def test_the_host_has_its_own_figure() -> None:
+    """Offloading asks for room on the host; a broker that lends none says so, as it does to an allocation."""
+    with running({"host_capacity": "32MiB"}) as daemon, worker() as one:
+        one.connect(daemon)
+        one.do("model = client.register_model('m', host_limit='8MiB')")
+        assert one.ask("[model.available('host').now, model.available('host').limit]") == [8 * MIB, 8 * MIB]
+    with running() as daemon, worker() as one:
+        one.connect(daemon)
+        one.do("model = client.register_model('m')")
+        assert one.refused("model.available('host')").error == "InvalidRequest"
+        assert one.refused("model.available('moon')").error == "InvalidRequest"
+        one.do("model.unregister()")
+        assert one.refused("model.available()").error == "ModelNotFound"
+
+
+@pytest.mark.parametrize(
+    ("name", "location", "reason"),
+    [
+        ("tenants/red/models/m", 7, "INVALID_ARGUMENT"),
+        ("tenants/red/models/other", 0, "MODEL_NOT_FOUND"),
+        ("tenants/blue/models/m", 0, "MODEL_NOT_FOUND"),
+        ("m", 0, "INVALID_NAME"),
+        ("", 0, "INVALID_NAME"),
+        ("x" * 60_000, 0, "INVALID_NAME"),
+    ],
+)
+def test_bad_input_is_refused(daemon: Daemon, name: str, location: int, reason: str) -> None:
+    """Names and numbers from outside: a typed refusal, and nothing in the books has moved."""
+    with raw.Session(daemon.endpoint("red")) as red:
+        red.register("m")
+        before = daemon.device().revision
+        request = bpb.GetAvailableRequest(model=name)
+        request.location = location  # type: ignore[assignment]  # not a number of the enumeration
+        answer = raw.grpc_call(red.endpoint, red.token, "GetAvailable", request)
+        assert raw.reason(answer) == reason
+        assert answer.code in (Code.INVALID_ARGUMENT, Code.NOT_FOUND)
+        assert daemon.device().revision == before

@@ -1,0 +1,409 @@
+"""State on disk that was damaged, removed or replaced: the next daemon has the right books, or says what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from tests.daemons import DEADLINE_SECONDS, MIB, Daemon, running, until
+from tests.keepers import Client, Keeper, memfd
+from tests.system import raw
+from tests.system.raw import Session
+from tests.system.workers import PAGE, worker
+
+from membroker.v1 import admin_pb2, resources_pb2
+from membroker.v1 import broker_pb2 as bpb
+from membrokerd.journal import boot_id
+
+DEAD_END_SECONDS = 20.0
+"""How long a daemon may take to refuse to start, on a busy machine. One that hangs takes for ever."""
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with running({"settle_seconds": 600.0}) as one:
+        yield one
+
+
+def state(daemon: Daemon) -> Path:
+    return daemon.root / "state"
+
+
+def command(daemon: Daemon) -> list[str]:
+    return [sys.executable, "-m", "membrokerd.start", "--config", str(daemon.directory / "membrokerd.toml")]
+
+
+def refused(daemon: Daemon) -> str:
+    """Start another daemon in the same place, which must refuse with one sentence, and return that."""
+    done = subprocess.run(command(daemon), capture_output=True, text=True, timeout=DEAD_END_SECONDS)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("membrokerd: ") or "membrokerd.toml: " in last, done.stderr
+    return last
+
+
+def records(data: bytes) -> list[int]:
+    """Return where each record of a journal begins."""
+    at, found = 0, []
+    while length := int.from_bytes(data[at : at + 4], "little"):
+        found.append(at)
+        at += 8 + length
+    return found
+
+
+def damage(daemon: Daemon, change: Callable[[bytearray], None]) -> bytes:
+    """Change the journal of a dead daemon, and return what it is then."""
+    path = state(daemon) / "journal"
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+    return bytes(data)
+
+
+# --- the epoch ---
+
+
+def test_no_id_is_lent_twice_where_the_epoch_was_removed(daemon: Daemon) -> None:
+    """A cleaner took `state/epoch` while no daemon ran. Ids that a worker holds are in the journal, and stay its."""
+    with ExitStack() as opened:
+        first = Session(daemon.endpoint())
+        held = first.borrow(first.register("m"), PAGE, 4)
+        daemon.kill()
+        (state(daemon) / "epoch").unlink()
+        daemon.start_again()
+        other = opened.enter_context(Session(daemon.endpoint("blue")))
+        fresh = other.borrow(other.register("m"), PAGE, 4)
+        assert not set(held) & set(fresh)
+        assert len({session.name for session in daemon.sessions()}) == 2
+        assert daemon.books().lent_bytes == 8 * PAGE
+        other.call(release=bpb.ReleaseExtentsRequest(extent_ids=fresh))
+        assert daemon.books().lent_bytes == 4 * PAGE
+        first.close()
+
+
+@pytest.mark.parametrize("text", ["-5", "", "7.5", "99999999999"])
+def test_an_epoch_that_is_no_number_is_a_sentence(daemon: Daemon, text: str) -> None:
+    """Somebody wrote into it. Without the file the journal says what the last epoch was."""
+    with worker() as one:
+        one.connect(daemon)
+        one.do("buffer = client.register_model('m').allocate('16MiB')")
+        daemon.kill()
+        (state(daemon) / "epoch").write_text(text)
+        said = refused(daemon)
+        assert f"{state(daemon) / 'epoch'} holds" in said
+        assert "remove it" in said
+        assert "reboot" not in said
+        (state(daemon) / "epoch").unlink()
+        daemon.start_again()
+        one.do("buffer.close(); client.close()")
+    until(lambda: daemon.books().lent_bytes == 0)
+
+
+# --- the journal ---
+
+
+def test_a_flipped_length_hides_no_records(daemon: Daemon) -> None:
+    """One bit, in the midst of the journal: it is set aside whole, and the log names who may hold memory."""
+    with worker() as one:
+        one.connect(daemon)
+        one.do("model = client.register_model('m'); held = [model.allocate(PAGE) for _ in range(8)]")
+        daemon.kill()
+
+        def flip(data: bytearray) -> None:
+            data[records(bytes(data))[3] + 3] ^= 0x40
+
+        damaged = damage(daemon, flip)
+        daemon.start_again()
+        (aside,) = state(daemon).glob("journal.broken-*")
+        assert aside.read_bytes() == damaged
+        assert "is damaged at its byte" in daemon.log()
+        assert (
+            f"an earlier daemon's worker may still hold memory; until it ends it counts as unaccounted pid={one.pid}"
+            in daemon.log()
+        )
+        assert daemon.books().lent_bytes == 0
+
+
+def test_a_torn_end_is_left_out_and_kept(daemon: Daemon) -> None:
+    """The last record, of a loan, is cut short. The rest stands, and who may hold what it says is named."""
+    with worker() as one:
+        one.connect(daemon)
+        one.do("model = client.register_model('m'); held = [model.allocate(PAGE) for _ in range(2)]")
+        until(lambda: daemon.books().unaccounted_bytes == 0)
+        daemon.kill()
+
+        def tear(data: bytearray) -> None:
+            at = [at for at in records(bytes(data)) if data[at + 8 : at + 13] == b"[[10,"][-1]
+            data[at + 20 :] = bytes(len(data) - at - 20)
+
+        torn = damage(daemon, tear)
+        daemon.start_again()
+        (aside,) = state(daemon).glob("journal.torn-*")
+        assert aside.read_bytes() == torn
+        assert "last record is not whole" in daemon.log()
+        assert f"may still hold memory; until it ends it counts as unaccounted pid={one.pid}" in daemon.log()
+        until(lambda: daemon.books().lent_bytes == PAGE)
+
+
+def test_a_whole_record_of_too_much_is_set_aside(daemon: Daemon) -> None:
+    """Its checksum is good, and taking it at its word would take all memory, at each start."""
+    daemon.kill()
+    fact = [10, 7, ["red", "m"], "device", PAGE, 9, 1 << 40]
+
+    def append(data: bytearray) -> None:
+        told = [
+            [[4, ["red", "m"], None, {}], [1, 7, "red", 2, 3, "p", False, "c", 5, "", ""], [6, ["red", "m"], 7]],
+            [fact],
+        ]
+        header = json.dumps(["membroker journal", 1, boot_id(), "host", 1]).encode()
+        data[:] = b""
+        for content in (header, *(json.dumps(one, separators=(",", ":")).encode() for one in told)):
+            data += struct.pack("<II", len(content), zlib.crc32(content)) + content
+
+    damage(daemon, append)
+    daemon.start_again()
+    assert list(state(daemon).glob("journal.other-format-1")), daemon.log()
+    assert daemon.resident_bytes() < 300 * MIB
+    assert not daemon.sessions()
+
+
+# --- the keeper ---
+
+
+def test_half_of_what_a_driver_needs_is_let_go(daemon: Daemon) -> None:
+    """An older version has left it in the keeper: the daemon says so, starts, and its own is kept for the next."""
+    assert daemon.stop() == 0
+    until(lambda: not daemon.keeper())
+    with Keeper(state(daemon) / "fdstore.sock"):
+        client = Client(state(daemon) / "fdstore.sock")
+        file = memfd(b"")
+        client.say(json.dumps({"number": 1, "put": ["driver.table"]}).encode(), [file])
+        assert client.hear() == ({"number": 1}, [])
+        client.sock.close()
+        os.close(file)
+        daemon.start_again()
+        assert "has only some of the driver's descriptors, or another driver's: they are let go" in daemon.log()
+        with worker() as one:
+            one.connect(daemon)
+            one.do("buffer = client.register_model('m').allocate('16MiB')")
+            daemon.kill()
+            daemon.start_again()
+            until(lambda: daemon.books().lent_bytes == 16 * MIB and daemon.books().unaccounted_bytes == 0)
+            one.do("buffer.close(); client.close()")
+        assert daemon.stop() == 0
+
+
+# --- what is removed while a daemon runs ---
+
+
+@pytest.mark.parametrize("removed", ["lock", "epoch", "journal", "everything"])
+def test_what_is_removed_of_the_state_is_written_again(daemon: Daemon, removed: str) -> None:
+    """A cleaner comes by night. No second daemon starts, and the next one has the books."""
+    with worker() as one:
+        one.connect(daemon)
+        one.do("buffer = client.register_model('m').allocate('16MiB')")
+        if removed == "everything":
+            shutil.rmtree(state(daemon))
+        else:
+            (state(daemon) / removed).unlink()
+        said = refused(daemon)
+        assert "a membrokerd already owns this device" in said
+        names = ["lock", "epoch", "journal"] if removed == "everything" else [removed]
+        until(lambda: "are written again" in daemon.log())
+        assert all((state(daemon) / name).exists() for name in names)
+        assert str(daemon.process.pid) in refused(daemon)
+        daemon.kill()
+        daemon.start_again()
+        until(lambda: daemon.books().lent_bytes == 16 * MIB)
+        one.do("buffer.close(); client.close()")
+
+
+def test_what_cannot_be_written_again_is_told(daemon: Daemon) -> None:
+    """A socket, or all of the device's directory: the log says what to do, once. Who is connected goes on."""
+    with Session(daemon.endpoint()) as session:
+        model = session.register("m")
+        (daemon.endpoint("blue") / "handoff.sock").unlink()
+        until(lambda: "a socket was removed or replaced" in daemon.log())
+        shutil.rmtree(daemon.root)
+        until(lambda: "the daemon's directory was removed or replaced" in daemon.log())
+        session.borrow(model, PAGE)
+    assert daemon.log().count("removed or replaced") == 2
+
+
+# --- what is there instead of a file ---
+
+THINGS: dict[str, Callable[[Path], object]] = {
+    "a FIFO": os.mkfifo,
+    "a directory": Path.mkdir,
+    "a symbolic link": lambda path: path.symlink_to("/dev/zero"),
+}
+PLACES = [
+    "run/host/state/journal",
+    "run/host/state/epoch",
+    "run/host/state/lock",
+    "kept/host/quotas.toml",
+    "membrokerd.toml",
+]
+
+
+@pytest.mark.parametrize("thing", THINGS)
+def test_what_is_no_file_is_a_sentence(daemon: Daemon, thing: str) -> None:
+    """At each place where the daemon has a file: it is named, with what to do, and nothing is waited for."""
+    assert daemon.stop() == 0
+    for place in PLACES:
+        path = daemon.directory / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = path.with_name("before")
+        if path.exists():
+            path.rename(before)
+        THINGS[thing](path)
+        said = refused(daemon)
+        assert str(path) in said
+        assert "must be a regular file" in said
+        path.rmdir() if thing == "a directory" else path.unlink()
+        if before.exists():
+            before.rename(path)
+    daemon.start_again()
+
+
+@pytest.mark.parametrize(
+    "place", ["tenants/red/handoff.sock", "tenants/red/grpc.sock", "admin/grpc.sock", "state/fdstore.sock"]
+)
+def test_a_directory_in_a_sockets_place_is_a_sentence(daemon: Daemon, place: str) -> None:
+    assert daemon.stop() == 0
+    until(lambda: not daemon.keeper())
+    path = daemon.root / place
+    path.mkdir()
+    assert str(path) in refused(daemon)
+    path.rmdir()
+    os.mkfifo(path)
+    daemon.start_again()
+
+
+# --- exec ---
+
+_ENGINE = """
+import os, sys
+import membroker
+endpoint, left, then = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+client = membroker.connect(endpoint)
+buffer = client.register_model("m").allocate("8MiB")
+if left:
+    os.execv(sys.executable, [sys.executable, __file__, endpoint, str(left - 1), *then])
+if then:
+    os.execvp(then[0], then)
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def engine(daemon: Daemon, times: int, *then: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a worker that borrows, and calls exec() with what it has, so many times; at last it becomes `then`."""
+    path = daemon.directory / "engine.py"
+    path.write_text(_ENGINE)
+    command = [sys.executable, str(path), str(daemon.endpoint()), str(times), *then]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_worker_that_starts_itself_anew_leaves_no_charge(daemon: Daemon) -> None:
+    """It calls exec() in the same process, again and again: what it had is freed by the kernel, and by the books."""
+    with engine(daemon, 3) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "done\n"
+        until(lambda: daemon.books().lent_bytes == 8 * MIB and daemon.books().releasing_bytes == 0)
+        assert len(daemon.sessions()) == 1
+        assert daemon.log().count("a process began another program by exec()") == 3
+    until(lambda: daemon.books().lent_bytes + daemon.books().releasing_bytes == 0)
+
+
+def test_a_worker_that_becomes_another_program_is_charged_nothing(daemon: Daemon) -> None:
+    """It does not come back to the broker: the end of its connection is the moment to look."""
+    with engine(daemon, 0, "cat") as process:
+        until(lambda: "a process began another program by exec()" in daemon.log())
+        until(lambda: daemon.books().lent_bytes + daemon.books().releasing_bytes == 0)
+        assert process.poll() is None
+
+
+def test_a_connection_that_is_lost_is_no_exec(daemon: Daemon) -> None:
+    """The process lives, with what it has mapped: it is charged on, and may open another session."""
+    with worker() as one:
+        one.do("from pathlib import Path; from tests.system import raw")
+        one.do(f"endpoint = Path({str(daemon.endpoint())!r}); first = raw.Session(endpoint)")
+        one.do("name = first.register('m'); first.borrow(name, PAGE); first.sock.close()")
+        until(lambda: [session.state for session in daemon.sessions()] == [resources_pb2.Session.DETACHED])
+        one.do("second = raw.Session(endpoint); second.register('m'); second.borrow(name, PAGE)")
+        until(lambda: daemon.books().lent_bytes == 2 * PAGE)
+        assert len(daemon.sessions()) == 2
+        assert "exec()" not in daemon.log()
+
+
+def test_who_is_refused_learns_which_sessions_to_forget(daemon: Daemon) -> None:
+    """All sessions of a process have lost their connections. The refusal names them, and an operator ends one."""
+    sessions = [Session(daemon.endpoint()) for _ in range(16)]
+    for session in sessions:
+        session.sock.close()
+        session.notices.close()
+    until(lambda: daemon.device().detached_sessions == 16)
+    with raw.Connection(daemon.endpoint()) as refused:
+        refused.send(raw.hello(client="raw"))
+        said = refused.last_words()
+    assert raw.reason(said) == "TOO_MANY_SESSIONS"
+    assert "ended by `membroker forget SESSION`" in said.message
+    name = sessions[0].welcome.session
+    assert f" {name}" in said.message
+    raw.admin_call(daemon.admin, "ForgetSession", admin_pb2.ForgetSessionRequest(name=name))
+    with raw.Connection(daemon.endpoint()) as again:
+        again.send(raw.hello(client="raw"))
+        assert again.receive().frame.HasField("welcome")
+
+
+# --- descriptors ---
+
+
+def test_a_daemon_that_is_started_without_standard_descriptors(daemon: Daemon) -> None:
+    """A supervisor closed them. They are /dev/null, in the keeper too: no file gets what a library prints."""
+    assert daemon.stop() == 0
+    until(lambda: not daemon.keeper())
+    with subprocess.Popen(["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", *command(daemon)]) as process:
+        try:
+            until((daemon.admin / "grpc.sock").exists)
+            keeper = daemon.keeper()
+            for number in range(3):
+                assert os.readlink(f"/proc/{process.pid}/fd/{number}") == "/dev/null"
+            assert os.readlink(f"/proc/{keeper}/fd/0") == "/dev/null"
+            with Session(daemon.endpoint()) as session:
+                session.borrow(session.register("m"), PAGE)
+        finally:
+            process.terminate()
+            assert process.wait(DEADLINE_SECONDS) == 0
+
+
+def test_a_keeper_and_a_command_without_standard_descriptors(tmp_path: Path) -> None:
+    path = tmp_path / "keeper" / "fdstore.sock"
+    closed = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", sys.executable]
+    with subprocess.Popen([*closed, "-m", "membrokerd.fdstore", str(path)]) as keeper:
+        try:
+            until(path.exists)
+            until(lambda: Client(path).sock.close() is None)
+            for number in range(3):
+                assert os.readlink(f"/proc/{keeper.pid}/fd/{number}") == "/dev/null"
+        finally:
+            keeper.terminate()
+            assert keeper.wait(DEADLINE_SECONDS) == 0
+    done = subprocess.run([*closed, "-m", "membroker.cli.start", "status", "--endpoint", str(tmp_path)], timeout=60)
+    assert done.returncode == 1

@@ -1,0 +1,199 @@
+"""What a client without gRPC may do on the handoff: register models, learn a segment's size, acknowledge by a count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from google.rpc.status_pb2 import Status
+from tests.daemons import MIB, Daemon, running, until
+from tests.system import raw
+from tests.system.raw import Session, allocation, grpc_call, reason, segment_of
+
+from membroker import handoff
+from membroker.v1 import broker_pb2 as bpb
+from membroker.v1 import handoff_pb2 as pb
+from membroker.v1 import resources_pb2 as rpb
+
+PAGE = 2 * MIB
+GIB = 1 << 30
+Ask = Callable[[str, Any], Any]
+
+
+@pytest.fixture(params=["handoff", "grpc"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Return by which way a model is registered: they differ in nothing."""
+    return str(request.param)
+
+
+def asker(session: Session, transport: str) -> Ask:
+    """Return a function that puts a request by its name, `RegisterModel` or `UnregisterModel`."""
+    kinds = {"RegisterModel": "register_model", "UnregisterModel": "unregister_model"}
+    if transport == "handoff":
+        return lambda method, request: session.call(**{kinds[method]: request})
+
+    def ask(method: str, request: Any) -> Any:
+        request.request_id = next(raw._ids)
+        return grpc_call(session.endpoint, session.token, method, request)
+
+    return ask
+
+
+def test_a_model_is_registered_joined_and_left(daemon: Daemon, transport: str) -> None:
+    """The answer is the model as it stands, whichever way was taken, and the session can borrow for it."""
+    with Session(daemon.endpoint()) as one, Session(daemon.endpoint()) as two:
+        assert one.welcome.protocol_revision == 1
+        limit = rpb.Limit(location=rpb.LOCATION_DEVICE, limit_bytes=8 * MIB)
+        wanted = bpb.RegisterModelRequest(model_id="m", virtual_capacity_bytes=GIB, limits=[limit], exclusive=True)
+        model = asker(one, transport)("RegisterModel", wanted)
+        assert (model.name, model.virtual_capacity_bytes, model.sessions) == ("tenants/red/models/m", GIB, 1)
+        assert model.books[0].limit_bytes == 8 * MIB
+        ids = one.borrow(model.name, PAGE, 2)
+        joined = asker(two, transport)("RegisterModel", bpb.RegisterModelRequest(model_id="m"))
+        assert (joined.sessions, joined.books[0].used_bytes, joined.allocations_total) == (2, 2 * PAGE, 2)
+        leave = bpb.UnregisterModelRequest(name=model.name)
+        assert reason(asker(one, transport)("UnregisterModel", leave)) == "MODEL_IN_USE"
+        assert one.call(release=bpb.ReleaseExtentsRequest(extent_ids=ids)).released_bytes == 2 * PAGE
+        for session in (one, two):
+            assert asker(session, transport)("UnregisterModel", leave) == bpb.UnregisterModelResponse()
+        assert reason(asker(one, transport)("UnregisterModel", leave)) == "MODEL_NOT_FOUND"
+        assert daemon.models() == []
+
+
+def test_a_registration_that_is_refused_changes_nothing(daemon: Daemon, transport: str) -> None:
+    """Each refusal has its reason, the connection lives on, and there is one model as before."""
+    device = rpb.Limit(location=rpb.LOCATION_DEVICE, limit_bytes=PAGE)
+    bad: list[tuple[str, dict[str, Any]]] = [
+        ("INVALID_NAME", {"model_id": "No Such Name"}),
+        ("INVALID_NAME", {"model_id": "x" * 60_000}),
+        ("INVALID_NAME", {"model_id": ""}),
+        ("INVALID_NAME", {"model_id": "m/models/other"}),
+        ("INVALID_ARGUMENT", {"model_id": "n", "limits": [device, device]}),
+        ("INVALID_ARGUMENT", {"model_id": "n", "limits": [rpb.Limit(location=7)]}),  # type: ignore[arg-type]
+        ("LOCATION_UNAVAILABLE", {"model_id": "n", "limits": [rpb.Limit(location=rpb.LOCATION_HOST)]}),
+        ("INVALID_SIZE", {"model_id": "n", "limits": [rpb.Limit(location=rpb.LOCATION_DEVICE, limit_bytes=-1)]}),
+        ("INVALID_SIZE", {"model_id": "n", "virtual_capacity_bytes": 0}),
+        ("MODEL_CONFLICT", {"model_id": "m", "virtual_capacity_bytes": 2 * GIB}),
+        ("MODEL_EXISTS", {"model_id": "m", "exclusive": True}),
+    ]
+    with Session(daemon.endpoint()) as session, Session(daemon.endpoint(), observer=True) as observer:
+        ask = asker(session, transport)
+        ask("RegisterModel", bpb.RegisterModelRequest(model_id="m", virtual_capacity_bytes=GIB))
+        for expected, fields in bad:
+            assert reason(ask("RegisterModel", bpb.RegisterModelRequest(**fields))) == expected, fields
+        refused = asker(observer, transport)("RegisterModel", bpb.RegisterModelRequest(model_id="m"))
+        assert reason(refused) == "OBSERVER"
+        (model,) = daemon.models()
+        assert (model.name, model.sessions) == ("tenants/red/models/m", 1)
+
+
+def test_a_registration_must_not_take_an_id_in_use(daemon: Daemon) -> None:
+    """As every request: the id of an Allocate whose packet is not acknowledged is refused."""
+    with Session(daemon.endpoint()) as session:
+        name = session.call(register_model=bpb.RegisterModelRequest(model_id="m")).name
+        session.send(pb.Frame(request_id=7, allocate=allocation(name, PAGE)))
+        session.answer(7, acknowledge=False)
+        session.send(pb.Frame(request_id=7, register_model=bpb.RegisterModelRequest(model_id="n")))
+        assert reason(session.answer(7)[0]) == "REQUEST_ID_IN_USE"
+        request = pb.Frame(request_id=7, acknowledged=1, register_model=bpb.RegisterModelRequest(model_id="n"))
+        session.send(request)
+        assert session.answer(7)[0].name == "tenants/red/models/n"
+
+
+def test_the_first_delivery_of_a_segment_has_its_size() -> None:
+    """A client that attaches knows what to reserve before it maps anything: 1 GiB and 4 MiB come in two packets."""
+    with running({"capacity": "2GiB"}) as daemon, Session(daemon.endpoint()) as session:
+        name = session.call(register_model=bpb.RegisterModelRequest(model_id="m")).name
+        size = GIB + 4 * MIB
+        requests: list[dict[str, Any]] = [
+            {"create_segment": segment_of(name, "weights", size)},
+            {"attach_segment": bpb.AttachSegmentRequest(name=f"{name}/segments/weights")},
+        ]
+        for request in requests:
+            session.send(pb.Frame(request_id=5, **request))
+            first, second = (session.receive().frame for _ in range(2))
+            assert [one.delivery.part for one in (first, second)] == [0, 1]
+            assert (first.delivery.segment_bytes, first.delivery.segment_extents) == (size, 2)
+            assert (second.delivery.segment_bytes, second.delivery.segment_extents) == (0, 0)
+            assert second.delivery.reply.segment.size_bytes == size
+            for part in (0, 1):
+                session.send(pb.Frame(request_id=5, ack=pb.Ack(part=part)))
+            if "create_segment" in request:
+                session.call(seal_segment=bpb.SealSegmentRequest(generation=first.delivery.segment))
+        session.send(pb.Frame(request_id=5, allocate=allocation(name, PAGE)))
+        assert not session.receive().frame.delivery.segment_bytes
+        session.send(pb.Frame(request_id=5, ack=pb.Ack()))
+        session.call(delete_segment=bpb.DeleteSegmentRequest(name=f"{name}/segments/weights"))
+
+
+def counts_only(session: Session, request: pb.Frame, taken: int) -> tuple[int, list[int]]:
+    """Make a call and acknowledge by counts alone; return the count at its end, and the ids that it brought."""
+    request.acknowledged = taken
+    session.send(request)
+    ids: list[int] = []
+    while True:
+        frame = session.receive().frame
+        assert frame.request_id == request.request_id
+        taken += frame.HasField("delivery")
+        ids += frame.delivery.extent_ids
+        if raw.reply_in(frame) is not None:
+            return taken, ids
+        session.send(pb.Frame(acknowledged=taken, ack=pb.Ack()))
+
+
+def test_a_client_that_counts(daemon: Daemon) -> None:
+    """Six packets through the window of two, the same request id again and again, and no Ack behind a last packet."""
+    with Session(daemon.endpoint()) as session:
+        name = session.call(register_model=bpb.RegisterModelRequest(model_id="m")).name
+        taken = 0
+        for turn in range(1, 4):
+            frame = pb.Frame(request_id=9, allocate=allocation(name, 2 * MIB, 65))
+            taken, ids = counts_only(session, frame, taken)
+            assert (taken, len(ids)) == (2 * turn, 65)
+            release = bpb.ReleaseExtentsRequest(extent_ids=ids)
+            session.send(pb.Frame(request_id=9, acknowledged=taken, release=release))
+            assert session.answer(9)[0].released_bytes == 130 * MIB
+
+
+def _counted_too_many(session: Session, name: str) -> None:
+    session.send(pb.Frame(request_id=5, allocate=allocation(name, PAGE)))
+    session.answer(5, acknowledge=False)
+    session.send(pb.Frame(request_id=6, acknowledged=2, release=bpb.ReleaseExtentsRequest(extent_ids=[1])))
+
+
+def _counted_the_most(session: Session, name: str) -> None:
+    session.send(pb.Frame(request_id=6, acknowledged=(1 << 64) - 1, ack=pb.Ack()))
+
+
+def _acknowledged_what_was_counted(session: Session, name: str) -> None:
+    session.send(pb.Frame(request_id=5, allocate=allocation(name, PAGE)))
+    session.answer(5, acknowledge=False)
+    session.send(pb.Frame(request_id=6, acknowledged=1, declare=bpb.DeclareMemoryRequest(model=name)))
+    session.answer(6)
+    session.send(pb.Frame(request_id=5, ack=pb.Ack()))
+
+
+@pytest.mark.parametrize("violate", [_counted_too_many, _counted_the_most, _acknowledged_what_was_counted])
+def test_a_false_count_ends_the_connection(daemon: Daemon, violate: Callable[[Session, str], None]) -> None:
+    """Of its own session only, which stays charged until its process ends; nothing that came with it is done."""
+    with Session(daemon.endpoint()) as session, Session(daemon.endpoint("blue")) as other:
+        name = session.call(register_model=bpb.RegisterModelRequest(model_id="m")).name
+        violate(session, name)
+        last = session.last_words()
+        assert last is not None
+        assert reason(last) == "PROTOCOL_VIOLATION"
+        assert "acknowledged" in last.message
+        assert not isinstance(other.call(register_model=bpb.RegisterModelRequest(model_id="m")), Status)
+
+
+def test_a_count_before_the_session(daemon: Daemon) -> None:
+    """In a Hello it says nothing, and neither does one that goes back."""
+    with raw.Connection(daemon.endpoint()) as stranger:
+        stranger.send(pb.Frame(request_id=1, acknowledged=5, hello=pb.Hello(protocol_version=1)))
+        packet = handoff.receive(stranger.sock)
+        handoff.close_all(packet.descriptors)
+        assert packet.frame.HasField("welcome")
+        stranger.send(pb.Frame(request_id=2, goodbye=pb.Goodbye()))
+        assert stranger.receive().frame.reply.HasField("goodbye")
+    until(lambda: not daemon.sessions())

@@ -1,0 +1,127 @@
+"""The first minute: what `pip install membroker` puts on PATH says what is missing, in a sentence.
+
+The environments are real ones (`python -m venv`), with this project, its dependencies by its own pyproject.toml, and
+nothing else. What is installed is linked from the environment that runs the tests, so that no index is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SHARED = {"google"}
+"""Directories in which several packages have a part."""
+
+
+def closure(requirements: Iterable[str]) -> set[str]:
+    """Return the names of the packages that these requirements bring, with all that they need, without extras."""
+    found: set[str] = set()
+    open_ends = list(requirements)
+    while open_ends:
+        requirement, _, marker = open_ends.pop().partition(";")
+        name = re.split(r"[\s<>=!~\[(]", requirement.strip())[0].lower()
+        if "extra" in marker or name in found:
+            continue
+        try:
+            needs = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue  # for another system or Python
+        found.add(name)
+        open_ends += needs
+    return found
+
+
+def environment(directory: Path, *extras: str) -> Path:
+    """Make a virtual environment with this project and these extras of it, and return its bin directory."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
+    site = next((directory / "lib").glob("python3*")) / "site-packages"
+    wanted = [*PROJECT["dependencies"], *(one for extra in extras for one in PROJECT["optional-dependencies"][extra])]
+    for package in closure(wanted):
+        for file in metadata.files(package) or []:
+            depth = 2 if file.parts[0] in SHARED else 1
+            link, there = site.joinpath(*file.parts[:depth]), Path(str(file.locate()))
+            if file.parts[0] != ".." and not link.exists():
+                link.parent.mkdir(exist_ok=True)
+                link.symlink_to([there, *there.parents][len(file.parts) - depth])
+    for part in ("client/membroker", "broker/membrokerd"):
+        (site / Path(part).name).symlink_to(ROOT / part)
+    for name, target in PROJECT["scripts"].items():
+        module, _, function = target.partition(":")
+        script = directory / "bin" / name
+        script.write_text(
+            f"#!{directory}/bin/python\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
+        )
+        script.chmod(0o755)
+    return directory / "bin"
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As after `pip install membroker`."""
+    return environment(tmp_path_factory.mktemp("bare"))
+
+
+def run(command: Path, *arguments: str) -> tuple[int, str, str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "MEMBROKER"))}
+    done = subprocess.run([command, *arguments], env=clean, capture_output=True, text=True, timeout=60, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def sentence(command: Path, *arguments: str) -> str:
+    """Run what cannot work here, and return the one line that it says."""
+    status, out, err = run(command, *arguments)
+    assert (status, out) == (1, "")
+    (line,) = err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    "command", [("membrokerd", "--driver", "host"), ("membrokerd",), ("membroker", "demo")], ids=" ".join
+)
+def test_what_needs_an_extra_names_it(bare: Path, command: tuple[str, ...]) -> None:
+    """Somebody installs the library and tries the daemon, or the demo."""
+    line = sentence(bare / command[0], *command[1:])
+    assert line.startswith(f"{command[0]}: ")
+    assert "pip install 'membroker[broker]'" in line
+
+
+def test_the_library_needs_no_extra(bare: Path) -> None:
+    """A worker's image has the library alone. What people ask first works, and doctor names the extra too."""
+    assert run(bare / "python", "-c", "import membroker; membroker.connect; membroker.VirtualMemoryPool")[0] == 0
+    code = "import membroker as m; p = m.VirtualMemoryPool(m.LocalSource('host'), '8MiB', '2MiB'); p.allocate(0, 1)"
+    assert run(bare / "python", "-c", code)[0] == 0
+    for command in ("membroker", "membrokerd"):
+        assert run(bare / command, "--help")[0] == 0
+    assert "pip install 'membroker[broker]'" in run(bare / "membroker", "doctor")[1]
+
+
+def test_a_gpu_without_its_libraries_names_their_extra(tmp_path: Path) -> None:
+    """The broker's extra alone, and `driver = "cuda"`."""
+    binaries = environment(tmp_path / "venv", "broker")
+    config = tmp_path / "membrokerd.toml"
+    config.write_text(f'driver = "cuda"\nruntime_directory = "{tmp_path}/run"\n')
+    line = sentence(binaries / "membrokerd", "--config", str(config))
+    assert line.startswith("membrokerd: ")
+    assert "pip install 'membroker[cuda]'" in line
+    code = "import membroker; membroker.LocalSource()"
+    done = subprocess.run([binaries / "python", "-c", code], capture_output=True, text=True, check=False)
+    assert "pip install 'membroker[cuda]'" in done.stderr.splitlines()[-1]
+
+
+def test_the_extras_are_complete() -> None:
+    """`[all]` is the broker and the card, and the card's bindings are no newer than what was tested."""
+    extras = PROJECT["optional-dependencies"]
+    assert extras["all"] == ["membroker[broker,cuda]"]
+    (bindings,) = (one for one in extras["cuda"] if one.startswith("cuda-python"))
+    assert re.fullmatch(r"cuda-python>=12\.9,<14", bindings)

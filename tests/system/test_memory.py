@@ -1,0 +1,180 @@
+"""The daemon's own memory is bounded, whatever peers keep open, begin and never end.
+
+`BOUND` is the formula of ARCHITECTURE.md ("The daemon's memory"); the worst mix of all that its terms stand for must
+stay below it. Streams and calls of gRPC are where it was once unbounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from tests.daemons import MIB, Daemon, hold_still, running, until
+from tests.system.company import State, check_turns
+from tests.system.test_turns import BEGIN
+from tests.system.workers import worker
+
+from membrokerd.rpc.guard import MAX_WATCHES
+from membrokerd.rpc.server import CONNECTIONS_BESIDE, MAX_CALLS, MAX_PENDING, MAX_STREAMS
+
+KIB = 1024
+SERVED = "membroker.v1.BrokerService"
+MAX_SESSIONS, ENDPOINTS, EXTENTS, MODELS, SEGMENTS = 64, 3, 65_536, 240, 16
+CONNECTIONS = MAX_SESSIONS + CONNECTIONS_BESIDE
+
+BOUND = (
+    48 * MIB
+    + ENDPOINTS * (MIB + MAX_PENDING * 32 * KIB + CONNECTIONS * 32 * KIB)
+    + MAX_CALLS * 128 * KIB
+    + MAX_SESSIONS * (32 * KIB + MODELS * 160)
+    + MODELS * 4 * KIB
+    + SEGMENTS * 2 * KIB
+    + EXTENTS * KIB
+)
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with running({"capacity": "160GiB", "max_sessions": MAX_SESSIONS, "log": {"level": "info"}}) as one:
+        yield one
+
+
+def _channel(daemon: Daemon, number: int = 0) -> grpc.Channel:
+    """Return a channel of its own: gRPC would share one connection among those of the same options."""
+    return grpc.insecure_channel(f"unix:{daemon.endpoint()}/grpc.sock", (("number", number),))
+
+
+def _watch(channel: grpc.Channel, name: str) -> object:
+    return health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name), timeout=30)
+
+
+def test_health_is_told_of_what_is_served(daemon: Daemon) -> None:
+    """A name that is not served is refused, by Watch as by Check: nobody can make the daemon keep it."""
+    with _channel(daemon) as channel:
+        for name in ("", SERVED):
+            assert next(_watch(channel, name)).status == health_pb2.HealthCheckResponse.SERVING
+        for name in ("membroker.v1.AdminService", "x" * 60_000):
+            with pytest.raises(grpc.RpcError) as refused:
+                next(_watch(channel, name))
+            assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_streams_that_nothing_ends_are_bounded(daemon: Daemon) -> None:
+    """An endpoint serves sixteen streams of health and reflection at a time, over however many connections."""
+    with ExitStack() as stack:
+        channels = [stack.enter_context(_channel(daemon, number)) for number in range(2)]
+        watches = [_watch(channels[number % 2], SERVED) for number in range(MAX_WATCHES)]
+        for watch in watches:
+            next(watch)
+        for refused in (
+            _watch(channels[0], SERVED),
+            _reflect(channels[1], iter([reflection_pb2.ServerReflectionRequest()])),
+        ):
+            with pytest.raises(grpc.RpcError) as error:
+                next(refused)
+            assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert health_pb2_grpc.HealthStub(channels[0]).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        watches[0].cancel()
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+
+        def served() -> list[str]:
+            try:
+                return [one.name for one in next(_reflect(channels[1], iter([request]))).list_services_response.service]
+            except grpc.RpcError:  # the end of the stream that was cancelled is not told yet
+                return []
+
+        assert SERVED in until(served)
+
+
+def _reflect(channel: grpc.Channel, requests: Iterator[object]) -> object:
+    return reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(requests, timeout=30)
+
+
+_CALLS = """
+from tests.system.http2 import Peer
+from grpc_health.v1 import health_pb2
+REGISTER = '/membroker.v1.BrokerService/RegisterModel'
+WATCH = '/grpc.health.v1.Health/Watch'
+def message(size):
+    body = health_pb2.HealthCheckRequest(service='x' * size).SerializeToString()
+    return b'\\0' + len(body).to_bytes(4, 'big') + body
+def fill(peers, calls, data):
+    # Until the server opens no window any more.
+    sent, idle = dict.fromkeys(calls, 0), 0
+    while idle < 20:
+        moved = 0
+        for peer in peers:
+            peer.hear(0)
+        for peer, stream in calls:
+            if stream not in peer.ended:
+                count = peer.fill(stream, data[sent[peer, stream]:])
+                sent[peer, stream] += count
+                moved += count
+        idle = 0 if moved else idle + 1
+        if not moved:
+            time.sleep(0.05)
+    return sum(sent.values())
+"""
+
+
+def test_the_worst_mix_stays_within_the_bound(daemon: Daemon, state: State) -> None:
+    """Sessions, extents and models; calls that are begun, watches of long names, more calls than are taken at once."""
+    at_start = daemon.resident_bytes()
+    with worker() as flood, worker() as other:
+        for each in (flood, other):
+            each.do(BEGIN.format(endpoint=str(daemon.endpoint("red"))))
+            each.do("sessions = [Session(endpoint) for _ in range(16)]")
+            each.do(f"for session in sessions[:8]:\n    for n in range({MODELS}):\n        session.register(f'm{{n}}')")
+        flood.do(
+            f"for n in range({SEGMENTS}):\n"
+            "    sessions[1].call(create_segment=segment_of('tenants/red/models/m0', f's{n}', PAGE))"
+        )
+        flood.do(f"""
+session = sessions[0]
+session.send(pb.Frame(request_id=7, allocate=allocation('tenants/red/models/m0', PAGE, {EXTENTS - 16})))
+_, ids = session.answer(7)
+""")
+        for half in ("ids[::4]", "ids[1::4]"):  # what is left is in the books one by one, and in the journal anew
+            flood.do(f"""
+some = {half}
+for first in range(0, len(some), 4_096):
+    session.call(release=bpb.ReleaseExtentsRequest(extent_ids=some[first:first + 4_096]))
+""")
+        flood.do(_CALLS)
+        connected = daemon.descriptors()
+        flood.do(f"peers = [Peer(endpoint) for _ in range({CONNECTIONS - 2})]\nfor peer in peers: peer.hear(1)")
+        watches = f"calls = [(peer, peer.begin(WATCH, 4_000)) for peer in peers for _ in range({MAX_STREAMS})]"
+        flood.do(f"{watches}\nanswer = fill(peers, calls, message(60_000))")
+        calls = daemon.resident_bytes()
+        state("RssAnon with watches of long names", f"{calls // MIB} MiB")
+        flood.do("for peer in peers: peer.close()")
+        until(lambda: daemon.descriptors() <= connected)
+        flood.do(f"peers = [Peer(endpoint) for _ in range({CONNECTIONS - 2})]\nfor peer in peers: peer.hear(1)")
+        flood.do(f"calls = [(peer, peer.begin(REGISTER, 8_000)) for peer in peers[:16] for _ in range({MAX_STREAMS})]")
+        state("bytes of calls that never end", str(flood.ask("fill(peers[:16], calls, message(65_000)[:-1])")))
+        with hold_still(daemon):
+            flood.do("for peer in peers[16:]: peer.sock.setblocking(False)")
+            flood.do(f"""
+for peer in peers[16:]:
+    with suppress(BlockingIOError):
+        for _ in range({MAX_STREAMS}):
+            peer.begin(REGISTER, 8_000)
+""")
+        peak = max(_resident_while(daemon, 100))
+        state(
+            "RssAnon at the start, with the worst mix, and its bound",
+            f"{at_start // MIB}, {peak // MIB}, {BOUND // MIB} MiB",
+        )
+        assert max(peak, calls) < BOUND
+        check_turns(daemon, state, "the worst mix")
+
+
+def _resident_while(daemon: Daemon, calls: int) -> Iterator[int]:
+    """Look at its memory while it answers so many calls: what came before them is handled then."""
+    for _ in range(calls):
+        daemon.device()
+        yield daemon.resident_bytes()

@@ -1,0 +1,97 @@
+"""A model's name, as Hugging Face writes it, is the same everywhere: no place shows or wants another spelling."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.client.test_cli_segments import write_file
+from tests.daemons import MIB, Daemon, running, until
+from tests.system import raw
+from tests.system.workers import worker
+
+from membroker.v1 import admin_pb2 as apb
+from membroker.v1 import broker_pb2 as bpb
+
+NAME = "Qwen/Qwen3-8B"
+FULL = f"tenants/red/models/{NAME}"
+
+
+def membroker(daemon: Daemon, *arguments: str, endpoint: Path | None = None) -> str:
+    """Run the command and return what it printed."""
+    where = str(endpoint or daemon.endpoint("red"))
+    command = [sys.executable, "-m", "membroker.cli.main", *arguments, "--endpoint", where]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_name_is_the_users_in_the_books_the_metrics_and_the_log(transport: str) -> None:
+    """A worker registers what it downloads from Hugging Face, under the limit that is configured for that name."""
+    tenants = {"red": {"models": {NAME: {"limit": "8MiB"}}}, "blue": {}}
+    with running({"tenants": tenants}) as daemon, worker() as one:
+        one.connect(daemon, transport=transport)
+        one.do(f"model = client.register_model('{NAME}'); pool = model.pool('2MiB'); pool.allocate(0, 8 * MIB)")
+        assert one.ask("[model.name, model.resource_name]") == [NAME, FULL]
+        assert one.ask("[m.name for m in client.models()]") == [FULL]
+        assert one.ask("client.sessions()[0].models") == [FULL]
+        refused = one.refused("pool.grow(PAGE)")
+        assert refused.reason == "MODEL_LIMIT"
+        assert NAME in refused.message
+        assert f'membroker_model_used_bytes{{gpu_uuid="host",location="device",model="{NAME}",tenant="red"}}' in (
+            daemon.metrics()
+        )
+        assert FULL in daemon.log()
+        one.do("upper, lower = client.register_model('Llama'), client.register_model('llama')")
+        assert one.ask("upper.resource_name != lower.resource_name")
+
+
+def test_the_command_takes_and_shows_the_name(daemon: Daemon, tmp_path: Path) -> None:
+    """An operator limits the model, a script loads its weights, lists, shows and deletes them."""
+    file = tmp_path / "model.safetensors"
+    write_file(file, {"embed": ("F32", (512, 1024))})
+    membroker(daemon, "segments", "load", str(file), f"{NAME}/weights")
+    assert f" {NAME} " in membroker(daemon, "models")
+    assert f" {NAME} " in membroker(daemon, "segments")
+    assert membroker(daemon, "segments", "show", f"{NAME}/weights").startswith(f"red/{NAME}/weights: ")
+    assert json.loads(membroker(daemon, "segments", "show", f"red/{NAME}/weights", "--json"))["name"] == (
+        f"{FULL}/segments/weights"
+    )
+    with worker() as one:
+        one.connect(daemon)
+        one.do(f"weights = client.attach('{NAME}/weights')")
+        assert one.ask("weights.resource_name") == f"{FULL}/segments/weights"
+        assert f"{NAME}/weights" in membroker(daemon, "sessions")
+    told = membroker(daemon, "quota", "set", f"red/{NAME}", "--limit", "64MiB", endpoint=daemon.admin)
+    assert told.startswith(f"red/{NAME} at the device: limit 64.0 MiB")
+    assert f"red/{NAME}/weights is deleted" in membroker(
+        daemon, "segments", "delete", f"red/{NAME}/weights", "--admin", endpoint=daemon.admin
+    )
+    until(lambda: not daemon.books().lent_bytes)
+
+
+def test_the_name_outlives_the_daemon(daemon: Daemon) -> None:
+    """The journal and the file of commanded limits have it, and the next daemon goes on with both."""
+    with worker() as one:
+        one.connect(daemon)
+        one.do(f"model = client.register_model('{NAME}'); held = model.allocate('4MiB')")
+        with daemon.admin_stub() as admin:
+            admin.SetQuota(apb.SetQuotaRequest(name=FULL, limit_bytes=6 * MIB))
+        daemon.kill()
+        daemon.start_again()
+        assert one.refused("model.allocate('4MiB')").reason == "MODEL_LIMIT"
+        (model,) = daemon.models()
+        assert (model.name, model.books[0].used_bytes, model.books[0].limit_bytes) == (FULL, 4 * MIB, 6 * MIB)
+
+
+@pytest.mark.parametrize("name", ["", "a/b/c", "a//b", "/a", "a/", "../a", "a/..", "a b", "a\n", "é", "a" * 97, "-"])
+def test_what_is_no_name_is_refused(daemon: Daemon, name: str) -> None:
+    """From the wire, where nothing has looked at it before: a typed refusal, and the books have not moved."""
+    with raw.Session(daemon.endpoint("red")) as red:
+        before = daemon.device().revision
+        answer = raw.grpc_call(red.endpoint, red.token, "RegisterModel", bpb.RegisterModelRequest(model_id=name))
+        assert raw.reason(answer) == "INVALID_NAME"
+        assert daemon.device().revision == before

@@ -1,0 +1,217 @@
+"""A daemon that is looked at: scraped without a pause, with a log that nobody reads, and probed while it hangs."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests import daemons, hanging
+from tests.daemons import Daemon, running, until
+from tests.system.company import State, honest
+from tests.system.workers import worker
+
+P99_SECONDS = 0.2
+"""What an honest worker may wait at p99. A turn takes it a millisecond alone; the rest is for slow machines."""
+MODELS = 500
+SCRAPERS = 16
+
+
+def value(text: str, series: str) -> float:
+    """Return the value of a series, named as in the text."""
+    found = re.search(rf"^{re.escape(series)} (\S+)$", text, re.MULTILINE)
+    assert found is not None, f"no {series} in\n{text}"
+    return float(found[1])
+
+
+def probe(url: str) -> tuple[int, str]:
+    """Return the status and the words of an answer."""
+    try:
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+# --- Scraped ---
+
+_SCRAPE = """
+import threading, urllib.error, urllib.request
+def scrape():
+    global count
+    while not over:
+        try:
+            with urllib.request.urlopen(url, timeout=60) as answer:
+                size = len(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                assert error.code == 503, error
+            continue
+        assert size > 300_000, size
+        count += 1
+over, count = False, 0
+threads = [threading.Thread(target=scrape) for _ in range(SCRAPERS)]
+for thread in threads: thread.start()
+"""
+
+
+def test_scrapers_without_a_pause(state: State) -> None:
+    """Any local user can scrape: 16 that never pause, of a daemon with 500 models, cost what one costs."""
+    config = {"capacity": "1GiB", "max_models_per_tenant": MODELS, "log": {"level": "info"}}
+    with running(config) as daemon, honest(daemon) as one, worker() as owner, worker() as scraper:
+        owner.connect(daemon)
+        owner.do(f"models = [client.register_model(f'm{{number}}') for number in range({MODELS})]")
+        scraper.do(f"url = {daemon.device().metrics_url!r}")
+        scraper.do(_SCRAPE.replace("SCRAPERS", str(SCRAPERS)))
+        until(lambda: scraper.ask("count") >= SCRAPERS)
+        p99 = one.beside(state, f"{SCRAPERS} scrapers of {MODELS} models", lambda: scraper.ask("count") > 5 * SCRAPERS)
+        scraper.do("over = True\nfor thread in threads: thread.join()")
+        state("scrapes meanwhile", str(scraper.ask("count")))
+        assert p99 < P99_SECONDS
+
+
+# --- With a log that nobody reads ---
+
+
+@contextmanager
+def unread() -> Iterator[int]:
+    """Start daemons with a stderr that is a full pipe, which nobody reads; yield the end to read it from."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.set_blocking(writer, False)
+    os.write(writer, b"\n" * 4096)
+    os.set_blocking(writer, True)
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, **{**options, "stderr": writer, "stdout": writer})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(daemons, "subprocess", SimpleNamespace(Popen=start))
+        try:
+            yield reader
+        finally:
+            os.close(writer)
+            os.close(reader)
+
+
+def test_a_stderr_that_nobody_reads_stops_nobody(state: State) -> None:
+    """The process that read the log hangs: workers are lent what they ask for, and the daemon counts what it drops.
+
+    When the log is read again, it says how many lines are missing.
+    """
+    with unread() as reader, running() as daemon, honest(daemon) as one:
+        url = daemon.device().metrics_url
+
+        def drops() -> bool:
+            return value(probe(url)[1], 'membroker_log_lines_dropped_total{gpu_uuid="host"}') > 0
+
+        p99 = one.beside(state, "a stderr that nobody reads, at DEBUG", drops)
+        assert p99 < P99_SECONDS
+        with open(reader, encoding="utf-8", closefd=False) as pipe:
+            told = next(line for line in pipe if "log lines were dropped" in line)
+        assert int(told.rpartition("lines=")[2]) > 0
+
+
+def test_sigterm_ends_a_daemon_whose_stderr_nobody_reads(state: State) -> None:
+    """It says its last words to nobody, for a second, and is gone."""
+    with unread(), running() as daemon:
+        began = time.monotonic()
+        assert daemon.stop() == 0
+        state("from SIGTERM to the end beside a full stderr", f"{time.monotonic() - began:.1f} s")
+        assert time.monotonic() - began < 10
+
+
+# --- Hanging ---
+
+
+def test_probes_and_scrapes_fail_while_the_loop_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver call, or a bug, hangs the event loop. Its HTTP threads live, and must not say that all is well."""
+    hang = tmp_path / "hang"
+    monkeypatch.setenv(hanging.FILE, str(hang))
+    with running(module="tests.hanging") as daemon, worker() as one:
+        one.connect(daemon)
+        one.do("model = client.register_model('m')")
+        url = daemon.device().metrics_url.removesuffix("/metrics")
+        assert probe(f"{url}/healthz") == probe(f"{url}/readyz") == (200, "ok\n")
+        hang.touch()
+        one.begin("buffer = model.allocate(PAGE)")
+        until(lambda: probe(f"{url}/healthz")[0] == 503)
+        for path in ("healthz", "readyz"):
+            status, sentence = probe(f"{url}/{path}")
+            assert status == 503
+            assert re.fullmatch(r"the event loop has not turned for \d+ seconds\n", sentence)
+        until(lambda: probe(f"{url}/metrics") == (503, "the event loop does not answer\n"))
+        hang.unlink()
+        one.result()
+        until(lambda: probe(f"{url}/healthz") == (200, "ok\n"))
+        until(lambda: probe(f"{url}/readyz") == (200, "ok\n"))
+        until(lambda: probe(f"{url}/metrics")[0] == 200)
+
+
+# --- On the host driver, for want of a card ---
+
+
+def test_a_daemon_that_fell_back_to_the_host_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`driver = "auto"` on a machine whose card cannot be used: ready, and no broker of a GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for driver, sentence in (("auto", "ok, but no usable GPU was found"), ("host", "ok\n")):
+        with running({"driver": driver}) as daemon:
+            url = daemon.device().metrics_url
+            status, said = probe(url.replace("/metrics", "/readyz"))
+            assert (status, said[: len(sentence)]) == (200, sentence)
+            fell_back = value(daemon.metrics(), 'membroker_driver_fallback{gpu_uuid="host"}')
+            assert fell_back == (driver == "auto")
+
+
+def test_a_daemon_shows_its_bounds(daemon: Daemon) -> None:
+    """Sessions, descriptors and tenants with their limits; each refusal at 0 before the first one happens."""
+    with worker() as one:
+        one.connect(daemon)
+        one.do("model = client.register_model('m'); buffer = model.allocate(PAGE)")
+        one.do("weights = model.create_segment('w', PAGE); weights.seal(); again = client.attach('m/w')")
+        text = daemon.metrics()
+    assert value(text, 'membroker_sessions{gpu_uuid="host",state="open"}') == 1
+    assert value(text, 'membroker_sessions_limit{gpu_uuid="host"}') >= 100
+    assert 10 < value(text, "process_open_fds") < value(text, "process_max_fds")
+    red = 'gpu_uuid="host",location="device",tenant="red"'
+    assert value(text, f"membroker_tenant_used_bytes{{{red}}}") == 4 << 20
+    assert value(text, 'membroker_tenant_used_bytes{gpu_uuid="host",location="device",tenant="blue"}') == 0
+    assert f"membroker_tenant_limit_bytes{{{red}}}" not in text
+    assert value(text, 'membroker_segment_attachments{gpu_uuid="host",model="m",segment="w",tenant="red"}') == 1
+    for why in ("MODEL_LIMIT", "CAPACITY", "DEVICE_FULL", "JOURNAL_FULL"):
+        denials = f'membroker_model_denials_total{{gpu_uuid="host",model="m",reason="{why}",tenant="red"}}'
+        assert value(text, denials) == 0
+    assert value(text, 'membroker_connections_refused_total{gpu_uuid="host",reason="TOO_MANY_SESSIONS"}') == 0
+    assert value(text, 'membroker_device_unproven_releases_total{gpu_uuid="host",location="device"}') == 0
+
+
+def test_memory_that_did_not_come_back_in_time_is_counted() -> None:
+    """One worker dies and its memory goes with it; of another a forked child keeps it, longer than is waited for."""
+    unproven = 'membroker_device_unproven_releases_total{gpu_uuid="host",location="device"}'
+    borrow = "model = client.register_model('m'); buffer = model.allocate(8 * PAGE)"
+    with running() as patient, worker() as one:
+        one.connect(patient).do(borrow)
+        one.kill()
+        until(lambda: not patient.sessions())
+        assert value(patient.metrics(), unproven) == 0
+    with running({"settle_seconds": 0.2}) as daemon, worker() as parent:
+        parent.connect(daemon).do(borrow)
+        child = parent.ask("fork_unseen()")
+        try:
+            parent.kill()
+            until(lambda: not daemon.sessions())
+            assert value(daemon.metrics(), unproven) == 1
+        finally:
+            os.kill(child, signal.SIGKILL)

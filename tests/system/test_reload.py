@@ -1,0 +1,228 @@
+"""SIGHUP: an operator changes the configuration of a daemon that runs, beside workers that go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.daemons import DEADLINE_SECONDS, MIB, Daemon, running, to_toml, until
+from tests.system.workers import Refused, Worker, worker
+
+import membroker
+from membroker.v1 import admin_pb2
+
+RED: dict[str, Any] = {"limit": "64MiB"}
+BASE: dict[str, Any] = {"tenants": {"red": RED, "blue": {}}, "log": {"level": "info"}}
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with running(BASE) as one:
+        yield one
+
+
+@pytest.fixture
+def engine(daemon: Daemon) -> Iterator[Worker]:
+    """A worker of red that holds 32 MiB with something written in it."""
+    with worker() as one:
+        one.connect(daemon)
+        one.do("model = client.register_model('chat'); kept = model.allocate('32MiB'); kept.view()[:4] = b'kept'")
+        yield one
+        assert one.ask("bytes(kept.view()[:4]).decode()") == "kept"
+        one.do("kept.close(); client.close()")
+
+
+def write(daemon: Daemon, text: str) -> None:
+    (daemon.directory / "membrokerd.toml").write_text(text)
+
+
+def reload(daemon: Daemon, **keys: Any) -> str:
+    """Change these keys of the daemon's file, reload it, and return what the log says of it."""
+    return hang_up(daemon, to_toml({**written(daemon), **keys}))
+
+
+def written(daemon: Daemon) -> dict[str, Any]:
+    places = {"runtime_directory": str(daemon.directory / "run"), "state_directory": str(daemon.directory / "kept")}
+    return {**places, **daemon.config}
+
+
+def hang_up(daemon: Daemon, text: str, ends: str = "configuration reloaded") -> str:
+    write(daemon, text)
+    before = daemon.log()
+    daemon.process.send_signal(signal.SIGHUP)
+    until(lambda: ends in daemon.log().removeprefix(before))
+    return daemon.log().removeprefix(before)
+
+
+def lent(daemon: Daemon, tenant: str, size: str) -> bool:
+    """Say whether a worker of a tenant gets so much."""
+    with membroker.connect(daemon.endpoint(tenant)) as client:
+        try:
+            client.register_model("probe").allocate(size).close()
+        except membroker.OutOfMemory:
+            return False
+        return True
+
+
+def test_a_tenant_is_added_beside_one_that_works(daemon: Daemon, engine: Worker) -> None:
+    said = reload(daemon, tenants={"red": RED, "blue": {}, "green": {"limit": "16MiB"}})
+    assert "endpoint open tenant=green" in said
+    assert lent(daemon, "green", "16MiB")
+    assert not lent(daemon, "green", "18MiB")
+    with daemon.admin_stub() as stub:
+        request = admin_pb2.SetQuotaRequest(name="tenants/green", limit_bytes=32 * MIB)
+        stub.SetQuota(request, timeout=DEADLINE_SECONDS)
+    assert lent(daemon, "green", "18MiB")
+    engine.do("model.allocate('2MiB').close()")
+
+
+def test_limits_change_and_nothing_is_taken_away(daemon: Daemon, engine: Worker) -> None:
+    """Below what is used: it stays, and nothing more is lent. Then a default for all that have none of their own."""
+    reload(daemon, tenants={"red": {"limit": "8MiB"}, "blue": {"models": {"probe": {"limit": "4MiB"}}}})
+    refusal = engine.refused("model.allocate(PAGE)")
+    assert (refusal.error, refusal.numbers) == ("OutOfMemory", ("tenant", 2 * MIB, 0, 8 * MIB))
+    with membroker.connect(daemon.endpoint("blue")) as client, pytest.raises(membroker.OutOfMemory) as caught:
+        client.register_model("probe").allocate("6MiB")
+    assert (caught.value.level, caught.value.limit) == ("model", 4 * MIB)
+    reload(daemon, default_limit="48MiB", tenants={"red": {}, "blue": {"limit": "96MiB"}})
+    engine.do("model.allocate('16MiB').close()")
+    assert engine.refused("model.allocate('18MiB')").numbers == ("tenant", 18 * MIB, 16 * MIB, 48 * MIB)
+    assert lent(daemon, "blue", "96MiB")
+
+
+def test_a_tenant_is_removed_once_it_holds_nothing(daemon: Daemon, engine: Worker) -> None:
+    """Its worker goes on; when that has ended, the next reload takes the endpoint away."""
+    said = reload(daemon, tenants={"blue": {}})
+    assert "a tenant that holds something goes on as it was: remove it when that is gone tenant=red sessions=1" in said
+    assert 'charged="32.0 MiB"' in said
+    engine.do("model.allocate('2MiB').close()")
+    engine.do("kept.close(); client.close()")
+    until(lambda: not daemon.sessions())
+    assert "endpoint closed tenant=red" in reload(daemon, tenants={"blue": {}})
+    assert not list(daemon.endpoint("red").iterdir())
+    assert lent(daemon, "blue", "2MiB")
+    reload(daemon, tenants={"blue": {}, "red": {}})
+    engine.connect(daemon)
+    engine.do("model = client.register_model('chat'); kept = model.allocate(PAGE); kept.view()[:4] = b'kept'")
+
+
+def test_users_of_a_tenant_change(daemon: Daemon) -> None:
+    """`uids` hold for sessions that are opened from then on."""
+    with membroker.connect(daemon.endpoint()) as before:
+        reload(daemon, tenants={"red": {"uids": [os.geteuid() + 1]}, "blue": {}})
+        with pytest.raises(membroker.AccessDenied):
+            membroker.connect(daemon.endpoint(), timeout=1)
+        before.register_model("m").allocate("2MiB").close()
+        reload(daemon, tenants={"red": {"uids": [os.geteuid()]}, "blue": {}})
+        membroker.connect(daemon.endpoint()).close()
+
+
+def test_what_needs_a_restart_is_named(daemon: Daemon, engine: Worker) -> None:
+    said = reload(daemon, capacity="128MiB", max_sessions=7, tenants={"red": {**RED, "mode": "0600"}, "blue": {}})
+    (line,) = [line for line in said.splitlines() if "need a restart" in line]
+    assert "WARNING" in line
+    for key in ("capacity", "max_sessions", "tenants.red.mode"):
+        assert f'\\"{key}\\"' in line
+    assert daemon.books().capacity_bytes == 256 * MIB
+    assert "tenants" in reload(daemon, tenants={}).split("need a restart")[1]
+    engine.do("model.allocate('2MiB').close()")
+
+
+def test_the_level_of_the_log_changes() -> None:
+    """The command line goes before the file, also at a reload: here it says nothing of the level."""
+    with running(BASE, module="tests.system.quiet_daemon") as daemon:
+        assert " DEBUG " not in daemon.log()
+        reload(daemon, log={"level": "debug"})
+        assert lent(daemon, "red", "2MiB")
+        until(lambda: " DEBUG debited" in daemon.log())
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("tenants = [", "is not TOML"),
+        ('capacity = "8 gigs"\ndriver = "cdua"', "cannot read '8 gigs' as a size"),
+        ("\0", "is not TOML"),
+        ("[tenants.RED]", "a tenant's name is"),
+    ],
+    ids=["no TOML", "values", "a zero", "a name"],
+)
+def test_a_broken_file_changes_nothing(daemon: Daemon, engine: Worker, text: str, problem: str) -> None:
+    said = hang_up(daemon, text, "the configuration was not reloaded and stays as it is")
+    assert problem in said
+    assert "Traceback" not in said
+    engine.do("model.allocate('2MiB').close()")
+    assert "configuration reloaded" in reload(daemon)
+
+
+@pytest.mark.parametrize("kind", ["gone", "a directory", "a pipe", "closed"])
+def test_a_file_that_cannot_be_read_changes_nothing(daemon: Daemon, engine: Worker, kind: str) -> None:
+    """A pipe would be waited for, or be empty at the second reading, and an empty file has no tenant."""
+    path = daemon.directory / "membrokerd.toml"
+    text = path.read_text()
+    path.unlink()
+    make = {"a directory": path.mkdir, "a pipe": lambda: os.mkfifo(path), "gone": lambda: None}
+    make.get(kind, lambda: path.touch(0o000))()
+    if kind == "closed" and os.geteuid() == 0:
+        pytest.skip("root reads every file")
+    daemon.process.send_signal(signal.SIGHUP)
+    until(lambda: "the configuration was not reloaded and stays as it is" in daemon.log())
+    engine.do("model.allocate('2MiB').close()")
+    if path.is_dir():
+        path.rmdir()
+    else:
+        path.unlink(missing_ok=True)
+    hang_up(daemon, text)
+
+
+def test_a_tenant_whose_endpoint_cannot_be_opened_is_not_added(daemon: Daemon, engine: Worker) -> None:
+    """A link stands where its directory should be: the others are as configured, and the next reload adds it."""
+    wrong = daemon.endpoint("green")
+    wrong.symlink_to("/nonexistent")
+    tenants = {"red": {"limit": "128MiB"}, "blue": {}, "green": {}}
+    said = reload(daemon, tenants=tenants)
+    assert "a tenant's endpoint cannot be opened: it is not added tenant=green" in said
+    engine.do("model.allocate('64MiB').close()")
+    wrong.unlink()
+    reload(daemon, tenants=tenants)
+    assert lent(daemon, "green", "2MiB")
+
+
+def test_many_at_once_and_during_the_start(daemon: Daemon, engine: Worker) -> None:
+    """A script sends one after another; the last file that was written is in force. Nothing ends the daemon."""
+    for number in range(1, 30):
+        tenants = {"red": {"limit": f"{64 + 2 * number}MiB"}, "blue": {}}
+        write(daemon, to_toml({**written(daemon), "tenants": tenants}))
+        daemon.process.send_signal(signal.SIGHUP)
+    until(lambda: lent_to(engine, 64 + 2 * 29 - 32))
+    with subprocess.Popen(
+        [sys.executable, "-m", "membrokerd.start", "--config", str(Path("/nonexistent/membrokerd.toml"))],
+        stderr=subprocess.PIPE,
+    ) as starting:
+        until(lambda: b"SigIgn:\t0000000000000001" in status(starting.pid) or starting.poll() is not None)
+        starting.send_signal(signal.SIGHUP)
+        assert starting.wait(DEADLINE_SECONDS) == 1, "it ended by the signal, not by its own sentence"
+
+
+def lent_to(engine: Worker, mib: int) -> bool:
+    try:
+        engine.do(f"model.allocate('{mib}MiB').close()")
+    except Refused:  # until the last reload is in force
+        return False
+    return True
+
+
+def status(pid: int) -> bytes:
+    """Return what the kernel says of a process's signals; nothing of one that has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
+    except OSError:
+        return b""
+    (ignored,) = [line for line in lines if line.startswith(b"SigIgn")] or [b""]
+    return b"SigIgn:\t" + (b"%016x" % (int(ignored.split()[1], 16) & 1) if ignored else b"")

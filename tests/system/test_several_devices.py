@@ -1,0 +1,190 @@
+"""Several daemons on one machine, one for each device, under one configuration: none is in another's way.
+
+The devices are the host driver's; tests/gpu/test_two_gpus.py does the same with two GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.daemons import DEADLINE_SECONDS, MIB, Daemon, hold_still, until
+from tests.keepers import end_keeper
+from tests.system.workers import PAGE, worker
+
+import membroker
+
+KEEPERS: Mapping[str, str | None] = {
+    "default": None,
+    "by the device's name": "keepers/{device}/fdstore.sock",
+    "by its number": "keepers/{index}/fdstore.sock",
+}
+"""Where the keeper listens, below the test's directory; None is the default."""
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="mb-"))
+    yield directory
+    for path in (*directory.glob("run/*/state/fdstore.sock"), *directory.glob("keepers/**/fdstore.sock")):
+        end_keeper(path)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def configuration(place: Path, keeper: str | None) -> dict[str, Any]:
+    """Return what all daemons of this machine are configured with."""
+    where = {"keeper_socket": str(place / keeper)} if keeper else {}
+    return {"runtime_directory": str(place / "run"), "state_directory": str(place / "kept"), **where}
+
+
+@contextmanager
+def daemon_of(place: Path, device: int, keeper: str | None = None) -> Iterator[Daemon]:
+    """Run the daemon of a device; only its log is its own."""
+    directory = place / f"daemon-{device}"
+    directory.mkdir(exist_ok=True)
+    one = Daemon(directory, configuration(place, keeper), device=device)
+    try:
+        yield one
+        assert one.stop() == 0, one.log()
+        assert "Traceback" not in one.log(), one.log()
+    finally:
+        with suppress(ProcessLookupError):
+            one.process.kill()
+        one.process.wait(DEADLINE_SECONDS)
+
+
+def publish(daemon: Daemon, text: bytes) -> None:
+    """Have a worker write and seal a segment, and end."""
+    with worker() as one:
+        one.connect(daemon)
+        one.do("model = client.register_model('m'); segment = model.create_segment('weights', PAGE)")
+        one.do(f"segment.view()[:{len(text)}] = {text!r}; segment.seal(); segment.close(); client.close()")
+
+
+def published(daemon: Daemon, length: int) -> bytes:
+    """Return the first bytes of the segment, as a process reads them that comes later."""
+    with membroker.connect(daemon.endpoint()) as client, client.attach("m/weights", timeout=10) as segment:
+        return bytes(segment.view()[:length])
+
+
+@pytest.mark.parametrize("keeper", KEEPERS.values(), ids=KEEPERS.keys())
+def test_segments_of_two_devices_outlive_both_daemons(place: Path, keeper: str | None) -> None:
+    """One configuration for both, sealed segments in each, and each daemon is killed: every byte is still there."""
+    with daemon_of(place, 0, keeper) as first, daemon_of(place, 1, keeper) as second:
+        assert (first.device().uuid, second.device().uuid) == ("host", "host-1")
+        publish(first, b"first")
+        publish(second, b"second")
+        for _ in range(2):
+            for daemon in (first, second):
+                daemon.kill()
+                daemon.start_again()
+                assert (published(first, 5), published(second, 6)) == (b"first", b"second")
+        assert [daemon.books().lent_bytes for daemon in (first, second)] == [PAGE, PAGE]
+        for daemon in (first, second):
+            assert "the keeper of descriptors is gone" not in daemon.log()
+
+
+def test_one_keeper_for_two_devices_is_refused_and_harms_nobody(place: Path) -> None:
+    """A keeper_socket without {device}: the second daemon says what to write, also when the first one is dead."""
+    keeper = "keepers/own/fdstore.sock"
+    with daemon_of(place, 0, keeper) as first:
+        publish(first, b"first")
+        assert_refused(first, place)
+        first.kill()
+        assert_refused(first, place)
+        first.start_again()
+        assert published(first, 5) == b"first"
+        assert "the keeper of descriptors is gone" not in first.log()
+
+
+def assert_refused(first: Daemon, place: Path) -> None:
+    """Start a daemon of another device by the first one's configuration, which must end with one sentence."""
+    command = [sys.executable, "-m", "membrokerd.cli", "--config", str(first.directory / "membrokerd.toml")]
+    done = subprocess.run([*command, "--device", "1"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("membrokerd: ")]
+    assert f"it keeps the descriptors of {place}/run/host: give each device a keeper of its own" in said
+    assert "Traceback" not in done.stderr
+
+
+def test_the_second_daemon_of_a_device_names_the_first(place: Path) -> None:
+    """`--device` was forgotten: the sentence names the process and the option."""
+    with daemon_of(place, 0) as first:
+        command = [sys.executable, "-m", "membrokerd.cli", "--config", str(first.directory / "membrokerd.toml")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1
+        assert f"process {first.process.pid}; " in done.stderr
+        assert "own another device with --device" in done.stderr
+
+
+def test_two_devices_lend_apart(place: Path) -> None:
+    """A full device does not fill the other, and each has its own directory, number and metrics."""
+    with daemon_of(place, 0) as first, daemon_of(place, 1) as second:
+        assert [(daemon.root / "index").read_text() for daemon in (first, second)] == ["0\n", "1\n"]
+        with membroker.connect(first.endpoint()) as client:
+            client.register_model("m").allocate("256MiB")
+            with membroker.connect(second.endpoint()) as other:
+                assert other.device_uuid == "host-1"
+                with other.register_model("m").allocate("256MiB"):
+                    assert second.books().lent_bytes == 256 * MIB
+        assert 'gpu_uuid="host-1"' in second.metrics()
+        until(lambda: first.books().lent_bytes == second.books().lent_bytes == 0)
+
+
+def command(place: Path, *words: str) -> tuple[int, str, str]:
+    """Run `membroker` as the user whose runtime directory this is."""
+    (place / "membroker").exists() or (place / "membroker").symlink_to(place / "run")
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(place), "MEMBROKER_ENDPOINT": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "membroker.cli.main", *words], capture_output=True, text=True, env=environment
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_one_command_for_all_devices_and_one_for_each(place: Path) -> None:
+    """`status` shows both, as tables and as a JSON document for each; the others are told which with --device."""
+    with daemon_of(place, 0) as first, daemon_of(place, 1) as second:
+        with membroker.connect(second.endpoint()) as client:
+            kept = client.register_model("llama").allocate("2MiB")
+            status, out, err = command(place, "status")
+            assert (status, err) == (0, "")
+            assert re.findall(r"^uuid +(\S+)$", out, re.MULTILINE) == ["host", "host-1"]
+            status, out, _ = command(place, "status", "--json")
+            assert [json.loads(line)["pid"] for line in out.splitlines()] == [first.process.pid, second.process.pid]
+            for device, there in (("0", False), ("host", False), ("1", True), ("host-1", True)):
+                status, out, err = command(place, "models", "--device", device)
+                assert (status, "llama" in out, err) == (0, there, "")
+            status, out, err = command(place, "models")
+            assert status == 1
+            assert "has 2 devices: choose an endpoint with" in err
+            assert "`membroker --device …`" in err
+            status, _, err = command(place, "status", "--device", "2")
+            assert status == 1
+            assert "no broker of device 2 was found" in err
+            assert "have host (0), host-1 (1)" in err
+            assert command(place, "drain", "--device", "1")[0] == 0
+            assert (first.device().draining, second.device().draining) == (False, True)
+            kept.close()
+        with hold_still(first):
+            status, out, err = command(place, "status", "--json")
+            assert status == 1
+            assert [json.loads(line)["uuid"] for line in out.splitlines()] == ["host-1"], "the other is shown"
+            assert "does not answer" in err
+        first.kill()
+        status, out, err = command(place, "status")
+        assert (status, re.findall(r"^uuid +(\S+)$", out, re.MULTILINE), err) == (0, ["host-1"], "")
+        status, _, err = command(place, "status", "--device", "0")
+        assert status == 1
+        assert "the broker is dead and left its socket behind" in err
+        first.start_again()

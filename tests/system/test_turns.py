@@ -1,0 +1,366 @@
+"""No turn of the daemon's event loop takes longer than 50 ms, whatever is sent; and what is refused so that this holds.
+
+Real processes send frames and calls at their limits, endlessly or all at once. An honest worker of another tenant
+goes on beside each; its times and the longest turn are in the report.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+
+import pytest
+from tests.daemons import Daemon, hold_still, running, until
+from tests.system import raw
+from tests.system.company import Honest, State, check_turns, honest
+from tests.system.raw import Connection, Session
+from tests.system.workers import PAGE, Worker, worker, workers
+
+from membroker.v1 import handoff_pb2 as pb
+from membroker.v1 import resources_pb2
+from membrokerd.handoff.listener import HELLO_SECONDS
+
+DETACHED = resources_pb2.Session.DETACHED
+SESSIONS = 16
+"""Of one process, and no more."""
+WINDOW = 128
+"""Descriptors that one delivery window can bring a session."""
+GENERATIONS = itertools.count(1 << 50)
+
+BEGIN = """
+import select, time
+from pathlib import Path
+from tests.system.raw import *
+endpoint = Path({endpoint!r})
+def resume(token):
+    line = Connection(endpoint)
+    line.send(pb.Frame(request_id=1, hello=pb.Hello(protocol_version=1, resume_token=token)))
+    assert line.receive().frame.welcome.resumed
+    return line
+def drain(sock):
+    with suppress(BlockingIOError):
+        while sock.recv(65_536):
+            pass
+"""
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    """One for all: its longest turn is that of all these tests."""
+    config = {"capacity": "320GiB", "settle_seconds": 1.0, "max_sessions": 512, "log": {"level": "info"}}
+    with running(config) as one:
+        yield one
+
+
+@pytest.fixture
+def beside(daemon: Daemon, state: State, request: pytest.FixtureRequest) -> Iterator[Honest]:
+    """An honest worker; afterwards nobody else is there, and no turn was too long."""
+    with honest(daemon) as one:
+        yield one
+        until(lambda: len(daemon.sessions()) == 1)
+        until(lambda: daemon.books().free_bytes == daemon.books().capacity_bytes)
+        check_turns(daemon, state, f"up to {request.node.name}")
+
+
+@pytest.fixture
+def flood(daemon: Daemon) -> Iterator[Worker]:
+    """A process of the tenant red that knows the wire; it is killed in the end."""
+    with worker() as process:
+        process.do(BEGIN.format(endpoint=str(daemon.endpoint("red"))))
+        yield process
+
+
+# --- Holds ---
+
+
+class Resumable:
+    """A session of this process with an extent, a segment and a declaration, which resumes as often as one likes."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._session = Session(daemon.endpoint())
+        self.model = self._session.register("m")
+        (self.extent,) = self._session.borrow(self.model, PAGE)
+        segment = self._session.call(create_segment=raw.segment_of(self.model, "weights", PAGE))
+        assert isinstance(segment, resources_pb2.Segment), segment
+        self.segment = segment.generation
+        self._session.call(declare=raw.bpb.DeclareMemoryRequest(model=self.model, declared_bytes=PAGE))
+        self._session.sock.close()
+        self.held = pb.Holds(
+            extent_ids=[self.extent],
+            segments=[pb.HeldSegment(generation=self.segment, times=1)],
+            declarations=[pb.HeldDeclaration(model=self.model, declared_bytes=PAGE)],
+        )
+
+    def state(self, *frames: pb.Holds) -> Connection:
+        """Resume, and state this much."""
+        line = Connection(self._daemon.endpoint())
+        line.send(pb.Frame(request_id=1, hello=pb.Hello(protocol_version=1, resume_token=self._session.token)))
+        assert line.receive().frame.welcome.resumed
+        for holds in frames:
+            line.send(pb.Frame(request_id=2, holds=holds))
+        return line
+
+    def end(self) -> None:
+        """Resume with all of it, and say Goodbye."""
+        with self.state(self.held, pb.Holds(last=True)) as line:
+            assert line.receive().frame.reply.HasField("resume")
+            line.send(pb.Frame(request_id=3, goodbye=pb.Goodbye()))
+            assert line.receive().frame.reply.HasField("goodbye")
+        self._session.notices.close()
+
+
+@pytest.fixture
+def resumable(daemon: Daemon) -> Iterator[Resumable]:
+    one = Resumable(daemon)
+    yield one
+    one.end()
+    until(lambda: not daemon.sessions())
+    until(lambda: daemon.books().free_bytes == daemon.books().capacity_bytes)  # and the segment's name is free
+
+
+def _segments(count: int) -> list[pb.HeldSegment]:
+    return [pb.HeldSegment(generation=next(GENERATIONS), times=1) for _ in range(count)]
+
+
+def _refused_holds(one: Resumable) -> dict[str, tuple[str, list[pb.Holds]]]:
+    declaration = pb.HeldDeclaration(model=one.model, declared_bytes=1)
+    extents, segment = pb.Holds(extent_ids=[one.extent]), pb.HeldSegment(generation=one.segment, times=1)
+    most = 3 + WINDOW
+    return {
+        "three lists of 4,150 entries together": (
+            "INVALID_COUNT",
+            [pb.Holds(extent_ids=range(1, 3_971), segments=_segments(90), declarations=[declaration] * 90)],
+        ),
+        "32,700 empty segments": ("INVALID_COUNT", [pb.Holds(segments=[pb.HeldSegment()] * 32_700)]),
+        "an extent twice": ("PROTOCOL_VIOLATION", [pb.Holds(extent_ids=[one.extent, one.extent])]),
+        "an extent in two frames": ("PROTOCOL_VIOLATION", [extents, extents]),
+        "a segment twice": ("PROTOCOL_VIOLATION", [pb.Holds(segments=[segment, segment])]),
+        "a declaration in two frames": ("PROTOCOL_VIOLATION", [pb.Holds(declarations=[declaration])] * 2),
+        "nothing, and not the last": ("PROTOCOL_VIOLATION", [pb.Holds()]),
+        "more than it has and a window brings": ("PROTOCOL_VIOLATION", [pb.Holds(extent_ids=range(1, most + 2))]),
+        "the same by other lists": (
+            "PROTOCOL_VIOLATION",
+            [pb.Holds(extent_ids=range(1, WINDOW)), pb.Holds(segments=_segments(5))],
+        ),
+    }
+
+
+def _only_session(daemon: Daemon) -> resources_pb2.Session:
+    """Return the only session, without the time at which it began, which is told to some microseconds."""
+    (session,) = daemon.sessions()
+    session.ClearField("create_time")
+    return session  # type: ignore[no-any-return]
+
+
+def test_holds_are_bounded(daemon: Daemon, resumable: Resumable) -> None:
+    """What a process states of its session is bounded by what the books have of it; else nothing changes."""
+    until(lambda: daemon.sessions()[0].state == DETACHED)
+    before = _only_session(daemon)
+    for what, (why, frames) in _refused_holds(resumable).items():
+        with resumable.state(*frames) as line:
+            assert raw.reason(line.last_words()) == why, what
+        assert _only_session(daemon) == before, what
+        assert daemon.books().lent_bytes == 3 * PAGE, what
+    # As much as may be stated is taken: what the books do not know is told.
+    unknown = range(1, WINDOW + 1)
+    with resumable.state(resumable.held, pb.Holds(extent_ids=unknown, last=True)) as line:
+        assert list(line.receive().frame.reply.resume.unknown_extent_ids) == list(unknown)
+
+
+def test_holds_that_never_end(daemon: Daemon, resumable: Resumable) -> None:
+    """A process resumes, states something and waits. It has ten seconds; its session is detached again then."""
+    with resumable.state(pb.Holds(extent_ids=[resumable.extent])) as line:
+        line.sock.settimeout(20)
+        assert raw.reason(line.last_words()) == "PROTOCOL_VIOLATION"
+    assert daemon.sessions()[0].state == DETACHED
+    assert daemon.books().lent_bytes == 3 * PAGE
+
+
+_ENDLESS = """
+import random
+sessions = [Session(endpoint) for _ in range(16)]
+tokens = [session.token for session in sessions]
+for session in sessions:
+    session.sock.close()
+kinds = [
+    pb.Holds(segments=[pb.HeldSegment()] * 32_700),
+    pb.Holds(declarations=[pb.HeldDeclaration(model='tenants/red/models/m')] * 2_500),
+    pb.Holds(extent_ids=range(1, 4_097)),
+    pb.Holds(),
+]
+frames = [pb.Frame(request_id=2, holds=holds).SerializeToString() for holds in kinds]
+def attack(seconds):
+    end, sent, ended = time.monotonic() + seconds, 0, 0
+    while time.monotonic() < end:
+        lines = {resume(token): frames[number % 4] for number, token in enumerate(tokens)}
+        for line in lines:
+            line.sock.setblocking(False)
+        while lines and time.monotonic() < end:
+            for line, frame in list(lines.items()):
+                try:
+                    line.sock.send(frame)
+                    sent += 1
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    del lines[line]
+                    line.close()
+                    ended += 1
+        for line in lines:
+            line.close()
+    return sent, ended
+"""
+
+
+def test_endless_holds(beside: Honest, flood: Worker, state: State) -> None:
+    """Sixteen sessions are resumed, again and again, and each sends Holds at the limit of a frame, with no last."""
+    flood.do(_ENDLESS)
+    sent, ended = beside.beside_flood(state, "endless Holds", flood, "answer = attack(3)")
+    state("frames of endless Holds sent, connections that they ended", f"{sent}, {ended}")
+    assert ended >= 2 * SESSIONS, "frames were taken on and on"
+    flood.kill()
+
+
+# --- Frames and calls ---
+
+_FRAMES = {
+    "releases of 65,000 ids": "release=bpb.ReleaseExtentsRequest(extent_ids=[1] * 65_000, no_reply=True)",
+    "releases of 4,096 ids": "release=bpb.ReleaseExtentsRequest(extent_ids=range(1, 4_097), no_reply=True)",
+    "names of 60 KB": "allocate=allocation('tenants/red/models/x' * 3_000, PAGE)",
+    "allocations that are refused": "allocate=allocation(model, 1 << 60)",
+}
+
+
+@pytest.mark.parametrize("what", _FRAMES)
+def test_frames_at_their_limits(beside: Honest, flood: Worker, state: State, what: str) -> None:
+    """Sixteen sessions send what costs the most to refuse, as fast as they can."""
+    flood.do(f"sessions = [Session(endpoint) for _ in range({SESSIONS})]")
+    flood.do("model = [session.register('m') for session in sessions][0]")
+    flood.do(f"frame = pb.Frame(request_id=1, {_FRAMES[what]}).SerializeToString()")
+    sent = beside.beside_flood(
+        state,
+        what,
+        flood,
+        """
+for session in sessions:
+    session.sock.setblocking(False)
+    session.notices.setblocking(False)
+end, answer = time.monotonic() + 2, 0
+while time.monotonic() < end:
+    for session in sessions:
+        drain(session.sock)
+        drain(session.notices)
+        with suppress(BlockingIOError):
+            session.sock.send(frame)
+            answer += 1
+""",
+    )
+    state(f"{what}, in 2 seconds", str(sent))
+    assert sent > SESSIONS
+    flood.kill()
+
+
+_CALLS = {
+    "ListModels": "ListModels.future(bpb.ListModelsRequest(page_size=1000), metadata=token)",
+    "GetDevice": "GetDevice.future(bpb.GetDeviceRequest(), metadata=token)",
+}
+
+
+@pytest.mark.parametrize("what", _CALLS)
+def test_calls_all_at_once(daemon: Daemon, beside: Honest, flood: Worker, state: State, what: str) -> None:
+    """Three hundred calls over twenty connections are there in one moment, while the tenant has 240 models."""
+    flood.do(
+        """
+session = Session(endpoint)
+models = [session.register(f'm{number}') for number in range(240)]
+token = (('membroker-token', session.token),)
+channels = [grpc.insecure_channel(f'unix:{endpoint}/grpc.sock', (('number', number),)) for number in range(20)]
+stubs = [broker_pb2_grpc.BrokerServiceStub(channel) for channel in channels]
+for stub in stubs:
+    stub.GetDevice(bpb.GetDeviceRequest(), metadata=token)
+"""
+    )
+    with hold_still(daemon):
+        flood.do(f"futures = [stub.{_CALLS[what]} for stub in stubs for _ in range(15)]")
+    served = beside.beside_flood(state, f"300 × {what}", flood, "answer = sum(f.exception() is None for f in futures)")
+    assert served == 300
+    flood.kill()
+
+
+# --- Large steps ---
+
+EXTENTS = 65_536
+"""Of one Allocate, and more than a card of 128 GiB has granules."""
+
+
+def test_a_session_with_65536_extents(daemon: Daemon, beside: Honest, flood: Worker, state: State) -> None:
+    """It borrows them in one call, resumes with them and gives all back by its Goodbye; another one dies with them."""
+    flood.do("session = Session(endpoint)\nmodel = session.register('m')")
+    borrow = f"session.send(pb.Frame(request_id=7, allocate=allocation(model, PAGE, {EXTENTS})))\n"
+    borrow += "_, ids = session.answer(7)\nanswer = len(ids)"
+    assert beside.beside_flood(state, "an Allocate of 65,536 extents", flood, borrow) == EXTENTS
+    beside.beside_flood(
+        state,
+        "its resume",
+        flood,
+        """
+session.sock.close()
+line = resume(session.token)
+for first in range(0, len(ids), 4_096):
+    line.send(pb.Frame(request_id=2, holds=pb.Holds(extent_ids=ids[first:first + 4_096])))
+line.send(pb.Frame(request_id=2, holds=pb.Holds(last=True)))
+assert line.receive().frame.reply.HasField('resume')
+answer = None
+""",
+    )
+    assert daemon.books().lent_bytes >= EXTENTS * PAGE
+    goodbye = "line.send(pb.Frame(request_id=9, goodbye=pb.Goodbye()))\nline.receive()\nanswer = None"
+    beside.beside_flood(state, "its Goodbye", flood, goodbye)
+    flood.do("session = Session(endpoint)\nmodel = session.register('m')")
+    flood.begin(borrow)
+    assert flood.result() == EXTENTS
+    flood.kill()
+    beside.beside(state, "its death", lambda: daemon.books().releasing_bytes == 0 and len(daemon.sessions()) == 1)
+
+
+PROCESSES = 16
+
+
+def test_256_sessions_die_at_once(daemon: Daemon, beside: Honest, state: State) -> None:
+    """A container with sixteen processes is killed, each with sixteen sessions that hold memory."""
+    with workers(PROCESSES) as dying:
+        for each in dying:
+            each.do(BEGIN.format(endpoint=str(daemon.endpoint("red"))))
+            each.do(f"sessions = [Session(endpoint) for _ in range({SESSIONS})]")
+            each.do("models = [session.register('m') for session in sessions]")
+            each.do("[session.borrow(model, PAGE) for session, model in zip(sessions, models, strict=True)]")
+        with hold_still(daemon):
+            for each in dying:
+                each.kill()
+        beside.beside(state, "256 sessions that die at once", lambda: len(daemon.sessions()) == 1)
+
+
+# --- A broker that stood still ---
+
+
+def test_hellos_that_came_while_the_broker_was_stopped(daemon: Daemon, beside: Honest, flood: Worker) -> None:
+    """The daemon is stopped for longer than a connection may be silent. Who said Hello meanwhile is greeted."""
+    at_rest = daemon.descriptors()
+    flood.do("early = [Connection(endpoint) for _ in range(8)]")
+    until(lambda: daemon.descriptors() == at_rest + 2 * 8)
+    with hold_still(daemon):
+        flood.do("late = [Connection(endpoint) for _ in range(8)]")
+        flood.do("for one in [*early, *late]: one.send(hello())")
+        time.sleep(HELLO_SECONDS + 0.5)  # no state says it: the time itself is what must not count
+    assert flood.ask("[one.receive().frame.HasField('welcome') for one in [*early, *late]]") == [True] * 16
+    flood.kill()
+
+
+def test_a_name_is_cut_before_it_is_read(daemon: Daemon, beside: Honest, flood: Worker) -> None:
+    """A client calls itself something of 60 KB: of that nothing behind the first 128 characters is looked at."""
+    flood.do("one = Connection(endpoint)\none.send(hello(client='\\x01' * 127 + 'a' + 'b' * 60_000))\none.receive()")
+    (name,) = [session.client for session in daemon.sessions() if session.tenant == "tenants/red"]
+    assert name == "a"
+    flood.kill()
