@@ -17,7 +17,7 @@ from membrokerd.core import broker as broker_module
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 
-SEEDS = [*range(20_301, 20_313), 20_272, 20_276]
+SEEDS = [*range(20_301, 20_313), 20_272, 20_276, 20_317]
 STEPS = 10_000
 
 Resuming = resuming.Resuming
