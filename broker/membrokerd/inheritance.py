@@ -16,7 +16,7 @@ from membroker.vmm.sizes import MAX_BYTES
 from . import logs
 from .core import facts as ft
 from .core import policy
-from .core.broker import COUNTER_BITS
+from .core.books import COUNTER_BITS
 from .core.events import LOCATIONS, Location
 from .core.ledger import Ledger
 from .core.story import story

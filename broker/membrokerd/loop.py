@@ -247,7 +247,7 @@ class Loop:
         match effect:
             case fx.Answer():
                 self._replies.pop(effect.call)(effect.result)
-            case fx.HearOthers():
+            case fx.DrainInputs():
                 self._hear_others(effect.call)
             case fx.Make(stocked=True):
                 self._deliver(effect, self._take_stock(effect.location, effect.extent_bytes, len(effect.ids)))
@@ -299,7 +299,7 @@ class Loop:
                 if turn + 2 > self._turn or not (silent or asked_at <= late):
                     break
                 self._put_aside.popleft()
-                self.tell(ev.OthersHeard(call))
+                self.tell(ev.InputsDrained(call))
         finally:
             if self._put_aside:
                 self._io.call_soon(self._begin_turn)

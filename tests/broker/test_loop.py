@@ -567,7 +567,7 @@ def test_an_answer_that_is_known_is_on_its_way_before_the_books_hear_of_the_pack
         made: list[bool] = []
 
         def flush() -> None:
-            making = world.loop.broker.lending.making["device"]
+            making = world.loop.broker.books.making["device"]
             made.append(not making)
 
         queue.flush = flush  # type: ignore[method-assign]

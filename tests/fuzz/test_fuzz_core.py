@@ -35,7 +35,8 @@ from membroker.v1 import handoff_pb2 as pb
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import policy
-from membrokerd.core.broker import Broker, Step
+from membrokerd.core.books import Step
+from membrokerd.core.broker import Broker
 from membrokerd.core.denied import Denied
 from membrokerd.rpc import convert, errors
 
@@ -110,7 +111,7 @@ class Bench:
                 self.unanswered.remove(effect.call)
             elif isinstance(effect, fx.DropStock):
                 self.ready[effect.location, effect.extent_bytes] -= effect.count
-            elif isinstance(effect, fx.HearOthers | fx.Make | fx.Send | fx.Seal | fx.Drop | fx.Stock):
+            elif isinstance(effect, fx.DrainInputs | fx.Make | fx.Send | fx.Seal | fx.Drop | fx.Stock):
                 self.asked.append(effect)
                 if isinstance(effect, fx.Make) and effect.stocked:
                     self.ready[effect.location, effect.extent_bytes] -= len(effect.ids)
@@ -128,8 +129,8 @@ class Bench:
                 else:
                     self.tell(ev.Made(*packet))
                     self.tell(ev.Acknowledge(*packet))
-            case fx.HearOthers(call):
-                self.tell(ev.OthersHeard(call))
+            case fx.DrainInputs(call):
+                self.tell(ev.InputsDrained(call))
             case fx.Seal(segment):
                 self.tell(ev.NotSealed(segment, "DRIVER_FAILED", {}) if fails else ev.Sealed(segment))
             case fx.Drop(segment):
@@ -146,7 +147,7 @@ class Bench:
         """Return all that the ledger holds, as a value of its own."""
         ledger = self.broker.ledger
         parts = (ledger.totals, ledger.sessions, ledger.models, ledger.segments, ledger.labels, ledger.tenants)
-        return copy.deepcopy((ledger.revision, ledger.quotas, self.broker.lending.making, *parts))
+        return copy.deepcopy((ledger.revision, ledger.quotas, self.broker.books.making, *parts))
 
     def put(self, make_event: convert.MakeEvent) -> None:
         """Ask: the books hold, and have moved only if nothing was refused."""
@@ -183,7 +184,7 @@ class Bench:
         assert not ledger.models
         assert ledger.totals["device"].charged == ledger.totals["device"].stock == 0
         assert not +self.ready
-        assert self.broker.lending.making["device"] == 0
+        assert self.broker.books.making["device"] == 0
 
 
 def _ask(bench: Bench, session: int, tenant: str, request_id: int, message: Message) -> None:

@@ -19,7 +19,8 @@ from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
-from membrokerd.core.broker import Broker, Step
+from membrokerd.core.books import Step
+from membrokerd.core.broker import Broker
 from membrokerd.core.ledger import Ledger, SegmentRow
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class DaemonDeaths:
 
     def before(self) -> None:
         """Take down what the daemon is still to make."""
-        self.unmade = dict(self.world.broker.lending.making)
+        self.unmade = dict(self.world.broker.books.making)
 
     def dies_now(self, step: Step) -> bool:
         """Say whether the daemon dies in this step: rather in one that changes the books."""
@@ -104,7 +105,7 @@ class DaemonDeaths:
         self.torn = world.random.randint(0, len(step.facts)) if not happen and world.random.random() < 0.7 else 0
         self.torn_facts = tuple(step.facts[: len(step.facts) - self.torn])
         self.file(list(self.torn_facts))
-        for where, size in world.broker.lending.making.items():
+        for where, size in world.broker.books.making.items():
             self.unmade[where] += size
         self.dead = True
         for effect in step.effects[:happen]:
@@ -159,7 +160,7 @@ class DaemonDeaths:
         world = self.world
         if not self.dead:  # it dies between two steps
             self.dead, self.torn, self.torn_facts = True, 0, ()
-            self.unmade = dict(world.broker.lending.making)
+            self.unmade = dict(world.broker.books.making)
             self.deaths["between steps"] += 1
             self.bury()
         for worker in world.workers.values():
@@ -205,7 +206,7 @@ class DaemonDeaths:
             world.broker = Broker(rules, self.epoch, world.facts)
         else:
             world.broker = Broker(rules, self.epoch)
-            world.broker.ledger = copy.deepcopy(self.books)
+            world.broker.books.ledger = copy.deepcopy(self.books)
         world.referee.inherit(dead, torn=bool(self.torn))
         world.resuming.inherit()
         self.take_stock_of_workers()

@@ -22,7 +22,8 @@ from tests.simulation.stock_referee import StockReferee
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
-from membrokerd.core.broker import Broker, Step
+from membrokerd.core.books import Step
+from membrokerd.core.broker import Broker
 from membrokerd.core.denied import Denied, Reason
 from membrokerd.core.ledger import SegmentRow, SessionRow, replay
 
@@ -138,7 +139,7 @@ class Referee:
         assert ledger.revision == before + len(changes)
         if step.facts and self._refused(event, step) and not self._replaces(event, step):
             raise AssertionError(f"{event} was refused and changed {step.facts}")
-        assert all(size >= 0 for size in world.broker.lending.making.values())
+        assert all(size >= 0 for size in world.broker.books.making.values())
         for effect in step.effects:
             if isinstance(effect, fx.Make | fx.Send):
                 worker = world.workers[effect.session]
@@ -154,7 +155,7 @@ class Referee:
             assert looked or not proven, "a credit is proven, and the device was not asked"
             self._judge_fact(fact)
         self._judge_wants(event, step)
-        decided = world.put_aside[event.call] if isinstance(event, ev.OthersHeard) else event
+        decided = world.put_aside[event.call] if isinstance(event, ev.InputsDrained) else event
         self.sharing.judge(decided, step)
         self.stock.judge(decided, step)
         self.resuming.judge(event, step)
@@ -187,11 +188,11 @@ class Referee:
         for effect in step.effects:
             if isinstance(effect, fx.Answer) and isinstance(effect.result, Denied):
                 wants = effect.result.reason in (Reason.MODEL_LIMIT, Reason.TENANT_LIMIT, Reason.CAPACITY)
-                heard = isinstance(event, ev.OthersHeard) and event.call == effect.call
+                heard = isinstance(event, ev.InputsDrained) and event.call == effect.call
                 replaced = isinstance(event, ev.Declare) and event.call != effect.call
                 assert heard or replaced or not wants or full, "refused before the others were heard"
-            again = isinstance(event, ev.OthersHeard) and isinstance(effect, fx.HearOthers)
-            assert not again, "the others are heard twice"
+            again = isinstance(event, ev.InputsDrained) and isinstance(effect, fx.DrainInputs)
+            assert not again, "the inputs are drained twice"
             if isinstance(effect, fx.Answer) and isinstance(effect.result, fx.Reconciled):
                 whose = {one.session for call, one in world.put_aside.items() if call in world.unanswered}
                 taken_up = [
@@ -347,7 +348,7 @@ class Referee:
         broker.ledger.recount()
         for where, total in broker.ledger.totals.items():
             assert (total.lent, total.releasing, total.free) == (0, 0, total.capacity), where
-            assert broker.lending.making[where] == 0
+            assert broker.books.making[where] == 0
         assert not broker.ledger.sessions
         assert not broker.ledger.models
         assert not broker.ledger.tenants

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
-from membrokerd.core.broker import Step
+from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied, Reason
 
 if TYPE_CHECKING:

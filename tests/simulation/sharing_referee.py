@@ -15,7 +15,7 @@ from tests.simulation.sharing import blocks_of
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
-from membrokerd.core.broker import Step
+from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied, Reason
 from membrokerd.core.ledger import SegmentRow
 

@@ -145,7 +145,7 @@ def commands(world: World) -> list[str]:
         if isinstance(event, ev.Restarted):
             lost = f" lost={_ids(sorted(event.lost))}" if event.lost else ""
             lines.append(f"restart torn={next(torn)}{lost}{_seen(event.seen)}")
-        elif isinstance(event, ev.OthersHeard):
+        elif isinstance(event, ev.InputsDrained):
             lines.append(f"heard {' '.join(_command(asked[event.call], world.opened, names).split()[1:3])}")
         else:
             lines.append(event if isinstance(event, str) else _command(event, world.opened, names))

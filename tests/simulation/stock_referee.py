@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
-from membrokerd.core.broker import Step
+from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied, Reason
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class StockReferee:
                 making = [job for job in self.world.jobs if isinstance(job, fx.Stock)]
                 told = [one for one in self.world.told if isinstance(getattr(one, "job", None), fx.Stock)]
                 assert len(making) + len(told) == 1, "more than one extent of the stock is being made"
-                assert not any(self.world.broker.lending.making.values()), "it is made while somebody waits"
+                assert not any(self.world.broker.books.making.values()), "it is made while somebody waits"
                 assert self.asked.get((where, size)) is not None, "nobody ever asked for it"
 
     def inherit(self) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from tests.simulation.world import World
 
+from membrokerd.core import books, resuming, segments, settling, stock
 from membrokerd.core import broker as broker_module
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
-from membrokerd.core import resuming, segments, settling, stock
 
-SEEDS = [*range(20_301, 20_313), 20_272, 20_276]
+SEEDS = [*range(20_301, 20_313), 20_272, 20_276, 20_317]
 STEPS = 10_000
 
 Resuming = resuming.Resuming
@@ -29,7 +29,7 @@ def _behind(monkeypatch: pytest.MonkeyPatch, name: str, more: Callable[[Any], No
 
     def and_more(self: Any, *arguments: Any) -> Any:
         result = method(self, *arguments)
-        more(self._broker)
+        more(self)
         return result
 
     monkeypatch.setattr(Resuming, name, and_more)
@@ -83,7 +83,7 @@ def _anybody_may(monkeypatch: pytest.MonkeyPatch) -> None:
     resume = Resuming.resume
 
     def lax(self: Any, event: ev.ResumeSession, now: int) -> None:
-        row = self._broker.ledger.sessions.get(event.session)
+        row = self._books.ledger.sessions.get(event.session)
         resume(self, dataclasses.replace(event, process=row.process if row else ""), now)
 
     monkeypatch.setattr(Resuming, "resume", lax)
@@ -93,7 +93,7 @@ def _holds_without_a_hello(monkeypatch: pytest.MonkeyPatch) -> None:
     state_holds = Resuming.state_holds
 
     def lax(self: Any, event: ev.StateHolds, now: int) -> None:
-        row = self._broker.ledger.sessions.get(event.session)
+        row = self._books.ledger.sessions.get(event.session)
         if row and row.state == "detached":
             self._expected.add(event.session)
         state_holds(self, event, now)
@@ -110,7 +110,7 @@ def _taken_up_in_the_middle_of_a_packet(monkeypatch: pytest.MonkeyPatch) -> None
 
     def hasty(self: Any, session: int, now: int) -> None:
         with pytest.MonkeyPatch.context() as bent:
-            bent.setattr(self._broker.lending, "making_of", lambda session: False)
+            bent.setattr(self._lending, "making_of", lambda session: False)
             proceed(self, session, now)
 
     monkeypatch.setattr(Resuming, "proceed", hasty)
@@ -139,9 +139,9 @@ def _anybody_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse = Resuming._refuse_forget
 
     def lax(self: Any, session: int) -> Any:
-        row = self._broker.ledger.sessions.get(session)
-        if row is not None and row.state == "open" and not self._broker.lending.making_of(session):
-            self._broker.record(ft.SessionMoved(session, "connection lost", 0))
+        row = self._books.ledger.sessions.get(session)
+        if row is not None and row.state == "open" and not self._lending.making_of(session):
+            self._books.record(ft.SessionMoved(session, "connection lost", 0))
         return refuse(self, session)
 
     monkeypatch.setattr(Resuming, "_refuse_forget", lax)
@@ -151,17 +151,17 @@ def _anybody_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _credited_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    def credit(broker: Any) -> None:
-        for row in [row for row in broker.ledger.sessions.values() if row.state == "detached" and row.extents]:
-            broker.record(ft.Credited(row.session, tuple(row.extents), "not held"))
+    def credit(part: Any) -> None:
+        for row in [row for row in part._books.ledger.sessions.values() if row.state == "detached" and row.extents]:
+            part._books.record(ft.Credited(row.session, tuple(row.extents), "not held"))
 
     _behind(monkeypatch, "restarted", credit)
 
 
 def _holders_are_lost_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    def leave(broker: Any) -> None:
-        for row in list(broker.ledger.sessions.values()):
-            broker.segments.leave_all(row, "not held")
+    def leave(part: Any) -> None:
+        for row in list(part._books.ledger.sessions.values()):
+            part._segments.leave_all(row, "not held")
 
     _behind(monkeypatch, "restarted", leave)
 
@@ -177,7 +177,7 @@ def _everybody_is_still_connected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _who_was_leaving_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Resuming, "_take_over_session", lambda self, row, now: self._broker.detach(row, now))
+    monkeypatch.setattr(Resuming, "_take_over_session", lambda self, row, now: self._sessions.detach(row, now))
 
 
 def _nothing_is_ever_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def _the_dead_are_forgotten_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _lent_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker_module.Broker, "refuse_debit", lambda self: None)
+    monkeypatch.setattr(books.Books, "refuse_debit", lambda self: None)
 
 
 def _who_waited_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,14 +233,14 @@ def _who_waited_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def lax(self: Any, event: ev.Sealed) -> None:
         with pytest.MonkeyPatch.context() as bent:
-            bent.setattr(self._broker, "refuse_debit", lambda: None)
+            bent.setattr(self._books, "refuse_debit", lambda: None)
             sealed(self, event)
 
     monkeypatch.setattr(segments.Segments, "sealed", lax)
 
 
 def _made_ahead_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.Stock, "_unwanted", property(lambda self: self._broker.stopping))
+    monkeypatch.setattr(stock.Stock, "_unwanted", property(lambda self: self._books.stopping))
 
 
 FAULTS = (

@@ -16,10 +16,9 @@ from tests.simulation.referee import EARLY_AT_MOST
 from tests.simulation.shrink import Failed, commands, run
 from tests.simulation.world import World
 
-from membrokerd.core import broker as broker_module
+from membrokerd.core import books, hearing, ledger, lending, models, policy, segments, settling, stock
 from membrokerd.core import effects as fx
 from membrokerd.core import facts as ft
-from membrokerd.core import hearing, ledger, lending, policy, segments, settling, stock
 from membrokerd.core.denied import Reason
 
 SEED = 20_260
@@ -105,14 +104,14 @@ def _nothing_is_ever_due(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _ids_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_ids = broker_module.Broker.take_ids
+    take_ids = books.Books.take_ids
 
     def again(self: Any, count: int) -> range:
         ids = take_ids(self, count)
         self._next_id -= count > 100
         return ids
 
-    monkeypatch.setattr(broker_module.Broker, "take_ids", again)
+    monkeypatch.setattr(books.Books, "take_ids", again)
 
 
 def _forgetful_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +138,8 @@ def _charge_per_attach(monkeypatch: pytest.MonkeyPatch) -> None:
 def _credit_while_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     def drop(self: Any, row: Any) -> None:
         if row.state == "ending":
-            self._broker.record(ft.SegmentMoved(row.segment, "last session left"))
-            self._broker.emit(fx.Drop(row.segment))
+            self._books.record(ft.SegmentMoved(row.segment, "last session left"))
+            self._books.emit(fx.Drop(row.segment))
 
     monkeypatch.setattr(segments.Segments, "drop_if_left", drop)
 
@@ -161,9 +160,9 @@ def _the_lost_wait_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _no_word_of_a_dead_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     def end_writing(self: Any, row: Any, cause: str) -> None:
-        self._broker.record(ft.SegmentMoved(row.segment, cause))
+        self._books.record(ft.SegmentMoved(row.segment, cause))
         if row.segment in self._sealing:
-            self._broker.answer(self._sealing.pop(row.segment), lending.deny(lending.Reason.WRITER_DIED))
+            self._books.answer(self._sealing.pop(row.segment), lending.deny(lending.Reason.WRITER_DIED))
 
     monkeypatch.setattr(segments.Segments, "_end_writing", end_writing)
 
@@ -212,9 +211,9 @@ def _settle_on_an_old_figure(monkeypatch: pytest.MonkeyPatch) -> None:
 def _models_end_under_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     def end_model(self: Any, row: Any) -> None:
         if not row.sessions and not row.used():
-            self.record(ft.ModelEnded(row.name))
+            self._books.record(ft.ModelEnded(row.name))
 
-    monkeypatch.setattr(broker_module.Broker, "end_model_if_idle", end_model)
+    monkeypatch.setattr(models.Models, "_end_if_idle", end_model)
 
 
 # --- a stock with a fault ---
@@ -235,10 +234,10 @@ def _dropped_and_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def _refused_for_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     admit = policy.admit
 
-    def strict(books: Any, rules: Any, name: Any, location: Any, size: int) -> Any:
-        denied = admit(books, rules, name, location, size)
-        kept = books.totals[location].stock
-        beside = admit(books, rules, name, location, size + kept) if kept else None
+    def strict(account: Any, rules: Any, name: Any, location: Any, size: int) -> Any:
+        denied = admit(account, rules, name, location, size)
+        kept = account.totals[location].stock
+        beside = admit(account, rules, name, location, size + kept) if kept else None
         return denied or (beside if beside and beside.reason == "CAPACITY" else None)
 
     monkeypatch.setattr(policy, "admit", strict)
@@ -266,7 +265,7 @@ def _stock_for_segments(monkeypatch: pytest.MonkeyPatch) -> None:
         generation, call.segment = call.segment, 0
         emit(self, session, call, part)
         call.segment = generation
-        self._broker._effects[-1] = lending._packet(session, call, part)
+        self._books._effects[-1] = lending._packet(session, call, part)
 
     monkeypatch.setattr(lending.Lending, "_emit", of_anything)
 
@@ -290,16 +289,16 @@ def _made_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     fill = stock.Stock.fill
 
     def eager(self: Any) -> None:
-        making, self._broker.lending.making = self._broker.lending.making, {}
+        making, self._books.making = self._books.making, {}
         fill(self)
-        self._broker.lending.making = making
+        self._books.making = making
 
     monkeypatch.setattr(stock.Stock, "fill", eager)
 
 
 def _more_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     def wants(self: Any, kind: Any) -> bool:
-        total = self._broker.ledger.totals[kind[0]]
+        total = self._books.ledger.totals[kind[0]]
         here = self._ready.get(kind, 0) < self._wishes[kind].count
         return here and total.charged + total.stock + kind[1] <= total.capacity
 
@@ -308,7 +307,7 @@ def _more_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _beyond_the_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     def wants(self: Any, kind: Any) -> bool:
-        rules = self._broker.rules
+        rules = self._books.rules
         here = self._ready.get(kind, 0) < self._wishes[kind].count and sum(self._ready.values()) < rules.stock_extents
         return here and sum(size * count for (_, size), count in self._ready.items()) + kind[1] <= rules.stock_bytes
 
@@ -345,11 +344,10 @@ def _refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _others_are_heard_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    def again(self: Any, event: Any, now: int) -> None:
-        if event.call in self._whose:
-            self._broker.handle(self._take(event.call), now)
+    def again(self: Any, event: Any) -> Any:
+        return self._take(event.call) if event.call in self._whose else None
 
-    monkeypatch.setattr(hearing.Hearing, "others_heard", again)
+    monkeypatch.setattr(hearing.Hearing, "inputs_drained", again)
 
 
 def _who_is_gone_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:

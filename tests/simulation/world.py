@@ -32,7 +32,8 @@ from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
-from membrokerd.core.broker import Broker, Step
+from membrokerd.core.books import Step
+from membrokerd.core.broker import Broker
 from membrokerd.core.denied import Denied
 
 MIB = 1 << 20
@@ -97,7 +98,7 @@ class World:
         self.jobs: list[Job] = []
         self.sends: deque[fx.Make | fx.Send] = deque()
         """Packets that are queued at once: of segments, which are copied, and of the stock."""
-        self.told: deque[Found | ev.NotDelivered | ev.OthersHeard] = deque()
+        self.told: deque[Found | ev.NotDelivered | ev.InputsDrained] = deque()
         self.put_aside: dict[int, ev.Allocate | ev.Declare | ev.CreateSegment] = {}
         """By call: what is not refused before others were heard."""
         self.auditing = False
@@ -267,11 +268,11 @@ class World:
                 else:
                     self.jobs.append(effect)
                 self.workers[session].makes.append(effect)
-            case fx.HearOthers():
+            case fx.DrainInputs():
                 asked = self.events[-1][1]
                 assert isinstance(asked, ev.Allocate | ev.Declare | ev.CreateSegment)
                 self.put_aside[effect.call] = asked
-                self.told.append(ev.OthersHeard(effect.call))
+                self.told.append(ev.InputsDrained(effect.call))
             case fx.Stock():
                 self.jobs.append(effect)
             case fx.DropStock(where, size, count):
@@ -449,8 +450,8 @@ class World:
         if isinstance(found, ev.NotDelivered):
             self.send(found)
             return
-        if isinstance(found, ev.OthersHeard):
-            self.others_heard(found)
+        if isinstance(found, ev.InputsDrained):
+            self.inputs_drained(found)
             return
         match found.job:
             case fx.Make() | fx.Send():
@@ -728,7 +729,7 @@ class World:
             worker.own[where] = self.new_block()
             self.put(worker.own[where], where, actual)
 
-    def others_heard(self, event: ev.OthersHeard) -> None:
+    def inputs_drained(self, event: ev.InputsDrained) -> None:
         """The broker has read what others said; a request that had no room before is decided."""
         asked = self.put_aside[event.call]
         worker = self.workers.get(asked.session)

@@ -1,74 +1,79 @@
-"""The machine: `step(event, now)` decides, changes the ledger by facts, and says what the world must do.
+"""The machine: `step(event, now)` is the only way into the core. It hands each event to the part that answers for it.
 
-Sessions and models are here; lending is in `lending`, shared memory in `segments`, the dead are in `settling`. A
-request that is refused changes nothing but the count of refusals.
+The parts stand in a straight stack: books, stock, hearing, lending, segments, models, sessions, resuming, settling.
+Each is given the books and the parts below it that it uses, and knows nothing above it. Where one event concerns
+several parts, the machine calls them in turn.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, get_args
 
 from . import effects as fx
 from . import events as ev
 from . import facts as ft
 from . import policy
+from .books import Books, Step
 from .denied import Denied, Reason, deny
 from .hearing import Hearing
-from .ledger import ModelRow, SessionRow, replay
+from .ledger import Ledger
 from .lending import Lending
+from .models import Models
 from .resuming import Resuming
 from .segments import Segments
+from .sessions import Sessions
 from .settling import Settling
 from .stock import Stock
 
-COUNTER_BITS = 40
-"""An id is an epoch, and below it a counter of so many bits."""
-_COUNTER_MAX = (1 << COUNTER_BITS) - 1
-
-
-class Step(NamedTuple):
-    """What one event led to: what the world must do, and what changed in the books."""
-
-    effects: list[fx.Effect]
-    facts: list[ft.Fact]
+_Request = (
+    ev.Goodbye
+    | ev.RegisterModel
+    | ev.UnregisterModel
+    | ev.Allocate
+    | ev.Release
+    | ev.Declare
+    | ev.CreateSegment
+    | ev.SealSegment
+    | ev.AttachSegment
+    | ev.DetachSegment
+    | ev.DeleteSegment
+)
+"""What a session asks for, by a request id of its own. (An operator may delete a segment, too.)"""
+_REQUESTS = frozenset(get_args(_Request))
+_GIVES_BACK = (ev.Goodbye, ev.Release, ev.DetachSegment, ev.DeleteSegment)
+"""Requests that are taken while the daemon stops."""
 
 
 class Broker:
-    """The books, the rules and the calls in flight of one device.
+    """The core of one device's daemon.
 
-    `epoch` is a number that no earlier daemon of this device had; ids are (epoch, counter), so none comes twice.
+    `epoch` is a number that no earlier daemon of this device had; ids are (epoch, counter), so none is used twice.
     """
 
     def __init__(self, rules: policy.Rules, epoch: int, story: Iterable[ft.Fact] = ()) -> None:
-        assert 0 < epoch < 1 << 24
-        self.rules = rules
-        self.ledger = replay(rules.capacities, story)
-        self.denials: Counter[tuple[ev.ModelName, Reason]] = Counter()
-        self.stopping = False
-        self.draining = False
-        self.cannot_write = ""
-        """Why what is lent cannot be written down, so that nothing is; the edge says so."""
-        self._next_id = epoch << COUNTER_BITS
-        self._effects: list[fx.Effect] = []
-        self._facts: list[ft.Fact] = []
-        self.lending = Lending(self)
-        self.hearing = Hearing(self)
-        self.segments = Segments(self)
-        self.stock = Stock(self)
-        self.settling = Settling(self)
-        self.resuming = Resuming(self)
+        books = self.books = Books(rules, epoch, story)
+        stock = self.stock = Stock(books)
+        hearing = self.hearing = Hearing(books)
+        lending = self.lending = Lending(books, stock, hearing)
+        segments = self.segments = Segments(books, stock, hearing, lending)
+        self.models = Models(books)
+        sessions = self.sessions = Sessions(books, lending, segments)
+        resuming = self.resuming = Resuming(books, lending, segments, sessions)
+        self.settling = Settling(books, lending, segments, sessions, resuming)
 
     def step(self, event: ev.Event, now: int) -> Step:
         """Take one event at `now` (nanoseconds of CLOCK_BOOTTIME) and return what follows from it."""
-        self._effects, self._facts = [], []
-        self.handle(event, now)
-        return Step(self._effects, self._facts)
+        step = self.books.begin_step()
+        self._route(event, now)
+        return step
 
-    def handle(self, event: ev.Event, now: int) -> None:
-        """Take an event as a part of a step."""
-        _HANDLERS[type(event)](self, event, now)
+    def _route(self, event: Any, now: int) -> None:
+        denied = self._refuse_request(event) if type(event) in _REQUESTS else None
+        if denied:
+            self._answer_refused(event, denied)
+        else:
+            _HANDLERS[type(event)](self, event, now)
 
     @property
     def deadline(self) -> int | None:
@@ -76,265 +81,150 @@ class Broker:
         return self.segments.deadline
 
     def change_rules(self, rules: policy.Rules) -> None:
-        """Have other limits and times from the next step on. What is lent stays lent, and no books change."""
+        """Apply other limits and times from the next step on. Memory that is lent stays lent; no books change."""
         assert policy.fixed(rules) == policy.fixed(self.rules), "these are decided at the start"
-        self.rules = rules
+        self.books.rules = rules
 
-    # --- what the parts of the core share ---
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger: for reading."""
+        return self.books.ledger
 
-    def emit(self, effect: fx.Effect) -> None:
-        """Ask something of the world."""
-        self._effects.append(effect)
+    @property
+    def rules(self) -> policy.Rules:
+        """What the configuration says."""
+        return self.books.rules
 
-    def record(self, fact: ft.Fact) -> None:
-        """Change the books."""
-        self.ledger.apply(fact)
-        self._facts.append(fact)
+    @property
+    def denials(self) -> Mapping[tuple[ev.ModelName, Reason], int]:
+        """How many calls about each model were refused, by reason."""
+        return self.books.denials
 
-    def take_ids(self, count: int) -> range:
-        """Return `count` ids that were never used."""
-        first = self._next_id
-        self._next_id += count
-        assert self._next_id & _COUNTER_MAX >= first & _COUNTER_MAX, "the counter of this epoch is used up"
-        return range(first, first + count)
+    @property
+    def draining(self) -> bool:
+        """Whether an operator has ordered that nothing more is lent."""
+        return self.books.draining
 
-    def answer(self, call: int, result: fx.Result | Denied) -> None:
-        """Answer a call."""
-        self.emit(fx.Answer(call, result))
+    @property
+    def stopping(self) -> bool:
+        """Whether the daemon is about to exit: only what gives memory back is taken."""
+        return self.books.stopping
 
-    def refuse(self, call: int, denied: Denied, session: int, name: ev.ModelName) -> None:
-        """Refuse a call about a model, and count it there; a model of another tenant hears nothing of it."""
-        row = self.ledger.sessions.get(session)
-        own = row is not None and row.tenant == name.tenant and denied.reason is not Reason.MODEL_NOT_FOUND
-        if own and name in self.ledger.models:
-            self.denials[name, denied.reason] += 1
-        self.answer(call, denied)
+    @stopping.setter
+    def stopping(self, stopping: bool) -> None:
+        self.books.stopping = stopping
 
-    def refuse_request(self, session: int, request_id: int, *, gives_back: bool = False) -> Denied | None:
-        """Return why no request of this session may be taken now, or None. Giving back is taken to the last."""
-        row = self.ledger.sessions.get(session)
+    @property
+    def cannot_write(self) -> str:
+        """Why debits cannot be journalled at the moment, so that nothing is lent; empty when they can."""
+        return self.books.cannot_write
+
+    @cannot_write.setter
+    def cannot_write(self, why: str) -> None:
+        self.books.cannot_write = why
+
+    # --- every request ---
+
+    def _refuse_request(self, event: _Request) -> Denied | None:
+        """Return why no request of this session may be taken now, or None."""
+        session = event.session
+        if session is None:  # an operator's
+            return None
+        row = self.books.ledger.sessions.get(session)
         if row is None or row.state not in ("open", "detached"):
             return deny(Reason.TOKEN_REJECTED)
         if self.resuming.under_way(session):
             return deny(Reason.DELIVERY_FAILED)
-        if self.stopping and not gives_back:
+        if self.books.stopping and not isinstance(event, _GIVES_BACK):
             return deny(Reason.STOPPING)
-        if self.lending.in_flight(session, request_id) or self.hearing.has(session, request_id):
-            return deny(Reason.REQUEST_ID_IN_USE, request_id=request_id)
+        if self.lending.in_flight(session, event.request_id) or self.hearing.has(session, event.request_id):
+            return deny(Reason.REQUEST_ID_IN_USE, request_id=event.request_id)
         return None
 
-    def refuse_debit(self) -> Denied | None:
-        """Return why nothing at all is lent now, or None."""
-        if self.cannot_write:
-            return deny(Reason.JOURNAL_FULL, driver_says=self.cannot_write)
-        return deny(Reason.DRAINING) if self.draining else None
+    def _answer_refused(self, event: _Request, denied: Denied) -> None:
+        """Refuse a request before any part has seen it; one about a model counts among the refusals of the model."""
+        match event:
+            case ev.RegisterModel() | ev.UnregisterModel() | ev.Allocate() | ev.Declare():
+                self.books.refuse(event.call, denied, event.session, event.name)
+            case ev.CreateSegment():
+                name = ev.ModelName(event.name.tenant, event.name.model)
+                self.books.refuse(event.call, denied, event.session, name)
+            case _:
+                self.books.answer(event.call, denied)
 
-    def find_model(self, session: int, name: ev.ModelName) -> ModelRow | Denied:
-        """Return the model if this session registered it. Others' models are as unknown as none."""
-        row = self.ledger.sessions[session]
-        if name not in row.models:
-            return deny(Reason.MODEL_NOT_FOUND, model=str(name))
-        return self.ledger.models[name]
+    # --- events that concern several parts ---
 
-    def end_session(self, row: SessionRow, now: int) -> None:
-        """Drop a session that is charged nothing any more."""
-        self.record(ft.SessionEnded(row.session, now))
-        self.lending.forget(row.session)
-        self.emit(fx.Forget(row.session))
+    def _inputs_drained(self, event: ev.InputsDrained, now: int) -> None:
+        request = self.hearing.inputs_drained(event)
+        if request is not None:
+            self._route(request, now)
 
-    # --- sessions ---
+    def _made(self, event: ev.Made, now: int) -> None:
+        self.lending.made(event)
+        self._packet_decided(event.session, now)
+        self.stock.fill()
 
-    def _open_session(self, event: ev.OpenSession, now: int) -> None:
-        denied = self._refuse_session(event)
-        if denied:
-            self.answer(event.call, denied)
-            return
-        session = self.take_ids(1)[0]
-        self.record(
-            ft.SessionBegan(
-                session,
-                event.tenant,
-                event.pid,
-                event.uid,
-                event.process,
-                event.observer,
-                event.client,
-                now,
-                event.endpoint,
-                event.token_hash,
-            )
-        )
-        self.lending.begin(session)
-        self.answer(event.call, fx.SessionOpened(session))
+    def _not_made(self, event: ev.NotMade, now: int) -> None:
+        self.lending.not_made(event)
+        self._packet_decided(event.session, now)
 
-    def _refuse_session(self, event: ev.OpenSession) -> Denied | None:
-        if self.stopping:
-            return deny(Reason.STOPPING)
-        if self.cannot_write:
-            return deny(Reason.JOURNAL_FULL, driver_says=self.cannot_write)
-        rows = self.ledger.sessions.values()
-        if len(rows) >= self.rules.max_sessions:
-            return deny(Reason.TOO_MANY_SESSIONS, limit=self.rules.max_sessions, of="broker")
-        mine = [row for row in rows if row.process == event.process and row.state != "releasing"]
-        if len(mine) >= self.rules.max_sessions_per_process:
-            detached = " ".join(f"sessions/{row.session:x}" for row in mine if row.state == "detached")
-            named = {"detached": detached} if detached else {}
-            return deny(Reason.TOO_MANY_SESSIONS, limit=self.rules.max_sessions_per_process, of="process", **named)
-        bound = self.rules.max_sessions_per_tenant
-        if bound is not None and sum(1 for row in rows if row.tenant == event.tenant) >= bound:
-            return deny(Reason.TOO_MANY_SESSIONS, limit=bound, of="tenant")
-        return None
+    def _not_delivered(self, event: ev.NotDelivered, now: int) -> None:
+        self.lending.not_delivered(event)
+        self._packet_decided(event.session, now)
+
+    def _packet_decided(self, session: int, now: int) -> None:
+        """Go on with a Goodbye or a resume that waited for the packets of the session being made."""
+        row = self.books.ledger.sessions.get(session)
+        if row is not None and row.state == "leaving":
+            self.sessions.finish_leaving(row, now)
+        elif row is not None:
+            self.resuming.proceed(session, now)
 
     def _connection_lost(self, event: ev.ConnectionLost, now: int) -> None:
-        row = self.ledger.sessions.get(event.session)
+        row = self.books.ledger.sessions.get(event.session)
         if row is not None:
-            self.detach(row, now)
+            self.resuming.give_up(row.session)
+            self.sessions.detach(row, now)
 
-    def detach(self, row: SessionRow, now: int) -> None:
-        """A session has no connection any more; what is on its way to it never arrives."""
-        self.resuming.give_up(row.session)
-        if row.state in ("open", "leaving"):
-            self.record(ft.SessionMoved(row.session, "connection lost", now))
-            self.lending.give_up(row)
-            self.segments.give_up(row.session)
-
-    def _goodbye(self, event: ev.Goodbye, now: int) -> None:
-        denied = self.refuse_request(event.session, event.request_id, gives_back=True)
-        row = self.ledger.sessions.get(event.session)
-        if denied or row is None or row.state != "open":
-            self.answer(event.call, denied or deny(Reason.TOKEN_REJECTED))
-            return
-        self.record(ft.SessionMoved(row.session, "goodbye", now))
-        self.answer(event.call, fx.Done())
-        self.lending.give_up(row)
-        self.segments.give_up(row.session)
-        self.segments.writer_leaves(row)
-        self.lending.finish_leaving(row, now)
-
-    # --- models ---
-
-    def _register_model(self, event: ev.RegisterModel, now: int) -> None:
-        denied = self.refuse_request(event.session, event.request_id) or self._refuse_model(event)
-        if denied:
-            self.refuse(event.call, denied, event.session, event.name)
-            return
-        row, virtual = self.ledger.models.get(event.name), event.virtual_capacity
-        if row is None:
-            self.record(ft.ModelBegan(event.name, virtual, dict(event.limits)))
-        elif (virtual, dict(event.limits)) != (row.virtual_capacity, row.limits):
-            self._ask(row, virtual, event.limits)
-        if event.name not in self.ledger.sessions[event.session].models:
-            self.record(ft.ModelJoined(event.name, event.session))
-        self.answer(event.call, fx.Registered(event.name))
-
-    def _ask(self, row: ModelRow, virtual: int | None, limits: Mapping[ev.Location, int]) -> None:
-        """Take the numbers that nobody has asked for yet; those that somebody has are the same."""
-        more = {where: size for where, size in limits.items() if where not in row.limits}
-        new = virtual if row.virtual_capacity is None else None
-        if more or new is not None:
-            self.record(ft.ModelAsked(row.name, new, more))
-
-    def _refuse_model(self, event: ev.RegisterModel) -> Denied | None:
-        row = self.ledger.models.get(event.name)
-        if self.cannot_write:  # what room there is is for what is given back
-            return deny(Reason.JOURNAL_FULL, driver_says=self.cannot_write)
-        if self.ledger.sessions[event.session].observer:
-            return deny(Reason.OBSERVER)
-        if event.name.tenant != self.ledger.sessions[event.session].tenant:
-            return deny(Reason.MODEL_NOT_FOUND, model=str(event.name))
-        if not policy.valid_model_name(event.name.model):
-            return deny(Reason.INVALID_NAME, name=event.name.model)
-        for location, size in event.limits.items():
-            if location not in self.rules.capacities:
-                return deny(Reason.LOCATION_UNAVAILABLE, location=location)
-            if not 0 <= size <= policy.MAX_BYTES:
-                return deny(Reason.INVALID_SIZE, size_bytes=size, least_bytes=0, granularity_bytes=1)
-        if event.virtual_capacity is not None and not 0 < event.virtual_capacity <= policy.MAX_BYTES:
-            size = event.virtual_capacity
-            return deny(Reason.INVALID_SIZE, size_bytes=size, least_bytes=1, granularity_bytes=1)
-        if row is None:
-            return self._refuse_new_model(event)
-        if event.exclusive:
-            return deny(Reason.MODEL_EXISTS, model=str(event.name))
-        return _conflict(row, event)
-
-    def _refuse_new_model(self, event: ev.RegisterModel) -> Denied | None:
-        limit = self.rules.max_models_per_tenant
-        if sum(1 for name in self.ledger.models if name.tenant == event.name.tenant) >= limit:
-            return deny(Reason.TOO_MANY_MODELS, limit=limit, tenant=event.name.tenant)
-        return None
-
-    def _unregister_model(self, event: ev.UnregisterModel, now: int) -> None:
-        denied = self.refuse_request(event.session, event.request_id) or self._refuse_leaving(event)
-        if denied:
-            self.refuse(event.call, denied, event.session, event.name)
-            return
-        self.record(ft.ModelLeft(event.name, event.session, now))
-        self.end_model_if_idle(self.ledger.models[event.name])
-        self.answer(event.call, fx.Done())
-
-    def _refuse_leaving(self, event: ev.UnregisterModel) -> Denied | None:
-        found = self.find_model(event.session, event.name)
-        if isinstance(found, Denied):
-            return found
-        row = self.ledger.sessions[event.session]
-        used = sum(charge.bytes for (name, _), charge in row.charges.items() if name == event.name)
-        return deny(Reason.MODEL_IN_USE, model=str(event.name), used_bytes=used) if used else None
-
-    def end_model_if_idle(self, row: ModelRow) -> None:
-        """End a model that nobody uses, that is charged nothing, and that has not even a failed segment left."""
-        segments = self.ledger.segments.values()
-        if not row.sessions and not row.used() and not any(segment.name == row.name for segment in segments):
-            self.record(ft.ModelEnded(row.name))
-            for key in [key for key in self.denials if key[0] == row.name]:
-                del self.denials[key]
-
-    def _set_quota(self, event: ev.SetQuota, now: int) -> None:
-        ends = event.limit is None and (event.tenant, event.model, event.location) in self.ledger.quotas
-        if event.location not in self.rules.capacities and not ends:  # an earlier daemon may have lent there
-            self.answer(event.call, deny(Reason.LOCATION_UNAVAILABLE, location=event.location))
-        elif event.limit is not None and not 0 <= event.limit <= policy.MAX_BYTES:
-            denied = deny(Reason.INVALID_SIZE, size_bytes=event.limit, least_bytes=0, granularity_bytes=1)
-            self.answer(event.call, denied)
+    def _dropped(self, event: ev.Dropped, now: int) -> None:
+        row = self.segments.dropped(event)
+        if row.uncertain:
+            self.settling.segment_dropped(row, now)
         else:
-            self.record(ft.QuotaSet(event.tenant, event.model, event.location, event.limit))
-            self.answer(event.call, fx.Done())
+            self.resuming.segment_ended(row.segment)
+
+    def _audit(self, event: ev.Audit, now: int) -> None:
+        self.settling.audit(event, now)
+        self.stock.forget_stale(now)
+        self.models.end_idle(now)
+
+    def _restarted(self, event: ev.Restarted, now: int) -> None:
+        self.settling.restarted(event.seen, now)
+        self.resuming.restarted(event, now)
 
     def _set_draining(self, event: ev.SetDraining, now: int) -> None:
-        self.draining = event.draining
+        self.books.draining = event.draining
         if event.draining:
-            for location in self.rules.capacities:
+            for location in self.books.rules.capacities:
                 self.stock.drop_all(location)
-        self.answer(event.call, fx.Done())
-
-
-def _conflict(row: ModelRow, event: ev.RegisterModel) -> Denied | None:
-    """Return the first number that differs from what somebody asked for before."""
-    asked: list[tuple[str, int | None, int | None]] = [
-        ("virtual_capacity", event.virtual_capacity, row.virtual_capacity),
-        *((f"{where} limit", limit, row.limits.get(where)) for where, limit in event.limits.items()),
-    ]
-    for what, mine, theirs in asked:
-        if mine is not None and theirs is not None and mine != theirs:
-            return deny(Reason.MODEL_CONFLICT, model=str(row.name), what=what, asked=mine, registered=theirs)
-    return None
+        self.books.answer(event.call, fx.Done())
 
 
 _HANDLERS: dict[type, Callable[[Broker, Any, int], None]] = {
-    ev.OpenSession: Broker._open_session,
+    ev.OpenSession: lambda broker, event, now: broker.sessions.open(event, now),
     ev.ResumeSession: lambda broker, event, now: broker.resuming.resume(event, now),
     ev.StateHolds: lambda broker, event, now: broker.resuming.state_holds(event, now),
     ev.ForgetSession: lambda broker, event, now: broker.resuming.forget(event, now),
-    ev.Restarted: lambda broker, event, now: broker.resuming.restarted(event, now),
+    ev.Restarted: Broker._restarted,
     ev.SetDraining: Broker._set_draining,
     ev.ConnectionLost: Broker._connection_lost,
     ev.ProcessDied: lambda broker, event, now: broker.settling.process_died(event, now),
-    ev.Goodbye: Broker._goodbye,
-    ev.RegisterModel: Broker._register_model,
-    ev.UnregisterModel: Broker._unregister_model,
+    ev.Goodbye: lambda broker, event, now: broker.sessions.goodbye(event, now),
+    ev.RegisterModel: lambda broker, event, now: broker.models.register(event),
+    ev.UnregisterModel: lambda broker, event, now: broker.models.unregister(event, now),
     ev.Allocate: lambda broker, event, now: broker.lending.allocate(event, now),
     ev.Release: lambda broker, event, now: broker.lending.release(event),
-    ev.Declare: lambda broker, event, now: broker.lending.declare(event, now),
+    ev.Declare: lambda broker, event, now: broker.lending.declare(event),
     ev.CreateSegment: lambda broker, event, now: broker.segments.create(event, now),
     ev.SealSegment: lambda broker, event, now: broker.segments.seal(event),
     ev.AttachSegment: lambda broker, event, now: broker.segments.attach(event, now),
@@ -343,14 +233,14 @@ _HANDLERS: dict[type, Callable[[Broker, Any, int], None]] = {
     ev.Sealed: lambda broker, event, now: broker.segments.sealed(event),
     ev.NotSealed: lambda broker, event, now: broker.segments.not_sealed(event),
     ev.Stocked: lambda broker, event, now: broker.stock.stocked(event),
-    ev.Dropped: lambda broker, event, now: broker.segments.dropped(event, now),
+    ev.Dropped: Broker._dropped,
     ev.Elapsed: lambda broker, event, now: broker.segments.elapsed(now),
     ev.Acknowledge: lambda broker, event, now: broker.lending.acknowledge(event),
     ev.AcknowledgeUpTo: lambda broker, event, now: broker.lending.acknowledge_up_to(event),
-    ev.Made: lambda broker, event, now: broker.lending.made(event, now),
-    ev.NotMade: lambda broker, event, now: broker.lending.not_made(event, now),
-    ev.NotDelivered: lambda broker, event, now: broker.lending.not_delivered(event, now),
-    ev.Audit: lambda broker, event, now: broker.settling.audit(event, now),
-    ev.OthersHeard: lambda broker, event, now: broker.hearing.others_heard(event, now),
-    ev.SetQuota: Broker._set_quota,
+    ev.Made: Broker._made,
+    ev.NotMade: Broker._not_made,
+    ev.NotDelivered: Broker._not_delivered,
+    ev.Audit: Broker._audit,
+    ev.InputsDrained: Broker._inputs_drained,
+    ev.SetQuota: lambda broker, event, now: broker.models.set_quota(event),
 }

@@ -1,6 +1,6 @@
 """Refusals: a reason and the numbers behind it, as a value.
 
-A refusal changes nothing. It has no sentence here: the edges write it from the numbers.
+A refusal changes nothing. Its sentence is written at the edge, from the numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 class Reason(enum.StrEnum):
-    """Why. The names of `membroker.v1.ErrorReason`; a test holds the two together."""
+    """Why a request was refused: the names of `membroker.v1.ErrorReason`, which a test compares."""
 
     MODEL_LIMIT = "MODEL_LIMIT"
     TENANT_LIMIT = "TENANT_LIMIT"

@@ -1,4 +1,4 @@
-"""What the core asks of the world: answers to callers, and extents to make. Outcomes come back as events."""
+"""Effects: what the core asks the daemon to do. Outcomes come back as events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SessionOpened:
 
 @value
 class SessionResumed:
-    """Answer to ResumeSession: its Holds may come."""
+    """Answer to ResumeSession: the process may now state its Holds."""
 
     session: int
     tenant: str
@@ -25,7 +25,7 @@ class SessionResumed:
 
 @value
 class Reconciled:
-    """Answer to StateHolds: the books agree, but for what they do not know; and the models of the session."""
+    """Answer to StateHolds: what the books do not know of what was stated, and the models of the session."""
 
     unknown_extents: tuple[int, ...]
     unknown_segments: tuple[int, ...]
@@ -68,12 +68,12 @@ class Detached:
 
 @value
 class Done:
-    """Answer to whatever has nothing more to say."""
+    """Answer to a request whose success says everything."""
 
 
 @value
 class SegmentView:
-    """A segment as it stands: the answer to a create, a seal, an attach and a delete."""
+    """The current state of a segment: the answer to a create, a seal, an attach and a delete."""
 
     segment: int
     name: SegmentName
@@ -109,8 +109,8 @@ class Answer:
 
 
 @value
-class HearOthers:
-    """Read what has come in from everybody before `call` is refused for want of room. Outcome: OthersHeard."""
+class DrainInputs:
+    """Read every connection's pending input before `call` is refused for lack of room. Outcome: InputsDrained."""
 
     call: int
 
@@ -119,9 +119,8 @@ class HearOthers:
 class Make:
     """Create, export and send one packet of extents, if the device gate allows. Outcome: Made or NotMade.
 
-    Those of a `segment` (not 0) are kept by the descriptor store first; those that are `stocked` exist already.
-    `answer` is what its call will be answered with if all of this is made: it can go with the packet, and be on its way
-    before the books hear of it.
+    Extents of a `segment` (not 0) go to the descriptor store first; `stocked` ones exist already. `answer` is the
+    answer to the call if the whole packet is made: it can be sent with the packet, before the books learn of it.
     """
 
     session: int
@@ -138,7 +137,7 @@ class Make:
 
 @value
 class Stock:
-    """Make one extent ahead, when nothing else is to be done. Outcome: Stocked."""
+    """Make one extent ahead, when the executor is idle. Outcome: Stocked."""
 
     location: Location
     extent_bytes: int
@@ -146,7 +145,7 @@ class Stock:
 
 @value
 class DropStock:
-    """Let go of so many extents of the stock."""
+    """Release `count` extents of the stock."""
 
     location: Location
     extent_bytes: int
@@ -182,7 +181,7 @@ class Drop:
 
 @value
 class NameSuspects:
-    """Say who may have what the device has used beyond the books: `unaccounted` bytes, `risen` of them new."""
+    """Name processes that may use the `unaccounted` bytes beyond the books; `risen` of them are new."""
 
     unaccounted: int
     risen: int
@@ -203,4 +202,4 @@ class Forget:
     session: int
 
 
-Effect = Answer | HearOthers | Make | Send | Stock | DropStock | Seal | Drop | NameSuspects | Disconnect | Forget
+Effect = Answer | DrainInputs | Make | Send | Stock | DropStock | Seal | Drop | NameSuspects | Disconnect | Forget

@@ -1,7 +1,7 @@
-"""What the core is told: requests of sessions, outcomes of effects, and what the device shows.
+"""Events: what the core is told. Requests of sessions, outcomes of effects, and figures of the device.
 
-Frozen values; sizes in bytes, times nowhere (time is `step`'s argument). `call` is the edge's own number for a
-question that wants an answer and is never looked into; `request_id` is the caller's.
+Frozen values; sizes in bytes, no times (time is an argument of `step`). `call` is the daemon's own number for a
+request that is to be answered, opaque to the core; `request_id` is the caller's.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Location = Literal["device", "host"]
 LOCATIONS: tuple[Location, ...] = ("device", "host")
 
 Seen = Mapping[Location, int | None]
-"""Bytes of each location that the device shows in use, by anybody; None where it cannot say.
+"""Bytes in use on the device at each location, by any process; None where the device cannot say.
 
-Read between packets, never while one is made, and told after the outcome of every packet that was made before: so the
-core knows which of its debits the figure can show.
+Read between packets, never while one is made, and reported after the outcome of every packet made before. So the core
+knows which of its debits the figure includes.
 """
 
 
@@ -33,7 +33,7 @@ class ModelName(NamedTuple):
 
 
 ANY_MODEL = "-"
-"""In a segment's name, where a model stands: whichever has the segment."""
+"""In a segment's name, in place of the model: any model of the tenant."""
 
 
 class SegmentName(NamedTuple):
@@ -51,7 +51,7 @@ class SegmentName(NamedTuple):
 class OpenSession:
     """A process said Hello at a tenant's endpoint. `process` is equal for all sessions of one process.
 
-    `token_hash` is of the token that will speak for the session, at this endpoint only.
+    `token_hash` is the hash of the session's token, which is valid at this endpoint only.
     """
 
     call: int
@@ -69,7 +69,7 @@ class OpenSession:
 class ResumeSession:
     """A process that knows a session's token said Hello again.
 
-    The new connection is the session's from the answer on: of the old one, if it seems to live, no end is told.
+    The new connection is the session's from the answer on. No ConnectionLost is reported for an old one.
     """
 
     call: int
@@ -79,9 +79,9 @@ class ResumeSession:
 
 @value
 class StateHolds:
-    """All that a resuming process has of its session: extents, how many times which segment, declared bytes.
+    """Everything a resuming process holds of its session: extents, holds of each segment, declared bytes.
 
-    Told behind every NotDelivered of the old connection; nothing is delivered on the new one before the answer.
+    Reported after every NotDelivered of the old connection; nothing is delivered on the new one before the answer.
     """
 
     call: int
@@ -93,7 +93,7 @@ class StateHolds:
 
 @value
 class ForgetSession:
-    """An operator gives up on a detached session."""
+    """An operator ends a detached session."""
 
     call: int
     session: int
@@ -101,9 +101,9 @@ class ForgetSession:
 
 @value
 class Restarted:
-    """A daemon began with the books of another. Told before anything else.
+    """A daemon started with the books of an earlier one. The first event, if there are such books.
 
-    `lost` are the segments of which the descriptor store has not every descriptor; `seen` is what the device shows.
+    `lost` are the segments for which the descriptor store misses descriptors.
     """
 
     lost: frozenset[int]
@@ -112,7 +112,7 @@ class Restarted:
 
 @value
 class ConnectionLost:
-    """A session's handoff connection is gone. Its process may live."""
+    """A session's handoff connection is lost. Its process may be alive."""
 
     session: int
 
@@ -127,7 +127,7 @@ class ProcessDied:
 
 @value
 class Goodbye:
-    """A session ends by its own word; what it still holds is taken as given back."""
+    """A session ends by its own word; what it still holds counts as released."""
 
     call: int
     session: int
@@ -136,7 +136,7 @@ class Goodbye:
 
 @value
 class RegisterModel:
-    """Register or join a model. What is None, or not in `limits`, is left to what is there."""
+    """Register or join a model. Numbers that are None, or not in `limits`, are not changed."""
 
     call: int
     session: int
@@ -172,7 +172,7 @@ class Allocate:
 
 @value
 class Release:
-    """Give extents back, by the session's word."""
+    """Release extents, by the session's word."""
 
     call: int
     session: int
@@ -194,7 +194,7 @@ class Declare:
 
 @value
 class CreateSegment:
-    """Make a segment of `size` bytes under a model, to be written by this session."""
+    """Create a segment of `size` bytes under a model, to be written by this session."""
 
     call: int
     session: int
@@ -216,7 +216,7 @@ class SealSegment:
 
 @value
 class AttachSegment:
-    """Take hold of a segment; wait at most `wait_ns` for its seal."""
+    """Attach a segment; wait at most `wait_ns` for its seal."""
 
     call: int
     session: int
@@ -227,7 +227,7 @@ class AttachSegment:
 
 @value
 class DetachSegment:
-    """Let go of a segment, by the session's word."""
+    """Detach from a segment, by the session's word."""
 
     call: int
     session: int
@@ -237,7 +237,7 @@ class DetachSegment:
 
 @value
 class DeleteSegment:
-    """End a segment; `session` is None for an operator, `generation` 0 for whichever has the name."""
+    """End a segment; `session` is None for an operator, `generation` 0 for any segment of that name."""
 
     call: int
     session: int | None
@@ -248,14 +248,14 @@ class DeleteSegment:
 
 @value
 class Sealed:
-    """Nobody who maps the segment from now on can write to it, as far as the driver can hold that."""
+    """Later mappings of the segment are read-only, as far as the driver can enforce that."""
 
     segment: int
 
 
 @value
 class NotSealed:
-    """The driver could not seal the segment: it is as before."""
+    """The driver could not seal the segment, which is unchanged."""
 
     segment: int
     reason: str
@@ -280,12 +280,12 @@ class Dropped:
 
 @value
 class Elapsed:
-    """The time that the core waits for (`Broker.deadline`) has come, or is close."""
+    """`Broker.deadline` has come, or is close."""
 
 
 @value
 class Acknowledge:
-    """A packet's descriptors are imported and closed, or closed unused."""
+    """The session has imported a packet's descriptors, or closed them unused."""
 
     session: int
     request_id: int
@@ -311,7 +311,7 @@ class Made:
 
 @value
 class NotMade:
-    """Of a Make: none of the packet's extents exists any more. Of a Send: it is not sent."""
+    """Of a Make: no extent of the packet exists any more. Of a Send: the packet is not sent."""
 
     session: int
     request_id: int
@@ -322,7 +322,7 @@ class NotMade:
 
 @value
 class NotDelivered:
-    """A packet was queued and never sent: its connection broke first. Its descriptors are closed."""
+    """A packet was queued but never sent, because its connection broke. Its descriptors are closed."""
 
     session: int
     request_id: int
@@ -331,21 +331,21 @@ class NotDelivered:
 
 @value
 class Audit:
-    """What the device shows now. Comes ten times a second, and every 10 ms while bytes are releasing."""
+    """The device's current figures. Ten times a second, and every 10 ms while bytes are releasing."""
 
     seen: Seen
 
 
 @value
-class OthersHeard:
-    """Of a HearOthers: what had come in from anybody before it has been told."""
+class InputsDrained:
+    """Outcome of DrainInputs: all input that was pending then has been reported."""
 
     call: int
 
 
 @value
 class SetQuota:
-    """Command a limit for a model, or for a tenant (`model` is None); None ends the command."""
+    """An operator sets a limit for a model, or for a tenant (`model` is None); a limit of None removes it."""
 
     call: int
     tenant: str
@@ -356,7 +356,7 @@ class SetQuota:
 
 @value
 class SetDraining:
-    """Lend nothing more, or lend again."""
+    """An operator stops lending, or allows it again."""
 
     call: int
     draining: bool
@@ -393,6 +393,6 @@ Event = (
     | NotMade
     | NotDelivered
     | Audit
-    | OthersHeard
+    | InputsDrained
     | SetQuota
 )

@@ -1,4 +1,4 @@
-"""What changed in the books: one frozen value per change, in the order of the changes.
+"""Facts: what changed in the books, one frozen value per change, in the order of the changes.
 
 The ledger changes through facts alone, so replaying them gives the same ledger. Sizes in bytes, times in
 nanoseconds of CLOCK_BOOTTIME.
@@ -39,7 +39,7 @@ class SessionMoved:
 
 @value
 class SessionEnded:
-    """The session's row is gone; it was charged nothing any more."""
+    """The session's row is removed; its charges were credited before."""
 
     session: int
     at: int
@@ -56,7 +56,7 @@ class ModelBegan:
 
 @value
 class ModelAsked:
-    """A session asked for numbers that nobody had asked for before: they are the model's from now on."""
+    """A session set numbers of the model that no session had set before."""
 
     name: ModelName
     virtual_capacity: int | None
@@ -65,7 +65,7 @@ class ModelAsked:
 
 @value
 class ModelJoined:
-    """A session registered a model that is there."""
+    """A session registered an existing model."""
 
     name: ModelName
     session: int
@@ -82,14 +82,14 @@ class ModelLeft:
 
 @value
 class ModelEnded:
-    """A model that nobody uses and that is charged nothing is gone."""
+    """A model without sessions and charges is removed."""
 
     name: ModelName
 
 
 @value
 class ModelCarried:
-    """A model's past, which a story of the books as they stand can't tell otherwise; it stands behind all charges."""
+    """A model's history, which a snapshot of the books has no other facts for; it follows all charges."""
 
     name: ModelName
     peaks: Mapping[Location, int]
@@ -112,7 +112,7 @@ class Debited:
 
 @value
 class Credited:
-    """These extents of the session are charged no more."""
+    """These extents of the session are no longer charged."""
 
     session: int
     ids: tuple[int, ...] | range
@@ -172,7 +172,7 @@ class SegmentHeld:
 
 @value
 class SegmentLeft:
-    """A session holds the segment `times` less. With "holder died" its memory may be kept by nobody knows whom."""
+    """A session dropped `times` of its holds. With "holder died" an unknown process may keep the memory."""
 
     segment: int
     session: int
@@ -182,7 +182,7 @@ class SegmentLeft:
 
 @value
 class SegmentHeldAgain:
-    """A session held a segment so many times more before this story begins."""
+    """In a snapshot: the session holds the segment `times` more."""
 
     segment: int
     session: int
@@ -191,14 +191,14 @@ class SegmentHeldAgain:
 
 @value
 class SegmentDoubted:
-    """A holder of the segment died before this story begins. Its memory may be kept by nobody knows whom."""
+    """In a snapshot: a holder of the segment died, so an unknown process may keep its memory."""
 
     segment: int
 
 
 @value
 class SegmentCredited:
-    """These extents of a segment were never made, and are charged no more."""
+    """These extents of a segment were never made, and are no longer charged."""
 
     segment: int
     ids: range
@@ -206,7 +206,7 @@ class SegmentCredited:
 
 @value
 class SegmentEnded:
-    """The segment's row is gone, its charge credited. `proven`: the device showed it free (None: nobody had to ask)."""
+    """The segment's row is removed, its charge credited. `proven`: the device showed it free (None: no holder died)."""
 
     segment: int
     proven: bool | None
@@ -214,7 +214,7 @@ class SegmentEnded:
 
 @value
 class StockChanged:
-    """So many more, or fewer, extents of this size are kept that were never lent: made, used or dropped."""
+    """The stock of this size changed by `change` extents: they were made, used or dropped."""
 
     location: Location
     extent_bytes: int
@@ -224,7 +224,7 @@ class StockChanged:
 
 @value
 class UnaccountedSeen:
-    """What the device had used beyond the books, signed: a later daemon's dead have this to fall from."""
+    """What the device had in use beyond the books, signed: a later daemon measures releases from it."""
 
     location: Location
     unaccounted: int
@@ -232,7 +232,7 @@ class UnaccountedSeen:
 
 @value
 class QuotaSet:
-    """A limit was commanded for a model, or for a tenant (`model` is None); None ends the command."""
+    """An operator set a limit for a model, or for a tenant (`model` is None); a limit of None removes it."""
 
     tenant: str
     model: str | None

@@ -1,74 +1,74 @@
-"""Hearing: for want of room nobody is refused before the others were heard.
+"""Deferred refusals: a request is refused for lack of room only after every connection has been read.
 
-A release wants no answer, so a worker may tell another of memory that the broker has not heard of yet. What would be
-refused for want of room is put aside, the daemon reads what everybody has sent until then, and decides it for good.
+A release has no answer, so a worker can tell another that memory is free before the daemon has read the release.
+A request that would be refused for lack of room is deferred instead: the daemon reads everything that had been sent
+until then, and the request is decided once more, for good.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from . import effects as fx
 from . import events as ev
 from . import policy
+from .books import Books
 from .denied import Denied, Reason, deny
-
-if TYPE_CHECKING:
-    from .broker import Broker
 
 Debit = ev.Allocate | ev.Declare | ev.CreateSegment
 
 
 class Hearing:
-    """The requests that are refused once the others were heard, if there is no room then either."""
+    """The deferred requests."""
 
-    def __init__(self, broker: Broker) -> None:
-        self._broker = broker
+    def __init__(self, books: Books) -> None:
+        self._books = books
         self._asked: dict[int, dict[int, Debit]] = {}
-        """By session, then by call. Only sessions that have any are in it."""
+        """By session, then by call. Sessions without deferred requests have no entry."""
         self._whose: dict[int, int] = {}
         """By call: the session."""
         self._decided: int | None = None
+        """The call that is decided for good, and not deferred again."""
 
     def has(self, session: int, request_id: int) -> bool:
-        """Say whether a request of this id is put aside."""
+        """Say whether a request with this id is deferred."""
         asked = self._asked.get(session)
         return asked is not None and any(one.request_id == request_id for one in asked.values())
 
     def refuse(self, event: Debit, denied: Denied, name: ev.ModelName) -> None:
-        """Refuse a request; but for want of room only when what others have given back before has been heard.
+        """Refuse a request; for lack of room, only if it was deferred before.
 
-        A session has as many put aside as it may have calls: whoever asks for more at a time is refused at once.
+        A session can have as many deferred requests as it can have calls; one more is refused at once.
         """
-        broker, asked = self._broker, self._asked.get(event.session, {})
+        books, asked = self._books, self._asked.get(event.session, {})
         waits = denied.reason in policy.WANTS_OF_ROOM and event.call != self._decided
-        if waits and len(asked) < broker.rules.max_calls_per_session:
+        if waits and len(asked) < books.rules.max_calls_per_session:
             asked[event.call] = event
             self._asked[event.session], self._whose[event.call] = asked, event.session
-            broker.emit(fx.HearOthers(event.call))
+            books.emit(fx.DrainInputs(event.call))
         else:
-            broker.refuse(event.call, denied, event.session, name)
+            books.refuse(event.call, denied, event.session, name)
 
-    def others_heard(self, event: ev.OthersHeard, now: int) -> None:
-        """Decide a request for good, unless it was meanwhile."""
-        if event.call in self._whose:
-            self._decided = event.call
-            self._broker.handle(self._take(event.call), now)
-            self._decided = None
+    def inputs_drained(self, event: ev.InputsDrained) -> Debit | None:
+        """Return the deferred request, to be decided for good; None if it was decided in the meantime."""
+        return self._take_decided(event.call) if event.call in self._whose else None
 
-    def decide_older(self, event: ev.Declare, now: int) -> bool:
-        """Each declaration replaces the one before: none may be decided behind a newer one. Say whether one was."""
+    def take_older(self, event: ev.Declare) -> Iterator[ev.Declare]:
+        """Yield the deferred declarations that `event` replaces: each must be decided before the newer one."""
         asked, what = self._asked.get(event.session, {}).values(), (event.name, event.location)
-        older = [one for one in asked if isinstance(one, ev.Declare) and (one.name, one.location) == what]
-        for one in older:
-            self.others_heard(ev.OthersHeard(one.call), now)
-        return bool(older)
+        for one in [one for one in asked if isinstance(one, ev.Declare) and (one.name, one.location) == what]:
+            self._take_decided(one.call)
+            yield one
 
     def give_up(self, session: int) -> None:
-        """What a session has asked for is of another connection, or another life."""
+        """Answer all deferred requests of a session: its connection is lost, or it has ended."""
         for call in list(self._asked.get(session, ())):
             self._take(call)
-            self._broker.answer(call, deny(Reason.DELIVERY_FAILED))
+            self._books.answer(call, deny(Reason.DELIVERY_FAILED))
+
+    def _take_decided(self, call: int) -> Debit:
+        self._decided = call  # no later call has this number
+        return self._take(call)
 
     def _take(self, call: int) -> Debit:
         session = self._whose.pop(call)

@@ -1,4 +1,4 @@
-"""The books: who is charged for what, at which location. Changed by facts, and by nothing else.
+"""The ledger: which session and model is charged for what, at which location. Changed by facts alone.
 
 A row for each session, model and tenant, and totals for each location, all running sums; `check` compares them with
 each other, `recount` with every single extent. Holds no rule: whether a debit is allowed is `policy`'s business.
@@ -26,7 +26,7 @@ class Loan:
 
 @dataclass(slots=True)
 class Charge:
-    """Bytes and extents that somebody is charged; `declared` is part of `bytes`."""
+    """Charged bytes and extents; `declared` is part of `bytes`."""
 
     bytes: int = 0
     extents: int = 0
@@ -37,7 +37,7 @@ class Charge:
 class SessionRow:
     """One session. `extents` are lent to it one by one.
 
-    `charges` are their sums, declarations included; where it is charged nothing there is none.
+    `charges` are their sums, declarations included, without entries of zero bytes.
     """
 
     session: int
@@ -55,12 +55,12 @@ class SessionRow:
     extents: dict[int, Loan] = field(default_factory=dict)
     charges: dict[tuple[ModelName, Location], Charge] = field(default_factory=dict)
     sums: dict[Location, tuple[int, int]] = field(default_factory=dict)
-    """Bytes and extents that it is charged at each location, by whatever model; where nothing there is none."""
+    """Charged bytes and extents at each location, over all models, without entries of zero bytes."""
     segments: dict[int, int] = field(default_factory=dict)
     """How many times it holds each segment. It is not charged for them: their models are."""
 
     def charged(self, location: Location) -> int:
-        """Bytes that the session is charged at a location. Asked for each of the dead at each audit."""
+        """Return the bytes charged at a location. Called for every dead session at every audit."""
         return self.sums.get(location, (0, 0))[0]
 
 
@@ -92,18 +92,18 @@ class SegmentRow:
         return SegmentName(self.name.tenant, self.name.model, self.label)
 
     def size_of(self, ids: range) -> int:
-        """Return the bytes of some of its extents, side by side."""
+        """Return the bytes of some of its extents, which follow each other."""
         last = self.ids[-1] in ids
         return self.extent_bytes * (len(ids) - last) + self.last_bytes * last
 
     def charged(self, location: Location) -> int:
-        """Bytes that the segment is charged at a location."""
+        """Return the bytes charged at a location."""
         return self.bytes if location == self.location else 0
 
 
 @dataclass(slots=True)
 class ModelCharge(Charge):
-    """A model's charge at one location, with its history. `segments` is the part of `bytes` that is theirs."""
+    """A model's charge at one location, with its history. `segments` is the part of `bytes` in segments."""
 
     peak: int = 0
     releasing: int = 0
@@ -112,7 +112,7 @@ class ModelCharge(Charge):
 
 @dataclass(slots=True)
 class ModelRow:
-    """One model: what its workers asked for, each number as it was first asked, who uses it, what it is charged."""
+    """One model: the numbers its workers asked for (the first request counts), its sessions and its charges."""
 
     name: ModelName
     virtual_capacity: int | None
@@ -130,7 +130,7 @@ class ModelRow:
 
 @dataclass(slots=True)
 class Total:
-    """A location: capacity = lent + releasing + free. `unaccounted` is what was last noted for a later daemon."""
+    """A location: capacity = lent + releasing + free. `unaccounted` was last recorded for a later daemon."""
 
     capacity: int
     lent: int = 0
@@ -140,17 +140,17 @@ class Total:
 
     @property
     def charged(self) -> int:
-        """What limits hold for."""
+        """The bytes that limits apply to."""
         return self.lent + self.releasing
 
     @property
     def free(self) -> int:
-        """Capacity neither lent nor releasing."""
+        """Capacity that is neither lent nor releasing."""
         return self.capacity - self.lent - self.releasing
 
 
 class Ledger:
-    """The books of one device. Read the rows freely; change them through `apply` alone."""
+    """The ledger of one device. Read the rows freely; change them through `apply` alone."""
 
     def __init__(self, capacities: Mapping[Location, int]) -> None:
         self.totals = {location: Total(capacity) for location, capacity in capacities.items()}
@@ -165,7 +165,7 @@ class Ledger:
     def apply(self, fact: facts.Fact) -> None:
         """Apply one fact, and raise the revision when it changes the books."""
         _APPLY[type(fact)](self, fact)
-        if not isinstance(fact, facts.UnaccountedSeen):  # no change of the books, but of what is seen beside them
+        if not isinstance(fact, facts.UnaccountedSeen):  # a figure of the device, not a change of the books
             self.revision += 1
 
     def tenant_charged(self, tenant: str, location: Location) -> int:

@@ -1,28 +1,27 @@
-"""Lending: debit, packets on their way, the window, releases and declarations.
+"""Lending: debits, packets in flight, the window, releases and declarations.
 
 Segments' extents travel in the same packets, through the same window: made once, for their writer, and then sent.
 
 Debit first, credit last: the books are charged for a whole Allocate before the first create, and credited for what
 was not made. A call goes out in packets of 64 extents, at most two of a session unacknowledged; what a session has
-on its way is kept here, not in the ledger, because none of it outlives the daemon.
+in flight is kept here, not in the ledger, because none of it outlives the daemon.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from . import effects as fx
 from . import events as ev
 from . import facts as ft
 from . import lifecycles, policy
+from .books import Books
 from .denied import Denied, Reason, deny
+from .hearing import Hearing
 from .ledger import ModelRow, SessionRow
-
-if TYPE_CHECKING:
-    from .broker import Broker
-
+from .stock import Stock
 
 _NOT_SENT = "it acknowledged a packet that it was not sent"
 
@@ -48,6 +47,8 @@ class Call:
     stocked: set[int] = field(default_factory=set)
     issued: int = 0
     failure: Denied | None = None
+    on_done: Callable[[int, Call], None] | None = None
+    """Answers the call, given its session, once every packet is decided."""
     _last_alone: bool = field(init=False)
     _alike: int = field(init=False)
 
@@ -89,16 +90,16 @@ class Call:
 
     @property
     def settled(self) -> bool:
-        """Done, and nothing of it is on its way any more."""
+        """Done, and every packet is acknowledged or credited."""
         return self.done and "unacknowledged" not in self.states
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What one session has on its way. `calls` holds answered ones too, until their last packet is acknowledged.
+    """What one session has in flight. `calls` keeps answered calls until their last packet is acknowledged.
 
-    `sent` counts the packets that were sent on this connection; `unacknowledged` has those of them that are, by their
-    number in that order. The window bounds it.
+    `sent` counts the packets that were sent on this connection. `unacknowledged` holds those of them that are not
+    acknowledged yet, by their number in that order; the window bounds it.
     """
 
     calls: dict[int, Call] = field(default_factory=dict)
@@ -112,19 +113,19 @@ class Traffic:
 class Lending:
     """The calls of all sessions."""
 
-    def __init__(self, broker: Broker) -> None:
-        self._broker = broker
+    def __init__(self, books: Books, stock: Stock, hearing: Hearing) -> None:
+        self._books = books
+        self._stock = stock
+        self._hearing = hearing
         self._traffic: dict[int, Traffic] = {}
-        self.making: dict[ev.Location, int] = dict.fromkeys(broker.rules.capacities, 0)
-        """Bytes debited of which the device need not show anything yet."""
 
     def begin(self, session: int) -> None:
-        """A session has nothing on its way."""
+        """Begin with nothing in flight for a session."""
         self._traffic[session] = Traffic()
 
     def forget(self, session: int) -> None:
-        """A session ended, or begins anew."""
-        self._broker.hearing.give_up(session)
+        """Drop what a session has in flight: it ended, or is resumed."""
+        self._hearing.give_up(session)
         del self._traffic[session]
 
     def in_flight(self, session: int, request_id: int) -> bool:
@@ -152,11 +153,11 @@ class Lending:
 
     def refuse_call(self, session: int) -> Denied | None:
         """Return why the session cannot have one more call that brings descriptors, or None."""
-        broker = self._broker
-        if broker.ledger.sessions[session].state != "open":
+        books = self._books
+        if books.ledger.sessions[session].state != "open":
             return deny(Reason.DELIVERY_FAILED)
-        if len(self._traffic[session].unanswered) >= broker.rules.max_calls_per_session:
-            return deny(Reason.TOO_MANY_REQUESTS, limit=broker.rules.max_calls_per_session)
+        if len(self._traffic[session].unanswered) >= books.rules.max_calls_per_session:
+            return deny(Reason.TOO_MANY_REQUESTS, limit=books.rules.max_calls_per_session)
         return None
 
     def wait(self, session: int, request_id: int) -> None:
@@ -164,16 +165,16 @@ class Lending:
         self._traffic[session].unanswered.add(request_id)
 
     def wait_no_more(self, session: int, request_id: int) -> None:
-        """A call that could not begin is answered, or begins."""
+        """Stop counting a call that was waiting: it is answered, or begins."""
         traffic = self._traffic.get(session)
-        if traffic is not None:  # a seal may outlast its session
+        if traffic is not None:  # a seal can outlast its session
             traffic.unanswered.discard(request_id)
 
-    def begin_call(self, session: int, call: Call) -> None:
-        """Send a call out in packets; what it makes is debited already."""
-        traffic = self._traffic[session]
+    def begin_call(self, session: int, call: Call, on_done: Callable[[int, Call], None]) -> None:
+        """Send a call out in packets; what it makes is debited already. `on_done` answers it."""
+        traffic, call.on_done = self._traffic[session], on_done
         if not call.sends:
-            self.making[call.location] += call.extent_bytes * (len(call.ids) - 1) + call.last_bytes
+            self._books.making[call.location] += call.extent_bytes * (len(call.ids) - 1) + call.last_bytes
         traffic.calls[call.request_id] = call
         traffic.unanswered.add(call.request_id)
         traffic.queue.append(call)
@@ -185,44 +186,48 @@ class Lending:
         """Debit the whole call, then send it out in packets."""
         denied = self._refuse_allocate(event)
         if denied:
-            self._broker.hearing.refuse(event, denied, event.name)
+            self._hearing.refuse(event, denied, event.name)
             return
-        ids = self._broker.take_ids(event.count)
+        ids = self._books.take_ids(event.count)
         fact = ft.Debited(event.session, event.name, event.location, event.extent_bytes, ids.start, event.count)
-        self._broker.record(fact)
+        self._books.record(fact)
         size = event.extent_bytes
         call = Call(event.call, event.request_id, event.name, event.location, size, size, ids)
         if not self._is_in_stock(event.session, call):
-            self._broker.stock.make_room(event.location)
-        self._broker.stock.asked(event.location, size, event.count, now)
-        self.begin_call(event.session, call)
+            self._stock.make_room(event.location)
+        self._stock.asked(event.location, size, event.count, now)
+        self.begin_call(event.session, call, self._allocated)
+
+    def _allocated(self, session: int, call: Call) -> None:
+        """Answer an Allocate of which every packet is decided."""
+        if call.failure:
+            self._books.refuse(call.call, call.failure, session, call.name)
+        else:
+            self._books.answer(call.call, fx.Allocated(len(call.ids), call.extent_bytes))
 
     def _is_in_stock(self, session: int, call: Call) -> bool:
-        """Say whether a call begins and ends with what the stock has: then nothing must go for it."""
+        """Say whether the stock serves the whole call, so that no room has to be made."""
         traffic = self._traffic[session]
         at_once = len(call.states) == 1 and not traffic.queue and traffic.window < policy.WINDOW
-        return at_once and self._broker.stock.has(call.location, call.extent_bytes, len(call.ids))
+        return at_once and self._stock.has(call.location, call.extent_bytes, len(call.ids))
 
     def _refuse_allocate(self, event: ev.Allocate) -> Denied | None:
-        broker = self._broker
-        denied = broker.refuse_request(event.session, event.request_id)
-        if denied:
-            return denied
+        books = self._books
         found = self.find(event.session, event.name)
         if isinstance(found, Denied):
             return found
         return (
             self.refuse_call(event.session)
-            or broker.refuse_debit()
-            or policy.check_extents(broker.rules, event.location, event.extent_bytes, event.count)
-            or policy.admit(broker.ledger, broker.rules, event.name, event.location, event.extent_bytes * event.count)
+            or books.refuse_debit()
+            or policy.check_extents(books.rules, event.location, event.extent_bytes, event.count)
+            or policy.admit(books.ledger, books.rules, event.name, event.location, event.extent_bytes * event.count)
         )
 
     def find(self, session: int, name: ev.ModelName) -> ModelRow | Denied:
         """Return a model under which this session may be charged, or why it may not."""
-        if self._broker.ledger.sessions[session].observer:
+        if self._books.ledger.sessions[session].observer:
             return deny(Reason.OBSERVER)
-        return self._broker.find_model(session, name)
+        return self._books.find_model(session, name)
 
     def _issue(self, session: int) -> None:
         """Send packets out while the session's window is open, call by call."""
@@ -240,31 +245,30 @@ class Lending:
     def _emit(self, session: int, call: Call, part: int) -> None:
         """Ask for a packet: from the stock, if that has it, or to be made, or sent."""
         ids, size = call.packet(part), call.size_of(part)
-        stocked = not call.segment and self._broker.stock.take(call.location, size, len(ids))
+        stocked = not call.segment and self._stock.take(call.location, size, len(ids))
         if stocked:
             self._made_or_not(call, part)  # it exists
             call.stocked.add(part)
-        self._broker.emit(_packet(session, call, part))
+        self._books.emit(_packet(session, call, part))
 
     # --- outcomes ---
 
-    def made(self, event: ev.Made, now: int) -> None:
-        """A packet is on its way to its session."""
+    def made(self, event: ev.Made) -> None:
+        """Note that a packet is queued to its session."""
         traffic = self._traffic[event.session]
         call = traffic.calls[event.request_id]
         call.move(event.part, "made")
         traffic.sent += 1
         traffic.unacknowledged[traffic.sent] = (call, event.part)
         self._made_or_not(call, event.part)
-        self._conclude(event.session, call, now)
-        self._broker.stock.fill()
+        self._conclude(event.session, call)
 
-    def not_made(self, event: ev.NotMade, now: int) -> None:
-        """Credit a packet that could not be made, give up the packets behind it, and end the call with the reason."""
+    def not_made(self, event: ev.NotMade) -> None:
+        """Credit a packet that could not be made, give up those after it, and fail the call with the reason."""
         traffic = self._traffic[event.session]
         call = traffic.calls[event.request_id]
-        if event.reason == Reason.DEVICE_FULL and self._broker.stock.drop_all(call.location):
-            self._broker.emit(_packet(event.session, call, event.part))  # once more: there was memory to spare
+        if event.reason == Reason.DEVICE_FULL and self._stock.drop_all(call.location):
+            self._books.emit(_packet(event.session, call, event.part))  # try again: the stock was using memory
             return
         call.move(event.part, "not made")
         traffic.window -= 1
@@ -272,30 +276,30 @@ class Lending:
         self._made_or_not(call, event.part)
         self._credit_unmade(event.session, call, call.packet(event.part))
         self._abandon(event.session, call)
-        self._conclude(event.session, call, now)
+        self._conclude(event.session, call)
 
-    def not_delivered(self, event: ev.NotDelivered, now: int) -> None:
-        """Credit a packet that its broken connection never took."""
+    def not_delivered(self, event: ev.NotDelivered) -> None:
+        """Credit a packet that was never sent because its connection broke."""
         traffic = self._traffic.get(event.session)
         call = traffic.calls.get(event.request_id) if traffic else None
         if traffic is None or call is None:
             return
         call.move(event.part, "not delivered")
         _take_off(traffic, call, event.part)
-        row = self._broker.ledger.sessions[event.session]
+        row = self._books.ledger.sessions[event.session]
         ids = tuple(extent for extent in call.packet(event.part) if extent in row.extents)
         if ids:  # a segment's are kept by the broker
-            self._broker.record(ft.Credited(event.session, ids, "not delivered"))
+            self._books.record(ft.Credited(event.session, ids, "not delivered"))
         call.failure = call.failure or deny(Reason.DELIVERY_FAILED, model=str(call.name))
         self._abandon(event.session, call)
-        self._conclude(event.session, call, now)
+        self._conclude(event.session, call)
 
     def acknowledge(self, event: ev.Acknowledge) -> None:
         """Open the window by one packet; an acknowledgement of nothing ends the connection."""
         traffic = self._traffic.get(event.session)
         call = traffic.calls.get(event.request_id) if traffic else None
         if traffic is None or call is None or not self._acknowledgeable(call, event.part):
-            self._broker.emit(fx.Disconnect(event.session, _NOT_SENT))
+            self._books.emit(fx.Disconnect(event.session, _NOT_SENT))
             return
         call.move(event.part, "acknowledged")
         _take_off(traffic, call, event.part)
@@ -310,7 +314,7 @@ class Lending:
         """Open the window by every packet up to this number that is not acknowledged yet; there may be none."""
         traffic = self._traffic.get(event.session)
         if traffic is None or event.count > traffic.sent:
-            self._broker.emit(fx.Disconnect(event.session, _NOT_SENT))
+            self._books.emit(fx.Disconnect(event.session, _NOT_SENT))
             return
         for number in [number for number in traffic.unacknowledged if number <= event.count]:
             call, part = traffic.unacknowledged.pop(number)
@@ -320,30 +324,14 @@ class Lending:
         self._issue(event.session)
 
     def give_up(self, row: SessionRow) -> None:
-        """The session is unreachable, going or dead: credit every packet that nobody has begun to make."""
+        """Give up the calls of a session that is disconnected, leaving or dead; credit packets not yet begun."""
         traffic = self._traffic[row.session]
         for call in list(traffic.calls.values()):
             if call.request_id in traffic.unanswered:
                 call.failure = call.failure or deny(Reason.DELIVERY_FAILED, model=str(call.name))
                 self._abandon(row.session, call)
                 self._answer_if_done(row.session, call)
-        self._broker.hearing.give_up(row.session)
-
-    def finish_leaving(self, row: SessionRow, now: int) -> None:
-        """End a session that said Goodbye, once none of its packets is being made."""
-        if row.state != "leaving" or self.making_of(row.session):
-            return
-        self.credit_all(row, "goodbye")
-        self._broker.record(ft.SessionMoved(row.session, "last packet", now))
-        self._broker.end_session(row, now)
-
-    def credit_all(self, row: SessionRow, cause: str) -> None:
-        """Credit all that a session is charged by somebody's word, and let it leave its segments."""
-        if row.extents:
-            self._broker.record(ft.Credited(row.session, tuple(row.extents), cause))
-        self._broker.segments.leave_all(row, cause)
-        for name, location in list(row.charges):  # what is left is declared
-            self._broker.record(ft.DeclarationSet(row.session, name, location, 0))
+        self._hearing.give_up(row.session)
 
     def _abandon(self, session: int, call: Call) -> None:
         """Give up the packets of a call that still wait."""
@@ -360,38 +348,30 @@ class Lending:
 
     def _made_or_not(self, call: Call, part: int) -> None:
         if not call.sends and part not in call.stocked:
-            self.making[call.location] -= call.size_of(part) * len(call.packet(part))
+            self._books.making[call.location] -= call.size_of(part) * len(call.packet(part))
 
     def _credit_unmade(self, session: int, call: Call, ids: range) -> None:
         """Credit extents that will never exist."""
         if call.sends:
             return
         fact = ft.SegmentCredited(call.segment, ids) if call.segment else ft.Credited(session, ids, "not made")
-        self._broker.record(fact)
+        self._books.record(fact)
 
-    def _conclude(self, session: int, call: Call, now: int) -> None:
-        """Answer a call whose every packet is decided, and let the next one go."""
+    def _conclude(self, session: int, call: Call) -> None:
+        """Answer a call if all its packets are decided, and send the next packets."""
         traffic = self._traffic[session]
         self._answer_if_done(session, call)
         self._drop_if_settled(traffic, call)
-        row = self._broker.ledger.sessions[session]
-        if row.state in ("open", "detached"):
+        if self._books.ledger.sessions[session].state in ("open", "detached"):
             self._issue(session)
-            self._broker.resuming.proceed(session, now)
-        else:
-            self.finish_leaving(row, now)
 
     def _answer_if_done(self, session: int, call: Call) -> None:
         unanswered = self._traffic[session].unanswered
         if not call.done or call.request_id not in unanswered:
             return
         unanswered.discard(call.request_id)
-        if call.segment:
-            self._broker.segments.call_done(session, call)
-        elif call.failure:
-            self._broker.refuse(call.call, call.failure, session, call.name)
-        else:
-            self._broker.answer(call.call, fx.Allocated(len(call.ids), call.extent_bytes))
+        assert call.on_done is not None, "a call in flight was never begun"
+        call.on_done(session, call)
 
     @staticmethod
     def _drop_if_settled(traffic: Traffic, call: Call) -> None:
@@ -404,62 +384,58 @@ class Lending:
         """Credit extents by the session's word: all of them, or none."""
         denied = self._refuse_release(event)
         if denied:
-            self._broker.answer(event.call, denied)
+            self._books.answer(event.call, denied)
             return
-        extents = self._broker.ledger.sessions[event.session].extents
+        extents = self._books.ledger.sessions[event.session].extents
         size = sum(extents[extent].extent_bytes for extent in event.ids)
-        self._broker.record(ft.Credited(event.session, event.ids, "released"))
-        self._broker.answer(event.call, fx.Released(size))
+        self._books.record(ft.Credited(event.session, event.ids, "released"))
+        self._books.answer(event.call, fx.Released(size))
 
     def _refuse_release(self, event: ev.Release) -> Denied | None:
-        denied = self._broker.refuse_request(event.session, event.request_id, gives_back=True)
-        if denied:
-            return denied
         if not 0 < len(event.ids) <= policy.MAX_RELEASE:
             return deny(Reason.INVALID_COUNT, count=len(event.ids), max_count=policy.MAX_RELEASE)
         if len(set(event.ids)) != len(event.ids):
             return deny(Reason.INVALID_ARGUMENT, what="an extent id stands twice in the release")
-        extents = self._broker.ledger.sessions[event.session].extents
+        extents = self._books.ledger.sessions[event.session].extents
         unmade = [call for call in self._traffic[event.session].calls.values() if not call.done]
         for extent in event.ids:
             if extent not in extents or any(extent in call.ids and not call.is_made(extent) for call in unmade):
                 return deny(Reason.EXTENT_NOT_FOUND, extent=extent)
         return None
 
-    def declare(self, event: ev.Declare, now: int) -> None:
+    def declare(self, event: ev.Declare) -> None:
         """Set a declaration; more is admitted like a debit, less is credited by the session's word."""
         denied = self._refuse_declare(event)
-        if (denied is None or denied.reason in policy.WANTS_OF_ROOM) and self._broker.hearing.decide_older(event, now):
-            denied = self._refuse_declare(event)
+        if denied is None or denied.reason in policy.WANTS_OF_ROOM:
+            for older in self._hearing.take_older(event):
+                self.declare(older)
+                denied = self._refuse_declare(event)
         if denied:
-            self._broker.hearing.refuse(event, denied, event.name)
+            self._hearing.refuse(event, denied, event.name)
             return
         fact = ft.DeclarationSet(event.session, event.name, event.location, event.declared_bytes)
-        self._broker.record(fact)
-        self._broker.stock.make_room(event.location)
-        self._broker.answer(event.call, fx.Declared(event.declared_bytes))
+        self._books.record(fact)
+        self._stock.make_room(event.location)
+        self._books.answer(event.call, fx.Declared(event.declared_bytes))
 
     def _refuse_declare(self, event: ev.Declare) -> Denied | None:
-        broker = self._broker
-        denied = broker.refuse_request(event.session, event.request_id)
-        if denied:
-            return denied
+        books = self._books
         found = self.find(event.session, event.name)
         if isinstance(found, Denied):
             return found
-        if not broker.rules.capacities.get(event.location):
+        if not books.rules.capacities.get(event.location):
             return deny(Reason.LOCATION_UNAVAILABLE, location=event.location)
         if not 0 <= event.declared_bytes <= policy.MAX_BYTES:
             return deny(Reason.INVALID_SIZE, size_bytes=event.declared_bytes, least_bytes=0, granularity_bytes=1)
-        charge = broker.ledger.sessions[event.session].charges.get((event.name, event.location))
+        charge = books.ledger.sessions[event.session].charges.get((event.name, event.location))
         more = event.declared_bytes - (charge.declared if charge else 0)
         if more <= 0:
             return None
-        return broker.refuse_debit() or policy.admit(broker.ledger, broker.rules, event.name, event.location, more)
+        return books.refuse_debit() or policy.admit(books.ledger, books.rules, event.name, event.location, more)
 
 
 def _take_off(traffic: Traffic, call: Call, part: int) -> None:
-    """A packet that was sent is in the window no more."""
+    """Remove a sent packet from the window."""
     traffic.window -= 1
     number = next(number for number, (of, at) in traffic.unacknowledged.items() if of is call and at == part)
     del traffic.unacknowledged[number]

@@ -1,4 +1,4 @@
-"""What may follow what, as tables: the documentation's diagrams are drawn from these, and every move is checked here.
+"""The lifecycles as tables: every move is checked here, and the diagrams in the documentation are drawn from them.
 
 `TABLE[state][cause]` is the next state. An illegal move is a bug of the core, never an answer to a caller.
 """
@@ -16,7 +16,7 @@ SESSION: Final[Lifecycle] = {
         "goodbye": "leaving",
         "process died": "releasing",
     },
-    # Goodbye was said while packets of a call were still being made; it ends when they are.
+    # Goodbye was said while packets of a call were still being made; it ends when they are made.
     "leaving": {
         "last packet": "ended",
         "connection lost": "leaving",
@@ -41,7 +41,7 @@ EXTENT: Final[Lifecycle] = {
         "not made": "credited",
         "not delivered": "credited",
         "goodbye": "credited",
-        # By what its process says that it has, when it takes its session up again.
+        # Not among what its process states when it resumes.
         "not held": "credited",
         "forgotten": "credited",
         "holder died": "releasing",
@@ -79,7 +79,7 @@ SEGMENT: Final[Lifecycle] = {
         "not made": "ending",
         "lost": "ending",
     },
-    # The writer is done: from here on its own end does not matter.
+    # The writer has finished: from here on its death does not matter.
     "sealing": {
         "sealed": "sealed",
         "not sealed": "writing",
@@ -88,10 +88,10 @@ SEGMENT: Final[Lifecycle] = {
     },
     "sealed": {
         "deleted": "ending",
-        # The broker's own descriptors are gone: who has it mapped keeps it, and nobody else can.
+        # The broker's own descriptors are lost: sessions keep their mappings, and no other can attach.
         "lost": "ending",
     },
-    # Attached no more; charged while sessions have it mapped.
+    # No longer attachable; charged while sessions have it mapped.
     "ending": {
         "last session left": "dropping",
     },
@@ -110,11 +110,11 @@ ALL: Final[Mapping[str, Lifecycle]] = {"session": SESSION, "extent": EXTENT, "pa
 
 
 class IllegalMove(AssertionError):
-    """The core tried a move that its table does not have. Nothing happened."""
+    """The core tried a move that is not in the table. Nothing changed."""
 
 
 def move(table: Lifecycle, state: str, cause: str) -> str:
-    """Return the state that follows `state` on `cause`; raises `IllegalMove` when the table has none."""
+    """Return the state that follows `state` on `cause`; raise `IllegalMove` if the table has no such move."""
     following = table.get(state, {}).get(cause)
     if following is None:
         raise IllegalMove(f"no {cause!r} from {state!r}")

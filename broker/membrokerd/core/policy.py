@@ -1,4 +1,4 @@
-"""The rules: who may borrow what. Pure functions over the books; nothing here changes anything."""
+"""The rules: which debits are admitted. Pure functions over the ledger; nothing here changes anything."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def fixed(rules: Rules) -> Rules:
 
 
 WANTS_OF_ROOM = frozenset((Reason.MODEL_LIMIT, Reason.TENANT_LIMIT, Reason.CAPACITY))
-"""What `admit` refuses with: somebody's giving back can change it."""
+"""The reasons of `admit`: a release can make the same request admissible."""
 
 
 def valid_tenant(name: str) -> bool:

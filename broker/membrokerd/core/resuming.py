@@ -1,41 +1,41 @@
-"""Resuming: a session is taken up again by its process, forgotten by an operator, or inherited by a new daemon.
+"""Resuming: a session is resumed by its process, forgotten by an operator, or taken over by a new daemon.
 
-A process that comes back states all that it has, and the books are made to agree: what is booked and not held is
-credited. So whatever was on its way when the connection broke happened once, or not at all. What a session had on its
-way is gone before that, and what it asks for again is asked anew.
+A process that resumes states everything it holds, and what is booked but not held is credited. So a call that was in
+flight when the connection broke happened once, or not at all. Its packets are given up before the reconciliation, and
+the process repeats the calls that were not answered.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from . import effects as fx
 from . import events as ev
 from . import facts as ft
 from . import policy
+from .books import Books
 from .denied import Denied, Reason, deny
 from .ledger import SegmentRow, SessionRow
-
-if TYPE_CHECKING:
-    from .broker import Broker
+from .lending import Lending
+from .segments import Segments
+from .sessions import Sessions
 
 MAX_TOLD = 2_048
-"""How many ids of extents, and of segments, that the books do not know are told to who holds them."""
+"""How many unknown extents, and how many unknown segments, the answer to Holds lists at most."""
 MAX_MODELS_TOLD = 160
-"""How many of its models are told to who resumes. All three together fit into a frame, however long they are."""
+"""How many of the session's models the answer lists at most. All three lists together fit into one frame."""
 _NOT_FORGOTTEN = {
     "open": "is open, its process is connected",
     "leaving": "ends by itself, at its process's word",
     "detached": "has memory on its way in this moment",
     "releasing": "is of a dead process, and ends by itself when the device shows its bytes free",
 }
-"""By state: why an operator cannot have a session forgotten."""
+"""By state: why an operator cannot forget a session."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """A resume that is done but for segments that end by it: their names must be free when it is answered."""
+    """A resume that is done but not answered: names of segments that it ends must be free first."""
 
     call: int
     session: int
@@ -46,50 +46,54 @@ class Answer:
 class Resuming:
     """The resumes under way."""
 
-    def __init__(self, broker: Broker) -> None:
-        self._broker = broker
+    def __init__(self, books: Books, lending: Lending, segments: Segments, sessions: Sessions) -> None:
+        self._books = books
+        self._lending = lending
+        self._segments = segments
+        self._sessions = sessions
         self._stated: dict[int, ev.StateHolds] = {}
-        """By session: what waits until nothing of the session is being made any more."""
+        """By session: Holds that wait until no packet of the session is being made."""
         self._expected: set[int] = set()
-        """Sessions that said Hello again, and whose Holds are to come."""
+        """Sessions that said Hello again and have not stated their Holds yet."""
         self._answers: list[Answer] = []
 
-    # --- taking up ---
+    # --- resume ---
 
     def resume(self, event: ev.ResumeSession, now: int) -> None:
-        """Let a process take its session up again, in the place of a connection that it may still have."""
-        row = self._broker.ledger.sessions.get(event.session)
+        """Let a process resume its session on a new connection, which replaces one that may still be open."""
+        row = self._books.ledger.sessions.get(event.session)
         if row is None or row.state not in ("open", "detached") or row.process != event.process:
-            self._broker.answer(event.call, deny(Reason.TOKEN_REJECTED))
+            self._books.answer(event.call, deny(Reason.TOKEN_REJECTED))
             return
-        if self._broker.stopping:
-            self._broker.answer(event.call, deny(Reason.STOPPING))
+        if self._books.stopping:
+            self._books.answer(event.call, deny(Reason.STOPPING))
             return
-        self._broker.detach(row, now)
+        self.give_up(row.session)
+        self._sessions.detach(row, now)
         self._expected.add(row.session)
-        self._broker.answer(event.call, fx.SessionResumed(row.session, row.tenant, row.observer))
+        self._books.answer(event.call, fx.SessionResumed(row.session, row.tenant, row.observer))
 
     def state_holds(self, event: ev.StateHolds, now: int) -> None:
-        """Take what the process has; reconcile now, or when the last of its packets is made."""
+        """Take what the process holds; reconcile now, or when the last of its packets is made."""
         if event.session not in self._expected:
-            self._broker.answer(event.call, deny(Reason.PROTOCOL_VIOLATION, what="it did not resume, and states Holds"))
+            self._books.answer(event.call, deny(Reason.PROTOCOL_VIOLATION, what="it did not resume, and states Holds"))
             return
         self._expected.discard(event.session)
         self._stated[event.session] = event
         self.proceed(event.session, now)
 
     def proceed(self, session: int, now: int) -> None:
-        """Reconcile a session that has stated what it has, once nothing of it is being made."""
+        """Reconcile a session that has stated its Holds, once none of its packets is being made."""
         event = self._stated.get(session)
-        if event is None or self._broker.lending.making_of(session):
+        if event is None or self._lending.making_of(session):
             return
         del self._stated[session]
-        row = self._broker.ledger.sessions[session]
-        self._broker.segments.give_up_seals(session)
-        self._broker.lending.forget(session)
-        self._broker.lending.begin(session)
+        row = self._books.ledger.sessions[session]
+        self._segments.give_up_seals(session)
+        self._lending.forget(session)
+        self._lending.begin(session)
         self._reconcile(row, event)
-        self._broker.record(ft.SessionMoved(session, "resumed", now))
+        self._books.record(ft.SessionMoved(session, "resumed", now))
         unknown_segments = [segment for segment in event.segments if segment not in row.segments]
         result = fx.Reconciled(
             tuple(sorted(event.extents - row.extents.keys())[:MAX_TOLD]),
@@ -100,23 +104,23 @@ class Resuming:
         self._answer_ready()
 
     def under_way(self, session: int) -> bool:
-        """Say whether a session is being taken up: what it asks meanwhile would not be in what it states."""
+        """Say whether a resume is under way: the result of a request now would not be in the Holds."""
         if session in self._expected or session in self._stated:
             return True
         return bool(self._answers) and any(one.session == session for one in self._answers)
 
     def give_up(self, session: int) -> None:
-        """The connection on which a session was to be resumed is gone as well."""
+        """Give up a resume: its connection is lost, too."""
         self._expected.discard(session)
         stated = self._stated.pop(session, None)
         if stated is not None:
-            self._broker.answer(stated.call, deny(Reason.DELIVERY_FAILED))
+            self._books.answer(stated.call, deny(Reason.DELIVERY_FAILED))
         for one in [one for one in self._answers if one.session == session]:
             self._answers.remove(one)
-            self._broker.answer(one.call, deny(Reason.DELIVERY_FAILED))
+            self._books.answer(one.call, deny(Reason.DELIVERY_FAILED))
 
     def segment_ended(self, segment: int) -> None:
-        """A segment's name is free."""
+        """Answer the resumes that waited for this segment's name."""
         for one in self._answers:
             one.ending.discard(segment)
         self._answer_ready()
@@ -124,25 +128,25 @@ class Resuming:
     def _answer_ready(self) -> None:
         for one in [one for one in self._answers if not one.ending]:
             self._answers.remove(one)
-            self._broker.answer(one.call, one.result)
+            self._books.answer(one.call, one.result)
 
     def _reconcile(self, row: SessionRow, event: ev.StateHolds) -> None:
-        """Make the books of a session what its process has; what it states beyond them is not believed."""
+        """Credit what the process does not hold. What it states beyond the books is not believed."""
         gone = tuple(sorted(row.extents.keys() - event.extents))
         if gone:
-            self._broker.record(ft.Credited(row.session, gone, "not held"))
+            self._books.record(ft.Credited(row.session, gone, "not held"))
         for (name, location), charge in list(row.charges.items()):
             declared = max(0, event.declarations.get((name, location), 0))
             if declared < charge.declared:
-                self._broker.record(ft.DeclarationSet(row.session, name, location, declared))
+                self._books.record(ft.DeclarationSet(row.session, name, location, declared))
         for segment, times in list(row.segments.items()):
             held = max(0, event.segments.get(segment, 0))
             if held < times:
-                self._broker.segments.leave(row.session, segment, times - held, "not held")
+                self._segments.leave(row.session, segment, times - held, "not held")
 
     def _ending_of(self, session: int) -> set[int]:
-        """Return the segments of this writer whose names are free soon: it may want to make one of them anew."""
-        rows = self._broker.ledger.segments.values()
+        """Return the segments of this writer that are about to end: it may want to create one of them again."""
+        rows = self._books.ledger.segments.values()
         return {row.segment for row in rows if row.writer == session and row.state == "dropping" and not row.uncertain}
 
     # --- forgetting ---
@@ -151,19 +155,19 @@ class Resuming:
         """Credit all that a detached session is charged, and end it."""
         denied = self._refuse_forget(event.session)
         if denied:
-            self._broker.answer(event.call, denied)
+            self._books.answer(event.call, denied)
             return
-        row = self._broker.ledger.sessions[event.session]
+        row = self._books.ledger.sessions[event.session]
         self.give_up(row.session)
-        # First, for a story that breaks off behind it: who is half credited must not come back for the other half.
-        self._broker.record(ft.SessionMoved(row.session, "forgotten", now))
-        self._broker.lending.credit_all(row, "forgotten")
-        self._broker.end_session(row, now)
-        self._broker.answer(event.call, fx.Done())
+        # Recorded first: if the journal ends here, a half-credited session must not resume.
+        self._books.record(ft.SessionMoved(row.session, "forgotten", now))
+        self._sessions.credit_all(row, "forgotten")
+        self._sessions.end(row, now)
+        self._books.answer(event.call, fx.Done())
 
     def _refuse_forget(self, session: int) -> Denied | None:
-        row = self._broker.ledger.sessions.get(session)
-        if row is not None and row.state == "detached" and not self._broker.lending.making_of(session):
+        row = self._books.ledger.sessions.get(session)
+        if row is not None and row.state == "detached" and not self._lending.making_of(session):
             return None
         what = _NOT_FORGOTTEN[row.state] if row is not None else "is not known, or has ended"
         return deny(Reason.SESSION_NOT_DETACHED, session=f"sessions/{session:x}", what=what)
@@ -171,39 +175,38 @@ class Resuming:
     # --- a new daemon ---
 
     def restarted(self, event: ev.Restarted, now: int) -> None:
-        """Go on with the books of a daemon that is dead: nobody is connected, and nothing is on its way.
+        """Take over the books of an earlier daemon: no session is connected, and nothing is in flight.
 
-        Its story may break off in the middle of a step. What is missing there is what the rows say is to follow.
+        Its journal may end in the middle of a step. The rows say which facts of that step are missing.
         """
-        broker = self._broker
-        for session in broker.ledger.sessions:
-            broker.lending.begin(session)
-        broker.settling.restarted(event.seen, now)
-        for segment in list(broker.ledger.segments.values()):
+        ledger = self._books.ledger
+        for session in ledger.sessions:
+            self._lending.begin(session)
+        for segment in list(ledger.segments.values()):
             self._take_over_segment(segment, lost=segment.segment in event.lost)
-        for row in list(broker.ledger.sessions.values()):
+        for row in list(ledger.sessions.values()):
             self._take_over_session(row, now)
-        for segment in list(broker.ledger.segments.values()):
-            broker.segments.drop_if_left(segment)
+        for segment in list(ledger.segments.values()):
+            self._segments.drop_if_left(segment)
 
     def _take_over_session(self, row: SessionRow, now: int) -> None:
-        broker, state = self._broker, row.state
-        broker.detach(row, now)
+        state = row.state
+        self._sessions.detach(row, now)
         if state == "leaving":
-            broker.lending.finish_leaving(row, now)
+            self._sessions.finish_leaving(row, now)
         elif state == "releasing":
-            broker.segments.leave_all(row, "holder died")
+            self._segments.leave_all(row, "holder died")
         elif state == "ended":
-            broker.lending.credit_all(row, "forgotten")  # nothing, where it ended in another way
-            broker.end_session(row, now)
+            self._sessions.credit_all(row, "forgotten")  # nothing is left, unless it was forgotten
+            self._sessions.end(row, now)
 
     def _take_over_segment(self, row: SegmentRow, *, lost: bool) -> None:
-        """Nobody waits for its seal or attach any more; what the store has lost is attached no more."""
+        """Finish or undo what was under way; a segment whose descriptors are lost cannot be attached any more."""
         if row.state == "sealing":
-            self._broker.record(ft.SegmentMoved(row.segment, "not sealed"))
+            self._books.record(ft.SegmentMoved(row.segment, "not sealed"))
         if lost and row.state in policy.ATTACHABLE:
-            self._broker.record(ft.SegmentMoved(row.segment, "lost"))
+            self._books.record(ft.SegmentMoved(row.segment, "lost"))
         if row.state == "writing" and row.writer not in row.holders:
-            self._broker.record(ft.SegmentMoved(row.segment, "writer ended"))
+            self._books.record(ft.SegmentMoved(row.segment, "writer ended"))
         if row.state == "dropping":
-            self._broker.emit(fx.Drop(row.segment))
+            self._books.emit(fx.Drop(row.segment))

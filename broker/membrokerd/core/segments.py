@@ -1,31 +1,30 @@
-"""Segments: memory under a name, written by one session, sealed, attached by many, charged to its model once.
+"""Segments: named memory that one session writes and seals, many attach, and its model is charged for once.
 
-The broker keeps a segment's descriptors, so a segment outlives whoever wrote it: its bytes come back when it is
-deleted and the last session has left it. A session holds a segment from the moment that its create or attach is
-admitted; a call that fails before anything was sent lets go by itself, any other hold ends by the session's word, by
-its Goodbye, or by its death.
+The broker keeps a segment's descriptors, so a segment outlives its writer: its bytes are free again when it is
+deleted and the last session has left it. A session holds a segment as soon as its create or attach is admitted. If
+the call fails before anything was sent, the hold ends with it; otherwise it ends when the session detaches, says
+Goodbye or dies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from . import effects as fx
 from . import events as ev
 from . import facts as ft
 from . import policy
+from .books import Books
 from .denied import Denied, Reason, deny
+from .hearing import Hearing
 from .ledger import SegmentRow, SessionRow
-from .lending import Call
-
-if TYPE_CHECKING:
-    from .broker import Broker
+from .lending import Call, Lending
+from .stock import Stock
 
 _WRITING = ("writing", "sealing")
 _TOLD = {"sealing": "writing", "dropping": "ending"}
-"""States that nobody outside has to know, by what they look like there."""
+"""Internal states, and the public state that each is shown as."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,59 +41,59 @@ class Waiting:
 class Segments:
     """The calls about segments, and those of them that wait."""
 
-    def __init__(self, broker: Broker) -> None:
-        self._broker = broker
+    def __init__(self, books: Books, stock: Stock, hearing: Hearing, lending: Lending) -> None:
+        self._books = books
+        self._stock = stock
+        self._hearing = hearing
+        self._lending = lending
         self._waiting: list[Waiting] = []
         self._sealing: dict[int, ev.SealSegment] = {}
-        """By segment: who asked for its seal."""
+        """By segment: the request to seal it that is to be answered."""
         self.deadline: int | None = None
-        """When the first of the waiting attaches ends, in nanoseconds."""
+        """When the first of the waiting attaches times out, in nanoseconds."""
 
     # --- create and seal ---
 
     def create(self, event: ev.CreateSegment, now: int) -> None:
-        """Debit the whole segment, and make it packet by packet for its writer."""
-        broker, name = self._broker, ev.ModelName(event.name.tenant, event.name.model)
+        """Debit the whole segment, then make it for its writer packet by packet."""
+        books, name = self._books, ev.ModelName(event.name.tenant, event.name.model)
         denied = self._refuse_create(event, name)
         if denied:
-            broker.hearing.refuse(event, denied, name)
+            self._hearing.refuse(event, denied, name)
             return
-        extent, last, count = policy.shape_of_segment(broker.rules, event.size)
-        segment, ids = broker.take_ids(1)[0], broker.take_ids(count)
+        extent, last, count = policy.shape_of_segment(books.rules, event.size)
+        segment, ids = books.take_ids(1)[0], books.take_ids(count)
         location, label = event.location, event.name.label
-        broker.record(
+        books.record(
             ft.SegmentBegan(segment, name, label, location, extent, last, ids.start, count, event.session, now)
         )
-        broker.record(ft.SegmentHeld(segment, event.session))
-        broker.stock.make_room(location)
+        books.record(ft.SegmentHeld(segment, event.session))
+        self._stock.make_room(location)
         call = Call(event.call, event.request_id, name, location, extent, last, ids, segment)
-        broker.lending.begin_call(event.session, call)
+        self._lending.begin_call(event.session, call, self._call_done)
 
     def _refuse_create(self, event: ev.CreateSegment, name: ev.ModelName) -> Denied | None:
-        broker = self._broker
-        denied = broker.refuse_request(event.session, event.request_id)
-        if denied:
-            return denied
-        found = broker.lending.find(event.session, name)
+        books = self._books
+        found = self._lending.find(event.session, name)
         if isinstance(found, Denied):
             return found
         if not policy.valid_own_name(event.name.label):
             return deny(Reason.INVALID_NAME, name=event.name.label)
-        there = broker.ledger.labels.get(event.name)
+        there = books.ledger.labels.get(event.name)
         if there is not None:
-            state = broker.ledger.segments[there].state
+            state = books.ledger.segments[there].state
             return deny(Reason.SEGMENT_EXISTS, segment=str(event.name), state=_TOLD.get(state, state))
         return (
-            broker.lending.refuse_call(event.session)
-            or broker.refuse_debit()
-            or policy.check_extents(broker.rules, event.location, event.size, 1)
+            self._lending.refuse_call(event.session)
+            or books.refuse_debit()
+            or policy.check_extents(books.rules, event.location, event.size, 1)
             or self._refuse_one_more(event)
-            or policy.admit(broker.ledger, broker.rules, name, event.location, event.size)
+            or policy.admit(books.ledger, books.rules, name, event.location, event.size)
         )
 
     def _refuse_one_more(self, event: ev.CreateSegment) -> Denied | None:
         """Each extent of a segment is a descriptor that the broker keeps."""
-        rules, rows = self._broker.rules, self._broker.ledger.segments.values()
+        rules, rows = self._books.rules, self._books.ledger.segments.values()
         limit = rules.max_segments_per_tenant
         if sum(1 for row in rows if row.name.tenant == event.name.tenant) >= limit:
             return deny(Reason.TOO_MANY_SEGMENTS, limit=limit, of="tenant", what="segments")
@@ -105,28 +104,24 @@ class Segments:
         return None
 
     def seal(self, event: ev.SealSegment) -> None:
-        """Ask for the seal of a segment that is written. Its writer may ask again: it may not have had the answer."""
+        """Seal a segment. The writer may ask again, because it may have missed the answer."""
         denied = self._refuse_seal(event)
         if denied:
-            self._broker.answer(event.call, denied)
+            self._books.answer(event.call, denied)
             return
-        row = self._broker.ledger.segments[event.segment]
+        row = self._books.ledger.segments[event.segment]
         if row.state == "sealed":
-            self._broker.answer(event.call, self.view(row))
+            self._books.answer(event.call, self.view(row))
             return
-        self._broker.lending.wait(event.session, event.request_id)
-        if row.state == "sealing":  # whoever asked last is answered
+        self._lending.wait(event.session, event.request_id)
+        if row.state == "sealing":  # only the last request is answered with the outcome
             self._answer_seal(row, deny(Reason.DELIVERY_FAILED))
         else:
-            self._broker.record(ft.SegmentMoved(event.segment, "seal asked"))
-            self._broker.emit(fx.Seal(event.segment))
+            self._books.record(ft.SegmentMoved(event.segment, "seal asked"))
+            self._books.emit(fx.Seal(event.segment))
         self._sealing[event.segment] = event
 
     def _refuse_seal(self, event: ev.SealSegment) -> Denied | None:
-        broker = self._broker
-        denied = broker.refuse_request(event.session, event.request_id)
-        if denied:
-            return denied
         row = self._find_held(event.session, event.segment)
         if row is None:
             return deny(Reason.SEGMENT_NOT_FOUND, segment=event.segment)
@@ -137,25 +132,25 @@ class Segments:
         return None
 
     def sealed(self, event: ev.Sealed) -> None:
-        """The segment can be attached; who waited for it is served, first come, first served."""
+        """Let sessions attach the segment, those that waited for it first, in the order of their requests."""
         row = self._asked_to_seal(event.segment)
         if row is None:
             return
-        self._broker.record(ft.SegmentMoved(row.segment, "sealed"))
+        self._books.record(ft.SegmentMoved(row.segment, "sealed"))
         self._answer_seal(row, self.view(row))
         for one in self._take_waiting(lambda one: one.segment == row.segment):
-            denied = self._broker.lending.refuse_call(one.session) or self._broker.refuse_debit()
+            denied = self._lending.refuse_call(one.session) or self._books.refuse_debit()
             if denied:
-                self._broker.answer(one.call, denied)
+                self._books.answer(one.call, denied)
             else:
                 self._begin_attach(one.call, one.session, one.request_id, row)
 
     def not_sealed(self, event: ev.NotSealed) -> None:
-        """The segment is still being written, unless its writer is gone."""
+        """Take the segment back to `writing`, or end it if its writer is gone."""
         row = self._asked_to_seal(event.segment)
         if row is None:
             return
-        self._broker.record(ft.SegmentMoved(row.segment, "not sealed"))
+        self._books.record(ft.SegmentMoved(row.segment, "not sealed"))
         self._answer_seal(row, Denied(Reason(event.reason), event.numbers))
         if row.writer not in row.holders:
             self._end_writing(row, "writer ended")
@@ -164,16 +159,16 @@ class Segments:
     def _answer_seal(self, row: SegmentRow, result: fx.Result | Denied) -> None:
         asked = self._sealing.pop(row.segment, None)
         if asked is not None:
-            self._broker.lending.wait_no_more(asked.session, asked.request_id)
-            self._broker.answer(asked.call, result)
+            self._lending.wait_no_more(asked.session, asked.request_id)
+            self._books.answer(asked.call, result)
 
     def give_up_seals(self, session: int) -> None:
-        """A session is taken up again: it asks for its seals anew, and those that are under way go on."""
+        """Fail the pending seals of a session that resumes. The seals go on; the session asks for them again."""
         for segment in [segment for segment, asked in self._sealing.items() if asked.session == session]:
-            self._answer_seal(self._broker.ledger.segments[segment], deny(Reason.DELIVERY_FAILED))
+            self._answer_seal(self._books.ledger.segments[segment], deny(Reason.DELIVERY_FAILED))
 
     def _asked_to_seal(self, segment: int) -> SegmentRow | None:
-        row = self._broker.ledger.segments.get(segment)
+        row = self._books.ledger.segments.get(segment)
         return row if row is not None and row.state == "sealing" else None
 
     # --- attach and detach ---
@@ -184,86 +179,82 @@ class Segments:
         row = denied or self._find_named(event.name)
         if isinstance(row, SegmentRow) and row.state in _WRITING and event.wait_ns > 0:
             if full := self._refuse_waiting(event.name.tenant):
-                self._broker.answer(event.call, full)
+                self._books.answer(event.call, full)
                 return
-            self._broker.lending.wait(event.session, event.request_id)
+            self._lending.wait(event.session, event.request_id)
             deadline = now + event.wait_ns
             self._waiting.append(Waiting(event.call, event.session, event.request_id, row.segment, deadline))
             self.deadline = deadline if self.deadline is None else min(deadline, self.deadline)
         elif isinstance(row, SegmentRow) and row.state == "sealed":
             self._begin_attach(event.call, event.session, event.request_id, row)
         elif isinstance(row, SegmentRow):
-            self._broker.answer(event.call, deny(Reason.SEGMENT_NOT_SEALED, segment=str(row.full_name())))
+            self._books.answer(event.call, deny(Reason.SEGMENT_NOT_SEALED, segment=str(row.full_name())))
         else:
-            self._broker.answer(event.call, row)
+            self._books.answer(event.call, row)
 
     def _refuse_attach(self, event: ev.AttachSegment) -> Denied | None:
-        broker = self._broker
-        denied = broker.refuse_request(event.session, event.request_id)
-        if denied:
-            return denied
-        row = broker.ledger.sessions[event.session]
+        books = self._books
+        row = books.ledger.sessions[event.session]
         if row.observer:
             return deny(Reason.OBSERVER)
         if event.name.tenant != row.tenant:
             return deny(Reason.SEGMENT_NOT_FOUND, segment=str(event.name))
         if not 0 <= event.wait_ns <= policy.MAX_WAIT_NS:
             return deny(Reason.INVALID_ARGUMENT, what="a wait is between 0 and 24 hours")
-        return broker.lending.refuse_call(event.session) or broker.refuse_debit()
+        return self._lending.refuse_call(event.session) or books.refuse_debit()
 
     def _refuse_waiting(self, tenant: str) -> Denied | None:
         """Return why no more attaches of a tenant may wait, or None: one seal begins all of them in one step."""
-        segments, limit = self._broker.ledger.segments, self._broker.rules.max_waiting_per_tenant
+        segments, limit = self._books.ledger.segments, self._books.rules.max_waiting_per_tenant
         if sum(1 for one in self._waiting if segments[one.segment].name.tenant == tenant) < limit:
             return None
         return deny(Reason.TOO_MANY_REQUESTS, limit=limit, whose="tenant", calls="attaches that wait for a seal")
 
     def _begin_attach(self, number: int, session: int, request_id: int, row: SegmentRow) -> None:
-        self._broker.record(ft.SegmentHeld(row.segment, session))
+        self._books.record(ft.SegmentHeld(row.segment, session))
         call = Call(
             number, request_id, row.name, row.location, row.extent_bytes, row.last_bytes, row.ids, row.segment, True
         )
-        self._broker.lending.begin_call(session, call)
+        self._lending.begin_call(session, call, self._call_done)
 
     def elapsed(self, now: int) -> None:
-        """End the waiting that has lasted as long as it may."""
+        """Answer the attaches whose wait has timed out."""
         for one in self._take_waiting(lambda one: one.deadline <= now):
-            row = self._broker.ledger.segments[one.segment]
-            self._broker.answer(one.call, deny(Reason.SEGMENT_NOT_SEALED, segment=str(row.full_name())))
+            row = self._books.ledger.segments[one.segment]
+            self._books.answer(one.call, deny(Reason.SEGMENT_NOT_SEALED, segment=str(row.full_name())))
 
-    def call_done(self, session: int, call: Call) -> None:
+    def _call_done(self, session: int, call: Call) -> None:
         """Answer a create or an attach whose every packet is decided."""
-        row = self._broker.ledger.segments.get(call.segment)
-        if row is None:  # its last session died while the packet was on its way
-            self._broker.refuse(call.call, call.failure or deny(Reason.DELIVERY_FAILED), session, call.name)
+        row = self._books.ledger.segments.get(call.segment)
+        if row is None:  # its last session died while the packet was in flight
+            self._books.refuse(call.call, call.failure or deny(Reason.DELIVERY_FAILED), session, call.name)
             return
         if not call.failure and not call.sends and row.state not in policy.ATTACHABLE:
             call.failure = deny(Reason.SEGMENT_NOT_FOUND, segment=str(row.full_name()))
         if not call.failure:
-            self._broker.answer(call.call, self.view(row))
+            self._books.answer(call.call, self.view(row))
             return
-        self._broker.refuse(call.call, call.failure, session, call.name)
+        self._books.refuse(call.call, call.failure, session, call.name)
         if not call.sends and row.state == "writing":
             self._end_writing(row, "not made")
         if not call.any_sent and session in row.holders:
-            self._broker.record(ft.SegmentLeft(row.segment, session, 1, "not made"))
+            self._books.record(ft.SegmentLeft(row.segment, session, 1, "not made"))
         self.drop_if_left(row)
 
     def detach(self, event: ev.DetachSegment) -> None:
-        """A session has unmapped a segment. A writer that leaves before its seal has given it up."""
-        denied = self._broker.refuse_request(event.session, event.request_id, gives_back=True)
-        row = self._find_held(event.session, event.segment) if not denied else None
-        if denied or row is None:
-            self._broker.answer(event.call, denied or deny(Reason.SEGMENT_NOT_FOUND, segment=event.segment))
+        """Take a session's word that it has unmapped a segment. A writer that leaves before the seal gives it up."""
+        row = self._find_held(event.session, event.segment)
+        if row is None:
+            self._books.answer(event.call, deny(Reason.SEGMENT_NOT_FOUND, segment=event.segment))
             return
         self._leave(row, event.session, 1, "detached")
-        self._broker.answer(event.call, fx.Detached())
+        self._books.answer(event.call, fx.Detached())
 
     def _find_held(self, session: int, segment: int) -> SegmentRow | None:
         """Return a segment that the session holds by a call that was answered."""
-        row = self._broker.ledger.segments.get(segment)
+        row = self._books.ledger.segments.get(segment)
         holds = row.holders.get(session, 0) if row else 0
-        return row if holds > self._broker.lending.unanswered_of(session, segment) else None
+        return row if holds > self._lending.unanswered_of(session, segment) else None
 
     # --- the ends ---
 
@@ -274,22 +265,19 @@ class Segments:
         if isinstance(row, SegmentRow) and event.generation not in (0, row.segment):
             row = deny(Reason.SEGMENT_NOT_FOUND, segment=str(event.name))
         if isinstance(row, Denied):
-            self._broker.answer(event.call, row)
+            self._books.answer(event.call, row)
             return
         if row.state in _WRITING:
             self._end_writing(row, "deleted")
         else:
-            self._broker.record(ft.SegmentMoved(row.segment, "deleted"))
-        self._broker.answer(event.call, self.view(row))
+            self._books.record(ft.SegmentMoved(row.segment, "deleted"))
+        self._books.answer(event.call, self.view(row))
         self.drop_if_left(row)
 
     def _refuse_delete(self, event: ev.DeleteSegment) -> Denied | None:
         if event.session is None:
             return None
-        denied = self._broker.refuse_request(event.session, event.request_id, gives_back=True)
-        if denied:
-            return denied
-        row = self._broker.ledger.sessions[event.session]
+        row = self._books.ledger.sessions[event.session]
         if row.observer:
             return deny(Reason.OBSERVER)
         if event.name.tenant != row.tenant:
@@ -297,35 +285,33 @@ class Segments:
         return None
 
     def writer_leaves(self, row: SessionRow) -> None:
-        """A session said Goodbye: what it has not sealed nobody will."""
+        """End the unsealed segments of a writer that says Goodbye: no other session can seal them."""
         for segment in list(row.segments):
-            self._without_writer(self._broker.ledger.segments[segment], row.session)
+            self._without_writer(self._books.ledger.segments[segment], row.session)
 
     def leave_all(self, row: SessionRow, cause: str) -> None:
-        """A session is over, by its word or by its death."""
+        """Drop all holds of a session that is ending or has died."""
         for segment, times in list(row.segments.items()):
-            self._leave(self._broker.ledger.segments[segment], row.session, times, cause)
+            self._leave(self._books.ledger.segments[segment], row.session, times, cause)
 
     def give_up(self, session: int) -> None:
-        """A session is unreachable, going or dead: it waits for nothing more."""
+        """Fail the waiting attaches of a session that is disconnected, leaving or dead."""
         for one in self._take_waiting(lambda one: one.session == session):
-            self._broker.answer(one.call, deny(Reason.DELIVERY_FAILED))
+            self._books.answer(one.call, deny(Reason.DELIVERY_FAILED))
 
-    def dropped(self, event: ev.Dropped, now: int) -> None:
-        """The broker holds nothing of the segment any more; nor does anybody, unless a holder died."""
-        row = self._broker.ledger.segments[event.segment]
-        if row.uncertain:
-            self._broker.settling.segment_dropped(row, now)
-            return
-        self._broker.record(ft.SegmentEnded(row.segment, None))
-        self._broker.resuming.segment_ended(row.segment)
+    def dropped(self, event: ev.Dropped) -> SegmentRow:
+        """Return the segment whose descriptors the broker has closed; it is gone, unless a holder of it died."""
+        row = self._books.ledger.segments[event.segment]
+        if not row.uncertain:
+            self._books.record(ft.SegmentEnded(row.segment, None))
+        return row
 
     def leave(self, session: int, segment: int, times: int, cause: str) -> None:
-        """A session has the segment so many times less."""
-        self._leave(self._broker.ledger.segments[segment], session, times, cause)
+        """Drop `times` of the session's holds."""
+        self._leave(self._books.ledger.segments[segment], session, times, cause)
 
     def _leave(self, row: SegmentRow, session: int, times: int, cause: str) -> None:
-        self._broker.record(ft.SegmentLeft(row.segment, session, times, cause))
+        self._books.record(ft.SegmentLeft(row.segment, session, times, cause))
         if session not in row.holders:
             self._without_writer(row, session)
         self.drop_if_left(row)
@@ -335,24 +321,24 @@ class Segments:
             self._end_writing(row, "writer ended")
 
     def _end_writing(self, row: SegmentRow, cause: str) -> None:
-        """The segment will never be sealed: tell who waits for it."""
-        self._broker.record(ft.SegmentMoved(row.segment, cause))
+        """End a segment that will never be sealed, and fail the calls that wait for the seal."""
+        self._books.record(ft.SegmentMoved(row.segment, cause))
         denied = deny(Reason.WRITER_DIED, segment=str(row.full_name()))
         self._answer_seal(row, denied)
         for one in self._take_waiting(lambda one: one.segment == row.segment):
-            self._broker.answer(one.call, denied)
+            self._books.answer(one.call, denied)
 
     def drop_if_left(self, row: SegmentRow) -> None:
-        """Close the broker's own descriptors of a segment that is ending, once nobody holds it."""
-        busy = row.holders or self._broker.lending.making_segment(row.writer, row.segment)
+        """Close the broker's own descriptors of a segment that is ending, once no session holds it."""
+        busy = row.holders or self._lending.making_segment(row.writer, row.segment)
         if row.state == "ending" and not busy:
-            self._broker.record(ft.SegmentMoved(row.segment, "last session left"))
-            self._broker.emit(fx.Drop(row.segment))
+            self._books.record(ft.SegmentMoved(row.segment, "last session left"))
+            self._books.emit(fx.Drop(row.segment))
 
     # --- looking ---
 
     def view(self, row: SegmentRow) -> fx.SegmentView:
-        """Return a segment as it stands."""
+        """Return the current state of a segment."""
         size = row.size_of(row.ids)
         return fx.SegmentView(
             row.segment,
@@ -367,7 +353,7 @@ class Segments:
         )
 
     def _find_named(self, name: ev.SegmentName) -> SegmentRow | Denied:
-        """Return the segment of a name that is not ending, by its model or by its own name alone."""
+        """Return the segment of this name that is not ending; without a model, by its label alone."""
         found = [row for row in self._candidates(name) if row.state in policy.ATTACHABLE]
         if not found:
             return deny(Reason.SEGMENT_NOT_FOUND, segment=str(name))
@@ -377,7 +363,7 @@ class Segments:
         return found[0]
 
     def _candidates(self, name: ev.SegmentName) -> Iterable[SegmentRow]:
-        ledger = self._broker.ledger
+        ledger = self._books.ledger
         if name.model == ev.ANY_MODEL:
             rows = ledger.segments.values()
             return [row for row in rows if (row.name.tenant, row.label) == (name.tenant, name.label)]
@@ -385,12 +371,12 @@ class Segments:
         return [] if segment is None else [ledger.segments[segment]]
 
     def _take_waiting(self, wanted: Callable[[Waiting], bool]) -> list[Waiting]:
-        """Return who waits no more, in the order they came."""
+        """Remove the waiting attaches that are `wanted`, and return them in the order of their requests."""
         taken = [one for one in self._waiting if wanted(one)]
         if not taken:
             return taken
         self._waiting = [one for one in self._waiting if not wanted(one)]
         self.deadline = min((one.deadline for one in self._waiting), default=None)
         for one in taken:
-            self._broker.lending.wait_no_more(one.session, one.request_id)
+            self._lending.wait_no_more(one.session, one.request_id)
         return taken

@@ -1,35 +1,37 @@
-"""Settling: a dead session's bytes are charged until the device shows them free, or a limit of time has passed.
+"""Deaths: a dead session's bytes stay charged until the device shows them free, or a time limit has passed.
 
-Neither the end of a connection nor the death of a process is the end of its memory: a forked child, or a packet that
-nobody read, can keep it. Only the device's own figure is proof, and from that figure alone the rule is made. What
-the device has used beyond the books is `unaccounted`; when a dead session's memory goes, it falls by that session's
-bytes, and then the session is credited whole. So each death takes a reference to fall from. A credit raises
-`unaccounted` again by what it paid, so that one fall pays once; several workers that die together are settled
-together. What can credit a death early is a stranger's fall of at least its size while its memory is still held; the
-books are then wrong until the holder ends, which shows as unaccounted, and the device gate stands behind them.
+Memory can outlive its connection and its process: a forked child, or a packet that was never read, can keep it alive.
+Only the device's own figure is proof, and the rule uses that figure alone. `unaccounted` is what the device has in use
+beyond the books. When a dead session's memory is freed, `unaccounted` falls by that session's bytes, and the session
+is credited as a whole; so each death records a reference to measure the fall from. A credit raises `unaccounted`
+again by the bytes it credits, so one fall pays for one death only; workers that die together are settled together.
+
+A death can be credited too early: when another process frees at least as much while the dead session's memory is
+still held. The books are then wrong until the last holder ends. The bytes show as `unaccounted` meanwhile, and the
+device gate still refuses what does not fit.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from . import effects as fx
 from . import events as ev
 from . import facts as ft
+from .books import Books
 from .ledger import SegmentRow, SessionRow
-
-if TYPE_CHECKING:
-    from .broker import Broker
-
+from .lending import Lending
+from .resuming import Resuming
+from .segments import Segments
+from .sessions import Sessions
 
 NOTICE_NS = 1_000_000_000
-"""How late a death may be told after its memory is gone: as long as between two audits at rest."""
+"""How long before its pidfd fires a process's memory may be freed: the interval of audits at rest."""
 CREDITS_AT_ONCE = 64
-"""So many deaths are credited in one step, and the rest at the next looks: a step is a turn for everybody else."""
+"""Deaths credited in one step. The rest wait for the next audit, so that other events get their turn."""
 NAMING_NS = 1_000_000_000
-"""So long after suspects were named none are: who lies again and again must not keep the driver busy with it."""
+"""Minimum interval between two listings of suspects, which cost a driver query."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,76 +45,82 @@ class Death:
 
 
 class Settling:
-    """The deaths that are not settled, newest last, and what the last audit saw."""
+    """The deaths that are not settled, newest last, and the figures of the last audit."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(
+        self, books: Books, lending: Lending, segments: Segments, sessions: Sessions, resuming: Resuming
+    ) -> None:
         self.unproven: Counter[ev.Location] = Counter()
-        """Credits that the time limit made, and not the device's figure: those bytes may still be held."""
-        self._broker = broker
+        """Credits made by the time limit and not by the device's figure: those bytes may still be held."""
+        self._books = books
+        self._lending = lending
+        self._segments = segments
+        self._sessions = sessions
+        self._resuming = resuming
         self._deaths: list[Death] = []
-        self._used: dict[ev.Location, int | None] = dict.fromkeys(broker.rules.capacities)
-        self._at_audit: dict[ev.Location, int | None] = dict.fromkeys(broker.rules.capacities)
+        self._used: dict[ev.Location, int | None] = dict.fromkeys(books.rules.capacities)
+        self._at_audit: dict[ev.Location, int | None] = dict.fromkeys(books.rules.capacities)
         self._at_look = self._at_audit
-        """As `_at_audit`, of an audit or a death, whichever was later."""
+        """As `_at_audit`, but of the last audit or death, whichever was later."""
         self._lately: deque[tuple[int, dict[ev.Location, int | None]]] = deque()
         self._baseline: int | None = None
-        """What of the device's `unaccounted` was there from the start, or has had its suspects named."""
+        """The part of the device's `unaccounted` that was there from the start, or whose suspects were named."""
         self._name_again_at = 0
 
     @property
     def waiting(self) -> bool:
-        """Bytes are releasing: the device is to be asked often."""
+        """Whether bytes are releasing, so that the device must be audited often."""
         return bool(self._deaths)
 
     def shown(self, location: ev.Location) -> int | None:
-        """Return `unaccounted` as it was when the device was last asked: figures of one moment, for people."""
+        """Return `unaccounted` as of the last audit, for listings: figures of one moment."""
         return self._at_audit[location]
 
     def unaccounted(self, location: ev.Location) -> int | None:
-        """Return what the device has used beyond the books, in bytes and signed; None where it cannot say.
+        """Return the bytes in use on the device beyond the books, signed; None where the device cannot say.
 
-        A debit of which nothing may exist yet is not expected of the device.
+        Debited bytes that may not exist yet do not count as expected.
         """
         used = self._used[location]
         if used is None:
             return None
-        total = self._broker.ledger.totals[location]
-        anchor = self._broker.rules.anchor_bytes if location == "device" else 0
-        return used - (total.charged + total.stock + anchor - self._broker.lending.making[location])
+        total = self._books.ledger.totals[location]
+        anchor = self._books.rules.anchor_bytes if location == "device" else 0
+        return used - (total.charged + total.stock + anchor - self._books.making[location])
 
     def process_died(self, event: ev.ProcessDied, now: int) -> None:
-        """Turn a session's charges to releasing, and take the references that their end is known by."""
-        row = self._broker.ledger.sessions.get(event.session)
+        """Turn a session's charges to releasing, and record the references that their release is measured from."""
+        row = self._books.ledger.sessions.get(event.session)
         if row is None or row.state == "releasing":
             return
         self._see(event.seen)
         references = {location: self._reference(location, now) for location in self._used}
-        self._broker.resuming.give_up(row.session)
-        self._broker.record(ft.SessionMoved(row.session, "process died", now))
-        self._broker.lending.give_up(row)
-        self._broker.segments.give_up(row.session)
-        self._broker.segments.leave_all(row, "holder died")
+        self._resuming.give_up(row.session)
+        self._books.record(ft.SessionMoved(row.session, "process died", now))
+        self._lending.give_up(row)
+        self._segments.give_up(row.session)
+        self._segments.leave_all(row, "holder died")
         for location, reference in references.items():
             self._deaths.append(Death(row.session, location, now, reference))
         self._settle(now)
         self._at_look = self._unaccounted_everywhere()
 
     def segment_dropped(self, row: SegmentRow, now: int) -> None:
-        """Turn a segment's charge to releasing: a holder died, so somebody may still have it mapped.
+        """Turn a segment's charge to releasing: a holder died, so a process may still have it mapped.
 
-        The broker itself had it until now, so its reference is of the last look. What was lent or given back since
-        then is in the books and not in the figure, and would be taken for this segment's: the next look decides.
+        The broker itself held it until now, so its reference is the last figure. What was lent or released since then
+        is in the books but not in that figure, and would pass for this segment's memory: the next audit decides.
         """
-        self._broker.record(ft.SegmentMoved(row.segment, "dropped after a death"))
+        self._books.record(ft.SegmentMoved(row.segment, "dropped after a death"))
         self._deaths.append(Death(row.segment, row.location, now, self._at_look[row.location]))
 
     def restarted(self, seen: ev.Seen, now: int) -> None:
-        """Go on with the deaths of a daemon that is dead; what died meanwhile falls from what that one saw last.
+        """Take over the deaths of an earlier daemon; later ones are measured from the last figure that it recorded.
 
-        What it had booked and never made, and what its store has lost, looks like a fall until it is credited: so a
-        death can be credited early, as by a stranger's fall.
+        Bytes that it had booked but never made, or that its descriptor store has lost, look like a fall until they
+        are credited. So a death can be credited early, as by another process's fall.
         """
-        ledger = self._broker.ledger
+        ledger = self._books.ledger
         self._lately.append((now, {location: ledger.totals[location].unaccounted for location in self._used}))
         self._see(seen)
         self._at_audit = self._at_look = self._unaccounted_everywhere()
@@ -124,11 +132,11 @@ class Settling:
                 self._deaths.append(Death(owner, location, now, self._reference(location, now)))
 
     def _note(self) -> None:
-        """Keep for a later daemon what is seen now, to less than a granule."""
+        """Record the current figure for a later daemon, when it has changed by a granule or more."""
         for location, seen in self._at_audit.items():
-            noted = self._broker.ledger.totals[location].unaccounted
-            if seen is not None and (noted is None or abs(seen - noted) >= self._broker.rules.granularity):
-                self._broker.record(ft.UnaccountedSeen(location, seen))
+            noted = self._books.ledger.totals[location].unaccounted
+            if seen is not None and (noted is None or abs(seen - noted) >= self._books.rules.granularity):
+                self._books.record(ft.UnaccountedSeen(location, seen))
 
     def _reference(self, location: ev.Location, now: int) -> int | None:
         lately = [seen[location] for at, seen in self._lately if now - at <= NOTICE_NS]
@@ -136,7 +144,7 @@ class Settling:
         return max(known) if known else None
 
     def audit(self, event: ev.Audit, now: int) -> None:
-        """Take what the device shows, credit who is shown gone, and end what has been idle for its grace."""
+        """Take the device's figures, and credit the deaths that they prove."""
         self._see(event.seen)
         self._settle(now)
         before = self._at_audit["device"]
@@ -146,26 +154,20 @@ class Settling:
         self._lately.append((now, self._at_audit))
         while now - self._lately[0][0] > NOTICE_NS:
             self._lately.popleft()
-        self._broker.stock.forget_stale(now)
-        grace = self._broker.rules.model_grace_ns
-        with_segments = {segment.name for segment in self._broker.ledger.segments.values()}
-        for row in list(self._broker.ledger.models.values()):
-            if not row.sessions and now - row.idle_since >= grace and row.name not in with_segments:
-                self._broker.end_model_if_idle(row)
 
     def _notice_rise(self, before: int | None, seen: int | None, now: int) -> None:
         """Have suspects named when two audits in a row show `unaccounted` a granule or more above the baseline.
 
-        One is not enough, for a rise nor for a fall: it may have been read between a worker's unmap and its word for
-        it. Below zero lie declarations that are not used yet; what fills them is in the books.
+        One audit is not enough, for a rise or a fall: it may fall between a worker's unmap and its Release. Negative
+        figures are declarations that are not in use yet; memory that fills them is in the books.
         """
         if before is None or seen is None:
             return
         seen = max(0, seen)
         low, high = sorted((max(0, before), seen))
         baseline = low if self._baseline is None else min(self._baseline, high)
-        if low - baseline >= self._broker.rules.granularity and now >= self._name_again_at:
-            self._broker.emit(fx.NameSuspects(seen, seen - baseline))
+        if low - baseline >= self._books.rules.granularity and now >= self._name_again_at:
+            self._books.emit(fx.NameSuspects(seen, seen - baseline))
             baseline, self._name_again_at = seen, now + NAMING_NS
         self._baseline = baseline
 
@@ -177,7 +179,7 @@ class Settling:
             self._used[location] = seen.get(location)
 
     def _settle(self, now: int) -> None:
-        """Credit deaths, newest first, until none of them is due, or this step has credited enough."""
+        """Credit the deaths that are due, newest first, up to the bound of one step."""
         for _ in range(CREDITS_AT_ONCE):
             due = next((death for death in reversed(self._deaths) if self._is_due(death, now)), None)
             if due is None:
@@ -186,24 +188,24 @@ class Settling:
 
     def _is_due(self, death: Death, now: int) -> bool:
         row = self._row(death)
-        if isinstance(row, SessionRow) and self._broker.lending.making_of(row.session):
+        if isinstance(row, SessionRow) and self._lending.making_of(row.session):
             return False
         charged = row.charged(death.location)
-        return not charged or self._proven(death, charged) or now - death.died_at >= self._broker.rules.settle_ns
+        return not charged or self._proven(death, charged) or now - death.died_at >= self._books.rules.settle_ns
 
     def _proven(self, death: Death, charged: int) -> bool:
-        """Say whether the device shows the bytes gone, to less than a granule.
+        """Say whether the device shows the bytes free, to less than a granule.
 
-        A card keeps some of its own beside an extent: 64 KiB more were in use after a worker's 4 GiB had gone than
-        before they came (H200, 580.159).
+        A GPU keeps some memory of its own for an extent: after a worker's 4 GiB were freed, 64 KiB more were in use
+        than before they were allocated (H200, driver 580.159).
         """
         unaccounted = self.unaccounted(death.location)
         if death.reference is None or unaccounted is None:
             return False
-        return unaccounted < death.reference - charged + self._broker.rules.granularity
+        return unaccounted < death.reference - charged + self._books.rules.granularity
 
     def _row(self, death: Death) -> SessionRow | SegmentRow:
-        ledger = self._broker.ledger
+        ledger = self._books.ledger
         return ledger.sessions.get(death.owner) or ledger.segments[death.owner]
 
     def _credit(self, death: Death, now: int) -> None:
@@ -214,13 +216,13 @@ class Settling:
         if charged and not proven:
             self.unproven[death.location] += 1
         if isinstance(row, SegmentRow):
-            self._broker.record(ft.SegmentEnded(row.segment, proven))
+            self._books.record(ft.SegmentEnded(row.segment, proven))
             return
         if charged:
-            self._broker.record(ft.LocationSettled(row.session, death.location, proven))
+            self._books.record(ft.LocationSettled(row.session, death.location, proven))
         if not any(other.owner == row.session for other in self._deaths):
             self._end(row, now)
 
     def _end(self, row: SessionRow, now: int) -> None:
-        self._broker.record(ft.SessionMoved(row.session, "settled", now))
-        self._broker.end_session(row, now)
+        self._books.record(ft.SessionMoved(row.session, "settled", now))
+        self._sessions.end(row, now)

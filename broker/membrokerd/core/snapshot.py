@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from . import policy
+from .broker import Broker
 from .effects import SegmentView
 from .events import Location, ModelName, SegmentName
 from .ledger import ModelRow, SessionRow
 from .values import value
-
-if TYPE_CHECKING:
-    from .broker import Broker
 
 
 @value

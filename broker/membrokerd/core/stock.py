@@ -1,26 +1,23 @@
-"""The stock: fresh extents made ahead, of the sizes that were asked for lately, and never lent before.
+"""The stock: a warm pool of new extents in the sizes that were requested lately.
 
-They take the driver's create and export off the path of a small Allocate. Stock is free in the books and in use on
-the device: it is made only when nothing waits and the capacity has room beside it, and let go of before anything is
-refused for it. It belongs to nobody, and ends with the daemon.
+It takes the driver's create and export off the path of a small Allocate. Stock is free in the books but in use on the
+device, so it is made only while no packet is being made and the capacity has room for it, and it is released before
+any request is refused because of it. An extent of the stock was never lent before. The stock ends with the daemon.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from . import effects as fx
 from . import events as ev
 from . import facts as ft
 from . import policy
-
-if TYPE_CHECKING:
-    from .broker import Broker
+from .books import Books
 
 LATELY_NS = 10_000_000_000
-"""How long a size is kept ready after it was last asked for."""
+"""How long a size is kept ready after it was last requested."""
 JUST_NOW_NS = 1_000_000_000
 """How long a size keeps its stock when another size wants the room."""
 SIZES = 8
@@ -32,27 +29,27 @@ Kind = tuple[ev.Location, int]
 
 @dataclass(slots=True)
 class Wish:
-    """How many extents of a kind to keep ready, and when it was last asked for."""
+    """How many extents of a kind to keep ready, and when it was last requested."""
 
     count: int
     asked_at: int
 
 
 class Stock:
-    """What is kept ready, and what for."""
+    """The extents that are kept ready, and the kinds that are wanted."""
 
-    def __init__(self, broker: Broker) -> None:
-        self._broker = broker
+    def __init__(self, books: Books) -> None:
+        self._books = books
         self._ready: dict[Kind, int] = {}
         self._wishes: OrderedDict[Kind, Wish] = OrderedDict()
-        """The kind that was asked for last stands last."""
+        """The kind that was requested last stands last."""
         self._making = False
         self.changes: Counter[str] = Counter()
-        """How many extents were made, used and dropped since the daemon began."""
+        """How many extents were made, used and dropped since the daemon started."""
 
     def asked(self, location: ev.Location, extent_bytes: int, count: int, now: int) -> None:
-        """Somebody borrows: the next who does will want the same."""
-        rules = self._broker.rules
+        """Record a request: the next one is likely to have the same size."""
+        rules = self._books.rules
         if not rules.stock_extents:
             return
         most = min(rules.stock_extents, rules.stock_bytes // extent_bytes, policy.PACKET_EXTENTS)
@@ -65,11 +62,11 @@ class Stock:
                 self._drop_kind(self._wishes.popitem(last=False)[0])
 
     def _give_way(self, kind: Kind, now: int) -> None:
-        """Let go of what was not asked for just now, as far as the bounds want it for this kind.
+        """Drop stock of kinds that were not requested just now, as far as the bounds require it for this kind.
 
-        Kinds that are asked for in turns keep what they have: each would only throw the other's away.
+        Kinds that are requested in turns keep their stock; otherwise each would evict the other.
         """
-        rules, wish = self._broker.rules, self._wishes[kind]
+        rules, wish = self._books.rules, self._wishes[kind]
         for other in [one for one, its in self._wishes.items() if now - its.asked_at > JUST_NOW_NS]:
             missing = wish.count - self._ready.get(kind, 0)
             extents = sum(self._ready.values()) + missing - rules.stock_extents
@@ -81,19 +78,19 @@ class Stock:
                 self._drop(other, min(self._ready[other], surplus))
 
     def has(self, location: ev.Location, extent_bytes: int, count: int) -> bool:
-        """Say whether a packet can be of the stock: all of it. A daemon that stops has closed what it kept."""
-        return self._ready.get((location, extent_bytes), 0) >= count and not self._broker.stopping
+        """Say whether the stock can serve a whole packet. A daemon that is stopping has closed its stock."""
+        return self._ready.get((location, extent_bytes), 0) >= count and not self._books.stopping
 
     def take(self, location: ev.Location, extent_bytes: int, count: int) -> bool:
-        """Use extents of the stock for a packet: all of it, or none."""
+        """Use extents of the stock for a whole packet, or for none of it."""
         found = self.has(location, extent_bytes, count)
         if found:
             self._change((location, extent_bytes), -count, "used")
         return found
 
     def make_room(self, location: ev.Location) -> None:
-        """Let go of as much as the capacity needs, what was asked for longest ago first."""
-        total = self._broker.ledger.totals[location]
+        """Drop as much as the capacity requires, least recently requested first."""
+        total = self._books.ledger.totals[location]
         if total.charged + total.stock <= total.capacity:
             return
         for kind in [*self._wishes, *self._ready]:
@@ -104,7 +101,7 @@ class Stock:
                 self._drop(kind, min(self._ready[kind], -(-excess // kind[1])))
 
     def drop_all(self, location: ev.Location) -> bool:
-        """Let go of all of it, because the device is full or to be left; say whether there was any."""
+        """Drop all stock of a location, because the device is full or draining; say whether there was any."""
         kinds = [kind for kind in self._ready if kind[0] == location]
         for kind in kinds:
             self._drop_kind(kind)
@@ -112,29 +109,28 @@ class Stock:
         return bool(kinds)
 
     def forget_stale(self, now: int) -> None:
-        """Let go of what nobody has asked for lately."""
+        """Drop the kinds that were not requested lately."""
         for kind in [kind for kind, wish in self._wishes.items() if now - wish.asked_at > LATELY_NS]:
             del self._wishes[kind]
             self._drop_kind(kind)
 
     def fill(self) -> None:
-        """Ask for one more extent, if one is wished for and nothing else is to be done."""
-        broker = self._broker
-        if self._making or not self._wishes or self._unwanted or any(broker.lending.making.values()):
+        """Ask for one more extent, if one is wanted and no packet is being made."""
+        if self._making or not self._wishes or self._unwanted or any(self._books.making.values()):
             return
         kind = next((kind for kind in reversed(self._wishes) if self._wants(kind)), None)
         if kind is not None:
             self._making = True
-            broker.emit(fx.Stock(*kind))
+            self._books.emit(fx.Stock(*kind))
 
     @property
     def _unwanted(self) -> bool:
-        """Whether nothing is kept ready any more."""
-        return self._broker.stopping or self._broker.draining
+        """Whether the daemon stops or drains, so that no stock is kept."""
+        return self._books.stopping or self._books.draining
 
     def _wants(self, kind: Kind) -> bool:
         location, size = kind
-        rules, total = self._broker.rules, self._broker.ledger.totals[location]
+        rules, total = self._books.rules, self._books.ledger.totals[location]
         return (
             self._ready.get(kind, 0) < self._wishes[kind].count
             and sum(self._ready.values()) < rules.stock_extents
@@ -143,11 +139,11 @@ class Stock:
         )
 
     def stocked(self, event: ev.Stocked) -> None:
-        """An extent was made, or could not be: then no more of its kind are wished for until somebody borrows it."""
+        """Take in a new extent; if making it failed, no more of its kind is wanted until the next request."""
         self._making = False
         kind = (event.location, event.extent_bytes)
         if not event.made:
-            if kind in self._wishes:  # which stays, as what is there of it is to be forgotten in its time
+            if kind in self._wishes:  # keep the wish, so that the stock left of it goes stale in time
                 self._wishes[kind].count = self._ready.get(kind, 0)
             return
         self._change(kind, 1, "made")
@@ -162,11 +158,11 @@ class Stock:
 
     def _drop(self, kind: Kind, count: int) -> None:
         self._change(kind, -count, "dropped")
-        self._broker.emit(fx.DropStock(*kind, count))
+        self._books.emit(fx.DropStock(*kind, count))
 
     def _change(self, kind: Kind, change: int, cause: str) -> None:
         self._ready[kind] = self._ready.get(kind, 0) + change
         if not self._ready[kind]:
             del self._ready[kind]
         self.changes[cause] += abs(change)
-        self._broker.record(ft.StockChanged(*kind, change, cause))
+        self._books.record(ft.StockChanged(*kind, change, cause))

@@ -1,7 +1,7 @@
-"""A story: the facts that make the books as they stand, from nothing, and no more of them than that takes.
+"""The books as facts: the shortest list that, replayed, makes the current books.
 
-What a successor has to know of a life of any length is then as short as the books are. Stock is not told, since it
-dies with who made it, nor are quotas, which are kept elsewhere.
+A journal that begins with it is as short as the books, however long the daemon has run. It leaves out the stock,
+which ends with the daemon, and quotas, which are kept elsewhere.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def story(ledger: Ledger) -> list[ft.Fact]:
 
 
 def _begin_session(row: SessionRow) -> Iterator[ft.Fact]:
-    """Yield all of a session but its holds and its state: when it is dead, what it is charged turns to releasing."""
+    """Yield all of a session but its holds and its state, which turns the charges of a dead session to releasing."""
     yield ft.SessionBegan(
         row.session,
         row.tenant,
@@ -93,7 +93,7 @@ def _tell_segment(row: SegmentRow) -> Iterator[ft.Fact]:
 
 
 def _credited(row: SegmentRow, count: int) -> range:
-    """Return `count` extents that add up to what is charged no more: which they were, the books don't say."""
+    """Return `count` extents that add up to the bytes already credited; the books do not say which they were."""
     behind = row.ids[len(row.ids) - count :]
     return behind if row.size_of(row.ids) - row.size_of(behind) == row.bytes else row.ids[:count]
 

@@ -1,4 +1,4 @@
-"""`value`: what events, effects and facts are: plain values, that nobody changes once they are made.
+"""`value`: makes the classes of events, effects and facts. Their instances must never be changed.
 
 The type checker holds them frozen. At run time nothing does: with `frozen=True` a value of seven fields takes four
 times as long to make, and one extent needs about fifteen values.

@@ -202,7 +202,7 @@ def test_each_of_several_requests_put_aside_has_its_id(story: Story) -> None:
 def test_refusals_are_counted_at_a_model_that_is_there_and_end_with_it(story: Story) -> None:
     """Each name that a worker makes up would otherwise stay in the broker's memory for good."""
     session = story.open()
-    story.tell(ev.OthersHeard(story.allocate(session, 4096)))
+    story.tell(ev.InputsDrained(story.allocate(session, 4096)))
     for name in ("Upper", "m2"):
         story.tell(ev.RegisterModel(story.call(), session, 1, ev.ModelName("t", name), None, {"device": -1}, False))
     story.tell(ev.Allocate(story.call(), session, 2, ev.ModelName("t", "m2"), "device", 2, 1))
@@ -309,7 +309,7 @@ def test_deaths_are_credited_some_at_a_time(story: Story) -> None:
 
 def test_attaches_that_wait_are_bounded(story: Story) -> None:
     """Eight sessions of a tenant wait for a seal with sixteen attaches each: only so many begin in one step."""
-    story.broker.rules = dataclasses.replace(story.broker.rules, max_waiting_per_tenant=100)
+    story.broker.books.rules = dataclasses.replace(story.broker.rules, max_waiting_per_tenant=100)
     writer = story.open()
     segment = story.write(writer, 2)
     for session in [story.open() for _ in range(8)]:

@@ -38,7 +38,7 @@ def test_the_books_hold_whatever_happens(ended: World, books: Callable[[Any], An
     assert books(replay(CAPACITIES, ended.facts)) == books(broker.ledger)
     for where, total in broker.ledger.totals.items():
         assert (total.lent, total.releasing, total.stock, total.free) == (0, 0, 0, CAPACITIES[where])
-        assert broker.lending.making[where] == 0
+        assert broker.books.making[where] == 0
     assert not broker.ledger.sessions
     assert not broker.ledger.models
     assert not broker.ledger.segments

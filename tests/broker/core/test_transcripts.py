@@ -104,7 +104,7 @@ class Script:
     def do_heard(self, name: str, request: str) -> ev.Event:
         """What others had said before this request of a session has been told."""
         asked = [number for number, what in self.calls.items() if what == f"{request} of {name}"]
-        return ev.OthersHeard(asked[-1])
+        return ev.InputsDrained(asked[-1])
 
     def do_stop(self) -> None:
         """The daemon begins to stop."""
@@ -274,8 +274,8 @@ class Script:
         """Take one step and hold it to what every step must keep."""
         before = self.books(self.broker.ledger)
         step = self.broker.step(event, self.now)
-        if self.others == "at once" and step.effects and isinstance(step.effects[0], fx.HearOthers):
-            step = self.broker.step(ev.OthersHeard(step.effects[0].call), self.now)
+        if self.others == "at once" and step.effects and isinstance(step.effects[0], fx.DrainInputs):
+            step = self.broker.step(ev.InputsDrained(step.effects[0].call), self.now)
         self.facts += step.facts
         for effect in step.effects:
             if isinstance(effect, fx.Answer) and isinstance(effect.result, fx.SessionOpened):
@@ -343,8 +343,8 @@ class Script:
             part = f"part {effect.part} of {effect.parts}"
             what = f"{ids_text(effect.ids)} x {size_text(effect.extent_bytes)} of {ids_text([effect.segment])}"
             return f"send for {effect.request_id} of {self.names[effect.session]}, {part}: {what}"
-        if isinstance(effect, fx.HearOthers):
-            return f"hear others before {self.calls[effect.call]} is refused"
+        if isinstance(effect, fx.DrainInputs):
+            return f"drain inputs before {self.calls[effect.call]} is refused"
         if isinstance(effect, fx.Answer):
             call = self.calls[effect.call]
             if isinstance(effect.result, Denied):
@@ -392,7 +392,7 @@ class Script:
         ledger = self.broker.ledger
         totals = [
             f"{where} {size_text(t.lent)} lent {size_text(t.releasing)} releasing {size_text(t.free)} free"
-            f" {size_text(self.broker.lending.making[where])} making" + f" {size_text(t.stock)} stock" * bool(t.stock)
+            f" {size_text(self.broker.books.making[where])} making" + f" {size_text(t.stock)} stock" * bool(t.stock)
             for where, t in ledger.totals.items()
             if t.capacity
         ]

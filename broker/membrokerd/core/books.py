@@ -1,0 +1,97 @@
+"""The books that every part of the core shares: the ledger, the rules, ids, and what one step has led to.
+
+Owns the ledger and changes it by facts alone; collects the effects of a step. Must never decide about a request, nor
+know a part that stands above it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from . import effects as fx
+from . import events as ev
+from . import facts as ft
+from . import policy
+from .denied import Denied, Reason, deny
+from .ledger import ModelRow, replay
+
+COUNTER_BITS = 40
+"""The low bits of an id are a counter; those above it are the epoch."""
+_COUNTER_MAX = (1 << COUNTER_BITS) - 1
+
+
+class Step(NamedTuple):
+    """What one event led to: effects for the daemon to carry out, and the facts that changed the ledger."""
+
+    effects: list[fx.Effect]
+    facts: list[ft.Fact]
+
+
+class Books:
+    """The ledger and the rules of one device, and what all parts of the core do with them.
+
+    `epoch` is a number that no earlier daemon of this device had. Ids are (epoch, counter), so none is used twice.
+    """
+
+    def __init__(self, rules: policy.Rules, epoch: int, story: Iterable[ft.Fact] = ()) -> None:
+        assert 0 < epoch < 1 << 24
+        self.rules = rules
+        self.ledger = replay(rules.capacities, story)
+        self.denials: Counter[tuple[ev.ModelName, Reason]] = Counter()
+        self.stopping = False
+        self.draining = False
+        self.cannot_write = ""
+        """Why debits cannot be journalled at the moment, so that nothing is lent; set by the daemon."""
+        self.making: dict[ev.Location, int] = dict.fromkeys(rules.capacities, 0)
+        """Bytes that are debited but may not exist on the device yet."""
+        self._next_id = epoch << COUNTER_BITS
+        self._effects: list[fx.Effect] = []
+        self._facts: list[ft.Fact] = []
+
+    def begin_step(self) -> Step:
+        """Return the step that effects and facts are added to from now on."""
+        self._effects, self._facts = [], []
+        return Step(self._effects, self._facts)
+
+    def emit(self, effect: fx.Effect) -> None:
+        """Ask the daemon to carry out `effect`."""
+        self._effects.append(effect)
+
+    def record(self, fact: ft.Fact) -> None:
+        """Change the ledger."""
+        self.ledger.apply(fact)
+        self._facts.append(fact)
+
+    def take_ids(self, count: int) -> range:
+        """Return `count` ids that were never used."""
+        first = self._next_id
+        self._next_id += count
+        assert self._next_id & _COUNTER_MAX >= first & _COUNTER_MAX, "the counter of this epoch is used up"
+        return range(first, first + count)
+
+    def answer(self, call: int, result: fx.Result | Denied) -> None:
+        """Answer a call."""
+        self.emit(fx.Answer(call, result))
+
+    def refuse(self, call: int, denied: Denied, session: int, name: ev.ModelName) -> None:
+        """Refuse a call about a model, and count the refusal there, unless the model belongs to another tenant."""
+        row = self.ledger.sessions.get(session)
+        own = row is not None and row.tenant == name.tenant and denied.reason is not Reason.MODEL_NOT_FOUND
+        if own and name in self.ledger.models:
+            self.denials[name, denied.reason] += 1
+        self.answer(call, denied)
+
+    def refuse_debit(self) -> Denied | None:
+        """Return why nothing at all is lent now, or None."""
+        if self.cannot_write:
+            return deny(Reason.JOURNAL_FULL, driver_says=self.cannot_write)
+        return deny(Reason.DRAINING) if self.draining else None
+
+    def find_model(self, session: int, name: ev.ModelName) -> ModelRow | Denied:
+        """Return the model if this session registered it. Another tenant's model looks like one that does not exist."""
+        row = self.ledger.sessions[session]
+        if name not in row.models:
+            return deny(Reason.MODEL_NOT_FOUND, model=str(name))
+        return self.ledger.models[name]

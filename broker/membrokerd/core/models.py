@@ -1,0 +1,133 @@
+"""Models: the names under which memory is charged, what their workers asked for, and the limits that operators set.
+
+A model begins with the first session that registers it, and ends a while after the last one has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from . import effects as fx
+from . import events as ev
+from . import facts as ft
+from . import policy
+from .books import Books
+from .denied import Denied, Reason, deny
+from .ledger import ModelRow
+
+
+class Models:
+    """The beginning and the end of every model."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def register(self, event: ev.RegisterModel) -> None:
+        """Let a session use a model, which begins if there is none of that name."""
+        denied = self._refuse_model(event)
+        if denied:
+            self._books.refuse(event.call, denied, event.session, event.name)
+            return
+        row, virtual = self._books.ledger.models.get(event.name), event.virtual_capacity
+        if row is None:
+            self._books.record(ft.ModelBegan(event.name, virtual, dict(event.limits)))
+        elif (virtual, dict(event.limits)) != (row.virtual_capacity, row.limits):
+            self._ask(row, virtual, event.limits)
+        if event.name not in self._books.ledger.sessions[event.session].models:
+            self._books.record(ft.ModelJoined(event.name, event.session))
+        self._books.answer(event.call, fx.Registered(event.name))
+
+    def _ask(self, row: ModelRow, virtual: int | None, limits: Mapping[ev.Location, int]) -> None:
+        """Take the numbers that no session has set yet; the others are the same."""
+        more = {where: size for where, size in limits.items() if where not in row.limits}
+        new = virtual if row.virtual_capacity is None else None
+        if more or new is not None:
+            self._books.record(ft.ModelAsked(row.name, new, more))
+
+    def _refuse_model(self, event: ev.RegisterModel) -> Denied | None:
+        row = self._books.ledger.models.get(event.name)
+        if self._books.cannot_write:  # the journal's last room is for releases
+            return deny(Reason.JOURNAL_FULL, driver_says=self._books.cannot_write)
+        if self._books.ledger.sessions[event.session].observer:
+            return deny(Reason.OBSERVER)
+        if event.name.tenant != self._books.ledger.sessions[event.session].tenant:
+            return deny(Reason.MODEL_NOT_FOUND, model=str(event.name))
+        if not policy.valid_model_name(event.name.model):
+            return deny(Reason.INVALID_NAME, name=event.name.model)
+        for location, size in event.limits.items():
+            if location not in self._books.rules.capacities:
+                return deny(Reason.LOCATION_UNAVAILABLE, location=location)
+            if not 0 <= size <= policy.MAX_BYTES:
+                return deny(Reason.INVALID_SIZE, size_bytes=size, least_bytes=0, granularity_bytes=1)
+        if event.virtual_capacity is not None and not 0 < event.virtual_capacity <= policy.MAX_BYTES:
+            size = event.virtual_capacity
+            return deny(Reason.INVALID_SIZE, size_bytes=size, least_bytes=1, granularity_bytes=1)
+        if row is None:
+            return self._refuse_new_model(event)
+        if event.exclusive:
+            return deny(Reason.MODEL_EXISTS, model=str(event.name))
+        return _conflict(row, event)
+
+    def _refuse_new_model(self, event: ev.RegisterModel) -> Denied | None:
+        limit = self._books.rules.max_models_per_tenant
+        if sum(1 for name in self._books.ledger.models if name.tenant == event.name.tenant) >= limit:
+            return deny(Reason.TOO_MANY_MODELS, limit=limit, tenant=event.name.tenant)
+        return None
+
+    def unregister(self, event: ev.UnregisterModel, now: int) -> None:
+        """Let a session leave a model that it is charged nothing for."""
+        denied = self._refuse_leaving(event)
+        if denied:
+            self._books.refuse(event.call, denied, event.session, event.name)
+            return
+        self._books.record(ft.ModelLeft(event.name, event.session, now))
+        self._end_if_idle(self._books.ledger.models[event.name])
+        self._books.answer(event.call, fx.Done())
+
+    def _refuse_leaving(self, event: ev.UnregisterModel) -> Denied | None:
+        found = self._books.find_model(event.session, event.name)
+        if isinstance(found, Denied):
+            return found
+        row = self._books.ledger.sessions[event.session]
+        used = sum(charge.bytes for (name, _), charge in row.charges.items() if name == event.name)
+        return deny(Reason.MODEL_IN_USE, model=str(event.name), used_bytes=used) if used else None
+
+    def _end_if_idle(self, row: ModelRow) -> None:
+        """End a model without sessions, charges and segments, failed ones included."""
+        segments = self._books.ledger.segments.values()
+        if not row.sessions and not row.used() and not any(segment.name == row.name for segment in segments):
+            self._books.record(ft.ModelEnded(row.name))
+            for key in [key for key in self._books.denials if key[0] == row.name]:
+                del self._books.denials[key]
+
+    def end_idle(self, now: int) -> None:
+        """End the models that have had no session for their grace period."""
+        grace = self._books.rules.model_grace_ns
+        with_segments = {segment.name for segment in self._books.ledger.segments.values()}
+        for row in list(self._books.ledger.models.values()):
+            if not row.sessions and now - row.idle_since >= grace and row.name not in with_segments:
+                self._end_if_idle(row)
+
+    def set_quota(self, event: ev.SetQuota) -> None:
+        """Set or remove the limit of a model or a tenant, as an operator orders."""
+        ends = event.limit is None and (event.tenant, event.model, event.location) in self._books.ledger.quotas
+        if event.location not in self._books.rules.capacities and not ends:  # an earlier daemon may have lent there
+            self._books.answer(event.call, deny(Reason.LOCATION_UNAVAILABLE, location=event.location))
+        elif event.limit is not None and not 0 <= event.limit <= policy.MAX_BYTES:
+            denied = deny(Reason.INVALID_SIZE, size_bytes=event.limit, least_bytes=0, granularity_bytes=1)
+            self._books.answer(event.call, denied)
+        else:
+            self._books.record(ft.QuotaSet(event.tenant, event.model, event.location, event.limit))
+            self._books.answer(event.call, fx.Done())
+
+
+def _conflict(row: ModelRow, event: ev.RegisterModel) -> Denied | None:
+    """Return the first number that differs from the one that was set before."""
+    asked: list[tuple[str, int | None, int | None]] = [
+        ("virtual_capacity", event.virtual_capacity, row.virtual_capacity),
+        *((f"{where} limit", limit, row.limits.get(where)) for where, limit in event.limits.items()),
+    ]
+    for what, mine, theirs in asked:
+        if mine is not None and theirs is not None and mine != theirs:
+            return deny(Reason.MODEL_CONFLICT, model=str(row.name), what=what, asked=mine, registered=theirs)
+    return None
