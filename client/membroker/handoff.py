@@ -23,8 +23,6 @@ PROTOCOL_REVISION = 1
 MAX_FRAME_BYTES = 65_536
 MAX_IDS_PER_FRAME = 4_096
 MAX_EXTENTS_PER_CALL = 65_536
-MAX_UNKNOWN_PER_ANSWER = 2_048
-"""How many ids of each kind a ResumeResponse has at most: one that is full may have been cut."""
 WINDOW = 2
 """Deliveries of one session that may be unacknowledged. Without it a peer that never reads would fill the kernel's
 table of descriptors in flight, which is counted per user of the *sender*, so for every session at once."""

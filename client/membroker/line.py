@@ -33,7 +33,6 @@ from membroker.errors import (
     SessionLost,
 )
 from membroker.grpc_calls import GrpcCalls
-from membroker.handoff import MAX_UNKNOWN_PER_ANSWER
 from membroker.handshake import open_session
 from membroker.interrupts import HeldOff
 from membroker.notices import Disconnected, Draining, Forgotten, Notice, Resumed, Undrained
@@ -262,8 +261,6 @@ class Line:
                 *(len(extents), len(generations)),
             )
         self.registry.forget(extents, generations)
-        if max(len(extents), len(generations)) >= MAX_UNKNOWN_PER_ANSWER:
-            raise BrokerUnavailable("it does not know more than it can say at once: the rest is stated again")
         held = held.without(extents, generations)
         handoff, notices = attempt.sockets()
         connection = Connection(

@@ -244,14 +244,13 @@ def test_the_page_has_the_limits_as_they_are() -> None:
         "protocol version": handoff.PROTOCOL_VERSION,
         "protocol revision": handoff.PROTOCOL_REVISION,
         "ids of a Holds": handoff.MAX_IDS_PER_FRAME,
-        "unknown ids of a ResumeResponse": handoff.MAX_UNKNOWN_PER_ANSWER,
+        "unknown ids of a ResumeResponse": resuming.MAX_TOLD,
         "models of a ResumeResponse": resuming.MAX_MODELS_TOLD,
         "connections that have not said Hello": listener.MAX_SILENT,
         "seconds until a Hello must have come": int(listener.HELLO_SECONDS),
         "seconds that the last answer waits for room": int(connection.LINGER_SECONDS),
         "gRPC calls at once": MAX_STREAMS,
     }
-    assert handoff.MAX_UNKNOWN_PER_ANSWER == resuming.MAX_TOLD
     texts = {
         "unanswered calls that bring descriptors, waiting attaches among them, by frames and gRPC": (
             f"{rules.max_calls_per_session}"

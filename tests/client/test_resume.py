@@ -35,7 +35,6 @@ from tests.daemons import until
 
 import membroker
 from membroker import handoff
-from membroker import line as line_module
 from membroker.connection import Connection
 from membroker.registry import Held, Registry
 from membroker.v1 import broker_pb2, resources_pb2
@@ -405,25 +404,6 @@ client.close()
         until(lambda: not is_away(client))
         pool.close()
         assert list(broker.hear("release").release.extent_ids) == ids[1:]
-
-    def test_more_than_one_answer_can_say(
-        self, broker: PlayedBroker, client: membroker.Client, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A list that is full may have been cut: the rest is stated again until one is not, and nothing is released."""
-        monkeypatch.setattr(line_module, "MAX_UNKNOWN_PER_ANSWER", 2)
-        lent = [buffer(broker, client) for _ in range(4)]
-        ids = [extent_id for _, extent_id in lent]
-        broker.hang_up()
-        assert list(broker.resume(unknown_extent_ids=ids[:2]).extent_ids) == ids
-        until(broker.is_knocked_at)
-        broker.hang_up()
-        assert list(broker.resume(unknown_extent_ids=ids[2:3]).extent_ids) == ids[2:]
-        until(lambda: not is_away(client))
-        for one, _ in lent:
-            one.close()
-        assert list(broker.hear("release").release.extent_ids) == ids[3:]
-        assert broker.hears_nothing()
-        assert mapped_extents() == 0
 
     def test_the_registry_of_many(self) -> None:
         """Striking what is not there returns what was, and the rest stays."""
