@@ -12,9 +12,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from membrokerd import daemon, points
+from membrokerd import daemon
+from membrokerd import failpoints as points
 from membrokerd.cli import main
-from membrokerd.journal import Journal
+from membrokerd.restart.journal import Journal
 
 FILE = "MEMBROKER_TEST_CRASH"
 

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from membrokerd import points
+from membrokerd import failpoints as points
 from membrokerd.cli import main
 
 FILE = "MEMBROKER_TEST_HANG"

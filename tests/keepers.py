@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from membroker.descriptors import close_all
-from membrokerd import fdstore
+from membroker.wire.descriptors import close_all
+from membrokerd.restart import keeper as fdstore
 from tests.daemons import DEADLINE_SECONDS
 
 LOOK_SECONDS = 0.05
 _RUN = f"""
 import resource, signal, sys
-from membrokerd import fdstore
+from membrokerd.restart import keeper as fdstore
 looking, is_of_use = [], fdstore.Keeper._is_of_use
 fdstore.Keeper._is_of_use = lambda keeper: not looking or is_of_use(keeper)
 fdstore.LOOK_SECONDS = {LOOK_SECONDS}

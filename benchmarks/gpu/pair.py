@@ -17,9 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from membroker.descriptors import close_all
 from membroker.vmm import Driver, open_driver
 from membroker.vmm.sizes import MIB
+from membroker.wire.descriptors import close_all
 
 from .bare import TWIN_BYTES, Bare
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from membroker import Client
-from membroker.session import Session
+from membroker.session.session import Session
 from membroker.v1 import broker_pb2
 from membroker.vmm.sizes import GIB, MIB, format_size
 

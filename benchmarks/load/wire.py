@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from membroker import handoff
 from membroker.errors import BrokerUnavailable
-from membroker.grpc_calls import CONTROL_SECONDS, GrpcCalls
-from membroker.handshake import open_session
+from membroker.session.handshake import open_session
+from membroker.session.rpc import CONTROL_SECONDS, GrpcCalls
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1.handoff_pb2 import Ack, Frame, Goodbye, Hello, Reply
+from membroker.wire import frames as handoff
 
 from .bare import EXTENT
 

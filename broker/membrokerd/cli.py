@@ -11,9 +11,12 @@ from pathlib import Path
 
 from membroker.vmm import DriverError
 
-from . import __version__, limits, logs, quotas
-from .config import Config, ConfigError, load
-from .reload import Reloader
+from . import __version__
+from .config import descriptor_limits as limits
+from .config import quotas
+from .config.config import Config, ConfigError, load
+from .config.reload import Reloader
+from .observe import logs
 
 SWITCH_SECONDS = 0.0005
 

@@ -16,26 +16,50 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from membroker.handoff import close_all
 from membroker.v1 import admin_pb2_grpc, broker_pb2_grpc
 from membroker.vmm import format_size
+from membroker.wire.frames import close_all
 
-from . import __version__, logs, quotas
-from .config import Config, TenantConfig
+from . import __version__
+from .config import quotas
+from .config.config import Config, TenantConfig
+from .config.descriptor_limits import (
+    in_flight_is_bounded,
+    raise_descriptor_limit,
+    segment_extents_for,
+    sessions_for,
+    trouble,
+)
+from .config.reload import Reloader, compare
 from .core import events as ev
 from .core import facts as ft
 from .core import snapshot
-from .core.broker import Broker
 from .core.events import Location
-from .core.story import story
+from .core.facts_of import story
+from .core.machine import Broker
 from .device import Plan, changed_rules
-from .dispatch import Dispatcher
 from .drain import Drain
+from .edge.dispatch import Dispatcher
+from .edge.handoff.listener import Listener, Traffic
+from .edge.listings import Views
+from .edge.rpc.admin_service import AdminService
+from .edge.rpc.broker_service import BrokerService
+from .edge.rpc.server import serve
 from .executor import Executor
-from .handoff.listener import Listener, Traffic
-from .handoff.watch import Watch
 from .home import Home, HomeError, Ownership, clear_private
-from .inheritance import (
+from .lookout import Lookout
+from .loop import Loop, seen
+from .observe import logs
+from .observe.metrics import Metrics, MetricsView
+from .observe.metrics_server import MetricsServer
+from .observe.sd_notify import Heartbeat, notify
+from .observe.suspects import CONTEXT_BYTES
+from .restart.descriptor_store import Kept, Mirror, Store
+from .restart.journal import Binding, Journal, boot_id
+from .restart.keeper_client import Owned, open_keeper
+from .restart.process_watch import Watch
+from .restart.systemd import open_systemd, started_by_systemd, systemd_available
+from .restart.takeover import (
     Books,
     condense,
     hold_what_is_lent,
@@ -44,22 +68,6 @@ from .inheritance import (
     warn_of_holders,
     watch_processes,
 )
-from .journal import Binding, Journal, boot_id
-from .limits import in_flight_is_bounded, raise_descriptor_limit, segment_extents_for, sessions_for, trouble
-from .lookout import Lookout
-from .loop import Loop, seen
-from .metrics import Metrics, MetricsView
-from .metrics_server import MetricsServer
-from .mirrors import Owned, open_keeper
-from .notify import Heartbeat, notify
-from .reload import Reloader, compare
-from .rpc.admin_service import AdminService
-from .rpc.broker_service import BrokerService
-from .rpc.server import serve
-from .rpc.views import Views
-from .store import Kept, Mirror, Store
-from .suspects import CONTEXT_BYTES
-from .systemd import open_systemd, started_by_systemd, systemd_available
 from .turns import Turns, spare_collections
 
 METRICS_PORT = 9710

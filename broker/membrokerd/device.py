@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from membroker.vmm import Driver, DriverUnavailable, Location, format_size, open_driver
 from membroker.vmm.sizes import GIB, MIB
 
-from . import logs
-from .config import Config
+from .config.config import Config
 from .core import policy
 from .core.events import Location as CoreLocation
+from .observe import logs
 
 HOST_GRANULARITY = 2 * MIB
 HOST_DEFAULT_CAPACITY = GIB

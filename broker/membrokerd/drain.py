@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from . import logs
+from .observe import logs
 
 LOOK_SECONDS = 0.05
 

@@ -34,11 +34,11 @@ from membroker.vmm import (
     MemoryInfo,
 )
 
-from . import logs
 from .core import policy
 from .core.denied import Reason
 from .core.effects import Make
-from .points import reach
+from .failpoints import reach
+from .observe import logs
 
 _T = TypeVar("_T")
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import files
-from .journal import MAX_EPOCH
+from .restart.journal import MAX_EPOCH
 
 MAX_PATH_BYTES = 107
 """The longest path of a Unix socket: `sockaddr_un` has 108 bytes, the last is a zero."""

@@ -11,9 +11,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from . import logs
 from .home import Home, HomeError
-from .journal import Journal
+from .observe import logs
+from .restart.journal import Journal
 
 LOOK_SECONDS = 2.0
 

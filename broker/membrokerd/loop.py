@@ -14,23 +14,23 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from membroker.handoff import close_all
 from membroker.v1.handoff_pb2 import Frame, Notice
 from membroker.vmm import MemoryInfo, format_size
+from membroker.wire.frames import close_all
 
-from . import logs, suspects
 from .core import effects as fx
 from .core import events as ev
 from .core import facts as ft
 from .core import snapshot
-from .core.broker import Broker
 from .core.denied import Denied, Reason
-from .core.story import story
+from .core.facts_of import story
+from .core.machine import Broker
 from .executor import Executor, Failure, Figures
-from .journal import Journal
-from .points import reach
-from .store import DescriptorStore
-from .suspects import Process
+from .failpoints import reach
+from .observe import logs, suspects
+from .observe.suspects import Process
+from .restart.descriptor_store import DescriptorStore
+from .restart.journal import Journal
 from .turns import SHARE_SECONDS, Turns
 
 Reply = Callable[[fx.Result | Denied], None]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 
-from membroker._standard import open_standard_descriptors
+from membroker.wire.standard import open_standard_descriptors
 
 
 def main() -> int:

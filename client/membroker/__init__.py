@@ -17,9 +17,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from membroker.buffer import Buffer
-    from membroker.client import Client, connect
-    from membroker.errors import (
+    from .client import Client, connect
+    from .errors import (
         AccessDenied,
         AlreadyMapped,
         BrokerUnavailable,
@@ -51,15 +50,16 @@ if TYPE_CHECKING:
         TooMany,
         WriterDied,
     )
-    from membroker.growable import GrowableBuffer
-    from membroker.local_source import LocalSource
-    from membroker.model import Model
-    from membroker.notices import Disconnected, Draining, Forgotten, Notice, Resumed, Stopping, Undrained
-    from membroker.pool import VirtualMemoryPool
-    from membroker.segment import Segment
-    from membroker.shared_pool import SharedMemoryPool
-    from membroker.sparse import SparseArray
-    from membroker.types import (
+    from .memory.buffer import Buffer
+    from .memory.growable import GrowableBuffer
+    from .memory.local_source import LocalSource
+    from .memory.sparse import SparseArray
+    from .model import Model
+    from .notices import Disconnected, Draining, Forgotten, Notice, Resumed, Stopping, Undrained
+    from .pool.pool import VirtualMemoryPool
+    from .segment import Segment
+    from .shared_pool import SharedMemoryPool
+    from .types import (
         Available,
         DeviceStatus,
         GlobalMemoryStats,
@@ -141,15 +141,15 @@ __all__ = [
 
 _ELSEWHERE = {
     "Available": "types",
-    "Buffer": "buffer",
+    "Buffer": "memory.buffer",
     "Client": "client",
     "DeviceStatus": "types",
     "Disconnected": "notices",
     "Draining": "notices",
     "Forgotten": "notices",
     "GlobalMemoryStats": "types",
-    "GrowableBuffer": "growable",
-    "LocalSource": "local_source",
+    "GrowableBuffer": "memory.growable",
+    "LocalSource": "memory.local_source",
     "LocationBooks": "types",
     "MemoryStats": "types",
     "Model": "model",
@@ -164,7 +164,7 @@ _ELSEWHERE = {
     "SessionBooks": "types",
     "SessionStatus": "types",
     "SharedMemoryPool": "shared_pool",
-    "SparseArray": "sparse",
+    "SparseArray": "memory.sparse",
     "Stopping": "notices",
     "Undrained": "notices",
     "VirtualMemoryPool": "pool",

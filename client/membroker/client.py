@@ -15,18 +15,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from membroker import convert
-from membroker.closing import Closing
-from membroker.endpoint import find_endpoint
-from membroker.errors import BrokerAbsent, BrokerUnavailable, InvalidRequest
-from membroker.model import Model
-from membroker.notices import Notice
-from membroker.resume import pauses
-from membroker.segment import Segment
-from membroker.session import Session
-from membroker.types import DeviceStatus, ModelStatus, SegmentStatus, SessionStatus
-from membroker.v1 import broker_pb2 as pb
-from membroker.vmm.driver import Driver, Location
+from . import convert
+from .closing import Closing
+from .errors import BrokerAbsent, BrokerUnavailable, InvalidRequest
+from .model import Model
+from .notices import Notice
+from .segment import Segment
+from .session.endpoint import find_endpoint
+from .session.resume import pauses
+from .session.session import Session
+from .types import DeviceStatus, ModelStatus, SegmentStatus, SessionStatus
+from .v1 import broker_pb2 as pb
+from .vmm.driver import Driver, Location
 
 logger = logging.getLogger("membroker")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 
-from membroker.interrupts import Waiting
+from .interrupts import Waiting
 
 
 class Condition:

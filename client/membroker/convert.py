@@ -11,9 +11,9 @@ from datetime import UTC
 from numbers import Real
 from typing import Any
 
-from membroker.errors import InvalidRequest
-from membroker.notices import Draining, Notice, Stopping, Undrained
-from membroker.types import (
+from .errors import InvalidRequest
+from .notices import Draining, Notice, Stopping, Undrained
+from .types import (
     Available,
     DeviceStatus,
     LocationBooks,
@@ -23,10 +23,10 @@ from membroker.types import (
     SessionBooks,
     SessionStatus,
 )
-from membroker.v1 import broker_pb2, handoff_pb2
-from membroker.v1 import resources_pb2 as pb
-from membroker.vmm.driver import AccessFlags, Location
-from membroker.vmm.sizes import MAX_BYTES, parse_size
+from .v1 import broker_pb2, handoff_pb2
+from .v1 import resources_pb2 as pb
+from .vmm.driver import AccessFlags, Location
+from .vmm.sizes import MAX_BYTES, parse_size
 
 MAX_SECONDS = 7 * 24 * 3600.0
 """The longest time that a user may ask for: a week. What the kernel waits by ends at 24 days."""

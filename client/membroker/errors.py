@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from google.rpc.status_pb2 import Status
 
-    from membroker.types import Move
+    from .types import Move
 
 DOMAIN = "membroker"
 

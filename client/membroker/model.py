@@ -9,25 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from membroker import convert
-from membroker.buffer import Buffer
-from membroker.errors import InvalidRequest, ModelNotFound
-from membroker.growable import DEFAULT_PAGE_SIZE as GROWABLE_PAGE_SIZE
-from membroker.growable import GrowableBuffer
-from membroker.handoff import MAX_EXTENTS_PER_CALL
-from membroker.holding import Holding
-from membroker.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
-from membroker.segment import Segment
-from membroker.session import Session
-from membroker.source import Placement, Source
-from membroker.sparse import SparseArray
-from membroker.transport import broker_may_be_gone
-from membroker.types import Available, ModelStatus
-from membroker.v1 import broker_pb2 as pb
-from membroker.v1 import resources_pb2
-from membroker.v1.handoff_pb2 import Delivery
-from membroker.vmm.driver import Driver, Location
-from membroker.vmm.sizes import format_size
+from . import convert
+from .errors import InvalidRequest, ModelNotFound
+from .memory.buffer import Buffer
+from .memory.growable import DEFAULT_PAGE_SIZE as GROWABLE_PAGE_SIZE
+from .memory.growable import GrowableBuffer
+from .memory.holding import Holding
+from .memory.lender import Placement, Source
+from .memory.sparse import SparseArray
+from .pool.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
+from .segment import Segment
+from .session.session import Session
+from .session.transport import broker_may_be_gone
+from .types import Available, ModelStatus
+from .v1 import broker_pb2 as pb
+from .v1 import resources_pb2
+from .v1.handoff_pb2 import Delivery
+from .vmm.driver import Driver, Location
+from .vmm.sizes import format_size
+from .wire.frames import MAX_EXTENTS_PER_CALL
 
 
 class Model:

@@ -1,7 +1,7 @@
 """`Segment`: memory under a name, written by one process and attached by many, mapped in this one.
 
 Owns a `Holding` of the segment's extents, and what this process may do with them: write until it seals, or read.
-A segment describes itself: its first bytes may be a safetensors header (`membroker.tensor_index`), and then its
+A segment describes itself: its first bytes may be a safetensors header (`membroker.safetensors`), and then its
 tensors are found by name. The broker knows a name, a size and a generation, and nothing of what is in it.
 """
 
@@ -14,29 +14,29 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.duration_pb2 import Duration
 
-from membroker import convert
-from membroker.convert import bytes_of, check_range, contiguous_bytes, location_name, location_of, location_to_wire
-from membroker.errors import BrokerUnavailable, InvalidRequest, SegmentNotWritable
-from membroker.held import Held
-from membroker.holding import Holding
-from membroker.interrupts import HeldOff
-from membroker.region import device_failures
-from membroker.session import Session
-from membroker.source import Placement
-from membroker.tensor_index import TensorIndex, dtype_of, numpy_array, read_index, write_index
-from membroker.transport import broker_may_be_gone
-from membroker.types import SegmentStatus
-from membroker.v1 import broker_pb2 as pb
-from membroker.v1 import resources_pb2
-from membroker.v1.handoff_pb2 import Delivery
-from membroker.views import Span
-from membroker.vmm.driver import AccessFlags, Driver, Handle, Location
-from membroker.vmm.sizes import MAX_BYTES, MIB, round_up
+from . import convert
+from .convert import bytes_of, check_range, contiguous_bytes, location_name, location_of, location_to_wire
+from .errors import BrokerUnavailable, InvalidRequest, SegmentNotWritable
+from .interrupts import HeldOff
+from .memory.held import Held
+from .memory.holding import Holding
+from .memory.lender import Placement
+from .memory.region import device_failures
+from .memory.views import Span
+from .safetensors import TensorIndex, dtype_of, numpy_array, read_index, write_index
+from .session.session import Session
+from .session.transport import broker_may_be_gone
+from .types import SegmentStatus
+from .v1 import broker_pb2 as pb
+from .v1 import resources_pb2
+from .v1.handoff_pb2 import Delivery
+from .vmm.driver import AccessFlags, Driver, Handle, Location
+from .vmm.sizes import MAX_BYTES, MIB, round_up
 
 if TYPE_CHECKING:
     import numpy
 
-    from membroker.model import Model
+    from .model import Model
 
 MAX_WAIT_SECONDS = 24 * 3600.0
 MAX_HEADER_BYTES = 16 * MIB

@@ -11,28 +11,21 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
-from membroker.budget import Budget
-from membroker.closing import Closing
-from membroker.convert import bytes_of, location_of
-from membroker.errors import (
-    BrokerUnavailable,
-    ClosedError,
-    InvalidRequest,
-    ModelAlreadyExists,
-    ModelInUse,
-    ModelNotFound,
-)
-from membroker.holding import Holding
-from membroker.interrupts import HeldOff
-from membroker.local_source import LocalSource
-from membroker.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool, check_page_size
-from membroker.source import Lender, Placement, Source, source_of
-from membroker.types import GlobalMemoryStats, MemoryStats
-from membroker.vmm.driver import Driver, Location
+from .closing import Closing
+from .convert import bytes_of, location_of
+from .errors import BrokerUnavailable, ClosedError, InvalidRequest, ModelAlreadyExists, ModelInUse, ModelNotFound
+from .interrupts import HeldOff
+from .memory.budget import Budget
+from .memory.holding import Holding
+from .memory.lender import Lender, Placement, Source, source_of
+from .memory.local_source import LocalSource
+from .pool.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool, check_page_size
+from .types import GlobalMemoryStats, MemoryStats
+from .vmm.driver import Driver, Location
 
 if TYPE_CHECKING:
-    from membroker.client import Client
-    from membroker.model import Model
+    from .client import Client
+    from .model import Model
 
 
 class SharedMemoryPool(Closing):

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from membroker.interrupts import Waiting
+from .interrupts import Waiting
 
 
 class Turns:

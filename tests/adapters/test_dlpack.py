@@ -18,9 +18,9 @@ import pytest
 from tests.daemons import MIB, Daemon, running, until
 
 import membroker
-from membroker.adapters import dlpack
-from membroker.adapters.dlpack import DlpackTensor, export
 from membroker.errors import ClosedError, InvalidOffset, InvalidRequest, NotMapped
+from membroker.memory import dlpack
+from membroker.memory.dlpack import DlpackTensor, export
 from membroker.model import Model
 from membroker.segment import publish_arrays
 
@@ -444,7 +444,7 @@ def test_tensors_that_outlive_the_interpreter(shared_daemon: Daemon) -> None:
     pytest.importorskip("torch")
     code = f"""
         import threading, numpy, torch, membroker
-        from membroker.adapters.dlpack import export
+        from membroker.memory.dlpack import export
         client = membroker.connect({str(shared_daemon.endpoint())!r})
         buffer = client.register_model("last").allocate("1MiB")
         tensor = torch.from_dlpack(export(buffer, "BF16", (4,)))

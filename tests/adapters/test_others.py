@@ -25,7 +25,7 @@ from membroker.adapters import cupy as cupy_adapter
 from membroker.adapters import jax as jax_adapter
 from membroker.adapters import numba as numba_adapter
 from membroker.adapters import rmm as rmm_adapter
-from membroker.adapters._lending import ALIGNMENT, Lending
+from membroker.adapters.blocks import ALIGNMENT, Lending
 from membroker.errors import DeviceFailure, InvalidRequest, OutOfMemory
 from membroker.model import Model
 from membroker.segment import publish_arrays

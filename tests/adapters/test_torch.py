@@ -18,11 +18,11 @@ import pytest
 from tests.daemons import MIB, Daemon, until
 
 import membroker
-from membroker.tensor_index import InvalidTensorIndex
+from membroker.safetensors import InvalidTensorIndex
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
 adapter = pytest.importorskip("membroker.adapters.torch")
-lendings = pytest.importorskip("membroker.adapters._torch_lending")
+lendings = pytest.importorskip("membroker.adapters.torch.lending")
 
 DTYPES = [
     "bool",

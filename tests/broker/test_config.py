@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from membrokerd import config
-from membrokerd.config import ConfigError, load
+from membrokerd.config import config
+from membrokerd.config.config import ConfigError, load
 from membrokerd.files import MAX_TEXT_BYTES
 
 GIB = 1 << 30

@@ -20,20 +20,20 @@ from tests.daemons import Daemon
 from tests.system import raw
 from tests.system.raw import Session, allocation
 
-from membroker import handoff
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm.driver import DeviceInfo
+from membroker.wire import frames as handoff
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import policy
-from membrokerd.core.broker import Broker
 from membrokerd.core.denied import Denied, Reason, deny
-from membrokerd.dispatch import Respond
-from membrokerd.handoff.connection import Connection
-from membrokerd.handoff.listener import Listener
-from membrokerd.handoff.peer import Peer
-from membrokerd.rpc.convert import from_result
+from membrokerd.core.machine import Broker
+from membrokerd.edge.convert import from_result
+from membrokerd.edge.dispatch import Respond
+from membrokerd.edge.handoff.connection import Connection
+from membrokerd.edge.handoff.listener import Listener
+from membrokerd.edge.handoff.peer import Peer
 from membrokerd.turns import Turns
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ import pytest
 
 from membroker.vmm import DriverUnavailable
 from membrokerd import device
-from membrokerd.config import Config, TenantConfig
+from membrokerd.config.config import Config, TenantConfig
 from membrokerd.core.ledger import Ledger
 from membrokerd.core.policy import tenant_limit
 from membrokerd.device import DeviceError, Plan, _share, plan

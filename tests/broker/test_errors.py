@@ -17,8 +17,8 @@ from google.rpc.status_pb2 import Status
 import membrokerd
 from membroker.v1 import error_reason_pb2
 from membrokerd.core.denied import Denied, Reason, deny
-from membrokerd.rpc.convert import Refused, parse_model
-from membrokerd.rpc.errors import DOMAIN, to_status
+from membrokerd.edge.convert import Refused, parse_model
+from membrokerd.edge.errors import DOMAIN, to_status
 
 MIB = 1 << 20
 MODEL = "tenants/red/models/llama"

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from membroker.handoff import close_all
 from membroker.vmm import DriverError, DriverLimit, DriverOutOfMemory, Handle, Location, MemoryInfo
-from membroker.vmm.host import HostDriver
+from membroker.vmm.host.driver import HostDriver
+from membroker.wire.frames import close_all
 from membrokerd import executor as executor_module
 from membrokerd.core.denied import Reason
 from membrokerd.core.effects import Make

@@ -19,8 +19,8 @@ import pytest
 from tests.daemons import DEADLINE_SECONDS
 from tests.keepers import LOOK_SECONDS, Client, Keeper, memfd
 
-from membroker.descriptors import close_all
-from membrokerd import fdstore
+from membroker.wire.descriptors import close_all
+from membrokerd.restart import keeper as fdstore
 
 _DAEMON = """
 import pathlib, sys
@@ -44,7 +44,7 @@ except (EOFError, ConnectionError):
 _IMPORTS = """
 import sys
 before = set(sys.modules)
-import membrokerd.fdstore
+import membrokerd.restart.keeper
 print(*sorted({name.partition(".")[0] for name in sys.modules.keys() - before} - sys.stdlib_module_names))
 """
 

@@ -10,17 +10,17 @@ import pytest
 from tests.keepers import memfd
 
 from membroker.vmm.sizes import MAX_BYTES
-from membrokerd import inheritance
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
-from membrokerd.core.broker import Broker
 from membrokerd.core.denied import Reason
 from membrokerd.core.events import Location
-from membrokerd.core.story import story
-from membrokerd.inheritance import condense, hold_what_is_lent, last_epoch, take_descriptors, warn_of_holders
-from membrokerd.records import MAX_IDS
-from membrokerd.store import Kept, Store
+from membrokerd.core.facts_of import story
+from membrokerd.core.machine import Broker
+from membrokerd.restart import takeover as inheritance
+from membrokerd.restart.descriptor_store import Kept, Store
+from membrokerd.restart.records import MAX_IDS
+from membrokerd.restart.takeover import condense, hold_what_is_lent, last_epoch, take_descriptors, warn_of_holders
 
 MODEL = ev.ModelName("t", "m")
 

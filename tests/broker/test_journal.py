@@ -23,12 +23,12 @@ from tests.broker.core.test_story import books
 from tests.simulation.world import CAPACITIES, World
 
 from membroker.vmm.sizes import MAX_BYTES
-from membrokerd import records
 from membrokerd.core import facts as ft
 from membrokerd.core.events import LOCATIONS, Location, ModelName
+from membrokerd.core.facts_of import story
 from membrokerd.core.ledger import replay
-from membrokerd.core.story import story
-from membrokerd.journal import MAX_FILE_BYTES, RESERVE_BYTES, Binding, Journal, boot_id
+from membrokerd.restart import records
+from membrokerd.restart.journal import MAX_FILE_BYTES, RESERVE_BYTES, Binding, Journal, boot_id
 
 BINDING = Binding("boot-1", "GPU-1")
 NAME = ModelName("acme", "llama-7b")
@@ -210,7 +210,7 @@ _LIFE = """
 import sys
 from pathlib import Path
 from membrokerd.core import facts as ft
-from membrokerd.journal import Binding, Journal
+from membrokerd.restart.journal import Binding, Journal
 journal = Journal(Path(sys.argv[1]), Binding("boot-1", "GPU-1"))
 journal.begin([])
 number = 0
@@ -468,7 +468,7 @@ _FULL = """
 import os, resource, sys
 from pathlib import Path
 from membrokerd.core import facts as ft
-from membrokerd.journal import RESERVE_BYTES, Binding, Journal
+from membrokerd.restart.journal import RESERVE_BYTES, Binding, Journal
 
 def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
@@ -625,9 +625,9 @@ def test_room_that_a_new_beginning_makes_is_known_at_once(path: Path) -> None:
     script = """
 import asyncio
 from membrokerd.core import events as ev, policy
-from membrokerd.core.broker import Broker
+from membrokerd.core.machine import Broker
 from membrokerd.loop import Loop
-from membrokerd.store import Store
+from membrokerd.restart.descriptor_store import Store
 
 async def main():
     journal.close()

@@ -18,12 +18,12 @@ import pytest
 from tests.daemons import Daemon, until
 
 import membroker
-from membrokerd import log_writer, logs
-from membrokerd.config import LogConfig
+from membrokerd.config.config import LogConfig
 from membrokerd.core import facts as ft
 from membrokerd.core.denied import Reason, deny
 from membrokerd.core.events import ModelName
-from membrokerd.log_writer import Writer
+from membrokerd.observe import log_writer, logs
+from membrokerd.observe.log_writer import Writer
 
 NAME = ModelName("acme", "llama-7b")
 FACTS: tuple[ft.Fact, ...] = (

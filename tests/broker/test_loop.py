@@ -17,21 +17,21 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
-from membroker.handoff import close_all
 from membroker.v1 import admin_pb2
 from membroker.vmm import DriverError, Location
-from membroker.vmm.host import HostDriver
+from membroker.vmm.host.driver import HostDriver
+from membroker.wire.frames import close_all
 from membrokerd import loop as loop_module
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import policy
-from membrokerd.core.broker import Broker
 from membrokerd.core.denied import Denied, Reason
+from membrokerd.core.machine import Broker
+from membrokerd.edge.convert import Refused
+from membrokerd.edge.rpc.admin_service import AdminService
 from membrokerd.executor import Executor
 from membrokerd.loop import Loop
-from membrokerd.rpc.admin_service import AdminService
-from membrokerd.rpc.convert import Refused
-from membrokerd.store import DescriptorStore, Store
+from membrokerd.restart.descriptor_store import DescriptorStore, Store
 
 MIB = 1 << 20
 MODEL = ev.ModelName("t", "m")

@@ -21,13 +21,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.daemons import until
 
 from membroker.vmm.driver import DeviceInfo, MemoryInfo
-from membrokerd import metrics, metrics_server
 from membrokerd.core.denied import Reason
 from membrokerd.core.effects import SegmentView
 from membrokerd.core.events import ModelName, SegmentName
 from membrokerd.core.snapshot import LocationView, ModelLocationView, ModelView, TenantView
-from membrokerd.metrics import Metrics, MetricsView
-from membrokerd.metrics_server import MetricsServer
+from membrokerd.observe import metrics, metrics_server
+from membrokerd.observe.metrics import Metrics, MetricsView
+from membrokerd.observe.metrics_server import MetricsServer
 
 MIB = 1 << 20
 UUID = "GPU-12345678-0000-0000-0000-000000000000"

@@ -22,11 +22,12 @@ import pytest
 from tests.daemons import DEADLINE_SECONDS
 from tests.keepers import Client, Keeper, content_of, end_keeper, memfd
 
-from membroker.descriptors import close_all
-from membrokerd import fdstore, mirrors
-from membrokerd.mirrors import open_keeper
-from membrokerd.store import Kept, Store
-from membrokerd.systemd import SystemdMirror, open_systemd, systemd_available
+from membroker.wire.descriptors import close_all
+from membrokerd.restart import keeper as fdstore
+from membrokerd.restart import keeper_client as mirrors
+from membrokerd.restart.descriptor_store import Kept, Store
+from membrokerd.restart.keeper_client import open_keeper
+from membrokerd.restart.systemd import SystemdMirror, open_systemd, systemd_available
 
 _T = TypeVar("_T")
 STUCK_SECONDS = 0.3
@@ -634,7 +635,7 @@ def test_systemd_is_gone(directory: Path) -> None:
 
 _DAEMON = """
 import asyncio, json, os, sys
-from membrokerd.systemd import open_systemd
+from membrokerd.restart.systemd import open_systemd
 from tests.keepers import content_of
 
 async def main():

@@ -14,8 +14,8 @@ import pytest
 from tests.daemons import until
 
 from membrokerd.core.denied import Reason
-from membrokerd.handoff import peer as module
-from membrokerd.handoff.peer import Unattested, attest, hang_up
+from membrokerd.edge.handoff import peer as module
+from membrokerd.edge.handoff.peer import Unattested, attest, hang_up
 
 NOBODY: frozenset[int] = frozenset()
 NO_SUCH_OPTION = 9999
@@ -192,7 +192,7 @@ def test_processes_that_cannot_be_told_apart_do_not_count_as_one(
 
 def test_an_exec_changes_the_image_and_nothing_else_does() -> None:
     """Equal while a program runs, another after each exec(), and unknown of a process that is not there or not seen."""
-    image = "from membrokerd.handoff.peer import image_of; import os; seen = image_of(os.getpid()); "
+    image = "from membrokerd.edge.handoff.peer import image_of; import os; seen = image_of(os.getpid()); "
     code = f"{image}print(seen == image_of(os.getpid()), seen, flush=True); input(); os.execvp('cat', ['cat'])"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from membrokerd import quotas as quotas_module
-from membrokerd.config import load
+from membrokerd.config import quotas as quotas_module
+from membrokerd.config.config import load
+from membrokerd.config.quotas import Quotas, read, state_directory, trouble, write
 from membrokerd.core.events import LOCATIONS
 from membrokerd.home import HomeError
-from membrokerd.quotas import Quotas, read, state_directory, trouble, write
 
 GIB = 1 << 30
 QUOTAS: Quotas = {

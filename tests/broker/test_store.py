@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import pytest
 from tests.keepers import content_of, memfd
 
-from membroker.descriptors import close_all
-from membrokerd.store import DescriptorStore, Done, Kept, Store, sort
+from membroker.wire.descriptors import close_all
+from membrokerd.restart.descriptor_store import DescriptorStore, Done, Kept, Store, sort
 
 
 @pytest.fixture

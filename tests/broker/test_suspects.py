@@ -9,7 +9,7 @@ import sys
 from membrokerd.core.effects import SegmentView
 from membrokerd.core.events import ModelName, SegmentName
 from membrokerd.core.snapshot import SessionView, Snapshot
-from membrokerd.suspects import Process, command_of, compare
+from membrokerd.observe.suspects import Process, command_of, compare
 
 MIB = 1 << 20
 MODEL = ModelName("t", "m")

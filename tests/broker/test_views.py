@@ -8,7 +8,7 @@ import pytest
 
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2 as rpb
-from membrokerd.rpc import views
+from membrokerd.edge import listings as views
 
 
 @pytest.mark.parametrize("long", [10, views.MAX_PAGE_BYTES // 8, views.MAX_PAGE_BYTES * 2])

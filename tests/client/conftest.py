@@ -13,7 +13,7 @@ from tests.client.processes import mapped_extents, open_extents
 from tests.daemons import until
 
 import membroker
-from membroker.pool import VirtualMemoryPool
+from membroker.pool.pool import VirtualMemoryPool
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from membroker.errors import OutOfMemory
-from membroker.holding import Holding
-from membroker.pool import VirtualMemoryPool
-from membroker.source import Placement
+from membroker.memory.holding import Holding
+from membroker.memory.lender import Placement
+from membroker.pool.pool import VirtualMemoryPool
 from membroker.vmm.driver import AccessFlags, DriverError, Handle, Location
-from membroker.vmm.host import HostDriver
+from membroker.vmm.host.driver import HostDriver
 
 MIB = 1 << 20
 PAGE = 2 * MIB

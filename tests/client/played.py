@@ -24,15 +24,15 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from tests.daemons import until
 
-from membroker import handoff
-from membroker.buffer import Buffer
 from membroker.client import Client
-from membroker.line import Line
+from membroker.memory.buffer import Buffer
 from membroker.model import Model
+from membroker.session.reconnecting import Line
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm.driver import Location
-from membroker.vmm.host import HostDriver
+from membroker.vmm.host.driver import HostDriver
+from membroker.wire import frames as handoff
 
 SECONDS = 30
 PAGE = 2 << 20

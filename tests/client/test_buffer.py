@@ -11,7 +11,7 @@ import pytest
 from tests.client.interrupting import interrupted_everywhere
 from tests.client.lender import Lender
 
-from membroker.buffer import Buffer
+from membroker.memory.buffer import Buffer
 
 
 class InterruptedLock:

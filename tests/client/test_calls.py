@@ -14,9 +14,6 @@ import pytest
 from tests.client.played import Caller, refusal
 from tests.daemons import until
 
-from membroker import handoff
-from membroker.calls import Outcome
-from membroker.connection import Connection
 from membroker.errors import (
     BrokerUnavailable,
     ClosedError,
@@ -27,9 +24,12 @@ from membroker.errors import (
     SegmentNotFound,
     WriterDied,
 )
-from membroker.registry import Registry
+from membroker.session.call import Outcome
+from membroker.session.connection import Connection
+from membroker.session.inventory import Registry
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
+from membroker.wire import frames as handoff
 
 
 def descriptors() -> set[str]:

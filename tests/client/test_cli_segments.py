@@ -22,8 +22,8 @@ from tests.daemons import MIB, Daemon, running, until
 import membroker
 from membroker.cli import main as cli
 from membroker.cli.segments import Name
+from membroker.safetensors import write_index
 from membroker.segment import MAX_HEADER_BYTES
-from membroker.tensor_index import write_index
 from membroker.v1 import broker_pb2, resources_pb2
 
 COMMAND = [sys.executable, "-m", "membroker.cli.main", "segments"]

@@ -14,12 +14,12 @@ from itertools import pairwise
 import pytest
 from tests.client.lender import PAGE, Lender, put, state, text
 
-from membroker.compaction import next_move
 from membroker.errors import AlreadyMapped, ClosedError, CompactionFailed, InvalidRequest, NotMapped
-from membroker.page_table import FIXED, FREE, USED
-from membroker.pool import VirtualMemoryPool
+from membroker.pool.compaction import next_move
+from membroker.pool.page_table import FIXED, FREE, USED
+from membroker.pool.pool import VirtualMemoryPool
 from membroker.types import Move
-from membroker.vmm import _libc
+from membroker.vmm import libc as _libc
 
 
 def holes(pool: VirtualMemoryPool) -> VirtualMemoryPool:

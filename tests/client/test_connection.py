@@ -24,7 +24,7 @@ from tests.daemons import Daemon, hold_still, running, until
 
 import membroker
 from membroker import client as client_module
-from membroker import transport as transport_module
+from membroker.session import transport as transport_module
 
 MIB = 1 << 20
 PAGE = 2 * MIB

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from tests.daemons import DEADLINE_SECONDS, running
 
-from membroker.cli import demo, demo_processes
+from membroker.cli.demo import processes as demo_processes
+from membroker.cli.demo import scenes as demo
 
 COMMAND = [sys.executable, "-m", "membroker.cli.main", "demo"]
 
@@ -84,7 +85,7 @@ def test_a_worker_whose_demo_has_left_ends_without_a_word() -> None:
     """Ctrl-C while it does what it was told: there is nobody to answer."""
     with running() as daemon:
         environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
-        command = [sys.executable, "-m", "membroker.cli.demo_worker", "chat", "1GiB", ""]
+        command = [sys.executable, "-m", "membroker.cli.demo.worker", "chat", "1GiB", ""]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with subprocess.Popen(command, env=environment, text=True, **pipes) as worker:  # type: ignore[call-overload]
             assert json.loads(worker.stdout.readline()) == {"ready": True}

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 import membroker
-from membroker import endpoint
 from membroker.client import enter
 from membroker.errors import AccessDenied, BrokerUnavailable, InvalidRequest
+from membroker.session import endpoint
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from tests.daemons import Daemon, until
 
 import membroker
 from membroker import LocalSource, VirtualMemoryPool
-from membroker.buffer import Buffer
 from membroker.errors import ClosedError, DeviceFailure
+from membroker.memory.buffer import Buffer
 from membroker.vmm.driver import Driver, DriverError, Location
-from membroker.vmm.host import HostDriver
+from membroker.vmm.host.driver import HostDriver
 
 
 @pytest.fixture

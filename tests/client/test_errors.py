@@ -12,7 +12,9 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 import membroker
-from membroker import errors, managed, tensor_index, vmm
+from membroker import errors, vmm
+from membroker import safetensors as tensor_index
+from membroker.managed import hints as managed
 from membroker.v1 import error_reason_pb2
 
 REASONS = [

@@ -9,8 +9,8 @@ from tests.client.lender import MIB, PAGE, Lender
 
 import membroker
 from membroker.errors import AlreadyMapped, InvalidOffset, InvalidRequest, NotMapped, OutOfMemory, OutOfVirtualMemory
-from membroker.growable import GrowableBuffer
-from membroker.pool import VirtualMemoryPool
+from membroker.memory.growable import GrowableBuffer
+from membroker.pool.pool import VirtualMemoryPool
 
 PUBLIC_NAMES = [
     "allocate",

@@ -29,17 +29,17 @@ from google.rpc.status_pb2 import Status
 from tests.daemons import Daemon
 from tests.system.raw import Session, admin_call, grpc_call
 
-from membroker import handoff
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
-from membrokerd import limits
+from membroker.wire import frames as handoff
+from membrokerd.config import descriptor_limits as limits
 from membrokerd.core import policy, resuming
 from membrokerd.core.denied import Reason, deny
 from membrokerd.daemon import DEFAULT_MAX_SESSIONS
-from membrokerd.handoff import connection, listener
-from membrokerd.rpc.errors import to_status
-from membrokerd.rpc.server import MAX_MESSAGE_BYTES, MAX_STREAMS
+from membrokerd.edge.errors import to_status
+from membrokerd.edge.handoff import connection, listener
+from membrokerd.edge.rpc.server import MAX_MESSAGE_BYTES, MAX_STREAMS
 
 DOCS = Path(__file__).parents[2] / "docs"
 GOLDEN = DOCS / "golden-frames.json"

@@ -25,8 +25,8 @@ from membroker.errors import (
     OutOfMemory,
     OutOfVirtualMemory,
 )
-from membroker.growable import GrowableBuffer
-from membroker.local_source import LocalSource
+from membroker.memory.growable import GrowableBuffer
+from membroker.memory.local_source import LocalSource
 
 CAPACITY = 64 * PAGE
 

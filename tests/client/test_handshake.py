@@ -15,10 +15,10 @@ from google.protobuf.any_pb2 import Any
 from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
 
-from membroker import handoff
 from membroker.errors import AccessDenied, BrokerUnavailable
-from membroker.handshake import open_session
+from membroker.session.handshake import open_session
 from membroker.v1 import handoff_pb2 as pb
+from membroker.wire import frames as handoff
 
 HELLO = pb.Hello(protocol_version=handoff.PROTOCOL_VERSION)
 

@@ -20,10 +20,10 @@ from tests.daemons import until
 
 import membroker
 from membroker import LocalSource, VirtualMemoryPool
-from membroker.buffer import Buffer
 from membroker.errors import AlreadyMapped, ClosedError, DeviceFailure, InvalidRequest, OutOfMemory
+from membroker.memory.buffer import Buffer
 from membroker.vmm import Location
-from membroker.vmm.host import HostDriver
+from membroker.vmm.host.driver import HostDriver
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from tests.daemons import MIB, running
 from tests.fakes import build_fake_cuda, run_beside_fake_cuda
 
 from membroker.errors import InvalidRequest
-from membroker.managed import (
+from membroker.managed.hints import (
     ManagedMemoryHints,
     ManagedMemoryUnavailable,
     MemAdvice,
@@ -39,7 +39,7 @@ import ctypes, gc, os, threading
 import pytest
 import cuda.bindings.driver as bindings
 from membroker.errors import *
-from membroker.managed import *
+from membroker.managed.hints import *
 from membroker.vmm import *
 MIB = 1 << 20
 fake = ctypes.CDLL("libcuda.so.1")

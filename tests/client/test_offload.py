@@ -16,7 +16,6 @@ from tests.client.processes import ends, heard, worker
 from tests.daemons import Daemon, running, until
 
 import membroker
-from membroker import offload
 from membroker.errors import (
     AlreadyMapped,
     ClosedError,
@@ -31,8 +30,9 @@ from membroker.errors import (
     OutOfVirtualMemory,
     SessionLost,
 )
-from membroker.pool import VirtualMemoryPool
-from membroker.vmm import _libc
+from membroker.pool import offload
+from membroker.pool.pool import VirtualMemoryPool
+from membroker.vmm import libc as _libc
 from membroker.vmm.driver import DriverError
 
 PAGES = 64
@@ -757,7 +757,7 @@ class TestOverABroker:
     def test_killed_in_the_middle(self, daemon: Daemon, transport: str, what: str) -> None:
         """SIGKILL while chunks are on their way: nothing stays charged at either location."""
         script = f"""
-from membroker import offload
+from membroker.pool import offload
 offload.CHUNK_BYTES = PAGE
 client = connect()
 pool = client.register_model('m').pool(PAGE)

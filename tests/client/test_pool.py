@@ -26,7 +26,7 @@ from membroker.errors import (
     OutOfMemory,
     OutOfVirtualMemory,
 )
-from membroker.pool import VirtualMemoryPool
+from membroker.pool.pool import VirtualMemoryPool
 
 
 class TestSeed:

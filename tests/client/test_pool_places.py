@@ -23,8 +23,8 @@ from membroker.errors import (
     OutOfMemory,
     OutOfVirtualMemory,
 )
-from membroker.page_table import FREE, OFFLOADED, SPARE, USED, PageTable
-from membroker.pool import VirtualMemoryPool
+from membroker.pool.page_table import FREE, OFFLOADED, SPARE, USED, PageTable
+from membroker.pool.pool import VirtualMemoryPool
 from membroker.types import PoolMapping
 from membroker.vmm import AccessFlags, DriverError
 

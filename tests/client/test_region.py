@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from tests.client.lender import PAGE, FlakyDriver
 
-from membroker.region import Region
+from membroker.memory.region import Region
 from membroker.vmm.driver import DriverError, Handle, Location
-from membroker.vmm.host import HostDriver
+from membroker.vmm.host.driver import HostDriver
 
 
 @pytest.fixture

@@ -34,12 +34,12 @@ from tests.client.processes import ends, heard, is_waiting, mapped_extents, open
 from tests.daemons import until
 
 import membroker
-from membroker import handoff
-from membroker.connection import Connection
-from membroker.registry import Held, Registry
+from membroker.session.connection import Connection
+from membroker.session.inventory import Held, Registry
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm.driver import Location
+from membroker.wire import frames as handoff
 
 
 class TestCallsInFlight:

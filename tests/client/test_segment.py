@@ -34,8 +34,8 @@ from tests.daemons import Daemon, running, until
 
 import membroker
 from membroker import segment as segment_module
+from membroker.safetensors import InvalidTensorIndex
 from membroker.segment import publish_arrays, segment_size
-from membroker.tensor_index import InvalidTensorIndex
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.vmm.driver import DriverError, Handle, Location
 

@@ -27,8 +27,8 @@ from membroker.errors import (
     NotMapped,
     OutOfMemory,
 )
-from membroker.local_source import LocalSource
-from membroker.sparse import SparseArray
+from membroker.memory.local_source import LocalSource
+from membroker.memory.sparse import SparseArray
 
 ROW = 1024
 """Bytes of a row of 256 floats."""

@@ -17,11 +17,11 @@ from tests.client.test_calls import Broker, Taker, allocate, attach
 from tests.daemons import Daemon, until
 
 import membroker
-from membroker import handoff
-from membroker.connection import Connection
-from membroker.registry import Registry
+from membroker.session.connection import Connection
+from membroker.session.inventory import Registry
 from membroker.v1 import broker_pb2
 from membroker.v1 import handoff_pb2 as pb
+from membroker.wire import frames as handoff
 
 PAGE = 2 << 20
 LAST = pb.Reply(allocate=broker_pb2.AllocateExtentsResponse(count=1))

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from tests.fuzz.corpus import bent, budget, lasting
 
 from membroker.errors import InvalidRequest, MembrokerError
-from membroker.tensor_index import (
+from membroker.memory.views import Views
+from membroker.safetensors import (
     MAX_HEADER_BYTES,
     InvalidTensorIndex,
     TensorIndex,
@@ -29,7 +30,6 @@ from membroker.tensor_index import (
     read_index,
     write_index,
 )
-from membroker.views import Views
 
 NUMPY_DTYPES = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "I16": "i2", "U16": "u2", "F16": "f2", "I32": "i4", "U32": "u4", "F32": "f4",
@@ -308,7 +308,7 @@ def test_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_import_is_light() -> None:
     """A launcher that lists segments needs neither NumPy nor a framework, even where they are installed."""
-    script = "import membroker.tensor_index as t; t.read_index(t.write_index({})[0]); import sys; print(*sys.modules)"
+    script = "import membroker.safetensors as t; t.read_index(t.write_index({})[0]); import sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not {name.partition(".")[0] for name in done.stdout.split()} & {"numpy", "torch", "grpc", "cuda", "socket"}
 

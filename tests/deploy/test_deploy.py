@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from membrokerd import metrics
-from membrokerd.config import load
-from membrokerd.config_values import KEYS
-from membrokerd.reload import CHANGEABLE
+from membrokerd.config.checks import KEYS
+from membrokerd.config.config import load
+from membrokerd.config.reload import CHANGEABLE
+from membrokerd.observe import metrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 TOML = DEPLOY / "membrokerd.toml"

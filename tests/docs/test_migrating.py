@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import membroker
-import membroker.managed
+import membroker.managed.hints
 import membroker.vmm
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def rows(page: Path, column: str) -> list[list[str]]:
 def is_here(name: str) -> bool:
     """Say whether a name of the column "here" exists: in a module, of a class, or of its instances."""
     head, _, member = name.partition(".")
-    modules: list[ModuleType] = [membroker, membroker.vmm, membroker.managed]
+    modules: list[ModuleType] = [membroker, membroker.vmm, membroker.managed.hints]
     for module in modules:
         if (owner := getattr(module, head, None)) is not None:
             return not member or hasattr(owner, member) or _is_set(owner, member)

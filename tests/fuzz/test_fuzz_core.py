@@ -36,9 +36,9 @@ from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import policy
 from membrokerd.core.books import Step
-from membrokerd.core.broker import Broker
 from membrokerd.core.denied import Denied
-from membrokerd.rpc import convert, errors
+from membrokerd.core.machine import Broker
+from membrokerd.edge import convert, errors
 
 RULES = policy.Rules(
     granularity=PAGE,

@@ -22,10 +22,10 @@ from tests.fuzz.corpus import FROM_CLIENT, MODEL, PAGE, REQUESTS, SEALED, UNSIGN
 from tests.system import raw
 
 import membroker
-from membroker import handoff
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import broker_pb2_grpc
 from membroker.v1 import handoff_pb2 as pb
+from membroker.wire import frames as handoff
 
 HELLO, *TALK = FROM_CLIENT
 GOODBYE = pb.Frame(request_id=(1 << 64) - 1, goodbye=pb.Goodbye()).SerializeToString()

@@ -16,16 +16,16 @@ from tests.daemons import to_toml
 from tests.fuzz.corpus import FRAMES, NAMES, bent, budget, lasting
 from tests.simulation.world import World
 
-from membroker import handoff
 from membroker.cli import main as cli
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm.sizes import MAX_BYTES, parse_size
-from membrokerd import quotas
-from membrokerd.config import ConfigError, load
+from membroker.wire import frames as handoff
+from membrokerd.config import quotas
+from membrokerd.config.config import ConfigError, load
+from membrokerd.edge import convert
 from membrokerd.home import HomeError
-from membrokerd.inheritance import condense
-from membrokerd.journal import Binding, Journal
-from membrokerd.rpc import convert
+from membrokerd.restart.journal import Binding, Journal
+from membrokerd.restart.takeover import condense
 
 # --- handoff.decode ---
 

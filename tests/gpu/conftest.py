@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from membroker.vmm import DriverUnavailable
-from membroker.vmm.cuda import CudaDriver
+from membroker.vmm.cuda.driver import CudaDriver
 
 _STATED: list[str] = []
 

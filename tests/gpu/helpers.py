@@ -19,7 +19,7 @@ from tests.daemons import DEADLINE_SECONDS, MIB, Daemon, running, until
 from tests.system.workers import ROOT, Worker
 
 from membroker.vmm import Location
-from membroker.vmm.cuda import CudaDriver
+from membroker.vmm.cuda.driver import CudaDriver
 
 _T = TypeVar("_T")
 GIB = 1 << 30

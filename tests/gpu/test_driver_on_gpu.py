@@ -16,9 +16,9 @@ from functools import partial
 
 import pytest
 
-from membroker.testing import CHECKS, MakeDriver, wait_until
+from membroker.testing.driver_suite import CHECKS, MakeDriver, wait_until
 from membroker.vmm import DriverError, DriverUnavailable, Location, open_driver
-from membroker.vmm.cuda import CudaDriver
+from membroker.vmm.cuda.driver import CudaDriver
 from membroker.vmm.sizes import MIB
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +27,7 @@ _PRELUDE = """
 import os, sys
 import cuda.bindings.driver as cuda
 from membroker.vmm import *
-from membroker.vmm.cuda import CudaDriver
+from membroker.vmm.cuda.driver import CudaDriver
 def say(word):
     print(word, flush=True)
 def wait():

@@ -19,12 +19,12 @@ import pytest
 from tests.daemons import MIB, Daemon, running, until
 
 import membroker
-from membroker.adapters.dlpack import CUDA, export
 from membroker.errors import InvalidRequest
+from membroker.memory.dlpack import CUDA, export
 from membroker.model import Model
 from membroker.segment import publish_arrays
 from membroker.vmm import DriverUnavailable
-from membroker.vmm.cuda import CudaDriver
+from membroker.vmm.cuda.driver import CudaDriver
 
 # XLA takes three quarters of the card otherwise.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

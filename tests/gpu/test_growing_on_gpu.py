@@ -15,10 +15,10 @@ from tests.daemons import MIB, Daemon, until
 from tests.gpu.helpers import near, on_card, used
 
 import membroker
-from membroker.adapters.dlpack import export
 from membroker.errors import NotMapped, OutOfMemory
+from membroker.memory.dlpack import export
 from membroker.model import Model
-from membroker.vmm.cuda import CudaDriver
+from membroker.vmm.cuda.driver import CudaDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

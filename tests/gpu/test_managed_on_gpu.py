@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from membroker.errors import ClosedError, DeviceFailure, InvalidRequest
-from membroker.managed import (
+from membroker.managed.hints import (
     ManagedMemoryHints,
     ManagedMemoryUnavailable,
     MigrationPolicy,
@@ -23,7 +23,7 @@ from membroker.managed import (
     apply_migration_policy,
 )
 from membroker.vmm import AddressRange, DriverUnavailable, Location, MappedRange, PhysicalMemory
-from membroker.vmm.cuda import CudaDriver, load_bindings
+from membroker.vmm.cuda.driver import CudaDriver, load_bindings
 from membroker.vmm.sizes import MIB
 
 pytestmark = pytest.mark.gpu

@@ -22,7 +22,7 @@ from tests.gpu.helpers import GIB, on_card, until_lendable
 from tests.system.workers import ROOT
 
 from membroker.vmm import DriverUnavailable
-from membroker.vmm.cuda import CudaDriver
+from membroker.vmm.cuda.driver import CudaDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.usefixtures("card")]
 

@@ -11,7 +11,7 @@ from tests.daemons import MIB, until
 from tests.gpu.helpers import GIB, SLACK, at_rest, borrow, enter, near, on_card, still_has, until_lendable, used
 from tests.system.workers import Worker, worker, workers
 
-from membroker.vmm.cuda import CudaDriver
+from membroker.vmm.cuda.driver import CudaDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("card")]
 

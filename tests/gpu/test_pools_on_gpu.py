@@ -14,7 +14,7 @@ from tests.system.workers import MIB, PAGE, worker, workers
 from membroker import LocalSource, SharedMemoryPool, VirtualMemoryPool
 from membroker.errors import OutOfMemory, OutOfPhysicalMemory
 from membroker.vmm import DriverError, Location
-from membroker.vmm.cuda import CudaDriver
+from membroker.vmm.cuda.driver import CudaDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("card")]
 

@@ -26,9 +26,9 @@ from tests.gpu.helpers import (
 )
 from tests.system.workers import worker, workers
 
-from membroker.tensor_index import write_index
+from membroker.safetensors import write_index
 from membroker.v1 import broker_pb2, resources_pb2
-from membroker.vmm.cuda import CudaDriver
+from membroker.vmm.cuda.driver import CudaDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("card")]
 

@@ -29,7 +29,7 @@ from tests.gpu.helpers import (
 from tests.system.workers import worker
 
 from membroker.vmm import Location
-from membroker.vmm.cuda import CudaDriver
+from membroker.vmm.cuda.driver import CudaDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.usefixtures("card")]
 

@@ -35,7 +35,7 @@ from tests.gpu.helpers import (
 )
 from tests.system.workers import PAGE, Worker, is_gone, worker, workers
 
-from membroker.vmm.cuda import CudaDriver
+from membroker.vmm.cuda.driver import CudaDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("card")]
 

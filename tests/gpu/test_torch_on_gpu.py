@@ -17,7 +17,7 @@ import pytest
 from tests.daemons import MIB, Daemon, running, until
 
 from membroker.vmm import DriverUnavailable
-from membroker.vmm.cuda import CudaDriver
+from membroker.vmm.cuda.driver import CudaDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

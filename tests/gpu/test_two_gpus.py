@@ -15,7 +15,7 @@ from tests.keepers import end_keeper
 from tests.system.workers import worker
 
 from membroker.vmm import DriverUnavailable
-from membroker.vmm.cuda import CudaDriver
+from membroker.vmm.cuda.driver import CudaDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.usefixtures("card")]
 

@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 
-from membroker.testing import TWO_DEVICE_CHECKS, MakeDriver
+from membroker.testing.driver_suite import TWO_DEVICE_CHECKS, MakeDriver
 from membroker.vmm import (
     AccessFlags,
     AddressRange,
@@ -25,7 +25,7 @@ from membroker.vmm import (
     allocation_granularity,
     open_driver,
 )
-from membroker.vmm.cuda import CudaDriver
+from membroker.vmm.cuda.driver import CudaDriver
 from membroker.vmm.sizes import MIB
 
 pytestmark = pytest.mark.gpu

@@ -20,8 +20,8 @@ from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
 from membrokerd.core.books import Step
-from membrokerd.core.broker import Broker
 from membrokerd.core.ledger import Ledger, SegmentRow
+from membrokerd.core.machine import Broker
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

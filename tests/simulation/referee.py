@@ -23,9 +23,9 @@ from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core.books import Step
-from membrokerd.core.broker import Broker
 from membrokerd.core.denied import Denied, Reason
 from membrokerd.core.ledger import SegmentRow, SessionRow, replay
+from membrokerd.core.machine import Broker
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

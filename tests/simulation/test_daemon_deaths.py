@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from tests.simulation.world import World
 
-from membrokerd.core import books, resuming, segments, settling, stock
-from membrokerd.core import broker as broker_module
+from membrokerd.core import books, resuming, segments, stock
+from membrokerd.core import deaths as settling
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
+from membrokerd.core import machine as broker_module
 
 SEEDS = [*range(20_301, 20_313), 20_272, 20_276, 20_317]
 STEPS = 10_000

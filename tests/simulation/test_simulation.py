@@ -16,7 +16,8 @@ from tests.simulation.referee import EARLY_AT_MOST
 from tests.simulation.shrink import Failed, commands, run
 from tests.simulation.world import World
 
-from membrokerd.core import books, hearing, ledger, lending, models, policy, segments, settling, stock
+from membrokerd.core import books, hearing, ledger, lending, models, policy, segments, stock
+from membrokerd.core import deaths as settling
 from membrokerd.core import effects as fx
 from membrokerd.core import facts as ft
 from membrokerd.core.denied import Reason

@@ -33,8 +33,8 @@ from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
 from membrokerd.core.books import Step
-from membrokerd.core.broker import Broker
 from membrokerd.core.denied import Denied
+from membrokerd.core.machine import Broker
 
 MIB = 1 << 20
 MILLISECOND = 1_000_000

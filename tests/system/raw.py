@@ -20,10 +20,10 @@ import grpc
 from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
 
-from membroker import handoff
 from membroker.v1 import admin_pb2_grpc, broker_pb2_grpc
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
+from membroker.wire import frames as handoff
 
 SECONDS = 10.0
 _ids = itertools.count(1)

@@ -25,10 +25,10 @@ from tests.system import raw
 from tests.system.raw import Asker, Connection, Session, reason
 
 import membroker
-from membroker import handoff
 from membroker.v1 import admin_pb2, broker_pb2_grpc, resources_pb2
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
+from membroker.wire import frames as handoff
 
 PAGE = 2 * MIB
 ROOT = Path(__file__).parents[2]

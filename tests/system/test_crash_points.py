@@ -15,7 +15,7 @@ from tests import crashing
 from tests.daemons import Daemon, running, until
 from tests.system.workers import ANCHOR_BYTES, PAGE, Worker, worker
 
-from membrokerd.points import POINTS
+from membrokerd.failpoints import POINTS
 
 CONFIG: Mapping[str, Any] = {"capacity": "256MiB", "settle_seconds": 10.0}
 

@@ -22,7 +22,7 @@ from tests.system.workers import PAGE, worker
 
 from membroker.v1 import admin_pb2, resources_pb2
 from membroker.v1 import broker_pb2 as bpb
-from membrokerd.journal import boot_id
+from membrokerd.restart.journal import boot_id
 
 DEAD_END_SECONDS = 20.0
 """How long a daemon may take to refuse to start, on a busy machine. One that hangs takes for ever."""
@@ -396,7 +396,7 @@ def test_a_daemon_that_is_started_without_standard_descriptors(daemon: Daemon) -
 def test_a_keeper_and_a_command_without_standard_descriptors(tmp_path: Path) -> None:
     path = tmp_path / "keeper" / "fdstore.sock"
     closed = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", sys.executable]
-    with subprocess.Popen([*closed, "-m", "membrokerd.fdstore", str(path)]) as keeper:
+    with subprocess.Popen([*closed, "-m", "membrokerd.restart.keeper", str(path)]) as keeper:
         try:
             until(path.exists)
             until(lambda: Client(path).sock.close() is None)

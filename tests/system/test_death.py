@@ -27,7 +27,7 @@ from tests.system.workers import (
     workers,
 )
 
-from membrokerd.core.settling import NOTICE_NS
+from membrokerd.core.deaths import NOTICE_NS
 
 COUNT = 4
 """Extents of a raw worker's Allocate, of one granule each."""

@@ -23,10 +23,10 @@ from tests.system.company import State, honest, other_user, spare_descriptors, u
 from tests.system.raw import Connection, Session, hello, reason
 from tests.system.workers import ANCHOR_BYTES, PAGE, Worker, descriptors_at_start, until_clean, worker
 
-from membroker import handoff
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import broker_pb2_grpc
 from membroker.v1 import handoff_pb2 as pb
+from membroker.wire import frames as handoff
 
 # --- The broker's side ---
 
@@ -279,7 +279,7 @@ def test_descriptors_that_another_process_of_the_same_user_has_under_way() -> No
         model = session.register("mine")
         other = Worker(user=other_user())
         stack.callback(other.close)
-        other.do("import socket; from membroker import handoff")
+        other.do("import socket; from membroker.wire import frames as handoff")
         other.do("pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)")
         other.do(f"for _ in range({LIMIT // 64 + 2}): handoff.send(pair[0], b'x', [0] * 64)")
         session.send(pb.Frame(request_id=7, allocate=raw.allocation(model, PAGE)))
@@ -401,7 +401,7 @@ def test_a_packet_cut_short_by_the_kernel(daemon: Daemon, transport: str) -> Non
     with worker() as one:
         one.do(f"raw = Raw({str(daemon.endpoint())!r}, {transport!r})")
         one.do("raw.hello()")
-        one.do("from membroker import handoff")
+        one.do("from membroker.wire import frames as handoff")
         one.do(f"raw.send_allocate({PAGES})")
         until(lambda: daemon.books().lent_bytes == PAGES * PAGE)
         opened = one.ask("len(os.listdir('/proc/self/fd'))")

@@ -11,10 +11,10 @@ from tests.daemons import MIB, Daemon, running, until
 from tests.system import raw
 from tests.system.raw import Session, allocation, grpc_call, reason, segment_of
 
-from membroker import handoff
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1 import resources_pb2 as rpb
+from membroker.wire import frames as handoff
 
 PAGE = 2 * MIB
 GIB = 1 << 30

@@ -18,8 +18,8 @@ from tests.system.company import State, check_turns
 from tests.system.test_turns import BEGIN
 from tests.system.workers import worker
 
-from membrokerd.rpc.guard import MAX_WATCHES
-from membrokerd.rpc.server import CONNECTIONS_BESIDE, MAX_CALLS, MAX_PENDING, MAX_STREAMS
+from membrokerd.edge.rpc.interceptor import MAX_WATCHES
+from membrokerd.edge.rpc.server import CONNECTIONS_BESIDE, MAX_CALLS, MAX_PENDING, MAX_STREAMS
 
 KIB = 1024
 SERVED = "membroker.v1.BrokerService"

@@ -30,11 +30,11 @@ from tests.system.workers import (
     workers,
 )
 
-from membroker import handoff
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import handoff_pb2
 from membroker.v1.resources_pb2 import Segment as SegmentMessage
 from membroker.v1.resources_pb2 import Session as SessionMessage
+from membroker.wire import frames as handoff
 
 GIB = 1024 * MIB
 SIZE = 8 * MIB

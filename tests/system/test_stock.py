@@ -13,7 +13,7 @@ import pytest
 from tests.daemons import MIB, Daemon, running, until
 from tests.system.workers import PAGE, Worker, worker
 
-from membroker.vmm.host import EXTENT_NAME, holders
+from membroker.vmm.host.driver import EXTENT_NAME, holders
 
 PAGES = 16
 """Of the capacity."""

@@ -19,7 +19,7 @@ ALICE, BOB = 60_001, 60_002
 _ENTER = """
 import os, sys
 # All that is imported later too: the other user may not be able to read where Python is.
-import encodings.ascii, google.rpc.error_details_pb2, grpc, membroker, membroker.client, membroker.vmm.host
+import encodings.ascii, google.rpc.error_details_pb2, grpc, membroker, membroker.client, membroker.vmm.host.driver
 uid = int(sys.argv[2])
 os.setgroups([]); os.setgid(uid); os.setuid(uid)
 try:

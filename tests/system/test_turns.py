@@ -19,7 +19,7 @@ from tests.system.workers import PAGE, Worker, worker, workers
 
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1 import resources_pb2
-from membrokerd.handoff.listener import HELLO_SECONDS
+from membrokerd.edge.handoff.listener import HELLO_SECONDS
 
 DETACHED = resources_pb2.Session.DETACHED
 SESSIONS = 16

@@ -27,10 +27,10 @@ from tests.system import raw, who_may
 from tests.system.raw import reason
 from tests.system.who_may import BOTH, GROUPS, KINDS, MARK, PAGE, ROWS, WHO, Party, needs_root
 
-from membroker import handoff
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
+from membroker.wire import frames as handoff
 
 ROOT = Path(__file__).parents[2]
 PAGE_OF_DOCS = ROOT / "docs" / "trust.md"
@@ -361,7 +361,7 @@ def test_whose_the_paths_are(owned: Scene) -> None:
 
 
 _FAULTS = """
-import membrokerd.dispatch as dispatch, membrokerd.handoff.connection as connection, membrokerd.rpc.views as views
+import membrokerd.edge.dispatch as dispatch, membrokerd.edge.handoff.connection as connection, membrokerd.edge.listings as views
 
 def planted(*arguments, **fields):
     raise RuntimeError("planted")

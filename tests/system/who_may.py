@@ -35,10 +35,10 @@ from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.system import raw
 
-from membroker import handoff
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
+from membroker.wire import frames as handoff
 
 PAGE = 2 << 20
 MARK = b"S was here"

@@ -239,9 +239,9 @@ class Raw:
 
     def hello(self) -> None:
         """Say Hello, keep what came with the Welcome, and register the model `m`."""
-        from membroker import handoff
         from membroker.v1 import broker_pb2
         from membroker.vmm import open_driver
+        from membroker.wire import frames as handoff
 
         self._send(1, hello={"protocol_version": handoff.PROTOCOL_VERSION})
         packet = handoff.receive(self.socket)
@@ -264,7 +264,7 @@ class Raw:
 
     def read_delivery(self) -> None:
         """Read one packet of descriptors and keep them open."""
-        from membroker import handoff
+        from membroker.wire import frames as handoff
 
         packet = handoff.receive(self.socket)
         assert packet.frame.WhichOneof("kind") == "delivery", packet.frame
@@ -322,7 +322,7 @@ class Raw:
 
     def read_release(self) -> None:
         """Wait for the answer to the Release."""
-        from membroker import handoff
+        from membroker.wire import frames as handoff
 
         if self.transport == "grpc":
             self.future.result()
@@ -331,8 +331,8 @@ class Raw:
             assert handoff.receive(self.socket).frame.reply.WhichOneof("result") == "release"
 
     def _send(self, request_id: int, **kind: Any) -> None:
-        from membroker import handoff
         from membroker.v1 import handoff_pb2
+        from membroker.wire import frames as handoff
 
         handoff.send(self.socket, handoff.encode(handoff_pb2.Frame(request_id=request_id, **kind)))
 

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from . import policy
-from .broker import Broker
 from .effects import SegmentView
 from .events import Location, ModelName, SegmentName
 from .ledger import ModelRow, SessionRow
+from .machine import Broker
 from .values import value
 
 

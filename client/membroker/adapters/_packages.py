@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from membroker.errors import InvalidRequest
+from ..errors import InvalidRequest
 
 
 def framework(module: str, name: str, install: str) -> Any:

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from membroker.adapters._lending import CHUNK_BYTES, Lending
-from membroker.adapters._packages import check_card, framework
-from membroker.adapters.dlpack import DlpackTensor, Source, export, is_numpys
-from membroker.errors import InvalidRequest, OutOfMemory
-from membroker.model import Model
+from ..errors import InvalidRequest, OutOfMemory
+from ..memory.dlpack import DlpackTensor, Source, export, is_numpys
+from ..model import Model
+from ._packages import check_card, framework
+from .blocks import CHUNK_BYTES, Lending
 
 MEMORY_ALLOCATION = 2
 """cudaErrorMemoryAllocation (CUDA's driver_types.h): CuPy 14 has no name for it."""

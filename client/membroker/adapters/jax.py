@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from membroker.adapters._packages import framework
-from membroker.adapters.dlpack import Source, export
-from membroker.errors import InvalidRequest
-from membroker.tensor_index import word_of
+from ..errors import InvalidRequest
+from ..memory.dlpack import Source, export
+from ..safetensors import word_of
+from ._packages import framework
 
 _WIDE = {"I64", "U64", "F64"}
 

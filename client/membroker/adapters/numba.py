@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from membroker.adapters._lending import CHUNK_BYTES, Lending
-from membroker.adapters._packages import check_card, framework
-from membroker.adapters.dlpack import Source, export, is_numpys
-from membroker.errors import InvalidRequest
-from membroker.model import Model
-from membroker.vmm.driver import Location
+from ..errors import InvalidRequest
+from ..memory.dlpack import Source, export, is_numpys
+from ..model import Model
+from ..vmm.driver import Location
+from ._packages import check_card, framework
+from .blocks import CHUNK_BYTES, Lending
 
 
 def _numba_cuda() -> Any:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from membroker.adapters._lending import Lending
-from membroker.adapters._packages import check_card, framework
-from membroker.convert import bytes_of
-from membroker.model import Model
-from membroker.vmm.sizes import MIB
+from ..convert import bytes_of
+from ..model import Model
+from ..vmm.sizes import MIB
+from ._packages import check_card, framework
+from .blocks import Lending
 
 INITIAL_BYTES = 64 * MIB
 """What a pool borrows when it is created."""

@@ -14,23 +14,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from membroker import convert
-from membroker.client import PAGE, Client, enter
-from membroker.endpoint import (
-    VARIABLE,
-    check_path,
-    default_device,
-    diagnose,
-    find_endpoint,
-    is_device,
-    not_answering,
-)
-from membroker.errors import AccessDenied, BrokerUnavailable, InvalidRequest
-from membroker.grpc_calls import GrpcCalls
-from membroker.types import DeviceStatus, ModelStatus, SegmentStatus, SessionStatus
-from membroker.v1 import admin_pb2, broker_pb2
-from membroker.v1.admin_pb2_grpc import AdminServiceStub
-from membroker.vmm.driver import Location
+from .. import convert
+from ..client import PAGE, Client, enter
+from ..errors import AccessDenied, BrokerUnavailable, InvalidRequest
+from ..session.endpoint import VARIABLE, check_path, default_device, diagnose, find_endpoint, is_device, not_answering
+from ..session.rpc import GrpcCalls
+from ..types import DeviceStatus, ModelStatus, SegmentStatus, SessionStatus
+from ..v1 import admin_pb2, broker_pb2
+from ..v1.admin_pb2_grpc import AdminServiceStub
+from ..vmm.driver import Location
 
 CALL_SECONDS = 10.0
 

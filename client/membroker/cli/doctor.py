@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from membroker.cli import tables
-from membroker.cli.admin import open_books
-from membroker.endpoint import MAX_PATH_BYTES, VARIABLE
-from membroker.errors import AccessDenied, BrokerUnavailable, MembrokerError
-from membroker.handoff import MAX_DESCRIPTORS, WINDOW
-from membroker.vmm import open_driver
-from membroker.vmm.driver import DriverError, DriverUnavailable, Location
-from membroker.vmm.sizes import MIB, format_size
+from ..errors import AccessDenied, BrokerUnavailable, MembrokerError
+from ..session.endpoint import MAX_PATH_BYTES, VARIABLE
+from ..vmm import open_driver
+from ..vmm.driver import DriverError, DriverUnavailable, Location
+from ..vmm.sizes import MIB, format_size
+from ..wire.frames import MAX_DESCRIPTORS, WINDOW
+from . import tables
+from .admin import open_books
 
 DESCRIPTORS_PER_SESSION = WINDOW * MAX_DESCRIPTORS + 1
 FEW_SESSIONS = 16

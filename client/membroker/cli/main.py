@@ -16,15 +16,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from membroker import __version__
-from membroker.cli import operate, segments, tables
-from membroker.cli.admin import is_admin, open_books
-from membroker.cli.doctor import missing_packages, run_doctor
-from membroker.endpoint import VARIABLE, find_device, living_devices
-from membroker.errors import MembrokerError
-from membroker.types import ModelStatus
-from membroker.vmm.driver import DriverError
-from membroker.vmm.sizes import format_size, parse_size
+from .. import __version__
+from ..errors import MembrokerError
+from ..session.endpoint import VARIABLE, find_device, living_devices
+from ..types import ModelStatus
+from ..vmm.driver import DriverError
+from ..vmm.sizes import format_size, parse_size
+from . import operate, segments, tables
+from .admin import is_admin, open_books
+from .doctor import missing_packages, run_doctor
 
 _NAME = re.compile(rf"(?:tenants/)?([a-z0-9][a-z0-9-]{{0,23}})(?:/(?:models/)?((?=.{{1,96}}\Z){segments.MODEL}))?")
 
@@ -225,7 +225,7 @@ def _demo(options: argparse.Namespace) -> int:
         )
         return 1
     # Imported when it is asked for: the demo starts a daemon, and brings what that takes.
-    from membroker.cli.demo import main as demo
+    from .demo.scenes import main as demo
 
     # What it starts is in sessions of its own, and would go on without it.
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
-from membroker.cli import tables
-from membroker.cli.admin import Admin, Quota, open_admin, open_device
-from membroker.convert import location_of
-from membroker.errors import BrokerUnavailable
-from membroker.types import DeviceStatus, SegmentStatus, SessionStatus
-from membroker.vmm.sizes import format_size
+from ..convert import location_of
+from ..errors import BrokerUnavailable
+from ..types import DeviceStatus, SegmentStatus, SessionStatus
+from ..vmm.sizes import format_size
+from . import tables
+from .admin import Admin, Quota, open_admin, open_device
 
 
 def quota_set(options: argparse.Namespace) -> int:

@@ -19,15 +19,15 @@ from typing import Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from membroker.cli.admin import Admin, open_admin
-from membroker.client import Client, enter
-from membroker.convert import parts_of
-from membroker.errors import InvalidRequest, MembrokerError, ModelAlreadyExists
-from membroker.model import Model
-from membroker.segment import MAX_HEADER_BYTES, Segment
-from membroker.tensor_index import InvalidTensorIndex, TensorIndex, TensorInfo, read_index
-from membroker.types import SegmentStatus
-from membroker.vmm.sizes import format_size
+from ..client import Client, enter
+from ..convert import parts_of
+from ..errors import InvalidRequest, MembrokerError, ModelAlreadyExists
+from ..model import Model
+from ..safetensors import InvalidTensorIndex, TensorIndex, TensorInfo, read_index
+from ..segment import MAX_HEADER_BYTES, Segment
+from ..types import SegmentStatus
+from ..vmm.sizes import format_size
+from .admin import Admin, open_admin
 
 LINES = 10
 """How many lines tell how far a copy is, where no bar can."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 
-from membroker._standard import open_standard_descriptors
+from ..wire.standard import open_standard_descriptors
 
 
 def main() -> int:
@@ -16,7 +16,7 @@ def main() -> int:
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing was begun that would have to be ended in order
-    from membroker.cli.main import main as run
+    from .main import main as run
 
     try:
         signal.signal(signal.SIGINT, before)

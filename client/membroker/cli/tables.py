@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from membroker.cli.admin import ProcessStatus, Quota, TenantStatus
-from membroker.convert import parts_of
-from membroker.tensor_index import TensorInfo
-from membroker.types import DeviceStatus, LocationBooks, ModelBooks, ModelStatus, SegmentStatus, SessionStatus
-from membroker.vmm.sizes import format_size
+from ..convert import parts_of
+from ..safetensors import TensorInfo
+from ..types import DeviceStatus, LocationBooks, ModelBooks, ModelStatus, SegmentStatus, SessionStatus
+from ..vmm.sizes import format_size
+from .admin import ProcessStatus, Quota, TenantStatus
 
 NONE = "-"
 COLUMNS = 10_000

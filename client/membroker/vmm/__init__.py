@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from membroker.vmm.driver import (
+from .driver import (
     AccessFlags,
     DeviceInfo,
     Driver,
@@ -21,9 +21,9 @@ from membroker.vmm.driver import (
     Location,
     MemoryInfo,
 )
-from membroker.vmm.manager import MappingRecord, PhysicalAllocation, VirtualAddressRange, VirtualMemoryManager
-from membroker.vmm.ranges import AddressRange, MappedRange, PhysicalMemory, allocation_granularity
-from membroker.vmm.sizes import format_size, parse_size
+from .manager import MappingRecord, PhysicalAllocation, VirtualAddressRange, VirtualMemoryManager
+from .ranges import AddressRange, MappedRange, PhysicalMemory, allocation_granularity
+from .sizes import format_size, parse_size
 
 __all__ = [
     "AccessFlags",
@@ -66,7 +66,7 @@ def open_driver(
     of `HostDriver`. Raises `ValueError` for another kind, and `DriverUnavailable` if there is no such GPU.
     """
     if kind == "host":
-        from membroker.vmm.host import HostDriver
+        from .host.driver import HostDriver
 
         return HostDriver(survivors=survivors, **host_options)
     if kind != "cuda":
@@ -75,6 +75,6 @@ def open_driver(
         raise TypeError(f"the CUDA driver takes no survivors, but got {', '.join(sorted(survivors))}")
     if host_options:
         raise TypeError(f"the CUDA driver does not take options of the host driver: {', '.join(sorted(host_options))}")
-    from membroker.vmm.cuda import CudaDriver
+    from .cuda.driver import CudaDriver
 
     return CudaDriver(device, context=context)

@@ -1,6 +1,6 @@
 """The contract of a driver: physical memory, descriptors, addresses, mappings, and the device's own figures.
 
-`CudaDriver` and `HostDriver` both implement it and pass one conformance suite (`membroker.testing.check_driver`). It
+`CudaDriver` and `HostDriver` both implement it and pass one conformance suite (`membroker.testing.driver_suite.check_driver`). It
 follows CUDA's virtual memory management, with CUDA's limits: an extent is mapped as a whole, at offset 0, and only
 whole mappings are unmapped. This module owns names and types only; it must never import a driver.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from membroker.vmm._copies import Copier
+    from .copies import Copier
 
 
 class Location(enum.Enum):

@@ -9,10 +9,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from membroker.errors import InvalidOffset, InvalidRequest, NotMapped, StillMapped
-from membroker.vmm.driver import AccessFlags, Driver
-from membroker.vmm.ranges import AddressRange, Closable, MappedRange, PhysicalMemory
-from membroker.vmm.sizes import MAX_BYTES, is_power_of_two
+from ..errors import InvalidOffset, InvalidRequest, NotMapped, StillMapped
+from .driver import AccessFlags, Driver
+from .ranges import AddressRange, Closable, MappedRange, PhysicalMemory
+from .sizes import MAX_BYTES, is_power_of_two
 
 VirtualAddressRange = AddressRange
 PhysicalAllocation = PhysicalMemory

@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Self
 
-from membroker.closing import Closing
-from membroker.errors import AlreadyMapped, ClosedError, InvalidOffset, InvalidRequest, NotMapped
-from membroker.vmm.driver import AccessFlags, Driver, Handle, Location
-from membroker.vmm.sizes import MAX_BYTES, is_power_of_two, parse_size, round_up
+from ..closing import Closing
+from ..errors import AlreadyMapped, ClosedError, InvalidOffset, InvalidRequest, NotMapped
+from .driver import AccessFlags, Driver, Handle, Location
+from .sizes import MAX_BYTES, is_power_of_two, parse_size, round_up
 
 
 def allocation_granularity(driver: Driver, recommended: bool = False) -> int:

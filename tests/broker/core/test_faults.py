@@ -11,8 +11,8 @@ from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
-from membrokerd.core.broker import Broker
 from membrokerd.core.denied import Denied, Reason, deny
+from membrokerd.core.machine import Broker
 
 MODEL = ev.ModelName("t", "m")
 SEGMENT = ev.SegmentName("t", "m", "s")

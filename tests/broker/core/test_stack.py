@@ -10,14 +10,14 @@ from typing import Any
 from tests.simulation.world import World
 
 from membrokerd.core.books import Books
-from membrokerd.core.broker import Broker
+from membrokerd.core.deaths import Settling
 from membrokerd.core.hearing import Hearing
 from membrokerd.core.lending import Lending
+from membrokerd.core.machine import Broker
 from membrokerd.core.models import Models
 from membrokerd.core.resuming import Resuming
 from membrokerd.core.segments import Segments
 from membrokerd.core.sessions import Sessions
-from membrokerd.core.settling import Settling
 from membrokerd.core.stock import Stock
 
 STACK = (Books, Stock, Hearing, Lending, Segments, Models, Sessions, Resuming, Settling, Broker)

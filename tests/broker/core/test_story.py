@@ -12,8 +12,8 @@ from tests.simulation.world import CAPACITIES, World
 
 from membrokerd.core import facts as ft
 from membrokerd.core.events import ModelName
+from membrokerd.core.facts_of import story
 from membrokerd.core.ledger import Ledger, replay
-from membrokerd.core.story import story
 
 NAME = ModelName("acme", "llama")
 SEEDS = range(31, 35)

@@ -19,9 +19,9 @@ from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
-from membrokerd.core.broker import Broker
 from membrokerd.core.denied import Denied
 from membrokerd.core.ledger import replay
+from membrokerd.core.machine import Broker
 
 MIB = 1 << 20
 SECOND = 1_000_000_000

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from tests.fakes import build_fake_cuda, run_beside_fake_cuda
 
-from membroker.testing import CHECKS, TWO_DEVICE_CHECKS
+from membroker.testing.driver_suite import CHECKS, TWO_DEVICE_CHECKS
 
 if os.environ.get("MEMBROKER_REQUIRE_FAKE_CUDA") != "1":
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
@@ -30,14 +30,14 @@ _PRELUDE = """
 import ctypes, functools, json, os, sys, threading
 import pytest
 from membroker.vmm import *
-from membroker.vmm.cuda import CudaDriver
+from membroker.vmm.cuda.driver import CudaDriver
 GRANULE = 2 << 20
 fake = ctypes.CDLL("libcuda.so.1")
 """
 
 _RUN_CHECKS = """
 import traceback
-from membroker.testing import CHECKS, TWO_DEVICE_CHECKS
+from membroker.testing.driver_suite import CHECKS, TWO_DEVICE_CHECKS
 makers = [functools.partial(open_driver, "cuda", device, context=True) for device in {devices}]
 results = {{}}
 for check in {checks}:
@@ -299,7 +299,7 @@ def test_missing_packages_are_said_with_what_to_install(run: Run) -> None:
 def test_wsl_is_refused(run: Run) -> None:
     run("""
         import io
-        from membroker.vmm import cuda
+        from membroker.vmm.cuda import driver as cuda
         cuda.open = lambda *a, **k: io.StringIO("Linux version 5.15.167.4-microsoft-standard-WSL2")
         with pytest.raises(DriverUnavailable, match="WSL"):
             CudaDriver()
@@ -382,7 +382,7 @@ def test_after_a_fork_calls_raise_and_abandon_calls_no_cuda(run: Run) -> None:
 
 
 def test_abandoning_closes_the_cards_descriptors_and_no_others(tmp_path: Path) -> None:
-    from membroker.vmm.cuda import close_descriptors
+    from membroker.vmm.cuda.driver import close_descriptors
 
     nvidia, other = tmp_path / "nvidiactl", tmp_path / "other"
     nvidia.touch()

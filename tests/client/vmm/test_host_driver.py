@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from membroker._testing import TRUTH_BYTES, child_process, create_and_hand_over, keep_descriptor, keep_mapping
-from membroker.testing import CHECKS, MakeDriver, check_driver, wait_until
+from membroker.testing.driver_suite import CHECKS, MakeDriver, check_driver, wait_until
+from membroker.testing.harness import TRUTH_BYTES, child_process, create_and_hand_over, keep_descriptor, keep_mapping
 from membroker.vmm import (
     AccessFlags,
     DriverError,
@@ -27,13 +27,15 @@ from membroker.vmm import (
     DriverOutOfMemory,
     Handle,
     Location,
-    _libc,
-    _table,
     open_driver,
 )
-from membroker.vmm._mappings import MARGIN, mapping_count
-from membroker.vmm._watch import ExtentWatch
-from membroker.vmm.host import GRANULARITY, HostDriver, holders
+from membroker.vmm import (
+    libc as _libc,
+)
+from membroker.vmm.host import table as _table
+from membroker.vmm.host.driver import GRANULARITY, HostDriver, holders
+from membroker.vmm.host.watch import ExtentWatch
+from membroker.vmm.mappings import MARGIN, mapping_count
 from membroker.vmm.sizes import round_up
 
 make_host = partial(open_driver, "host")
@@ -713,7 +715,7 @@ def test_a_move_is_undone_where_no_mapping_may_be_made_any_more(
     driver.write(address + 4 * GRANULARITY, b"first")
     driver.write(address + 5 * GRANULARITY, b"second")
     with monkeypatch.context() as patch:
-        patch.setattr("membroker.vmm._mappings.mapping_limit", lambda: MARGIN)
+        patch.setattr("membroker.vmm.mappings.mapping_limit", lambda: MARGIN)
         driver._process.budget._left = 1
         with pytest.raises(DriverLimit, match=r"vm\.max_map_count"):
             driver.move(address + 4 * GRANULARITY, address, GRANULARITY, 2)
@@ -778,7 +780,7 @@ def test_open_driver_knows_two_kinds() -> None:
 def test_the_package_imports_no_cuda() -> None:
     """A worker on a machine without a card, or a test, pays nothing for CUDA."""
     code = (
-        "import sys, membroker.vmm, membroker.testing; membroker.vmm.open_driver('host').close(); "
+        "import sys, membroker.vmm, membroker.testing.driver_suite; membroker.vmm.open_driver('host').close(); "
         "sys.exit(any(name.split('.')[0] in ('cuda', 'pynvml', 'torch', 'grpc') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

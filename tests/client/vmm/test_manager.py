@@ -25,7 +25,7 @@ from membroker.vmm import (
     VirtualAddressRange,
     VirtualMemoryManager,
 )
-from membroker.vmm.host import GRANULARITY, HostDriver
+from membroker.vmm.host.driver import GRANULARITY, HostDriver
 from membroker.vmm.sizes import GIB, MIB
 
 GRANULE = GRANULARITY

@@ -25,7 +25,7 @@ from membroker.vmm import (
     PhysicalMemory,
     allocation_granularity,
 )
-from membroker.vmm.host import GRANULARITY, HostDriver
+from membroker.vmm.host.driver import GRANULARITY, HostDriver
 
 
 @pytest.fixture

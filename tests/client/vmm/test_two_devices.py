@@ -9,7 +9,7 @@ import pytest
 from tests.client.vmm.children import in_a_child
 
 from membroker.errors import InvalidRequest
-from membroker.testing import TWO_DEVICE_CHECKS, MakeDriver, check_two_devices
+from membroker.testing.driver_suite import TWO_DEVICE_CHECKS, MakeDriver, check_two_devices
 from membroker.vmm import (
     AccessFlags,
     AddressRange,
@@ -21,7 +21,7 @@ from membroker.vmm import (
     VirtualMemoryManager,
     open_driver,
 )
-from membroker.vmm.host import GRANULARITY, HostDriver
+from membroker.vmm.host.driver import GRANULARITY, HostDriver
 
 make_first, make_second = (partial(open_driver, "host", ordinal=ordinal) for ordinal in range(2))
 

@@ -1,0 +1,246 @@
+"""The machine: `step(event, now)` is the only way into the core. It hands each event to the part that answers for it.
+
+The parts stand in a straight stack: books, stock, hearing, lending, segments, models, sessions, resuming, settling.
+Each is given the books and the parts below it that it uses, and knows nothing above it. Where one event concerns
+several parts, the machine calls them in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, get_args
+
+from . import effects as fx
+from . import events as ev
+from . import facts as ft
+from . import policy
+from .books import Books, Step
+from .deaths import Settling
+from .denied import Denied, Reason, deny
+from .hearing import Hearing
+from .ledger import Ledger
+from .lending import Lending
+from .models import Models
+from .resuming import Resuming
+from .segments import Segments
+from .sessions import Sessions
+from .stock import Stock
+
+_Request = (
+    ev.Goodbye
+    | ev.RegisterModel
+    | ev.UnregisterModel
+    | ev.Allocate
+    | ev.Release
+    | ev.Declare
+    | ev.CreateSegment
+    | ev.SealSegment
+    | ev.AttachSegment
+    | ev.DetachSegment
+    | ev.DeleteSegment
+)
+"""What a session asks for, by a request id of its own. (An operator may delete a segment, too.)"""
+_REQUESTS = frozenset(get_args(_Request))
+_GIVES_BACK = (ev.Goodbye, ev.Release, ev.DetachSegment, ev.DeleteSegment)
+"""Requests that are taken while the daemon stops."""
+
+
+class Broker:
+    """The core of one device's daemon.
+
+    `epoch` is a number that no earlier daemon of this device had; ids are (epoch, counter), so none is used twice.
+    """
+
+    def __init__(self, rules: policy.Rules, epoch: int, story: Iterable[ft.Fact] = ()) -> None:
+        books = self.books = Books(rules, epoch, story)
+        stock = self.stock = Stock(books)
+        hearing = self.hearing = Hearing(books)
+        lending = self.lending = Lending(books, stock, hearing)
+        segments = self.segments = Segments(books, stock, hearing, lending)
+        self.models = Models(books)
+        sessions = self.sessions = Sessions(books, lending, segments)
+        resuming = self.resuming = Resuming(books, lending, segments, sessions)
+        self.settling = Settling(books, lending, segments, sessions, resuming)
+
+    def step(self, event: ev.Event, now: int) -> Step:
+        """Take one event at `now` (nanoseconds of CLOCK_BOOTTIME) and return what follows from it."""
+        step = self.books.begin_step()
+        self._route(event, now)
+        return step
+
+    def _route(self, event: Any, now: int) -> None:
+        denied = self._refuse_request(event) if type(event) in _REQUESTS else None
+        if denied:
+            self._answer_refused(event, denied)
+        else:
+            _HANDLERS[type(event)](self, event, now)
+
+    @property
+    def deadline(self) -> int | None:
+        """When the core wants to hear `Elapsed`, in nanoseconds of CLOCK_BOOTTIME; None: not at all."""
+        return self.segments.deadline
+
+    def change_rules(self, rules: policy.Rules) -> None:
+        """Apply other limits and times from the next step on. Memory that is lent stays lent; no books change."""
+        assert policy.fixed(rules) == policy.fixed(self.rules), "these are decided at the start"
+        self.books.rules = rules
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger: for reading."""
+        return self.books.ledger
+
+    @property
+    def rules(self) -> policy.Rules:
+        """What the configuration says."""
+        return self.books.rules
+
+    @property
+    def denials(self) -> Mapping[tuple[ev.ModelName, Reason], int]:
+        """How many calls about each model were refused, by reason."""
+        return self.books.denials
+
+    @property
+    def draining(self) -> bool:
+        """Whether an operator has ordered that nothing more is lent."""
+        return self.books.draining
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the daemon is about to exit: only what gives memory back is taken."""
+        return self.books.stopping
+
+    @stopping.setter
+    def stopping(self, stopping: bool) -> None:
+        self.books.stopping = stopping
+
+    @property
+    def cannot_write(self) -> str:
+        """Why debits cannot be journalled at the moment, so that nothing is lent; empty when they can."""
+        return self.books.cannot_write
+
+    @cannot_write.setter
+    def cannot_write(self, why: str) -> None:
+        self.books.cannot_write = why
+
+    # --- every request ---
+
+    def _refuse_request(self, event: _Request) -> Denied | None:
+        """Return why no request of this session may be taken now, or None."""
+        session = event.session
+        if session is None:  # an operator's
+            return None
+        row = self.books.ledger.sessions.get(session)
+        if row is None or row.state not in ("open", "detached"):
+            return deny(Reason.TOKEN_REJECTED)
+        if self.resuming.under_way(session):
+            return deny(Reason.DELIVERY_FAILED)
+        if self.books.stopping and not isinstance(event, _GIVES_BACK):
+            return deny(Reason.STOPPING)
+        if self.lending.in_flight(session, event.request_id) or self.hearing.has(session, event.request_id):
+            return deny(Reason.REQUEST_ID_IN_USE, request_id=event.request_id)
+        return None
+
+    def _answer_refused(self, event: _Request, denied: Denied) -> None:
+        """Refuse a request before any part has seen it; one about a model counts among the refusals of the model."""
+        match event:
+            case ev.RegisterModel() | ev.UnregisterModel() | ev.Allocate() | ev.Declare():
+                self.books.refuse(event.call, denied, event.session, event.name)
+            case ev.CreateSegment():
+                name = ev.ModelName(event.name.tenant, event.name.model)
+                self.books.refuse(event.call, denied, event.session, name)
+            case _:
+                self.books.answer(event.call, denied)
+
+    # --- events that concern several parts ---
+
+    def _inputs_drained(self, event: ev.InputsDrained, now: int) -> None:
+        request = self.hearing.inputs_drained(event)
+        if request is not None:
+            self._route(request, now)
+
+    def _made(self, event: ev.Made, now: int) -> None:
+        self.lending.made(event)
+        self._packet_decided(event.session, now)
+        self.stock.fill()
+
+    def _not_made(self, event: ev.NotMade, now: int) -> None:
+        self.lending.not_made(event)
+        self._packet_decided(event.session, now)
+
+    def _not_delivered(self, event: ev.NotDelivered, now: int) -> None:
+        self.lending.not_delivered(event)
+        self._packet_decided(event.session, now)
+
+    def _packet_decided(self, session: int, now: int) -> None:
+        """Go on with a Goodbye or a resume that waited for the packets of the session being made."""
+        row = self.books.ledger.sessions.get(session)
+        if row is not None and row.state == "leaving":
+            self.sessions.finish_leaving(row, now)
+        elif row is not None:
+            self.resuming.proceed(session, now)
+
+    def _connection_lost(self, event: ev.ConnectionLost, now: int) -> None:
+        row = self.books.ledger.sessions.get(event.session)
+        if row is not None:
+            self.resuming.give_up(row.session)
+            self.sessions.detach(row, now)
+
+    def _dropped(self, event: ev.Dropped, now: int) -> None:
+        row = self.segments.dropped(event)
+        if row.uncertain:
+            self.settling.segment_dropped(row, now)
+        else:
+            self.resuming.segment_ended(row.segment)
+
+    def _audit(self, event: ev.Audit, now: int) -> None:
+        self.settling.audit(event, now)
+        self.stock.forget_stale(now)
+        self.models.end_idle(now)
+
+    def _restarted(self, event: ev.Restarted, now: int) -> None:
+        self.settling.restarted(event.seen, now)
+        self.resuming.restarted(event, now)
+
+    def _set_draining(self, event: ev.SetDraining, now: int) -> None:
+        self.books.draining = event.draining
+        if event.draining:
+            for location in self.books.rules.capacities:
+                self.stock.drop_all(location)
+        self.books.answer(event.call, fx.Done())
+
+
+_HANDLERS: dict[type, Callable[[Broker, Any, int], None]] = {
+    ev.OpenSession: lambda broker, event, now: broker.sessions.open(event, now),
+    ev.ResumeSession: lambda broker, event, now: broker.resuming.resume(event, now),
+    ev.StateHolds: lambda broker, event, now: broker.resuming.state_holds(event, now),
+    ev.ForgetSession: lambda broker, event, now: broker.resuming.forget(event, now),
+    ev.Restarted: Broker._restarted,
+    ev.SetDraining: Broker._set_draining,
+    ev.ConnectionLost: Broker._connection_lost,
+    ev.ProcessDied: lambda broker, event, now: broker.settling.process_died(event, now),
+    ev.Goodbye: lambda broker, event, now: broker.sessions.goodbye(event, now),
+    ev.RegisterModel: lambda broker, event, now: broker.models.register(event),
+    ev.UnregisterModel: lambda broker, event, now: broker.models.unregister(event, now),
+    ev.Allocate: lambda broker, event, now: broker.lending.allocate(event, now),
+    ev.Release: lambda broker, event, now: broker.lending.release(event),
+    ev.Declare: lambda broker, event, now: broker.lending.declare(event),
+    ev.CreateSegment: lambda broker, event, now: broker.segments.create(event, now),
+    ev.SealSegment: lambda broker, event, now: broker.segments.seal(event),
+    ev.AttachSegment: lambda broker, event, now: broker.segments.attach(event, now),
+    ev.DetachSegment: lambda broker, event, now: broker.segments.detach(event),
+    ev.DeleteSegment: lambda broker, event, now: broker.segments.delete(event),
+    ev.Sealed: lambda broker, event, now: broker.segments.sealed(event),
+    ev.NotSealed: lambda broker, event, now: broker.segments.not_sealed(event),
+    ev.Stocked: lambda broker, event, now: broker.stock.stocked(event),
+    ev.Dropped: Broker._dropped,
+    ev.Elapsed: lambda broker, event, now: broker.segments.elapsed(now),
+    ev.Acknowledge: lambda broker, event, now: broker.lending.acknowledge(event),
+    ev.AcknowledgeUpTo: lambda broker, event, now: broker.lending.acknowledge_up_to(event),
+    ev.Made: Broker._made,
+    ev.NotMade: Broker._not_made,
+    ev.NotDelivered: Broker._not_delivered,
+    ev.Audit: Broker._audit,
+    ev.InputsDrained: Broker._inputs_drained,
+    ev.SetQuota: lambda broker, event, now: broker.models.set_quota(event),
+}

@@ -1,0 +1,109 @@
+"""One dispatcher for both transports: a session's request in, a response or a refusal out.
+
+Also the register of tokens: which session a token speaks for, and at which endpoint it does. Tokens are kept as
+hashes only, and never printed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from ..core import effects as fx
+from ..core import snapshot
+from ..core.denied import Denied, Reason, deny
+from ..loop import Loop
+from ..observe import logs
+from . import convert
+
+Respond = Callable[[fx.Result | Denied], None]
+ObserveRequest = Callable[[str, str, float], None]
+"""Told of each answered request: its method, its transport, and its seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a token stands for."""
+
+    session: int
+    tenant: str
+    endpoint: str
+
+
+class Dispatcher:
+    """Turns requests into questions to the core."""
+
+    def __init__(self, loop: Loop, observe: ObserveRequest) -> None:
+        self.loop = loop
+        self._observe = observe
+        self._tickets: dict[str, Ticket] = {}
+        self._hashes: dict[int, str] = {}
+        loop.on_forget.append(self._forget)
+        for row in loop.broker.ledger.sessions.values():
+            self.admit(row.token_hash, Ticket(row.session, row.tenant, row.endpoint))
+
+    def admit(self, token_hash: str, ticket: Ticket) -> None:
+        """Let a token speak for a session."""
+        self._tickets[token_hash] = ticket
+        self._hashes[ticket.session] = token_hash
+
+    def find(self, token: str, endpoint: str) -> Ticket:
+        """Return what a token stands for at this endpoint, or raise `Refused`."""
+        if not token:
+            raise convert.Refused(deny(Reason.TOKEN_REQUIRED))
+        ticket = self._tickets.get(hash_of(token))
+        if ticket is None or ticket.endpoint != endpoint:
+            raise convert.Refused(deny(Reason.TOKEN_REJECTED))
+        return ticket
+
+    def request(
+        self, session: int, tenant: str, request_id: int, message: Message, transport: str, respond: Respond
+    ) -> None:
+        """Put a request to the core; `respond` gets its result or refusal, now or later."""
+        start = time.perf_counter()
+        method = type(message).__name__.removesuffix("Request")
+
+        def reply(result: fx.Result | Denied) -> None:
+            if transport == "handoff":  # a gRPC call is timed whole, by its guard
+                self._observe(method, transport, time.perf_counter() - start)
+            if isinstance(result, Denied):
+                logs.log_denied(session, method, result)
+            respond(result)
+
+        try:
+            make_event = convert.to_event(session, tenant, request_id, message)
+        except convert.Refused as refused:
+            reply(refused.denied)
+            return
+        self.loop.ask(make_event, reply)
+
+    def response(self, result: fx.Result) -> tuple[str, Any]:
+        """Return the response of a request, and the name of its field in a handoff Reply; raises `Refused`."""
+        if not isinstance(result, fx.Registered):
+            return convert.from_result(result)
+        broker = self.loop.broker
+        if result.name not in broker.ledger.models:  # its session has gone since it was answered
+            raise convert.Refused(deny(Reason.MODEL_NOT_FOUND, model=str(result.name)))
+        return "model", convert.from_model(snapshot.take_model(broker, result.name))
+
+    def _forget(self, session: int) -> None:
+        digest = self._hashes.pop(session, None)
+        if digest is not None:
+            del self._tickets[digest]
+
+
+def new_token() -> tuple[str, str]:
+    """Return a new secret, and the hash by which it is known."""
+    token = secrets.token_urlsafe(32)
+    return token, hash_of(token)
+
+
+def hash_of(token: str) -> str:
+    """Return what is kept of a token."""
+    return hashlib.sha256(token.encode()).hexdigest()

@@ -1,0 +1,520 @@
+"""One handoff connection: frames in, frames and descriptors out.
+
+Owns the socket, the queue of packets that the socket would not take yet, and the pidfd until there is a session. While
+that queue is not empty nothing is read, so a peer that does not read cannot make the broker work or grow. Decides
+nothing about memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import time
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from google.protobuf.message import Message
+
+from membroker.v1 import handoff_pb2 as pb
+from membroker.wire import frames as handoff
+
+from ...core import effects as fx
+from ...core import events as ev
+from ...core.denied import Denied, Reason, deny
+from ...failpoints import reach
+from ...observe import logs
+from ..convert import LOCATION_NUMBERS, Refused, session_name
+from ..dispatch import Ticket, new_token
+from ..errors import to_status
+from .holds import Holds
+from .peer import Peer, hang_up
+
+if TYPE_CHECKING:
+    from ...loop import Link
+    from .listener import Listener
+
+FRAMES_PER_TURN = 8
+"""Frames that are taken from one connection before the others have their turn."""
+MAX_CLIENT_NAME = 128
+LINGER_SECONDS = 5.0
+"""How long the last answer of a connection may wait for a peer that does not read."""
+HOLDS_SECONDS = 10.0
+"""How long a process that resumes may take from its Welcome to its last Holds."""
+IN_FLIGHT_SECONDS = 0.05
+"""How long a delivery rests when as many descriptors of this user are under way as the kernel allows."""
+_REQUESTS = frozenset(
+    [
+        *("allocate", "release", "declare", "register_model", "unregister_model"),
+        *("create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment"),
+    ]
+)
+_QUIET = frozenset(("release", "detach_segment"))
+"""Requests that may want no answer (`no_reply`)."""
+
+
+_Pair = tuple[socket.socket, socket.socket]
+
+
+class _Outgoing(NamedTuple):
+    frame: pb.Frame
+    descriptors: list[int]
+
+
+class Connection:
+    """A connection, from its accept to its end; it has a session once its Hello was answered."""
+
+    def __init__(self, listener: Listener, sock: socket.socket, peer: Peer) -> None:
+        self._listener = listener
+        self._dispatcher = listener.dispatcher
+        self._loop = listener.dispatcher.loop
+        self._io = asyncio.get_running_loop()
+        self._sock = sock
+        self._peer = peer
+        self._notices: socket.socket | None = None
+        self._session: int | None = None
+        self._tenant = ""
+        self._outgoing: deque[_Outgoing] = deque()
+        self._asked: set[int] = set()
+        """Allocations asked for here that are unanswered: the others' answers go by gRPC."""
+        self._told: int | None = None
+        """An allocation whose answer has gone with its delivery, until the core gives it."""
+        self._blocked = False
+        self._closed = False
+        self._closing = False
+        self._pidfd: int | None = peer.pidfd
+        self._holds: Holds | None = None
+        self._holds_timer: asyncio.TimerHandle | None = None
+        self._acknowledged = 0
+        """How many deliveries the client has said that it took, by count."""
+        self._waiting = False
+        self._turns = self._loop.turns
+        self._whose = listener.tenant_of(peer)
+        self._descriptor = sock.fileno()
+        self._io.add_reader(sock, self._readable)
+
+    @property
+    def session(self) -> int | None:
+        """The session that this connection is of, if it has said Hello."""
+        return self._session
+
+    # --- in ---
+
+    def _readable(self) -> None:
+        """Take frames, as many as this connection and its tenant may have in one turn."""
+        for _ in range(FRAMES_PER_TURN):
+            if self._closed or self._outgoing or self._waiting:
+                return
+            if not self._turns.may(self._whose, self._descriptor):
+                break  # what is left makes the socket readable in the next turn too
+            began = time.perf_counter()
+            went_on = self._read()
+            self._turns.charge(self._whose, time.perf_counter() - began)
+            if not went_on:
+                return
+        self._loop.cut_short += 1
+
+    def _read(self) -> bool:
+        """Take one frame; False when there is none, or none will ever come."""
+        try:
+            frame = handoff.receive_without_descriptors(self._sock, self._listener.buffer)
+        except BlockingIOError:
+            return False
+        except handoff.EndOfConnection:
+            self.close("the other end closed it")
+            return False
+        except handoff.BrokenPacket as error:
+            self._violated(0, str(error))
+            return False
+        except OSError as error:
+            self.close(error.strerror or "broken")
+            return False
+        try:
+            self._take(frame)
+        except Exception as error:  # noqa: BLE001 - the edge of the daemon: no frame may end it, or hang its sender
+            logs.fault(error, endpoint=self._listener.endpoint, pid=self._peer.pid)
+            self._refuse(frame.request_id, deny(Reason.INTERNAL))
+        return True
+
+    def hear(self) -> None:
+        """Take the next frame if it is there already, whatever is left of this turn."""
+        if not (self._closed or self._outgoing or self._waiting):
+            self._read()
+
+    def _take(self, frame: pb.Frame) -> None:
+        kind = frame.WhichOneof("kind")
+        if kind == "hello":
+            self._hello(frame)
+        elif self._session is None:
+            self._violated(frame.request_id, f"the first frame must be a Hello, not {kind}")
+        elif self._holds is not None or kind == "holds":
+            self._hold(frame, self._session)
+        elif self._acknowledge(frame, self._session) or self._closing:
+            return
+        elif kind in _REQUESTS:
+            self._request(frame.request_id, self._session, kind, getattr(frame, kind))
+        elif kind == "goodbye":
+            self._goodbye(frame.request_id, self._session)
+        else:
+            self._violated(frame.request_id, f"a client does not send {kind}")
+
+    def _acknowledge(self, frame: pb.Frame, session: int) -> bool:
+        """Take what a frame acknowledges; say whether that is all that it is for."""
+        count, is_ack = frame.acknowledged, frame.HasField("ack")
+        if count > self._acknowledged:
+            reach("acknowledge")
+            self._acknowledged = count
+            self._loop.tell(ev.AcknowledgeUpTo(session, count))
+        elif is_ack and not count:
+            reach("acknowledge")
+            self._loop.tell(ev.Acknowledge(session, frame.request_id, frame.ack.part))
+        return is_ack
+
+    def _request(self, request_id: int, session: int, kind: str, message: Message) -> None:
+        quiet = kind in _QUIET and getattr(message, "no_reply", False)
+        if kind == "allocate":
+            self._asked.add(request_id)
+
+        def respond(result: fx.Result | Denied) -> None:
+            self._asked.discard(request_id)
+            if self._told == request_id:
+                self._told = None
+            elif not quiet:
+                self._answer(request_id, result)
+            elif isinstance(result, Denied):
+                self.notify(pb.Frame(request_id=request_id, notice=pb.Notice(release_refused=to_status(result))))
+
+        self._dispatcher.request(session, self._tenant, request_id, message, "handoff", respond)
+
+    def _hello(self, frame: pb.Frame) -> None:
+        hello, request_id = frame.hello, frame.request_id
+        if self._session is not None:
+            self._violated(request_id, "Hello was said already")
+            return
+        if hello.protocol_version != handoff.PROTOCOL_VERSION:
+            versions = {"version": hello.protocol_version, "supported": handoff.PROTOCOL_VERSION}
+            self._refuse(request_id, deny(Reason.UNSUPPORTED_VERSION, **versions))
+            return
+        try:
+            pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:  # before there is a session, which would outlive a connection that ends without a word
+            self._refuse(request_id, deny(Reason.DESCRIPTORS_EXHAUSTED, driver_says=f"socketpair: {error.strerror}"))
+            return
+        if hello.resume_token:
+            self._resume(request_id, hello.resume_token, pair)
+        else:
+            self._open(request_id, hello, pair)
+
+    def _open(self, request_id: int, hello: pb.Hello, pair: _Pair) -> None:
+        peer, endpoint, tenant = self._peer, self._listener.endpoint, self._listener.tenant_of(self._peer)
+        client = "".join(letter for letter in hello.client[:MAX_CLIENT_NAME] if letter.isprintable())
+        token, token_hash = new_token()
+        observer = hello.observer
+
+        def opened(result: fx.Result | Denied) -> None:
+            if isinstance(result, Denied):
+                self._turn_away(request_id, pair, result)
+                return
+            assert isinstance(result, fx.SessionOpened)
+            self._dispatcher.admit(token_hash, Ticket(result.session, tenant, endpoint))
+            self._begin(result.session, tenant, self._loop.links)
+            self._welcome(request_id, token, pair)
+
+        self._loop.ask(
+            lambda call: ev.OpenSession(
+                call, tenant, peer.pid, peer.uid, peer.identity, observer, client, endpoint, token_hash
+            ),
+            opened,
+        )
+
+    def _resume(self, request_id: int, token: str, pair: _Pair) -> None:
+        try:
+            ticket = self._dispatcher.find(token, self._listener.endpoint)
+        except Refused as refused:
+            self._turn_away(request_id, pair, refused.denied)
+            return
+
+        def resumed(result: fx.Result | Denied) -> None:
+            if isinstance(result, Denied):
+                self._turn_away(request_id, pair, result)
+                return
+            assert isinstance(result, fx.SessionResumed)
+            for connections in (self._loop.links, self._loop.resuming):
+                before = connections.pop(ticket.session, None)
+                if before is not None:  # no longer the session's: its end changes nothing
+                    before.close("its process connected anew")
+            self._begin(ticket.session, ticket.tenant, self._loop.resuming)
+            self._holds = Holds(self._loop.broker.ledger.sessions[ticket.session])
+            self._holds_timer = self._io.call_later(HOLDS_SECONDS, self._no_holds)
+            # What the old connection did not deliver is told before anything is read of this one.
+            self._waiting = True
+            self._io.call_soon(self._go_on)
+            reach("resume")
+            self._welcome(request_id, token, pair, resumed=True)
+
+        self._loop.ask(lambda call: ev.ResumeSession(call, ticket.session, self._peer.identity), resumed)
+
+    def _go_on(self) -> None:
+        self._waiting = False
+        if not self._closed:
+            self._readable()
+
+    def _turn_away(self, request_id: int, pair: _Pair, denied: Denied) -> None:
+        for end in pair:
+            end.close()
+        self._refuse(request_id, denied)
+
+    def _begin(self, session: int, tenant: str, connections: dict[int, Link]) -> None:
+        """The connection is this session's from now on, and its process is watched beyond it."""
+        self._session, self._tenant = session, tenant
+        connections[session] = self
+        self._listener.greeted(self)
+        assert self._pidfd is not None
+        pidfd, self._pidfd = self._pidfd, None
+        self._listener.watch.add(session, pidfd, self._peer.pid)
+
+    def _hold(self, frame: pb.Frame, session: int) -> None:
+        """Take what the process has of a session that it takes up again; nothing else before the last of it."""
+        request_id, kind = frame.request_id, frame.WhichOneof("kind")
+        if kind != "holds" or self._holds is None:
+            what = "Holds come once, after a resumed Welcome" if self._holds is None else f"first the Holds, not {kind}"
+            self._violated(request_id, what)
+            return
+        try:
+            self._holds.take(frame.holds)
+        except Refused as refused:
+            self._end_holds()
+            self._refuse(request_id, refused.denied)
+            return
+        if frame.holds.last:
+            holds = self._holds
+            self._end_holds()
+            reach("reconcile")
+            self._loop.ask(
+                lambda call: holds.to_event(call), lambda result: self._reconciled(request_id, session, result)
+            )
+
+    def _end_holds(self) -> None:
+        self._holds = None
+        if self._holds_timer is not None:
+            self._holds_timer.cancel()
+            self._holds_timer = None
+
+    def _no_holds(self) -> None:
+        self._end_holds()
+        if not self._closed:
+            self._violated(0, f"the last Holds did not come within {HOLDS_SECONDS:.0f} seconds")
+
+    def _reconciled(self, request_id: int, session: int, result: fx.Result | Denied) -> None:
+        reach("reconciled")
+        if self._loop.resuming.get(session) is self and not isinstance(result, Denied):
+            self._loop.links[session] = self._loop.resuming.pop(session)
+        self._answer(request_id, result)
+
+    def _welcome(self, request_id: int, token: str, pair: _Pair, *, resumed: bool = False) -> None:
+        assert self._session is not None
+        self._notices, theirs = pair
+        self._notices.setblocking(False)
+        device = self._listener.device
+        capacities = self._loop.broker.rules.capacities
+        welcome = pb.Welcome(
+            session=session_name(self._session),
+            token=token,
+            tenant=f"tenants/{self._tenant}",
+            device_uuid=device.uuid,
+            driver=device.driver,
+            granularity_bytes=device.granularity,
+            protocol_version=handoff.PROTOCOL_VERSION,
+            protocol_revision=handoff.PROTOCOL_REVISION,
+            resumed=resumed,
+        )
+        for location, capacity in capacities.items():
+            welcome.capacities.add(location=LOCATION_NUMBERS[location], limit_bytes=capacity)
+        self._send(pb.Frame(request_id=request_id, welcome=welcome), [theirs.detach()])
+        if self._loop.drain is not None:
+            self.notify(pb.Frame(notice=self._loop.drain))
+
+    def _goodbye(self, request_id: int, session: int) -> None:
+        def respond(result: fx.Result | Denied) -> None:
+            if isinstance(result, Denied):
+                self._send(_refusal(request_id, result))
+            else:
+                self._last(pb.Frame(request_id=request_id, reply=pb.Reply(goodbye=pb.GoodbyeResponse())))
+
+        self._loop.ask(lambda call: ev.Goodbye(call, session, request_id), respond)
+
+    def _refuse(self, request_id: int, denied: Denied) -> None:
+        """Answer with a refusal and end the connection once it is sent."""
+        self._listener.refused(denied.reason, pid=self._peer.pid)
+        self._last(_refusal(request_id, denied))
+
+    def _last(self, frame: pb.Frame) -> None:
+        """End the connection with this frame; a peer that never takes it loses it."""
+        self._closing = True
+        self._send(frame)
+        if not self._closed:
+            self._io.call_later(LINGER_SECONDS, self.close, "it did not take the last answer")
+
+    def _violated(self, request_id: int, what: str) -> None:
+        self._refuse(request_id, deny(Reason.PROTOCOL_VIOLATION, what=what))
+
+    # --- out ---
+
+    def deliver(self, packet: fx.Make | fx.Send, descriptors: list[int]) -> None:
+        """Queue one packet of a call; its descriptors are closed here, sent or not.
+
+        It goes with the next `flush`: until then the call's answer may join it, and one that is known already does.
+        """
+        frame = pb.Frame(request_id=packet.request_id)
+        delivery = frame.delivery
+        delivery.part = packet.part
+        delivery.parts = packet.parts
+        delivery.extent_bytes = packet.extent_bytes
+        delivery.extent_ids.extend(packet.ids)
+        delivery.segment = packet.segment
+        row = self._loop.broker.ledger.segments.get(packet.segment) if packet.segment and not packet.part else None
+        if row is not None:
+            delivery.segment_bytes, delivery.segment_extents = row.size_of(row.ids), len(row.ids)
+        if isinstance(packet, fx.Make) and packet.answer is not None and packet.request_id in self._asked:
+            self._put(packet.answer, delivery.reply)
+            self._told = packet.request_id
+        self._listener.count_descriptors(len(descriptors))
+        outgoing = _Outgoing(frame, descriptors)
+        if self._closed:
+            self._drop(outgoing)
+        else:
+            self._outgoing.append(outgoing)
+
+    def flush(self) -> None:
+        """Send what is queued, unless the socket is full."""
+        if self._outgoing and not self._blocked:
+            self._flush()
+
+    def _answer(self, request_id: int, result: fx.Result | Denied) -> None:
+        """Answer a request, in its last delivery where that is still here."""
+        last = self._outgoing[-1].frame if self._outgoing else None
+        joins = last is not None and last.request_id == request_id and last.HasField("delivery")
+        if last is not None and joins and not isinstance(result, Denied):
+            self._put(result, last.delivery.reply)
+        elif isinstance(result, Denied):
+            self._send(_refusal(request_id, result))
+        else:
+            frame = pb.Frame(request_id=request_id)
+            self._put(result, frame.reply)
+            self._send(frame)
+
+    def _put(self, result: fx.Result, reply: pb.Reply) -> None:
+        field, message = self._dispatcher.response(result)
+        getattr(reply, field).CopyFrom(message)
+
+    def notify(self, frame: pb.Frame) -> None:
+        """Say something on the broker's own account; what a full socket does not take is dropped and counted."""
+        if self._notices is None:
+            return
+        try:
+            handoff.send(self._notices, handoff.encode(frame))
+        except OSError:
+            self._listener.count_dropped_notice()
+
+    def disconnect(self, why: str) -> None:
+        """End the connection because its peer broke the protocol."""
+        self._violated(0, why)
+
+    def _send(self, frame: pb.Frame, descriptors: list[int] | None = None) -> None:
+        outgoing = _Outgoing(frame, descriptors or [])
+        if self._closed:
+            self._drop(outgoing)
+            return
+        self._outgoing.append(outgoing)
+        if len(self._outgoing) == 1:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what is queued; wait for the socket when it is full, and read nothing until it is not."""
+        while self._outgoing and not self._closed:
+            outgoing = self._outgoing[0]
+            if outgoing.descriptors:
+                reach("deliver")
+            try:
+                data = handoff.encode(outgoing.frame)
+            except Exception as error:  # noqa: BLE001 - what can never be sent must not stand before all else for ever
+                logs.fault(error, endpoint=self._listener.endpoint, pid=self._peer.pid)
+                self.close("what it was to be told is no frame")
+                return
+            try:
+                handoff.send(self._sock, data, outgoing.descriptors)
+            except BlockingIOError:
+                self._wait_for_room()
+                self._io.add_writer(self._sock, self._flush)
+                return
+            except OSError as error:
+                if error.errno == errno.ETOOMANYREFS:
+                    # Counted for every process of this user: whoever it is, this peer is not to blame.
+                    self._wait_for_room()
+                    self._io.remove_writer(self._sock)
+                    self._io.call_later(IN_FLIGHT_SECONDS, self._flush)
+                    return
+                self.close(error.strerror or "broken")
+                return
+            if outgoing.descriptors:
+                reach("delivered")
+            self._outgoing.popleft()
+            self._close_descriptors(outgoing)
+        if self._closed:
+            return
+        if self._closing:
+            self.close("done")
+        elif self._blocked:
+            self._blocked = False
+            self._io.remove_writer(self._sock)
+            self._io.add_reader(self._sock, self._readable)
+
+    def _wait_for_room(self) -> None:
+        if not self._blocked:
+            self._blocked = True
+            self._io.remove_reader(self._sock)
+
+    def _close_descriptors(self, outgoing: _Outgoing) -> None:
+        handoff.close_all(outgoing.descriptors)
+        if outgoing.frame.HasField("delivery"):
+            self._listener.count_descriptors(-len(outgoing.descriptors))
+
+    def _drop(self, outgoing: _Outgoing) -> None:
+        """Close a packet that will never be sent; the core credits what was in it."""
+        self._close_descriptors(outgoing)
+        if outgoing.frame.HasField("delivery") and self._session is not None:
+            event = ev.NotDelivered(self._session, outgoing.frame.request_id, outgoing.frame.delivery.part)
+            self._io.call_soon(self._loop.tell, event)
+
+    # --- the end ---
+
+    def close(self, why: str) -> None:
+        """End the connection. The session, if there is one, is charged on: its process may live."""
+        if self._closed:
+            return
+        self._closed = True
+        self._end_holds()
+        self._io.remove_reader(self._sock)
+        self._io.remove_writer(self._sock)
+        hang_up(self._sock)
+        if self._notices is not None:
+            self._notices.close()
+        while self._outgoing:
+            self._drop(self._outgoing.popleft())
+        self._listener.ended(self)
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+        if self._session is None:
+            return
+        logs.debug("connection ended", session=session_name(self._session), why=why)
+        for connections in (self._loop.links, self._loop.resuming):
+            if connections.get(self._session) is self:
+                del connections[self._session]
+                self._loop.tell(ev.ConnectionLost(self._session))
+                self._listener.watch.look(self._session)
+
+
+def _refusal(request_id: int, denied: Denied) -> pb.Frame:
+    return pb.Frame(request_id=request_id, reply=pb.Reply(error=to_status(denied)))

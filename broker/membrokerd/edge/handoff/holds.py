@@ -1,0 +1,56 @@
+"""What a process states that it has of a session which it takes up again: several frames, one event."""
+
+from __future__ import annotations
+
+from membroker.v1 import handoff_pb2 as pb
+from membroker.wire.frames import MAX_DESCRIPTORS, MAX_IDS_PER_FRAME, WINDOW
+
+from ...core import events as ev
+from ...core.denied import Denied, Reason, deny
+from ...core.ledger import SessionRow
+from ..convert import Refused, parse_location, parse_model
+
+UNBOOKED = WINDOW * MAX_DESCRIPTORS
+"""How many entries a process may state beyond what the books have: what one delivery window can have brought it."""
+
+
+class Holds:
+    """The frames so far. All of them together are bounded by what the books have of the session.
+
+    Each frame but the last must state something, and nothing may be stated twice: so the frames are bounded too.
+    """
+
+    def __init__(self, row: SessionRow) -> None:
+        self._session = row.session
+        self._room = len(row.extents) + len(row.segments) + len(row.charges) + UNBOOKED
+        self._extents: set[int] = set()
+        self._segments: dict[int, int] = {}
+        self._declarations: dict[tuple[ev.ModelName, ev.Location], int] = {}
+
+    def take(self, frame: pb.Holds) -> None:
+        """Take one frame; raises `Refused`."""
+        count = len(frame.extent_ids) + len(frame.segments) + len(frame.declarations)
+        if count > MAX_IDS_PER_FRAME:
+            raise Refused(deny(Reason.INVALID_COUNT, count=count, max_count=MAX_IDS_PER_FRAME))
+        if not count and not frame.last:
+            raise Refused(_violation("Holds that state nothing must be the last"))
+        stated = self._count() + count
+        if stated > self._room:
+            raise Refused(_violation("it states more than the books have of it and a delivery window can have brought"))
+        self._extents.update(frame.extent_ids)
+        self._segments.update((one.generation, one.times) for one in frame.segments)
+        for one in frame.declarations:
+            self._declarations[parse_model(one.model), parse_location(one.location)] = one.declared_bytes
+        if self._count() < stated:
+            raise Refused(_violation("it states an extent, a segment or a declaration twice"))
+
+    def _count(self) -> int:
+        return len(self._extents) + len(self._segments) + len(self._declarations)
+
+    def to_event(self, call: int) -> ev.StateHolds:
+        """Return all of it, as the core takes it."""
+        return ev.StateHolds(call, self._session, frozenset(self._extents), self._segments, self._declarations)
+
+
+def _violation(what: str) -> Denied:
+    return deny(Reason.PROTOCOL_VIOLATION, what=what)

@@ -1,0 +1,179 @@
+"""The handoff socket of one endpoint: accepts, attests, and keeps the connections that it accepted.
+
+Bounds how many may stay without a Hello, and for how long. Decides nothing about memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections import Counter
+
+from membroker.v1 import handoff_pb2 as pb
+from membroker.vmm import DeviceInfo
+from membroker.wire import frames as handoff
+
+from ...core.denied import Reason
+from ...observe import logs
+from ...restart.process_watch import Watch
+from ..dispatch import Dispatcher
+from ..errors import to_status
+from .connection import Connection
+from .peer import Peer, Unattested, attest, hang_up
+
+ACCEPTS_PER_TURN = 32
+MAX_SILENT = 64
+"""Connections of one endpoint that have not said Hello. The oldest makes room for the newest."""
+HELLO_SECONDS = 5.0
+REFUSED_LINE_SECONDS = 1.0
+PAUSE_SECONDS = 0.1
+"""How long accepting rests when the process has no descriptor left."""
+
+
+class Traffic:
+    """What all listeners count together."""
+
+    def __init__(self) -> None:
+        self.refused: Counter[str] = Counter()
+        self.notices_dropped = 0
+        self.descriptors = 0
+
+
+class Listener:
+    """One endpoint's door."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        endpoint: str,
+        tenant: str | None,
+        uids: frozenset[int],
+        dispatcher: Dispatcher,
+        device: DeviceInfo,
+        traffic: Traffic,
+        watch: Watch,
+    ) -> None:
+        self.endpoint = endpoint
+        self.dispatcher = dispatcher
+        self.device = device
+        self.buffer = bytearray(handoff.MAX_FRAME_BYTES)
+        self.watch = watch
+        self._sock = sock
+        self._tenant = tenant
+        self._uids = uids
+        self._traffic = traffic
+        self._unsaid = 0
+        self._silent_until = 0.0
+        self._silent: dict[Connection, asyncio.TimerHandle] = {}
+        self._greeted: set[Connection] = set()
+        self._io = asyncio.get_running_loop()
+        self._io.add_reader(sock, self._acceptable)
+
+    def tenant_of(self, peer: Peer) -> str:
+        """Return who is charged: the endpoint's tenant, or where it has none, one for each uid."""
+        return self._tenant or f"uid-{peer.uid}"
+
+    def admit(self, uids: frozenset[int]) -> None:
+        """Let these users open sessions from now on; sessions that are open stay."""
+        self._uids = uids
+
+    def _acceptable(self) -> None:
+        turns = self.dispatcher.loop.turns
+        for _ in range(ACCEPTS_PER_TURN):
+            if not turns.may(self.endpoint, self._sock.fileno()):
+                return
+            began = time.perf_counter()
+            went_on = self._accept_one()
+            turns.charge(self.endpoint, time.perf_counter() - began)
+            if not went_on:
+                return
+
+    def _accept_one(self) -> bool:
+        """Accept a connection; False when there is none, or no descriptor for it."""
+        try:
+            connection, _ = self._sock.accept()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.refused(Reason.DESCRIPTORS_EXHAUSTED, error=error.strerror)
+            self._io.remove_reader(self._sock)
+            self._io.call_later(PAUSE_SECONDS, self._resume)
+            return False
+        self._accept(connection)
+        return True
+
+    def _resume(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._io.add_reader(self._sock, self._acceptable)
+
+    def _accept(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        try:
+            peer = attest(sock, self._uids)
+        except Unattested as error:
+            self._turn_away(sock, error)
+            return
+        except OSError as error:
+            logs.log("cannot attest", endpoint=self.endpoint, error=error.strerror)
+            sock.close()
+            return
+        connection = Connection(self, sock, peer)
+        self._silent[connection] = self._io.call_later(HELLO_SECONDS, self._give_up, connection, "it said no Hello")
+        if len(self._silent) > MAX_SILENT:
+            self._give_up(next(iter(self._silent)), "too many connections said no Hello")
+
+    def _give_up(self, connection: Connection, why: str) -> None:
+        """Close a connection, unless its Hello is there unread: the broker itself may have been stopped."""
+        connection.hear()
+        if connection.session is None:
+            connection.close(why)
+
+    def _turn_away(self, sock: socket.socket, error: Unattested) -> None:
+        self.refused(error.denied.reason)
+        reply = pb.Frame(reply=pb.Reply(error=to_status(error.denied)))
+        try:
+            handoff.send(sock, handoff.encode(reply))
+        except OSError:
+            logs.debug("it did not wait for the answer", endpoint=self.endpoint)
+        hang_up(sock)
+
+    # --- what connections report ---
+
+    def greeted(self, connection: Connection) -> None:
+        """A connection has a session."""
+        self._silent.pop(connection).cancel()
+        self._greeted.add(connection)
+
+    def ended(self, connection: Connection) -> None:
+        """A connection is closed."""
+        self._greeted.discard(connection)
+        timer = self._silent.pop(connection, None)
+        if timer is not None:
+            timer.cancel()
+
+    def refused(self, reason: Reason, **fields: object) -> None:
+        """Count a connection that was refused, and say so once a second: nobody may fill the log by connecting."""
+        self._traffic.refused[reason.value] += 1
+        self._unsaid += 1
+        if self._io.time() < self._silent_until:
+            return
+        logs.log("connection refused", endpoint=self.endpoint, reason=reason.value, count=self._unsaid, **fields)
+        self._unsaid = 0
+        self._silent_until = self._io.time() + REFUSED_LINE_SECONDS
+
+    def count_dropped_notice(self) -> None:
+        """Count a notice that its session did not make room for."""
+        self._traffic.notices_dropped += 1
+
+    def count_descriptors(self, change: int) -> None:
+        """Count memory descriptors that are open while they are being delivered."""
+        self._traffic.descriptors += change
+
+    def close(self) -> None:
+        """Accept nobody any more, and end every connection."""
+        self._io.remove_reader(self._sock)
+        self._sock.close()
+        for connection in [*self._silent, *self._greeted]:
+            connection.notify(pb.Frame(notice=pb.Notice(stopping=pb.Stopping())))
+            connection.close("the broker stops")

@@ -1,0 +1,192 @@
+"""AdminService: what an operator asks. Who can open the admin endpoint's socket is one."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Collection
+from datetime import UTC
+from typing import Any
+
+from membroker.v1 import admin_pb2 as pb
+from membroker.v1 import admin_pb2_grpc, broker_pb2, resources_pb2
+from membroker.v1.handoff_pb2 import Draining, Notice, Undrained
+
+from ...core import effects as fx
+from ...core import events as ev
+from ...core import snapshot
+from ...core.denied import Denied, Reason, deny
+from ...drain import Drain
+from ...executor import Failure
+from ...loop import Loop, clock
+from ...observe import logs
+from ...observe.suspects import Process, command_of
+from .. import convert
+from ..convert import LOCATION_NUMBERS, Refused
+from ..listings import Views
+
+_UID_TENANT = re.compile("uid-(0|[1-9][0-9]{0,9})")
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
+    """The whole device's service. `tenants` returns the configured ones: none where each uid is a tenant."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        views: Views,
+        tenants: Callable[[], Collection[str]],
+        keep_quotas: Callable[[], None],
+        drain: Drain,
+    ) -> None:
+        self._loop = loop
+        self._views = views
+        self._tenants = tenants
+        self._keep_quotas = keep_quotas
+        self._drain = drain
+
+    async def GetDevice(self, request: broker_pb2.GetDeviceRequest, context: Any) -> resources_pb2.Device:
+        """Return the device and its books."""
+        return self._views.get_device()
+
+    async def ListModels(self, request: broker_pb2.ListModelsRequest, context: Any) -> broker_pb2.ListModelsResponse:
+        """Return a page of everybody's models."""
+        return self._views.list_models(request)
+
+    async def ListSessions(
+        self, request: broker_pb2.ListSessionsRequest, context: Any
+    ) -> broker_pb2.ListSessionsResponse:
+        """Return a page of everybody's sessions."""
+        return self._views.list_sessions(request)
+
+    async def ListSegments(
+        self, request: broker_pb2.ListSegmentsRequest, context: Any
+    ) -> broker_pb2.ListSegmentsResponse:
+        """Return a page of everybody's segments."""
+        return self._views.list_segments(request)
+
+    async def ListTenants(self, request: pb.ListTenantsRequest, context: Any) -> pb.ListTenantsResponse:
+        """Return a page of the tenants."""
+        return self._views.list_tenants(request, self._tenants())
+
+    async def DeleteSegment(self, request: broker_pb2.DeleteSegmentRequest, context: Any) -> resources_pb2.Segment:
+        """End a segment of whomever."""
+        name, generation = convert.parse_segment(request.name), request.generation
+        result = await self._ask(lambda call: ev.DeleteSegment(call, None, request.request_id, name, generation))
+        _, response = convert.from_result(result)
+        return response  # type: ignore[no-any-return]
+
+    async def SetQuota(self, request: pb.SetQuotaRequest, context: Any) -> pb.Quota:
+        """Command a limit, or end a command."""
+        tenant, model = convert.parse_quota_name(request.name)
+        location = convert.parse_location(request.location)
+        limit = request.limit_bytes if request.HasField("limit_bytes") else None
+        before = self._loop.broker.ledger.quotas.get((tenant, model, location))
+        if limit is not None or before is None:  # what is commanded for one who is none any more can be ended
+            self._check_tenant(tenant)
+        await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, limit))
+        try:
+            self._keep_quotas()
+        except OSError as error:  # nothing ran since the step before: nobody was lent anything by that limit
+            await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, before))
+            raise Refused(deny(Reason.INTERNAL, fault=_unkept(error))) from error
+        return self._quota(tenant, model, location)
+
+    async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
+        """Return what is commanded."""
+        keys = sorted(self._loop.broker.ledger.quotas, key=lambda key: (key[0], key[1] or "", key[2]))
+        return pb.ListQuotasResponse(quotas=[self._quota(*key) for key in keys])
+
+    async def ForgetSession(self, request: pb.ForgetSessionRequest, context: Any) -> resources_pb2.Session:
+        """End a detached session on the operator's word, and return it as it was."""
+        session = convert.parse_session(request.name)
+        row = self._loop.broker.ledger.sessions.get(session)
+        before = None if row is None else snapshot.take_session(self._loop.broker, row)
+        await self._ask(lambda call: ev.ForgetSession(call, session))
+        assert before is not None, "what is not known was forgotten"
+        return convert.from_session(before, clock())
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> resources_pb2.Device:
+        """Lend nothing more, and tell the workers."""
+        deadline = request.deadline if request.HasField("deadline") else None
+        try:
+            by = None if deadline is None else deadline.ToDatetime(UTC)
+        except (ValueError, OverflowError) as error:
+            raise Refused(deny(Reason.INVALID_ARGUMENT, what=f"the deadline is no time: {error}")) from error
+        await self._ask(lambda call: ev.SetDraining(call, True))
+        self._loop.drain = Notice(draining=Draining(deadline=deadline))
+        self._loop.say(self._loop.drain)
+        self._drain.begin(by, exits=request.exit)
+        return self._views.get_device()
+
+    async def Undrain(self, request: pb.UndrainRequest, context: Any) -> resources_pb2.Device:
+        """Lend again."""
+        await self._ask(lambda call: ev.SetDraining(call, False))
+        self._loop.drain = None
+        self._loop.say(Notice(undrained=Undrained()))
+        self._drain.end()
+        logs.log("undrained")
+        return self._views.get_device()
+
+    async def ListProcesses(self, request: pb.ListProcessesRequest, context: Any) -> pb.ListProcessesResponse:
+        """Return who uses the device, as the driver sees it."""
+        answer: asyncio.Future[list[Process] | Failure] = asyncio.get_running_loop().create_future()
+
+        def listed(found: list[Process] | Failure) -> None:
+            if not answer.cancelled():  # who asked may have left before the driver answered
+                answer.set_result(found)
+
+        self._loop.list_processes(listed)
+        found = await answer
+        if isinstance(found, Failure):
+            raise Refused(deny(found.reason, **found.numbers))
+        return pb.ListProcessesResponse(processes=map(_from_process, found))
+
+    def _check_tenant(self, tenant: str) -> None:
+        """Refuse a tenant that there can't be; one that has not come yet is none of these."""
+        if tenants := self._tenants():
+            if tenant not in tenants:
+                raise Refused(deny(Reason.TENANT_NOT_FOUND, tenant=tenant))
+        elif not _UID_TENANT.fullmatch(tenant):
+            hint = ", and each user is one here, such as 'uid-1000'"
+            raise Refused(deny(Reason.TENANT_NOT_FOUND, tenant=tenant, hint=hint))
+
+    async def _ask(self, make_event: convert.MakeEvent) -> fx.Result:
+        answer: asyncio.Future[fx.Result | Denied] = asyncio.get_running_loop().create_future()
+        self._loop.ask(make_event, answer.set_result)
+        result = await answer
+        if isinstance(result, Denied):
+            raise Refused(result)
+        return result
+
+    def _quota(self, tenant: str, model: str | None, location: ev.Location) -> pb.Quota:
+        ledger = self._loop.broker.ledger
+        if model is None:
+            name, used = f"tenants/{tenant}", ledger.tenant_charged(tenant, location)
+        else:
+            name = f"tenants/{tenant}/models/{model}"
+            row = ledger.models.get(ev.ModelName(tenant, model))
+            charge = row.charges.get(location) if row else None  # a quota may be of where an earlier daemon lent
+            used = charge.bytes if charge else 0
+        limit = ledger.quotas.get((tenant, model, location))
+        return pb.Quota(name=name, location=LOCATION_NUMBERS[location], limit_bytes=limit, used_bytes=used)
+
+
+def _unkept(error: OSError) -> str:
+    return (
+        f"the limit cannot be kept in {error.filename}: {error.strerror}; let the daemon write there "
+        "(`state_directory` in its configuration), or make room"
+    )
+
+
+def _from_process(process: Process) -> pb.Process:
+    return pb.Process(
+        pid=process.pid,
+        command=command_of(process.pid),
+        used_bytes=process.used,
+        charged_bytes=process.charged,
+        segment_bytes=process.segments,
+        excess_bytes=process.excess,
+        sessions=map(convert.session_name, process.sessions),
+        models=map(str, process.models),
+    )

@@ -1,0 +1,111 @@
+"""BrokerService: what a tenant asks at its own endpoint, each call with the token of a session."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from membroker.v1 import broker_pb2 as pb
+from membroker.v1 import broker_pb2_grpc, resources_pb2
+
+from ...core import effects as fx
+from ...core.denied import Denied
+from ..convert import Refused
+from ..dispatch import Dispatcher, Ticket
+from ..listings import Views
+
+TOKEN_KEY = "membroker-token"
+
+
+class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
+    """One endpoint's service."""
+
+    def __init__(self, endpoint: str, dispatcher: Dispatcher, views: Views) -> None:
+        self._endpoint = endpoint
+        self._dispatcher = dispatcher
+        self._views = views
+
+    async def RegisterModel(self, request: pb.RegisterModelRequest, context: Any) -> resources_pb2.Model:
+        """Register or join a model."""
+        return await self._move(request, context)  # type: ignore[no-any-return]
+
+    async def UnregisterModel(self, request: pb.UnregisterModelRequest, context: Any) -> pb.UnregisterModelResponse:
+        """Leave a model."""
+        return await self._move(request, context)  # type: ignore[no-any-return]
+
+    async def AllocateExtents(self, request: pb.AllocateExtentsRequest, context: Any) -> pb.AllocateExtentsResponse:
+        """Borrow extents; their descriptors went to the session's handoff socket before this returns."""
+        return await self._move(request, context)  # type: ignore[no-any-return]
+
+    async def ReleaseExtents(self, request: pb.ReleaseExtentsRequest, context: Any) -> pb.ReleaseExtentsResponse:
+        """Give extents back."""
+        return await self._move(request, context)  # type: ignore[no-any-return]
+
+    async def DeclareMemory(self, request: pb.DeclareMemoryRequest, context: Any) -> pb.DeclareMemoryResponse:
+        """Say what the session allocates itself."""
+        return await self._move(request, context)  # type: ignore[no-any-return]
+
+    async def CreateSegment(self, request: pb.CreateSegmentRequest, context: Any) -> resources_pb2.Segment:
+        """Make a segment; its descriptors went to the session's handoff socket before this returns."""
+        return await self._move(request, context)  # type: ignore[no-any-return]
+
+    async def SealSegment(self, request: pb.SealSegmentRequest, context: Any) -> resources_pb2.Segment:
+        """End the writing of a segment."""
+        return await self._move(request, context)  # type: ignore[no-any-return]
+
+    async def AttachSegment(self, request: pb.AttachSegmentRequest, context: Any) -> resources_pb2.Segment:
+        """Take hold of a segment; its descriptors went to the session's handoff socket before this returns."""
+        return await self._move(request, context)  # type: ignore[no-any-return]
+
+    async def DetachSegment(self, request: pb.DetachSegmentRequest, context: Any) -> pb.DetachSegmentResponse:
+        """Let go of a segment."""
+        return await self._move(request, context)  # type: ignore[no-any-return]
+
+    async def DeleteSegment(self, request: pb.DeleteSegmentRequest, context: Any) -> resources_pb2.Segment:
+        """End a segment of the tenant."""
+        return await self._move(request, context)  # type: ignore[no-any-return]
+
+    async def GetDevice(self, request: pb.GetDeviceRequest, context: Any) -> resources_pb2.Device:
+        """Return the device and its books."""
+        self._ticket(context)
+        return self._views.get_device()
+
+    async def GetAvailable(self, request: pb.GetAvailableRequest, context: Any) -> pb.Available:
+        """Return how much could be borrowed now for a model of the tenant."""
+        return self._views.get_available(request, self._ticket(context).tenant)
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        """Return a page of the tenant's own models."""
+        return self._views.list_models(request, self._ticket(context).tenant)
+
+    async def ListSessions(self, request: pb.ListSessionsRequest, context: Any) -> pb.ListSessionsResponse:
+        """Return a page of the tenant's own sessions."""
+        return self._views.list_sessions(request, self._ticket(context).tenant)
+
+    async def ListSegments(self, request: pb.ListSegmentsRequest, context: Any) -> pb.ListSegmentsResponse:
+        """Return a page of the tenant's own segments."""
+        return self._views.list_segments(request, self._ticket(context).tenant)
+
+    def _ticket(self, context: Any) -> Ticket:
+        metadata = dict(context.invocation_metadata())
+        return self._dispatcher.find(str(metadata.get(TOKEN_KEY, "")), self._endpoint)
+
+    async def _move(self, request: Any, context: Any) -> Any:
+        """Put a request to the core, and return its response."""
+        _, response = self._dispatcher.response(await self._ask(request, context))
+        return response
+
+    async def _ask(self, request: Any, context: Any) -> fx.Result:
+        ticket = self._ticket(context)
+        answer: asyncio.Future[fx.Result | Denied] = asyncio.get_running_loop().create_future()
+
+        def respond(result: fx.Result | Denied) -> None:
+            # A caller that gave up has cancelled the future; what it asked for is done all the same.
+            if not answer.done():
+                answer.set_result(result)
+
+        self._dispatcher.request(ticket.session, ticket.tenant, request.request_id, request, "grpc", respond)
+        result = await answer
+        if isinstance(result, Denied):
+            raise Refused(result)
+        return result

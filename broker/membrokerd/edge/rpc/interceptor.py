@@ -1,0 +1,113 @@
+"""What stands before every gRPC call: refusals become rich statuses, faults become INTERNAL, and both are counted.
+
+It also bounds what calls may use: of each turn of the event loop, and as streams that nothing ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc.status_pb2 import Status
+
+from ...core.denied import Reason, deny
+from ...observe import logs
+from ...turns import Turns
+from ..convert import Refused
+from ..errors import to_status
+
+STATUS_KEY = "grpc-status-details-bin"
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+MAX_WATCHES = 16
+"""Streams of health and reflection that one endpoint serves at a time: they last as long as their peer likes."""
+_NO_DESCRIPTOR = -1
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Wraps one endpoint's calls. Those of health and reflection are not counted, but their streams are bounded."""
+
+    def __init__(self, observe: Callable[[str, str, float], None], turns: Turns, endpoint: str) -> None:
+        self._observe = observe
+        self._turns = turns
+        self._endpoint = endpoint
+        self._watches = 0
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        """Return the method's handler, guarded."""
+        handler = await continuation(details)
+        method: str = details.method
+        if handler is not None and handler.response_streaming:
+            return self._bound(handler)
+        if handler is None or not method.startswith("/membroker."):
+            return handler
+        name = method.rpartition("/")[2]
+
+        async def guarded(request: Any, context: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                if request is None:
+                    raise Refused(deny(Reason.PROTOCOL_VIOLATION, what=f"the body is not a request of {name}"))
+                return await self._in_turn(lambda: handler.unary_unary(request, context))
+            except Refused as refused:
+                await _abort(context, to_status(refused.denied))
+            except (grpc.aio.AbortError, TimeoutError):
+                raise
+            except Exception as error:  # noqa: BLE001 - the edge of the daemon: no request may end it
+                logs.fault(error, method=name)
+                await _abort(context, to_status(deny(Reason.INTERNAL)))
+            finally:
+                self._observe(name, "grpc", time.perf_counter() - start)
+
+        def deserialize(body: bytes) -> Any:
+            # What is raised here gRPC logs as a fault of ours, with a traceback, and a stranger could fill the log.
+            try:
+                return handler.request_deserializer(body)
+            except DecodeError:
+                return None
+
+        return grpc.unary_unary_rpc_method_handler(guarded, deserialize, handler.response_serializer)
+
+    async def _in_turn(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Serve a call once its endpoint may use more of a turn, and count what it used if it was served in one."""
+        while not self._turns.may(self._endpoint, _NO_DESCRIPTOR):
+            await asyncio.sleep(0)
+        turn, began = self._turns.number, time.perf_counter()
+        try:
+            return await call()
+        finally:
+            if self._turns.number == turn:
+                self._turns.charge(self._endpoint, time.perf_counter() - began)
+
+    def _bound(self, handler: Any) -> Any:
+        """Return the handler of a stream that is refused where the endpoint has enough of them."""
+        serve = handler.stream_stream or handler.unary_stream
+
+        async def bounded(request: Any, context: Any) -> None:
+            if self._watches >= MAX_WATCHES:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHES} streams are open here already")
+            self._watches += 1
+            try:
+                answers = serve(request, context)
+                if inspect.isasyncgen(answers):
+                    async for answer in answers:
+                        await context.write(answer)
+                else:
+                    await answers
+            finally:
+                self._watches -= 1
+
+        kind = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_stream_rpc_method_handler
+        return kind(bounded, handler.request_deserializer, handler.response_serializer)
+
+
+async def _abort(context: Any, status: Status) -> None:
+    await context.abort(
+        _CODES[status.code], status.message, trailing_metadata=((STATUS_KEY, status.SerializeToString()),)
+    )

@@ -1,0 +1,80 @@
+"""gRPC servers, one for each endpoint: a server cannot tell its sockets apart, and the socket is the identity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from ...home import Home, Ownership
+from ...turns import Turns
+from .health import Health
+from .interceptor import Guard
+
+CONNECTIONS_BESIDE = 16
+"""Connections of an endpoint above one for each session: health checks, and those that are just going."""
+MAX_MESSAGE_BYTES = 64 * 1024
+MAX_STREAMS = 32
+"""Calls of one connection at a time. Both are far above what a worker needs (its largest request has 4,096 ids,
+41 KiB), and both bound the memory that a peer takes which begins a request and never ends it."""
+WINDOW_BYTES = 16 * 1024
+"""What a peer may send of a call before the broker reads it; gRPC would let it grow with the peer's speed."""
+MAX_PENDING = 1_024
+"""Calls of an endpoint that have arrived and that the event loop has not taken yet; from half of it on, gRPC refuses
+some of them, by lot."""
+MAX_CALLS = 1_024
+"""Calls at a time of all endpoints together. Each endpoint has an equal part, at least one connection's."""
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", 16 * 1024),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.server.max_pending_requests", MAX_PENDING // 2),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
+    ("grpc.so_reuseport", 0),
+]
+
+
+async def serve(
+    home: Home,
+    public: Path,
+    ownership: Ownership,
+    service: str,
+    register: Callable[[grpc.aio.Server], None],
+    observe: Callable[[str, str, float], None],
+    max_sessions: int,
+    turns: Turns,
+    endpoints: int,
+) -> grpc.aio.Server:
+    """Start a server at `public` with one of our services, health and reflection.
+
+    Connections are bounded: one tenant's idle ones could otherwise take every descriptor from all others. So are calls
+    in all, of which each of `endpoints` has its part: one that is begun and never ended keeps memory.
+    """
+    bound = ("grpc.max_allowed_incoming_connections", max_sessions + CONNECTIONS_BESIDE)
+    server = grpc.aio.server(
+        interceptors=[Guard(observe, turns, public.parent.name)],
+        options=[*_OPTIONS, bound],
+        maximum_concurrent_rpcs=max(MAX_STREAMS, MAX_CALLS // endpoints),
+    )
+    register(server)
+    status = Health([service])
+    health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    private = home.private("grpc")
+    server.add_insecure_port(f"unix:{private}")
+    await server.start()
+    try:
+        home.publish(private, public, ownership)
+    except BaseException:
+        await server.stop(None)
+        raise
+    await status.start()
+    return server

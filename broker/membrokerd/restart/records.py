@@ -1,0 +1,310 @@
+"""What stands in the journal's file: frames with a length and a checksum, and in them facts as compact JSON.
+
+Owns the format. Each number, size and name is checked before anything is made of it, and what this version does not
+know for certain is `Unusable`: never guessed. Opens no file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import NoneType
+from typing import Any, NamedTuple, get_type_hints
+
+from membroker.vmm.sizes import MAX_BYTES
+
+from ..core import facts as ft
+from ..core.events import LOCATIONS, Location, ModelName
+
+_FRAME = struct.Struct("<II")
+"""Length and checksum of what follows."""
+_BEGINS = re.compile(rb"\[\[\d{1,3},")
+"""How the content of each record begins, but the header's."""
+MAX_IDS = 1 << 22
+"""Extents that one fact may name one by one: 8 TiB of the smallest."""
+
+
+class Unusable(Exception):
+    """A journal that can't be used. Says why, behind "the journal"; `reason` is for the name of its file."""
+
+    def __init__(self, reason: str, why: str) -> None:
+        super().__init__(why)
+        self.reason = reason
+
+
+to_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def frame(content: str) -> bytes:
+    """Return a record of this content."""
+    data = content.encode()
+    return _FRAME.pack(len(data), zlib.crc32(data)) + data
+
+
+class _Span(NamedTuple):
+    """Where the content of a record is in the file."""
+
+    begin: int
+    end: int
+
+
+def header_of(data: bytes, records: Sequence[_Span]) -> bytes:
+    """Return the content of the first record, the header; raises `Unusable` where not even that is whole."""
+    if not records:
+        raise Unusable("broken", "does not begin as one of membrokerd")
+    return data[records[0].begin : records[0].end]
+
+
+def _span(data: bytes, at: int) -> _Span | None:
+    """Return the record whose head is at `at`, if there is a whole one with the right checksum."""
+    begin = at + _FRAME.size
+    if begin >= len(data):
+        return None
+    length, checksum = _FRAME.unpack_from(data, at)
+    if not 0 < length <= len(data) - begin or zlib.crc32(memoryview(data)[begin : begin + length]) != checksum:
+        return None
+    return _Span(begin, begin + length)
+
+
+def split(data: bytes) -> tuple[list[_Span], int]:
+    """Return the whole records from the first on, the header's, and where they end."""
+    records, at = [], 0
+    while record := _span(data, at):
+        records.append(record)
+        at = record.end
+    return records, at
+
+
+def is_record_behind(data: bytes, at: int) -> bool:
+    """Say whether a whole record lies behind the broken one at `at`: then the file is damaged, and was not cut short.
+
+    Lengths say nothing any more, so records are looked for by how they begin. The search reads the file once. It may
+    compute checksums of four times as much, for lengths that are wrong; a file that needs more is damaged.
+    """
+    left = 4 * len(data)
+    for found in _BEGINS.finditer(data, at + _FRAME.size + 1):
+        head = found.start() - _FRAME.size
+        length = min(_FRAME.unpack_from(data, head)[0], len(data))
+        left -= length if length <= len(data) - found.start() else 0
+        if left < 0 or _span(data, head):
+            return True
+    return False
+
+
+def record_of(facts: Sequence[ft.Fact]) -> bytes:
+    """Return the record of these facts: nothing, when no successor needs any of them."""
+    told = [_FORMS[type(fact)].encode(fact) for fact in facts if type(fact) not in _LEFT_OUT]
+    return frame(f"[{','.join(told)}]") if told else b""
+
+
+def decode(record: bytes) -> Iterator[ft.Fact]:
+    """Yield the facts in the content of a record; raises `Unusable`."""
+    for told in parse(record):
+        try:
+            tag, *values = told
+            yield _TAGGED[_int(tag)].decode(values)
+        except (TypeError, ValueError, KeyError) as error:
+            raise Unusable(
+                "other-format", f"has a fact that this version does not know: {reprlib.repr(told)}"
+            ) from error
+
+
+def parse(record: bytes) -> list[Any]:
+    """Return the list that the content of a record is; raises `Unusable`."""
+    try:
+        told = json.loads(record)
+    except (ValueError, RecursionError) as error:
+        raise Unusable("other-format", "has a record that this version can't read") from error
+    if not isinstance(told, list):
+        raise Unusable("other-format", "has a record that this version can't read")
+    return told
+
+
+# --- Facts ---
+
+
+@dataclass(frozen=True, slots=True)
+class _Type:
+    """How values of a type stand in JSON. `decode` raises `ValueError` or `TypeError` for what is none.
+
+    `encode` returns the text: json makes an encoder anew for each value that is no string, which takes as long as the
+    rest of an append. Plain numbers need none.
+    """
+
+    decode: Callable[[Any], Any]
+    encode: Callable[[Any], str] = to_json
+
+
+def _plain(*kinds: type) -> _Type:
+    def decode(told: Any) -> Any:
+        if type(told) not in kinds:
+            raise TypeError
+        return told
+
+    return _Type(decode)
+
+
+_int, _text, _list, _table = (_plain(kind).decode for kind in (int, str, list, dict))
+_MAX_ID = (1 << 64) - 1
+_BOUNDS: Mapping[str, tuple[int, int]] = {
+    **dict.fromkeys(("session", "segment", "writer", "first"), (0, _MAX_ID)),
+    **dict.fromkeys(("at", "idle_since", "allocations", "releases", "declared_bytes"), (0, MAX_BYTES)),
+    **dict.fromkeys(("extent_bytes", "last_bytes"), (1, MAX_BYTES)),
+    "unaccounted": (-MAX_BYTES, MAX_BYTES),
+    "count": (1, MAX_IDS),
+    "times": (0, (1 << 32) - 1),
+    "pid": (0, (1 << 31) - 1),
+    "uid": (0, (1 << 32) - 1),
+}
+"""The least and the most that each plain number of a fact may be, by the name of its field."""
+
+
+def _within(least: int, most: int) -> Callable[[Any], int]:
+    def decode(told: Any) -> int:
+        if not least <= _int(told) <= most:
+            raise ValueError
+        return told  # type: ignore[no-any-return]
+
+    return decode
+
+
+_id, _size = _within(0, _MAX_ID), _within(0, MAX_BYTES)
+
+
+def _size_or_none(told: Any) -> int | None:
+    return None if told is None else _size(told)
+
+
+def _location(told: Any) -> Location:
+    if told not in LOCATIONS:
+        raise ValueError
+    return told  # type: ignore[no-any-return]
+
+
+def _model_name(told: Any) -> ModelName:
+    tenant, model = _list(told)
+    return ModelName(_text(tenant), _text(model))
+
+
+def _sizes(told: Any) -> dict[Location, int]:
+    return {_location(location): _size(size) for location, size in _table(told).items()}
+
+
+def _run(told: Any) -> range:
+    first, count = _list(told)
+    if not 0 <= _int(count) <= MAX_IDS:
+        raise ValueError
+    return range(_id(first), first + count)
+
+
+def _ids(told: Any) -> tuple[int, ...] | range:
+    if told and type(_list(told)[0]) is int:
+        return _run(told)
+    runs = [_run(run) for run in _list(told)]
+    if sum(map(len, runs)) > MAX_IDS:
+        raise ValueError
+    return tuple(extent for run in runs for extent in run)
+
+
+def _from_name(name: ModelName) -> str:
+    return f"[{to_json(name.tenant)},{to_json(name.model)}]"
+
+
+def _from_run(ids: range) -> str:
+    assert ids.step == 1
+    return f"[{ids.start},{len(ids)}]"
+
+
+def _from_ids(ids: tuple[int, ...] | range) -> str:
+    """Return a range as its first and how many, and single ids as a list of such runs."""
+    if isinstance(ids, range):
+        return _from_run(ids)
+    runs: list[list[int]] = []
+    following = None
+    for extent in ids:
+        if extent == following:
+            runs[-1][1] += 1
+        else:
+            runs.append([extent, 1])
+        following = extent + 1
+    return f"[{','.join(f'[{first},{count}]' for first, count in runs)}]"
+
+
+_TYPES: Mapping[Any, _Type] = {
+    int | None: _Type(_size_or_none),
+    str: _plain(str),
+    bool: _plain(bool),
+    bool | None: _plain(bool, NoneType),
+    Location: _Type(_location),
+    ModelName: _Type(_model_name, _from_name),
+    Mapping[Location, int]: _Type(_sizes),
+    range: _Type(_run, _from_run),
+    tuple[int, ...] | range: _Type(_ids, _from_ids),
+}
+"""By the annotations of the facts. How a plain number is checked depends on its name."""
+
+
+def _type_of(name: str, hint: Any) -> _Type:
+    return _Type(_within(*_BOUNDS[name])) if hint is int else _TYPES[hint]
+
+
+class _Form:
+    """How the facts of a class stand in JSON: as a list of the class's tag and their fields."""
+
+    def __init__(self, tag: int, kind: type[ft.Fact]) -> None:
+        hints = get_type_hints(kind)
+        self.kind = kind
+        self._fields = [(field.name, _type_of(field.name, hints[field.name])) for field in fields(kind)]
+        self._names = [name for name, _ in self._fields]
+        plain = [hints[name] is int for name in self._names]
+        self._others = [(place, form.encode) for place, (_, form) in enumerate(self._fields) if not plain[place]]
+        places = ("%d" if one else "%s" for one in plain)
+        self._text = f"[{tag},{','.join(places)}]"
+
+    def encode(self, fact: ft.Fact) -> str:
+        told = [getattr(fact, name) for name in self._names]
+        for place, encode in self._others:
+            told[place] = encode(told[place])
+        return self._text % tuple(told)
+
+    def decode(self, values: list[Any]) -> ft.Fact:
+        """Return the fact; raises `ValueError` or `TypeError` for the values of no fact of this class."""
+        return self.kind(*(form.decode(value) for (_, form), value in zip(self._fields, values, strict=True)))
+
+
+_LEFT_OUT = (ft.StockChanged, ft.QuotaSet)
+"""The stock dies with who made it; quotas are kept in a file of their own."""
+_TAGGED: Mapping[int, _Form] = {
+    tag: _Form(tag, kind)
+    for tag, kind in {
+        1: ft.SessionBegan,
+        2: ft.SessionMoved,
+        3: ft.SessionEnded,
+        4: ft.ModelBegan,
+        5: ft.ModelAsked,
+        6: ft.ModelJoined,
+        7: ft.ModelLeft,
+        8: ft.ModelEnded,
+        9: ft.ModelCarried,
+        10: ft.Debited,
+        11: ft.Credited,
+        12: ft.DeclarationSet,
+        13: ft.LocationSettled,
+        14: ft.SegmentBegan,
+        15: ft.SegmentMoved,
+        16: ft.SegmentHeld,
+        17: ft.SegmentLeft,
+        18: ft.SegmentDoubted,
+        19: ft.SegmentCredited,
+        20: ft.SegmentEnded,
+        21: ft.UnaccountedSeen,
+        22: ft.SegmentHeldAgain,
+    }.items()
+}
+"""A tag never gets another meaning: a fact that is told otherwise, once there are journals of it, gets a new one."""
+_FORMS: Mapping[type, _Form] = {form.kind: form for form in _TAGGED.values()}

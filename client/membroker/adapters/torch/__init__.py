@@ -1,0 +1,10 @@
+"""PyTorch: tensors over borrowed memory, torch's own allocations borrowed from the broker, modules in segments.
+
+This module only lists the public names. Without PyTorch, the import raises `ImportError` and says what to install.
+"""
+
+from .memory import TorchMemory
+from .modules import attach_module, publish_module, without_weights
+from .tensors import device_of, tensor
+
+__all__ = ["TorchMemory", "attach_module", "device_of", "publish_module", "tensor", "without_weights"]

@@ -1,0 +1,77 @@
+"""PyTorch tensors over borrowed memory: the conversion of bytes to a `torch.Tensor`, and the dtypes of both sides.
+
+Owns the table of dtypes. It must never copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import InvalidRequest
+from ...memory.dlpack import Source, export, size_of
+from ...safetensors import word_of
+from ...vmm.driver import DeviceInfo
+from .package import torch
+
+# Names of safetensors. torch's float4 packs two elements into a byte.
+_NAMES = {
+    "BOOL": "bool",
+    "F4": "float4_e2m1fn_x2",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+DTYPES = {text: getattr(torch, name) for text, name in _NAMES.items() if hasattr(torch, name)}
+TEXTS = {dtype: text for text, dtype in DTYPES.items()}
+
+
+def tensor(source: Source, dtype: Any, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
+    """Return `shape` elements of `dtype` from byte `offset` of a buffer, pool, segment or array; nothing is copied.
+
+    The result is a CUDA tensor on a GPU, and a CPU tensor on the host driver. `dtype` is a dtype of torch or NumPy, the
+    name of one, or its name in safetensors (`"BF16"`; an element of `"F4"` is torch's pair). The tensor, and every view
+    of it, keeps the memory: a closed owner releases it after the last of them, and after the work on the device. A
+    pool, a growable buffer or a sparse array refuses to release that part before (`BufferError`). torch has no
+    read-only tensors: writing to one over a sealed or attached segment ends the process on the host, and its CUDA
+    context on a GPU.
+
+    Raises `InvalidRequest` for a range outside the source, an offset that is not a multiple of the element size, an
+    invalid shape or an unknown dtype; `NotMapped` if a page or a tile has no memory; and `ClosedError`.
+    """
+    dtype = _torch_dtype(dtype)
+    size = size_of("U8", shape) * dtype.itemsize
+    # No version of DLPack has all of torch's dtypes: export bytes, and let torch reinterpret them.
+    memory = export(source, "U8", (size,), offset, ignore_read_only=True)
+    if offset % dtype.itemsize:
+        raise InvalidRequest(f"a tensor of {dtype} begins at a multiple of {dtype.itemsize} bytes, not at {offset}")
+    return torch.from_dlpack(memory).view(dtype).view(tuple(shape))
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = DTYPES.get(word_of(dtype))
+    if found is None:
+        raise InvalidRequest(f"this torch does not have the dtype {dtype!r}; it has {', '.join(DTYPES)}")
+    return found
+
+
+def device_of(info: DeviceInfo) -> torch.device:
+    """Return torch's device for a driver's device, such as `model.driver.device`."""
+    return torch.device("cpu") if info.driver == "host" else torch.device("cuda", info.ordinal)

@@ -1,0 +1,255 @@
+"""The processes of the demo: workers, which are told what to do by lines, and a daemon, started again when it ends.
+
+Owns their lives: none of them outlives the demo. Each is in a session of its own, so that Ctrl-C is the demo's alone,
+which then ends them in order. Must never touch a daemon that it did not start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from ...v1 import admin_pb2_grpc, broker_pb2
+
+START_SECONDS = 30.0
+SOON_SECONDS = 5.0
+END_SECONDS = 10.0
+RESTART_SECONDS = 0.2
+"""Between a daemon's end and the start of the next: RestartSec in the unit of systemd in deploy/."""
+
+_CONFIG = """\
+driver = "host"
+capacity = "256MiB"
+runtime_directory = "{directory}/run"
+state_directory = "{directory}/kept"
+descriptor_store = "keeper"
+[metrics]
+port = 0
+[tenants.red]
+[tenants.blue]
+"""
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Disproved(Exception):
+    """Something that the demo claims does not hold."""
+
+
+def claim(holds: bool, what: str) -> None:
+    """Go on only if it holds."""
+    if not holds:
+        raise Disproved(what)
+
+
+def claim_soon(holds: Callable[[], bool], what: str, show: Callable[[], None] = lambda: None) -> None:
+    """Go on as soon as it holds; the device's own figure is read now and then."""
+    begun = time.monotonic()
+    while not holds():
+        claim(time.monotonic() - begun < SOON_SECONDS, what)
+        show()
+
+
+class Worker:
+    """A worker process, told what to do by lines and answering by lines."""
+
+    def __init__(self, endpoint: Path, model: str, virtual: str, limit: str = "") -> None:
+        self.model = model
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "membroker.cli.demo.worker", model, virtual, limit],
+            env={**os.environ, "MEMBROKER_ENDPOINT": str(endpoint)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def hear(self) -> dict[str, Any]:
+        """Return the next answer."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        claim(bool(line), f"the worker of {self.model} ended")
+        answer: dict[str, Any] = json.loads(line)
+        claim("lost" not in answer, f"{self.model}: {answer.get('lost')}")
+        return answer
+
+    def order(self, do: str, **more: Any) -> None:
+        """Give an order, and wait for nothing."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **more}) + "\n")
+        self.process.stdin.flush()
+
+    def tell(self, do: str, **more: Any) -> dict[str, Any]:
+        """Give an order and return its answer."""
+        self.order(do, **more)
+        return self.hear()
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        """Let the worker end by itself, or end it."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+        try:
+            self.process.wait(SOON_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+class Broker:
+    """The demo's own daemon, asked at its admin endpoint. When it ends it is started again, as systemd would do it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.starts = 0
+        self._root = directory / "run" / "host"
+        self._config, self._log = directory / "membrokerd.toml", directory / "log"
+        self._notify = directory / "notify"
+        self._config.write_text(_CONFIG.format(directory=directory))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: grpc.Channel | None = None
+        self._admin: Any = None
+        self._lock = threading.Lock()
+        self._leaving = threading.Event()
+        self._successors: queue.SimpleQueue[float | Disproved] = queue.SimpleQueue()
+        self._supervisor: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the daemon, wait until it is ready, and start another whenever it ends."""
+        self._start()
+        self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
+        self._supervisor.start()
+
+    def _start(self) -> None:
+        self._notify.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready, self._log.open("a") as log:
+            ready.bind(str(self._notify))
+            with self._lock:
+                claim(not self._leaving.is_set(), "the demo is over")
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "membrokerd.cli", "--config", str(self._config)],
+                    env={**os.environ, "NOTIFY_SOCKET": str(self._notify)},
+                    stderr=log,
+                    start_new_session=True,
+                )
+            self._wait(self._process, ready)
+        self.starts += 1
+        if self._channel is not None:
+            self._channel.close()
+        # A channel of the daemon before would pause before it finds this one.
+        self._channel = grpc.insecure_channel(f"unix:{self._root}/admin/grpc.sock")
+        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+
+    def _wait(self, process: subprocess.Popen[bytes], ready: socket.socket) -> None:
+        end = time.monotonic() + START_SECONDS
+        while not select.select([ready], [], [], 0.05)[0]:
+            if process.poll() is not None or time.monotonic() > end:
+                raise Disproved(f"membrokerd did not start: {self._log.read_text()}")
+
+    def _supervise(self) -> None:
+        while True:
+            assert self._process is not None
+            self._process.wait()
+            if self._leaving.wait(RESTART_SECONDS):
+                return
+            try:
+                self._start()
+            except Disproved as error:
+                self._successors.put(error)
+                return
+            self._successors.put(time.monotonic())
+
+    def crash(self) -> tuple[float, float]:
+        """Kill the daemon; return when it was dead and when the next was ready, in seconds of CLOCK_MONOTONIC."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        dead = time.monotonic()
+        try:
+            ready = self._successors.get(timeout=START_SECONDS)
+        except queue.Empty:
+            raise Disproved("the broker was killed, and no other was started in its place") from None
+        if isinstance(ready, Disproved):
+            raise ready
+        return dead, ready
+
+    def endpoint(self, tenant: str) -> Path:
+        """Return the directory through which a tenant enters."""
+        return self._root / "tenants" / tenant
+
+    def device(self) -> Any:
+        """Return the device and its books."""
+        return self._admin.GetDevice(broker_pb2.GetDeviceRequest())
+
+    def memory(self) -> Any:
+        """Return the books of the device's memory, and what the device shows of it."""
+        return self.device().locations[0]
+
+    def models(self) -> dict[str, Any]:
+        """Return every model by its own name."""
+        listed = self._admin.ListModels(broker_pb2.ListModelsRequest()).models
+        return {row.name.rpartition("/")[2]: row for row in listed}
+
+    def used(self, model: str) -> int:
+        """Return the bytes that a model is charged."""
+        return int(self.models()[model].books[0].used_bytes)
+
+    def segments(self) -> list[Any]:
+        """Return every segment."""
+        return list(self._admin.ListSegments(broker_pb2.ListSegmentsRequest()).segments)
+
+    def stop(self) -> int:
+        """Ask the daemon to stop, and start no other; return its exit status."""
+        assert self._process is not None
+        with self._lock:
+            self._leaving.set()
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            return self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise Disproved(f"the daemon does not stop: {self._log.read_text()}") from None
+
+    def close(self) -> None:
+        """End the daemon, and the keeper that it has started, whatever happened."""
+        with self._lock:
+            self._leaving.set()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._supervisor is not None:
+            self._supervisor.join()
+        if self._channel is not None:
+            self._channel.close()
+        _end_keeper(self._root / "state" / "fdstore.sock")
+
+
+def _end_keeper(path: Path) -> None:
+    """End the process that listens there, and wait until it has: it outlives daemons, and would look for a while."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        try:
+            sock.connect(os.fspath(path))
+        except OSError:
+            return
+        pid, *_ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        pidfd = os.pidfd_open(pid)
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+            select.select([pidfd], [], [], END_SECONDS)
+        finally:
+            os.close(pidfd)

@@ -1,0 +1,322 @@
+"""`membroker demo`: the main job on this machine in under a minute, with no GPU: sharing, trade, refusal, death.
+
+Starts a real daemon on the host driver and real workers of two tenants, and checks all that it claims: what does not
+hold ends it with status 1. Its processes are in `demo_processes`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from ...vmm.sizes import MIB, format_size
+from .processes import Broker, Disproved, Worker, claim, claim_soon
+
+CAPACITY = 256 * MIB
+PAGE = 2 * MIB
+WEIGHTS = 64 * MIB
+COMPUTED_PAGES = 8
+STEPS = 60
+SEED = 7
+
+
+class Stage:
+    """Where the demo speaks, and shows the table: live on a terminal, once a scene elsewhere."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.console = Console(highlight=False)
+        self.broker = broker
+
+    def say(self, text: str) -> None:
+        """Narrate."""
+        self.console.print(text)
+
+    def show_moment(self) -> None:
+        """Print the table where it cannot be live: a moment of a scene that its end does not show."""
+        if not self.console.is_terminal:
+            self.console.print(self.table())
+
+    @contextmanager
+    def scene(self, title: str) -> Iterator[Callable[[], None]]:
+        """Show the table while a scene runs; yields what to call for a fresh one."""
+        self.console.print(f"\n[bold]{title}[/bold]")
+        live = self.console.is_terminal
+        with Live(self.table(), console=self.console, auto_refresh=False, transient=not live) as display:
+            yield lambda: display.update(self.table(), refresh=live)
+            display.update(self.table(), refresh=live)
+        if not live:
+            self.console.print(self.table())
+
+    def table(self) -> Table:
+        """Return the books of the models as a table."""
+        table = Table("tenant", "model", "used", "segments", "peak", "limit", "refusals")
+        for name, row in self.broker.models().items():
+            books = row.books[0]
+            limit = format_size(books.limit_bytes) if books.HasField("limit_bytes") else "-"
+            sizes = [format_size(size) for size in (books.used_bytes, books.segment_bytes, books.peak_bytes)]
+            table.add_row(row.name.split("/")[1], name, *sizes, limit, str(sum(row.denials_total.values())))
+        return table
+
+
+def main() -> int:
+    """Play the scenes; returns 0 when everything held."""
+    begun = time.monotonic()
+    directory = Path(tempfile.mkdtemp(prefix="membroker-demo-"))
+    try:
+        with ExitStack() as stack:
+            broker = Broker(directory)
+            stack.callback(broker.close)
+            broker.start()
+            with ExitStack() as workers:
+                # They leave before it stops: afterwards they would wait for another one.
+                proof = _play(broker, workers)
+            claim(broker.starts == 2, "a daemon ended that nobody had killed")
+            claim(broker.stop() == 0, "the daemon did not stop cleanly")
+    except (Disproved, grpc.RpcError, OSError) as error:
+        print(f"\nthe demo failed: {error}", file=sys.stderr)
+        return 1
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    print(f"\n{proof} ({time.monotonic() - begun:.0f} s)")
+    return 0
+
+
+def _play(broker: Broker, stack: ExitStack) -> str:
+    stage = Stage(broker)
+    stage.say(
+        f"One broker lends {format_size(CAPACITY)} of one device in pages of {format_size(PAGE)}. Two tenants, red and "
+        "blue, enter by a directory each, and run one model each, in processes of their own. (The device is the host "
+        "twin: real processes, real descriptors, no GPU.)"
+    )
+    red = Worker(broker.endpoint("red"), "chat", "64GiB")
+    stack.callback(red.close)
+    blue = Worker(broker.endpoint("blue"), "search", "64GiB", "192MiB")
+    stack.callback(blue.close)
+    second = Worker(broker.endpoint("red"), "chat", "64GiB")
+    stack.callback(second.close)
+    for worker in (red, blue, second):
+        worker.hear()
+    _sharing(stage, red, second)
+    second.close()
+    traded = _trade(stage, red, blue)
+    _refusal(stage, red, blue)
+    rounds, away = _death_of_the_broker(stage, red, blue)
+    back = _death(stage, red, blue)
+    _scrape(stage)
+    return (
+        f"Proved: {format_size(WEIGHTS)} of weights mapped by two workers and charged once, {format_size(traded)} of "
+        f"peaks shared {format_size(CAPACITY)} without a byte lent twice, two refusals with their numbers, a broker's "
+        f"death that {rounds} rounds were computed through and that held up borrowing for {away:.0f} ms, a SIGKILL "
+        f"settled in {back:.0f} ms, and metrics that add up."
+    )
+
+
+# --- the scenes ---
+
+
+def _sharing(stage: Stage, writer: Worker, reader: Worker) -> None:
+    """Map the same weights in two workers of a model, charge them once, and get their bytes back."""
+    with stage.scene("Sharing: weights are written once, mapped by all, charged once") as show:
+        writer.tell("publish", size=WEIGHTS)
+        reader.tell("attach")
+        show()
+        stage.show_moment()
+        (segment,), chat = stage.broker.segments(), stage.broker.models()["chat"]
+        claim((segment.size_bytes, segment.sessions) == (WEIGHTS, 2), "the two workers do not hold one segment")
+        used = chat.books[0].used_bytes
+        claim(used == WEIGHTS, f"weights of {format_size(WEIGHTS)} are charged {format_size(used)}")
+        claim(stage.broker.memory().lent_bytes == WEIGHTS, "the weights are lent more than once")
+        in_use = "the device holds the weights more than once"
+        claim_soon(lambda: stage.broker.memory().device_used_bytes == WEIGHTS + PAGE, in_use)
+        written = writer.tell("sum")["sum"]
+        claim(reader.tell("sum")["sum"] == written, "the two workers read different weights")
+        time.sleep(0.5)  # for the eye
+        writer.tell("let go")
+        claim(reader.tell("sum")["sum"] == written, "the weights went with their writer")
+        stage.say(
+            f"One worker of red wrote {format_size(WEIGHTS)} as a segment and sealed it, another attached it by name. "
+            f"Mapped, that is {format_size(2 * WEIGHTS)}; charged, and in use on the device: {format_size(used)}. Both "
+            f"find the tensor in it by name and sum it up to {written:08x}. It stays when its writer lets go; deleted, "
+            "its bytes come back with its last reader."
+        )
+        reader.tell("delete")
+        claim(reader.tell("sum")["sum"] == written, "a deleted segment went from under its reader")
+        reader.tell("let go")
+        claim_soon(lambda: not stage.broker.segments(), "a deleted segment's bytes did not come back")
+    location = stage.broker.memory()
+    claim(location.lent_bytes == 0 == location.releasing_bytes, "a deleted segment is still charged")
+    claim_soon(lambda: stage.broker.memory().device_used_bytes == PAGE, "the device still holds a deleted segment")
+
+
+def _trade(stage: Stage, red: Worker, blue: Worker) -> int:
+    """Replay two bursts of requests, one after the other's peak; returns the sum of both peaks in bytes."""
+    numbers = random.Random(SEED)
+    with stage.scene("Trade: what one gives back, the other takes") as show:
+        stage.say(
+            "Each reserves 64 GiB of addresses. Requests come in bursts; each holds pages of the cache, writes a "
+            "pattern into every page, and checks it before the page goes back."
+        )
+        running: dict[Worker, list[tuple[int, int]]] = {red: [], blue: []}
+        for step in range(STEPS):
+            for worker, phase in ((red, 0.0), (blue, 0.5)):
+                _serve(worker, running[worker], _load(step / STEPS + phase), step, numbers)
+            show()
+            if step in (STEPS // 4, 3 * STEPS // 4):
+                stage.show_moment()
+            time.sleep(0.02)  # for the eye: so that a person can follow the table
+        checked = sum(worker.tell("finish all")["checked"] for worker in (red, blue))
+    # Who gives back does not wait for the broker to hear it.
+    claim_soon(lambda: not stage.broker.memory().lent_bytes, "something was not given back")
+    peaks: int = sum(row.books[0].peak_bytes for row in stage.broker.models().values())
+    claim(peaks > CAPACITY, f"the peaks add up to {format_size(peaks)}, which proves no trade")
+    stage.say(f"{checked} pages were checked. Their peaks add up to {format_size(peaks)}, on {format_size(CAPACITY)}.")
+    return peaks
+
+
+def _load(moment: float) -> int:
+    """Return how many pages a model wants: a burst in one half of the time, a trickle in the other."""
+    position = moment % 1.0
+    return round(10 + 160 * max(0.0, 0.5 - abs(position - 0.25) * 2))
+
+
+def _serve(worker: Worker, running: list[tuple[int, int]], wanted: int, step: int, numbers: random.Random) -> None:
+    """Let requests come and go until the worker holds about the pages that it wants."""
+    request = step * 100
+    while sum(pages for _, pages in running) + 8 <= wanted:
+        request += 1
+        pages = numbers.randint(1, 8)
+        answer = worker.tell("admit", request=request, pages=pages)
+        claim("refused" not in answer, f"{worker.model}: {answer.get('refused')}")
+        running.append((request, pages))
+    while sum(pages for _, pages in running) > wanted:
+        finished, _ = running.pop(numbers.randrange(len(running)))
+        worker.tell("finish", request=finished)
+
+
+def _refusal(stage: Stage, red: Worker, blue: Worker) -> None:
+    """Run one model into its limit, and the other into what is left of the device."""
+    with stage.scene("Refusal: a limit is a sentence with numbers, not a crash"):
+        answer = blue.tell("admit", request=1, pages=100)
+        claim(answer.get("level") == "model" and answer["limit"] == 192 * MIB, f"no refusal at the limit: {answer}")
+        stage.say(f"blue:  {answer['refused']}")
+        blue.tell("admit", request=2, pages=64)
+        answer = red.tell("admit", request=1, pages=100)
+        claim(answer.get("level") == "capacity" and answer["limit"] == CAPACITY, f"no refusal at capacity: {answer}")
+        stage.say(f"red:   {answer['refused']}")
+        claim(stage.broker.memory().lent_bytes == 64 * PAGE, "a refused request changed the books")
+
+
+def _death_of_the_broker(stage: Stage, red: Worker, blue: Worker) -> tuple[int, float]:
+    """Kill the broker under two workers; return the rounds computed without it, and the milliseconds to a borrowing."""
+    broker = stage.broker
+    with stage.scene("Death: a broker that is killed costs its workers a moment, and nothing else"):
+        red.tell("publish", size=WEIGHTS)
+        written = red.tell("sum")["sum"]
+        (segment,) = broker.segments()
+        for worker in (red, blue):
+            worker.tell("begin work", pages=COMPUTED_PAGES)
+        dead, ready = broker.crash()
+        did = [worker.tell("end work", dead=dead, ready=ready) for worker in (red, blue)]
+        rounds, away = [one["rounds"] for one in did], max(one["away"] for one in did) * 1000
+        claim(all(rounds), f"a worker stood still while no broker ran: {rounds} rounds")
+        held = [worker.tell("held")["held"] for worker in (red, blue)]
+        for worker, size in zip((red, blue), held, strict=True):
+            _claim_agreement(broker, worker.model, size)
+        in_use = sum(held) + PAGE  # the broker's own, its anchor
+        claim_soon(lambda: broker.memory().device_used_bytes == in_use, "the device and the workers' memory differ")
+        stage.say(
+            f"red and blue compute on {COMPUTED_PAGES} pages each, and borrow another and give it back, over and over. "
+            f"In the middle of it the broker got a SIGKILL. For {(ready - dead) * 1000:.0f} ms there was none: red "
+            f"computed {rounds[0]} rounds, blue {rounds[1]}. Another was started in its place, and {away:.0f} ms after "
+            "the death both could borrow again. No call failed: they waited."
+        )
+        stage.show_moment()
+        _claim_segment_survived(broker, red, segment, written)
+        for worker in (red, blue):
+            worker.tell("finish work")
+        stage.say(
+            f"Its books are right to the byte: red holds {format_size(held[0])}, blue {format_size(held[1])}, and the "
+            f"device shows that and the broker's own {format_size(PAGE)} in use. The weights are the segment that they "
+            "were: a worker that began afterwards "
+            f"attached them by name, and sums them up to {written:08x}, as red does. Then red and blue finished: every "
+            "page held what was written into it last."
+        )
+        claim_soon(lambda: not broker.segments(), "a deleted segment's bytes did not come back")
+        claim_soon(lambda: not broker.used("chat"), "what red gave back after the broker's death is still charged")
+    return sum(rounds), away
+
+
+def _claim_agreement(broker: Broker, model: str, held: int) -> None:
+    """Compare what a model is charged with what its worker has mapped; what it gave back last may be on its way."""
+    claim_soon(lambda: broker.used(model) == held, f"{model} holds {held} bytes, and is not charged just that")
+
+
+def _claim_segment_survived(broker: Broker, red: Worker, segment: Any, written: int) -> None:
+    """Attach the weights in a worker that knows only the new broker; then end them."""
+    claim([one.generation for one in broker.segments()] == [segment.generation], "the weights are another segment")
+    claim(red.tell("sum")["sum"] == written, "the weights changed with their broker")
+    later = Worker(broker.endpoint("red"), "chat", "64GiB")
+    try:
+        later.hear()
+        later.tell("attach")
+        claim(later.tell("sum")["sum"] == written, "the new broker has other weights")
+        red.tell("let go")
+        later.tell("delete")
+        later.tell("let go")
+    finally:
+        later.close()
+
+
+def _death(stage: Stage, red: Worker, blue: Worker) -> float:
+    """Kill one worker in mid-flight; returns the milliseconds until its bytes may be lent again."""
+    with stage.scene("Death: a SIGKILL in mid-flight costs nobody else anything") as show:
+        red.order("churn", pages=40)
+        claim(bool(red.hear().get("churning")), "the worker does not churn")
+        show()
+        killed = time.monotonic()
+        red.kill()
+        claim_soon(lambda: not stage.broker.used("chat"), "a dead worker's bytes did not come back", show)
+        back = (time.monotonic() - killed) * 1000
+    location = stage.broker.memory()
+    claim(location.unaccounted_bytes == 0, "the device holds memory that the books do not know")
+    claim(location.device_used_bytes == location.lent_bytes + PAGE, "the device and the books differ")
+    blue.tell("check")
+    stage.say(
+        f"red, whose session began with the dead broker, was killed while it grew and shrank. The device showed its "
+        f"memory gone, and it could be lent again, {back:.0f} ms later. blue noticed nothing: all of its pages hold "
+        "what was written into them."
+    )
+    return back
+
+
+def _scrape(stage: Stage) -> None:
+    """Compare what Prometheus would see with itself: the models' sum is the device's figure."""
+    url = stage.broker.device().metrics_url
+    with urllib.request.urlopen(url, timeout=10) as answer:  # our own daemon, on loopback
+        text = answer.read().decode()
+    used = _sum(text, "membroker_model_used_bytes")
+    charged = _sum(text, "membroker_device_lent_bytes") + _sum(text, "membroker_device_releasing_bytes")
+    claim(used == charged > 0, f"the models' sum is {used}, the device's figure {charged}")
+    stage.say(f"\n{url}: the models' sum is the device's figure, {format_size(int(used))}.")
+
+
+def _sum(text: str, name: str) -> float:
+    return sum(float(value) for value in re.findall(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""`UnifiedBuffer`: memory that the processor and every GPU of this process use, at one address.
+
+Owns when the memory is freed. It must never take a lock for that: a view of it dies in whatever thread the garbage
+collector happens to run.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from ..closing import Closing
+from ..convert import bytes_of
+from ..errors import ClosedError, ManagedMemoryUnavailable
+from ..interrupts import HeldOff
+from ..memory.region import device_failures
+from ..memory.views import Views
+from ..vmm.cuda.driver import CudaDriver
+from ..vmm.cuda.managed import CudaManaged
+from ..vmm.driver import Driver
+
+
+class UnifiedBuffer(Closing):
+    """`size` bytes at `address`, which the processor and every GPU of this process use. A context manager.
+
+    They are not cleared, and use a device's memory only while they are there. `driver` is a worker's, with a context:
+    `model.driver`, or `open_driver("cuda", context=True)`. Raises `ManagedMemoryUnavailable` on the host driver and
+    where the device has no managed memory, `InvalidRequest`, and `DeviceFailure` when CUDA refuses.
+    """
+
+    def __init__(self, driver: Driver, size: int | str) -> None:
+        self._driver = driver
+        self._size = bytes_of("a managed buffer", size, at_least=1)
+        with HeldOff(), device_failures():
+            calls = managed_calls(driver)
+            if not calls.has_managed_memory():
+                raise ManagedMemoryUnavailable(f"device {calls.ordinal} has no managed memory")
+            self._allocation = _Allocation(calls, self._size)
+            # At exit the end of the process frees it, in whatever order CUDA goes.
+            weakref.finalize(self, self._allocation.end).atexit = False
+
+    @property
+    def driver(self) -> Driver:
+        """The driver in whose context the memory was allocated."""
+        return self._driver
+
+    @property
+    def address(self) -> int:
+        """The first byte's address, the same for the processor and for every device. Raises `ClosedError`."""
+        self._allocation.check_open()
+        return self._allocation.address
+
+    @property
+    def size(self) -> int:
+        """Bytes, as asked."""
+        return self._size
+
+    @property
+    def closed(self) -> bool:
+        """Whether the buffer was closed, or belongs to the process that this one was forked from."""
+        return self._allocation.closed
+
+    def view(self) -> memoryview:
+        """Return the bytes as a writable memoryview; it keeps the buffer's memory.
+
+        It waits for no work: synchronize before reading what a kernel wrote. Where the device lacks concurrent managed
+        access the processor may not touch the bytes at all while any kernel runs; it would end this process.
+        """
+        with self.in_use():
+            return self._allocation.views.make(self, self._allocation.address, self._size)
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Return a block that holds off the end of the memory, as a living view does. Raises `ClosedError` on entry."""
+        return self._allocation.in_use()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The bytes as a CUDA array of uint8. Whoever takes it keeps the buffer; closing it pulls the memory away."""
+        return {"shape": (self._size,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+    def close(self) -> None:
+        """Wait for this process's work on the driver's device, then free the memory. Idempotent.
+
+        With living views it happens when the last of them is gone. Work that other devices were given on these bytes is
+        the caller's to wait for.
+        """
+        with HeldOff():
+            self._allocation.end()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"at {self._allocation.address:#x}"
+        return f"<membroker.UnifiedBuffer of {self._size} bytes, {state}>"
+
+
+class _Allocation:
+    """Managed bytes, freed once: when that is asked, no call uses them, and no view lives.
+
+    It takes no lock, because a view dies in whatever thread the garbage collector happens to run. A use is entered
+    before the end is looked for, and the end before the uses, so one of the two always sees the other.
+    """
+
+    def __init__(self, calls: CudaManaged, size: int) -> None:
+        self._calls = calls
+        self.views = Views(self, _Allocation._free_if_unused)
+        self._pid = os.getpid()
+        self._uses: set[object] = set()
+        self._ending = False
+        self.address = calls.allocate(size)
+        self._to_free = [self.address]
+
+    @property
+    def closed(self) -> bool:
+        return self._ending or self._pid != os.getpid()
+
+    def check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise ClosedError("this managed buffer belongs to the process that this one was forked from")
+        if self._ending:
+            raise ClosedError("this managed buffer is closed")
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        use = object()
+        self._uses.add(use)
+        try:
+            self.check_open()
+            yield
+        finally:
+            self._uses.discard(use)
+            self._free_if_unused()
+
+    def end(self) -> None:
+        self._ending = True
+        self._free_if_unused()
+
+    def _free_if_unused(self) -> None:
+        if self._ending and not self._uses and not self.views.any() and self._pid == os.getpid():
+            try:
+                address = self._to_free.pop()
+            except IndexError:
+                return
+            try:
+                with device_failures():
+                    self._calls.free(address)
+            except BaseException:
+                self._to_free.append(address)  # to end it again tries again
+                raise
+
+
+def managed_calls(driver: Driver) -> CudaManaged:
+    """Return the calls of a GPU's driver; the errors of looking are the driver's."""
+    if not isinstance(driver, CudaDriver):
+        raise ManagedMemoryUnavailable(
+            f"managed memory needs a GPU, and this is the {driver.device.driver} driver, whose memory the processor "
+            'reads and writes where it is: use open_driver("cuda", context=True) on a machine with a GPU'
+        )
+    return CudaManaged(driver)

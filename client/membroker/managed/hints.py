@@ -1,0 +1,327 @@
+"""Managed memory: bytes that move between the host and its GPUs by themselves, and hints about where they should be.
+
+    from membroker.managed import ManagedMemoryHints, MigrationPolicy, UnifiedBuffer
+
+    with UnifiedBuffer(driver, "16MiB") as buffer:
+        hints = ManagedMemoryHints.from_unified(buffer)
+        hints.apply_policy(MigrationPolicy.PreferDevice(0))
+        hints.prefetch_to(0)
+
+Owns the checks before each hint. It must never lend or charge anything: the broker does not know of managed memory,
+which a worker declares (`Model.declare`), or which shows as unaccounted.
+
+A location is a device's ordinal in this process, `"host"`, or `"device"`, the driver's own. A stream is a CUstream's
+handle, an object that has it as `cuda_stream` or `ptr`, or 0, the default stream of the driver's context. CUDA widens a
+range to whole pages of the processor before it takes a hint about it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..convert import bytes_of, whole_number
+from ..errors import InvalidRequest, ManagedMemoryUnavailable, MembrokerError
+from ..memory.region import device_failures
+from ..vmm.cuda.managed import HOST, CudaManaged
+from ..vmm.driver import Driver, DriverError, Location
+from .buffer import UnifiedBuffer, managed_calls
+
+__all__ = [
+    "AdvicePair",
+    "ManagedMemoryHints",
+    "ManagedMemoryUnavailable",
+    "MemAdvice",
+    "MigrationPolicy",
+    "PrefetchEntry",
+    "PrefetchFailed",
+    "PrefetchPlan",
+    "UnifiedBuffer",
+    "apply_migration_policy",
+]
+
+_LAST_ADDRESS = (1 << 64) - 1
+_LAST_ORDINAL = (1 << 31) - 1
+
+
+class MemAdvice(enum.Enum):
+    """What CUDA is told about a range (`CUmem_advise`, with its numbers)."""
+
+    SET_READ_MOSTLY = 1
+    UNSET_READ_MOSTLY = 2
+    SET_PREFERRED_LOCATION = 3
+    UNSET_PREFERRED_LOCATION = 4
+    SET_ACCESSED_BY = 5
+    UNSET_ACCESSED_BY = 6
+
+
+AdvicePair = tuple[MemAdvice, int | Location | None]
+"""An advice and its location: an ordinal, a `Location`, or None for an advice that has none."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class MigrationPolicy:
+    """Where pages should be, as the advice that says so: `Default`, `ReadMostly`, `PreferDevice(n)` or `PreferHost`.
+
+    A policy adds to what was advised before. `Default` advises nothing, so it takes nothing back either: that is what
+    `unset_read_mostly` and its like are for.
+    """
+
+    name: str
+    _pairs: tuple[AdvicePair, ...] = ()
+
+    Default: ClassVar[MigrationPolicy]
+    """CUDA's own judgement: no advice."""
+    ReadMostly: ClassVar[MigrationPolicy]
+    """Whoever reads gets a copy of the page, and a write ends all the others."""
+    PreferHost: ClassVar[MigrationPolicy]
+    """Pages stay in the host's memory while whoever uses them can reach them there."""
+
+    @classmethod
+    def PreferDevice(cls, ordinal: int) -> MigrationPolicy:
+        """Pages stay on the device `ordinal` of this process. Raises `InvalidRequest` for what is no ordinal."""
+        if not isinstance(_location(ordinal), int):
+            raise InvalidRequest(f"PreferDevice takes a device's ordinal, not {ordinal!r}")
+        return cls(f"PreferDevice({ordinal})", ((MemAdvice.SET_PREFERRED_LOCATION, ordinal),))
+
+    def to_advice_pairs(self) -> list[AdvicePair]:
+        """Return the advice that makes the policy, in order; none for `Default`."""
+        return list(self._pairs)
+
+    def is_default(self) -> bool:
+        """Say whether the policy advises nothing."""
+        return not self._pairs
+
+    def __repr__(self) -> str:
+        return f"MigrationPolicy.{self.name}"
+
+
+MigrationPolicy.Default = MigrationPolicy("Default")
+MigrationPolicy.ReadMostly = MigrationPolicy("ReadMostly", ((MemAdvice.SET_READ_MOSTLY, None),))
+MigrationPolicy.PreferHost = MigrationPolicy("PreferHost", ((MemAdvice.SET_PREFERRED_LOCATION, Location.HOST),))
+
+
+class ManagedMemoryHints:
+    """Hints about `size` bytes at `address` of managed memory. `for_buffer` or `from_unified` makes it.
+
+    Every hint raises `InvalidRequest` for a device that is not there, `ManagedMemoryUnavailable` for one that has no
+    concurrent managed access, `ClosedError` after the end of the `UnifiedBuffer`, and `DeviceFailure` with CUDA's own
+    word, as for memory that is not managed. Nothing has changed then.
+    """
+
+    def __init__(
+        self, calls: CudaManaged, address: int, size: int, in_use: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._calls, self._address, self._size, self._in_use = calls, address, size, in_use
+
+    @classmethod
+    def for_buffer(cls, driver: Driver, address: int, size: int | str) -> ManagedMemoryHints:
+        """Return hints about memory that somebody else allocated (`cudaMallocManaged`), and keeps.
+
+        Raises `InvalidRequest` for what is no range of memory, and `ManagedMemoryUnavailable` on the host driver.
+        """
+        checked = _range(address, size)
+        with device_failures():
+            return cls(managed_calls(driver), *checked, nullcontext)
+
+    @classmethod
+    def from_unified(cls, buffer: UnifiedBuffer) -> ManagedMemoryHints:
+        """Return hints about a whole buffer. Raises `ClosedError`."""
+        with device_failures():
+            return cls(managed_calls(buffer.driver), buffer.address, buffer.size, buffer.in_use)
+
+    @property
+    def address(self) -> int:
+        """The first byte's address."""
+        return self._address
+
+    @property
+    def size(self) -> int:
+        """Bytes from there."""
+        return self._size
+
+    def set_read_mostly(self) -> None:
+        """Say that the bytes are mostly read: each reader gets a copy, which a write ends. For all devices at once."""
+        self._advise(MemAdvice.SET_READ_MOSTLY, None)
+
+    def unset_read_mostly(self) -> None:
+        """Take `set_read_mostly` back; the copies become one."""
+        self._advise(MemAdvice.UNSET_READ_MOSTLY, None)
+
+    def set_preferred_location(self, location: int | Location | str) -> None:
+        """Say where pages should stay. It replaces the location before, and moves nothing by itself."""
+        self._advise(MemAdvice.SET_PREFERRED_LOCATION, location)
+
+    def unset_preferred_location(self) -> None:
+        """Say that there is no such place any more."""
+        self._advise(MemAdvice.UNSET_PREFERRED_LOCATION, None)
+
+    def set_accessed_by(self, location: int | Location | str) -> None:
+        """Have the pages mapped at `location` wherever they are, so that their use from there faults less."""
+        self._advise(MemAdvice.SET_ACCESSED_BY, location)
+
+    def unset_accessed_by(self, location: int | Location | str) -> None:
+        """Take `set_accessed_by` back, for this location."""
+        self._advise(MemAdvice.UNSET_ACCESSED_BY, location)
+
+    def prefetch_to(self, location: int | Location | str, stream: Any = 0) -> None:
+        """Queue on `stream` that all of the bytes move to `location`. Nobody has waited when this returns."""
+        self.prefetch_range(0, self._size, location, stream)
+
+    def prefetch_range(
+        self, offset: int | str, size: int | str, location: int | Location | str, stream: Any = 0
+    ) -> None:
+        """As `prefetch_to`, for `size` bytes at `offset`. Raises `InvalidRequest` unless they lie within the memory."""
+        start, length = bytes_of("an offset", offset), bytes_of("a prefetch", size, at_least=1)
+        if start > self._size or length > self._size - start:
+            raise InvalidRequest(f"{length} bytes at {start} do not lie in {self._size} bytes of managed memory")
+        handle = _stream(stream)
+        with self._in_use(), device_failures():
+            self._calls.prefetch(self._address + start, length, _device(self._calls, location), handle)
+
+    def apply_policy(self, policy: MigrationPolicy) -> None:
+        """Give the policy's advice; `MigrationPolicy.Default` has none."""
+        for advice, location in policy.to_advice_pairs():
+            self._advise(advice, location)
+
+    def _advise(self, advice: MemAdvice, location: int | Location | str | None) -> None:
+        with self._in_use(), device_failures():
+            self._calls.advise(self._address, self._size, advice.value, _device(self._calls, location))
+
+    def __repr__(self) -> str:
+        return f"<membroker.ManagedMemoryHints for {self._size} bytes at {self._address:#x}>"
+
+
+def apply_migration_policy(driver: Driver, address: int, size: int | str, policy: MigrationPolicy) -> None:
+    """Give a policy's advice about `size` bytes at `address`, as `ManagedMemoryHints.apply_policy` does.
+
+    `MigrationPolicy.Default` asks nothing of `driver`, whichever it is.
+    """
+    checked = _range(address, size)
+    if not policy.is_default():
+        ManagedMemoryHints.for_buffer(driver, *checked).apply_policy(policy)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchEntry:
+    """`size` bytes at `address` that are to move to `location`."""
+
+    address: int
+    size: int
+    location: int | Location
+
+    def __str__(self) -> str:
+        return f"{self.size} bytes at {self.address:#x} to {_location_text(self.location)}"
+
+
+class PrefetchFailed(MembrokerError):
+    """A plan could not be queued whole.
+
+    `entry` is the one that failed, the entry `index` of its plan, and `queued` are those that are on the stream all the
+    same, in order: none of them, where a check refused the entry. `__cause__` is why.
+    """
+
+    def __init__(self, index: int, entry: PrefetchEntry, queued: tuple[PrefetchEntry, ...], why: Exception) -> None:
+        super().__init__(f"entry {index} ({entry}) failed, with {len(queued)} queued before it: {why}")
+        self.index, self.entry, self.queued = index, entry, queued
+
+
+class PrefetchPlan:
+    """Prefetches that are queued together, on one stream, in the order they were added. Not for two threads at once."""
+
+    def __init__(self) -> None:
+        self._entries: list[PrefetchEntry] = []
+
+    def add(self, address: int, size: int | str, location: int | Location | str) -> PrefetchPlan:
+        """Note that `size` bytes at `address` are to move to `location`, and return the plan. Raises `InvalidRequest`.
+
+        The memory must be there when the plan is executed, and nothing here keeps it.
+        """
+        self._entries.append(PrefetchEntry(*_range(address, size), _location(location)))
+        return self
+
+    @property
+    def entries(self) -> tuple[PrefetchEntry, ...]:
+        """What was added, in order."""
+        return tuple(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def execute(self, driver: Driver, stream: Any = 0) -> None:
+        """Queue every entry on `stream`; the plan stays, and can be executed again.
+
+        All locations are checked before the first entry is queued. Raises `PrefetchFailed` with the entry that failed
+        and what was queued before it, `ManagedMemoryUnavailable` on the host driver, `InvalidRequest` for what is no
+        stream.
+        """
+        handle = _stream(stream)
+        with device_failures():
+            calls = managed_calls(driver)
+        entries = self.entries
+        devices: list[int] = []
+        for index, entry in enumerate(entries):
+            try:
+                devices.append(_device(calls, entry.location))
+            except (MembrokerError, DriverError) as error:
+                raise PrefetchFailed(index, entry, (), error) from error
+        for index, (entry, device) in enumerate(zip(entries, devices, strict=True)):
+            try:
+                calls.prefetch(entry.address, entry.size, device, handle)
+            except DriverError as error:
+                raise PrefetchFailed(index, entry, entries[:index], error) from error
+
+
+# Checks
+
+
+def _range(address: int, size: int | str) -> tuple[int, int]:
+    """Return a range as address and bytes; it has at least one, and its last is below 2^64."""
+    length = bytes_of("managed memory", size, at_least=1)
+    address = whole_number("an address", address)
+    if not 0 < address <= _LAST_ADDRESS or length - 1 > _LAST_ADDRESS - address:
+        raise InvalidRequest(f"{length} bytes at {address:#x} are no range of memory")
+    return address, length
+
+
+def _location(location: int | Location | str) -> int | Location:
+    """Return a location as an ordinal that may be there, or as a `Location`."""
+    if isinstance(location, int) and not isinstance(location, bool):
+        if 0 <= location <= _LAST_ORDINAL:
+            return location
+    elif isinstance(location, Location | str):
+        try:
+            return Location(location)
+        except ValueError:
+            pass
+    raise InvalidRequest(f'a location is a device\'s ordinal (0, 1, …), "host" or "device", not {location!r}')
+
+
+def _location_text(location: int | Location) -> str:
+    return f"device {location}" if isinstance(location, int) else f"the {location.value}"
+
+
+def _device(calls: CudaManaged, location: int | Location | str | None) -> int:
+    """Return a location as CUDA wants it, once it is known to take hints. None, and the host, ask the own device."""
+    checked = Location.HOST if location is None else _location(location)
+    ordinal = checked if isinstance(checked, int) else calls.ordinal
+    count = calls.devices()
+    if ordinal >= count:
+        raise InvalidRequest(f"there is no device {ordinal}: this process sees {count}, numbered from 0")
+    if not calls.has_concurrent_access(ordinal):
+        raise ManagedMemoryUnavailable(
+            f"device {ordinal} has no concurrent managed access (CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS is 0): "
+            "pages cannot move while it works, so CUDA takes neither advice nor prefetches for it"
+        )
+    return HOST if checked is Location.HOST else ordinal
+
+
+def _stream(stream: Any) -> int:
+    """Return a stream's handle, of an int or of what has one as `cuda_stream` (PyTorch) or `ptr` (CuPy)."""
+    handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", stream))
+    if isinstance(handle, bool) or not isinstance(handle, int) or not 0 <= handle <= _LAST_ADDRESS:
+        raise InvalidRequest(f"a stream is a handle, an object with `cuda_stream` or `ptr`, or 0, not {stream!r}")
+    return handle

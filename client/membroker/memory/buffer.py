@@ -1,0 +1,109 @@
+"""`Buffer`: one contiguous extent, mapped in this process.
+
+Owns nothing but a `Holding`: memory and addresses are given back by that, when the buffer is closed, or garbage,
+and no view of it is left. It must never round the size that it tells: `size` is what was asked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..convert import bytes_of, check_range, location_of
+from ..errors import InvalidRequest
+from ..interrupts import HeldOff
+from ..vmm.driver import Location
+from ..vmm.sizes import MAX_BYTES, format_size, round_up
+from .budget import asked_for
+from .held import Held
+from .holding import Holding, Placing
+from .lender import Lender, Source
+from .region import device_failures
+from .views import Span
+
+
+class Buffer(Held):
+    """`size` bytes at `address`, borrowed from a source. A context manager. `Model.allocate` makes it.
+
+    The memory is zero when it is fresh, as measured on cards and by nature on the host twin; no contract says so.
+    """
+
+    def __init__(self, source: Source | Lender, size: int | str, location: Location | str = Location.DEVICE) -> None:
+        self._size = bytes_of("a buffer", size, at_least=1)
+        self._location = location_of(location)
+        device = source.driver.device
+        self._extent_size = round_up(self._size, device.granularity)
+        if self._extent_size > MAX_BYTES:
+            raise InvalidRequest(f"a buffer of {size!r} rounds up to more than 2^63-1 bytes")
+        self._on_host = device.driver == "host"
+        with HeldOff(), device_failures():
+            self._holding = Holding(source, self._extent_size, "buffer")
+            try:
+                self._borrow(self._holding)
+            except BaseException:
+                self._holding.end()
+                raise
+            self._holding.owned_by(self)
+
+    def _borrow(self, holding: Holding) -> None:
+        placing = Placing(holding.region, 0)
+        try:
+            holding.begin(placing)
+            with asked_for(self._size, f"in granules of {format_size(holding.source.driver.device.granularity)}"):
+                holding.source.borrow(self._extent_size, 1, self._location, placing)
+            holding.extents.update(placing.extents)
+        finally:
+            holding.finish(placing)
+
+    @property
+    def address(self) -> int:
+        """The first byte's address, in this process. Raises `ClosedError`."""
+        self._holding.check_open()
+        return self._holding.region.address
+
+    @property
+    def size(self) -> int:
+        """Bytes, as asked."""
+        return self._size
+
+    @property
+    def extent_size(self) -> int:
+        """Bytes that are mapped and charged: `size`, rounded up to the device's granularity."""
+        return self._extent_size
+
+    @property
+    def location(self) -> str:
+        """`device` or `host`."""
+        return self._location.value
+
+    def view(self) -> memoryview:
+        """Return the bytes as a writable memoryview, on the host driver; it keeps the buffer's memory.
+
+        Raises `InvalidRequest` on a card, whose memory the processor cannot read, and `ClosedError`.
+        """
+        if not self._on_host:
+            raise InvalidRequest("only the host driver's memory can be viewed: use __cuda_array_interface__ on a card")
+        with self._holding.in_use():
+            return self._holding.views.make(self, self._holding.region.address, self._size)
+
+    def span(self, offset: int, size: int) -> Span:
+        """Keep the memory as long as the result lives: for whoever gives addresses in [offset, offset + size) away.
+
+        As with a living view, `close` then gives the memory back when the last span is gone. Raises
+        `InvalidRequest` for a range that does not lie in the buffer, and `ClosedError`.
+        """
+        offset, size = check_range(offset, size, self._size, "a buffer")
+        return self._holding.span(self, offset, size)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The bytes as a CUDA array of uint8. Whoever takes it keeps the buffer; closing it pulls the memory away.
+
+        Only on a card: `AttributeError` elsewhere, as the protocol wants.
+        """
+        if self._on_host:
+            raise AttributeError("the host driver's memory is no CUDA array: use view()")
+        return {"shape": (self._size,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"at {self._holding.region.address:#x}"
+        return f"<membroker.Buffer of {self._size} bytes, {state}>"

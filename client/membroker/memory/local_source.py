@@ -1,0 +1,288 @@
+"""`LocalSource`: extents from this process's own driver, for pools and buffers without a broker.
+
+Owns the driver, the numbers of what is lent, and the thread that does what finalizers leave behind. It keeps no
+handle and no descriptor of what it lends: as with a broker's extents, the mapping alone keeps the memory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+from ..closing import Closing
+from ..convert import bytes_of
+from ..errors import ClosedError, DeviceFailure, InvalidRequest
+from ..interrupts import HeldOff, Waiting
+from ..vmm import open_driver
+from ..vmm.driver import Driver, DriverOutOfMemory, DriverUnavailable, Location
+from .budget import Budget, out_of_memory
+from .holding import Holding
+from .lender import Placement
+from .region import device_failures
+
+logger = logging.getLogger("membroker")
+
+PACKET = 64
+"""How many extents are made before they are mapped: so many descriptors are open at a time."""
+
+
+class LocalSource(Closing):
+    """Lends the device's memory to this process: `VirtualMemoryPool(LocalSource(), "64GiB")`. A context manager.
+
+    `driver` is `"cuda"`, `"host"` (the twin: `LocalSource("host")` on a machine without a card), or a driver that stays
+    the caller's; `device` is the card's ordinal or UUID. `limit` and `host_limit` are the most that is lent at a time,
+    of the device and of the host, in bytes or as text; None leaves it to the device. Everybody else's memory is not its
+    business.
+
+    Raises `DeviceFailure` where there is no such device, and `InvalidRequest`.
+    """
+
+    def __init__(
+        self,
+        driver: Driver | str = "cuda",
+        device: int | str = 0,
+        *,
+        limit: int | str | None = None,
+        host_limit: int | str | None = None,
+    ) -> None:
+        limits = {Location.DEVICE: ("limit", limit), Location.HOST: ("host_limit", host_limit)}
+        self._budgets = {
+            location: Budget(None if size is None else bytes_of(what, size), "capacity")
+            for location, (what, size) in limits.items()
+        }
+        self._link = _Link(_open(driver, device) if isinstance(driver, str) else driver, owned=isinstance(driver, str))
+        self._ids = itertools.count(1)
+        self._lent: dict[int, tuple[int, Location]] = {}
+        self._holdings: set[Holding] = set()
+        self._lock = threading.Lock()
+        self._closed = self._ended = self._forked = False
+        self._forgotten = weakref.finalize(self, self._link.later, self._link.end)
+        self._forgotten.atexit = False
+        _living.add(self)
+
+    @property
+    def limit(self) -> int | None:
+        """The most bytes of the device that are lent at a time."""
+        return self._budgets[Location.DEVICE].limit
+
+    @property
+    def physical_memory_usage(self) -> int:
+        """Bytes of the device that are lent."""
+        return self._budgets[Location.DEVICE].used
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, or this process was forked from the source's."""
+        return self._closed or self._forked
+
+    def close(self) -> None:
+        """Unmap and give back all that pools and buffers hold of this. Idempotent.
+
+        What has living views stays until the last of them is gone, and with it the driver. What the driver fails to
+        unmap is logged, and held until this is closed again.
+        """
+        if self._forked or self._ended:  # and no lock is touched that another thread of a parent may have held
+            return
+        # An interrupt waits until all are ended: nobody would come back for the rest.
+        with HeldOff():
+            with self._lock:
+                self._closed = True
+            for holding in list(self._holdings):
+                try:
+                    holding.end()
+                except Exception:
+                    logger.exception("what a closed source had lent could not be given back")
+            if not self._holdings:
+                self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._ended or self._forked:
+                return
+            self._ended = True
+        self._forgotten.detach()
+        self._link.end()
+
+    def __repr__(self) -> str:
+        return f"<membroker.LocalSource of {self._link.driver.device.name}{', closed' * self.closed}>"
+
+    # The source of pools and buffers
+
+    @property
+    def driver(self) -> Driver:
+        """The driver of the device. Raises `ClosedError` when nothing is left to be done with it."""
+        if self._forked or self._ended:
+            self._check_open()
+        return self._link.driver
+
+    def enrol(self, holding: Holding) -> None:
+        """Let `close` end this holding."""
+        with self._lock:
+            self._check_open()
+            self._holdings.add(holding)
+
+    def dismiss(self, holding: Holding) -> None:
+        """Forget a holding that was given back; the last one ends a source that is closed."""
+        self._holdings.discard(holding)
+        if self._closed and not self._holdings:
+            self.later(self._end)
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Do `work` in a thread of the source; for finalizers."""
+        self._link.later(work)
+
+    def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
+        """Create extents and place them, packet by packet. All or nothing.
+
+        Raises `OutOfMemory`, with the level `capacity` for the limit and `device` for the device itself.
+        """
+        self._check_open()
+        self._budgets[location].debit(extent_bytes * count)
+        extent_ids: list[int] = []
+        try:
+            while len(extent_ids) < count:
+                # By the packet: there may be far more addresses than numbers that memory holds.
+                packet = list(itertools.islice(self._ids, min(PACKET, count - len(extent_ids))))
+                descriptors = self._lend(extent_bytes, len(packet), count, len(extent_ids), location)
+                extent_ids += packet
+                try:
+                    placement.place(packet, descriptors, extent_bytes)
+                finally:
+                    for descriptor in descriptors:
+                        os.close(descriptor)
+        except BaseException:
+            placement.undo()
+            self._budgets[location].credit(extent_bytes * count)
+            raise
+        with self._lock:
+            self._lent.update(dict.fromkeys(extent_ids, (extent_bytes, location)))
+
+    def _lend(self, size: int, packet: int, count: int, placed: int, location: Location) -> list[int]:
+        """Return the descriptors of the next extents of `count`, of which so many are placed."""
+        try:
+            self._link.drop_anchor()
+            return self._link.driver.lend(size, packet, location)
+        except DriverOutOfMemory as error:
+            memory = self._link.driver.memory(location)
+            available = placed * size + (memory.free // size * size if memory is not None else 0)
+            raise out_of_memory("device", count * size, available) from error
+
+    def give_back(self, extent_ids: Sequence[int]) -> None:
+        """Credit extents that are unmapped: their memory is the device's again."""
+        with self._lock:
+            lent = [self._lent.pop(extent_id) for extent_id in extent_ids]
+        for size, location in lent:
+            self._budgets[location].credit(size)
+
+    def charge(self, size: int, location: Location) -> None:
+        """Count what this process allocates itself against the limit."""
+        self._check_open()
+        self._budgets[location].debit(size)
+
+    def credit(self, size: int, location: Location) -> None:
+        """Count it no longer."""
+        self._budgets[location].credit(size)
+
+    def _check_open(self) -> None:
+        if self._forked:
+            raise ClosedError("this source belongs to the process that this one was forked from: make another")
+        if self._closed:
+            raise ClosedError("this source is closed")
+
+    def _abandon(self) -> None:
+        """In a forked child: from now on everything of this source raises `ClosedError`."""
+        self._forked = True
+        self._forgotten.detach()
+        for holding in self._holdings:
+            holding.abandoned = True
+        self._link.abandon()
+
+
+class _Link:
+    """The driver and the thread of a source, apart from it: their end can be a finalizer's work."""
+
+    def __init__(self, driver: Driver, *, owned: bool) -> None:
+        self.driver = driver
+        self._owned = owned
+        self._anchor: int | None = None
+        self._lock = threading.Lock()
+        # Its put() may be called by a finalizer in any thread, within another put() too (Python's documentation).
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work_off, args=(self._work,), name="membroker", daemon=True)
+        self._thread.start()
+
+    def later(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def drop_anchor(self) -> None:
+        """Keep one granule of a card exported: while any is, exporting costs 30 us, and else a millisecond (H200)."""
+        device = self.driver.device
+        with self._lock:
+            if self._anchor is None and device.driver == "cuda":
+                (self._anchor,) = self.driver.lend(device.granularity, 1)
+
+    def end(self) -> None:
+        """Close what is owned, and let the thread end when it has done all else."""
+        self._close_anchor()
+        if self._owned:
+            self.driver.close()
+        self._work.put(None)
+        if self._thread is not threading.current_thread():
+            with Waiting():
+                self._thread.join()
+
+    def abandon(self) -> None:
+        """In a forked child: close what was inherited. The thread did not come along."""
+        self._close_anchor()
+        self.driver.abandon()
+
+    def _close_anchor(self) -> None:
+        anchor, self._anchor = self._anchor, None
+        if anchor is not None:
+            os.close(anchor)
+
+
+def _work_off(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (piece := work.get()) is not None:
+        try:
+            piece()
+        except BaseException:  # who ends this thread ends everything that is left to it
+            logger.exception("what was left to do in the background has failed")
+        # Not kept until the next one: it may be the last reference to a source.
+        del piece
+
+
+def _open(kind: str, device: int | str) -> Driver:
+    try:
+        with device_failures():
+            return open_driver(kind, device, context=True)
+    except DeviceFailure as error:
+        if kind == "cuda" and isinstance(error.__cause__, DriverUnavailable):
+            raise DeviceFailure(f'{error}; LocalSource("host") takes the host twin') from error.__cause__
+        raise
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from error
+
+
+_living: weakref.WeakSet[LocalSource] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for source in list(_living):
+        source.close()
+
+
+def _abandon_all() -> None:
+    for source in list(_living):
+        source._abandon()
+    _living.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_abandon_all)

@@ -1,0 +1,8 @@
+"""`VirtualMemoryPool`: addresses for a whole capacity, with memory behind the pages that are in use.
+
+Page table, backing, compaction and offload live here. It must never import a session or a model: it knows a lender.
+"""
+
+from .pool import VirtualMemoryPool
+
+__all__ = ["VirtualMemoryPool"]

@@ -1,0 +1,475 @@
+"""Offloading: what is in a pool's pages is copied to the host, and the pages' memory goes back to who lent it.
+
+Owns where the bytes of each offloaded page lie, and the way there and back: chunks on their way while others are
+unmapped or borrowed. The pool claims the pages and has waited for the device's work; this module must never take a
+page that it was not given, nor hold the pool's lock during a copy or a call.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import pairwise
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..errors import InvalidRequest, MembrokerError
+from ..interrupts import HeldOff, let_through
+from ..memory.holding import Holding, Placing
+from ..memory.lender import Source
+from ..memory.region import device_failures
+from ..vmm.driver import AccessFlags, Driver, DriverError, Location
+from ..vmm.sizes import MIB, format_size
+from .page_table import FREE, OFFLOADED, USED, PageTable
+
+if TYPE_CHECKING:
+    from ..segment import Segment
+
+CHUNK_BYTES = 64 * MIB
+"""How much is copied at once, in whole pages: enough for a link's full speed, little enough to be early elsewhere."""
+CHUNKS_UNDER_WAY = 4
+BLOCK_BYTES = 256 * MIB
+"""How much is pinned at once, in whole pages, and freed when the last page has left it."""
+
+Progress = Callable[[int, int], object]
+"""Is told how many bytes are done, of how many."""
+
+_RUN = re.compile(r"offset-([0-9]{20})")
+
+
+class Block:
+    """Host bytes in which `pages` pages lie, or are to; `give_up` frees them when the last one has left."""
+
+    __slots__ = ("give_up", "pages")
+
+    def __init__(self, pages: int, give_up: Callable[[], None]) -> None:
+        self.pages = pages
+        self.give_up = give_up
+
+
+class PinnedBlock(Block):
+    """Pinned memory at `address`, with room for so many pages."""
+
+    __slots__ = ("address", "room")
+
+    def __init__(self, source: Source, address: int, room: int, size: int) -> None:
+        super().__init__(room, partial(_unpin, source, address, size))
+        self.address = address
+        self.room = room
+
+
+class Place(NamedTuple):
+    """Where one page lies on the host."""
+
+    address: int
+    block: Block
+
+
+Places = dict[int, Place]
+"""By page number."""
+
+
+class OffloadedPages:
+    """The offloaded pages of one pool. `lock` is the pool's, around its table and all that is noted here.
+
+    Runs of pages that it is given are claimed, and nobody uses them. What the methods raise has its numbers: how much
+    is where when they have stopped half way.
+    """
+
+    def __init__(self, holding: Holding, table: PageTable, lock: threading.Lock, location: Location) -> None:
+        self._holding = holding
+        self._source = holding.source
+        self._table = table
+        self._lock = lock
+        self._location = location
+        self._page_size = table.page_size
+        self._places: Places = {}
+        self._kept: list[PinnedBlock] = []
+        holding.beside = self._give_up_all
+
+    @property
+    def size(self) -> int:
+        """Bytes that are offloaded."""
+        return len(self._places) * self._page_size
+
+    # There
+
+    def offload(self, runs: Sequence[range], segment: Segment | None, progress: Progress | None) -> int:
+        """Copy used pages to pinned memory, or to a segment that is sealed then, and give their memory back.
+
+        Page by page as they arrive: what has arrived when it stops half way is offloaded, and the rest is as it was.
+        Returns how many bytes it copied.
+        """
+        if self._location is Location.HOST:
+            raise InvalidRequest("this pool's memory is the host's already")
+        total = sum(map(len, runs)) * self._page_size
+        # Whoever waits for a segment waits for its seal, also where there is nothing to put into it.
+        if not total and segment is None:
+            return 0
+        with ExitStack() as ends:
+            places = self._pin(runs) if segment is None else self._lay_out(segment, runs)
+            ends.callback(self._leave, places)
+            gone = ends.enter_context(self._counting(total, "offloaded", "mapped"))
+            ends.callback(self._allow, places, AccessFlags.NONE, AccessFlags.NONE)
+            arrive = partial(self._arrive_on_host, places, gone)
+            moving = ends.enter_context(_Moving(self._source.driver, arrive, progress, total))
+            for chunk in self._chunks(runs):
+                self._holding.check_open()
+                self._allow(chunk, AccessFlags.NONE, AccessFlags.READ)
+                moving.begin(chunk, self._copies(chunk, places, to_host=True))
+            moving.finish()
+        if segment is not None:
+            segment.seal()
+        return total
+
+    def _arrive_on_host(self, places: Places, gone: Places, chunk: range) -> int:
+        """Unmap pages whose bytes are on the host, and give their memory back; return how many bytes that is."""
+        size = len(chunk) * self._page_size
+        self._holding.region.unbind(chunk.start * self._page_size, size)
+        with self._lock:
+            extent_ids = [self._holding.extents.pop(page * self._page_size) for page in chunk]
+            gone.update((page, places.pop(page)) for page in chunk)
+            self._places.update((page, gone[page]) for page in chunk)
+            self._table.set(chunk, OFFLOADED)
+        self._source.give_back(extent_ids)
+        return size
+
+    # And back
+
+    def restore(self, runs: Sequence[range], progress: Progress | None, *, keep_pinned: bool = False) -> int:
+        """Borrow memory for offloaded pages, copy their bytes there, and free them on the host, or keep it pinned.
+
+        What has arrived when it stops half way is used as before, and the rest stays offloaded. Returns how many bytes
+        it copied.
+        """
+        total = sum(map(len, runs)) * self._page_size
+        if not total:
+            return 0
+        placings: dict[range, Placing] = {}
+        with ExitStack() as ends:
+            back = ends.enter_context(self._counting(total, "restored", "offloaded"))
+            # At the end and not before: to free pinned memory waits for the card's work.
+            ends.callback(self._leave, back, keep_pinned=keep_pinned)
+            ends.callback(self._lose, placings)
+            arrive = partial(self._arrive_on_device, placings, back)
+            moving = ends.enter_context(_Moving(self._source.driver, arrive, progress, total))
+            for chunk in self._chunks(runs):
+                self._holding.check_open()
+                placings[chunk] = self._borrow(chunk)
+                moving.begin(chunk, self._copies(chunk, self._places, to_host=False))
+            moving.finish()
+        return total
+
+    def _borrow(self, chunk: range) -> Placing:
+        placing = Placing(self._holding.region, chunk.start * self._page_size)
+        self._source.borrow(self._page_size, len(chunk), self._location, placing)
+        return placing
+
+    def _arrive_on_device(self, placings: dict[range, Placing], back: Places, chunk: range) -> int:
+        """Let pages be used whose bytes are on the device; return how many bytes that is."""
+        for access in (AccessFlags.NONE, AccessFlags.READ):
+            self._allow(chunk, access, access)
+        with self._lock:
+            self._holding.extents.update(placings.pop(chunk).extents)
+            self._table.set(chunk, USED)
+            back.update((page, self._places.pop(page)) for page in chunk)
+        return len(chunk) * self._page_size
+
+    def _lose(self, placings: dict[range, Placing]) -> None:
+        """Give the memory back to which bytes did not come: all of it, also where an interrupt ends one call."""
+        with ExitStack() as ends:
+            for placing in placings.values():
+                ends.callback(self._lose_one, placing)
+
+    def _lose_one(self, placing: Placing) -> None:
+        extent_ids = list(placing.extents.values())
+        placing.undo()
+        self._source.give_back(extent_ids)
+
+    # On the host
+
+    def adopt(self, segment: Segment, found: Mapping[range, int]) -> None:
+        """Take free pages for offloaded ones, whose bytes lie in a segment: runs by the offset of each in it."""
+        keeping = ExitStack()
+        keeping.enter_context(segment.kept())
+        block = Block(sum(map(len, found)), keeping.close)
+        places = self._side_by_side({run: segment.address + offset for run, offset in found.items()}, block)
+        with self._lock:
+            self._places.update(places)
+            for run in found:
+                self._table.set(run, OFFLOADED)
+
+    def drop(self, pages: range) -> None:
+        """Forget the bytes of those claimed pages that are offloaded."""
+        with self._lock:
+            runs = self._table.claimed_runs(OFFLOADED, pages)
+            dropped = {page: self._places.pop(page) for run in runs for page in run}
+            for run in runs:
+                self._table.set(run, FREE)
+        self._leave(dropped)
+
+    def _pin(self, runs: Sequence[range]) -> Places:
+        """Return places in pinned memory of this process, for which the model is charged."""
+        pages = [page for run in runs for page in run]
+        with self._lock:
+            blocks, self._kept = self._kept, []
+        with ExitStack() as undo:
+            undo.callback(self._keep, blocks)
+            self._pin_more(blocks, len(pages) - sum(block.room for block in blocks))
+            undo.pop_all()
+        places: Places = {}
+        for block in blocks:
+            some = pages[len(places) : len(places) + block.room]
+            block.pages = len(some)
+            places.update((page, Place(block.address + at * self._page_size, block)) for at, page in enumerate(some))
+        self._keep([block for block in blocks if not block.pages])
+        return places
+
+    def _pin_more(self, blocks: list[PinnedBlock], count: int) -> None:
+        """Pin room for `count` more pages, as blocks behind those that are there. All or nothing."""
+        source, size, step = self._source, self._page_size, max(1, BLOCK_BYTES // self._page_size)
+        if count <= 0:
+            return
+        with ExitStack() as undo:
+            source.charge(count * size, Location.HOST)
+            undo.callback(source.credit, count * size, Location.HOST)
+            more = []
+            for first in range(0, count, step):
+                let_through()
+                room = min(step, count - first)
+                address = source.driver.pin(room * size)
+                undo.callback(source.driver.unpin, address)
+                more.append(PinnedBlock(source, address, room, room * size))
+            undo.pop_all()
+        blocks += more
+
+    def _keep(self, blocks: Iterable[PinnedBlock]) -> None:
+        """Keep empty blocks for the next time."""
+        with self._lock:
+            self._kept.extend(blocks)
+
+    def trim(self) -> None:
+        """Free what was kept pinned."""
+        with HeldOff():
+            with self._lock:
+                blocks, self._kept = self._kept, []
+            self._give_up(blocks)
+
+    def _leave(self, places: Places, *, keep_pinned: bool = False) -> None:
+        """Give up the blocks from which the last of their pages is gone, or keep those that are pinned."""
+        empty: list[Block] = []
+        with self._lock:
+            for place in places.values():
+                place.block.pages -= 1
+                if not place.block.pages:
+                    empty.append(place.block)
+        kept = [block for block in empty if keep_pinned and isinstance(block, PinnedBlock)]
+        self._keep(kept)
+        self._give_up(block for block in empty if block not in kept)
+
+    def _give_up(self, blocks: Iterable[Block]) -> None:
+        """Free blocks, each of them. What the driver fails to free stays pinned and charged: `trim` tries again."""
+        with ExitStack() as ends:
+            for block in blocks:
+                ends.callback(self._give_one_up, block)
+
+    def _give_one_up(self, block: Block) -> None:
+        try:
+            block.give_up()
+        except DriverError:
+            if isinstance(block, PinnedBlock):
+                self._keep([block])
+            raise
+
+    def _give_up_all(self) -> None:
+        places, self._places = self._places, {}
+        with ExitStack() as ends:
+            ends.callback(self.trim)
+            self._leave(places)
+
+    def _lay_out(self, segment: Segment, runs: Sequence[range]) -> Places:
+        """Return places in a segment that this process writes, after writing down which page is where."""
+        check_segment(segment, self._source.driver)
+        if segment.location != Location.HOST.value:
+            raise InvalidRequest(f"{segment.resource_name} is of the device: it would keep as much there as it frees")
+        with ExitStack() as keeping:
+            keeping.enter_context(segment.filled())
+            index = segment.lay_out(_shapes(runs, self._page_size))
+            if not runs:
+                return {}
+            addresses = {run: segment.address + index[_name(run, self._page_size)].offset for run in runs}
+            block = Block(sum(map(len, runs)), keeping.pop_all().close)
+        return self._side_by_side(addresses, block)
+
+    def _side_by_side(self, addresses: Mapping[range, int], block: Block) -> Places:
+        return {
+            page: Place(address + at * self._page_size, block)
+            for run, address in addresses.items()
+            for at, page in enumerate(run)
+        }
+
+    def _allow(self, pages: Iterable[int], noted: AccessFlags, access: AccessFlags) -> None:
+        """Let pages of which `noted` is noted allow this."""
+        for page in pages if self._table.restricted else ():
+            if self._table.access(page) is noted:
+                self._source.driver.set_access(self._address(page), self._page_size, access)
+
+    # Chunks
+
+    def _chunks(self, runs: Sequence[range]) -> Iterator[range]:
+        step = max(1, CHUNK_BYTES // self._page_size)
+        for run in runs:
+            for first in range(run.start, run.stop, step):
+                yield range(first, min(first + step, run.stop))
+
+    def _copies(self, chunk: range, places: Places, *, to_host: bool) -> Iterator[tuple[int, int, int]]:
+        """Yield (target, source, size), as few of them as the places allow."""
+        first = 0
+        for at in range(1, len(chunk) + 1):
+            host, block = places[chunk[first]]
+            size = (at - first) * self._page_size
+            # Two blocks may be neighbours by chance, and no copy may cross from one to the other.
+            if at < len(chunk) and places[chunk[at]] == (host + size, block):
+                continue
+            device = self._address(chunk[first])
+            yield (host, device, size) if to_host else (device, host, size)
+            first = at
+
+    def _address(self, page: int) -> int:
+        return self._holding.region.address + page * self._page_size
+
+    @contextmanager
+    def _counting(self, total: int, done: str, rest: str) -> Iterator[Places]:
+        """Yield where to enter what is done; an error of the block tells how many bytes are, and are not."""
+        moved: Places = {}
+        try:
+            with device_failures():
+                yield moved
+        except MembrokerError as error:
+            size = len(moved) * self._page_size
+            numbers = {f"{done}_bytes": str(size), f"{rest}_bytes": str(total - size)}
+            # It stays the error that it was, with all that its class has: it may be one of `progress`, of any class.
+            error.args = (f"{error}; {format_size(size)} of {format_size(total)} are {done}, the others stay {rest}",)
+            error.metadata.update(numbers)
+            raise
+
+
+class _Moving:
+    """Chunks on their way, a few at a time. `arrive` is called for each, in order, and says how many bytes it had.
+
+    What is on its way when the block fails still arrives.
+    """
+
+    def __init__(self, driver: Driver, arrive: Callable[[range], int], progress: Progress | None, total: int) -> None:
+        self._arrive = arrive
+        self._progress = progress
+        self._total = total
+        self._done = 0
+        self._under_way: deque[tuple[int, range]] = deque()
+        self._copier = driver.copier()
+
+    def begin(self, chunk: range, copies: Iterable[tuple[int, int, int]]) -> None:
+        """Send a chunk on its way, once there is room for it."""
+        while len(self._under_way) >= CHUNKS_UNDER_WAY:
+            self._tell(self._finish_one())
+        let_through()
+        for target, source, size in copies:
+            self._copier.copy(target, source, size)
+        self._under_way.append((self._copier.mark(), chunk))
+
+    def finish(self) -> None:
+        """Wait for all that is on its way."""
+        while self._under_way:
+            self._tell(self._finish_one())
+
+    def _finish_one(self) -> int:
+        mark, chunk = self._under_way.popleft()
+        self._copier.wait(mark)
+        return self._arrive(chunk)
+
+    def _tell(self, size: int) -> None:
+        self._done += size
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+    def __enter__(self) -> _Moving:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            while self._under_way:
+                self._finish_one()
+        finally:
+            self._copier.close()
+
+
+def size_in_segment(runs: Sequence[range], page_size: int) -> int:
+    """Return how many bytes of a segment these runs of pages take."""
+    # Here, because a pool that knows no broker needs nothing of what segments are made of.
+    from ..segment import segment_size
+
+    return segment_size(_shapes(runs, page_size))
+
+
+def _shapes(runs: Sequence[range], page_size: int) -> dict[str, tuple[str, tuple[int]]]:
+    """Return what stands in a segment's header: each run under its offset in the pool, in the order of the offsets."""
+    return {_name(run, page_size): ("U8", (len(run) * page_size,)) for run in runs}
+
+
+def _name(run: range, page_size: int) -> str:
+    return f"offset-{run.start * page_size:020}"
+
+
+def runs_in(segment: Segment, page_size: int, capacity: int) -> dict[range, int]:
+    """Return the runs of pages that a pool has offloaded to `segment`, each with its offset there, in bytes.
+
+    The bytes are another process's, and nothing in them is believed. Raises `InvalidRequest` where they are no
+    offloaded pages, or none that a pool of these pages and this capacity has, and `InvalidTensorIndex`.
+    """
+    if segment.writable:
+        raise InvalidRequest(f"{segment.resource_name} is not sealed: what is in it is not all there yet")
+    found: dict[range, int] = {}
+    for name, info in segment.index().items():
+        match = _RUN.fullmatch(name)
+        if match is None or info.dtype != "U8":
+            raise InvalidRequest(f"{segment.resource_name} holds no offloaded pages, but a tensor {name[:80]!r}")
+        offset, size = int(match[1]), info.size
+        if offset % page_size or size % page_size or not size or offset >= capacity or size > capacity - offset:
+            raise InvalidRequest(
+                f"{size} bytes at offset {offset} are not whole pages of {format_size(page_size)} in a pool of "
+                f"{capacity} bytes: restore them into one like that from which they came"
+            )
+        found[range(offset // page_size, (offset + size) // page_size)] = info.offset
+    runs = sorted(found, key=lambda run: run.start)
+    # One name for each offset, so no two runs begin at the same page.
+    if any(run.stop > after.start for run, after in pairwise(runs)):
+        raise InvalidRequest(f"{segment.resource_name} has the same page twice")
+    return {run: found[run] for run in runs}
+
+
+def check_segment(segment: Segment, driver: Driver) -> None:
+    """Raise `InvalidRequest` unless it is a segment, and mapped where `driver` can copy."""
+    # Here, as above.
+    from ..segment import Segment
+
+    if not isinstance(segment, Segment):
+        raise InvalidRequest(f"a pool's pages lie in a segment that is attached or written here, not {segment!r}")
+    if segment.driver is not driver:
+        raise InvalidRequest(f"{segment.resource_name} is another client's: attach it with the client of this pool")
+
+
+def check_progress(progress: Progress | None) -> None:
+    """Raise `InvalidRequest` for what cannot be called."""
+    if progress is not None and not callable(progress):
+        raise InvalidRequest(f"progress is a function of two numbers of bytes, not {progress!r}")
+
+
+def _unpin(source: Source, address: int, size: int) -> None:
+    source.driver.unpin(address)
+    source.credit(size, Location.HOST)

@@ -1,0 +1,319 @@
+"""Which endpoint to enter, how to connect to it, and what is wrong when that fails.
+
+Owns the search for an endpoint's directory and the sentence for each way in which it can be unusable. It must
+never speak a word of the protocol, and never mend anything itself: the sentence names the command that does.
+"""
+
+from __future__ import annotations
+
+import errno
+import grp
+import math
+import os
+import pwd
+import re
+import socket
+import stat
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from ..errors import AccessDenied, BrokerAbsent, BrokerUnavailable, DescriptorLimit, InvalidRequest, MembrokerError
+
+VARIABLE = "MEMBROKER_ENDPOINT"
+MAX_PATH_BYTES = 107
+"""The longest path of a Unix socket: `sockaddr_un` has 108 bytes, the last is a zero."""
+
+SYSTEM = Path("/run/membroker")
+
+_START = "start one with `membrokerd`"
+_DEVICE = re.compile(r"[0-9]{1,4}|(?=[0-9]*[A-Za-z-])[A-Za-z0-9-]{4,64}")
+
+
+def find_endpoint(endpoint: str | os.PathLike[str] | None = None, env: Mapping[str, str] = os.environ) -> Path:
+    """Return the directory of the endpoint to enter, absolute.
+
+    The argument, else MEMBROKER_ENDPOINT, else the only device under `$XDG_RUNTIME_DIR/membroker`, else under
+    `/run/membroker`, where a broker listens, if one does anywhere. Of a device's directory it is `tenants/default`.
+    Raises `BrokerUnavailable` where there is no device, and `InvalidRequest` for what is no path, and where there are
+    several devices, with their directories.
+    """
+    if endpoint is not None and not isinstance(endpoint, str | os.PathLike):
+        raise InvalidRequest(f"an endpoint is the path of a directory, not {endpoint!r}")
+    chosen = os.fspath(endpoint) if endpoint is not None else env.get(VARIABLE, "")
+    directory = Path(chosen).absolute() if chosen else default_device(env)
+    return directory / "tenants" / "default" if is_device(directory) else directory
+
+
+def is_device(directory: Path) -> bool:
+    """Say whether this is a device's directory, with the endpoints of its tenants in it."""
+    try:
+        return (directory / "tenants").is_dir()
+    except OSError:
+        return False  # what is wrong with it is said when it is entered
+
+
+def default_device(env: Mapping[str, str] = os.environ) -> Path:
+    """Return the runtime directory of the only device whose broker could be reached without being told which.
+
+    What a dead broker left counts only where no broker lives: then it is that one that is missed.
+    """
+    looked = runtime_directories(env)
+    device = _only_device(looked, _may_live) or _only_device(looked, lambda _: True)
+    if device is not None:
+        return device
+    raise BrokerAbsent(
+        f"no broker was found under {' or '.join(map(str, looked))}: {_START}, "
+        f"or name its endpoint's directory with {VARIABLE}=…"
+    )
+
+
+def living_devices(env: Mapping[str, str] = os.environ) -> list[Path]:
+    """Return the devices of the first runtime directory in which a broker listens; none where none does anywhere."""
+    found = (list(filter(_may_live, _devices_in(runtime))) for runtime in runtime_directories(env))
+    return next(filter(None, found), [])
+
+
+def find_device(name: str, env: Mapping[str, str] = os.environ) -> Path:
+    """Return the directory of the device with this number, UUID or name, as in `1`, `GPU-12345678-…`, `gpu-12345678`.
+
+    Where several have one number it is that of a broker that lives. Raises `BrokerAbsent` where there is none, and
+    `InvalidRequest` where there are still several, or for what names no device.
+    """
+    if not _DEVICE.fullmatch(name):
+        raise InvalidRequest(
+            f"{name!r} names no device: give its number, or its UUID as `nvidia-smi -L` or `membroker status` shows it"
+        )
+    looked = runtime_directories(env)
+    devices = [device for runtime in looked for device in _devices_in(runtime)]
+    named = [device for device in devices if _is_called(device, name)]
+    found = list(filter(_may_live, named)) or named
+    if len(found) == 1:
+        return found[0]
+    if found:
+        listed = ", ".join(map(str, found))
+        raise InvalidRequest(f"{len(found)} devices are called {name}: name one with --endpoint, of {listed}")
+    there = ", ".join(f"{device.name} ({_index_of(device)})" for device in devices)
+    raise BrokerAbsent(
+        f"no broker of device {name} was found under {' or '.join(map(str, looked))}, which "
+        + (f"have {there}" if there else "have none")
+        + f": start one with `membrokerd --device {name}`"
+    )
+
+
+def _is_called(device: Path, name: str) -> bool:
+    if name.isdecimal():
+        return _index_of(device) == str(int(name))
+    lower = name.lower()
+    if device.name == lower:
+        return True
+    digits = lower.removeprefix("gpu-").removeprefix("mig-").replace("-", "")
+    return len(digits) == 32 and device.name == f"gpu-{digits[:8]}"
+
+
+def _index_of(device: Path) -> str:
+    """Return a device's number as its daemon has written it, or `?`."""
+    try:
+        descriptor = os.open(device / "index", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            text = os.read(descriptor, 16).decode(errors="replace").strip()
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return "?"
+    return text if text.isdecimal() else "?"
+
+
+def _only_device(looked: Iterable[Path], counts: Callable[[Path], bool]) -> Path | None:
+    """Return the device of the first runtime directory that has one which counts; raises where it has several."""
+    for runtime in looked:
+        devices = list(filter(counts, _devices_in(runtime)))
+        if len(devices) > 1:
+            listed = ", ".join(str(device / "tenants" / "default") for device in devices)
+            raise InvalidRequest(
+                f"{runtime} has {len(devices)} devices: choose an endpoint with connect(endpoint=…) or {VARIABLE}=…, "
+                f"or with `membroker --device …`, of {listed}"
+            )
+        if devices:
+            return devices[0]
+    return None
+
+
+def runtime_directories(env: Mapping[str, str] = os.environ) -> list[Path]:
+    """Return the directories in which brokers keep their endpoints, the user's own first."""
+    own = env.get("XDG_RUNTIME_DIR", "")
+    return [Path(own, "membroker")] * bool(own) + [SYSTEM]
+
+
+def _devices_in(runtime: Path) -> list[Path]:
+    try:
+        return sorted(entry for entry in runtime.iterdir() if (entry / "tenants").is_dir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise diagnose(runtime, error) from error
+
+
+def _may_live(device: Path) -> bool:
+    """Say whether a tenant's socket of this device is somebody's, or may be: one closed to us can't be asked."""
+    try:
+        return any(_may_be_bound(tenant / "handoff.sock") for tenant in (device / "tenants").iterdir())
+    except OSError:
+        return True
+
+
+def _may_be_bound(path: Path) -> bool:
+    # By a socket of another kind: the kernel says whether there is a process, which hears nothing of it.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except OSError as error:
+            return error.errno not in (errno.ENOENT, errno.ECONNREFUSED)
+        return True
+
+
+DESCRIPTORS_SHORT = "this process has no file descriptor left: raise its limit, `ulimit -n` (RLIMIT_NOFILE)"
+
+
+def open_socket(path: Path, timeout: float) -> socket.socket:
+    """Connect to the handoff socket at `path` and return it, blocking for at most `timeout` seconds a call.
+
+    Raises `BrokerUnavailable`, `AccessDenied`, `DescriptorLimit` or `InvalidRequest`, with what is wrong and the
+    command that mends it.
+    """
+    check_path(path)
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    except OSError as error:
+        raise DescriptorLimit(DESCRIPTORS_SHORT) from error
+    try:
+        set_timeout(connection, timeout)
+        connection.connect(os.fspath(path))
+    except OSError as error:
+        connection.close()
+        raise diagnose(path, error) from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def set_timeout(connection: socket.socket, timeout: float) -> None:
+    """Let the kernel end each blocking call after `timeout` seconds, rounded up to 1 us (EAGAIN); 0 for never.
+
+    Python's own timeout makes the socket non-blocking, and such a connect fails at once when the queue is full.
+    """
+    value = struct.pack("ll", *divmod(math.ceil(timeout * 1e6), 1_000_000))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, value)
+
+
+def check_path(path: Path) -> None:
+    """Raise `InvalidRequest` for a path that the kernel does not take as a socket's address."""
+    length = len(os.fsencode(path))
+    if length > MAX_PATH_BYTES:
+        raise InvalidRequest(
+            f"the path of a socket has at most {MAX_PATH_BYTES} bytes and {path} has {length}: "
+            "choose a shorter runtime directory, or name the endpoint through a symbolic link with a short path"
+        )
+
+
+def diagnose(path: Path, error: OSError) -> MembrokerError:
+    """Return the exception for a socket at `path` that could not be connected to, by what the file system shows."""
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return AccessDenied(_denied(path))
+    if error.errno == errno.ENOENT:
+        return BrokerAbsent(_absent(path))
+    if error.errno == errno.ENOTDIR:
+        return BrokerUnavailable(f"{_first(path, _is_no_directory)} is not a directory: {_name_endpoint(path)}")
+    if error.errno == errno.ECONNREFUSED:
+        return _refused(path)
+    if error.errno == errno.EPROTOTYPE:
+        return BrokerUnavailable(f"{path} is a socket of another kind, not a broker's: {_name_endpoint(path)}")
+    if error.errno in (errno.EAGAIN, errno.ETIMEDOUT):
+        return BrokerUnavailable(silent(path))
+    return BrokerUnavailable(f"cannot connect to {path}: {error.strerror} ({errno.errorcode.get(error.errno or 0)})")
+
+
+def silent(path: Path) -> str:
+    """Return the sentence for a broker that accepts nobody or says nothing in the time allowed."""
+    return f"{not_answering(path)}, or give connect() a longer timeout"
+
+
+def not_answering(path: Path) -> str:
+    """Return the sentence for a broker that runs and says nothing."""
+    return (
+        f"the broker at {path} does not answer: it is stopped or overloaded. Look at it with "
+        "`pgrep -a membrokerd`, continue a stopped one with `kill -CONT`"
+    )
+
+
+def _refused(path: Path) -> BrokerUnavailable:
+    with suppress(FileNotFoundError):  # a broker that stops takes its socket away
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return BrokerUnavailable(f"{path} is not a socket: {_name_endpoint(path)}")
+    return BrokerAbsent(
+        f"nobody listens at {path}: the broker is dead and left its socket behind; {_START}, which replaces it"
+    )
+
+
+def _absent(path: Path) -> str:
+    missing = _first(path, lambda part: not part.exists()) or path
+    if missing == path and path.parent.name == "admin" and path.parent.with_name("tenants").is_dir():
+        return (
+            f"{path.parent} is the operator's endpoint, where nothing is borrowed: name a tenant's, as in "
+            f"{path.parent.with_name('tenants')}/NAME"
+        )
+    if missing.is_symlink():
+        return f"{missing} is a symbolic link to nothing: {_name_endpoint(path)}"
+    if missing == path:
+        return f"{path.parent} has no {path.name}: no broker has this endpoint open. Is membrokerd running? {_START}"
+    return f"{missing} does not exist. Is membrokerd running, with this tenant? {_START}, or {_name_endpoint(path)}"
+
+
+def _denied(path: Path) -> str:
+    closed = _first(path.parent, lambda part: not os.access(part, os.X_OK, effective_ids=True)) or path
+    found = os.stat(closed) if closed.parent == closed or os.access(closed.parent, os.X_OK) else None
+    if found is None:
+        return f"permission denied: {closed}, for user {_user(os.geteuid())}"
+    owner, group = _user(found.st_uid), _group(found.st_gid)
+    mine = ", ".join(_group(gid) for gid in sorted({os.getegid(), *os.getgroups()}))
+    return (
+        f"permission denied: {closed} belongs to {owner}, group {group}, mode {stat.S_IMODE(found.st_mode):04o}, and "
+        f"this process runs as {_user(os.geteuid())}, groups {mine}. {_admission(found)}"
+    )
+
+
+def _admission(found: os.stat_result) -> str:
+    if found.st_mode & (stat.S_IXGRP if stat.S_ISDIR(found.st_mode) else stat.S_IWGRP):
+        name = _group(found.st_gid).split()[0]
+        return f"Join the group with `usermod -aG {name} {_user(os.geteuid()).split()[0]}` and log in again"
+    return f"Enter through your own tenant's endpoint ({VARIABLE}=…), or ask its owner to admit you"
+
+
+def _first(path: Path, wrong: Callable[[Path], bool]) -> Path | None:
+    """Return the first part of `path`, from the root down, of which `wrong` is true."""
+    return next((part for part in (*reversed(path.parents), path) if wrong(part)), None)
+
+
+def _is_no_directory(part: Path) -> bool:
+    return part.exists() and not part.is_dir()
+
+
+def _name_endpoint(path: Path) -> str:
+    return f"name the endpoint's directory, which has {path.name} in it, with connect(endpoint=…) or {VARIABLE}=…"
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"
+
+
+def _group(gid: int) -> str:
+    try:
+        return f"{grp.getgrgid(gid).gr_name} (gid {gid})"
+    except KeyError:
+        return f"gid {gid}"

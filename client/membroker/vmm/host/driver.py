@@ -1,0 +1,559 @@
+"""`HostDriver`: a device made of host memory. Extents are memfds, addresses are mmaps, the rules are CUDA's.
+
+Owns the driver's handles, and the addresses of the process, which all its host drivers share, as with CUDA. It enforces
+in code what CUDA enforces in its driver, so that a program that works here works on a GPU. It must never be more
+lenient than a GPU: no sub-range maps, no partial unmaps, no second export of an imported extent, no overcommitment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import itertools
+import os
+import stat
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .. import libc as _libc
+from ..copies import Copier, HostCopier, PinnedBlocks
+from ..driver import AccessFlags, DeviceInfo, DriverError, DriverOutOfMemory, Handle, Location, MemoryInfo
+from ..errno import driver_call, invalid
+from ..mappings import MappingBudget
+from ..sizes import GIB, MAX_BYTES, MIB, is_power_of_two
+from . import addresses as _addresses
+from .watch import ExtentWatch
+
+GRANULARITY = 2 * MIB
+"""A GPU's granularity, in bytes, so that the host driver refuses the same sizes."""
+
+EXTENT_NAME = "membroker-extent"
+"""Every extent's memfd of the device has this name: /proc/PID/maps shows `/memfd:membroker-extent`."""
+_NAMES = {Location.DEVICE: EXTENT_NAME, Location.HOST: f"{EXTENT_NAME}-host"}
+
+_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+# F_SEAL_SEAL too: otherwise any process with the descriptor could seal the memory against its owner's writes. A
+# sealable extent gets it with its last seal. The number of F_SEAL_FUTURE_WRITE is from uapi/linux/fcntl.h; Python 3.11
+# lacks it.
+_PRIVATE_SEALS = _FIXED_SIZE | fcntl.F_SEAL_SEAL
+_FUTURE_WRITE = 0x0010
+_LAST_SEALS = _FUTURE_WRITE | fcntl.F_SEAL_SEAL
+_PROTECTIONS = {
+    AccessFlags.NONE: _libc.PROT_NONE,
+    AccessFlags.READ: _libc.PROT_READ,
+    AccessFlags.READ_WRITE: _libc.PROT_READ_WRITE,
+}
+# One counter for all drivers of the process: a handle of one driver is unknown to every other.
+_handle_values = itertools.count(1)
+_driver_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    descriptor: int
+    imported: bool
+
+
+class _Process:
+    """The addresses of one process. Its drivers share them, as in CUDA: a reservation belongs to no device."""
+
+    here: ClassVar[_Process]
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.addresses = _addresses.AddressTable()
+        self.budget = MappingBudget()
+
+    @classmethod
+    def begin(cls) -> None:
+        """Start with no addresses: at the import, and in a forked child.
+
+        In a child, a thread of the parent may have held the lock, and that thread does not exist there. The old table
+        describes the parent; inherited drivers keep it, to know what to abandon.
+        """
+        cls.here = cls()
+
+
+_Process.begin()
+os.register_at_fork(after_in_child=_Process.begin)
+
+
+class HostDriver:
+    """A device of `total_bytes` and a host of `host_bytes`, both made of this machine's ordinary memory.
+
+    `ordinal` distinguishes the host devices of a process. Drivers of one ordinal are one device, as with CUDA: access
+    that one of them grants holds for the others. Each knows its own extents and its own figures.
+
+    Each driver's `view`, `read` and `write` enforce the access of its device. The page protection of a mapping is the
+    widest access that any device has. Only that protects bytes that are accessed without the driver, through an earlier
+    view or a plain address.
+
+    The totals are figures, not reservations: memory is taken when it is first written. `stranger_bytes` of the device
+    count as used by other processes, and may be changed at any time. `survivors` are those of a dead process's driver:
+    this driver takes them over, and counts the extents that the other created. If they do not come from a host driver,
+    this raises `DriverError`, and the caller still owns them.
+    """
+
+    def __init__(
+        self,
+        total_bytes: int = 16 * GIB,
+        host_bytes: int = 16 * GIB,
+        stranger_bytes: int = 0,
+        *,
+        ordinal: int = 0,
+        survivors: Mapping[str, int] | None = None,
+    ) -> None:
+        if ordinal < 0:
+            raise ValueError(f"an ordinal is 0 or more, not {ordinal}")
+        self.stranger_bytes = stranger_bytes
+        self._watch = ExtentWatch(GRANULARITY, survivors)
+        self._totals = {Location.DEVICE: total_bytes, Location.HOST: host_bytes}
+        uuid = f"host-{ordinal}" if ordinal else "host"
+        self._device = DeviceInfo(uuid, "host memory", "host", GRANULARITY, ordinal, ordinal=ordinal)
+        self._ordinal, self._number = ordinal, next(_driver_numbers)
+        self._handles: dict[Handle, _Extent] = {}
+        self._process = _Process.here
+        self._pinned = PinnedBlocks()
+        self._pid = os.getpid()
+        self._closed = False
+        # Creating and counting extents has a separate lock, so that it never waits for a long unmap.
+        self._lock, self._birth_lock = threading.Lock(), threading.Lock()
+
+    @property
+    def device(self) -> DeviceInfo:
+        """The host device: uuid `host`, or `host-1` for ordinal 1; granularity 2 MiB."""
+        return self._device
+
+    # Extents and descriptors
+
+    def create(self, size: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> Handle:
+        """Create a zero-filled memfd of `size` bytes, whose size is sealed.
+
+        Raises `DriverOutOfMemory` if the location has less than `size` left, as a GPU does.
+        """
+        self._check_usable("memfd_create")
+        _check_granules(size, "memfd_create")
+        with ExitStack() as undo:
+            with driver_call("memfd_create"):
+                descriptor = os.memfd_create(_NAMES[location], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            undo.callback(os.close, descriptor)
+            with driver_call("ftruncate"):
+                os.ftruncate(descriptor, size)
+            with driver_call("fcntl"):
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE if sealable else _PRIVATE_SEALS)
+            with self._birth_lock:
+                self._check_room(size, location)
+                self._watch.add(descriptor, size, location)
+            handle = self._book(descriptor, size, location, imported=False)
+            undo.pop_all()
+        return handle
+
+    def export(self, handle: Handle) -> int:
+        """Return a new descriptor of the extent. An imported extent cannot be exported again, as with CUDA."""
+        self._check_usable("dup")
+        with self._lock:
+            extent = self._extent(handle, "dup")
+            if extent.imported:
+                raise invalid("dup", "an imported extent cannot be exported again: pass its descriptor on instead")
+            return _duplicate(extent.descriptor)
+
+    def lend(self, size: int, count: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> list[int]:
+        """Create `count` memfds of `size` bytes and return their descriptors."""
+        descriptors: list[int] = []
+        try:
+            for _ in range(count):
+                handle = self.create(size, location, sealable=sealable)
+                try:
+                    descriptors.append(self.export(handle))
+                finally:
+                    self.release(handle)
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+        return descriptors
+
+    def map_descriptors(
+        self, address: int, descriptors: Sequence[int], size: int, access: AccessFlags = AccessFlags.READ_WRITE
+    ) -> None:
+        """Map the memfds behind `descriptors` side by side from `address` on."""
+        with ExitStack() as undo:
+            for number, descriptor in enumerate(descriptors):
+                handle = self.import_extent(descriptor, size)
+                try:
+                    self.map(address + number * size, handle)
+                finally:
+                    self.release(handle)
+                undo.callback(self.unmap, address + number * size, size)
+            self.set_access(address, len(descriptors) * size, access)
+            undo.pop_all()
+
+    def seal(self, descriptor: int) -> None:
+        """Seal the memfd: a later writable map of it fails with EPERM, and `set_access` with EACCES."""
+        self._check_usable("fcntl")
+        with driver_call("fcntl"):
+            if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _LAST_SEALS != _LAST_SEALS:
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _LAST_SEALS)
+
+    def import_extent(self, descriptor: int, size: int, location: Location = Location.DEVICE) -> Handle:
+        """Return a handle to the memfd behind `descriptor`, which must be sealed at exactly `size` bytes."""
+        self._check_usable("dup")
+        _check_granules(size, "dup")
+        with ExitStack() as undo:
+            own = _duplicate(descriptor)
+            undo.callback(os.close, own)
+            _check_extent(own, size)
+            handle = self._book(own, size, location, imported=True)
+            undo.pop_all()
+        return handle
+
+    def release(self, handle: Handle) -> None:
+        """Close this reference. The kernel frees the memory with the last descriptor and mapping in any process."""
+        self._check_usable("close")
+        with self._lock:
+            extent = self._extent(handle, "close")
+            del self._handles[handle]
+        os.close(extent.descriptor)
+
+    # Addresses and mappings
+
+    def reserve(self, size: int, alignment: int = 0) -> int:
+        """Reserve `size` bytes of addresses at a multiple of `alignment` (at least the granularity)."""
+        self._check_usable("mmap")
+        _check_granules(size, "mmap")
+        if alignment and not (is_power_of_two(alignment) and alignment <= MAX_BYTES):
+            raise invalid("mmap", f"an alignment is a power of two below 2^63, not {alignment}")
+        with driver_call("mmap"):
+            address = _reserve_aligned(size, max(alignment, GRANULARITY))
+        with self._process.lock:
+            self._process.addresses.add_reservation(address, size, self._number)
+        return address
+
+    def unreserve(self, address: int, size: int) -> None:
+        """Release a whole reservation."""
+        self._check_usable("munmap")
+        with self._process.lock:
+            self._process.addresses.check_reservation(address, size, "munmap")
+            with driver_call("munmap"):
+                _libc.munmap(address, size)
+            self._process.addresses.drop_reservation(address)
+
+    def map(self, address: int, handle: Handle) -> None:
+        """Map the extent at `address`; no device has access until `set_access`."""
+        self._check_usable("mmap")
+        if address % GRANULARITY:
+            raise invalid("mmap", f"{address:#x} is not a multiple of {GRANULARITY} bytes")
+        process = self._process
+        with process.lock, self._lock:
+            extent = self._extent(handle, "mmap")
+            process.addresses.check_free(address, handle.size, "mmap")
+            with driver_call("open"):  # it reads files in /proc now and then
+                process.budget.spend("mmap")
+            with driver_call("mmap"):
+                _libc.mmap_file(address, handle.size, extent.descriptor)
+            process.addresses.add_mapping(address, handle.size)
+
+    def set_access(self, address: int, size: int, access: AccessFlags) -> None:
+        """Set what this device may do with whole mappings; after a failure their access is unchanged."""
+        self._check_usable("mprotect")
+        with self._process.lock, driver_call("mprotect"):
+            mappings = self._process.addresses.whole_mappings(address, size, "mprotect")
+            before = [mapping.access for mapping in mappings]
+            try:
+                for mapping in mappings:
+                    _protect(mapping, {**mapping.access, self._ordinal: access})
+            except BaseException:
+                with ExitStack() as undo:
+                    for mapping, allowed in zip(mappings, before, strict=True):
+                        undo.callback(_protect, mapping, allowed)
+                raise
+
+    def get_access(self, address: int) -> AccessFlags:
+        """Return what this device may do with the mapped byte at `address`."""
+        self._check_usable("get_access")
+        with self._process.lock:
+            return self._process.addresses.allows(address, 1, self._ordinal, "get_access")
+
+    def unmap(self, address: int, size: int) -> None:
+        """Unmap whole mappings; their addresses stay reserved."""
+        self._check_usable("mmap")
+        with self._process.lock:
+            mappings = self._process.addresses.whole_mappings(address, size, "mmap")
+            with driver_call("mmap"):
+                _libc.mmap_nothing(size, address)
+            self._process.addresses.drop_mappings(mappings)
+
+    def move(self, address: int, new_address: int, size: int, count: int = 1) -> None:
+        """Map memfds at other addresses, one after the other, starting at the end towards which they move."""
+        self._check_usable("mremap")
+        _check_move(address, new_address, size, count)
+        with self._process.lock, ExitStack() as undo:
+            mappings = self._process.addresses.whole_mappings(address, size * count, "mremap")
+            if len(mappings) != count:
+                raise invalid("mremap", f"{address:#x} and what follows are not {count} extents of {size} bytes")
+            for mapping in mappings if new_address < address else reversed(mappings):
+                before = mapping.address
+                self._process.addresses.check_free(before + new_address - address, size, "mremap")
+                with driver_call("open"):  # it reads files in /proc now and then
+                    self._process.budget.spend("mremap")
+                self._move(mapping, before + new_address - address)
+                # Without the budget: undoing a move needs no more mappings than there were before.
+                undo.callback(self._move, mapping, before)
+            undo.pop_all()
+
+    def _move(self, mapping: _addresses.Mapping, address: int) -> None:
+        with driver_call("mremap"):
+            _libc.mmap_again(mapping.address, mapping.size, address)
+            _libc.mmap_nothing(mapping.size, mapping.address)
+        self._process.addresses.move_mapping(mapping, address)
+
+    # Bytes
+
+    def view(self, address: int, size: int) -> memoryview:
+        """Return the mapped bytes [address, address + size), writable if this device may write all of them.
+
+        The view does not keep them mapped: an access after an unmap kills the process. The caller must keep the owner
+        of the mapping alive while the view is used.
+        """
+        self._check_usable("view")
+        with self._process.lock:
+            access = self._process.addresses.allows(address, size, self._ordinal, "view")
+        if access is AccessFlags.NONE:
+            hint = f"[{address:#x}, +{size}) allows no access to device {self._ordinal}"
+            raise DriverError("view", "EACCES", errno.EACCES, hint)
+        view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        return view if access is AccessFlags.READ_WRITE else view.toreadonly()
+
+    def write(self, address: int, data: bytes | memoryview) -> None:
+        """Copy `data` to mapped bytes."""
+        view = self.view(address, len(data))
+        if view.readonly:
+            raise DriverError("write", "EACCES", errno.EACCES, f"[{address:#x}, +{len(data)}) is read-only")
+        view[:] = data
+
+    def read(self, address: int, size: int) -> bytes:
+        """Return a copy of mapped bytes."""
+        return bytes(self.view(address, size))
+
+    def synchronize(self) -> None:
+        """Return at once: a host device has no concurrent work."""
+        self._check_usable("synchronize")
+
+    # Copies
+
+    def pin(self, size: int) -> int:
+        """Return ordinary memory: the CPU makes the copies of a host device."""
+        self._check_usable("mmap")
+        if not 0 < size <= MAX_BYTES:
+            raise invalid("mmap", f"{size} bytes cannot be pinned")
+        with driver_call("mmap"):
+            address = _libc.mmap_memory(size)
+        self._pinned.add(address, size)
+        return address
+
+    def unpin(self, address: int) -> None:
+        """Unmap it."""
+        self._check_usable("munmap")
+        size = self._pinned.take(address)
+        if size is None:
+            raise invalid("munmap", f"nothing is pinned at {address:#x}")
+        with driver_call("munmap"):
+            _libc.munmap(address, size)
+
+    def copier(self) -> Copier:
+        """Return a queue that makes its copies in `wait`."""
+        self._check_usable("copier")
+        return HostCopier(self._check_copy)
+
+    def _check_copy(self, address: int, size: int, needed: AccessFlags) -> None:
+        self._check_usable("memmove")
+        if self._pinned.hold(address, size):
+            return
+        with self._process.lock:
+            access = self._process.addresses.allows(address, size, self._ordinal, "memmove")
+        if access.value & needed.value != needed.value:
+            hint = f"[{address:#x}, +{size}) does not allow {needed.name} to device {self._ordinal}"
+            raise DriverError("memmove", "EACCES", errno.EACCES, hint)
+
+    # The device's own figures
+
+    def memory(self, location: Location) -> MemoryInfo:
+        """Return the location's total, and the rest after all living extents of this driver and its predecessors."""
+        self._check_usable("memory")
+        with self._birth_lock:
+            return self._memory(location)
+
+    def survivors(self) -> dict[str, int]:
+        """Return `watches`, an inotify descriptor, and `table`: the watched extents' sizes and locations."""
+        self._check_usable("survivors")
+        with self._birth_lock:
+            return self._watch.survivors()
+
+    def _memory(self, location: Location) -> MemoryInfo:
+        used = self._watch.used(location)
+        if location is Location.DEVICE:
+            used += self.stranger_bytes
+        total = self._totals[location]
+        return MemoryInfo(total, max(0, total - used))
+
+    def processes(self) -> list[tuple[int, int]]:
+        """Return (pid, bytes) of the processes that map the device's extents. Only root sees those of other users.
+
+        The host driver cannot tell its extents from those of another host driver on this machine.
+        """
+        self._check_usable("scandir")
+        with driver_call("scandir"):
+            return holders(os.geteuid() or None)
+
+    def _check_room(self, size: int, location: Location) -> None:
+        free = self._memory(location).free
+        if size > free:
+            hint = f"{size} bytes were requested of the {location.value}, {free} are free"
+            raise DriverOutOfMemory("memfd_create", "ENOMEM", errno.ENOMEM, hint)
+
+    # The end
+
+    def abandon(self) -> None:
+        """In a forked child: unmap and close what was inherited, under new locks.
+
+        A thread of the parent may have held the old locks at the fork, and that thread does not exist in the child.
+        """
+        self._lock, self._birth_lock = threading.Lock(), threading.Lock()
+        self._closed = True
+        for address, size in self._forgotten_reservations():
+            _libc.munmap(address, size)
+        self._unpin_all()
+        self._close_handles()
+
+    def _forgotten_reservations(self) -> list[tuple[int, int]]:
+        addresses = self._process.addresses
+        if self._pid != os.getpid():
+            # The parent's table, which a thread of the parent may have been changing. Only this line reads it.
+            return addresses.reservations(self._number)
+        with self._process.lock:
+            return addresses.forget_reservations(self._number)
+
+    def close(self) -> None:
+        """Drop every handle, the watch and the pinned memory. Mappings and exported descriptors keep their memory."""
+        if self._closed:
+            return
+        self._check_usable("close")
+        with self._lock, self._birth_lock:
+            self._closed = True
+            self._unpin_all()
+            self._close_handles()
+
+    def _unpin_all(self) -> None:
+        for address, size in self._pinned.take_all():
+            _libc.munmap(address, size)
+
+    def _close_handles(self) -> None:
+        extents, self._handles = self._handles, {}
+        for extent in extents.values():
+            os.close(extent.descriptor)
+        self._watch.close()
+
+    # Shared by the calls above
+
+    def _check_usable(self, call: str) -> None:
+        if self._closed:
+            raise DriverError(call, "EBADF", errno.EBADF, "this driver is closed")
+        if self._pid != os.getpid():
+            hint = "this driver was made before a fork: abandon it in the child, and open a new one"
+            raise DriverError(call, "ECHILD", errno.ECHILD, hint)
+
+    def _book(self, descriptor: int, size: int, location: Location, *, imported: bool) -> Handle:
+        handle = Handle(next(_handle_values), size, location)
+        with self._lock:
+            self._handles[handle] = _Extent(descriptor, imported)
+        return handle
+
+    def _extent(self, handle: Handle, call: str) -> _Extent:
+        extent = self._handles.get(handle)
+        if extent is None:
+            raise invalid(call, f"handle {handle.value} was released, or belongs to another driver")
+        return extent
+
+
+def holders(uid: int | None) -> list[tuple[int, int]]:
+    """Return the processes of user `uid`, or of all, that map extents of the device, as (pid, bytes mapped).
+
+    An extent mapped at several addresses counts once. Processes that cannot be read, that end in the meantime, or that
+    hold only a descriptor are missing. The figures name suspects and are never booked.
+    """
+    found = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdecimal():
+            continue
+        try:
+            if uid in (None, os.stat(entry.path).st_uid) and (size := _mapped_bytes(entry.path)):
+                found.append((int(entry.name), size))
+        except OSError:
+            continue
+    return sorted(found)
+
+
+def _mapped_bytes(process: str) -> int:
+    marker, extents = f"/memfd:{EXTENT_NAME} ".encode(), {}
+    with open(f"{process}/maps", "rb") as maps:
+        for line in maps:
+            if marker in line:
+                addresses, _access, offset, _device, inode, _path = line.split(maxsplit=5)
+                first, last = addresses.split(b"-")
+                extents[inode, offset] = int(last, 16) - int(first, 16)
+    return sum(extents.values())
+
+
+def _protect(mapping: _addresses.Mapping, access: dict[int, AccessFlags]) -> None:
+    """Set the access of each device, by ordinal, to a mapping. After an error it may be the old or the new access."""
+    mapping.access = access
+    _libc.mprotect(mapping.address, mapping.size, _PROTECTIONS[mapping.most()])
+
+
+def _check_granules(size: int, call: str) -> None:
+    if not 0 < size <= MAX_BYTES or size % GRANULARITY:
+        raise invalid(call, f"a size is a positive multiple of {GRANULARITY} bytes, not {size}")
+
+
+def _check_move(address: int, new_address: int, size: int, count: int) -> None:
+    _check_granules(size, "mremap")
+    if not 0 < count <= MAX_BYTES // size or abs(new_address - address) < size or new_address % GRANULARITY:
+        why = (
+            f"cannot move {count} extents of {size} bytes from {address:#x} to {new_address:#x}: "
+            f"the new address is a multiple of {GRANULARITY}, and at least {size} bytes away"
+        )
+        raise invalid("mremap", why)
+
+
+def _duplicate(descriptor: int) -> int:
+    with driver_call("dup"):
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 0)
+
+
+def _check_extent(descriptor: int, size: int) -> None:
+    """Raise unless `descriptor` is a memfd of `size` bytes that cannot shrink under a mapping (SIGBUS)."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+        raise invalid("fstat", f"the descriptor is not an extent of {size} bytes")
+    with driver_call("fcntl"):
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    if seals & _FIXED_SIZE != _FIXED_SIZE:
+        raise invalid("fcntl", "the descriptor is not an extent: its size is not sealed")
+
+
+def _reserve_aligned(size: int, alignment: int) -> int:
+    """Reserve more than needed, then release what is before the aligned address and after the end."""
+    with ExitStack() as undo:
+        start = _libc.mmap_nothing(size + alignment)
+        undo.callback(_libc.munmap, start, size + alignment)
+        address = -(-start // alignment) * alignment
+        if address > start:
+            _libc.munmap(start, address - start)
+        if start + alignment > address:
+            _libc.munmap(address + size, start + alignment - address)
+        undo.pop_all()
+    return address

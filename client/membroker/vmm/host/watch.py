@@ -1,0 +1,162 @@
+"""The host driver's figures: how many bytes are alive in the extents that it created, in whatever process.
+
+Owns one inotify descriptor with an IN_DELETE_SELF watch on each memfd, and the table of their sizes. The kernel fires a
+watch exactly when the last descriptor, mapping or queued packet in any process is gone. A watch keeps nothing alive. It
+must never hold a descriptor or a mapping of an extent, because that would keep the memory alive.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+
+from .. import libc as _libc
+from ..driver import Location
+from ..errno import driver_call, invalid
+from . import table as _table
+
+_EVENT = struct.Struct("iIII")
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Descriptors:
+    watches: int
+    table: int
+
+
+class ExtentWatch:
+    """The living extents and their sizes, by location. Not thread-safe: the driver locks.
+
+    `survivors` are the descriptors of a dead process's watch. This watch takes them over, with the events that were
+    queued in the meantime. If they are refused, the caller still owns them, and nothing was read from them. Without
+    survivors, the two descriptors are made when they are first needed: a user may have only 128 inotify instances, and
+    most processes never create an extent. `granularity` is in bytes; every size is a multiple of it.
+    """
+
+    def __init__(self, granularity: int, survivors: Mapping[str, int] | None = None) -> None:
+        self._granularity = granularity
+        self._descriptors: _Descriptors | None = None
+        self._entries: dict[int, tuple[int, Location]] = {}
+        self._used = dict.fromkeys(Location, 0)
+        if survivors:
+            self._take_over(survivors)
+
+    def survivors(self) -> dict[str, int]:
+        """Return the descriptors that the next daemon needs. The watch keeps owning them."""
+        return asdict(self._made())
+
+    def add(self, extent: int, size: int, location: Location) -> None:
+        """Start to count the memfd `extent`. The caller still holds it open, so its end cannot be missed."""
+        with ExitStack() as undo:
+            if self._descriptors is None:
+                undo.callback(self.close)
+            descriptors = self._made()
+            with driver_call("inotify_add_watch"):
+                path = f"/proc/self/fd/{extent}"
+                number = _libc.inotify_add_watch(descriptors.watches, path, _libc.IN_DELETE_SELF)
+            _table.write(descriptors.table, number, size, location)
+            undo.pop_all()
+        self._entries[number] = (size, location)
+        self._used[location] += size
+        if number % _table.SWEEP_NUMBERS == 0:
+            _table.sweep(descriptors.table, self._entries)
+
+    def used(self, location: Location) -> int:
+        """Return the bytes of `location` that are alive now, in any process."""
+        if self._descriptors is not None:
+            self._drain(self._descriptors.watches)
+        return self._used[location]
+
+    def close(self) -> None:
+        """Close the descriptors and forget the counts. Freed extents are no longer noticed."""
+        # Forget first: if another thread forks now, the child closes only what is still known, and nothing twice.
+        descriptors, self._descriptors = self._descriptors, None
+        if descriptors is not None:
+            os.close(descriptors.watches)
+            os.close(descriptors.table)
+        self._entries.clear()
+        self._used = dict.fromkeys(Location, 0)
+
+    def _made(self) -> _Descriptors:
+        if self._descriptors is None:
+            with ExitStack() as undo:
+                with driver_call("inotify_init1"):
+                    watches = _libc.inotify_init()
+                undo.callback(os.close, watches)
+                self._descriptors = _Descriptors(watches, _table.create())
+                undo.pop_all()
+        return self._descriptors
+
+    def _take_over(self, survivors: Mapping[str, int]) -> None:
+        if survivors.keys() != {"watches", "table"}:
+            raise invalid("survivors", f"the host driver's survivors are watches and table, not {', '.join(survivors)}")
+        descriptors = _Descriptors(**survivors)
+        _check_kind(descriptors.watches, "anon_inode:inotify", "watches")
+        _check_kind(descriptors.table, f"/memfd:{_table.NAME} (deleted)", "table")
+        living = _living_watches(descriptors.watches)
+        entries = _table.read(descriptors.table, living, self._granularity)
+        # One entry may be missing: the process died while it created that extent. No other process has the extent, so
+        # it does not count.
+        if len(living) - len(entries) > 1:
+            raise invalid("pread", f"the table is too short: it has {len(entries)} of {len(living)} living watches")
+        for descriptor in (descriptors.watches, descriptors.table):
+            os.set_inheritable(descriptor, False)
+        os.set_blocking(descriptors.watches, False)
+        self._descriptors, self._entries = descriptors, entries
+        for size, location in entries.values():
+            self._used[location] += size
+
+    def _drain(self, watches: int) -> None:
+        overflowed = False
+        while events := _read(watches):
+            for number, mask in events:
+                overflowed |= bool(mask & _libc.IN_Q_OVERFLOW)
+                # A freed extent causes both events. The kernel lists the watch until the second, so a recount may run
+                # between them.
+                if mask & (_libc.IN_DELETE_SELF | _libc.IN_IGNORED):
+                    self._forget(number)
+        if overflowed:
+            self._recount(watches)
+
+    def _recount(self, watches: int) -> None:
+        """Drop every entry whose watch the kernel no longer lists. Needed after lost events."""
+        living = _living_watches(watches)
+        for number in self._entries.keys() - living:
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        size, location = self._entries.pop(number, (0, Location.HOST))
+        self._used[location] -= size
+
+
+def _read(watches: int) -> list[tuple[int, int]]:
+    """Return the queued events as (watch number, mask); an empty list if nothing is queued."""
+    try:
+        data = os.read(watches, _READ_BYTES)
+    except BlockingIOError:
+        return []
+    events, at = [], 0
+    while at < len(data):
+        number, mask, _cookie, name_bytes = _EVENT.unpack_from(data, at)
+        events.append((number, mask))
+        at += _EVENT.size + name_bytes
+    return events
+
+
+def _check_kind(descriptor: int, link: str, name: str) -> None:
+    try:
+        found = os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        found = "closed"
+    if found != link:
+        raise invalid("readlink", f"the survivor `{name}` (descriptor {descriptor}) is {found}, not {link}")
+
+
+def _living_watches(watches: int) -> set[int]:
+    """Return the numbers of the watches that the kernel still has (`inotify wd:HEX …` in fdinfo)."""
+    with driver_call("open"), open(f"/proc/self/fdinfo/{watches}", encoding="ascii") as lines:
+        return {int(line.split()[1].removeprefix("wd:"), 16) for line in lines if line.startswith("inotify ")}
