@@ -14,8 +14,7 @@ from .errors import InvalidRequest, ModelNotFound
 from .memory.buffer import Buffer
 from .memory.growable import DEFAULT_PAGE_SIZE as GROWABLE_PAGE_SIZE
 from .memory.growable import GrowableBuffer
-from .memory.holding import Holding
-from .memory.lender import Placement, Source
+from .memory.lender import Placement, Source, Tracked
 from .memory.sparse import SparseArray
 from .pool.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
 from .segment import Segment
@@ -202,13 +201,13 @@ class _ModelSource:
         """The driver of the broker's device, in this process."""
         return self._session.driver
 
-    def enrol(self, holding: Holding) -> None:
+    def track(self, holding: Tracked) -> None:
         """Let the client end this holding when it closes."""
-        self._session.enrol(holding)
+        self._session.track(holding)
 
-    def dismiss(self, holding: Holding) -> None:
+    def untrack(self, holding: Tracked) -> None:
         """Forget a holding that was given back."""
-        self._session.dismiss(holding)
+        self._session.untrack(holding)
 
     def later(self, work: Callable[[], None]) -> None:
         """Do `work` in the background thread; for finalizers."""

@@ -33,6 +33,8 @@ MAX_HEADER_BYTES = 100_000_000
 """The longest header that the format has, without the 8 bytes of its length (`MAX_HEADER_SIZE` of the reference)."""
 
 _LENGTH_BYTES = 8
+ALIGNMENT = 256
+"""Where a segment's first tensor begins, as kernels and JAX like it; the format allows no gap before the others."""
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _LONGEST_NUMBER = len(str(MAX_BYTES)) + 1
@@ -457,3 +459,8 @@ def dtype_of(array: Any) -> str:
     if order == ">" or (order == "=" and sys.byteorder == "big"):
         raise InvalidRequest(f"{name} is big-endian here, and the format little-endian: use array.astype with a '<'")
     return _TEXTS[name]
+
+
+def segment_size(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> int:
+    """Return how many bytes a segment needs for these tensors, name -> (safetensors dtype, shape), and their header."""
+    return write_index(tensors, metadata, alignment=ALIGNMENT)[1].size

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -20,10 +20,10 @@ from .errors import BrokerUnavailable, InvalidRequest, SegmentNotWritable
 from .interrupts import HeldOff
 from .memory.held import Held
 from .memory.holding import Holding
-from .memory.lender import Placement
+from .memory.lender import Placement, Tracked
 from .memory.region import device_failures
 from .memory.views import Span
-from .safetensors import TensorIndex, dtype_of, numpy_array, read_index, write_index
+from .safetensors import ALIGNMENT, TensorIndex, dtype_of, numpy_array, read_index, segment_size, write_index
 from .session.session import Session
 from .session.transport import broker_may_be_gone
 from .types import SegmentStatus
@@ -36,13 +36,9 @@ from .vmm.sizes import MAX_BYTES, MIB, round_up
 if TYPE_CHECKING:
     import numpy
 
-    from .model import Model
-
 MAX_WAIT_SECONDS = 24 * 3600.0
 MAX_HEADER_BYTES = 16 * MIB
 """The longest header that is read: some 160,000 tensors. The bytes are another process's."""
-ALIGNMENT = 256
-"""Where the first tensor begins, as kernels and JAX like it; the format allows no gap before the others."""
 CHUNK_BYTES = 64 * MIB
 """How much `write` copies at once: enough for a bus's full speed, little enough to tell how far it is."""
 
@@ -311,13 +307,16 @@ class Segment(Held):
         return f"<membroker.Segment {self.resource_name} of {self.size} bytes, {state}>"
 
 
-def segment_size(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> int:
-    """Return how many bytes a segment needs for these tensors, name -> (safetensors dtype, shape), and their header."""
-    return write_index(tensors, metadata, alignment=ALIGNMENT)[1].size
+class SegmentMaker(Protocol):
+    """A `Model`, as far as publishing needs it."""
+
+    def create_segment(self, name: str, size: int | str, location: Location | str = ...) -> Segment:
+        """Make a segment; see `Model.create_segment`."""
+        ...
 
 
 def publish_arrays(
-    model: Model,
+    model: SegmentMaker,
     name: str,
     arrays: Mapping[str, numpy.ndarray[Any, Any]],
     *,
@@ -387,13 +386,13 @@ class _Hold:
         """The driver of the broker's device, in this process."""
         return self._session.driver
 
-    def enrol(self, holding: Holding) -> None:
+    def track(self, holding: Tracked) -> None:
         """Let the client end this holding when it closes."""
-        self._session.enrol(holding)
+        self._session.track(holding)
 
-    def dismiss(self, holding: Holding) -> None:
+    def untrack(self, holding: Tracked) -> None:
         """Forget a holding that was given back."""
-        self._session.dismiss(holding)
+        self._session.untrack(holding)
 
     def later(self, work: Callable[[], None]) -> None:
         """Do `work` in the background thread; for finalizers."""

@@ -16,8 +16,7 @@ from .convert import bytes_of, location_of
 from .errors import BrokerUnavailable, ClosedError, InvalidRequest, ModelAlreadyExists, ModelInUse, ModelNotFound
 from .interrupts import HeldOff
 from .memory.budget import Budget
-from .memory.holding import Holding
-from .memory.lender import Lender, Placement, Source, source_of
+from .memory.lender import Lender, Placement, Source, Tracked, source_of
 from .memory.local_source import LocalSource
 from .pool.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool, check_page_size
 from .types import GlobalMemoryStats, MemoryStats
@@ -227,11 +226,11 @@ class _Counted:
     def driver(self) -> Driver:
         return self._source.driver
 
-    def enrol(self, holding: Holding) -> None:
-        self._source.enrol(holding)
+    def track(self, holding: Tracked) -> None:
+        self._source.track(holding)
 
-    def dismiss(self, holding: Holding) -> None:
-        self._source.dismiss(holding)
+    def untrack(self, holding: Tracked) -> None:
+        self._source.untrack(holding)
 
     def later(self, work: Callable[[], None]) -> None:
         self._source.later(work)

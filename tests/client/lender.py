@@ -80,10 +80,10 @@ class Lender:
         """What the device shows in use: extents that live anywhere."""
         return self.device.memory(Location.DEVICE).used
 
-    def enrol(self, holding: Holding) -> None:
+    def track(self, holding: Holding) -> None:
         self.holdings.add(holding)
 
-    def dismiss(self, holding: Holding) -> None:
+    def untrack(self, holding: Holding) -> None:
         self.holdings.discard(holding)
 
     def later(self, work: Callable[[], None]) -> None:

@@ -45,12 +45,12 @@ class Holding:
         self._ending = False
         self._ended = False
         self._owner: weakref.ref[object] | None = None
-        source.enrol(self)
+        source.track(self)
         try:
             self.region = Region(self._driver, size, alignment)
         except BaseException:
             self._ended = True
-            source.dismiss(self)
+            source.untrack(self)
             raise
         self.finish(self)
         if self._ending:
@@ -151,7 +151,7 @@ class Holding:
         for one in list(self._unended):  # the driver gives memory back again
             one.source.later(one.end)
         self.beside = None
-        self.source.dismiss(self)
+        self.source.untrack(self)
 
     def _give_extents_back(self) -> None:
         if not self.extents:

@@ -7,12 +7,20 @@ else of either. It must never hold state.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 from ..vmm.driver import Driver, Location
 
-if TYPE_CHECKING:
-    from .holding import Holding
+
+class Tracked(Protocol):
+    """Something mapped that its lender's client can end: when the client closes, or in a forked child."""
+
+    abandoned: bool
+    """Set in a forked child: the memory is the parent's."""
+
+    def end(self) -> None:
+        """Return all of it, now or when the last user is done. Raises `DriverError`; may be called again."""
+        ...
 
 
 class Placement(Protocol):
@@ -35,11 +43,11 @@ class Source(Protocol):
         """The device in which the extents are mapped."""
         ...
 
-    def enrol(self, holding: Holding) -> None:
+    def track(self, holding: Tracked) -> None:
         """Know of what is held of this source, so that a client that closes can end it."""
         ...
 
-    def dismiss(self, holding: Holding) -> None:
+    def untrack(self, holding: Tracked) -> None:
         """Forget what was given back."""
         ...
 

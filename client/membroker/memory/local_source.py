@@ -22,8 +22,7 @@ from ..interrupts import HeldOff, Waiting
 from ..vmm import open_driver
 from ..vmm.driver import Driver, DriverOutOfMemory, DriverUnavailable, Location
 from .budget import Budget, out_of_memory
-from .holding import Holding
-from .lender import Placement
+from .lender import Placement, Tracked
 from .region import device_failures
 
 logger = logging.getLogger("membroker")
@@ -59,7 +58,7 @@ class LocalSource(Closing):
         self._link = _Link(_open(driver, device) if isinstance(driver, str) else driver, owned=isinstance(driver, str))
         self._ids = itertools.count(1)
         self._lent: dict[int, tuple[int, Location]] = {}
-        self._holdings: set[Holding] = set()
+        self._holdings: set[Tracked] = set()
         self._lock = threading.Lock()
         self._closed = self._ended = self._forked = False
         self._forgotten = weakref.finalize(self, self._link.later, self._link.end)
@@ -121,13 +120,13 @@ class LocalSource(Closing):
             self._check_open()
         return self._link.driver
 
-    def enrol(self, holding: Holding) -> None:
+    def track(self, holding: Tracked) -> None:
         """Let `close` end this holding."""
         with self._lock:
             self._check_open()
             self._holdings.add(holding)
 
-    def dismiss(self, holding: Holding) -> None:
+    def untrack(self, holding: Tracked) -> None:
         """Forget a holding that was given back; the last one ends a source that is closed."""
         self._holdings.discard(holding)
         if self._closed and not self._holdings:

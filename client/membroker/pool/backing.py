@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
 
 from ..errors import AlreadyMapped, CompactionFailed
 from ..interrupts import HeldOff
@@ -22,11 +21,8 @@ from ..types import Move
 from ..vmm.driver import AccessFlags, DriverError, Location
 from ..vmm.sizes import format_size
 from .compaction import next_move
-from .offload import OffloadedPages, Progress
+from .offload import OffloadedPages, PageStore, Progress
 from .page_table import FIXED, FREE, OFFLOADED, SPARE, USED, PageTable
-
-if TYPE_CHECKING:
-    from ..segment import Segment
 
 
 class Backing:
@@ -122,7 +118,7 @@ class Backing:
                 self.holding.source.give_back(self._unbind(run))
         return sum(map(len, runs))
 
-    def offload(self, pages: range, segment: Segment | None, progress: Progress | None) -> int:
+    def offload(self, pages: range, segment: PageStore | None, progress: Progress | None) -> int:
         """Copy the used ones of `pages` to the host, give the spare ones back, and return how many bytes it copied."""
         with self._claim_runs(lambda: self.table.runs_of(USED, pages), self._check_idle) as runs:
             if runs:
@@ -136,7 +132,7 @@ class Backing:
         with self._claim_runs(lambda: self.table.runs_of(OFFLOADED, pages)) as runs:
             return self.offloaded.restore(runs, progress, keep_pinned=keep_pinned)
 
-    def restore_from(self, segment: Segment, found: Mapping[range, int], progress: Progress | None) -> int:
+    def restore_from(self, segment: PageStore, found: Mapping[range, int], progress: Progress | None) -> int:
         """Bring pages here that lie in a segment: runs, with the offset of each in it, in bytes."""
         for run in found:
             self.trim(run)

@@ -11,23 +11,21 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ..errors import InvalidRequest, MembrokerError
 from ..interrupts import HeldOff, let_through
 from ..memory.holding import Holding, Placing
 from ..memory.lender import Source
 from ..memory.region import device_failures
+from ..safetensors import TensorIndex, segment_size
 from ..vmm.driver import AccessFlags, Driver, DriverError, Location
 from ..vmm.sizes import MIB, format_size
 from .page_table import FREE, OFFLOADED, USED, PageTable
-
-if TYPE_CHECKING:
-    from ..segment import Segment
 
 CHUNK_BYTES = 64 * MIB
 """How much is copied at once, in whole pages: enough for a link's full speed, little enough to be early elsewhere."""
@@ -39,6 +37,56 @@ Progress = Callable[[int, int], object]
 """Is told how many bytes are done, of how many."""
 
 _RUN = re.compile(r"offset-([0-9]{20})")
+
+
+@runtime_checkable
+class PageStore(Protocol):
+    """What offloading needs of a segment: bytes on the host at `address`, which a header describes."""
+
+    @property
+    def resource_name(self) -> str:
+        """The name for messages."""
+        ...
+
+    @property
+    def address(self) -> int:
+        """Where the bytes begin in this process."""
+        ...
+
+    @property
+    def driver(self) -> Driver:
+        """The driver that mapped it."""
+        ...
+
+    @property
+    def location(self) -> str:
+        """`"device"` or `"host"`."""
+        ...
+
+    @property
+    def writable(self) -> bool:
+        """Whether this process writes it and has not sealed it."""
+        ...
+
+    def lay_out(self, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> TensorIndex:
+        """Write a header for these tensors, name -> (dtype, shape), and return where each lies."""
+        ...
+
+    def index(self) -> TensorIndex:
+        """Read the header."""
+        ...
+
+    def filled(self) -> AbstractContextManager[None]:
+        """Keep it mapped and unsealed during the block."""
+        ...
+
+    def kept(self) -> AbstractContextManager[None]:
+        """Keep it mapped during the block."""
+        ...
+
+    def seal(self) -> None:
+        """Make it read-only for every process, and let others attach it."""
+        ...
 
 
 class Block:
@@ -98,7 +146,7 @@ class OffloadedPages:
 
     # There
 
-    def offload(self, runs: Sequence[range], segment: Segment | None, progress: Progress | None) -> int:
+    def offload(self, runs: Sequence[range], segment: PageStore | None, progress: Progress | None) -> int:
         """Copy used pages to pinned memory, or to a segment that is sealed then, and give their memory back.
 
         Page by page as they arrive: what has arrived when it stops half way is offloaded, and the rest is as it was.
@@ -192,7 +240,7 @@ class OffloadedPages:
 
     # On the host
 
-    def adopt(self, segment: Segment, found: Mapping[range, int]) -> None:
+    def adopt(self, segment: PageStore, found: Mapping[range, int]) -> None:
         """Take free pages for offloaded ones, whose bytes lie in a segment: runs by the offset of each in it."""
         keeping = ExitStack()
         keeping.enter_context(segment.kept())
@@ -291,7 +339,7 @@ class OffloadedPages:
             ends.callback(self.trim)
             self._leave(places)
 
-    def _lay_out(self, segment: Segment, runs: Sequence[range]) -> Places:
+    def _lay_out(self, segment: PageStore, runs: Sequence[range]) -> Places:
         """Return places in a segment that this process writes, after writing down which page is where."""
         check_segment(segment, self._source.driver)
         if segment.location != Location.HOST.value:
@@ -411,9 +459,6 @@ class _Moving:
 
 def size_in_segment(runs: Sequence[range], page_size: int) -> int:
     """Return how many bytes of a segment these runs of pages take."""
-    # Here, because a pool that knows no broker needs nothing of what segments are made of.
-    from ..segment import segment_size
-
     return segment_size(_shapes(runs, page_size))
 
 
@@ -426,7 +471,7 @@ def _name(run: range, page_size: int) -> str:
     return f"offset-{run.start * page_size:020}"
 
 
-def runs_in(segment: Segment, page_size: int, capacity: int) -> dict[range, int]:
+def runs_in(segment: PageStore, page_size: int, capacity: int) -> dict[range, int]:
     """Return the runs of pages that a pool has offloaded to `segment`, each with its offset there, in bytes.
 
     The bytes are another process's, and nothing in them is believed. Raises `InvalidRequest` where they are no
@@ -453,12 +498,9 @@ def runs_in(segment: Segment, page_size: int, capacity: int) -> dict[range, int]
     return {run: found[run] for run in runs}
 
 
-def check_segment(segment: Segment, driver: Driver) -> None:
+def check_segment(segment: PageStore, driver: Driver) -> None:
     """Raise `InvalidRequest` unless it is a segment, and mapped where `driver` can copy."""
-    # Here, as above.
-    from ..segment import Segment
-
-    if not isinstance(segment, Segment):
+    if not isinstance(segment, PageStore):
         raise InvalidRequest(f"a pool's pages lie in a segment that is attached or written here, not {segment!r}")
     if segment.driver is not driver:
         raise InvalidRequest(f"{segment.resource_name} is another client's: attach it with the client of this pool")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from ..convert import access_of, bytes_of, location_of, whole_number
 from ..errors import InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped, OutOfVirtualMemory
@@ -22,11 +21,8 @@ from ..types import MemoryStats, Move, PoolMapping
 from ..vmm.driver import AccessFlags, Location
 from ..vmm.sizes import MAX_BYTES, MIB, format_size, is_power_of_two, round_up
 from .backing import Backing
-from .offload import Progress, check_progress, check_segment, runs_in, size_in_segment
+from .offload import PageStore, Progress, check_progress, check_segment, runs_in, size_in_segment
 from .page_table import OFFLOADED, SPARE, USED
-
-if TYPE_CHECKING:
-    from ..segment import Segment
 
 DEFAULT_PAGE_SIZE = 64 * MIB
 _STATES = {SPARE: "spare", OFFLOADED: "offloaded"}
@@ -298,7 +294,7 @@ class VirtualMemoryPool(Held):
         offset: int = 0,
         size: int | str | None = None,
         *,
-        to: Segment | None = None,
+        to: PageStore | None = None,
         progress: Progress | None = None,
     ) -> int:
         """Copy what is in the pages that [offset, offset + size) touches to the host, and give their memory back.
@@ -356,7 +352,7 @@ class VirtualMemoryPool(Held):
         check_progress(progress)
         return self._backing.restore(self._touched_or_all(offset, size), progress, keep_pinned=keep_pinned)
 
-    def restore_from(self, segment: Segment, *, progress: Progress | None = None) -> int:
+    def restore_from(self, segment: PageStore, *, progress: Progress | None = None) -> int:
         """Bring pages here that another pool, maybe of another process, has offloaded to `segment`.
 
         To the same offsets, where nothing may be allocated, in a pool of the same page size, or of one that fits. Then

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..errors import ClosedError, InvalidRequest
 from ..interrupts import HeldOff
-from ..memory.holding import Holding
+from ..memory.lender import Tracked
 from ..memory.region import device_failures
 from ..v1 import handoff_pb2 as pb
 from ..vmm import open_driver
@@ -84,7 +84,7 @@ class Session:
         self.endpoint = endpoint
         self._lock = threading.Lock()
         self._closed = self._ended = self._forked = False
-        self._holdings: set[Holding] = set()
+        self._holdings: set[Tracked] = set()
         self.line = Line(endpoint, hello, timeout=timeout, outage=outage)
         self._link = _Link(self.line, driver)
         self.welcome = self.line.welcome
@@ -130,14 +130,14 @@ class Session:
         """Do `work` in the background thread."""
         self.line.later(work)
 
-    def enrol(self, holding: Holding) -> None:
+    def track(self, holding: Tracked) -> None:
         """Know of what is held. Raises `ClosedError` when the client is closed."""
         self.check_open()
         with self._lock:
             self.check_open()
             self._holdings.add(holding)
 
-    def dismiss(self, holding: Holding) -> None:
+    def untrack(self, holding: Tracked) -> None:
         """Forget what was given back; the last one ends a session whose close waited for it."""
         self._holdings.discard(holding)
         if self._closed and not self._holdings:

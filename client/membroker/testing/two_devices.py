@@ -1,6 +1,6 @@
 """What drivers of two devices promise, where the devices reach each other: access of each, addresses of both.
 
-Owns the checks that `membroker.testing.driver_suite` shows as `TWO_DEVICE_CHECKS`. Bytes are moved by `write` and `read`, which are
+Owns the checks that `membroker.testing` shows as `TWO_DEVICE_CHECKS`. Bytes are moved by `write` and `read`, which are
 one device's, so that what a device may not touch is seen to be refused.
 """
 

@@ -11,35 +11,8 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from .driver import AccessFlags
-
-
-class Copier(Protocol):
-    """A queue of copies, made one after another, concurrently with the caller and with other work on the device.
-
-    For one thread at a time. Every failure is a `DriverError`.
-    """
-
-    def copy(self, target: int, source: int, size: int) -> None:
-        """Queue a copy of `size` bytes between two addresses, each in pinned memory or in mapped extents.
-
-        It does not wait for other work: call `synchronize` first. Refused if the access at one end does not allow it.
-        """
-        ...
-
-    def mark(self) -> int:
-        """Return a number for everything that is queued so far."""
-        ...
-
-    def wait(self, mark: int) -> None:
-        """Return when everything before the mark has arrived. Wait for each mark once, in order."""
-        ...
-
-    def close(self) -> None:
-        """Wait for the queued copies, and end."""
-        ...
 
 
 class PinnedBlocks:

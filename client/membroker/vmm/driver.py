@@ -1,6 +1,6 @@
 """The contract of a driver: physical memory, descriptors, addresses, mappings, and the device's own figures.
 
-`CudaDriver` and `HostDriver` both implement it and pass one conformance suite (`membroker.testing.driver_suite.check_driver`). It
+`CudaDriver` and `HostDriver` both implement it and pass one conformance suite (`membroker.testing.check_driver`). It
 follows CUDA's virtual memory management, with CUDA's limits: an extent is mapped as a whole, at offset 0, and only
 whole mappings are unmapped. This module owns names and types only; it must never import a driver.
 """
@@ -10,10 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from .copies import Copier
+from typing import Any, Protocol
 
 
 class Location(enum.Enum):
@@ -109,6 +106,32 @@ class DriverLimit(DriverError):
 
 class DriverUnavailable(DriverError):
     """There is no such device, or it lacks a feature that a broker needs. `hint` says what to do about it."""
+
+
+class Copier(Protocol):
+    """A queue of copies, made one after another, concurrently with the caller and with other work on the device.
+
+    For one thread at a time. Every failure is a `DriverError`.
+    """
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        """Queue a copy of `size` bytes between two addresses, each in pinned memory or in mapped extents.
+
+        It does not wait for other work: call `synchronize` first. Refused if the access at one end does not allow it.
+        """
+        ...
+
+    def mark(self) -> int:
+        """Return a number for everything that is queued so far."""
+        ...
+
+    def wait(self, mark: int) -> None:
+        """Return when everything before the mark has arrived. Wait for each mark once, in order."""
+        ...
+
+    def close(self) -> None:
+        """Wait for the queued copies, and end."""
+        ...
 
 
 class Driver(Protocol):

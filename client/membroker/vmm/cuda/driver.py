@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from ..copies import Copier, PinnedBlocks
+from ..copies import PinnedBlocks
 from ..driver import (
     AccessFlags,
+    Copier,
     DeviceInfo,
     DriverError,
     DriverOutOfMemory,

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .. import libc as _libc
-from ..copies import Copier, HostCopier, PinnedBlocks
-from ..driver import AccessFlags, DeviceInfo, DriverError, DriverOutOfMemory, Handle, Location, MemoryInfo
+from ..copies import HostCopier, PinnedBlocks
+from ..driver import AccessFlags, Copier, DeviceInfo, DriverError, DriverOutOfMemory, Handle, Location, MemoryInfo
 from ..errno import driver_call, invalid
 from ..mappings import MappingBudget
 from ..sizes import GIB, MAX_BYTES, MIB, is_power_of_two

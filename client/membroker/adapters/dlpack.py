@@ -1,0 +1,8 @@
+"""DLPack: tensors over borrowed memory for every framework that speaks it. See `membroker.memory.dlpack`.
+
+Owns the public name only.
+"""
+
+from ..memory.dlpack import DlpackTensor, Source, export, is_numpys, size_of
+
+__all__ = ["DlpackTensor", "Source", "export", "is_numpys", "size_of"]
