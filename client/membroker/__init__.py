@@ -55,23 +55,29 @@ if TYPE_CHECKING:
     from .memory.local_source import LocalSource
     from .memory.sparse import SparseArray
     from .model import Model
-    from .notices import Disconnected, Draining, Forgotten, Notice, Resumed, Stopping, Undrained
     from .pool.pool import VirtualMemoryPool
     from .segment import Segment
     from .shared_pool import SharedMemoryPool
     from .types import (
         Available,
         DeviceStatus,
+        Disconnected,
+        Draining,
+        Forgotten,
         GlobalMemoryStats,
         LocationBooks,
         MemoryStats,
         ModelBooks,
         ModelStatus,
         Move,
+        Notice,
         PoolMapping,
+        Resumed,
         SegmentStatus,
         SessionBooks,
         SessionStatus,
+        Stopping,
+        Undrained,
     )
 
 __version__ = "0.1.0"

@@ -15,16 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import convert
+from . import arguments
 from .closing import Closing
 from .errors import BrokerAbsent, BrokerUnavailable, InvalidRequest
 from .model import Model
-from .notices import Notice
 from .segment import Segment
+from .session import messages
 from .session.endpoint import find_endpoint
-from .session.resume import pauses
+from .session.reconnecting import pauses
 from .session.session import Session
-from .types import DeviceStatus, ModelStatus, SegmentStatus, SessionStatus
+from .types import DeviceStatus, ModelStatus, Notice, SegmentStatus, SessionStatus
 from .v1 import broker_pb2 as pb
 from .vmm.driver import Driver, Location
 
@@ -59,8 +59,8 @@ def connect(
     Raises `BrokerUnavailable` or `AccessDenied` with what is wrong and the command that mends it,
     `InvalidRequest`, `ProtocolError`, `TooMany` or `DescriptorLimit`.
     """
-    timeout = convert.seconds_of("timeout", timeout, positive=True)
-    outage = convert.seconds_of("outage", outage)
+    timeout = arguments.seconds_of("timeout", timeout, positive=True)
+    outage = arguments.seconds_of("outage", outage)
     attempt = partial(
         enter,
         endpoint,
@@ -101,7 +101,7 @@ def enter(
         find_endpoint(endpoint),
         transport=transport,
         observer=observer,
-        client=convert.name_of("client", client) if client is not None else _program(),
+        client=arguments.name_of("client", client) if client is not None else _program(),
         timeout=timeout,
         outage=outage,
         driver=driver,
@@ -154,7 +154,7 @@ class Client(Closing):
     def capacities(self) -> dict[str, int]:
         """The bytes that the broker may lend, by location."""
         limits = self._session.welcome.capacities
-        return {convert.location_name(limit.location): limit.limit_bytes for limit in limits}
+        return {messages.location_name(limit.location): limit.limit_bytes for limit in limits}
 
     @property
     def closed(self) -> bool:
@@ -181,16 +181,16 @@ class Client(Closing):
         """
         asked = {Location.DEVICE: ("limit", limit), Location.HOST: ("host_limit", host_limit)}
         request = pb.RegisterModelRequest(
-            model_id=convert.name_of("model", name),
+            model_id=arguments.name_of("model", name),
             limits=[
-                convert.limit(location, convert.bytes_of(what, size))
+                messages.limit(location, arguments.bytes_of(what, size))
                 for location, (what, size) in asked.items()
                 if size is not None
             ],
             exclusive=exclusive,
         )
         if virtual_capacity is not None:
-            request.virtual_capacity_bytes = convert.bytes_of("virtual_capacity", virtual_capacity, at_least=1)
+            request.virtual_capacity_bytes = arguments.bytes_of("virtual_capacity", virtual_capacity, at_least=1)
         self._session.check_open()
         return Model(self._session, self._session.control.register_model(request))
 
@@ -213,37 +213,37 @@ class Client(Closing):
         """
         self._session.check_open()
         request = pb.DeleteSegmentRequest(name=self._segment_name(name))
-        return convert.segment(self._session.transport.delete_segment(request))
+        return messages.segment(self._session.transport.delete_segment(request))
 
     def segments(self) -> list[SegmentStatus]:
         """Return this tenant's segments, in the order they began."""
         pages = _pages(
             lambda token: self._call("ListSegments", pb.ListSegmentsRequest(page_size=PAGE, page_token=token))
         )
-        return [segment for page in pages for segment in convert.segments(page.segments)]
+        return [segment for page in pages for segment in messages.segments(page.segments)]
 
     def _segment_name(self, name: str) -> str:
         """Return the resource name that a user's name of a segment means."""
-        if convert.name_of("segment", name).startswith("tenants/"):
+        if arguments.name_of("segment", name).startswith("tenants/"):
             return name
         model, _, own = name.rpartition("/")
         return f"{self.tenant}/models/{model or '-'}/segments/{own}"
 
     def device(self) -> DeviceStatus:
         """Return the device and its books, as they are now."""
-        return convert.device(self._call("GetDevice", pb.GetDeviceRequest()))
+        return messages.device(self._call("GetDevice", pb.GetDeviceRequest()))
 
     def models(self) -> list[ModelStatus]:
         """Return this tenant's models, by name."""
         pages = _pages(lambda token: self._call("ListModels", pb.ListModelsRequest(page_size=PAGE, page_token=token)))
-        return [model for page in pages for model in convert.models(page.models)]
+        return [model for page in pages for model in messages.models(page.models)]
 
     def sessions(self) -> list[SessionStatus]:
         """Return this tenant's sessions, in the order they began."""
         pages = _pages(
             lambda token: self._call("ListSessions", pb.ListSessionsRequest(page_size=PAGE, page_token=token))
         )
-        return [session for page in pages for session in convert.sessions(page.sessions)]
+        return [session for page in pages for session in messages.sessions(page.sessions)]
 
     def on_notice(self, callback: Callable[[Notice], object]) -> None:
         """Call `callback` with each `Draining`, `Undrained`, `Stopping`, `Disconnected`, `Resumed` and `Forgotten`.

@@ -12,6 +12,8 @@ import _signal  # type: ignore[import-not-found]  # typeshed has no stub of it
 import os
 import signal
 import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from threading import get_ident
 from types import FrameType, TracebackType
 
@@ -128,3 +130,69 @@ def _restore() -> None:
 
 
 os.register_at_fork(after_in_child=_restore)
+
+
+class Condition:
+    """A `lock`, held in a `with` block of its own: in it, `wait` lets it go until `tell_all`."""
+
+    __slots__ = ("_waiting", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._waiting: list[threading.Lock] = []
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for a change, at most so long; an interrupt that is held off is raised here. The lock is held."""
+        waiter = threading.Lock()
+        waiter.acquire()
+        self._waiting.append(waiter)
+        self.lock.release()
+        try:
+            with Waiting():
+                waiter.acquire(timeout=-1 if seconds is None else seconds)
+        finally:
+            self.lock.acquire()
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+
+    def tell_all(self) -> None:
+        """Wake every thread that waits. The lock is held."""
+        while self._waiting:
+            self._waiting.pop().release()
+
+
+class Turns:
+    """Things are numbers. In a forked child it is of no use: its lock may have been another thread's."""
+
+    def __init__(self) -> None:
+        self._taken: set[int] = set()
+        self._given_up = threading.Event()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def taken(self, things: Collection[int]) -> Iterator[None]:
+        """Keep all others off `things` during a block; wait first, until nobody has any of them.
+
+        Ctrl-C ends the wait; from then on it is the caller who holds it off (`HeldOff`).
+        """
+        while (given_up := self._take(things)) is not None:
+            with Waiting():
+                given_up.wait()
+        try:
+            yield
+        finally:
+            self._give_up(things)
+
+    def _take(self, things: Collection[int]) -> threading.Event | None:
+        """Take them all, or return what tells that some were given up."""
+        with self._lock:
+            if not self._taken.isdisjoint(things):
+                return self._given_up
+            self._taken.update(things)
+            return None
+
+    def _give_up(self, things: Collection[int]) -> None:
+        with self._lock:
+            self._taken.difference_update(things)
+            self._given_up.set()
+            self._given_up = threading.Event()

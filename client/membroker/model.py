@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import convert
+from . import arguments
 from .errors import InvalidRequest, ModelNotFound
 from .memory.buffer import Buffer
 from .memory.growable import DEFAULT_PAGE_SIZE as GROWABLE_PAGE_SIZE
@@ -18,6 +18,7 @@ from .memory.lender import Placement, Source, Tracked
 from .memory.sparse import SparseArray
 from .pool.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
 from .segment import Segment
+from .session import messages
 from .session.session import Session
 from .session.transport import broker_may_be_gone
 from .types import Available, ModelStatus
@@ -34,7 +35,7 @@ class Model:
 
     def __init__(self, session: Session, registered: resources_pb2.Model) -> None:
         self._session = session
-        self._registered = convert.model(registered)
+        self._registered = messages.model(registered)
         self._as_source: Source = _ModelSource(session, registered.name)
 
     @property
@@ -45,7 +46,7 @@ class Model:
     @property
     def name(self) -> str:
         """The model's own name."""
-        return convert.parts_of(self._registered.name)[1]
+        return arguments.parts_of(self._registered.name)[1]
 
     @property
     def virtual_capacity(self) -> int:
@@ -146,7 +147,7 @@ class Model:
         its pools have offloaded is counted beside it. Raises `OutOfMemory` when a limit refuses, and then the
         declaration before stays.
         """
-        declared, place = convert.bytes_of("a declaration", size), convert.location_of(location)
+        declared, place = arguments.bytes_of("a declaration", size), arguments.location_of(location)
         self._session.check_open()
         self._session.declarations.say(self.resource_name, place, declared)
 
@@ -169,7 +170,7 @@ class Model:
             page = self._session.control.ask("ListModels", request)
             for model in page.models:
                 if model.name == self.resource_name:
-                    return convert.model(model)
+                    return messages.model(model)
             token = page.next_page_token
             if not token:
                 raise ModelNotFound(f"{self.resource_name} is not registered any more")
@@ -180,10 +181,10 @@ class Model:
         It reserves nothing, so a request for as much may still be refused. 0 while an operator drains the device.
         Raises `ModelNotFound` once the model has ended, and `InvalidRequest` where the broker lends no such memory.
         """
-        place = convert.location_to_wire(convert.location_of(location))
+        place = messages.location_to_wire(arguments.location_of(location))
         self._session.check_open()
         request = pb.GetAvailableRequest(model=self.resource_name, location=place)
-        return convert.available(self._session.control.ask("GetAvailable", request))
+        return messages.available(self._session.control.ask("GetAvailable", request))
 
     def __repr__(self) -> str:
         return f"<membroker.Model {self.resource_name}>"
@@ -221,7 +222,7 @@ class _ModelSource:
                 f"({MAX_EXTENTS_PER_CALL}): take larger pages, or fewer at a time"
             )
         self._session.check_open()
-        place, placing = convert.location_to_wire(location), _Placing(placement, extent_bytes)
+        place, placing = messages.location_to_wire(location), _Placing(placement, extent_bytes)
         self._session.transport.allocate(self._name, place, extent_bytes, count, placing)
 
     def charge(self, size: int, location: Location) -> None:

@@ -22,7 +22,7 @@ from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from .convert import shape_of
+from .arguments import shape_of
 from .errors import InvalidRequest, MembrokerError
 from .vmm.sizes import MAX_BYTES, is_power_of_two, round_up
 

@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from google.protobuf.duration_pb2 import Duration
 
-from . import convert
-from .convert import bytes_of, check_range, contiguous_bytes, location_name, location_of, location_to_wire
+from . import arguments
+from .arguments import bytes_of, check_range, contiguous_bytes, location_of
 from .errors import BrokerUnavailable, InvalidRequest, SegmentNotWritable
 from .interrupts import HeldOff
-from .memory.held import Held
-from .memory.holding import Holding
+from .memory.holding import Held, Holding
 from .memory.lender import Placement, Tracked
 from .memory.region import device_failures
 from .memory.views import Span
 from .safetensors import ALIGNMENT, TensorIndex, dtype_of, numpy_array, read_index, segment_size, write_index
+from .session import messages
+from .session.messages import location_name, location_to_wire
 from .session.session import Session
 from .session.transport import broker_may_be_gone
 from .types import SegmentStatus
@@ -69,14 +70,14 @@ class Segment(Held):
             raise InvalidRequest(f"a segment of {size!r} rounds up to more than 2^63-1 bytes")
         place = location_to_wire(location_of(location))
         request = pb.CreateSegmentRequest(
-            model=model, segment_id=convert.name_of("segment", name), location=place, size_bytes=length
+            model=model, segment_id=arguments.name_of("segment", name), location=place, size_bytes=length
         )
         return cls._take(session, lambda hold: session.transport.create_segment(request, hold), writable=True)
 
     @classmethod
     def attach(cls, session: Session, name: str, timeout: float) -> Segment:
         """Attach a segment by its resource name; see `Client.attach`."""
-        if convert.seconds_of("timeout", timeout) > MAX_WAIT_SECONDS:
+        if arguments.seconds_of("timeout", timeout) > MAX_WAIT_SECONDS:
             raise InvalidRequest(f"a timeout is between 0 and {MAX_WAIT_SECONDS:.0f} seconds, not {timeout!r}")
         wait = Duration()
         wait.FromNanoseconds(int(timeout * 1e9))
@@ -300,7 +301,7 @@ class Segment(Held):
         """
         self._session.check_open()
         request = pb.DeleteSegmentRequest(name=self.resource_name, generation=self.generation)
-        return convert.segment(self._session.transport.delete_segment(request))
+        return messages.segment(self._session.transport.delete_segment(request))
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "being written" if self._writable else "read-only"

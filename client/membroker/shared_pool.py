@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
+from .arguments import bytes_of, check_page_size, location_of
 from .closing import Closing
-from .convert import bytes_of, location_of
 from .errors import BrokerUnavailable, ClosedError, InvalidRequest, ModelAlreadyExists, ModelInUse, ModelNotFound
 from .interrupts import HeldOff
-from .memory.budget import Budget
 from .memory.lender import Lender, Placement, Source, Tracked, source_of
-from .memory.local_source import LocalSource
-from .pool.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool, check_page_size
+from .memory.local_source import Budget, LocalSource
+from .pool.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
 from .types import GlobalMemoryStats, MemoryStats
 from .vmm.driver import Driver, Location
 

@@ -10,8 +10,7 @@ from collections.abc import Collection
 import pytest
 from tests.daemons import until
 
-from membroker.interrupts import HeldOff, _state
-from membroker.turns import Turns
+from membroker.interrupts import HeldOff, Turns, _state
 
 
 def test_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from bisect import insort
 from collections import deque
 from contextlib import suppress
 
-from ..convert import bytes_of
+from ..arguments import bytes_of
 from ..errors import DeviceFailure, OutOfMemory
 from ..interrupts import HeldOff
 from ..memory.region import device_failures

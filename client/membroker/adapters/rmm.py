@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..convert import bytes_of
+from ..arguments import bytes_of
 from ..model import Model
 from ..vmm.sizes import MIB
 from ._packages import check_card, framework

@@ -14,9 +14,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from .. import convert
 from ..client import PAGE, Client, enter
 from ..errors import AccessDenied, BrokerUnavailable, InvalidRequest
+from ..session import messages
 from ..session.endpoint import VARIABLE, check_path, default_device, diagnose, find_endpoint, is_device, not_answering
 from ..session.rpc import GrpcCalls
 from ..types import DeviceStatus, ModelStatus, SegmentStatus, SessionStatus
@@ -108,19 +108,23 @@ class Admin:
 
     def device(self) -> DeviceStatus:
         """Return the device and its books."""
-        return convert.device(self._call("GetDevice", broker_pb2.GetDeviceRequest()))
+        return messages.device(self._call("GetDevice", broker_pb2.GetDeviceRequest()))
 
     def models(self) -> list[ModelStatus]:
         """Return everybody's models, by tenant and name."""
-        return convert.models(self._pages("ListModels", broker_pb2.ListModelsRequest, lambda page: page.models))
+        return messages.models(self._pages("ListModels", broker_pb2.ListModelsRequest, lambda page: page.models))
 
     def sessions(self) -> list[SessionStatus]:
         """Return everybody's sessions, in the order they began."""
-        return convert.sessions(self._pages("ListSessions", broker_pb2.ListSessionsRequest, lambda page: page.sessions))
+        return messages.sessions(
+            self._pages("ListSessions", broker_pb2.ListSessionsRequest, lambda page: page.sessions)
+        )
 
     def segments(self) -> list[SegmentStatus]:
         """Return everybody's segments, in the order they began."""
-        return convert.segments(self._pages("ListSegments", broker_pb2.ListSegmentsRequest, lambda page: page.segments))
+        return messages.segments(
+            self._pages("ListSegments", broker_pb2.ListSegmentsRequest, lambda page: page.segments)
+        )
 
     def tenants(self) -> list[TenantStatus]:
         """Return the tenants by name: the configured ones, and every other that has something."""
@@ -133,7 +137,7 @@ class Admin:
 
     def set_quota(self, name: str, location: Location, limit: int | None) -> Quota:
         """Command a limit in bytes for `tenants/…` or `tenants/…/models/…`; None ends the command."""
-        request = admin_pb2.SetQuotaRequest(name=name, location=convert.location_to_wire(location), limit_bytes=limit)
+        request = admin_pb2.SetQuotaRequest(name=name, location=messages.location_to_wire(location), limit_bytes=limit)
         return _quota(self._call("SetQuota", request))
 
     def quotas(self) -> list[Quota]:
@@ -146,18 +150,18 @@ class Admin:
 
     def forget(self, name: str) -> SessionStatus:
         """End a detached session, `sessions/…`, and return it as it was."""
-        return next(iter(convert.sessions([self._call("ForgetSession", admin_pb2.ForgetSessionRequest(name=name))])))
+        return next(iter(messages.sessions([self._call("ForgetSession", admin_pb2.ForgetSessionRequest(name=name))])))
 
     def drain(self, deadline: datetime | None, *, exits: bool) -> DeviceStatus:
         """Lend nothing more; `exits`: the daemon does, once nothing is charged, or at the deadline."""
         request = admin_pb2.DrainRequest(exit=exits)
         if deadline is not None:
             request.deadline.FromDatetime(deadline)
-        return convert.device(self._call("Drain", request))
+        return messages.device(self._call("Drain", request))
 
     def undrain(self) -> DeviceStatus:
         """Lend again."""
-        return convert.device(self._call("Undrain", admin_pb2.UndrainRequest()))
+        return messages.device(self._call("Undrain", admin_pb2.UndrainRequest()))
 
     def close(self) -> None:
         """Close the channel."""
@@ -183,13 +187,13 @@ class Admin:
 
 def _quota(message: admin_pb2.Quota) -> Quota:
     limit = message.limit_bytes if message.HasField("limit_bytes") else None
-    return Quota(message.name, convert.location_name(message.location), limit, message.used_bytes)
+    return Quota(message.name, messages.location_name(message.location), limit, message.used_bytes)
 
 
 def _tenant(message: admin_pb2.Tenant) -> TenantStatus:
     books = (
         TenantBooks(
-            convert.location_name(each.location),
+            messages.location_name(each.location),
             each.used_bytes,
             each.limit_bytes if each.HasField("limit_bytes") else None,
         )

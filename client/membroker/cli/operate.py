@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
-from ..convert import location_of
+from ..arguments import location_of
 from ..errors import BrokerUnavailable
 from ..types import DeviceStatus, SegmentStatus, SessionStatus
 from ..vmm.sizes import format_size

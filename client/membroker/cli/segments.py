@@ -19,8 +19,8 @@ from typing import Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from ..arguments import parts_of
 from ..client import Client, enter
-from ..convert import parts_of
 from ..errors import InvalidRequest, MembrokerError, ModelAlreadyExists
 from ..model import Model
 from ..safetensors import InvalidTensorIndex, TensorIndex, TensorInfo, read_index

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ..convert import parts_of
+from ..arguments import parts_of
 from ..safetensors import TensorInfo
 from ..types import DeviceStatus, LocationBooks, ModelBooks, ModelStatus, SegmentStatus, SessionStatus
 from ..vmm.sizes import format_size

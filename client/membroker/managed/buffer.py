@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from ..arguments import bytes_of
 from ..closing import Closing
-from ..convert import bytes_of
 from ..errors import ClosedError, ManagedMemoryUnavailable
 from ..interrupts import HeldOff
 from ..memory.region import device_failures

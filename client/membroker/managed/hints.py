@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..convert import bytes_of, whole_number
+from ..arguments import bytes_of, whole_number
 from ..errors import InvalidRequest, ManagedMemoryUnavailable, MembrokerError
 from ..memory.region import device_failures
 from ..vmm.cuda.managed import HOST, CudaManaged

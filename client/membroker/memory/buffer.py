@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..convert import bytes_of, check_range, location_of
+from ..arguments import bytes_of, check_range, location_of
 from ..errors import InvalidRequest
 from ..interrupts import HeldOff
 from ..vmm.driver import Location
 from ..vmm.sizes import MAX_BYTES, format_size, round_up
-from .budget import asked_for
-from .held import Held
-from .holding import Holding, Placing
+from .holding import Held, Holding, Placing
 from .lender import Lender, Source
+from .local_source import asked_for
 from .region import device_failures
 from .views import Span
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ..convert import shape_of
+from ..arguments import shape_of
 from ..errors import InvalidRequest
 from ..safetensors import word_of
 from ..vmm.driver import DeviceInfo

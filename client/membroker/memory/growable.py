@@ -10,17 +10,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from ..convert import bytes_of, check_range, location_of
+from ..arguments import bytes_of, check_page_size, check_range, location_of
 from ..errors import InvalidRequest, OutOfVirtualMemory
-from ..interrupts import HeldOff
-from ..pool.pool import check_page_size
-from ..turns import Turns
+from ..interrupts import HeldOff, Turns
 from ..vmm.driver import Location
 from ..vmm.sizes import MAX_BYTES, MIB, format_size, round_up
-from .budget import asked_for
-from .held import Held
-from .holding import Holding, Placing
+from .holding import Held, Holding, Placing
 from .lender import Lender, Source
+from .local_source import asked_for
 from .region import device_failures
 from .views import Span
 

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
+from ..closing import Closing
 from ..errors import ClosedError
 from ..interrupts import HeldOff, let_through
 from .lender import Lender, Source, source_of
-from .region import Region
+from .region import Region, device_failures
 from .views import Span, Views
 
 
@@ -195,3 +196,25 @@ class Placing:
             self._region.unbind(self._start, self._end - self._start)
             self._end = self._start
             self.extents.clear()
+
+
+class Held(Closing):
+    """Something mapped in this process, until it is closed. A context manager."""
+
+    _holding: Holding
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or belongs to the process that this one was forked from."""
+        return self._holding.closed
+
+    def close(self) -> None:
+        """Unmap all of it in this process and give it back, addresses too. Idempotent.
+
+        With living views, spans and tensors, or calls in other threads, it happens when the last of them has ended;
+        else it waits for the work that this process has given to the device. When the broker is away it unmaps all the
+        same, and raises nothing. Raises `DeviceFailure`; what could not be given back then is held until it is closed
+        again, or its client is.
+        """
+        with device_failures():
+            self._holding.end()

@@ -12,16 +12,14 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..convert import check_range, contiguous_bytes, location_of, shape_of, whole_number
+from ..arguments import check_range, contiguous_bytes, location_of, shape_of, whole_number
 from ..errors import InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped
-from ..interrupts import HeldOff, let_through
+from ..interrupts import HeldOff, Turns, let_through
 from ..safetensors import TensorInfo, numpy_array, word_of
-from ..turns import Turns
 from ..vmm.driver import Location
 from ..vmm.sizes import MAX_BYTES, format_size
 from .dlpack import DlpackTensor, export, size_of
-from .held import Held
-from .holding import Holding
+from .holding import Held, Holding
 from .lender import Lender, Source
 from .region import Region, device_failures
 from .views import Span

@@ -13,16 +13,15 @@ from contextlib import ExitStack, contextmanager
 
 from ..errors import AlreadyMapped, CompactionFailed
 from ..interrupts import HeldOff
-from ..memory.budget import asked_for
 from ..memory.holding import Holding, Placing
 from ..memory.lender import Lender, Source
+from ..memory.local_source import asked_for
 from ..memory.region import device_failures
 from ..types import Move
 from ..vmm.driver import AccessFlags, DriverError, Location
 from ..vmm.sizes import format_size
-from .compaction import next_move
 from .offload import OffloadedPages, PageStore, Progress
-from .page_table import FIXED, FREE, OFFLOADED, SPARE, USED, PageTable
+from .page_table import FIXED, FREE, OFFLOADED, SPARE, USED, PageTable, next_move
 
 
 class Backing:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from itertools import groupby
 
-from ..convert import access_of, bytes_of, location_of, whole_number
-from ..errors import InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped, OutOfVirtualMemory
+from ..arguments import access_of, bytes_of, check_page_size, location_of, whole_number
+from ..errors import InvalidOffset, InvalidRequest, NotMapped, OutOfVirtualMemory
 from ..interrupts import HeldOff
-from ..memory.held import Held
+from ..memory.holding import Held
 from ..memory.lender import Lender, Source
 from ..memory.region import device_failures
 from ..memory.views import Span
@@ -481,17 +481,3 @@ def _alike(pages: range, pinned: Set[int], restricted: Mapping[int, AccessFlags]
     for _, run in groupby(pages, lambda page: (page in pinned, restricted.get(page))):
         first, *rest = run
         yield range(first, first + len(rest) + 1)
-
-
-def check_page_size(page_size: int | str, granularity: int) -> int:
-    """Return a page size in bytes. Raises `InvalidPageSize` unless it is a power of two, at least `granularity`."""
-    try:
-        value = bytes_of("a page size", page_size)
-    except InvalidRequest as error:
-        raise InvalidPageSize(str(error)) from error
-    if not is_power_of_two(value) or value < granularity:
-        raise InvalidPageSize(
-            f"a page size is a power of two and at least {format_size(granularity)}, the device's granularity, "
-            f"not {page_size!r}"
-        )
-    return value

@@ -19,9 +19,8 @@ from contextlib import contextmanager, suppress
 
 from google.protobuf.message import Message
 
-from ..condition import Condition
 from ..errors import BrokerUnavailable, ClosedError, MembrokerError, ProtocolError, from_status
-from ..interrupts import HeldOff, Waiting, is_held_off
+from ..interrupts import Condition, HeldOff, Waiting, is_held_off
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
 from ..wire import frames as handoff

@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..convert import location_to_wire
 from ..errors import InvalidRequest
 from ..interrupts import HeldOff
 from ..v1 import broker_pb2 as pb
 from ..vmm.driver import Location
 from ..vmm.sizes import MAX_BYTES
+from .messages import location_to_wire
 from .transport import Transport, broker_may_be_gone
 
 _Key = tuple[str, Location]

@@ -9,30 +9,117 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from .. import convert
-from ..condition import Condition
-from ..errors import AccessDenied, BrokerUnavailable, ClosedError, DescriptorLimit, MembrokerError, SessionLost
-from ..interrupts import HeldOff
-from ..notices import Disconnected, Draining, Forgotten, Notice, Resumed, Undrained
+from ..errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    ClosedError,
+    DescriptorLimit,
+    MembrokerError,
+    ProtocolError,
+    SessionLost,
+    from_status,
+)
+from ..interrupts import Condition, HeldOff
+from ..types import Disconnected, Draining, Forgotten, Notice, Resumed, Undrained
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
+from ..wire import frames as handoff
+from . import messages
 from .background import Background
 from .connection import Connection
-from .endpoint import DESCRIPTORS_SHORT
+from .endpoint import DESCRIPTORS_SHORT, set_timeout, silent
 from .handshake import open_session
 from .inventory import Held, Registry
-from .resume import REJECTED, Attempt, pauses
 from .rpc import GrpcCalls
+
+REJECTED = "TOKEN_REJECTED"
+
+
+class Attempt:
+    """One attempt at the handoff socket at `path`; `timeout`, in seconds, bounds each of its steps.
+
+    Every method raises the broker's refusal, `BrokerUnavailable`, `ProtocolError` or `DescriptorLimit`.
+    """
+
+    def __init__(self, path: Path, hello: pb.Hello, timeout: float) -> None:
+        self._path = path
+        self._hello = hello
+        self._timeout = timeout
+        self._sockets: list[socket.socket] = []
+        self.revision = 0
+        """Of the broker that was met: `Welcome.protocol_revision`."""
+
+    def greet(self) -> None:
+        """Be recognized: raises with the reason TOKEN_REJECTED where the session is not known."""
+        connection, notices, welcome = open_session(self._path, self._hello, self._timeout)
+        self._sockets += connection, notices
+        self.revision = welcome.protocol_revision
+        if not welcome.resumed:
+            raise MembrokerError("it opened another session, as a broker that knows of no resuming does", REJECTED)
+
+    def state(self, held: Held, request_id: int) -> pb.ResumeResponse:
+        """State what the session holds, and return what the broker says to it."""
+        connection = self._sockets[0]
+        set_timeout(connection, self._timeout)
+        try:
+            for holds in held.frames():
+                handoff.send(connection, handoff.encode(pb.Frame(request_id=request_id, holds=holds)))
+            packet = handoff.receive(connection)
+        except BlockingIOError as error:
+            raise BrokerUnavailable(silent(self._path)) from error
+        except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
+            raise BrokerUnavailable(f"the broker at {self._path} went away again: {error!r}") from error
+        handoff.close_all(packet.descriptors)
+        set_timeout(connection, 0)
+        reply = packet.frame.reply
+        if reply.HasField("error"):
+            raise from_status(reply.error)
+        if not reply.HasField("resume"):
+            raise ProtocolError("the broker's answer to the last Holds is none to it")
+        return reply.resume
+
+    def sockets(self) -> tuple[socket.socket, socket.socket]:
+        """Return the connection and the socket of notices. They are closed with the attempt unless `keep` is called."""
+        connection, notices = self._sockets
+        return connection, notices
+
+    def keep(self) -> None:
+        """Let the sockets outlive the attempt."""
+        self._sockets.clear()
+
+    def cut(self) -> None:
+        """End the attempt from another thread, which waits for nothing."""
+        for one in list(self._sockets):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close what nobody keeps."""
+        while self._sockets:
+            self._sockets.pop().close()
+
+
+def pauses() -> Iterator[float]:
+    """Yield the seconds to wait before each attempt: 50 ms, twice as many each time up to 1 s, up to half less by lot.
+
+    By lot, because all workers of a machine lose their broker in the same moment.
+    """
+    seconds = 0.05
+    while True:
+        yield seconds * random.uniform(0.5, 1.0)
+        seconds = min(2 * seconds, 1.0)
+
 
 logger = logging.getLogger("membroker")
 
@@ -165,7 +252,7 @@ class Line:
         elif kind == "stopping":
             self.connection.heard_stopping()
             logger.info("the broker stops; what is mapped stays valid")
-        notice = convert.notice(message)
+        notice = messages.notice(message)
         if notice is not None:
             self._tell(notice)
 

@@ -1,138 +1,32 @@
-"""The wire's messages as the library's values, and the library's words as the wire's.
+"""Messages of the wire as the values that users see, and locations in both forms.
 
-Owns one function for each message that a user gets to see. It must never make a call or decide anything.
+It translates and decides nothing.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import UTC
-from numbers import Real
-from typing import Any
 
-from .errors import InvalidRequest
-from .notices import Draining, Notice, Stopping, Undrained
-from .types import (
+from ..types import (
     Available,
     DeviceStatus,
+    Draining,
     LocationBooks,
     ModelBooks,
     ModelStatus,
+    Notice,
     SegmentStatus,
     SessionBooks,
     SessionStatus,
+    Stopping,
+    Undrained,
 )
-from .v1 import broker_pb2, handoff_pb2
-from .v1 import resources_pb2 as pb
-from .vmm.driver import AccessFlags, Location
-from .vmm.sizes import MAX_BYTES, parse_size
-
-MAX_SECONDS = 7 * 24 * 3600.0
-"""The longest time that a user may ask for: a week. What the kernel waits by ends at 24 days."""
+from ..v1 import broker_pb2, handoff_pb2
+from ..v1 import resources_pb2 as pb
+from ..vmm.driver import Location
 
 _TO_WIRE = {Location.DEVICE: pb.LOCATION_DEVICE, Location.HOST: pb.LOCATION_HOST}
-
-
-def location_of(location: Location | str) -> Location:
-    """Return `"device"` or `"host"` as a `Location`; raises `InvalidRequest` for anything else."""
-    if isinstance(location, Location):
-        return location
-    try:
-        return Location(location)
-    except ValueError:
-        raise InvalidRequest(f'a location is "device" or "host", not {location!r}') from None
-
-
-def access_of(access: AccessFlags | str) -> AccessFlags:
-    """Return `"none"`, `"read"` or `"read_write"` as `AccessFlags`; raises `InvalidRequest` for anything else."""
-    if isinstance(access, AccessFlags):
-        return access
-    for flags in AccessFlags:
-        if access == flags.name.lower():
-            return flags
-    raise InvalidRequest(f'an access is "none", "read" or "read_write", not {access!r}')
-
-
-def bytes_of(what: str, size: int | str, at_least: int = 0) -> int:
-    """Return a size of a user in bytes; `what` names it in the `InvalidRequest` that this raises."""
-    try:
-        value = parse_size(size)
-    except (ValueError, TypeError) as error:
-        raise InvalidRequest(f"{what}: {error}") from error
-    if value < at_least:
-        raise InvalidRequest(f"{what} must be at least {at_least} bytes, not {size!r}")
-    return value
-
-
-def whole_number(what: str, value: object, wrong: type[InvalidRequest] = InvalidRequest) -> int:
-    """Return an int, or what is one (`__index__`), as NumPy's are; a bool is not, nor a float. Raises `wrong`."""
-    if type(value) is int:
-        return value
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)  # type: ignore[arg-type]  # what has none is refused below
-    except TypeError:
-        pass
-    raise wrong(f"{what} is a whole number, not {value!r}")
-
-
-def shape_of(shape: object) -> tuple[int, ...]:
-    """Return a shape as ints, each from 0 to 2^63-1; raises `InvalidRequest` for anything else."""
-    if isinstance(shape, str | bytes) or not isinstance(shape, Sequence):
-        raise InvalidRequest(f"a shape is a sequence of whole numbers, as (1000, 64), not {shape!r}")
-    found = tuple(whole_number("a dimension", dimension) for dimension in shape)
-    if not all(0 <= dimension <= MAX_BYTES for dimension in found):
-        raise InvalidRequest(f"a shape is whole numbers from 0 to 2^63-1, not {shape!r}")
-    return found
-
-
-def name_of(what: str, name: str) -> str:
-    """Return a name of a user; `what` says of what in the `InvalidRequest` that this raises for what is no text.
-
-    What a name may consist of is the broker's to say.
-    """
-    if not isinstance(name, str) or any("\ud800" <= character <= "\udfff" for character in name):
-        raise InvalidRequest(f"the name of a {what} is text, and of characters that UTF-8 has, not {name!r}")
-    return name
-
-
-def parts_of(name: str) -> tuple[str, ...]:
-    """Return the tenant, the model and the segment that a resource name has, as far as it has them.
-
-    A model's own name may have a slash inside.
-    """
-    _, tenant, *rest = name.split("/", 3)
-    if not rest:
-        return (tenant,)
-    model, _, segment = rest[1].rpartition("/segments/")
-    return (tenant, model, segment) if model else (tenant, rest[1])
-
-
-def seconds_of(what: str, seconds: float, *, positive: bool = False) -> float:
-    """Return a time of a user in seconds; `what` names it in the `InvalidRequest` that this raises."""
-    is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
-    if not is_number or not 0 <= seconds <= MAX_SECONDS or (positive and not seconds):
-        least = "more than 0" if positive else "0 or more"
-        raise InvalidRequest(f"{what} is a number of seconds, {least} and at most a week, not {seconds!r}")
-    return float(seconds)
-
-
-def contiguous_bytes(what: str, data: Any) -> memoryview:
-    """Return the bytes of what has contiguous ones; `what` names it in the `InvalidRequest` that this raises."""
-    try:
-        view = memoryview(data)
-        return view.cast("B") if view.nbytes else memoryview(b"")
-    except (TypeError, ValueError, BufferError) as error:
-        raise InvalidRequest(f"{what} is contiguous bytes, not {type(data).__name__}: {error}") from error
-
-
-def check_range(offset: int, size: int, total: int, what: str) -> tuple[int, int]:
-    """Return both as ints. Raises `InvalidRequest` unless [offset, offset + size) lies in `total` bytes of `what`."""
-    offset, size = whole_number("an offset", offset), whole_number("a size", size)
-    if not 0 <= offset <= total or not 0 <= size <= total - offset:
-        raise InvalidRequest(f"{size} bytes at {offset} do not lie in {what} of {total} bytes")
-    return offset, size
 
 
 def location_to_wire(location: Location) -> pb.Location.ValueType:
