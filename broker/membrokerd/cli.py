@@ -15,8 +15,8 @@ from . import __version__
 from .config import descriptor_limits as limits
 from .config import quotas
 from .config.config import Config, ConfigError, load
-from .config.reload import Reloader
 from .observe import logs
+from .reload import Reloader
 
 SWITCH_SECONDS = 0.0005
 

@@ -30,7 +30,6 @@ from .config.descriptor_limits import (
     sessions_for,
     trouble,
 )
-from .config.reload import Reloader, compare
 from .core import events as ev
 from .core import facts as ft
 from .core import snapshot
@@ -54,6 +53,7 @@ from .observe.metrics import Metrics, MetricsView
 from .observe.metrics_server import MetricsServer
 from .observe.sd_notify import Heartbeat, notify
 from .observe.suspects import CONTEXT_BYTES
+from .reload import Reloader, compare
 from .restart.descriptor_store import Kept, Mirror, Store
 from .restart.journal import Binding, Journal, boot_id
 from .restart.keeper_client import Owned, open_keeper

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import files
-from .restart.journal import MAX_EPOCH
 
+MAX_EPOCH = (1 << 24) - 1
+"""The last epoch: an id is an epoch and a counter, in 64 bits together."""
 MAX_PATH_BYTES = 107
 """The longest path of a Unix socket: `sockaddr_un` has 108 bytes, the last is a zero."""
 _NUMBER_BYTES = 64

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.daemons import until
 
+from membrokerd import process as process_module
 from membrokerd.core.denied import Reason
 from membrokerd.edge.handoff import peer as module
 from membrokerd.edge.handoff.peer import Unattested, attest, hang_up
@@ -138,7 +139,7 @@ def test_a_pid_of_another_namespace_needs_a_newer_kernel() -> None:
 def test_a_pid_that_was_taken_over_in_between_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its start time before and after the pidfd was opened differs: they are two processes."""
     times = iter([100, 200])
-    monkeypatch.setattr(module, "_start_time", lambda pid: next(times))
+    monkeypatch.setattr(module, "start_time", lambda pid: next(times))
     before = descriptors()
     with pytest.raises(Unattested):
         module._identify_by_pid(os.getpid())
@@ -152,12 +153,12 @@ def test_the_start_time_of_a_process_with_a_name_like_a_field() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        own, its = module._start_time(os.getpid()), module._start_time(process.pid)
+        own, its = process_module.start_time(os.getpid()), process_module.start_time(process.pid)
         assert own is not None
         assert its is not None
         assert its >= own
         process.communicate(b"\n")
-    assert module._start_time(process.pid) is None
+    assert process_module.start_time(process.pid) is None
 
 
 def test_hanging_up_lets_the_last_word_be_read() -> None:
@@ -177,7 +178,7 @@ def test_processes_that_cannot_be_told_apart_do_not_count_as_one(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On kernels 6.5 to 6.8 every process of another pid namespace has pid 0, and a pidfd says no more."""
-    monkeypatch.setattr(module, "_inodes_identify", lambda: False)
+    monkeypatch.setattr(process_module, "_inodes_identify", lambda: False)
     with Process(listener) as one:
         identities = set()
         for _ in range(3):
@@ -192,18 +193,18 @@ def test_processes_that_cannot_be_told_apart_do_not_count_as_one(
 
 def test_an_exec_changes_the_image_and_nothing_else_does() -> None:
     """Equal while a program runs, another after each exec(), and unknown of a process that is not there or not seen."""
-    image = "from membrokerd.edge.handoff.peer import image_of; import os; seen = image_of(os.getpid()); "
+    image = "from membrokerd.process import image_of; import os; seen = image_of(os.getpid()); "
     code = f"{image}print(seen == image_of(os.getpid()), seen, flush=True); input(); os.execvp('cat', ['cat'])"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdin is not None
         own = process.stdout.readline().decode().strip()
-        before = module.image_of(process.pid)
+        before = process_module.image_of(process.pid)
         assert own == f"True {before}"
         process.stdin.write(b"go\n")
         process.stdin.flush()
-        until(lambda: module.image_of(process.pid) not in (before, None))
+        until(lambda: process_module.image_of(process.pid) not in (before, None))
         process.kill()
-    assert module.image_of(process.pid) is None
-    assert module.image_of(0) is None
-    assert module.image_of(-1) is None
+    assert process_module.image_of(process.pid) is None
+    assert process_module.image_of(0) is None
+    assert process_module.image_of(-1) is None

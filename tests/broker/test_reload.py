@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from membrokerd.config.config import Config, LogConfig, MetricsConfig, ModelConfig, TenantConfig
-from membrokerd.config.reload import CHANGEABLE, compare
+from membrokerd.reload import CHANGEABLE, compare
 
 BEFORE = Config(Path("/run/m"), tenants={"red": TenantConfig(limit=4, uids=frozenset([1])), "blue": TenantConfig()})
 OTHER: dict[str, Any] = {

@@ -116,7 +116,7 @@ class TestDtypes:
 
     @pytest.mark.parametrize(
         "dtype",
-        [None, float, 3, "f4", "<f4", "float128", "", "torch.", object(), np.zeros(1), np.generic, np.dtype(">f4")],
+        [None, float, 3, "f4", "<f4", "float128", "", "torch.", ..., np.zeros(1), np.generic, np.dtype(">f4")],
         ids=repr,
     )
     def test_what_is_no_dtype_is_refused(self, host: membroker.LocalSource, dtype: Any) -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from membrokerd.config.checks import KEYS
 from membrokerd.config.config import load
-from membrokerd.config.reload import CHANGEABLE
 from membrokerd.observe import metrics
+from membrokerd.reload import CHANGEABLE
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 TOML = DEPLOY / "membrokerd.toml"

@@ -361,7 +361,9 @@ def test_whose_the_paths_are(owned: Scene) -> None:
 
 
 _FAULTS = """
-import membrokerd.edge.dispatch as dispatch, membrokerd.edge.handoff.connection as connection, membrokerd.edge.listings as views
+import membrokerd.edge.dispatch as dispatch
+import membrokerd.edge.handoff.connection as connection
+import membrokerd.edge.listings as views
 
 def planted(*arguments, **fields):
     raise RuntimeError("planted")

@@ -16,6 +16,7 @@ from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as hpb
 from membroker.v1 import resources_pb2 as rpb
 from membroker.vmm import DeviceInfo, MemoryInfo
+from membroker.wire.names import session_name
 
 from ..core import effects as fx
 from ..core import events as ev
@@ -259,11 +260,6 @@ def from_model(row: ModelView) -> rpb.Model:
             for one in row.locations
         ],
     )
-
-
-def session_name(session: int) -> str:
-    """Return the resource name of a session."""
-    return f"sessions/{session:x}"
 
 
 def from_session(row: SessionView, now_ns: int) -> rpb.Session:

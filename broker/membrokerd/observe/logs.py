@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from membroker.wire.names import session_name
+
 from ..config.config import LogConfig
 from ..core import facts as ft
 from ..core.denied import Denied
-from ..edge.convert import session_name
 from .log_writer import Writer
 
 _LOGGER = logging.getLogger("membrokerd")

@@ -12,10 +12,10 @@ from typing import Any
 
 from membroker.vmm import format_size
 from membroker.vmm.sizes import MIB
+from membroker.wire.names import session_name
 
 from ..core.events import ModelName
 from ..core.snapshot import Snapshot
-from ..edge.convert import session_name
 
 CONTEXT_BYTES: Mapping[str, int] = {"cuda": 600 * MIB, "host": 0}
 """What a process may use beyond its charge without being a suspect, by driver: a context (518 MiB on an H200)."""

@@ -24,6 +24,7 @@ from typing import TypeVar
 
 from .. import files
 from ..core import facts as ft
+from ..home import MAX_EPOCH
 from .records import Unusable, decode, frame, header_of, is_record_behind, parse, record_of, split, to_json
 
 _Books = TypeVar("_Books")
@@ -38,7 +39,6 @@ _MAGIC = "membroker journal"
 _VERSION = 1
 _KEPT = 4
 """Files that were set aside and stay, for whoever wants to know."""
-MAX_EPOCH = (1 << 24) - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from ..edge.handoff.peer import NO_DESCRIPTOR, identity_of, image_of
 from ..observe import logs
+from ..process import NO_DESCRIPTOR, identity_of, image_of
 from ..turns import Turns
 
 EXEC_SECONDS = 0.2

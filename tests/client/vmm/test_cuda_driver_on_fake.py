@@ -286,7 +286,7 @@ def test_an_error_that_the_driver_has_no_name_for_keeps_its_number(run: Run) -> 
 
 
 def test_missing_packages_are_said_with_what_to_install(run: Run) -> None:
-    run("""
+    run(r"""
         for name in ("pynvml", "cuda.bindings.driver"):
             kept = sys.modules.pop(name, None)
             sys.modules[name] = None

@@ -19,13 +19,14 @@ from google.protobuf.message import Message
 
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
+from membroker.wire.names import session_name
 
 from ...core import effects as fx
 from ...core import events as ev
 from ...core.denied import Denied, Reason, deny
 from ...failpoints import reach
 from ...observe import logs
-from ..convert import LOCATION_NUMBERS, Refused, session_name
+from ..convert import LOCATION_NUMBERS, Refused
 from ..dispatch import Ticket, new_token
 from ..errors import to_status
 from .holds import Holds

@@ -6,23 +6,19 @@ Owns the pidfd, which is free of pid reuse and readable when the process is dead
 
 from __future__ import annotations
 
-import errno
 import os
-import secrets
 import select
 import socket
 import struct
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 from ...core.denied import Denied, Reason, deny
+from ...process import NO_DESCRIPTOR, identity_of, start_time
 
 _SO_PEERPIDFD = getattr(socket, "SO_PEERPIDFD", 77)
 _CREDENTIALS = struct.Struct("3i")
 _DRAINED_PACKETS = 64
-NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
 class Unattested(Exception):
@@ -102,21 +98,13 @@ def _identify(connection: socket.socket, pid: int) -> tuple[int, str]:
         raise
 
 
-def identity_of(pidfd: int, pid: int) -> str:
-    """Return what is equal for all connections of one process, at every daemon of this boot, and for no other's."""
-    if _inodes_identify():
-        return f"pidfd:{os.fstat(pidfd).st_ino}"
-    # Two containers' processes both have pid 0 here: what cannot be told apart must not count as one.
-    return f"pid:{pid}:{_start_time(pid)}" if pid else f"unseen:{secrets.token_hex(8)}"
-
-
 def _identify_by_pid(pid: int) -> tuple[int, str]:
     """The way of older kernels: the pid's start time before and after the pidfd says that it is one process."""
     if pid <= 0:
         raise Unattested(
             deny(Reason.PEER_UNKNOWN, what="it is in another pid namespace, and this kernel (before 6.5) has no pidfds")
         )
-    before = _start_time(pid)
+    before = start_time(pid)
     try:
         pidfd = os.pidfd_open(pid)
     except OSError as error:
@@ -124,7 +112,7 @@ def _identify_by_pid(pid: int) -> tuple[int, str]:
             raise
         raise Unattested(deny(Reason.PEER_UNKNOWN, what=f"pidfd_open({pid}): {error.strerror}")) from error
     try:
-        after = _start_time(pid)
+        after = start_time(pid)
     except OSError:
         os.close(pidfd)
         raise
@@ -132,42 +120,3 @@ def _identify_by_pid(pid: int) -> tuple[int, str]:
         os.close(pidfd)
         raise Unattested(deny(Reason.PEER_UNKNOWN, what="it died before it was greeted"))
     return pidfd, f"pid:{pid}:{before}"
-
-
-def _start_time(pid: int) -> int | None:
-    """Return the 22nd field of /proc/PID/stat, in clock ticks since boot, or None when there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError as error:
-        if error.errno in NO_DESCRIPTOR:
-            raise
-        return None
-    return int(text.rpartition(")")[2].split()[19])
-
-
-def image_of(pid: int) -> tuple[str, ...] | None:
-    """Return what an exec changes of a process: where its program and its stack lie. Both are random.
-
-    None where this broker may not see that, or cannot see the process. It is equal for all of a process's life up to
-    an exec; after one it may be equal too, where address space randomization is turned off.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text() if pid > 0 else ""
-    except OSError:
-        return None
-    image = tuple(text.rpartition(")")[2].split()[23:26])  # startcode, endcode, startstack: the fields 26 to 28
-    return image if image and image[-1] != "0" else None
-
-
-@cache
-def _inodes_identify() -> bool:
-    """Say whether this kernel (6.9 on) gives each process's pidfds an inode of their own.
-
-    Before, all anonymous descriptors share one inode, an eventfd's among them.
-    """
-    with ExitStack() as opened:
-        pidfd = os.pidfd_open(os.getpid())
-        opened.callback(os.close, pidfd)
-        event = os.eventfd(0)
-        opened.callback(os.close, event)
-        return os.fstat(pidfd).st_ino != os.fstat(event).st_ino

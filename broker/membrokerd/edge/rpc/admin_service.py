@@ -11,6 +11,7 @@ from typing import Any
 from membroker.v1 import admin_pb2 as pb
 from membroker.v1 import admin_pb2_grpc, broker_pb2, resources_pb2
 from membroker.v1.handoff_pb2 import Draining, Notice, Undrained
+from membroker.wire.names import session_name
 
 from ...core import effects as fx
 from ...core import events as ev
@@ -187,6 +188,6 @@ def _from_process(process: Process) -> pb.Process:
         charged_bytes=process.charged,
         segment_bytes=process.segments,
         excess_bytes=process.excess,
-        sessions=map(convert.session_name, process.sessions),
+        sessions=map(session_name, process.sessions),
         models=map(str, process.models),
     )

@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..observe import logs
-from .config import Config, ConfigError, TenantConfig
+from .config.config import Config, ConfigError, TenantConfig
+from .observe import logs
 
 CHANGEABLE = frozenset(
     (
