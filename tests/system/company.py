@@ -26,6 +26,8 @@ State = Callable[[str, str], None]
 """The fixture `state`: what, and its figure."""
 NOBODY = 20_000 + os.getpid() % 40_000
 """A user that nobody else is, not even another run of these tests: what is in flight is counted for each user."""
+LOOSE_P99_SECONDS = 2.0
+"""What an attack may cost others on a busy machine: the attacks that these tests were written for cost 10 s and more."""
 CYCLES = 500
 """Turns of the honest worker at least, alone and beside each."""
 
@@ -83,7 +85,9 @@ class Honest:
             seconds += self.turns(100)
         figures = f"{_figures(seconds)} in {len(seconds)} turns, alone {_figures(self._alone)}"
         state(f"an honest worker ({self._transport}) beside {what}", figures)
-        return sorted(seconds)[int(len(seconds) * 0.99)]
+        p99 = sorted(seconds)[int(len(seconds) * 0.99)]
+        assert p99 < LOOSE_P99_SECONDS, f"an honest worker waits beside {what}: {figures}"
+        return p99
 
     def beside_flood(self, state: State, what: str, flood: Worker, code: str) -> Any:
         """Let another worker run `code`, go on beside it until it is done, and return the `answer` that it left."""
