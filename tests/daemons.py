@@ -67,7 +67,7 @@ class Daemon:
         self.root = runtime / (f"host-{device}" if device else "host")
         self._start(descriptors)
 
-    def _start(self, descriptors: int | None) -> None:
+    def _start(self, descriptors: int | None, *, may_end: bool = False) -> None:
         path = self.directory / "membrokerd.toml"
         places = {"runtime_directory": str(self.directory / "run"), "state_directory": str(self.directory / "kept")}
         path.write_text(to_toml({**places, **self.config}))
@@ -84,11 +84,13 @@ class Daemon:
             with self.log_path.open("ab") as log:
                 environment = {**os.environ, "NOTIFY_SOCKET": str(address)}
                 self.process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)
-            self._wait_until_ready(notified)
+            self._wait_until_ready(notified, may_end)
 
-    def _wait_until_ready(self, notified: socket.socket) -> None:
+    def _wait_until_ready(self, notified: socket.socket, may_end: bool) -> None:
         end = time.monotonic() + DEADLINE_SECONDS
         while not select.select([notified], [], [], 0.05)[0]:
+            if may_end and self.process.poll() is not None:
+                return
             assert self.process.poll() is None, f"membrokerd did not start:\n{self.log()}"
             assert time.monotonic() < end, f"membrokerd did not become ready:\n{self.log()}"
 
@@ -167,10 +169,10 @@ class Daemon:
         self.process.kill()
         self.process.wait(DEADLINE_SECONDS)
 
-    def start_again(self) -> None:
-        """Start a successor in the same place, and wait until it is ready."""
+    def start_again(self, *, may_end: bool = False) -> None:
+        """Start a successor in the same place, and wait until it is ready, or with `may_end` until it has ended."""
         assert self.process.poll() is not None, "it still runs"
-        self._start(None)
+        self._start(None, may_end=may_end)
 
     def keeper(self) -> int:
         """Return the pid of the process that keeps the descriptors; 0 where there is none at the moment."""

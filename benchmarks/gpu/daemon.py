@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ import grpc
 from membroker.v1 import admin_pb2_grpc, broker_pb2
 
 from ..load.daemon import DaemonFailed
+from ..scraping import fresh_scrape
 from .bare import TWIN_BYTES
 from .figures import Counts, Labels
 
@@ -82,8 +82,7 @@ class Daemon:
 
     def counts(self) -> Counts:
         """Return the sums and counts of its histograms now."""
-        with urllib.request.urlopen(self._metrics_url, timeout=ANSWER_SECONDS) as answer:
-            return parsed(answer.read().decode())
+        return parsed(fresh_scrape(self._metrics_url, ANSWER_SECONDS))
 
     def log_tail(self) -> str:
         """Return the last lines that it wrote."""

@@ -24,6 +24,8 @@ import grpc
 
 from membroker.v1 import admin_pb2_grpc, broker_pb2
 
+from ..scraping import fresh_scrape
+
 START_SECONDS = 30.0
 STOP_SECONDS = 60.0
 ANSWER_SECONDS = 60.0
@@ -89,6 +91,10 @@ class Daemon:
         with urllib.request.urlopen(self._metrics_url, timeout=ANSWER_SECONDS) as answer:
             body: bytes = answer.read()
         return body
+
+    def fresh_scrape(self) -> bytes:
+        """Return a body of /metrics that is not older than this call."""
+        return fresh_scrape(self._metrics_url, ANSWER_SECONDS).encode()
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes that the daemon has resident (RSS), and its share of them (PSS)."""

@@ -271,7 +271,7 @@ def many_models(scale: Scale, tell: Tell) -> Section:
             scrapes: list[Samples] = []
             turns = {"alone": worker.run, "among": lambda _: _scraped(daemon, worker, scale.scrapes, scrapes)}
             taken = _in_turns("models: the worker alone and while scraped", turns, scale.seconds, tell)
-            body = daemon.scrape()
+            body = daemon.fresh_scrape()
             _memory(section, "models", daemon, "daemon")
     section.timings += [
         one,

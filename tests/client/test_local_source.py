@@ -57,7 +57,7 @@ def test_an_elastic_pool_without_a_broker() -> None:
         assert source.physical_memory_usage == source.driver.memory(Location.DEVICE).used == 2 * MIB
         pool.compact()
         assert text(pool, 0, 5) == b"hello"
-        assert "twin" in repr(source)
+        assert "host memory" in repr(source)
     assert (background_threads(), len(os.listdir("/proc/self/fd"))) == before
     assert "closed" in repr(source)
 

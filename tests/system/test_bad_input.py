@@ -634,7 +634,8 @@ def test_a_client_name_forges_no_line(scene: Scene) -> None:
     forged = "x\n2026-01-01T00:00:00Z INFO ready pid=1\x1b[2J\r\u202e\u2028" + "y" * 10_000
     with Session(scene.daemon.endpoint(), client=forged) as session:
         shown = next(one.client for one in scene.daemon.sessions() if one.name == session.welcome.session)
-    assert len(shown) == 128
+    assert shown.endswith("y")
+    assert len(shown) <= 128
     assert shown.isprintable()
     lines = scene.daemon.log().splitlines()
     assert not [line for line in lines if line.startswith("2026-01-01T00:00:00Z")]
