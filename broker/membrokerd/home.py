@@ -271,7 +271,7 @@ class Home:
 
 
 def _place(path: Path | int) -> tuple[int, int] | None:
-    """Return what tells a file, by path or descriptor, from every other; None where there is none."""
+    """Return the identity of a file, by path or descriptor, or None when the file does not exist."""
     try:
         status = os.fstat(path) if isinstance(path, int) else os.lstat(path)
     except OSError:

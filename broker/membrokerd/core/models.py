@@ -23,7 +23,7 @@ class Models:
         self._books = books
 
     def register(self, event: ev.RegisterModel) -> None:
-        """Let a session use a model, which begins if there is none of that name."""
+        """Let a session use a model, and create the model if the name is new."""
         denied = self._refuse_model(event)
         if denied:
             self._books.refuse(event.call, denied, event.session, event.name)

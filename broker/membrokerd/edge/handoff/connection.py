@@ -117,7 +117,7 @@ class Connection:
         self._loop.cut_short += 1
 
     def _read(self) -> bool:
-        """Take one frame; False when there is none, or none will ever come."""
+        """Take one frame. Return False when nothing is queued, or the connection has ended."""
         try:
             frame = handoff.receive_without_descriptors(self._sock, self._listener.buffer)
         except BlockingIOError:

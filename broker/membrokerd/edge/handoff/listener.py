@@ -90,7 +90,7 @@ class Listener:
                 return
 
     def _accept_one(self) -> bool:
-        """Accept a connection; False when there is none, or no descriptor for it."""
+        """Accept a connection. Return False when nobody is waiting, or no descriptor is left."""
         try:
             connection, _ = self._sock.accept()
         except BlockingIOError:
