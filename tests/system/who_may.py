@@ -608,9 +608,9 @@ def map_sealed(me: Party, target: Any) -> Any:
 
 @row(
     "D3",
-    "write to a sealed segment, by its descriptor, on the host twin",
+    "write to a sealed segment, by its descriptor, with the host driver",
     "EPERM EPERM EPERM EPERM EPERM EPERM EPERM",
-    "kernel: the memfd's seals; on a card nothing",
+    "kernel: the memfd's seals; on a GPU nothing",
 )
 def write_sealed(me: Party, target: Any) -> Any:
     """By a mapping, by a write, by a hole, by a descriptor opened anew: all are refused alike."""
