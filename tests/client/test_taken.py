@@ -92,6 +92,7 @@ def test_another_call_may_wait_for_the_window(pair: tuple[Connection, Broker]) -
     first, second = (broker.hear("allocate").request_id for _ in callers)
     serve(broker, first, 1)
     assert broker.hear("ack").acknowledged == 1
+    until(lambda: not all(caller.is_alive() for caller in callers))
     serve(broker, second, 2)
     assert [caller.end().error for caller in callers] == [None, None]
     assert broker.hears_nothing()

@@ -7,6 +7,7 @@ goes on beside each; its times and the longest turn are in the report.
 from __future__ import annotations
 
 import itertools
+import resource
 import time
 from collections.abc import Iterator
 
@@ -19,11 +20,19 @@ from tests.system.workers import PAGE, Worker, worker, workers
 
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1 import resources_pb2
+from membrokerd.config import descriptor_limits
 from membrokerd.edge.handoff.listener import HELLO_SECONDS
 
 DETACHED = resources_pb2.Session.DETACHED
 SESSIONS = 16
 """Of one process, and no more."""
+MAX_SESSIONS = min(
+    512,
+    descriptor_limits.sessions_for(
+        resource.getrlimit(resource.RLIMIT_NOFILE)[1], bounded=descriptor_limits.in_flight_is_bounded()
+    ),
+)
+"""As many as a daemon of this user may have: an unprivileged one is bounded by descriptors in flight."""
 WINDOW = 128
 """Descriptors that one delivery window can bring a session."""
 GENERATIONS = itertools.count(1 << 50)
@@ -48,7 +57,7 @@ def drain(sock):
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
     """One for all: its longest turn is that of all these tests."""
-    config = {"capacity": "320GiB", "settle_seconds": 1.0, "max_sessions": 512, "log": {"level": "info"}}
+    config = {"capacity": "320GiB", "settle_seconds": 1.0, "max_sessions": MAX_SESSIONS, "log": {"level": "info"}}
     with running(config) as one:
         yield one
 
@@ -325,11 +334,12 @@ answer = None
     beside.beside(state, "its death", lambda: daemon.books().releasing_bytes == 0 and len(daemon.sessions()) == 1)
 
 
-PROCESSES = 16
+PROCESSES = min(16, MAX_SESSIONS // 2 // SESSIONS)
+"""A tenant of two has half of the sessions."""
 
 
 def test_256_sessions_die_at_once(daemon: Daemon, beside: Honest, state: State) -> None:
-    """A container with sixteen processes is killed, each with sixteen sessions that hold memory."""
+    """A container is killed with sixteen processes, or as many as may be, of sixteen sessions that hold memory."""
     with workers(PROCESSES) as dying:
         for each in dying:
             each.do(BEGIN.format(endpoint=str(daemon.endpoint("red"))))
@@ -339,7 +349,7 @@ def test_256_sessions_die_at_once(daemon: Daemon, beside: Honest, state: State) 
         with hold_still(daemon):
             for each in dying:
                 each.kill()
-        beside.beside(state, "256 sessions that die at once", lambda: len(daemon.sessions()) == 1)
+        beside.beside(state, f"{PROCESSES * SESSIONS} sessions that die at once", lambda: len(daemon.sessions()) == 1)
 
 
 # --- A broker that stood still ---

@@ -6,6 +6,7 @@ has one, and a field that is named for one is a bug. Lines are written by `log_w
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -69,10 +70,17 @@ def configure(config: LogConfig, descriptor: int = 2) -> None:
         _writer.close()
     _writer = Writer(descriptor)
     _writer.setFormatter(_Formatter({"text": _text_line, "json": _json_line}[config.format]))
+    _writer.addFilter(_is_worth_a_line)
     root = logging.getLogger()
     root.handlers = [_writer]
     root.setLevel(logging.WARNING)
     set_level(config.level)
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Leave out what gRPC says of a call that was cancelled when the daemon stopped: an error with a traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (record.name.startswith("grpc") and isinstance(error, asyncio.CancelledError))
 
 
 def set_level(level: str) -> None:
