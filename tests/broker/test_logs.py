@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import fcntl
 import json
@@ -336,3 +337,16 @@ def test_a_real_daemon_never_writes_a_sessions_token(daemon: Daemon) -> None:
     assert "session began" in daemon.log()
     assert token
     assert token not in daemon.log()
+
+
+def test_a_call_that_a_stop_cancelled_is_no_error(capture: Capture) -> None:
+    """gRPC logs it with a traceback; an operator would look for a fault. Its other errors are still there."""
+    lines = capture("text")
+    for error in (asyncio.CancelledError(), ValueError("a fault of gRPC")):
+        try:
+            raise error
+        except BaseException:
+            logging.getLogger("grpc._cython.cygrpc").exception("Exception not handled")
+    text = lines.getvalue()
+    assert text.count("Exception not handled") == 1
+    assert "a fault of gRPC" in text
