@@ -456,7 +456,7 @@ BESIDE = {
     "test_no_number_that_is_guessed_is_anybodys": "a guessed id or generation gets the answer of one that is nobody's",
     "test_a_name_that_is_anothers_is_as_unknown_as_none": "so does a name",
     "test_every_call_has_a_row": "every call of both services, and every frame, has a row",
-    "test_who_mapped_a_segment_before_its_seal_still_writes": "with the host driver a writer's mapping outlives the seal",
+    "test_who_mapped_a_segment_before_its_seal_still_writes": "host driver: a writer's mapping outlives the seal",
     "test_what_the_paths_are": "the modes of sockets and directories",
     "test_whose_the_paths_are": "their owners",
     "test_a_fault_tells_no_token": "a fault in the broker puts no token into the log or an answer",
