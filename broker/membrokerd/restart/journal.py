@@ -38,7 +38,7 @@ a tenant chose is never taken for the head of a record."""
 _MAGIC = "membroker journal"
 _VERSION = 1
 _KEPT = 4
-"""Files that were set aside and stay, for whoever wants to know."""
+"""How many files that were set aside are kept, for an operator to look at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def boot_id() -> str:
 
 
 class Journal:
-    """The journal at `path`. `compact_bytes` is the size below which it is never due to be written anew."""
+    """The journal at `path`. Below `compact_bytes` bytes it is never due for compaction."""
 
     def __init__(self, path: Path, binding: Binding, compact_bytes: int = 4 * MIB) -> None:
         self._path = path
@@ -214,7 +214,7 @@ class Journal:
 
     @property
     def due(self) -> bool:
-        """Say that the file has grown so much that it should begin anew with a story."""
+        """Say that the file has grown so much that it should be compacted."""
         return self._end > self._due_at
 
     def is_in_place(self) -> bool:

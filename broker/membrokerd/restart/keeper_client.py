@@ -358,7 +358,7 @@ class KeeperMirror:
 async def open_keeper(path: Path, owner: str) -> tuple[KeeperMirror, Kept]:
     """Return a mirror in the keeper at this path, and what it has of a predecessor; raises OSError.
 
-    Starts a keeper where there is none. Another attempt is made when one is just ending, or just starting. `owner` is
+    Starts a keeper if none runs, and tries again when one is just ending or starting. `owner` is
     the same for each daemon of a device, and another for each device: `Owned` is raised at once.
     """
     pause = FIRST_PAUSE_SECONDS
