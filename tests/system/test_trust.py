@@ -20,6 +20,8 @@ _ENTER = """
 import os, sys
 # All that is imported later too: the other user may not be able to read where Python is.
 import encodings.ascii, google.rpc.error_details_pb2, grpc, membroker, membroker.client, membroker.vmm.host.driver
+import membroker.v1.broker_pb2_grpc
+grpc.insecure_channel("unix:/nonexistent").close()  # grpc 1.85 imports parts of itself on the first use
 uid = int(sys.argv[2])
 os.setgroups([]); os.setgid(uid); os.setuid(uid)
 try:

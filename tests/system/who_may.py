@@ -43,6 +43,7 @@ from membroker.wire import frames as handoff
 PAGE = 2 << 20
 MARK = b"S was here"
 LATER = (encodings.ascii, encodings.idna, ctypes, signal)  # what another user may not be able to read any more
+grpc.insecure_channel("unix:/nonexistent").close()  # the same: grpc 1.85 imports parts of itself on the first use
 
 WHO: Mapping[str, str] = {
     "itself": "S itself",
