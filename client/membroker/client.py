@@ -27,11 +27,9 @@ from .session.session import Session
 from .types import DeviceStatus, ModelStatus, Notice, SegmentStatus, SessionStatus
 from .v1 import broker_pb2 as pb
 from .vmm.driver import Driver, Location
+from .wire.names import MAX_PAGE_ROWS
 
 logger = logging.getLogger("membroker")
-
-PAGE = 1000
-"""How many entries of a listing one call asks for: the most that a broker gives."""
 
 
 def connect(
@@ -217,9 +215,7 @@ class Client(Closing):
 
     def segments(self) -> list[SegmentStatus]:
         """Return this tenant's segments, in the order they began."""
-        pages = _pages(
-            lambda token: self._call("ListSegments", pb.ListSegmentsRequest(page_size=PAGE, page_token=token))
-        )
+        pages = self._pages("ListSegments", pb.ListSegmentsRequest)
         return [segment for page in pages for segment in messages.segments(page.segments)]
 
     def _segment_name(self, name: str) -> str:
@@ -235,14 +231,12 @@ class Client(Closing):
 
     def models(self) -> list[ModelStatus]:
         """Return this tenant's models, by name."""
-        pages = _pages(lambda token: self._call("ListModels", pb.ListModelsRequest(page_size=PAGE, page_token=token)))
+        pages = self._pages("ListModels", pb.ListModelsRequest)
         return [model for page in pages for model in messages.models(page.models)]
 
     def sessions(self) -> list[SessionStatus]:
         """Return this tenant's sessions, in the order they began."""
-        pages = _pages(
-            lambda token: self._call("ListSessions", pb.ListSessionsRequest(page_size=PAGE, page_token=token))
-        )
+        pages = self._pages("ListSessions", pb.ListSessionsRequest)
         return [session for page in pages for session in messages.sessions(page.sessions)]
 
     def on_notice(self, callback: Callable[[Notice], object]) -> None:
@@ -274,11 +268,10 @@ class Client(Closing):
         self._session.check_open()
         return self._session.control.ask(method, request)
 
-
-def _pages(ask: Callable[[str], Any]) -> Iterable[Any]:
-    """Yield the pages of a listing, the first by an empty token."""
-    page = ask("")
-    yield page
-    while page.next_page_token:
-        page = ask(page.next_page_token)
+    def _pages(self, method: str, request: Callable[..., Any]) -> Iterable[Any]:
+        """Yield the pages of a listing."""
+        page = self._call(method, request(page_size=MAX_PAGE_ROWS))
         yield page
+        while page.next_page_token:
+            page = self._call(method, request(page_size=MAX_PAGE_ROWS, page_token=page.next_page_token))
+            yield page

@@ -27,7 +27,7 @@ from .v1 import resources_pb2
 from .v1.handoff_pb2 import Delivery
 from .vmm.driver import Driver, Location
 from .vmm.sizes import format_size
-from .wire.frames import MAX_EXTENTS_PER_CALL
+from .wire.names import MAX_EXTENTS_PER_CALL
 
 
 class Model:

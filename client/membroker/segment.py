@@ -33,11 +33,11 @@ from .v1 import resources_pb2
 from .v1.handoff_pb2 import Delivery
 from .vmm.driver import AccessFlags, Driver, Handle, Location
 from .vmm.sizes import MAX_BYTES, MIB, round_up
+from .wire.names import MAX_ATTACH_SECONDS
 
 if TYPE_CHECKING:
     import numpy
 
-MAX_WAIT_SECONDS = 24 * 3600.0
 MAX_HEADER_BYTES = 16 * MIB
 """The longest header that is read: some 160,000 tensors. The bytes are another process's."""
 CHUNK_BYTES = 64 * MIB
@@ -77,8 +77,8 @@ class Segment(Held):
     @classmethod
     def attach(cls, session: Session, name: str, timeout: float) -> Segment:
         """Attach a segment by its resource name; see `Client.attach`."""
-        if arguments.seconds_of("timeout", timeout) > MAX_WAIT_SECONDS:
-            raise InvalidRequest(f"a timeout is between 0 and {MAX_WAIT_SECONDS:.0f} seconds, not {timeout!r}")
+        if arguments.seconds_of("timeout", timeout) > MAX_ATTACH_SECONDS:
+            raise InvalidRequest(f"a timeout is between 0 and {MAX_ATTACH_SECONDS} seconds, not {timeout!r}")
         wait = Duration()
         wait.FromNanoseconds(int(timeout * 1e9))
         request = pb.AttachSegmentRequest(name=name, wait=wait)

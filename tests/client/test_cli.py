@@ -290,7 +290,7 @@ def test_a_dead_brokers_socket_is_told_from_none(daemon: Daemon) -> None:
         (("quota", "set", "acme", "--limit", "1GiB", "--location", "moon"), "invalid choice"),
         (("forget",), "SESSION"),
         (("status", "--device", "1", "--endpoint", "/run/x"), "not allowed with argument"),
-        (("forget", "llama-7b"), "'llama-7b' is no session, as in sessions/"),
+        (("forget", "llama-7b"), "'llama-7b' is not a session, as in sessions/"),
         (("drain", "--deadline", "0"), "is no number of seconds"),
     ],
 )

@@ -342,7 +342,7 @@ client.close()
         assert sum(len(one.segments) for one in frames) == 2_000
         assert [each.model for one in frames for each in one.declarations] == names
         assert [one.last for one in frames] == [False] * (len(frames) - 1) + [True]
-        assert max(pb.Frame(holds=one).ByteSize() for one in frames) < handoff.MAX_FRAME_BYTES - 16
+        assert max(pb.Frame(holds=one).ByteSize() for one in frames) < 65_536 - 16
         broker.agree(request_id)
         until(lambda: not is_away(client))
 

@@ -242,8 +242,9 @@ class Raw:
         from membroker.v1 import broker_pb2
         from membroker.vmm import open_driver
         from membroker.wire import frames as handoff
+        from membroker.wire import names
 
-        self._send(1, hello={"protocol_version": handoff.PROTOCOL_VERSION})
+        self._send(1, hello={"protocol_version": names.PROTOCOL_VERSION})
         packet = handoff.receive(self.socket)
         self.welcome = packet.frame.welcome
         self.notices = socket.socket(fileno=packet.descriptors[0])

@@ -16,6 +16,7 @@ from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2 as rpb
 from membroker.vmm import DeviceInfo
+from membroker.wire import names
 
 from ..core import policy, snapshot
 from ..core.denied import Reason, deny
@@ -25,10 +26,8 @@ from ..loop import Loop, clock
 from . import convert
 
 DEFAULT_PAGE = 100
-MAX_PAGE = 1000
 MAX_PAGE_BYTES = 1 << 18
 """Of one page: a session may have 256 models of long names, and a page of 1 MiB of them took a turn of 100 ms."""
-_TENANT_KEY = re.compile(r"[a-z0-9][a-z0-9-]{0,23}")
 _ID_KEY = re.compile(r"[0-9a-f]{16}")
 
 _Row = TypeVar("_Row")
@@ -85,7 +84,7 @@ class Views:
     def list_models(self, request: pb.ListModelsRequest, tenant: str | None = None) -> pb.ListModelsResponse:
         """Return a page of models, by name; `tenant` None is everybody's."""
         rows = snapshot.take_models(self.loop.broker, tenant)
-        models, token = _page(rows, lambda row: str(row.name), convert.MODEL_NAME, request, convert.from_model)
+        models, token = _page(rows, lambda row: str(row.name), names.parse_model, request, convert.from_model)
         return pb.ListModelsResponse(models=models, next_page_token=token)
 
     def list_sessions(self, request: pb.ListSessionsRequest, tenant: str | None = None) -> pb.ListSessionsResponse:
@@ -96,27 +95,27 @@ class Views:
         def show(row: SessionRow) -> rpb.Session:
             return convert.from_session(snapshot.take_session(broker, row), now_ns)
 
-        sessions, token = _page(rows, lambda row: f"{row.session:016x}", _ID_KEY, request, show)
+        sessions, token = _page(rows, lambda row: f"{row.session:016x}", _ID_KEY.fullmatch, request, show)
         return pb.ListSessionsResponse(sessions=sessions, next_page_token=token)
 
     def list_tenants(self, request: apb.ListTenantsRequest, configured: Iterable[str]) -> apb.ListTenantsResponse:
         """Return a page of tenants, by name: the configured ones, and all that have something."""
         rows = snapshot.take_tenants(self.loop.broker, configured)
-        tenants, token = _page(rows, lambda row: row.tenant, _TENANT_KEY, request, convert.from_tenant)
+        tenants, token = _page(rows, lambda row: row.tenant, names.valid_tenant, request, convert.from_tenant)
         return apb.ListTenantsResponse(tenants=tenants, next_page_token=token)
 
     def list_segments(self, request: pb.ListSegmentsRequest, tenant: str | None = None) -> pb.ListSegmentsResponse:
         """Return a page of segments, in the order they began; `tenant` None is everybody's."""
         rows = snapshot.take_segments(self.loop.broker, tenant)
         show = partial(convert.from_segment, now_ns=clock())
-        segments, token = _page(rows, lambda row: f"{row.segment:016x}", _ID_KEY, request, show)
+        segments, token = _page(rows, lambda row: f"{row.segment:016x}", _ID_KEY.fullmatch, request, show)
         return pb.ListSegmentsResponse(segments=segments, next_page_token=token)
 
 
 def _page(
     rows: Sequence[_Row],
     key: Callable[[_Row], str],
-    grammar: re.Pattern[str],
+    is_key: Callable[[str], object],
     request: pb.ListModelsRequest | pb.ListSessionsRequest | pb.ListSegmentsRequest | apb.ListTenantsRequest,
     show: Callable[[_Row], _Shown],
 ) -> tuple[list[_Shown], str]:
@@ -128,9 +127,9 @@ def _page(
     size, token = request.page_size, request.page_token
     if size < 0:
         raise convert.Refused(deny(Reason.INVALID_ARGUMENT, what=f"a page has at least one row, not {size}"))
-    if token and not grammar.fullmatch(token):
+    if token and not is_key(token):
         raise convert.Refused(deny(Reason.INVALID_PAGE_TOKEN))
-    wanted = min(size or DEFAULT_PAGE, MAX_PAGE)
+    wanted = min(size or DEFAULT_PAGE, names.MAX_PAGE_ROWS)
     behind = sorted((row for row in rows if key(row) > token), key=key)
     page: list[_Shown] = []
     long = 0

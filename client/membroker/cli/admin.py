@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..client import PAGE, Client, enter
+from ..client import Client, enter
 from ..errors import AccessDenied, BrokerUnavailable, InvalidRequest
 from ..session import messages
 from ..session.endpoint import VARIABLE, check_path, default_device, diagnose, find_endpoint, is_device, not_answering
@@ -23,6 +23,7 @@ from ..types import DeviceStatus, ModelStatus, SegmentStatus, SessionStatus
 from ..v1 import admin_pb2, broker_pb2
 from ..v1.admin_pb2_grpc import AdminServiceStub
 from ..vmm.driver import Location
+from ..wire.names import MAX_PAGE_ROWS
 
 CALL_SECONDS = 10.0
 
@@ -179,7 +180,7 @@ class Admin:
     def _pages(self, method: str, request: Any, rows: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
         token = ""
         while True:
-            page = self._call(method, request(page_size=PAGE, page_token=token))
+            page = self._call(method, request(page_size=MAX_PAGE_ROWS, page_token=token))
             yield from rows(page)
             if not (token := page.next_page_token):
                 return

@@ -11,8 +11,7 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 
-MAX_DESCRIPTORS = 64
-"""Descriptors in one packet. The kernel allows 253; a packet is also the unit in which the broker takes turns."""
+from .names import MAX_DESCRIPTORS
 
 # Plain ints: each operation on the enum of the socket module costs as much as a system call.
 _CLOEXEC, _NOSIGNAL = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_NOSIGNAL)

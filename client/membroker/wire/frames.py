@@ -12,20 +12,10 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from ..v1 import handoff_pb2 as pb
-from .descriptors import MAX_DESCRIPTORS as MAX_DESCRIPTORS
 from .descriptors import close_all as close_all
 from .descriptors import receive as receive_packet
 from .descriptors import send as send
-
-PROTOCOL_VERSION = 1
-PROTOCOL_REVISION = 1
-"""What is understood beyond the first edition of the version; the list is at `Welcome.protocol_revision`."""
-MAX_FRAME_BYTES = 65_536
-MAX_IDS_PER_FRAME = 4_096
-MAX_EXTENTS_PER_CALL = 65_536
-WINDOW = 2
-"""Deliveries of one session that may be unacknowledged. Without it a peer that never reads would fill the kernel's
-table of descriptors in flight, which is counted per user of the *sender*, so for every session at once."""
+from .names import MAX_FRAME_BYTES
 
 # Plain ints: each operation on the enum of the socket module costs as much as a system call.
 _TRUNC, _CTRUNC = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)

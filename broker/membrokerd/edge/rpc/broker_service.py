@@ -7,14 +7,13 @@ from typing import Any
 
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import broker_pb2_grpc, resources_pb2
+from membroker.wire.names import TOKEN_METADATA
 
 from ...core import effects as fx
 from ...core.denied import Denied
 from ..convert import Refused
 from ..dispatch import Dispatcher, Ticket
 from ..listings import Views
-
-TOKEN_KEY = "membroker-token"
 
 
 class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
@@ -88,7 +87,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
 
     def _ticket(self, context: Any) -> Ticket:
         metadata = dict(context.invocation_metadata())
-        return self._dispatcher.find(str(metadata.get(TOKEN_KEY, "")), self._endpoint)
+        return self._dispatcher.find(str(metadata.get(TOKEN_METADATA, "")), self._endpoint)
 
     async def _move(self, request: Any, context: Any) -> Any:
         """Put a request to the core, and return its response."""
