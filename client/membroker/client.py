@@ -229,6 +229,16 @@ class Client(Closing):
         """Return the device and its books, as they are now."""
         return messages.device(self._call("GetDevice", pb.GetDeviceRequest()))
 
+    def model(self, name: str) -> ModelStatus:
+        """Return one model of this tenant, by its own name or its resource name, as it is now.
+
+        The session need not have registered it. Raises `ModelNotFound`, `InvalidRequest` for a name that no model may
+        have, and `BrokerUnavailable`.
+        """
+        if not arguments.name_of("model", name).startswith("tenants/"):
+            name = f"{self.tenant}/models/{name}"
+        return messages.model(self._call("GetModel", pb.GetModelRequest(name=name)))
+
     def models(self) -> list[ModelStatus]:
         """Return this tenant's models, by name."""
         pages = self._pages("ListModels", pb.ListModelsRequest)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import arguments
-from .errors import InvalidRequest, ModelNotFound
+from .errors import InvalidRequest
 from .memory.buffer import Buffer
 from .memory.growable import DEFAULT_PAGE_SIZE as GROWABLE_PAGE_SIZE
 from .memory.growable import GrowableBuffer
@@ -162,18 +162,12 @@ class Model:
         self._session.control.leave_model(self.resource_name)
 
     def stats(self) -> ModelStatus:
-        """Return the model's books as the broker has them now, those of all its sessions together."""
+        """Return the model's books as the broker has them now, all its sessions together.
+
+        Raises `ModelNotFound` once the model has ended, and `BrokerUnavailable`.
+        """
         self._session.check_open()
-        token = ""
-        while True:
-            request = pb.ListModelsRequest(page_size=1000, page_token=token)
-            page = self._session.control.ask("ListModels", request)
-            for model in page.models:
-                if model.name == self.resource_name:
-                    return messages.model(model)
-            token = page.next_page_token
-            if not token:
-                raise ModelNotFound(f"{self.resource_name} is not registered any more")
+        return messages.model(self._session.control.ask("GetModel", pb.GetModelRequest(name=self.resource_name)))
 
     def available(self, location: Location | str = Location.DEVICE) -> Available:
         """Return how many bytes could be borrowed now at a location, by one request: a figure of this moment.

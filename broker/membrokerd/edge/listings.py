@@ -20,7 +20,7 @@ from membroker.wire import names
 
 from ..core import policy, snapshot
 from ..core.denied import Reason, deny
-from ..core.events import Location
+from ..core.events import Location, ModelName
 from ..core.ledger import SessionRow
 from ..loop import Loop, clock
 from . import convert
@@ -62,10 +62,8 @@ class Views:
 
     def get_available(self, request: pb.GetAvailableRequest, tenant: str) -> pb.Available:
         """Return how much a tenant could borrow now for one of its models."""
-        name, location = convert.parse_model(request.model), convert.parse_location(request.location)
+        name, location = self._find_model(request.model, tenant), convert.parse_location(request.location)
         broker = self.loop.broker
-        if name.tenant != tenant or name not in broker.ledger.models:
-            raise convert.Refused(deny(Reason.MODEL_NOT_FOUND, model=str(name)))
         if not broker.rules.capacities.get(location):
             raise convert.Refused(deny(Reason.LOCATION_UNAVAILABLE, location=location))
         now = 0
@@ -80,6 +78,17 @@ class Views:
         if info is None:
             return None
         return info.free - self.gate_reserve + self.loop.broker.ledger.totals[location].stock
+
+    def get_model(self, request: pb.GetModelRequest, tenant: str) -> rpb.Model:
+        """Return one of a tenant's models."""
+        return convert.from_model(snapshot.take_model(self.loop.broker, self._find_model(request.name, tenant)))
+
+    def _find_model(self, name: str, tenant: str) -> ModelName:
+        """Return a model of the tenant. Raises `Refused`."""
+        found = convert.parse_model(name)
+        if found.tenant != tenant or found not in self.loop.broker.ledger.models:
+            raise convert.Refused(deny(Reason.MODEL_NOT_FOUND, model=str(found)))
+        return found
 
     def list_models(self, request: pb.ListModelsRequest, tenant: str | None = None) -> pb.ListModelsResponse:
         """Return a page of models, by name; `tenant` None is everybody's."""

@@ -419,6 +419,22 @@ class Available(google.protobuf.message.Message):
 global___Available = Available
 
 @typing.final
+class GetModelRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """tenants/{tenant}/models/{model}, one of the tenant's own."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+
+global___GetModelRequest = GetModelRequest
+
+@typing.final
 class ListModelsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -104,6 +104,11 @@ class BrokerServiceStub(object):
                 request_serializer=membroker_dot_v1_dot_broker__pb2.GetAvailableRequest.SerializeToString,
                 response_deserializer=membroker_dot_v1_dot_broker__pb2.Available.FromString,
                 _registered_method=True)
+        self.GetModel = channel.unary_unary(
+                '/membroker.v1.BrokerService/GetModel',
+                request_serializer=membroker_dot_v1_dot_broker__pb2.GetModelRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_resources__pb2.Model.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/membroker.v1.BrokerService/ListModels',
                 request_serializer=membroker_dot_v1_dot_broker__pb2.ListModelsRequest.SerializeToString,
@@ -221,6 +226,13 @@ class BrokerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetModel(self, request, context):
+        """One of the tenant's own models.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """The tenant's own models, by name.
         """
@@ -304,6 +316,11 @@ def add_BrokerServiceServicer_to_server(servicer, server):
                     servicer.GetAvailable,
                     request_deserializer=membroker_dot_v1_dot_broker__pb2.GetAvailableRequest.FromString,
                     response_serializer=membroker_dot_v1_dot_broker__pb2.Available.SerializeToString,
+            ),
+            'GetModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetModel,
+                    request_deserializer=membroker_dot_v1_dot_broker__pb2.GetModelRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_resources__pb2.Model.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -654,6 +671,33 @@ class BrokerService(object):
             '/membroker.v1.BrokerService/GetAvailable',
             membroker_dot_v1_dot_broker__pb2.GetAvailableRequest.SerializeToString,
             membroker_dot_v1_dot_broker__pb2.Available.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.BrokerService/GetModel',
+            membroker_dot_v1_dot_broker__pb2.GetModelRequest.SerializeToString,
+            membroker_dot_v1_dot_resources__pb2.Model.FromString,
             options,
             channel_credentials,
             insecure,

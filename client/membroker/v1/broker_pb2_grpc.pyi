@@ -110,6 +110,12 @@ class BrokerServiceStub:
     ]
     """How much the tenant could borrow for one of its models at this moment."""
 
+    GetModel: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.GetModelRequest,
+        membroker.v1.resources_pb2.Model,
+    ]
+    """One of the tenant's own models."""
+
     ListModels: grpc.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.ListModelsRequest,
         membroker.v1.broker_pb2.ListModelsResponse,
@@ -218,6 +224,12 @@ class BrokerServiceAsyncStub:
         membroker.v1.broker_pb2.Available,
     ]
     """How much the tenant could borrow for one of its models at this moment."""
+
+    GetModel: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.GetModelRequest,
+        membroker.v1.resources_pb2.Model,
+    ]
+    """One of the tenant's own models."""
 
     ListModels: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.ListModelsRequest,
@@ -351,6 +363,14 @@ class BrokerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.broker_pb2.Available, collections.abc.Awaitable[membroker.v1.broker_pb2.Available]]:
         """How much the tenant could borrow for one of its models at this moment."""
+
+    @abc.abstractmethod
+    def GetModel(
+        self,
+        request: membroker.v1.broker_pb2.GetModelRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.resources_pb2.Model, collections.abc.Awaitable[membroker.v1.resources_pb2.Model]]:
+        """One of the tenant's own models."""
 
     @abc.abstractmethod
     def ListModels(

@@ -73,6 +73,10 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         """Return how much could be borrowed now for a model of the tenant."""
         return self._views.get_available(request, self._ticket(context).tenant)
 
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> resources_pb2.Model:
+        """Return one of the tenant's own models."""
+        return self._views.get_model(request, self._ticket(context).tenant)
+
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         """Return a page of the tenant's own models."""
         return self._views.list_models(request, self._ticket(context).tenant)
