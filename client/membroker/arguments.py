@@ -6,7 +6,7 @@ Owns the rules for arguments of the public API. It must never talk to a broker o
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -15,9 +15,9 @@ from .vmm.driver import AccessFlags, Location
 from .vmm.sizes import MAX_BYTES, format_size, is_power_of_two, parse_size
 
 MAX_SECONDS = 7 * 24 * 3600.0
-
-
-"""The longest time that a user may ask for: a week. What the kernel waits by ends at 24 days."""
+"""The longest time that a user may ask for: a week. The kernel's own timeouts end at 24 days."""
+Progress = Callable[[int, int], object]
+"""Called as `progress(done, total)`, in bytes, after each step of a copy."""
 
 
 def location_of(location: Location | str) -> Location:
@@ -102,6 +102,12 @@ def seconds_of(what: str, seconds: float, *, positive: bool = False) -> float:
         least = "more than 0" if positive else "0 or more"
         raise InvalidRequest(f"{what} is a number of seconds, {least} and at most a week, not {seconds!r}")
     return float(seconds)
+
+
+def check_progress(progress: Progress | None) -> None:
+    """Raise `InvalidRequest` for a progress that cannot be called."""
+    if progress is not None and not callable(progress):
+        raise InvalidRequest(f"progress is a function of two numbers of bytes, not {progress!r}")
 
 
 def contiguous_bytes(what: str, data: Any) -> memoryview:

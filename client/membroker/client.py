@@ -17,6 +17,7 @@ from typing import Any
 
 from . import arguments
 from .closing import Closing
+from .deprecated import renamed
 from .errors import BrokerAbsent, BrokerUnavailable, InvalidRequest
 from .model import Model
 from .segment import Segment
@@ -112,6 +113,7 @@ def _program() -> str:
     return name.encode(errors="replace").decode()  # the name of a file may be of any bytes
 
 
+@renamed(driver="driver_kind")
 class Client(Closing):
     """One session of this process with one broker. Thread-safe. `connect()` makes it."""
 
@@ -139,8 +141,8 @@ class Client(Closing):
         return self._session.welcome.device_uuid
 
     @property
-    def driver(self) -> str:
-        """The kind of the device's driver, `cuda` or `host`."""
+    def driver_kind(self) -> str:
+        """The kind of the device's driver, `"cuda"` or `"host"`; `Model.driver` is the driver itself."""
         return self._session.welcome.driver
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import arguments
+from .deprecated import keywords_only
 from .errors import InvalidRequest
 from .memory.buffer import Buffer
 from .memory.growable import DEFAULT_PAGE_SIZE as GROWABLE_PAGE_SIZE
@@ -51,7 +52,7 @@ class Model:
     @property
     def virtual_capacity(self) -> int:
         """How many bytes of addresses a pool reserves unless it asks otherwise."""
-        return self._registered.virtual_capacity
+        return self._registered.virtual_capacity_bytes
 
     @property
     def limit(self) -> int | None:
@@ -70,12 +71,14 @@ class Model:
 
     def _limit(self, location: str) -> int | None:
         books = self._registered.books.get(location)
-        return books.limit if books else None
+        return books.limit_bytes if books else None
 
+    @keywords_only("page_size", "virtual_capacity", "location", "spare_pages")
     def pool(
         self,
-        page_size: int | str = DEFAULT_PAGE_SIZE,
+        *,
         virtual_capacity: int | str | None = None,
+        page_size: int | str = DEFAULT_PAGE_SIZE,
         location: Location | str = Location.DEVICE,
         spare_pages: int = 0,
     ) -> VirtualMemoryPool:

@@ -16,6 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from . import arguments
 from .arguments import bytes_of, check_range, contiguous_bytes, location_of
+from .deprecated import two_numbers
 from .errors import BrokerUnavailable, InvalidRequest, SegmentNotWritable
 from .interrupts import HeldOff
 from .memory.holding import Held, Holding
@@ -191,20 +192,24 @@ class Segment(Held):
         with self._holding.in_use(), device_failures():
             return self._session.driver.read(self._holding.region.address + offset, size) if size else b""
 
-    def write(self, offset: int, data: Any, progress: Callable[[int], None] | None = None) -> None:
-        """Copy `data`, anything with contiguous bytes, to `offset`. `progress` is told the bytes of each step.
+    def write(self, offset: int, data: Any, progress: arguments.Progress | None = None) -> None:
+        """Copy `data`, anything with contiguous bytes, to `offset`, which counts bytes from the segment's first.
+
+        `progress(done, total)` is called with bytes after each step of at most 64 MiB.
 
         Raises `SegmentNotWritable`, `InvalidRequest`, `ClosedError`, `DeviceFailure`.
         """
         source = contiguous_bytes("what is written to a segment", data)
+        arguments.check_progress(progress)
+        tell = two_numbers(progress) if progress is not None else None
         offset, _ = self._check_range(offset, len(source))
         with self._holding.in_use(), device_failures():
             self._check_writable()
             for first in range(0, len(source), CHUNK_BYTES):
                 some = source[first : first + CHUNK_BYTES]
                 self._session.driver.write(self._holding.region.address + offset + first, some)
-                if progress is not None:
-                    progress(len(some))
+                if tell is not None:
+                    tell(first + len(some), len(source))
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

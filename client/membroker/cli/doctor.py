@@ -273,7 +273,7 @@ def check_broker(endpoint: str | None, env: Mapping[str, str]) -> Check:
         return Check("broker", "ok", "none can be entered yet; start one with `membrokerd`")
     except MembrokerError as error:
         return Check("broker", "warn", str(error), "name the endpoint with --endpoint DIR")
-    capacity = ", ".join(f"{format_size(books.capacity)} ({where})" for where, books in device.locations.items())
+    capacity = ", ".join(f"{format_size(books.capacity_bytes)} ({where})" for where, books in device.locations.items())
     return Check("broker", "ok", f"membrokerd {device.version} on {device.uuid} lends {capacity}")
 
 

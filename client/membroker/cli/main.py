@@ -258,14 +258,14 @@ def _parser() -> argparse.ArgumentParser:
         "tenants",
         operate.tenants,
         "what each tenant is charged, against which limit, at the admin endpoint",
-        "  membroker tenants\n  membroker tenants --json | jq '.[] | {name, used: .books.device.used}'\n",
+        "  membroker tenants\n  membroker tenants --json | jq '.[] | {name, used: .books.device.used_bytes}'\n",
     )
     processes = _add(
         commands,
         "processes",
         operate.processes,
         "who uses the device beyond what is charged, at the admin endpoint",
-        "  membroker processes\n  membroker processes --json | jq '.[] | select(.excess > 1e9)'\n",
+        "  membroker processes\n  membroker processes --json | jq '.[] | select(.excess_bytes > 1e9)'\n",
     )
     processes.epilog = f"{processes.epilog}\n{_PROCESSES}"
     _add_ends(commands)

@@ -10,10 +10,10 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -241,13 +241,9 @@ def _index_of(content: mmap.mmap, path: str) -> TensorIndex:
 # --- How far it is ---
 
 
-class _Told(Protocol):
-    def __call__(self, size: int, /) -> None: ...
-
-
 @contextmanager
-def _progress(what: str, total: int, stream: TextIO) -> Iterator[_Told]:
-    """Yield what to tell the size of each step: a bar on a terminal, some lines elsewhere."""
+def _progress(what: str, total: int, stream: TextIO) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function of (done, total): it shows a bar on a terminal, and prints some lines elsewhere."""
     if not stream.isatty():
         yield _Lines(what, total, stream)
         return
@@ -281,8 +277,8 @@ class _Bar:
         self._bar = bar
         self._task = bar.add_task(what, total=total, text=self._meter.text())
 
-    def __call__(self, size: int, /) -> None:
-        self._meter.done += size
+    def __call__(self, done: int, _total: int, /) -> None:
+        self._meter.done = done
         self._bar.update(self._task, completed=self._meter.done, text=self._meter.text())
 
 
@@ -293,8 +289,8 @@ class _Lines:
         self._stream = stream
         self._told = 0
 
-    def __call__(self, size: int, /) -> None:
-        self._meter.done += size
+    def __call__(self, done: int, _total: int, /) -> None:
+        self._meter.done = done
         part = self._meter.done * LINES // self._meter.total
         if part > self._told:
             self._told = part
@@ -332,7 +328,7 @@ def delete(endpoint: str | None, name: Name, *, admin: bool) -> Deleted:
         left = {one.generation: one.sessions for one in books.segments()}
         if before is None:  # it came, and was deleted, between two calls
             return Deleted(str(name), 0, 0)
-        return Deleted(before.name, before.size, left.get(before.generation, 0))
+        return Deleted(before.name, before.size_bytes, left.get(before.generation, 0))
 
 
 def _known_by(books: Admin | Client, name: Name) -> SegmentStatus | None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from ..arguments import bytes_of, check_page_size, check_range, location_of
+from ..deprecated import renamed
 from ..errors import InvalidRequest, OutOfVirtualMemory
 from ..interrupts import HeldOff, Turns
 from ..vmm.driver import Location
@@ -29,11 +30,12 @@ less than a pool's 64 MiB.
 """
 
 
+@renamed(physical_memory_usage="physical_usage_bytes")
 class GrowableBuffer(Held):
     """`size` bytes at `address`, and addresses for `capacity` bytes. Thread-safe, and a context manager.
 
     Sizes are in bytes, or text such as `"8GiB"`. Addresses cost nothing, so `capacity` may be generous; it is rounded
-    up to whole pages. Memory comes and goes by the page, each an extent of its own: `physical_memory_usage` is
+    up to whole pages. Memory comes and goes by the page, each an extent of its own: `physical_usage_bytes` is
     charged, `size` is in use. The address never changes, so neither growing nor shrinking touches what stays: no byte
     of it is copied, and views and tensors of it stay valid.
 
@@ -97,7 +99,7 @@ class GrowableBuffer(Held):
         return self._page_size
 
     @property
-    def physical_memory_usage(self) -> int:
+    def physical_usage_bytes(self) -> int:
         """Bytes that are mapped and charged: whole pages."""
         return len(self._holding.extents) * self._page_size
 
@@ -162,7 +164,7 @@ class GrowableBuffer(Held):
             self._cut(size)
 
     def _back(self, end: int) -> None:
-        backed = self.physical_memory_usage
+        backed = self.physical_usage_bytes
         if end > backed:
             placing = Placing(self._holding.region, backed)
             self._holding.source.borrow(self._page_size, (end - backed) // self._page_size, self._location, placing)
@@ -186,7 +188,7 @@ class GrowableBuffer(Held):
 
     def _unmap(self, end: int) -> list[int]:
         """Unmap the pages from `end` on, which nobody can reach any more, and return the ids of their extents."""
-        backed = self.physical_memory_usage
+        backed = self.physical_usage_bytes
         if end >= backed:
             return []
         self._holding.source.driver.synchronize()

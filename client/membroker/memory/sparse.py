@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..arguments import check_range, contiguous_bytes, location_of, shape_of, whole_number
+from ..deprecated import renamed
 from ..errors import InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped
 from ..interrupts import HeldOff, Turns, let_through
 from ..safetensors import TensorInfo, numpy_array, word_of
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+@renamed(physical_memory_usage="physical_usage_bytes")
 class SparseArray(Held):
     """`shape` elements of `dtype`, of which only tiles that were written have memory. Thread-safe, a context manager.
 
@@ -119,7 +121,7 @@ class SparseArray(Held):
         return self._tile_count
 
     @property
-    def physical_memory_usage(self) -> int:
+    def physical_usage_bytes(self) -> int:
         """Bytes that are mapped and charged: whole tiles."""
         return len(self._holding.extents) * self._tile_size
 
@@ -256,7 +258,7 @@ class SparseArray(Held):
     # Its end
 
     def __repr__(self) -> str:
-        backed = format_size(self.physical_memory_usage)
+        backed = format_size(self.physical_usage_bytes)
         what = f"{self._dtype} {list(self._shape)}, {backed} backed{', closed' * self.closed}"
         return f"<membroker.SparseArray of {what}>"
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from itertools import groupby
 
-from ..arguments import access_of, bytes_of, check_page_size, location_of, whole_number
+from ..arguments import Progress, access_of, bytes_of, check_page_size, check_progress, location_of, whole_number
+from ..deprecated import renamed
 from ..errors import InvalidOffset, InvalidRequest, NotMapped, OutOfVirtualMemory
 from ..interrupts import HeldOff
 from ..memory.holding import Held
@@ -21,13 +22,14 @@ from ..types import MemoryStats, Move, PoolMapping
 from ..vmm.driver import AccessFlags, Location
 from ..vmm.sizes import MAX_BYTES, MIB, format_size, is_power_of_two, round_up
 from .backing import Backing
-from .offload import PageStore, Progress, check_progress, check_segment, runs_in, size_in_segment
+from .offload import PageStore, check_segment, runs_in, size_in_segment
 from .page_table import OFFLOADED, SPARE, USED
 
 DEFAULT_PAGE_SIZE = 64 * MIB
 _STATES = {SPARE: "spare", OFFLOADED: "offloaded"}
 
 
+@renamed(physical_memory_usage="physical_usage_bytes")
 class VirtualMemoryPool(Held):
     """Addresses for `virtual_capacity` bytes, backed page by page on demand. Thread-safe, and a context manager.
 
@@ -82,7 +84,7 @@ class VirtualMemoryPool(Held):
         return self._page_size
 
     @property
-    def physical_memory_usage(self) -> int:
+    def physical_usage_bytes(self) -> int:
         """Bytes of memory behind the addresses: whole pages."""
         return len(self._holding.extents) * self._page_size
 
@@ -105,10 +107,10 @@ class VirtualMemoryPool(Held):
             largest, free = self._table.largest_free_run()
             offloaded = self._backing.offloaded.size
         return MemoryStats(
-            virtual_capacity=self._capacity,
-            physical_usage=mapped * self._page_size,
+            virtual_capacity_bytes=self._capacity,
+            physical_usage_bytes=mapped * self._page_size,
             mapped_pages=mapped,
-            largest_free_run=largest * self._page_size,
+            largest_free_run_bytes=largest * self._page_size,
             fragmentation_ratio=1 - largest / free if free else 0.0,
             spare_pages=spare,
             offloaded_bytes=offloaded,
@@ -413,7 +415,7 @@ class VirtualMemoryPool(Held):
             del span
 
     def __repr__(self) -> str:
-        used, all_of_it = format_size(self.physical_memory_usage), format_size(self._capacity)
+        used, all_of_it = format_size(self.physical_usage_bytes), format_size(self._capacity)
         return f"<membroker.VirtualMemoryPool of {all_of_it}, {used} backed{', closed' * self.closed}>"
 
     # Pages
