@@ -75,7 +75,7 @@ class TestSizes:
             buffer.span(number, 1)
         with pytest.raises(InvalidRequest, match="spare pages is a whole number"):
             membroker.VirtualMemoryPool(host, "8MiB", "2MiB", spare_pages=number)
-        assert pool.physical_memory_usage == 0
+        assert pool.physical_usage_bytes == 0
 
     def test_sizes_in_range_only(self, pool: VirtualMemoryPool) -> None:
         for number in (np.int64(-1), np.int64(-(1 << 63)), np.uint64((1 << 64) - 1)):

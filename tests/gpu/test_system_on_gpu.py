@@ -74,7 +74,7 @@ def test_each_level_refuses_with_its_numbers(card: CudaDriver, transport: str) -
     tenants = {"red": {"limit": "768MiB", "models": {"small": {"limit": "256MiB"}}}, "blue": {}}
     with on_card(card, {"capacity": "1GiB", "tenants": tenants}) as daemon, workers(2) as (red, blue):
         enter(red, daemon, "red", transport, "small")
-        red.do("large = client.register_model('large', virtual_capacity='8GiB').pool('64MiB')")
+        red.do("large = client.register_model('large', virtual_capacity='8GiB').pool(page_size='64MiB')")
         enter(blue, daemon, "blue", transport)
         red.do("pool.allocate(0, 128 * MIB)")
         refused = red.refused("pool.grow(192 * MIB)")

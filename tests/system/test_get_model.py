@@ -21,7 +21,10 @@ def test_a_worker_looks_up_a_model_of_its_tenant(daemon: Daemon, transport: str)
         for name in ("Qwen/Qwen3-8B", "tenants/red/models/Qwen/Qwen3-8B"):
             scaler.do(f"found = client.model({name!r})")
             assert scaler.ask("[found.name, found.sessions]") == ["tenants/red/models/Qwen/Qwen3-8B", 1]
-            assert scaler.ask("[found.books['device'].used, found.books['device'].limit]") == [4 * MIB, 16 * MIB]
+            assert scaler.ask("[found.books['device'].used_bytes, found.books['device'].limit_bytes]") == [
+                4 * MIB,
+                16 * MIB,
+            ]
         assert scaler.refused("client.model('absent')").error == "ModelNotFound"
         assert scaler.refused("client.model('no such name')").error == "InvalidRequest"
         assert scaler.refused("client.model(7)").error == "InvalidRequest"
@@ -32,7 +35,7 @@ def test_stats_is_one_call(daemon: Daemon) -> None:
     with worker() as one:
         one.connect(daemon)
         one.do("model = client.register_model('m'); held = model.allocate('2MiB')")
-        assert one.ask("model.stats().books['device'].used") == 2 * MIB
+        assert one.ask("model.stats().books['device'].used_bytes") == 2 * MIB
         one.do("held.close(); model.unregister()")
         assert one.refused("model.stats()").error == "ModelNotFound"
     requests = daemon.metrics()

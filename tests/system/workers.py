@@ -419,7 +419,12 @@ def main() -> None:
                 "metadata": getattr(error, "metadata", {}),
             }
             if isinstance(error, membroker.OutOfMemory):
-                told.update(level=error.level, requested=error.requested, available=error.available, limit=error.limit)
+                told.update(
+                    level=error.level,
+                    requested=error.requested_bytes,
+                    available=error.available_bytes,
+                    limit=error.limit,
+                )
         print(json.dumps(told), flush=True)
 
 
