@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from google.protobuf.duration_pb2 import Duration
 
 from . import arguments
-from .arguments import bytes_of, check_range, contiguous_bytes, location_of
+from .arguments import check_range, contiguous_bytes, location_of, rounded_up
 from .deprecated import two_numbers
 from .errors import BrokerUnavailable, InvalidRequest, SegmentNotWritable
 from .interrupts import HeldOff
@@ -33,7 +33,7 @@ from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2
 from .v1.handoff_pb2 import Delivery
 from .vmm.driver import AccessFlags, Driver, Handle, Location
-from .vmm.sizes import MAX_BYTES, MIB, round_up
+from .vmm.sizes import MIB
 from .wire.names import MAX_ATTACH_SECONDS
 
 if TYPE_CHECKING:
@@ -65,10 +65,7 @@ class Segment(Held):
     @classmethod
     def create(cls, session: Session, model: str, name: str, size: int | str, location: Location | str) -> Segment:
         """Make a segment under a model's resource name; see `Model.create_segment`."""
-        wanted = bytes_of("a segment", size, at_least=1)
-        length = round_up(wanted, session.driver.device.granularity)
-        if length > MAX_BYTES:
-            raise InvalidRequest(f"a segment of {size!r} rounds up to more than 2^63-1 bytes")
+        length = rounded_up("a segment", size, session.driver.device.granularity)
         place = location_to_wire(location_of(location))
         request = pb.CreateSegmentRequest(
             model=model, segment_id=arguments.name_of("segment", name), location=place, size_bytes=length

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from ..arguments import bytes_of, check_page_size, check_range, location_of
+from ..arguments import bytes_of, check_page_size, check_range, location_of, rounded_up
 from ..deprecated import renamed
 from ..errors import InvalidRequest, OutOfVirtualMemory
 from ..interrupts import HeldOff, Turns
 from ..vmm.driver import Location
-from ..vmm.sizes import MAX_BYTES, MIB, format_size, round_up
+from ..vmm.sizes import MIB, format_size, round_up
 from .holding import Held, Holding, Placing
 from .lender import Lender, Source
 from .local_source import asked_for
@@ -57,9 +57,7 @@ class GrowableBuffer(Held):
     ) -> None:
         self._page_size = check_page_size(page_size, source.driver.device.granularity)
         self._location = location_of(location)
-        self._capacity = round_up(bytes_of("a capacity", capacity, at_least=1), self._page_size)
-        if self._capacity > MAX_BYTES:
-            raise InvalidRequest(f"a capacity of {capacity!r} rounds up to more than 2^63-1 bytes")
+        self._capacity = rounded_up("a capacity", capacity, self._page_size)
         first_size = bytes_of("a size", size)
         if first_size > self._capacity:
             raise InvalidRequest(f"a size of {first_size} bytes is more than the capacity, {self._capacity} bytes")

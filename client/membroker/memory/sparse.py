@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import check_range, contiguous_bytes, location_of, shape_of, whole_number
+from ..arguments import check_range, check_total, contiguous_bytes, location_of, shape_of, whole_number
 from ..deprecated import renamed
 from ..errors import InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped
 from ..interrupts import HeldOff, Turns, let_through
@@ -71,8 +71,7 @@ class SparseArray(Held):
         self._tile_rows = _checked_tile(tile_rows, self._row_size, granularity)
         self._tile_size = self._tile_rows * self._row_size
         self._tile_count = -(-self._shape[0] // self._tile_rows)
-        if self._tile_count > MAX_BYTES // self._tile_size:
-            raise InvalidRequest(f"an array of shape {self._shape} rounds up to more than 2^63-1 bytes of tiles")
+        check_total(f"an array of shape {self._shape}", self._tile_count * self._tile_size)
         self._zero = absent == "zero"
         self._location = location_of(location)
         self._turns = Turns()

@@ -10,7 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from itertools import groupby
 
-from ..arguments import Progress, access_of, bytes_of, check_page_size, check_progress, location_of, whole_number
+from ..arguments import (
+    Progress,
+    access_of,
+    bytes_of,
+    check_page_size,
+    check_progress,
+    location_of,
+    rounded_up,
+    whole_number,
+)
 from ..deprecated import renamed
 from ..errors import InvalidOffset, InvalidRequest, NotMapped, OutOfVirtualMemory
 from ..interrupts import HeldOff
@@ -20,7 +29,7 @@ from ..memory.region import device_failures
 from ..memory.views import Span
 from ..types import MemoryStats, Move, PoolMapping
 from ..vmm.driver import AccessFlags, Location
-from ..vmm.sizes import MAX_BYTES, MIB, format_size, is_power_of_two, round_up
+from ..vmm.sizes import MIB, format_size, is_power_of_two
 from .backing import Backing
 from .offload import PageStore, check_segment, runs_in, size_in_segment
 from .page_table import OFFLOADED, SPARE, USED
@@ -56,9 +65,7 @@ class VirtualMemoryPool(Held):
             raise InvalidRequest(f"a pool keeps 0 or more spare pages, not {spare_pages}")
         self._page_size = check_page_size(page_size, source.driver.device.granularity)
         where = location_of(location)
-        self._capacity = round_up(bytes_of("virtual_capacity", virtual_capacity, at_least=1), self._page_size)
-        if self._capacity > MAX_BYTES:
-            raise InvalidRequest(f"a virtual capacity of {virtual_capacity!r} rounds up to more than 2^63-1 bytes")
+        self._capacity = rounded_up("a virtual capacity", virtual_capacity, self._page_size)
         with HeldOff(), device_failures():
             self._backing = Backing(source, self._capacity // self._page_size, self._page_size, where, spare_pages)
             self._holding, self._table, self._lock = self._backing.holding, self._backing.table, self._backing.lock
