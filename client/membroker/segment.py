@@ -17,13 +17,14 @@ from google.protobuf.duration_pb2 import Duration
 from . import arguments
 from .arguments import check_range, contiguous_bytes, location_of, rounded_up
 from .deprecated import two_numbers
+from .dtypes import dtype_of
 from .errors import BrokerUnavailable, InvalidRequest, SegmentNotWritable
 from .interrupts import HeldOff
 from .memory.holding import Held, Holding
 from .memory.lender import Placement, Tracked
 from .memory.region import device_failures
 from .memory.views import Span
-from .safetensors import ALIGNMENT, TensorIndex, dtype_of, numpy_array, read_index, segment_size, write_index
+from .safetensors import ALIGNMENT, TensorIndex, numpy_array, read_index, segment_size, write_index
 from .session import messages
 from .session.messages import location_name, location_to_wire
 from .session.session import Session

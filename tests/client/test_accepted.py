@@ -12,10 +12,11 @@ import pytest
 from tests.client.lender import MIB, PAGE, Lender
 
 import membroker
+from membroker.dtypes import word_of
 from membroker.errors import InvalidOffset, InvalidRequest
 from membroker.memory import dlpack
 from membroker.pool.pool import VirtualMemoryPool
-from membroker.safetensors import word_of, write_index
+from membroker.safetensors import write_index
 
 INTS = [np.int64, np.uint64, np.int32, np.intp]
 NO_INTS = [1.0, np.float64(1), True, np.True_, None, b"1", [1]]

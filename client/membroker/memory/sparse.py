@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..arguments import check_range, check_total, contiguous_bytes, location_of, shape_of, whole_number
 from ..deprecated import renamed
+from ..dtypes import word_of
 from ..errors import InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped
 from ..interrupts import HeldOff, Turns, let_through
-from ..safetensors import TensorInfo, numpy_array, word_of
+from ..safetensors import TensorInfo, numpy_array
 from ..vmm.driver import Location
 from ..vmm.sizes import MAX_BYTES, format_size
 from .dlpack import DlpackTensor, export, size_of

@@ -28,7 +28,7 @@ from ..harness import (
 
 
 def extents_are_lent_as_descriptors(make_driver: MakeDriver) -> None:
-    """`lend` returns descriptors of fresh extents, which alone keep them: CLOEXEC, and the last close frees an extent."""
+    """`lend` returns descriptors of fresh extents, which alone keep them: CLOEXEC; the last close frees an extent."""
     with opened(make_driver) as driver:
         size = 2 * driver.device.granularity
         with lent(driver, size, 1):  # a driver may open descriptors of its own for the first

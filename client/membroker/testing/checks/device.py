@@ -48,7 +48,7 @@ def memory_follows_births_and_deaths(make_driver: MakeDriver) -> None:
 
 
 def a_successor_knows_what_was_lent(make_driver: MakeDriver) -> None:
-    """A driver that takes over a killed driver's survivors counts extents that live on, until their last holder ends."""
+    """A driver that takes over a killed driver's survivors counts extents that live on until their last holder ends."""
     with opened(make_driver) as driver:
         if driver.memory(Location.DEVICE) is None:
             return
