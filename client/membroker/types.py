@@ -83,7 +83,7 @@ class LocationBooks:
 
     `capacity_bytes` = `lent_bytes` + `releasing_bytes` + `free_bytes`. Releasing bytes are those of dead workers,
     charged until the device shows them free. `stock_bytes` are extents made ahead, part of the free ones.
-    `headroom_bytes` is what the device must keep free. `device_total_bytes` and `device_used_bytes` are the driver's
+    `headroom_bytes` is what the broker never lends. `device_total_bytes` and `device_used_bytes` are the driver's
     (NVML on a GPU). `unaccounted_bytes` are in use on the device and not in the books. The last three are None if the
     device cannot tell.
     """
