@@ -725,7 +725,7 @@ class TestSessionLost:
 class TestNotices:
     def test_a_callback_that_is_none(self, client: membroker.Client) -> None:
         """It is refused at once, and not in a log when the first notice comes."""
-        with pytest.raises(membroker.InvalidRequest, match="on_notice wants a function"):
+        with pytest.raises(membroker.InvalidRequest, match="on_notice takes a function"):
             client.on_notice(3)  # type: ignore[arg-type]
 
     def test_a_life(self, broker: PlayedBroker, client: membroker.Client, caplog: pytest.LogCaptureFixture) -> None:
