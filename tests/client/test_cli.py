@@ -232,15 +232,16 @@ def test_a_peers_text_cannot_paint_the_terminal() -> None:
 
 def test_a_location_that_a_model_never_used_is_no_row() -> None:
     def model(**host: Any) -> ModelStatus:
-        empty = {"used": 0, "peak": 0, "releasing": 0, "declared": 0, "limit": None, "extents": 0, "segments": 0}
+        sizes = {f"{name}_bytes": 0 for name in ("used", "peak", "releasing", "declared", "segment")}
+        empty = {**sizes, "limit_bytes": None, "extents": 0}
         books = {
             where: ModelBooks(location=where, **{**empty, **more}) for where, more in (("device", {}), ("host", host))
         }
         return ModelStatus("tenants/a/models/m", 0, books, 0, 0, 0, {})
 
     assert [row[2] for row in tables.models_table([model()]).rows] == ["device"]
-    assert [row[2] for row in tables.models_table([model(peak=5)]).rows] == ["device", "host"]
-    assert [row[2] for row in tables.models_table([model(limit=0)]).rows] == ["device", "host"]
+    assert [row[2] for row in tables.models_table([model(peak_bytes=5)]).rows] == ["device", "host"]
+    assert [row[2] for row in tables.models_table([model(limit_bytes=0)]).rows] == ["device", "host"]
 
 
 # --- Without a daemon ---

@@ -134,7 +134,12 @@ def test_a_session_whose_process_closed_its_connection(daemon: Daemon) -> None:
             model.allocate("128MiB")
         forgotten = json.loads(good(daemon, "forget", name.removeprefix("sessions/"), "--json"))
         assert (forgotten["name"], forgotten["state"]) == (name, "detached")
-        assert forgotten["books"]["device"] == {"location": "device", "used": 192 * MIB, "extents": 96}
+        assert forgotten["books"]["device"] == {
+            "location": "device",
+            "used_bytes": 192 * MIB,
+            "used": 192 * MIB,  # the old spelling
+            "extents": 96,
+        }
         model.allocate("256MiB").close()
     assert state(daemon, name) == "ended"
     assert f"{name} is not known, or has ended: only a detached session" in refused(daemon, "forget", name)
@@ -334,9 +339,10 @@ def test_tenants_with_what_they_use_and_may(daemon: Daemon, engine: Worker) -> N
     ]
     good(daemon, "quota", "set", "red", "--limit", "64MiB")
     (red,) = [each for each in json.loads(good(daemon, "tenants", "--json")) if each["name"] == "tenants/red"]
+    old = {"used": 16 * MIB, "limit": 64 * MIB}  # the spellings of the release before
     assert red == {
         "name": "tenants/red",
-        "books": {"device": {"location": "device", "used": 16 * MIB, "limit": 64 * MIB}},
+        "books": {"device": {"location": "device", "used_bytes": 16 * MIB, "limit_bytes": 64 * MIB, **old}},
         "models": 1,
         "sessions": 1,
     }
@@ -362,5 +368,5 @@ def test_where_each_user_is_a_tenant_the_list_begins_empty() -> None:
             assert re.split(r"\s{2,}", row) == [uid, "device", "2.0 MiB", "32.0 MiB", "1", "1"]
             with pytest.raises(membroker.OutOfMemory) as caught:
                 client.register_model("m").allocate("32MiB")
-            assert (caught.value.level, caught.value.limit) == ("tenant", 32 * MIB)
+            assert (caught.value.level, caught.value.limit_bytes) == ("tenant", 32 * MIB)
             kept.close()

@@ -193,7 +193,7 @@ def test_at_the_host_and_with_the_models_own_numbers(model: Path) -> None:
         with membroker.connect(daemon.endpoint()) as client:
             worker = client.register_model("m", virtual_capacity="64GiB", limit="128MiB")
             books = worker.stats().books["host"]
-            assert (books.used, books.segments) == (4 * MIB, 4 * MIB)
+            assert (books.used_bytes, books.segment_bytes) == (4 * MIB, 4 * MIB)
 
 
 def test_models_and_sessions_show_segments(daemon: Daemon, model: Path) -> None:
