@@ -121,7 +121,7 @@ def tell(failure: Failure) -> str:
 
 def commands(world: World) -> list[str]:
     """Return the commands that tell a world's events."""
-    rules = world.broker.rules
+    rules = world.rules
     limits = ",".join(
         f"{tenant}{'/' + model if model else ''}:{size // MIB}" for (tenant, model, _), size in rules.limits.items()
     )
