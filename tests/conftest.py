@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.daemons import Daemon, running
+from tests.support.daemons import Daemon, running
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores SIGINT for what it starts in the background (`make test &`, nohup), and children inherit that.

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon, running, until
+from tests.support.daemons import MIB, Daemon, running, until
 
 import membroker
 from membroker.errors import ClosedError, InvalidOffset, InvalidRequest, NotMapped

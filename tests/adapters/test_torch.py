@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon, until
+from tests.support.daemons import MIB, Daemon, until
 
 import membroker
 from membroker.safetensors import InvalidTensorIndex

@@ -16,9 +16,9 @@ from typing import Any, cast
 
 import pytest
 from google.protobuf.message import Message
-from tests.daemons import Daemon
-from tests.system import raw
-from tests.system.raw import Session, allocation
+from tests.support import raw
+from tests.support.daemons import Daemon
+from tests.support.raw import Session, allocation
 
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemons import DEADLINE_SECONDS
-from tests.keepers import LOOK_SECONDS, Client, Keeper, memfd
+from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.keepers import LOOK_SECONDS, Client, Keeper, memfd
 
 from membroker.wire.descriptors import close_all
 from membrokerd.restart import keeper as fdstore
 
 _DAEMON = """
 import pathlib, sys
-from tests.keepers import Client
+from tests.support.keepers import Client
 client = Client(pathlib.Path(sys.argv[1]))
 client.put({f"segment.1.{extent:x}": b"extent %d" % extent for extent in range(1, 65)})
 print("put", flush=True)
@@ -32,7 +32,7 @@ sys.stdin.read()
 """
 _STRANGER = """
 import os, pathlib, sys
-from tests.keepers import Client
+from tests.support.keepers import Client
 os.setgid(65534)
 os.setuid(65534)
 try:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from tests.keepers import memfd
+from tests.support.keepers import memfd
 
 from membroker.vmm.sizes import MAX_BYTES
 from membrokerd.core import events as ev

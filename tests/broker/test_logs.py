@@ -16,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
-from tests.daemons import Daemon, until
+from tests.support.daemons import Daemon, until
 
 import membroker
 from membrokerd.config.config import LogConfig

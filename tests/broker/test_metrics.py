@@ -18,7 +18,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.daemons import until
+from tests.support.daemons import until
 
 from membroker.vmm.driver import DeviceInfo, MemoryInfo
 from membrokerd.core.denied import Reason

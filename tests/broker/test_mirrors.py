@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from tests.daemons import DEADLINE_SECONDS
-from tests.keepers import Client, Keeper, content_of, end_keeper, memfd
+from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.keepers import Client, Keeper, content_of, end_keeper, memfd
 
 from membroker.wire.descriptors import close_all
 from membrokerd.restart import keeper as fdstore
@@ -636,7 +636,7 @@ def test_systemd_is_gone(directory: Path) -> None:
 _DAEMON = """
 import asyncio, json, os, sys
 from membrokerd.restart.systemd import open_systemd
-from tests.keepers import content_of
+from tests.support.keepers import content_of
 
 async def main():
     mirror, kept = open_systemd()

@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.daemons import until
+from tests.support.daemons import until
 
 from membrokerd import process as process_module
 from membrokerd.core.denied import Reason

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
-from tests.keepers import content_of, memfd
+from tests.support.keepers import content_of, memfd
 
 from membroker.wire.descriptors import close_all
 from membrokerd.restart.descriptor_store import DescriptorStore, Done, Kept, Store, sort

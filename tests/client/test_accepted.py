@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.client.lender import MIB, PAGE, Lender
+from tests.support.fake_lender import MIB, PAGE, Lender
 
 import membroker
 from membroker.errors import InvalidOffset, InvalidRequest

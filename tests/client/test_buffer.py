@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.client.interrupting import interrupted_everywhere
-from tests.client.lender import Lender
+from tests.support.fake_lender import Lender
+from tests.support.interrupts import interrupted_everywhere
 
 from membroker.memory.buffer import Buffer
 

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from tests.client.played import Caller, refusal
-from tests.daemons import until
+from tests.support.daemons import until
+from tests.support.fake_broker import Caller, refusal
 
 from membroker.errors import (
     BrokerUnavailable,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon, running
+from tests.support.daemons import MIB, Daemon, running
 
 import membroker
 from membroker.cli import main as cli

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
-from tests.daemons import DEADLINE_SECONDS, MIB, Daemon, hold_still, running, until
-from tests.system.raw import Session
-from tests.system.workers import ANCHOR_BYTES, PAGE, Worker, worker
+from tests.support.daemons import DEADLINE_SECONDS, MIB, Daemon, hold_still, running, until
+from tests.support.raw import Session
+from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, worker
 
 import membroker
 from membroker.v1 import admin_pb2

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon, running, until
+from tests.support.daemons import MIB, Daemon, running, until
 
 import membroker
 from membroker.cli import main as cli

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
-from tests.client.lender import PAGE, Lender, put, state, text
+from tests.support.fake_lender import PAGE, Lender, put, state, text
 
 from membroker.errors import AlreadyMapped, ClosedError, CompactionFailed, InvalidRequest, NotMapped
 from membroker.pool.page_table import FIXED, FREE, USED, next_move

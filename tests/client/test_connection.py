@@ -10,7 +10,8 @@ import threading
 from typing import Any
 
 import pytest
-from tests.client.processes import (
+from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.processes import (
     descriptors,
     ends,
     heard,
@@ -20,7 +21,6 @@ from tests.client.processes import (
     tell,
     worker,
 )
-from tests.daemons import Daemon, hold_still, running, until
 
 import membroker
 from membroker import client as client_module

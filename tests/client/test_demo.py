@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemons import DEADLINE_SECONDS, running
+from tests.support.daemons import DEADLINE_SECONDS, running
 
 from membroker.cli.demo import processes as demo_processes
 from membroker.cli.demo import scenes as demo

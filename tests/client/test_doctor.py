@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from tests.daemons import Daemon
+from tests.support.daemons import Daemon
 
 from membroker.cli import doctor
 from membroker.cli import main as cli

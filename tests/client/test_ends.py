@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.client.interrupting import interrupted_everywhere
-from tests.client.lender import MIB, PAGE
-from tests.client.meeting import together
-from tests.daemons import Daemon, until
+from tests.support.daemons import Daemon, until
+from tests.support.fake_lender import MIB, PAGE
+from tests.support.interrupts import interrupted_everywhere
+from tests.support.threads import together
 
 import membroker
 from membroker import LocalSource, VirtualMemoryPool

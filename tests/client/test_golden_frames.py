@@ -26,8 +26,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc.code_pb2 import Code
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
-from tests.daemons import Daemon
-from tests.system.raw import Session, admin_call, grpc_call
+from tests.support.daemons import Daemon
+from tests.support.raw import Session, admin_call, grpc_call
 
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb

@@ -13,9 +13,9 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
-from tests.client.lender import MIB, PAGE, Lender
-from tests.client.meeting import held_up, together
-from tests.daemons import until
+from tests.support.daemons import until
+from tests.support.fake_lender import MIB, PAGE, Lender
+from tests.support.threads import held_up, together
 
 from membroker.errors import (
     ClosedError,

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
-from tests.client.interrupting import interrupted_everywhere
-from tests.client.lender import MIB, PAGE, FlakyDriver, put, text
-from tests.client.meeting import together
-from tests.daemons import until
+from tests.support.daemons import until
+from tests.support.fake_lender import MIB, PAGE, FlakyDriver, put, text
+from tests.support.interrupts import interrupted_everywhere
+from tests.support.threads import together
 
 import membroker
 from membroker import LocalSource, VirtualMemoryPool

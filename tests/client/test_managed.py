@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.daemons import MIB, running
-from tests.fakes import build_fake_cuda, run_beside_fake_cuda
+from tests.support.daemons import MIB, running
+from tests.support.fake_cuda import build_fake_cuda, run_beside_fake_cuda
 
 from membroker.errors import InvalidRequest
 from membroker.managed.hints import (

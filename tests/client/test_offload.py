@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from tests.client.lender import MIB, PAGE, Lender
-from tests.client.processes import ends, heard, worker
-from tests.daemons import Daemon, running, until
+from tests.support.daemons import Daemon, running, until
+from tests.support.fake_lender import MIB, PAGE, Lender
+from tests.support.processes import ends, heard, worker
 
 import membroker
 from membroker.errors import (

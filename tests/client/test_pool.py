@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 import pytest
-from tests.client.interrupting import interrupted_everywhere
-from tests.client.lender import MIB, PAGE, Lender, state
-from tests.client.meeting import together
+from tests.support.fake_lender import MIB, PAGE, Lender, state
+from tests.support.interrupts import interrupted_everywhere
+from tests.support.threads import together
 
 from membroker.errors import (
     AlreadyMapped,

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from tests.client.lender import MIB, PAGE, Lender, put, state, text
-from tests.client.meeting import together
+from tests.support.fake_lender import MIB, PAGE, Lender, put, state, text
+from tests.support.threads import together
 
 from membroker.errors import (
     AlreadyMapped,

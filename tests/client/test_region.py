@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.client.lender import PAGE, FlakyDriver
+from tests.support.fake_lender import PAGE, FlakyDriver
 
 from membroker.memory.region import Region
 from membroker.vmm.driver import DriverError, Handle, Location

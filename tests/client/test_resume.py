@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
-from tests.client.played import (
+from tests.support.daemons import until
+from tests.support.fake_broker import (
     MODEL,
     PAGE,
     TOKEN,
@@ -30,8 +31,7 @@ from tests.client.played import (
     model,
     playing,
 )
-from tests.client.processes import ends, heard, is_waiting, mapped_extents, open_extents, tell, worker
-from tests.daemons import until
+from tests.support.processes import ends, heard, is_waiting, mapped_extents, open_extents, tell, worker
 
 import membroker
 from membroker.session.connection import Connection

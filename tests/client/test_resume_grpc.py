@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.client.played import (
+from tests.support.daemons import until
+from tests.support.fake_broker import (
     MODEL,
     PAGE,
     Caller,
@@ -23,8 +24,7 @@ from tests.client.played import (
     line,
     model,
 )
-from tests.client.processes import mapped_extents
-from tests.daemons import until
+from tests.support.processes import mapped_extents
 
 import membroker
 from membroker.v1 import broker_pb2, resources_pb2

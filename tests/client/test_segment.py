@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.client.lender import FlakyDriver
-from tests.client.processes import (
+from tests.support.daemons import Daemon, running, until
+from tests.support.fake_lender import FlakyDriver
+from tests.support.processes import (
     EXTENT,
     descriptors,
     ends,
@@ -30,7 +31,6 @@ from tests.client.processes import (
     tell,
     worker,
 )
-from tests.daemons import Daemon, running, until
 
 import membroker
 from membroker import segment as segment_module

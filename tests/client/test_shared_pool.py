@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from tests.client.interrupting import interrupted_everywhere
-from tests.client.lender import MIB, PAGE, FlakyDriver
-from tests.client.meeting import together
-from tests.daemons import Daemon, running, until
+from tests.support.daemons import Daemon, running, until
+from tests.support.fake_lender import MIB, PAGE, FlakyDriver
+from tests.support.interrupts import interrupted_everywhere
+from tests.support.threads import together
 
 import membroker
 from membroker import GlobalMemoryStats, LocalSource, SharedMemoryPool, VirtualMemoryPool

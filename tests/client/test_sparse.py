@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tests.client.interrupting import interrupted_everywhere
-from tests.client.lender import PAGE, Lender
-from tests.client.meeting import held_up, together
-from tests.daemons import until
+from tests.support.daemons import until
+from tests.support.fake_lender import PAGE, Lender
+from tests.support.interrupts import interrupted_everywhere
+from tests.support.threads import held_up, together
 
 from membroker.errors import (
     ClosedError,

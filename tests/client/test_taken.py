@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from tests.client.played import Caller
-from tests.client.processes import ends, heard, is_settled, worker
 from tests.client.test_calls import Broker, Taker, allocate, attach
-from tests.daemons import Daemon, until
+from tests.support.daemons import Daemon, until
+from tests.support.fake_broker import Caller
+from tests.support.processes import ends, heard, is_settled, worker
 
 import membroker
 from membroker.session.connection import Connection

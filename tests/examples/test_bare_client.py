@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.daemons import MIB, Daemon, running, until
+from tests.support.daemons import MIB, Daemon, running, until
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "bare_client.py"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.daemons import MIB, Daemon, until
+from tests.support.daemons import MIB, Daemon, until
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "segments.md"

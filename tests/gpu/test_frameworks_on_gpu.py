@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon, running, until
+from tests.support.daemons import MIB, Daemon, running, until
 
 import membroker
 from membroker.errors import InvalidRequest

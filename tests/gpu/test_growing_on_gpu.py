@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon, until
-from tests.gpu.helpers import near, on_card, used
+from tests.support.daemons import MIB, Daemon, until
+from tests.support.gpu import near, on_card, used
 
 import membroker
 from membroker.errors import NotMapped, OutOfMemory

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon, until
-from tests.gpu.helpers import (
+from tests.support.daemons import MIB, Daemon, until
+from tests.support.gpu import (
     GIB,
     SLACK,
     at_rest,
@@ -24,7 +24,7 @@ from tests.gpu.helpers import (
     until_lendable,
     used,
 )
-from tests.system.workers import worker, workers
+from tests.support.workers import worker, workers
 
 from membroker.safetensors import write_index
 from membroker.v1 import broker_pb2, resources_pb2

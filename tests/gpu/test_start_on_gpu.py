@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemons import DEADLINE_SECONDS, MIB, until
-from tests.gpu.helpers import (
+from tests.support.daemons import DEADLINE_SECONDS, MIB, until
+from tests.support.gpu import (
     GIB,
     at_rest,
     borrow,
@@ -26,7 +26,7 @@ from tests.gpu.helpers import (
     until_lendable,
     used,
 )
-from tests.system.workers import worker
+from tests.support.workers import worker
 
 from membroker.vmm import Location
 from membroker.vmm.cuda.driver import CudaDriver

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests import crashing
-from tests.daemons import MIB, Daemon, until
-from tests.gpu.helpers import (
+from tests.support import crashing_daemon
+from tests.support.daemons import MIB, Daemon, until
+from tests.support.gpu import (
     CAPACITY,
     GIB,
     SLACK,
@@ -33,7 +33,7 @@ from tests.gpu.helpers import (
     until_lendable,
     used,
 )
-from tests.system.workers import PAGE, Worker, is_gone, worker, workers
+from tests.support.workers import PAGE, Worker, is_gone, worker, workers
 
 from membroker.vmm.cuda.driver import CudaDriver
 
@@ -140,7 +140,7 @@ STEPS = {
 
 def go_bare(one: Worker, daemon: Daemon, transport: str) -> None:
     """Have a worker connect without the library."""
-    one.do("from tests.gpu.working import *")
+    one.do("from tests.support.gpu_work import *")
     one.do(f"raw = Raw({str(daemon.endpoint())!r}, {transport!r})")
 
 
@@ -311,7 +311,7 @@ def test_the_librarys_fork_hook_gives_the_memory_back(card: CudaDriver) -> None:
 def a_full_card(card: CudaDriver, left: int, call: str = "cuMemAlloc") -> Iterator[Worker]:
     """Have a process that knows no broker take all of the card but `left` bytes."""
     with worker() as stranger:
-        stranger.do(f"from tests.gpu.working import *; stranger = Stranger({card.device.uuid!r}, {call!r})")
+        stranger.do(f"from tests.support.gpu_work import *; stranger = Stranger({card.device.uuid!r}, {call!r})")
         free = stranger.ask(f"stranger.leave({left})")
         assert left - SLACK <= free <= left + SLACK, f"{free >> 20} MiB are left of the card, not {left >> 20}"
         yield stranger
@@ -463,22 +463,22 @@ def test_the_daemon_dies_at_a_point(
     card: CudaDriver, point: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A sample of tests/system/test_crash_points.py on the card: what was in memory before is there afterwards."""
-    monkeypatch.setenv(crashing.FILE, str(tmp_path / "armed"))
+    monkeypatch.setenv(crashing_daemon.FILE, str(tmp_path / "armed"))
     calls = {
         "credited": "spare.close()",
         "stored": "segment = model.create_segment('weights', GIB)",
         "sealed": "segment = model.create_segment('weights', GIB); write_blocks(segment, 1); segment.seal()",
     }
-    with on_card(card, module="tests.crashing") as daemon, worker() as one:
+    with on_card(card, module="tests.support.crashing_daemon") as daemon, worker() as one:
         enter(one, daemon)
         borrow(one, GIB)
         one.do("spare = model.allocate('64MiB')")
         if point == "reconcile":
             daemon.kill()
-            crashing.arm(crashing.path(), point, 0)
+            crashing_daemon.arm(crashing_daemon.path(), point, 0)
             daemon.start_again()
         else:
-            crashing.arm(crashing.path(), point, 0)
+            crashing_daemon.arm(crashing_daemon.path(), point, 0)
         one.begin(calls.get(point, "more = model.allocate('64MiB')"))
         daemon.process.wait(60)
         daemon.start_again()
@@ -491,7 +491,7 @@ def test_the_daemon_dies_at_a_point(
             one.do("if segment.writable:\n    write_blocks(segment, 1)\n    segment.seal()")
             with worker() as reader:
                 reader.connect(daemon)
-                reader.do("from tests.gpu.working import *")
+                reader.do("from tests.support.gpu_work import *")
                 reader.do("driver = client.register_model('m').driver; segment = client.attach('m/weights')")
                 assert reader.ask("digest(segment, driver)") == one.ask("digest(segment, driver)")
             one.do("segment.delete()")

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from tests.daemons import MIB, Daemon, hold_still, running, until
-from tests.system.workers import (
+from tests.support.daemons import MIB, Daemon, hold_still, running, until
+from tests.support.workers import (
     ANCHOR_BYTES,
     PAGE,
     Worker,

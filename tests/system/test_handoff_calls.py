@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from google.rpc.status_pb2 import Status
-from tests.daemons import MIB, Daemon, running, until
-from tests.system import raw
-from tests.system.raw import Session, allocation, grpc_call, reason, segment_of
+from tests.support import raw
+from tests.support.daemons import MIB, Daemon, running, until
+from tests.support.raw import Session, allocation, grpc_call, reason, segment_of
 
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from google.rpc.status_pb2 import Status
-from tests.daemons import MIB, Daemon, hold_still, running, until
-from tests.system import raw
-from tests.system.workers import PAGE, Refused, Worker, descriptors_at_start, is_clean, until_clean, worker, workers
+from tests.support import raw
+from tests.support.daemons import MIB, Daemon, hold_still, running, until
+from tests.support.workers import PAGE, Refused, Worker, descriptors_at_start, is_clean, until_clean, worker, workers
 
 from membroker.v1 import admin_pb2, resources_pb2
 from membroker.v1 import broker_pb2 as bpb

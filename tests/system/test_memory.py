@@ -13,10 +13,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from tests.daemons import MIB, Daemon, hold_still, running, until
-from tests.system.company import State, check_turns
+from tests.support.daemons import MIB, Daemon, hold_still, running, until
+from tests.support.honest_worker import State, check_turns
+from tests.support.workers import worker
 from tests.system.test_turns import BEGIN
-from tests.system.workers import worker
 
 from membrokerd.edge.rpc.interceptor import MAX_WATCHES
 from membrokerd.edge.rpc.server import CONNECTIONS_BESIDE, MAX_CALLS, MAX_PENDING, MAX_STREAMS
@@ -95,7 +95,7 @@ def _reflect(channel: grpc.Channel, requests: Iterator[object]) -> object:
 
 
 _CALLS = """
-from tests.system.http2 import Peer
+from tests.support.http2 import Peer
 from grpc_health.v1 import health_pb2
 REGISTER = '/membroker.v1.BrokerService/RegisterModel'
 WATCH = '/grpc.health.v1.Health/Watch'

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from tests.client.test_cli_segments import write_file
-from tests.daemons import MIB, Daemon, running, until
-from tests.system import raw
-from tests.system.workers import worker
+from tests.support import raw
+from tests.support.daemons import MIB, Daemon, running, until
+from tests.support.workers import worker
 
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb

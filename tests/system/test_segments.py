@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon, running, until
-from tests.system.raw import Asker, Session, info, is_readable, reason
-from tests.system.workers import (
+from tests.support.daemons import MIB, Daemon, running, until
+from tests.support.raw import Asker, Session, info, is_readable, reason
+from tests.support.workers import (
     ANCHOR_BYTES,
     PAGE,
     Worker,

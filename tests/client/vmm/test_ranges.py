@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from itertools import permutations
 
 import pytest
-from tests.client.vmm.children import in_a_child
+from tests.support.forks import in_a_child
 
 from membroker.errors import AlreadyMapped, ClosedError, InvalidOffset, InvalidRequest, NotMapped
 from membroker.vmm import (

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from tests.daemons import DEADLINE_SECONDS, to_toml, until
-from tests.system.workers import ROOT
+
+from tests.support.daemons import DEADLINE_SECONDS, to_toml, until
+from tests.support.workers import ROOT
 
 SUITE = os.environ.get("MEMBROKER_TEST_SUITE", "trixie")
 """Which Debian. trixie has systemd 257; an older one has what its systemd can be shown to do."""

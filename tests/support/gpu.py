@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.daemons import DEADLINE_SECONDS, MIB, Daemon, running, until
-from tests.system.workers import ROOT, Worker
-
 from membroker.vmm import Location
 from membroker.vmm.cuda.driver import CudaDriver
+from tests.support.daemons import DEADLINE_SECONDS, MIB, Daemon, running, until
+from tests.support.workers import ROOT, Worker
 
 _T = TypeVar("_T")
 GIB = 1 << 30
@@ -81,7 +80,7 @@ def enter(
 ) -> Worker:
     """Have a worker open a session, a context, a model and a pool; it holds nothing yet."""
     one.connect(daemon, tenant, transport)
-    one.do("from tests.gpu.working import *")
+    one.do("from tests.support.gpu_work import *")
     one.do(f"model = client.register_model({model!r}, virtual_capacity='64GiB'); pool = model.pool({page!r})")
     one.do("driver = model.driver; warm_up(driver)")
     return one

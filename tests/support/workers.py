@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.daemons import DEADLINE_SECONDS, MIB, Daemon, until
+from tests.support.daemons import DEADLINE_SECONDS, MIB, Daemon, until
 
 ROOT = Path(__file__).parents[2]
 PAGE = 2 * MIB
@@ -57,7 +57,7 @@ class Worker:
         command: Sequence[str] | None = None,
     ) -> None:
         self.process = subprocess.Popen(
-            command or [*as_user(user), sys.executable, "-m", "tests.system.workers"],
+            command or [*as_user(user), sys.executable, "-m", "tests.support.workers"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,

@@ -1,4 +1,4 @@
-"""A daemon that ends a process at a named point: `python -m tests.crashing` in the place of `membrokerd`.
+"""A daemon that kills a process at a named point: `python -m tests.support.crashing_daemon` instead of `membrokerd`.
 
 At each point it looks for a file beside its log; when that names the point, the process that it names is killed, once.
 """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from tests.client.lender import Lender
+from tests.support.fake_lender import Lender
 
 
 class HeldUp:

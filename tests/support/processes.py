@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.daemons import Daemon
+from tests.support.daemons import Daemon
 
 EXTENT = "membroker-extent"
 

@@ -10,10 +10,9 @@ import time
 import zlib
 from typing import Any
 
-from tests.gpu.working import torch_on_the_card
-
 from membroker import VirtualMemoryPool
 from membroker.vmm import Driver
+from tests.support.gpu_work import torch_on_the_card
 
 __all__ = ["bare_rates", "fill_random", "sleep_and_wake", "sum_of", "tensor_over", "torch_on_the_card"]
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import cuda.bindings.driver as cuda
-from tests.system.workers import Raw
 
 from membroker import Model
 from membroker.segment import Segment
 from membroker.vmm import Driver, DriverError, Location, open_driver
+from tests.support.workers import Raw
 
 __all__ = [
     "GIB",

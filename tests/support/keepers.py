@@ -16,7 +16,7 @@ from typing import Any
 
 from membroker.wire.descriptors import close_all
 from membrokerd.restart import keeper as fdstore
-from tests.daemons import DEADLINE_SECONDS
+from tests.support.daemons import DEADLINE_SECONDS
 
 LOOK_SECONDS = 0.05
 _RUN = f"""

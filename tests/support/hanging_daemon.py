@@ -1,4 +1,4 @@
-"""A daemon whose event loop a test can hang: `python -m tests.hanging` in the place of `membrokerd`.
+"""A daemon whose event loop a test can hang: `python -m tests.support.hanging_daemon` in the place of `membrokerd`.
 
 At each point of its work it waits for as long as the file that MEMBROKER_TEST_HANG names is there.
 """

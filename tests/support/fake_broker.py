@@ -22,7 +22,6 @@ from typing import Any
 import grpc
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
-from tests.daemons import until
 
 from membroker.client import Client
 from membroker.memory.buffer import Buffer
@@ -33,6 +32,7 @@ from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm.driver import Location
 from membroker.vmm.host.driver import HostDriver
 from membroker.wire import frames as handoff
+from tests.support.daemons import until
 
 SECONDS = 30
 PAGE = 2 << 20

@@ -18,9 +18,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests import daemons
-from tests.daemons import Daemon, running
-from tests.system.workers import Refused, Worker, as_user, worker
+
+from tests.support import daemons
+from tests.support.daemons import Daemon, running
+from tests.support.workers import Refused, Worker, as_user, worker
 
 State = Callable[[str, str], None]
 """The fixture `state`: what, and its figure."""
