@@ -26,7 +26,7 @@ JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 test: $(STAMP)  ## every test that needs neither root nor a GPU, in parallel: make test JOBS=1 for one at a time
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not root and not gpu"
 
-QUICK := tests/broker tests/client/vmm tests/client/test_pool.py tests/client/test_calls.py tests/system/test_main_job.py
+QUICK := tests/broker tests/client/vmm tests/client/pool/test_pool.py tests/client/session/test_calls.py tests/system/test_main_job.py
 quick: $(STAMP)  ## the heart of the tests, in under a minute
 	$(BIN)/python -m pytest -m "not root and not gpu and not slow" -x -q $(QUICK)
 

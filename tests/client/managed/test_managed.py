@@ -32,7 +32,7 @@ from membroker.managed.hints import (
 )
 from membroker.vmm import Driver, Location, open_driver
 
-PAGE = Path(__file__).parents[2] / "docs" / "managed.md"
+PAGE = Path(__file__).parents[3] / "docs" / "managed.md"
 
 _PRELUDE = """
 import ctypes, gc, os, threading

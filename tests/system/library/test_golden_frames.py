@@ -41,7 +41,7 @@ from membrokerd.edge.errors import to_status
 from membrokerd.edge.handoff import connection, listener
 from membrokerd.edge.rpc.server import MAX_MESSAGE_BYTES, MAX_STREAMS
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 GOLDEN = DOCS / "golden-frames.json"
 DOCUMENT: dict[str, Any] = json.loads(GOLDEN.read_text())
 VECTORS: list[dict[str, Any]] = DOCUMENT["frames"]
