@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check format proto proto-check sim fuzz bench bench-gpu test-system test-gpu clean
+.PHONY: help demo test quick check format proto proto-check sim fuzz mutants bench bench-gpu test-system test-gpu clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -35,6 +35,9 @@ sim: $(STAMP)  ## a world around the core: make sim STEPS=1000000 SEED=7
 
 fuzz: $(STAMP)  ## bent frames, requests, documents: make fuzz SECONDS=600, for each fuzz
 	FUZZ_SECONDS=$(or $(SECONDS),60) $(BIN)/python -m pytest tests/fuzz --timeout=0 -q
+
+mutants: $(STAMP)  ## do the tests notice small changes of the source: make mutants SAMPLE=200 SEED=1 OPTIONS='--part core'
+	$(BIN)/python -m tools.mutants --sample $(or $(SAMPLE),200) --seed $(or $(SEED),1) $(OPTIONS)
 
 bench: $(STAMP)  ## what the broker costs here, beside bare echoes: make bench OPTIONS='--json FILE'
 	$(BIN)/python -m benchmarks.load $(OPTIONS)
