@@ -24,8 +24,9 @@ from typing import Any
 
 import pytest
 from tests.support import daemons
-from tests.support.daemons import MIB, Daemon, running, until
+from tests.support.daemons import Daemon, running, until
 from tests.support.honest_worker import spare_descriptors
+from tests.support.sizes import MIB
 from tests.support.workers import PAGE, Worker, worker, workers
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yml"

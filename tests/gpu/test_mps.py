@@ -16,9 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.support.daemons import MIB, Daemon, until
+from tests.support.daemons import Daemon, until
 from tests.support.gpu import (
-    GIB,
     SLACK,
     at_rest,
     borrow,
@@ -30,6 +29,7 @@ from tests.support.gpu import (
     until_lendable,
     used,
 )
+from tests.support.sizes import GIB, MIB
 from tests.support.workers import Worker
 
 from membroker.vmm.cuda.driver import CudaDriver

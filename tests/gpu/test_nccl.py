@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 from tests.support.daemons import Daemon
-from tests.support.gpu import GIB, on_card, until_lendable
+from tests.support.gpu import on_card, until_lendable
+from tests.support.sizes import GIB
 from tests.support.workers import ROOT
 
 from membroker.vmm import DriverUnavailable

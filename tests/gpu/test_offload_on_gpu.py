@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from tests.support.daemons import MIB, until
-from tests.support.gpu import GIB, SLACK, at_rest, borrow, enter, near, on_card, still_has, until_lendable, used
+from tests.support.daemons import until
+from tests.support.gpu import SLACK, at_rest, borrow, enter, near, on_card, still_has, until_lendable, used
+from tests.support.sizes import GIB, MIB
 from tests.support.workers import Worker, worker, workers
 
 from membroker.vmm.cuda.driver import CudaDriver

@@ -14,18 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, MIB, until
-from tests.support.gpu import (
-    GIB,
-    at_rest,
-    borrow,
-    enter,
-    nvidia_descriptors,
-    on_card,
-    run,
-    until_lendable,
-    used,
-)
+from tests.support.daemons import DEADLINE_SECONDS, until
+from tests.support.gpu import at_rest, borrow, enter, nvidia_descriptors, on_card, run, until_lendable, used
+from tests.support.sizes import GIB, MIB
 from tests.support.workers import worker
 
 from membroker.vmm import Location

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 from tests.support import crashing_daemon
-from tests.support.daemons import MIB, Daemon, until
+from tests.support.daemons import Daemon, until
 from tests.support.gpu import (
     CAPACITY,
-    GIB,
     SLACK,
     at_rest,
     borrow,
@@ -33,6 +32,7 @@ from tests.support.gpu import (
     until_lendable,
     used,
 )
+from tests.support.sizes import GIB, MIB
 from tests.support.workers import PAGE, Worker, is_gone, worker, workers
 
 from membroker.vmm.cuda.driver import CudaDriver

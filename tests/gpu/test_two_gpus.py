@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, MIB, Daemon
-from tests.support.gpu import GIB, enter, run
+from tests.support.daemons import DEADLINE_SECONDS, Daemon
+from tests.support.gpu import enter, run
 from tests.support.keepers import end_keeper
+from tests.support.sizes import GIB, MIB
 from tests.support.workers import worker
 
 from membroker.vmm import DriverUnavailable

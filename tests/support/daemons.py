@@ -25,7 +25,6 @@ import grpc
 from membroker.v1 import admin_pb2_grpc, broker_pb2
 
 _T = TypeVar("_T")
-MIB = 1 << 20
 DEADLINE_SECONDS = 30.0
 DEFAULTS: Mapping[str, Any] = {
     "driver": "host",

@@ -17,8 +17,8 @@ from membroker.memory.lender import Placement
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.vmm.driver import AccessFlags, DriverError, Handle, Location
 from membroker.vmm.host.driver import HostDriver
+from tests.support.sizes import MIB
 
-MIB = 1 << 20
 PAGE = 2 * MIB
 
 

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 from membroker.vmm import Location
 from membroker.vmm.cuda.driver import CudaDriver
-from tests.support.daemons import DEADLINE_SECONDS, MIB, Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.sizes import GIB, MIB
 from tests.support.workers import ROOT, Worker
 
 _T = TypeVar("_T")
-GIB = 1 << 30
 SLACK = 64 * MIB
 """What a card may show more or less: page tables, kernels that are loaded at their first use."""
 CAPACITY = 4 * GIB

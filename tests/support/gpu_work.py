@@ -16,6 +16,7 @@ import cuda.bindings.driver as cuda
 from membroker import Model
 from membroker.segment import Segment
 from membroker.vmm import Driver, DriverError, Location, open_driver
+from tests.support.sizes import GIB, MIB
 from tests.support.workers import Raw
 
 __all__ = [
@@ -31,8 +32,6 @@ __all__ = [
     "write_blocks",
 ]
 
-GIB = 1 << 30
-MIB = 1 << 20
 GRANULE = 2 * MIB
 BLOCK = 64 * MIB
 SPOTS = 8

@@ -22,7 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.daemons import DEADLINE_SECONDS, MIB, Daemon, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
+from tests.support.sizes import MIB
 
 ROOT = Path(__file__).parents[2]
 PAGE = 2 * MIB

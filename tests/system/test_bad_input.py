@@ -21,8 +21,9 @@ import grpc
 import pytest
 from google.rpc.status_pb2 import Status
 from tests.support import raw
-from tests.support.daemons import MIB, Daemon, running, until
+from tests.support.daemons import Daemon, running, until
 from tests.support.raw import Asker, Connection, Session, reason
+from tests.support.sizes import MIB
 
 import membroker
 from membroker.v1 import admin_pb2, broker_pb2_grpc, resources_pb2

@@ -21,8 +21,9 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.support.daemons import DEFAULTS, MIB, Daemon, running, to_toml, until
+from tests.support.daemons import DEFAULTS, Daemon, running, to_toml, until
 from tests.support.honest_worker import other_user
+from tests.support.sizes import MIB
 from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, as_user, worker, workers
 
 from membroker.v1 import admin_pb2_grpc, broker_pb2

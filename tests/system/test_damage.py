@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 from tests.support import raw
-from tests.support.daemons import DEADLINE_SECONDS, MIB, Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.keepers import Client, Keeper, memfd
 from tests.support.raw import Session
+from tests.support.sizes import MIB
 from tests.support.workers import PAGE, worker
 
 from membroker.v1 import admin_pb2, resources_pb2

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from tests.support.daemons import MIB, Daemon, hold_still, running, until
+from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.sizes import MIB
 from tests.support.workers import (
     ANCHOR_BYTES,
     PAGE,

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
-from tests.support.daemons import MIB, Daemon, running, until
+from tests.support.daemons import Daemon, running, until
 from tests.support.honest_worker import Honest, State, check_turns, honest, unprivileged
 from tests.support.raw import Connection, hello, reason
+from tests.support.sizes import MIB
 from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, descriptors_at_start, until_clean, worker, workers
 
 SESSIONS = 16

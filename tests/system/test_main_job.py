@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from google.rpc.status_pb2 import Status
 from tests.support import raw
-from tests.support.daemons import MIB, Daemon, hold_still, running, until
+from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.sizes import MIB
 from tests.support.workers import PAGE, Refused, Worker, descriptors_at_start, is_clean, until_clean, worker, workers
 
 from membroker.v1 import admin_pb2, resources_pb2

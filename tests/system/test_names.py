@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from tests.support import raw
-from tests.support.daemons import MIB, Daemon, running, until
+from tests.support.daemons import Daemon, running, until
+from tests.support.sizes import MIB
 from tests.support.workers import worker
 from tests.system.cli.test_segments import write_file
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, MIB, Daemon, running, to_toml, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, to_toml, until
+from tests.support.sizes import MIB
 from tests.support.workers import Refused, Worker, worker
 
 import membroker

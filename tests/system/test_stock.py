@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.daemons import MIB, Daemon, running, until
+from tests.support.daemons import Daemon, running, until
+from tests.support.sizes import MIB
 from tests.support.workers import PAGE, Worker, worker
 
 from membroker.vmm.host.driver import EXTENT_NAME, holders

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import grpc
 import pytest
 from tests.support import raw
-from tests.support.daemons import MIB, Daemon, running, until
+from tests.support.daemons import Daemon, running, until
 from tests.support.raw import Session
+from tests.support.sizes import MIB
 from tests.support.workers import ANCHOR_BYTES, PAGE, worker, workers
 
 from membroker.v1 import admin_pb2, resources_pb2

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.daemons import MIB, until
+from tests.support.daemons import until
+from tests.support.sizes import MIB
 from tests.support.systemd_machine import PREFIX, UNIT, Machine, booted, children, machine_or_skip
 from tests.support.workers import ANCHOR_BYTES, PAGE, Worker
 

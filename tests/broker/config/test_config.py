@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.sizes import GIB, MIB
 
 from membrokerd.config import config
 from membrokerd.config.config import ConfigError, load
 from membrokerd.files import MAX_TEXT_BYTES
-
-GIB = 1 << 30
-MIB = 1 << 20
 
 
 def write(tmp_path: Path, text: str) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.sizes import GIB
 
 from membrokerd.config import quotas as quotas_module
 from membrokerd.config.config import load
@@ -16,7 +17,6 @@ from membrokerd.config.quotas import Quotas, read, state_directory, trouble, wri
 from membrokerd.core.events import LOCATIONS
 from membrokerd.home import HomeError
 
-GIB = 1 << 30
 QUOTAS: Quotas = {
     ("acme", None, "device"): 32 * GIB,
     ("acme", None, "host"): 0,

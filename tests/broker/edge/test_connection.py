@@ -19,6 +19,7 @@ from google.protobuf.message import Message
 from tests.support import raw
 from tests.support.daemons import Daemon
 from tests.support.raw import Session, allocation
+from tests.support.sizes import MIB
 
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
@@ -36,7 +37,6 @@ from membrokerd.edge.handoff.listener import Listener
 from membrokerd.edge.handoff.peer import Peer
 from membrokerd.turns import Turns
 
-MIB = 1 << 20
 PAGE = 2 * MIB
 SESSION = 7
 SECONDS = 10

@@ -13,6 +13,7 @@ import pytest
 from google.rpc.code_pb2 import Code
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, PreconditionFailure, QuotaFailure, RetryInfo
 from google.rpc.status_pb2 import Status
+from tests.support.sizes import MIB
 
 import membrokerd
 from membroker.v1 import error_reason_pb2
@@ -20,7 +21,6 @@ from membrokerd.core.denied import Denied, Reason, deny
 from membrokerd.edge.convert import Refused, parse_model
 from membrokerd.edge.errors import DOMAIN, to_status
 
-MIB = 1 << 20
 MODEL = "tenants/red/models/llama"
 SEGMENT = f"{MODEL}/segments/weights"
 LEVEL = {

@@ -19,6 +19,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.daemons import until
+from tests.support.sizes import MIB
 
 from membroker.vmm.driver import DeviceInfo, MemoryInfo
 from membrokerd.core.denied import Reason
@@ -29,7 +30,6 @@ from membrokerd.observe import metrics, metrics_server
 from membrokerd.observe.metrics import Metrics, MetricsView
 from membrokerd.observe.metrics_server import MetricsServer
 
-MIB = 1 << 20
 UUID = "GPU-12345678-0000-0000-0000-000000000000"
 
 

@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 
+from tests.support.sizes import MIB
+
 from membrokerd.core.effects import SegmentView
 from membrokerd.core.events import ModelName, SegmentName
 from membrokerd.core.snapshot import SessionView, Snapshot
 from membrokerd.observe.suspects import Process, command_of, compare
 
-MIB = 1 << 20
 MODEL = ModelName("t", "m")
 WEIGHTS = SegmentName("t", "m", "weights")
 

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.daemons import MIB, running
+from tests.support.daemons import running
 from tests.support.fake_cuda import build_fake_cuda, run_beside_fake_cuda
+from tests.support.sizes import MIB
 
 from membroker.errors import InvalidRequest
 from membroker.managed.hints import (
@@ -41,7 +42,6 @@ import cuda.bindings.driver as bindings
 from membroker.errors import *
 from membroker.managed.hints import *
 from membroker.vmm import *
-MIB = 1 << 20
 fake = ctypes.CDLL("libcuda.so.1")
 fake.fake_cuda_asked.restype = ctypes.c_char_p
 

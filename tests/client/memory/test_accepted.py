@@ -9,7 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.support.fake_lender import MIB, PAGE, Lender
+from tests.support.fake_lender import PAGE, Lender
+from tests.support.sizes import MIB
 
 import membroker
 from membroker.errors import InvalidOffset, InvalidRequest

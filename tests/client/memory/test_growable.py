@@ -14,7 +14,8 @@ from functools import partial
 
 import pytest
 from tests.support.daemons import until
-from tests.support.fake_lender import MIB, PAGE, Lender
+from tests.support.fake_lender import PAGE, Lender
+from tests.support.sizes import MIB
 from tests.support.threads import held_up, together
 
 from membroker.errors import (

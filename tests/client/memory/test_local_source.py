@@ -14,8 +14,9 @@ from contextlib import suppress
 
 import pytest
 from tests.support.daemons import until
-from tests.support.fake_lender import MIB, PAGE, FlakyDriver, put, text
+from tests.support.fake_lender import PAGE, FlakyDriver, put, text
 from tests.support.interrupts import interrupted_everywhere
+from tests.support.sizes import MIB
 from tests.support.threads import together
 
 import membroker

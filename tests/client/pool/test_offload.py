@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, running, until
-from tests.support.fake_lender import MIB, PAGE, Lender
+from tests.support.fake_lender import PAGE, Lender
 from tests.support.processes import ends, heard, worker
+from tests.support.sizes import MIB
 
 import membroker
 from membroker.errors import (

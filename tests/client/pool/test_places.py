@@ -9,7 +9,8 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from tests.support.fake_lender import MIB, PAGE, Lender, put, state, text
+from tests.support.fake_lender import PAGE, Lender, put, state, text
+from tests.support.sizes import MIB
 from tests.support.threads import together
 
 from membroker.errors import (

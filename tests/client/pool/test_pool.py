@@ -11,8 +11,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 import pytest
-from tests.support.fake_lender import MIB, PAGE, Lender, state
+from tests.support.fake_lender import PAGE, Lender, state
 from tests.support.interrupts import interrupted_everywhere
+from tests.support.sizes import MIB
 from tests.support.threads import together
 
 from membroker.errors import (

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
-from tests.support.daemons import DEADLINE_SECONDS, MIB, Daemon, hold_still, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
 from tests.support.raw import Session
+from tests.support.sizes import MIB
 from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, worker
 
 import membroker

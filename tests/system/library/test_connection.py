@@ -21,12 +21,12 @@ from tests.support.processes import (
     tell,
     worker,
 )
+from tests.support.sizes import MIB
 
 import membroker
 from membroker import client as client_module
 from membroker.session import transport as transport_module
 
-MIB = 1 << 20
 PAGE = 2 * MIB
 
 

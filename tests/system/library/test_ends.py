@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, until
-from tests.support.fake_lender import MIB, PAGE
+from tests.support.fake_lender import PAGE
 from tests.support.interrupts import interrupted_everywhere
+from tests.support.sizes import MIB
 from tests.support.threads import together
 
 import membroker

@@ -31,6 +31,7 @@ from tests.support.processes import (
     tell,
     worker,
 )
+from tests.support.sizes import GIB, MIB
 
 import membroker
 from membroker import segment as segment_module
@@ -39,8 +40,6 @@ from membroker.segment import publish_arrays, segment_size
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.vmm.driver import DriverError, Handle, Location
 
-MIB = 1 << 20
-GIB = 1 << 30
 PAGE = 2 * MIB
 ANCHOR_BYTES = 2 * MIB
 

@@ -15,8 +15,9 @@ from functools import partial
 
 import pytest
 from tests.support.daemons import Daemon, running, until
-from tests.support.fake_lender import MIB, PAGE, FlakyDriver
+from tests.support.fake_lender import PAGE, FlakyDriver
 from tests.support.interrupts import interrupted_everywhere
+from tests.support.sizes import GIB, MIB
 from tests.support.threads import together
 
 import membroker
@@ -36,8 +37,6 @@ from membroker.errors import (
     OutOfVirtualMemory,
 )
 from membroker.vmm import Location
-
-GIB = 1 << 30
 
 
 @dataclass
