@@ -45,11 +45,13 @@ bench: $(STAMP)  ## what the broker costs here, beside bare echoes: make bench O
 test-system: $(STAMP)  ## the tests that need root
 	$(BIN)/python -m pytest -m root
 
+# tests/gpu, and the stories elsewhere that run on each kind of device (the fixture `device`).
+GPU_TESTS := tests/gpu tests/client/vmm/test_ranges.py tests/system/test_main_job.py
 # On the machine with the card, with its own interpreter and packages: nothing is installed, and pytest-timeout may be
 # missing. A test that hangs says where it stands after four minutes.
 test-gpu:  ## the tests that need a real NVIDIA GPU, with this machine's own python3 (two GPUs: also NCCL, and a daemon for each)
 	PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker:$$PYTHONPATH" $(PYTHON) -m pytest -p no:cacheprovider \
-	  -o faulthandler_timeout=240 -W "ignore:Unknown config option" -m gpu tests/gpu
+	  -o faulthandler_timeout=240 -W "ignore:Unknown config option" -m gpu $(GPU_TESTS)
 
 # As test-gpu: on the machine with the card, nothing is installed.
 bench-gpu:  ## what the broker costs on a card: make bench-gpu OPTIONS='--json FILE --plot FILE --markdown'

@@ -233,7 +233,7 @@ class Copy:
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         process = subprocess.Popen(
-            [*command, "-m", "not root and not gpu", *part.tests],
+            [*command, "-m", "not root and not gpu and not slow", *part.tests],
             cwd=self.root,
             env=environment,
             stdout=subprocess.DEVNULL,

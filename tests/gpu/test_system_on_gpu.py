@@ -48,49 +48,6 @@ DEFAULT_STOCK = {"stock": "1GiB"}
 # Sharing
 
 
-def test_two_tenants_trade_the_whole_capacity(card: CudaDriver, transport: str) -> None:
-    """By day one tenant has all of it, by night the other, and neither reads what the other wrote."""
-    with on_card(card, DEFAULT_STOCK) as daemon, workers(2) as (red, blue):
-        enter(red, daemon, "red", transport)
-        enter(blue, daemon, "blue", transport)
-        for day, night in [(red, blue), (blue, red)]:
-            borrow(day, CAPACITY)
-            assert still_has(day, CAPACITY)
-            assert night.refused("pool.allocate(0, 64 * MIB)").numbers == ("capacity", 64 * MIB, 0, CAPACITY)
-            day.do(f"pool.deallocate(0, {CAPACITY})")
-            until_lendable(daemon)
-            night.do(f"pool.allocate(0, {CAPACITY})")
-            assert still_has(night, CAPACITY, 0), "one tenant read what another wrote"
-            night.do(f"pool.deallocate(0, {CAPACITY})")
-            until_lendable(daemon)
-        assert red.ask("[each.name for each in client.models()]") == ["tenants/red/models/m"]
-        assert blue.ask("[each.tenant for each in client.sessions()]") == ["tenants/blue"]
-        for each in (red, blue):
-            each.do("client.close()")
-
-
-def test_each_level_refuses_with_its_numbers(card: CudaDriver, transport: str) -> None:
-    """A model's limit, its tenant's, the capacity: which one, and how much it would have given, which is then given."""
-    tenants = {"red": {"limit": "768MiB", "models": {"small": {"limit": "256MiB"}}}, "blue": {}}
-    with on_card(card, {"capacity": "1GiB", "tenants": tenants}) as daemon, workers(2) as (red, blue):
-        enter(red, daemon, "red", transport, "small")
-        red.do("large = client.register_model('large', virtual_capacity='8GiB').pool('64MiB')")
-        enter(blue, daemon, "blue", transport)
-        red.do("pool.allocate(0, 128 * MIB)")
-        refused = red.refused("pool.grow(192 * MIB)")
-        assert (refused.reason, refused.numbers) == ("MODEL_LIMIT", ("model", 192 * MIB, 128 * MIB, 256 * MIB))
-        refused = red.refused("large.allocate(0, 704 * MIB)")
-        assert (refused.reason, refused.numbers) == ("TENANT_LIMIT", ("tenant", 704 * MIB, 640 * MIB, 768 * MIB))
-        red.do("large.allocate(0, 640 * MIB)")
-        refused = blue.refused("pool.allocate(0, 320 * MIB)")
-        assert (refused.reason, refused.numbers) == ("CAPACITY", ("capacity", 320 * MIB, 256 * MIB, GIB))
-        borrow(blue, 256 * MIB)
-        assert daemon.books().free_bytes == 0
-        assert still_has(blue, 256 * MIB)
-        red.do("large.deallocate(0, 640 * MIB)")
-        until(lambda: daemon.books().free_bytes == 640 * MIB)
-
-
 def test_a_pool_of_many_small_pages_grows_shrinks_and_is_written_across_their_seams(card: CudaDriver) -> None:
     """512 extents of 2 MiB are one range of addresses to the card."""
     with on_card(card) as daemon, worker() as one:
