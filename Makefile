@@ -26,9 +26,17 @@ JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 test: $(STAMP)  ## every test that needs neither root nor a GPU, in parallel: make test JOBS=1 for one at a time
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not root and not gpu"
 
-QUICK := tests/broker tests/client/vmm tests/client/pool/test_pool.py tests/client/session/test_calls.py tests/system/test_main_job.py
-quick: $(STAMP)  ## the heart of the tests, in under a minute
-	$(BIN)/python -m pytest -m "not root and not gpu and not slow" -x -q $(QUICK)
+# The pure tests, and every test that a new reason, metric or command touches.
+WHO_MAY := tests/system/test_who_may.py
+PAGES := tests/docs/test_docs.py
+QUICK := tests/broker tests/deploy/test_deploy.py tests/tools tests/client/test_errors.py tests/client/test_import.py \
+  tests/docs/test_links.py tests/docs/test_migrating.py tests/docs/test_prose.py '$(PAGES)::test_the_blocks_of_a_page_run[README]' \
+  $(PAGES)::test_every_block_of_readme_runs $(PAGES)::test_readme_requires_what_pyproject_does \
+  tests/client/pool/test_pool.py tests/client/session/test_calls.py tests/client/vmm/test_ranges.py tests/system/test_main_job.py \
+  tests/system/cli/test_cli.py tests/system/library/test_golden_frames.py \
+  $(WHO_MAY)::test_every_call_has_a_row $(WHO_MAY)::test_the_page_is_what_the_table_says
+quick: $(STAMP)  ## the core of the tests, in about a minute: also what a new reason, metric or command touches
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not root and not gpu and not slow" -x -q $(QUICK)
 
 sim: $(STAMP)  ## a world around the core: make sim STEPS=1000000 SEED=7
 	$(BIN)/python -m tests.simulation.run --steps $(or $(STEPS),5000000) $(if $(SEED),--seed $(SEED))
