@@ -10,7 +10,8 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tests.simulation.world import MIB, SECOND, World
+from tests.simulation.world import SECOND, World
+from tests.support.sizes import MIB
 
 from membrokerd.core import events as ev
 

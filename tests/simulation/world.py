@@ -27,6 +27,7 @@ from tests.simulation.processes import Closing, Found, Job, Look, Packet, Proces
 from tests.simulation.referee import Referee
 from tests.simulation.resuming import Resuming
 from tests.simulation.sharing import Dropping, Sharing, blocks_of
+from tests.support.sizes import MIB
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
@@ -36,7 +37,6 @@ from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied
 from membrokerd.core.machine import Broker
 
-MIB = 1 << 20
 MILLISECOND = 1_000_000
 SECOND = 1_000_000_000
 CAPACITIES: dict[ev.Location, int] = {"device": 1600 * MIB, "host": 200 * MIB}
