@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check format proto proto-check sim fuzz mutants bench bench-gpu test-system test-gpu clean
+.PHONY: help demo test quick check picture format proto proto-check sim fuzz mutants bench bench-gpu test-system test-gpu clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -65,13 +65,17 @@ test-gpu:  ## the tests that need a real NVIDIA GPU, with this machine's own pyt
 bench-gpu:  ## what the broker costs on a card: make bench-gpu OPTIONS='--json FILE --plot FILE --markdown'
 	PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker:$(CURDIR):$$PYTHONPATH" $(PYTHON) -m benchmarks.gpu $(OPTIONS)
 
-check: $(STAMP) proto-check  ## format, lint, types, import contracts, stale stubs, spelling, prose
+check: $(STAMP) proto-check  ## format, lint, types, import contracts, stale stubs and picture, spelling, prose
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	$(BIN)/python -m tools.prose
+	$(BIN)/python -m tools.picture --check
+
+picture: $(STAMP)  ## draw the packages and their imports in ARCHITECTURE.md
+	$(BIN)/python -m tools.picture
 
 format: $(STAMP)  ## write the format that `check` wants
 	$(BIN)/ruff format .

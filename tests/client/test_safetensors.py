@@ -18,6 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.fuzz.corpus import bent, budget, lasting
 
+from membroker.dtypes import dtype_of
 from membroker.errors import InvalidRequest, MembrokerError
 from membroker.memory.views import Views
 from membroker.safetensors import (
@@ -25,7 +26,6 @@ from membroker.safetensors import (
     InvalidTensorIndex,
     TensorIndex,
     TensorInfo,
-    dtype_of,
     numpy_array,
     read_index,
     write_index,
@@ -288,7 +288,7 @@ def test_raw_changes_no_other() -> None:
     [
         (TensorInfo("x", "U8", (4,), 13, 4), "4 bytes from byte 13; there are 16"),
         (TensorInfo("x", "U8", (4,), -1, 4), "from byte -1"),
-        (TensorInfo("x", "F32", (4,), 0, 4), "not those of its dtype and shape"),
+        (TensorInfo("x", "F32", (4,), 0, 4), "do not match its dtype and shape"),
         (TensorInfo("x", "NOPE", (4,), 0, 4), "dtype 'NOPE'"),
         (TensorInfo("x", "U8", (1,) * 100, 0, 1), "cannot be a NumPy array"),
     ],
@@ -333,8 +333,8 @@ def test_dtype_of_what_the_format_has_not(other: Any) -> None:
 DEEP = b'{"x":' + b"[" * 100_000
 HUGE = (1 << 63) - 1
 REFUSED: dict[str, tuple[bytes, str]] = {
-    "nothing": (b"", "0 bytes are no image"),
-    "seven bytes": (bytes(7), "7 bytes are no image"),
+    "nothing": (b"", "0 bytes are too short"),
+    "seven bytes": (bytes(7), "7 bytes are too short"),
     "fresh memory": (bytes(4096), "length is 0: no index was written here"),
     "a length above the bound": ((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}", "100000001 bytes, more than"),
     "the longest length": (b"\xff" * 8 + b"{}", "18446744073709551615 bytes, more than 100000000"),

@@ -140,7 +140,8 @@ asking.start()
 
 def borrow(one: Worker, daemon: Daemon, tenant: str, size: int) -> None:
     one.connect(daemon, tenant)
-    one.do(f"model = client.register_model('m-{one.pid}'); pool = model.pool('2MiB'); pool.allocate(0, {size})")
+    one.do(f"model = client.register_model('m-{one.pid}'); pool = model.pool(page_size='2MiB')")
+    one.do(f"pool.allocate(0, {size})")
 
 
 @pytest.mark.slow
@@ -161,7 +162,7 @@ def test_every_alert_fires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stde
         asker.do(_ASK_AGAIN_AND_AGAIN)
         with worker() as full, worker() as fourth:
             full.connect(daemon, "blue")
-            full.do("model = client.register_model('full'); pool = model.pool('2MiB')")
+            full.do("model = client.register_model('full'); pool = model.pool(page_size='2MiB')")
             assert full.refused("pool.allocate(0, 240 * MIB)").reason == "DEVICE_FULL"
             watch.until_fired("MembrokerDeviceFull")
             fourth.connect(daemon, "blue")

@@ -32,6 +32,7 @@ from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm.driver import Location
 from membroker.vmm.host.driver import HostDriver
 from membroker.wire import frames as handoff
+from membroker.wire import names
 from tests.support.daemons import until
 
 SECONDS = 30
@@ -87,7 +88,7 @@ class PlayedBroker:
         self._listener: socket.socket | None = None
         self._connection: socket.socket | None = None
         self._notices: socket.socket | None = None
-        self._buffer = bytearray(handoff.MAX_FRAME_BYTES)
+        self._buffer = bytearray(names.MAX_FRAME_BYTES)
 
     def endpoint(self) -> Path:
         """Return the directory, as a daemon's."""

@@ -243,8 +243,9 @@ class Raw:
         from membroker.v1 import broker_pb2
         from membroker.vmm import open_driver
         from membroker.wire import frames as handoff
+        from membroker.wire import names
 
-        self._send(1, hello={"protocol_version": handoff.PROTOCOL_VERSION})
+        self._send(1, hello={"protocol_version": names.PROTOCOL_VERSION})
         packet = handoff.receive(self.socket)
         self.welcome = packet.frame.welcome
         self.notices = socket.socket(fileno=packet.descriptors[0])
@@ -419,7 +420,12 @@ def main() -> None:
                 "metadata": getattr(error, "metadata", {}),
             }
             if isinstance(error, membroker.OutOfMemory):
-                told.update(level=error.level, requested=error.requested, available=error.available, limit=error.limit)
+                told.update(
+                    level=error.level,
+                    requested=error.requested_bytes,
+                    available=error.available_bytes,
+                    limit=error.limit,
+                )
         print(json.dumps(told), flush=True)
 
 

@@ -285,6 +285,7 @@ def test_tokens(scene: Scene, unmoved: Callable[[], None]) -> None:
             "DeclareMemory": bpb.DeclareMemoryRequest(model=name, declared_bytes=1),
             "GetDevice": bpb.GetDeviceRequest(),
             "GetAvailable": bpb.GetAvailableRequest(model=name),
+            "GetModel": bpb.GetModelRequest(name=name),
             "ListModels": bpb.ListModelsRequest(),
             "ListSessions": bpb.ListSessionsRequest(),
             "CreateSegment": bpb.CreateSegmentRequest(model=name, segment_id="weights", size_bytes=PAGE),

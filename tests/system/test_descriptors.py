@@ -347,7 +347,8 @@ def test_an_allocation_for_which_the_worker_has_few_descriptors(daemon: Daemon, 
     outcomes = {}
     with honest(daemon, transport) as beside, worker() as one:
         one.connect(daemon, "red", transport)
-        one.do("model = client.register_model('m'); pool = model.pool(PAGE, 300 * PAGE); pool.allocate(0, PAGE)")
+        one.do("model = client.register_model('m'); pool = model.pool(page_size=PAGE, virtual_capacity=300 * PAGE)")
+        one.do("pool.allocate(0, PAGE)")
         one.do("pool.view(0, 4)[:] = b'mine'")
         one.do(_TRY)
         one.ask(f"tried(lambda: pool.allocate(PAGE, {PAGES} * PAGE))")

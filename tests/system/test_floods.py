@@ -164,7 +164,7 @@ for session, model in zip(sessions, models, strict=True):
                 one_more.send(hello())
                 assert reason(one_more.last_words()) == "TOO_MANY_SESSIONS"
             one.beside(state, "100 stopped sessions")
-            one.do("pools = [model.pool(PAGE, 300 * PAGE) for _ in range(2)]")
+            one.do("pools = [model.pool(page_size=PAGE, virtual_capacity=300 * PAGE) for _ in range(2)]")
             one.do("[pool.grow(300 * PAGE) for pool in pools]")
             assert daemon.books().lent_bytes == lent + 2 * 300 * PAGE
             until(lambda: daemon.books().device_used_bytes == ANCHOR_BYTES + in_flight + 2 * 300 * PAGE)

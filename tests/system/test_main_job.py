@@ -50,9 +50,8 @@ def test_a_worker_borrows_writes_grows_and_gives_back(daemon: Daemon, transport:
         engine.do("buffer = model.allocate('5MiB'); buffer.view()[:4] = b'last'")
         assert engine.ask("[buffer.size, buffer.extent_size]") == [5 * MIB, 6 * MIB]
         assert daemon.books().lent_bytes == 18 * MIB
-        stats = engine.ask(
-            "(lambda m: [m.books['device'].used, m.books['device'].peak, m.allocations_total])(model.stats())"
-        )
+        engine.do("stats = model.stats(); books = stats.books['device']")
+        stats = engine.ask("[books.used_bytes, books.peak_bytes, stats.allocations_total]")
         assert stats == [18 * MIB, 18 * MIB, 4 + 2 + 4 + 1]
         engine.do("buffer.close(); pool.close(); client.close()")
         until_clean(daemon, at_start)
@@ -68,9 +67,9 @@ def test_each_level_refuses_with_its_numbers(device: Device, transport: str) -> 
     with device.running({"capacity": "64MiB", "tenants": tenants}) as daemon, workers(2) as (red, blue):
         red.connect(daemon, "red", transport)
         blue.connect(daemon, "blue", transport)
-        red.do("small = client.register_model('small', virtual_capacity='1GiB', limit='12MiB').pool('2MiB')")
-        red.do("large = client.register_model('large', virtual_capacity='1GiB').pool('2MiB')")
-        blue.do("other = client.register_model('other', virtual_capacity='1GiB').pool('2MiB')")
+        red.do("small = client.register_model('small', virtual_capacity='1GiB', limit='12MiB').pool(page_size='2MiB')")
+        red.do("large = client.register_model('large', virtual_capacity='1GiB').pool(page_size='2MiB')")
+        blue.do("other = client.register_model('other', virtual_capacity='1GiB').pool(page_size='2MiB')")
         red.do("small.allocate(0, 8 * MIB)")
 
         model = red.refused("small.grow(6 * MIB)")
@@ -85,7 +84,7 @@ def test_each_level_refuses_with_its_numbers(device: Device, transport: str) -> 
 
         device = blue.refused("other.allocate(0, 18 * MIB)")
         assert (device.reason, device.numbers) == ("CAPACITY", ("capacity", 18 * MIB, 16 * MIB, 64 * MIB))
-        assert blue.ask("[other.is_mapped(0), other.physical_memory_usage]") == [False, 0]
+        assert blue.ask("[other.is_mapped(0), other.physical_usage_bytes]") == [False, 0]
         blue.do("other.allocate(0, 16 * MIB)")
         assert daemon.books().free_bytes == 0
 
@@ -105,7 +104,7 @@ def test_what_one_tenant_gives_back_the_other_takes(device: Device, transport: s
         for tenant, each in (("red", red), ("blue", blue)):
             each.connect(daemon, tenant, transport)
             each.do("model = client.register_model('m', virtual_capacity='8GiB'); driver = model.driver")
-            each.do(f"pool = model.pool({page}); base = pool.base_address")
+            each.do(f"pool = model.pool(page_size={page}); base = pool.base_address")
         for day, night in [(red, blue), (blue, red), (red, blue)]:
             day.do(f"pool.allocate(0, {size}); [driver.write(base + at + 100, b'secret') for at in {spots}]")
             assert day.ask(f"all(driver.read(base + at + 100, 6) == b'secret' for at in {spots})")
@@ -169,7 +168,7 @@ def test_workers_join_a_model_lower_its_limit_and_take_it_for_themselves(daemon:
         refused = second.refused("model.allocate('8MiB')")
         assert refused.numbers == ("model", 8 * MIB, 6 * MIB, 16 * MIB)
         second.do("buffer = model.allocate('6MiB')")
-        assert second.ask("(lambda m: [m.sessions, m.books['device'].used])(model.stats())") == [2, 16 * MIB]
+        assert second.ask("(lambda m: [m.sessions, m.books['device'].used_bytes])(model.stats())") == [2, 16 * MIB]
 
         conflict = second.refused("client.register_model('llama', limit='32MiB')")
         assert (conflict.error, conflict.reason) == ("ModelConflict", "MODEL_CONFLICT")
@@ -233,7 +232,8 @@ def test_an_operator_changes_limits_while_workers_run(daemon: Daemon, transport:
             return admin.SetQuota(request, timeout=10)
 
         engine.connect(daemon, transport=transport)
-        engine.do("pool = client.register_model('m', virtual_capacity='1GiB').pool('2MiB'); pool.allocate(0, 32 * MIB)")
+        engine.do("pool = client.register_model('m', virtual_capacity='1GiB').pool(page_size='2MiB')")
+        engine.do("pool.allocate(0, 32 * MIB)")
         quota = command("tenants/red/models/m", 16 * MIB)
         assert (quota.limit_bytes, quota.used_bytes) == (16 * MIB, 32 * MIB)
         assert engine.refused("pool.grow(PAGE)").numbers == ("model", PAGE, 0, 16 * MIB)
@@ -266,7 +266,8 @@ def test_two_workers_race_for_the_last_bytes_and_one_wins(daemon: Daemon, transp
     with workers(3) as racers:
         for number, each in enumerate(racers):
             each.connect(daemon, ["red", "blue", "blue"][number], transport)
-            each.do(f"model = client.register_model('m{number}', virtual_capacity='1GiB'); pool = model.pool('2MiB')")
+            each.do(f"model = client.register_model('m{number}', virtual_capacity='1GiB')")
+            each.do("pool = model.pool(page_size='2MiB')")
         first, second, third = racers
         third.do("pool.allocate(0, 200 * MIB)")
         left = 56 * MIB
@@ -315,7 +316,7 @@ def test_a_burst_is_all_or_nothing_while_others_come_and_go(daemon: Daemon, tran
         "        pool.allocate(0, size * MIB)\n"
         "    except membroker.OutOfMemory:\n"
         "        refused += 1\n"
-        "        assert pool.physical_memory_usage == 0\n"
+        "        assert pool.physical_usage_bytes == 0\n"
         "        continue\n"
         "    granted += 1\n"
         "    for at in range(0, size * MIB, PAGE):\n"
@@ -327,7 +328,7 @@ def test_a_burst_is_all_or_nothing_while_others_come_and_go(daemon: Daemon, tran
     with workers(4) as engines:
         for number, each in enumerate(engines):
             each.connect(daemon, ["red", "blue"][number % 2], transport)
-            each.do(f"pool = client.register_model('m{number}', virtual_capacity='1GiB').pool('2MiB')")
+            each.do(f"pool = client.register_model('m{number}', virtual_capacity='1GiB').pool(page_size='2MiB')")
         for each in engines:
             each.begin(burst)
         outcomes = [each.result() for each in engines]

@@ -51,7 +51,7 @@ def test_a_pool_computes_on_and_grows_after_each_of_three_daemons(daemon: Daemon
     """An engine churns through three deaths: what it holds stays as it is, and nothing is lent twice or lost."""
     with worker() as one:
         one.connect(daemon, transport=transport)
-        one.do("pool = client.register_model('m', virtual_capacity='1GiB').pool('2MiB')")
+        one.do("pool = client.register_model('m', virtual_capacity='1GiB').pool(page_size='2MiB')")
         one.do(
             "pool.allocate(0, 16 * MIB); view = pool.view(0, 16 * MIB); view[:4] = b'mine'; session = client.session"
         )

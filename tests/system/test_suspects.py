@@ -31,7 +31,7 @@ def command(daemon: Daemon, *options: str) -> str:
 
 def borrow(one: Worker, daemon: Daemon, tenant: str, transport: str, size: int) -> None:
     one.connect(daemon, tenant, transport)
-    one.do("model = client.register_model('m', virtual_capacity='1GiB'); pool = model.pool('2MiB')")
+    one.do("model = client.register_model('m', virtual_capacity='1GiB'); pool = model.pool(page_size='2MiB')")
     one.do(f"pool.allocate(0, {size})")
 
 

@@ -443,6 +443,16 @@ def see_available(me: Party, target: Any) -> Any:
     return me.ask(target, "GetAvailable", bpb.GetAvailableRequest(model=target.model))
 
 
+@row(
+    "L8",
+    "see S's model by its name (GetModel)",
+    "yes yes MODEL_NOT_FOUND UNIMPLEMENTED EACCES yes yes",
+    _TENANT,
+)
+def get_model(me: Party, target: Any) -> Any:
+    return me.ask(target, "GetModel", bpb.GetModelRequest(name=target.model))
+
+
 # --- Deeds: the operator's ---
 
 

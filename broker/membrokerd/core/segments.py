@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from membroker.wire.names import valid_segment
+
 from . import effects as fx
 from . import events as ev
 from . import facts as ft
@@ -77,7 +79,7 @@ class Segments:
         found = self._lending.find(event.session, name)
         if isinstance(found, Denied):
             return found
-        if not policy.valid_own_name(event.name.label):
+        if not valid_segment(event.name.label):
             return deny(Reason.INVALID_NAME, name=event.name.label)
         there = books.ledger.labels.get(event.name)
         if there is not None:

@@ -25,6 +25,7 @@ from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm.driver import DeviceInfo
 from membroker.wire import frames as handoff
+from membroker.wire import names
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import policy
@@ -67,7 +68,7 @@ class Lender:
             dispatcher=self.dispatcher,
             endpoint="red",
             device=DeviceInfo("host", "twin", "host", PAGE),
-            buffer=bytearray(handoff.MAX_FRAME_BYTES),
+            buffer=bytearray(names.MAX_FRAME_BYTES),
             watch=SimpleNamespace(add=self._watch, look=lambda session: None),
             tenant_of=lambda peer: "red",
             greeted=lambda connection: None,

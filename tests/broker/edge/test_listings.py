@@ -20,7 +20,7 @@ def test_every_row_is_on_one_page(long: int, size: int) -> None:
         page, token = views._page(
             rows,
             lambda row: f"{row:016x}",
-            re.compile(r"[0-9a-f]{16}"),
+            re.compile(r"[0-9a-f]{16}").fullmatch,
             pb.ListSessionsRequest(page_size=size, page_token=token),
             lambda row: rpb.Session(name=str(row), client="x" * long),
         )

@@ -13,10 +13,11 @@ from tests.support.fake_lender import PAGE, Lender
 from tests.support.sizes import MIB
 
 import membroker
+from membroker.dtypes import word_of
 from membroker.errors import InvalidOffset, InvalidRequest
 from membroker.memory import dlpack
 from membroker.pool.pool import VirtualMemoryPool
-from membroker.safetensors import word_of, write_index
+from membroker.safetensors import write_index
 
 INTS = [np.int64, np.uint64, np.int32, np.intp]
 NO_INTS = [1.0, np.float64(1), True, np.True_, None, b"1", [1]]
@@ -76,7 +77,7 @@ class TestSizes:
             buffer.span(number, 1)
         with pytest.raises(InvalidRequest, match="spare pages is a whole number"):
             membroker.VirtualMemoryPool(host, "8MiB", "2MiB", spare_pages=number)
-        assert pool.physical_memory_usage == 0
+        assert pool.physical_usage_bytes == 0
 
     def test_sizes_in_range_only(self, pool: VirtualMemoryPool) -> None:
         for number in (np.int64(-1), np.int64(-(1 << 63)), np.uint64((1 << 64) - 1)):

@@ -40,7 +40,7 @@ def buffer(lender: Lender) -> Iterator[GrowableBuffer]:
 
 def state(buffer: GrowableBuffer, lender: Lender) -> tuple[object, ...]:
     """All that a refusal must leave as it was."""
-    usage = buffer.physical_memory_usage
+    usage = buffer.physical_usage_bytes
     return buffer.size, buffer.address, usage, bytes(buffer.view()), dict(lender.lent), lender.used_bytes
 
 
@@ -49,7 +49,7 @@ class TestSize:
         """A cache begins with what its first request needs, and with addresses for the longest one there may be."""
         with GrowableBuffer(lender, "3MiB", "100MiB", "2MiB") as buffer:
             assert (buffer.size, buffer.page_size) == (3 * MIB, PAGE)
-            assert (buffer.capacity, buffer.physical_memory_usage) == (100 * MIB, 2 * PAGE)
+            assert (buffer.capacity, buffer.physical_usage_bytes) == (100 * MIB, 2 * PAGE)
             assert lender.lent_bytes == lender.used_bytes == 2 * PAGE
             assert "3.0 MiB of 100.0 MiB" in repr(buffer)
             assert len(buffer.view()) == 3 * MIB
@@ -60,7 +60,7 @@ class TestSize:
         for size, pages in ((1, 1), (PAGE, 1), (PAGE + 1, 2), (7 * PAGE, 7), (3 * PAGE + 1, 4), (3 * PAGE, 3), (0, 0)):
             buffer.resize(size)
             assert buffer.size == size == len(buffer.view())
-            assert buffer.physical_memory_usage == lender.lent_bytes == lender.used_bytes == pages * PAGE
+            assert buffer.physical_usage_bytes == lender.lent_bytes == lender.used_bytes == pages * PAGE
 
     def test_within_a_page_nobody_is_asked(self, buffer: GrowableBuffer, lender: Lender) -> None:
         """A list that appends a few bytes at a time costs a call once in a page."""
@@ -289,7 +289,7 @@ class TestThreads:
         """One thread waits for the broker: the others compute on what there is, and the next resize has its turn."""
         buffer.resize(PAGE)
         with held_up(lender, lambda: buffer.resize(3 * PAGE)) as first:
-            assert (buffer.size, buffer.physical_memory_usage) == (PAGE, PAGE)
+            assert (buffer.size, buffer.physical_usage_bytes) == (PAGE, PAGE)
             buffer.view()[:2] = b"ok"
             assert buffer.span(0, 2).size == 2
             second = threading.Thread(target=buffer.shrink, args=(PAGE,))
@@ -372,7 +372,7 @@ class TestThreads:
 
         together([partial(churn, number) for number in range(6)])
         pages = -(-buffer.size // PAGE)
-        assert buffer.physical_memory_usage == lender.lent_bytes == lender.used_bytes == pages * PAGE
+        assert buffer.physical_usage_bytes == lender.lent_bytes == lender.used_bytes == pages * PAGE
 
 
 class TestEnd:
@@ -427,9 +427,9 @@ def test_without_a_broker() -> None:
         buffer.resize(4 * PAGE)
         with pytest.raises(OutOfMemory) as refused:
             buffer.grow(1)
-        assert (refused.value.requested, refused.value.available, buffer.size) == (PAGE, 0, 4 * PAGE)
+        assert (refused.value.requested_bytes, refused.value.available_bytes, buffer.size) == (PAGE, 0, 4 * PAGE)
         buffer.resize(PAGE)
-        assert source.physical_memory_usage == PAGE
+        assert source.physical_usage_bytes == PAGE
 
 
 _FORKS = """

@@ -52,10 +52,10 @@ def test_an_elastic_pool_without_a_broker() -> None:
     with LocalSource("host") as source, VirtualMemoryPool(source, "64GiB", page_size="2MiB") as pool:
         assert pool.allocate(0, "8MiB") == pool.base_address
         put(pool, 3, b"hello")
-        assert (source.physical_memory_usage, source.limit) == (8 * MIB, None)
+        assert (source.physical_usage_bytes, source.limit) == (8 * MIB, None)
         assert source.driver.memory(Location.DEVICE).used == 8 * MIB
         pool.deallocate(0, "6MiB")
-        assert source.physical_memory_usage == source.driver.memory(Location.DEVICE).used == 2 * MIB
+        assert source.physical_usage_bytes == source.driver.memory(Location.DEVICE).used == 2 * MIB
         pool.compact()
         assert text(pool, 0, 5) == b"hello"
         assert "host memory" in repr(source)
@@ -86,16 +86,21 @@ def test_a_limit_is_kept(driver: FlakyDriver) -> None:
         with pytest.raises(OutOfMemory) as refused:
             second.allocate(0, 2 * PAGE)
         error = refused.value
-        assert (error.level, error.requested, error.available, error.limit) == ("capacity", 2 * PAGE, PAGE, 16 * MIB)
+        assert (error.level, error.requested_bytes, error.available_bytes, error.limit) == (
+            "capacity",
+            2 * PAGE,
+            PAGE,
+            16 * MIB,
+        )
         assert second.stats().mapped_pages == 0
         second.allocate(0, PAGE)
-        assert source.physical_memory_usage == used(driver) == 16 * MIB
+        assert source.physical_usage_bytes == used(driver) == 16 * MIB
         buffer.close()
         second.allocate(PAGE, 2 * PAGE)
         with VirtualMemoryPool(source, PAGE, PAGE, "host") as at_the_host:
             at_the_host.allocate(0, PAGE)
             assert used(driver, Location.HOST) == PAGE
-            assert source.physical_memory_usage == 16 * MIB
+            assert source.physical_usage_bytes == 16 * MIB
 
 
 def test_locations_have_limits_of_their_own(driver: FlakyDriver) -> None:
@@ -117,9 +122,9 @@ def test_a_full_device(driver: FlakyDriver) -> None:
             pool.allocate(10 * PAGE, 200 * PAGE)
         error = refused.value
         assert (error.level, error.reason, error.limit) == ("device", "DEVICE_FULL", None)
-        assert (error.requested, error.available) == (200 * PAGE, 90 * PAGE)
+        assert (error.requested_bytes, error.available_bytes) == (200 * PAGE, 90 * PAGE)
         assert pool.stats().mapped_pages == 10
-        assert source.physical_memory_usage == 10 * PAGE
+        assert source.physical_usage_bytes == 10 * PAGE
         pool.allocate(10 * PAGE, 90 * PAGE)
         driver.stranger_bytes = 0
 
@@ -132,7 +137,7 @@ def test_the_driver_fails_at_map_k(driver: FlakyDriver, mappings: int) -> None:
         with pytest.raises(DeviceFailure, match="ENOMEM"):
             pool.allocate(0, 100 * PAGE)
         driver.maps_left = None
-        assert (source.physical_memory_usage, used(driver), len(os.listdir("/proc/self/fd"))) == (0, 0, descriptors)
+        assert (source.physical_usage_bytes, used(driver), len(os.listdir("/proc/self/fd"))) == (0, 0, descriptors)
         pool.allocate(0, 100 * PAGE)
 
 
@@ -147,9 +152,9 @@ def test_far_more_than_there_is() -> None:
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-        assert (refused.value.requested, refused.value.available) == (16 << 40, 8 * PAGE)
+        assert (refused.value.requested_bytes, refused.value.available_bytes) == (16 << 40, 8 * PAGE)
         assert peak < 64 * MIB
-        assert source.physical_memory_usage == 0
+        assert source.physical_usage_bytes == 0
     driver.close()
 
 
@@ -194,7 +199,7 @@ class TestEnd:
         for _ in interrupted_everywhere(prepare):
             source = made[0][0]
             source.close()
-            assert source.physical_memory_usage == 0
+            assert source.physical_usage_bytes == 0
 
     def test_a_view_keeps_its_memory(self, driver: FlakyDriver) -> None:
         """Results are read after the end of the program's work; the last view's end is the source's."""
@@ -222,7 +227,7 @@ class TestEnd:
         del pool
         gc.collect()
         gone = weakref.ref(source)
-        until(lambda: used(driver) == gone().physical_memory_usage == 0)
+        until(lambda: used(driver) == gone().physical_usage_bytes == 0)
         del source
         gc.collect()
         until(lambda: gone() is None)
@@ -285,7 +290,7 @@ def test_many_threads_share_a_limit(driver: FlakyDriver) -> None:
 
         def churn() -> None:
             for _ in range(100):
-                assert source.physical_memory_usage <= 6 * PAGE
+                assert source.physical_usage_bytes <= 6 * PAGE
                 try:
                     address = pool.allocate_anywhere(2 * PAGE)
                 except OutOfMemory:
@@ -294,7 +299,7 @@ def test_many_threads_share_a_limit(driver: FlakyDriver) -> None:
                 pool.deallocate(address - pool.base_address, 2 * PAGE)
 
         together([churn] * 8)
-        assert source.physical_memory_usage == used(driver) == 0
+        assert source.physical_usage_bytes == used(driver) == 0
         with suppress(AlreadyMapped):
             pool.allocate(0, 6 * PAGE)
         assert pool.stats().mapped_pages == 6

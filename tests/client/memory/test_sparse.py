@@ -59,7 +59,7 @@ def state(table: SparseArray, lender: Lender) -> tuple[object, ...]:
     """All that a refusal must leave as it was."""
     tiles = table.tiles()
     contents = [table.read(tile * ROWS) for tile in tiles]
-    return tiles, contents, table.address, table.physical_memory_usage, dict(lender.lent), lender.used_bytes
+    return tiles, contents, table.address, table.physical_usage_bytes, dict(lender.lent), lender.used_bytes
 
 
 class TestTiles:
@@ -67,7 +67,7 @@ class TestTiles:
         """An embedding table for every id there may ever be costs nothing until one is seen."""
         assert (table.shape, table.dtype, table.size) == ((COUNT, 256), "F32", COUNT * ROW)
         assert (table.tile_rows, table.tile_size, table.tile_count) == (ROWS, PAGE, 10)
-        assert (table.tiles(), table.physical_memory_usage, lender.used_bytes) == ([], 0, 0)
+        assert (table.tiles(), table.physical_usage_bytes, lender.used_bytes) == ([], 0, 0)
         assert "F32 [20475, 256], 0 B backed" in repr(table)
 
     @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ class TestTiles:
     def test_the_first_write_gives_memory_and_only_there(self, table: SparseArray, lender: Lender) -> None:
         table.write(3 * ROWS + 7, row(1))
         assert table.tiles() == [3]
-        assert table.physical_memory_usage == lender.lent_bytes == lender.used_bytes == PAGE
+        assert table.physical_usage_bytes == lender.lent_bytes == lender.used_bytes == PAGE
         table.write(3 * ROWS, row(2))
         assert lender.lent_bytes == PAGE
         assert table.read(3 * ROWS, 9) == row(2) + row(0, 6) + row(1) + row(0)
@@ -496,7 +496,7 @@ class TestThreads:
                 assert zeros.read(mine, ROWS)[:ROW] in (row(number), row(0))
 
         together([partial(churn, number) for number in range(1, 7)])
-        assert len(zeros.tiles()) * PAGE == lender.lent_bytes == lender.used_bytes == zeros.physical_memory_usage
+        assert len(zeros.tiles()) * PAGE == lender.lent_bytes == lender.used_bytes == zeros.physical_usage_bytes
 
 
 class TestEnd:
@@ -557,7 +557,7 @@ def test_without_a_broker() -> None:
         table.write(ROWS - 1, row(1, 2))
         with pytest.raises(OutOfMemory):
             table.back(5)
-        assert (table.tiles(), source.physical_memory_usage) == ([0, 1], 2 * PAGE)
+        assert (table.tiles(), source.physical_usage_bytes) == ([0, 1], 2 * PAGE)
         table.drop(0)
         table.back(5)
 

@@ -97,7 +97,7 @@ class TestCompact:
         assert pages(pool) == {0: b"0001", 1: b"0002", 2: b"0004", 3: b"0008"}
         assert [row.extents for row in pool.mappings(by_page=True)] == extents
         assert (lender.lent, lender.used_bytes) == (lent, 4 * PAGE)
-        assert (pool.stats().fragmentation_ratio, pool.stats().largest_free_run) == (0.0, 60 * PAGE)
+        assert (pool.stats().fragmentation_ratio, pool.stats().largest_free_run_bytes) == (0.0, 60 * PAGE)
         assert pool.compact() == pool.compact(dry_run=True) == []
 
     def test_pointers_are_patched_by_the_moves(self, pool: VirtualMemoryPool) -> None:

@@ -113,7 +113,7 @@ class TestThereAndBack:
         before = digest(pool, *offsets)
         assert pool.offload() == 11 * PAGE
         assert sizes(pool) == (0, 11)
-        assert lender.used_bytes == lender.lent_bytes == pool.physical_memory_usage == 0
+        assert lender.used_bytes == lender.lent_bytes == pool.physical_usage_bytes == 0
         assert lender.declared_bytes == pinned_bytes(lender) == 11 * PAGE
         base = pool.base_address
         with VirtualMemoryPool(lender, PAGES * PAGE, PAGE) as other:  # whose pages are the same memory's
@@ -277,7 +277,7 @@ class TestAnOffloadedPage:
         assert issubclass(Offloaded, NotMapped)
         assert sizes(pool) == (2, 2)
         assert pool.grow(1) == pool.base_address + 4 * PAGE
-        assert pool.stats().largest_free_run == (PAGES - 5) * PAGE
+        assert pool.stats().largest_free_run_bytes == (PAGES - 5) * PAGE
 
     def test_is_listed_and_stays_where_it_is(self, pool: VirtualMemoryPool) -> None:
         """A compaction moves what has memory, and nothing over a page that is to come back."""
@@ -705,14 +705,14 @@ class TestOverABroker:
         with membroker.connect(daemon.endpoint(), transport=transport) as client:
             model = client.register_model("m", virtual_capacity="1GiB", host_limit="40MiB")
             model.declare("3MiB", "host")
-            with model.pool(PAGE) as pool:
+            with model.pool(page_size=PAGE) as pool:
                 pool.allocate(0, 16 * PAGE)
                 fill(pool, 0, random_bytes(16 * PAGE))
                 before = digest(pool, *range(0, 16 * PAGE, PAGE))
                 assert pool.offload() == 16 * PAGE
                 assert self.books(daemon) == (0, 35 * MIB)
                 model.declare("8MiB", "host")
-                assert model.stats().books["host"].declared == 40 * MIB
+                assert model.stats().books["host"].declared_bytes == 40 * MIB
                 with pytest.raises(membroker.OutOfMemory):
                     model.declare("9MiB", "host")
                 with pytest.raises(InvalidRequest, match="beside 33554432 that are declared"):
@@ -723,7 +723,7 @@ class TestOverABroker:
                 pool.allocate(16 * PAGE, PAGE)
                 with pytest.raises(membroker.OutOfMemory) as refused:
                     pool.offload()
-                assert (refused.value.level, refused.value.available) == ("model", 32 * MIB)
+                assert (refused.value.level, refused.value.available_bytes) == ("model", 32 * MIB)
                 assert sizes(pool) == (17, 0)
                 model.declare(0, "host")
                 pool.offload()
@@ -735,7 +735,7 @@ class TestOverABroker:
             membroker.connect(daemon.endpoint(), transport=transport) as client,
             membroker.connect(daemon.endpoint("blue")) as other,
         ):
-            pool = client.register_model("m").pool(PAGE)
+            pool = client.register_model("m").pool(page_size=PAGE)
             pool.allocate(0, 16 * PAGE)
             pool.offload()
             with other.register_model("m").allocate("234MiB"):
@@ -748,7 +748,7 @@ class TestOverABroker:
 
     def test_a_broker_that_lends_nothing_of_the_host(self, transport: str) -> None:
         with running() as daemon, membroker.connect(daemon.endpoint(), transport=transport) as client:
-            pool = client.register_model("m").pool(PAGE)
+            pool = client.register_model("m").pool(page_size=PAGE)
             pool.allocate(0, PAGE)
             with pytest.raises(membroker.InvalidRequest, match="host_capacity"):
                 pool.offload()
@@ -761,7 +761,7 @@ class TestOverABroker:
 from membroker.pool import offload
 offload.CHUNK_BYTES = PAGE
 client = connect()
-pool = client.register_model('m').pool(PAGE)
+pool = client.register_model('m').pool(page_size=PAGE)
 pool.allocate(0, 16 * PAGE)
 def told(done, total):
     if done == 4 * PAGE:
@@ -784,7 +784,7 @@ def told(done, total):
     ) -> None:
         """The call goes on with the next daemon, whose books are right at both locations."""
         with membroker.connect(daemon.endpoint(), transport=transport, timeout=30) as client:
-            pool = client.register_model("m").pool(PAGE)
+            pool = client.register_model("m").pool(page_size=PAGE)
             pool.allocate(0, 12 * PAGE)
             fill(pool, 0, random_bytes(12 * PAGE))
             every = range(0, 12 * PAGE, PAGE)
@@ -809,7 +809,7 @@ def told(done, total):
         with membroker.connect(daemon.endpoint(), transport=transport, timeout=30) as client:
             model = client.register_model("m")
             model.declare("5MiB", "host")
-            pool = model.pool(PAGE)
+            pool = model.pool(page_size=PAGE)
             pool.allocate(0, 6 * PAGE)
             pool.offload()
             assert self.books(daemon) == (0, 17 * MIB)
@@ -835,7 +835,7 @@ class TestSegments:
 import hashlib, random
 client = connect()
 model = client.register_model('m', virtual_capacity='1GiB')
-pool = model.pool(PAGE)
+pool = model.pool(page_size=PAGE)
 pool.allocate(PAGE, 3 * PAGE)
 pool.allocate(10 * PAGE, 2 * PAGE)
 data = random.Random({seed}).randbytes(5 * PAGE)
@@ -853,7 +853,7 @@ wait()
             process.wait()
         until(lambda: not daemon.sessions())
         with membroker.connect(daemon.endpoint(), transport=transport) as client:
-            pool = client.register_model("m", virtual_capacity="1GiB").pool(PAGE)
+            pool = client.register_model("m", virtual_capacity="1GiB").pool(page_size=PAGE)
             told: list[tuple[int, int]] = []
             with client.attach("m/sleeping") as segment:
                 copied = pool.restore_from(segment, progress=lambda *numbers: told.append(numbers))
@@ -869,14 +869,14 @@ wait()
         """A pool restores from the segment that it has offloaded to, though its owner has closed and deleted it."""
         with membroker.connect(daemon.endpoint()) as client:
             model = client.register_model("m")
-            pool = model.pool(PAGE)
+            pool = model.pool(page_size=PAGE)
             pool.allocate(0, 6 * PAGE)
             fill(pool, 0, random_bytes(6 * PAGE))
             every = range(0, 6 * PAGE, PAGE)
             before = digest(pool, *every)
             segment = model.create_segment("s", pool.offload_size(), "host")
             pool.offload(to=segment)
-            assert model.stats().books["host"].declared == 0
+            assert model.stats().books["host"].declared_bytes == 0
             segment.delete()
             segment.close()
             assert pool.restore() == 6 * PAGE
@@ -887,7 +887,7 @@ wait()
         """Too small, of the device, sealed, or another client's: refused, and nothing has changed."""
         with membroker.connect(daemon.endpoint()) as client, membroker.connect(daemon.endpoint()) as other:
             model = client.register_model("m")
-            pool = model.pool(PAGE)
+            pool = model.pool(page_size=PAGE)
             pool.allocate(0, 2 * PAGE)
             small = model.create_segment("small", 2 * PAGE, "host")
             with pytest.raises(InvalidRequest, match="need"):
@@ -931,7 +931,7 @@ wait()
             model = client.register_model("m")
             segment = model.create_segment("s", "16MiB", "host")
             segment.lay_out(tensors)
-            pool = model.pool(PAGE, virtual_capacity=4 * PAGE)
+            pool = model.pool(page_size=PAGE, virtual_capacity=4 * PAGE)
             with pytest.raises(InvalidRequest, match="not sealed"):
                 pool.restore_from(segment)
             segment.seal()
@@ -947,7 +947,7 @@ wait()
             with model.create_segment("s", PAGE, "host") as segment:
                 segment.lay_out({})
                 segment.seal()
-                assert model.pool(PAGE).restore_from(segment) == 0
+                assert model.pool(page_size=PAGE).restore_from(segment) == 0
                 segment.delete()
             until(lambda: not client.segments())
 
@@ -955,7 +955,7 @@ wait()
         """Who waits for the segment of a pool without pages is told that there are none, and waits for no seal."""
         with membroker.connect(daemon.endpoint()) as client:
             model = client.register_model("m")
-            pool = model.pool(PAGE)
+            pool = model.pool(page_size=PAGE)
             with model.create_segment("s", pool.offload_size(), "host") as segment:
                 assert pool.offload(to=segment) == 0
                 assert not segment.writable
@@ -970,7 +970,7 @@ wait()
         """A page of the range is in use, or offloaded: nothing has changed. Then it is freed, and all comes."""
         with membroker.connect(daemon.endpoint()) as client:
             model = client.register_model("m")
-            pool, other = model.pool(PAGE, spare_pages=2), model.pool(PAGE)
+            pool, other = model.pool(page_size=PAGE, spare_pages=2), model.pool(page_size=PAGE)
             other.allocate(0, 4 * PAGE)
             fill(other, 3 * PAGE, b"last")
             segment = model.create_segment("s", other.offload_size(), "host")
@@ -993,13 +993,13 @@ wait()
         """What has not come back is the new pool's, offloaded, and lies in the segment until there is room."""
         with membroker.connect(daemon.endpoint()) as client:
             model = client.register_model("m", limit="8MiB")
-            first = model.pool(PAGE)
+            first = model.pool(page_size=PAGE)
             first.allocate(0, 4 * PAGE)
             fill(first, 3 * PAGE, b"last")
             segment = model.create_segment("s", first.offload_size(), "host")
             first.offload(to=segment)
             segment.delete()
-            pool = model.pool(PAGE)
+            pool = model.pool(page_size=PAGE)
             with model.allocate(PAGE):
                 with pytest.raises(membroker.OutOfMemory) as refused:
                     pool.restore_from(segment)
@@ -1014,7 +1014,7 @@ wait()
         """Nobody else can take half of a pool for all of it; the worker itself has every byte."""
         with membroker.connect(daemon.endpoint()) as client:
             model = client.register_model("m")
-            pool = model.pool(PAGE)
+            pool = model.pool(page_size=PAGE)
             pool.allocate(0, 8 * PAGE)
             fill(pool, 7 * PAGE, b"last")
             segment = model.create_segment("s", pool.offload_size(), "host")
@@ -1033,7 +1033,7 @@ wait()
         """It would refuse the seal, when all has been copied: so it is told before. Without it the same call goes."""
         with membroker.connect(daemon.endpoint()) as client:
             model = client.register_model("m")
-            pool = model.pool(PAGE)
+            pool = model.pool(page_size=PAGE)
             pool.allocate(0, 4 * PAGE)
             fill(pool, 0, b"first")
             segment = model.create_segment("s", pool.offload_size(), "host")
@@ -1051,7 +1051,7 @@ wait()
         """The seal is refused, and everything is in the segment: who lets the view go seals it himself."""
         with membroker.connect(daemon.endpoint()) as client:
             model = client.register_model("m")
-            pool = model.pool(PAGE)
+            pool = model.pool(page_size=PAGE)
             pool.allocate(0, 4 * PAGE)
             fill(pool, 0, b"first")
             segment = model.create_segment("s", pool.offload_size(), "host")
@@ -1070,7 +1070,7 @@ wait()
         """It stopped half way, and whoever tries again takes the same segment: its first pages are nowhere else."""
         with membroker.connect(daemon.endpoint()) as client:
             model = client.register_model("m")
-            pool, other = model.pool(PAGE), model.pool(PAGE)
+            pool, other = model.pool(page_size=PAGE), model.pool(page_size=PAGE)
             other.allocate(0, PAGE)
             pool.allocate(0, 12 * PAGE)
             fill(pool, 0, random_bytes(12 * PAGE))
@@ -1099,7 +1099,7 @@ def test_a_forked_child_has_none_of_it(daemon: Daemon, transport: str) -> None:
     del daemon
     script = """
 client = connect()
-pool = client.register_model('m').pool(PAGE)
+pool = client.register_model('m').pool(page_size=PAGE)
 pool.allocate(0, 4 * PAGE)
 pool.view(0, 5)[:] = b'first'
 pool.offload()

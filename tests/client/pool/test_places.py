@@ -78,7 +78,7 @@ class TestAnywhere:
         for size, alignment in ((2 * PAGE, 0), (64 * PAGE, 0), (65 * PAGE, 0), (2**62, 0), (PAGE, 2**62)):
             with pytest.raises(OutOfVirtualMemory) as error:
                 pool.allocate_anywhere(size, alignment)
-            assert (error.value.requested, error.value.available) == (max(PAGE, size), PAGE)
+            assert (error.value.requested_bytes, error.value.available_bytes) == (max(PAGE, size), PAGE)
         assert isinstance(error.value, MemoryError)
         assert state(pool, lender) == before
         pool.compact()
@@ -258,7 +258,7 @@ class TestMappings:
                 by_page = pool.mappings(by_page=True)
             assert [row.size for row in by_page] == [PAGE] * 8
             assert [row.extents[0] for row in by_page] == ids
-            assert sum(row.size for row in pool.mappings()) == pool.stats().physical_usage
+            assert sum(row.size for row in pool.mappings()) == pool.stats().physical_usage_bytes
 
     def test_what_another_call_is_at(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """What is being borrowed is not there yet; what is being given back is still there."""
@@ -430,7 +430,7 @@ def test_a_pool_of_terabytes(lender: Lender) -> None:
     """Addresses cost nothing: 16 TiB of them, and the table is as long as what was used."""
     with VirtualMemoryPool(lender, "16TiB", PAGE) as pool:
         pool.allocate_anywhere(PAGE)
-        assert pool.stats().largest_free_run == pool.capacity - PAGE
+        assert pool.stats().largest_free_run_bytes == pool.capacity - PAGE
         pool.allocate(pool.capacity - PAGE, PAGE)
         put(pool, pool.capacity // PAGE - 1, b"high")
         assert pool.compact() != []

@@ -38,7 +38,7 @@ class TestSeed:
         assert pool.capacity == 64 * PAGE
         assert pool.page_size == PAGE
         assert pool.base_address % PAGE == 0
-        assert pool.physical_memory_usage == 0
+        assert pool.physical_usage_bytes == 0
         assert not pool.is_mapped(0)
 
     @pytest.mark.parametrize("page_size", [0, 1, 4096, MIB, 3 * MIB, PAGE + 1, "1MiB", -PAGE, "a page"])
@@ -52,9 +52,9 @@ class TestSeed:
         address = pool.allocate(0, 4 * PAGE)
         assert address == pool.base_address
         pool.view(0, 4 * PAGE)[:] = b"\x5a" * (4 * PAGE)
-        assert pool.physical_memory_usage == lender.used_bytes == lender.lent_bytes == 4 * PAGE
+        assert pool.physical_usage_bytes == lender.used_bytes == lender.lent_bytes == 4 * PAGE
         pool.deallocate(0, 4 * PAGE)
-        assert pool.physical_memory_usage == lender.used_bytes == lender.lent_bytes == 0
+        assert pool.physical_usage_bytes == lender.used_bytes == lender.lent_bytes == 0
 
     def test_address_is_base_plus_offset(self, pool: VirtualMemoryPool) -> None:
         assert pool.allocate(3 * PAGE + 5, 10) == pool.base_address + 3 * PAGE + 5
@@ -117,12 +117,12 @@ class TestSeed:
 def test_every_touched_page_is_backed(pool: VirtualMemoryPool, offset: int, size: int, pages: int) -> None:
     """A tensor that is not aligned is backed to its last byte, and counted by pages, not by its rounded size."""
     pool.allocate(offset, size)
-    assert pool.physical_memory_usage == pages * PAGE
+    assert pool.physical_usage_bytes == pages * PAGE
     assert pool.is_mapped(offset)
     assert pool.is_mapped(offset + size - 1)
     pool.view(offset, size)[:] = b"x" * size
     pool.deallocate(offset, size)
-    assert pool.physical_memory_usage == 0
+    assert pool.physical_usage_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ class TestThreads:
             pool.allocate(0, 1)
         go_on.set()
         first.join()
-        assert pool.physical_memory_usage == 0
+        assert pool.physical_usage_bytes == 0
 
     def test_racing_for_one_page(self, pool: VirtualMemoryPool) -> None:
         """Many threads want the same page and give it back: exactly one has it at a time."""
@@ -368,7 +368,7 @@ class TestThreads:
                 pool.deallocate(0, PAGE)
 
         together([churn] * 8)
-        assert pool.physical_memory_usage == 0
+        assert pool.physical_usage_bytes == 0
 
 
 class TestViews:
@@ -448,7 +448,7 @@ class TestSpare:
         assert not keeping.is_mapped(2 * PAGE)
         stats = keeping.stats()
         assert (stats.mapped_pages, stats.spare_pages, stats.physical_usage) == (2, 2, 2 * PAGE)
-        assert keeping.physical_memory_usage == lender.lent_bytes == lender.used_bytes == 2 * PAGE
+        assert keeping.physical_usage_bytes == lender.lent_bytes == lender.used_bytes == 2 * PAGE
         assert keeping.allocate(2 * PAGE, 2 * PAGE) == address
         assert keeping.is_mapped(3 * PAGE)
         assert keeping.stats().spare_pages == 0

@@ -30,6 +30,7 @@ from membroker.session.inventory import Registry
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
+from membroker.wire import names
 
 
 def descriptors() -> set[str]:
@@ -42,7 +43,7 @@ class Broker:
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self.end.settimeout(30)
-        self._buffer = bytearray(handoff.MAX_FRAME_BYTES)
+        self._buffer = bytearray(names.MAX_FRAME_BYTES)
 
     def hear(self, kind: str) -> pb.Frame:
         """Return the next frame, which must be of this kind."""
@@ -389,7 +390,7 @@ class TestThreads:
         assert isinstance(caller.end().error, BrokerUnavailable)
         assert taker.undone == 1
 
-    @pytest.mark.parametrize("garbage", [b"\xff\xff", b"\x08\x01", b"x" * (handoff.MAX_FRAME_BYTES + 1)])
+    @pytest.mark.parametrize("garbage", [b"\xff\xff", b"\x08\x01", b"x" * (names.MAX_FRAME_BYTES + 1)])
     def test_garbage(self, pair: tuple[Connection, Broker], garbage: bytes) -> None:
         """What is no frame ends the connection: nothing behind it could be trusted."""
         connection, broker = pair

@@ -19,8 +19,9 @@ from membroker.errors import AccessDenied, BrokerUnavailable
 from membroker.session.handshake import open_session
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
+from membroker.wire import names
 
-HELLO = pb.Hello(protocol_version=handoff.PROTOCOL_VERSION)
+HELLO = pb.Hello(protocol_version=names.PROTOCOL_VERSION)
 
 
 def refusal() -> bytes:

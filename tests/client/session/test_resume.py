@@ -67,7 +67,7 @@ class TestCallsInFlight:
 
     def test_what_half_arrived_is_dropped(self, broker: PlayedBroker, client: membroker.Client) -> None:
         """One packet of two was mapped: it is unmapped before anything is stated, and both are borrowed anew."""
-        pool = model(client).pool(PAGE)
+        pool = model(client).pool(page_size=PAGE)
         caller = Caller(lambda: pool.allocate(0, 3 * PAGE))
         request_id = broker.hear("allocate").request_id
         broker.deliver(request_id, 2, part=0, parts=2)
@@ -89,7 +89,7 @@ class TestCallsInFlight:
         self, broker: PlayedBroker, client: membroker.Client, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A thread is slow at mapping when the broker dies: what it maps is nobody's, so its undoing comes first."""
-        pool = model(client).pool(PAGE)
+        pool = model(client).pool(page_size=PAGE)
         bind, lost = pool._holding.region.bind_descriptors, client._session.connection
         began, go_on = threading.Event(), threading.Event()
 
@@ -196,7 +196,7 @@ class TestCallsInFlight:
 
     def test_a_driver_that_cannot_unmap(self, broker: PlayedBroker, client: membroker.Client) -> None:
         """What is stuck in the device is held: calling it given back would lend it to somebody else's account."""
-        pool = model(client).pool(PAGE)
+        pool = model(client).pool(page_size=PAGE)
         caller = Caller(lambda: pool.allocate(0, 2 * PAGE))
         request_id = broker.hear("allocate").request_id
         (extent_id,) = broker.deliver(request_id, 1, parts=2)
@@ -342,7 +342,7 @@ client.close()
         assert sum(len(one.segments) for one in frames) == 2_000
         assert [each.model for one in frames for each in one.declarations] == names
         assert [one.last for one in frames] == [False] * (len(frames) - 1) + [True]
-        assert max(pb.Frame(holds=one).ByteSize() for one in frames) < handoff.MAX_FRAME_BYTES - 16
+        assert max(pb.Frame(holds=one).ByteSize() for one in frames) < 65_536 - 16
         broker.agree(request_id)
         until(lambda: not is_away(client))
 
@@ -395,7 +395,7 @@ client.close()
 
     def test_a_pool_gives_back_the_known_half(self, broker: PlayedBroker, client: membroker.Client) -> None:
         """One request for both would be refused as a whole."""
-        pool = model(client).pool(PAGE)
+        pool = model(client).pool(page_size=PAGE)
         caller = Caller(lambda: pool.allocate(0, 2 * PAGE))
         ids = broker.lend(2)
         caller.value()
@@ -525,7 +525,7 @@ logging.disable()
 from membroker.model import Model
 from membroker.v1 import resources_pb2
 client = connect()
-pool = Model(client._session, resources_pb2.Model(name="m", virtual_capacity_bytes=1 << 30)).pool(PAGE)
+pool = Model(client._session, resources_pb2.Model(name="m", virtual_capacity_bytes=1 << 30)).pool(page_size=PAGE)
 say("connected")
 try:
     pool.allocate(0, 3 * PAGE)
@@ -697,7 +697,7 @@ class TestSessionLost:
         told: list[membroker.Notice] = []
         client.on_notice(told.append)
         one, _ = buffer(broker, client)
-        pool = model(client).pool(PAGE)
+        pool = model(client).pool(page_size=PAGE)
         caller = Caller(lambda: pool.allocate(0, PAGE))
         broker.hear("allocate")
         broker.hang_up()
@@ -725,7 +725,7 @@ class TestSessionLost:
 class TestNotices:
     def test_a_callback_that_is_none(self, client: membroker.Client) -> None:
         """It is refused at once, and not in a log when the first notice comes."""
-        with pytest.raises(membroker.InvalidRequest, match="on_notice wants a function"):
+        with pytest.raises(membroker.InvalidRequest, match="on_notice takes a function"):
             client.on_notice(3)  # type: ignore[arg-type]
 
     def test_a_life(self, broker: PlayedBroker, client: membroker.Client, caplog: pytest.LogCaptureFixture) -> None:

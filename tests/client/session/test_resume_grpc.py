@@ -187,7 +187,7 @@ class TestGrpcTransport:
             return None
 
         service.answers["AllocateExtents"] = stand_still  # type: ignore[assignment]
-        pool = model(client).pool(PAGE)
+        pool = model(client).pool(page_size=PAGE)
         caller = Caller(lambda: pool.allocate(0, 2 * PAGE))
         assert came.wait(30)
         broker.hear("ack")

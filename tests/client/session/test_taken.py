@@ -178,7 +178,7 @@ def test_long_and_short_calls_share_the_window(daemon: Daemon) -> None:
 
     def work(model: membroker.Model, pages: int) -> None:
         try:
-            with model.pool(PAGE, 150 * PAGE) as pool:
+            with model.pool(page_size=PAGE, virtual_capacity=150 * PAGE) as pool:
                 for _ in range(30 if pages == 1 else 6):
                     pool.allocate(0, pages * PAGE)
                     pool.deallocate(0, pages * PAGE)
@@ -202,7 +202,7 @@ def test_an_old_client_is_served_as_before(daemon: Daemon) -> None:
     with membroker.connect(daemon.endpoint()) as client:
         client._session.connection.revision = 0
         model = client.register_model("m")
-        with model.pool(PAGE, 120 * PAGE) as pool:
+        with model.pool(page_size=PAGE, virtual_capacity=120 * PAGE) as pool:
             for _ in range(3):
                 pool.allocate(0, 120 * PAGE)
                 pool.deallocate(0, 120 * PAGE)
@@ -222,7 +222,7 @@ def test_a_session_goes_on_counting_after_an_outage(daemon: Daemon) -> None:
         kept.append(model.allocate(PAGE))
         assert client._session.connection is not before
         assert client._session.connection._taken.count == 1
-        with model.pool(PAGE, 120 * PAGE) as pool:
+        with model.pool(page_size=PAGE, virtual_capacity=120 * PAGE) as pool:
             pool.allocate(0, 120 * PAGE)
         for one in kept:
             one.close()
@@ -235,7 +235,7 @@ def test_borrowing_needs_no_grpc(daemon: Daemon) -> None:
 client = connect()
 model = client.register_model("m", limit="8MiB", exclusive=True)
 assert (model.limit, model.name) == (8 << 20, "m")
-with model.pool(PAGE) as pool:
+with model.pool(page_size=PAGE) as pool:
     pool.allocate(0, 2 * PAGE)
 model.unregister()
 try:

@@ -137,7 +137,7 @@ def test_a_quota_is_set_listed_and_ended(daemon: Daemon, worker: membroker.Clien
     out = good("quota", "set", "red/llama-7b", "--limit", "2MiB", *at)
     assert out.splitlines()[0] == "red/llama-7b at the device: limit 2.0 MiB, used 4.0 MiB"
     assert "nothing is taken away" in out
-    assert worker.models()[0].books["device"].limit == 2 * MIB
+    assert worker.models()[0].books["device"].limit_bytes == 2 * MIB
     assert rows(good("quota", "list", *at))[1] == ["red/llama-7b", "device", "2.0 MiB", "4.0 MiB"]
     good("quota", "set", "tenants/red", "--limit", "128MiB", *at)
     names = [quota["name"] for quota in json.loads(good("quota", "list", "--json", *at))]
@@ -145,7 +145,7 @@ def test_a_quota_is_set_listed_and_ended(daemon: Daemon, worker: membroker.Clien
     for name in ("red", "red/llama-7b"):
         assert "limit as configured" in good("quota", "set", name, "--limit", "none", *at)
     assert "no limit is commanded" in good("quota", "list", *at)
-    assert worker.models()[0].books["device"].limit == 8 * MIB
+    assert worker.models()[0].books["device"].limit_bytes == 8 * MIB
 
 
 @pytest.mark.usefixtures("worker")
@@ -291,7 +291,7 @@ def test_a_dead_brokers_socket_is_told_from_none(daemon: Daemon) -> None:
         (("quota", "set", "acme", "--limit", "1GiB", "--location", "moon"), "invalid choice"),
         (("forget",), "SESSION"),
         (("status", "--device", "1", "--endpoint", "/run/x"), "not allowed with argument"),
-        (("forget", "llama-7b"), "'llama-7b' is no session, as in sessions/"),
+        (("forget", "llama-7b"), "'llama-7b' is not a session, as in sessions/"),
         (("drain", "--deadline", "0"), "is no number of seconds"),
     ],
 )

@@ -45,7 +45,7 @@ class TestMainJob:
                 with pytest.raises(membroker.OutOfMemory) as refused:
                     pool.grow("40MiB")
                 assert refused.value.level == "model"
-                assert refused.value.available == 24 * MIB
+                assert refused.value.available_bytes == 24 * MIB
                 assert daemon.books().lent_bytes == 40 * MIB
                 pool.deallocate(0, 40 * MIB)
                 with model.allocate("48MiB") as buffer:
@@ -61,7 +61,7 @@ class TestMainJob:
         """128 pages are two packets of the window; each page is its own memory, in order."""
         with (
             membroker.connect(daemon.endpoint(), transport=transport) as client,
-            client.register_model("m").pool(PAGE) as pool,
+            client.register_model("m").pool(page_size=PAGE) as pool,
         ):
             pool.allocate(0, 128 * PAGE)
             for page in range(128):
@@ -73,7 +73,7 @@ class TestMainJob:
     def test_more_extents_than_a_request_may_have(self, daemon: Daemon, transport: str) -> None:
         """A page size that is much too small is refused in words, without asking the broker."""
         with membroker.connect(daemon.endpoint(), transport=transport) as client:
-            pool = client.register_model("m", virtual_capacity="1TiB").pool(PAGE)
+            pool = client.register_model("m", virtual_capacity="1TiB").pool(page_size=PAGE)
             with pytest.raises(membroker.InvalidRequest, match="take larger pages"):
                 pool.allocate(0, "512GiB")
 
@@ -108,12 +108,12 @@ class TestMainJob:
             model = client.register_model("m", limit="64MiB")
             model.declare("10MiB")
             model.declare(20 * MIB + 1)
-            assert model.stats().books["device"].declared == 20 * MIB + 1
+            assert model.stats().books["device"].declared_bytes == 20 * MIB + 1
             with pytest.raises(membroker.OutOfMemory):
                 model.declare("65MiB")
-            assert model.stats().books["device"].declared == 20 * MIB + 1
+            assert model.stats().books["device"].declared_bytes == 20 * MIB + 1
             model.declare(0)
-            assert model.stats().books["device"].used == 0
+            assert model.stats().books["device"].used_bytes == 0
 
     def test_models(self, daemon: Daemon, transport: str) -> None:
         """Joining, lowering, conflicting, leaving: each refusal has a class of its own."""
@@ -146,7 +146,7 @@ class TestMainJob:
 
     def test_an_observer_only_reads(self, daemon: Daemon) -> None:
         with membroker.connect(daemon.endpoint(), observer=True, client="a person") as client:
-            assert client.device().locations["device"].capacity == 256 * MIB
+            assert client.device().locations["device"].capacity_bytes == 256 * MIB
             assert [session.client for session in client.sessions() if session.observer] == ["a person"]
             with pytest.raises(membroker.AccessDenied):
                 client.register_model("m")
@@ -193,7 +193,7 @@ class TestThreads:
 
         def work(model: membroker.Model, number: int) -> None:
             try:
-                with model.pool(PAGE, "64MiB") as pool:
+                with model.pool(page_size=PAGE, virtual_capacity="64MiB") as pool:
                     for turn in range(15):
                         pool.allocate(0, 3 * PAGE)
                         mark = bytes([number, turn]) * 8
@@ -224,7 +224,7 @@ class TestThreads:
         results: list[object] = []
 
         def work(model: membroker.Model) -> None:
-            pool = model.pool(PAGE, "48MiB")
+            pool = model.pool(page_size=PAGE, virtual_capacity="48MiB")
             try:
                 pool.allocate(0, "48MiB")
                 results.append(pool)
@@ -335,7 +335,7 @@ class TestGarbage:
         """A leak of one descriptor a call killed another broker's clients at call 1,007."""
         with membroker.connect(daemon.endpoint(), transport=transport) as client:
             model = client.register_model("m", limit="16MiB")
-            pool = model.pool(PAGE, "64MiB")
+            pool = model.pool(page_size=PAGE, virtual_capacity="64MiB")
             pool.allocate(0, 1)
             pool.deallocate(0, 1)
             before = descriptors()
@@ -353,7 +353,7 @@ class TestDescriptorLimit:
         script = """
 client = connect()
 model = client.register_model("m")
-with model.pool(PAGE) as pool:
+with model.pool(page_size=PAGE) as pool:
     pool.allocate(0, PAGE)
     model.stats()  # its gRPC channel stays open from here on
     opened = len(os.listdir("/proc/self/fd"))
@@ -368,7 +368,7 @@ with model.pool(PAGE) as pool:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert len(os.listdir("/proc/self/fd")) == opened
         assert pool.stats().mapped_pages == 1
-        assert model.stats().books["device"].used == PAGE, model.stats()
+        assert model.stats().books["device"].used_bytes == PAGE, model.stats()
     pool.allocate(PAGE, 100 * PAGE)
 client.close()
 say("well")
@@ -408,7 +408,7 @@ class TestInterrupt:
         script = """
 client = connect()
 model = client.register_model("m")
-pool = model.pool(PAGE, "256MiB")
+pool = model.pool(page_size=PAGE, virtual_capacity="256MiB")
 pool.allocate(0, PAGE)
 say("before")
 wait()
@@ -423,7 +423,7 @@ say("interrupted")
 wait()
 pool.allocate(PAGE, 100 * PAGE)
 assert pool.stats().mapped_pages == 101
-say(model.stats().books["device"].used // PAGE)
+say(model.stats().books["device"].used_bytes // PAGE)
 client.close()
 """
         with worker(script, daemon, transport) as process:
@@ -450,7 +450,7 @@ client.close()
             membroker.connect(daemon.endpoint(), transport=transport) as client,
         ):
             model = client.register_model("m")
-            pool = model.pool(PAGE, "64MiB")
+            pool = model.pool(page_size=PAGE, virtual_capacity="64MiB")
             pool.allocate(0, PAGE)
             pool.offload()
             unpin = model.driver.unpin
@@ -469,7 +469,7 @@ client.close()
         script = """
 client = connect()
 model = client.register_model("m")
-pool = model.pool(PAGE, "256MiB")
+pool = model.pool(page_size=PAGE, virtual_capacity="256MiB")
 hits, armed, buffers = 0, False, []
 signal.signal(signal.SIGALRM, lambda *_: armed and signal.raise_signal(signal.SIGINT))
 for turn in range(150):
@@ -514,7 +514,7 @@ class TestFork:
         script = """
 client = connect()
 model = client.register_model("m")
-pool = model.pool(PAGE)
+pool = model.pool(page_size=PAGE)
 pool.allocate(0, 4 * PAGE)
 buffer = model.allocate(1)
 def open_sockets():
@@ -553,7 +553,7 @@ if not child:
 assert os.waitpid(child, 0)[1] == 0
 pool.allocate(4 * PAGE, PAGE)
 pool.view(0, 5)[:] = b"hello"
-say(model.stats().books["device"].used // PAGE)
+say(model.stats().books["device"].used_bytes // PAGE)
 wait()
 client.close()
 """
@@ -567,7 +567,7 @@ client.close()
         """The rank is killed and its data loaders live on: the memory is free all the same."""
         script = """
 client = connect()
-pool = client.register_model("m").pool(PAGE)
+pool = client.register_model("m").pool(page_size=PAGE)
 pool.allocate(0, 4 * PAGE)
 child = os.fork()
 if not child:
@@ -590,7 +590,7 @@ signal.pause()
         script = """
 client = connect()
 model = client.register_model("m")
-pools = [model.pool(PAGE, "8MiB") for _ in range(4)]
+pools = [model.pool(page_size=PAGE, virtual_capacity="8MiB") for _ in range(4)]
 stop = threading.Event()
 def work(pool):
     while not stop.is_set():
@@ -631,7 +631,7 @@ import atexit
 atexit.register(lambda: say("closed:", client.closed))  # runs after the library's own, which comes later
 client = connect()
 model = client.register_model("m")
-pool = model.pool(PAGE)
+pool = model.pool(page_size=PAGE)
 pool.allocate(0, 4 * PAGE)
 buffer = model.allocate(1)
 view = {keeps}
@@ -670,7 +670,7 @@ say("end")
     def test_killed(self, daemon: Daemon, transport: str) -> None:
         script = """
 client = connect()
-pool = client.register_model("m").pool(PAGE)
+pool = client.register_model("m").pool(page_size=PAGE)
 pool.allocate(0, 4 * PAGE)
 say("holds")
 wait()
@@ -687,7 +687,7 @@ class TestBrokerGone:
         """The daemon dies for good: the worker computes on, is told when it asks for more, and closes well."""
         client = membroker.connect(daemon.endpoint(), transport=transport, outage=0)
         model = client.register_model("m")
-        pool = model.pool(PAGE, "64MiB")
+        pool = model.pool(page_size=PAGE, virtual_capacity="64MiB")
         pool.allocate(0, 4 * PAGE)
         buffer = model.allocate(1)
         daemon.kill()
@@ -722,7 +722,7 @@ class TestBrokerGone:
             membroker.connect(daemon.endpoint(), transport=transport) as client,
         ):
             model = client.register_model("m")
-            buffer, pool = model.allocate(PAGE), model.pool(PAGE, "64MiB")
+            buffer, pool = model.allocate(PAGE), model.pool(page_size=PAGE, virtual_capacity="64MiB")
             pool.allocate(0, PAGE)
             pool.offload(0, PAGE)
             segment = model.create_segment("weights", PAGE)

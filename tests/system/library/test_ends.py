@@ -69,11 +69,11 @@ def test_what_could_not_be_given_back_is_held_until_it_is_closed_again(
         with pytest.raises(DeviceFailure, match="CAPTURE"):
             pool.close()
         assert pool.closed
-        assert source.physical_memory_usage == used(driver) == left * MIB
+        assert source.physical_usage_bytes == used(driver) == left * MIB
         with pytest.raises(ClosedError):
             pool.allocate(0, PAGE)
         pool.close()
-        assert source.physical_memory_usage == used(driver) == 0
+        assert source.physical_usage_bytes == used(driver) == 0
 
 
 def test_what_an_allocation_could_not_take_back_is_spare(driver: HostDriver) -> None:
@@ -85,9 +85,9 @@ def test_what_an_allocation_could_not_take_back_is_spare(driver: HostDriver) -> 
             fail_once(driver, "unmap")
             with pytest.raises(DeviceFailure, match="CAPTURE"):
                 pool.allocate(0, 3 * PAGE)
-            assert source.physical_memory_usage == used(driver) == pool.physical_memory_usage == 2 * PAGE
+            assert source.physical_usage_bytes == used(driver) == pool.physical_usage_bytes == 2 * PAGE
             pool.allocate(0, 2 * PAGE)
-        assert source.physical_memory_usage == used(driver) == 0
+        assert source.physical_usage_bytes == used(driver) == 0
 
 
 def test_what_garbage_could_not_give_back_goes_with_the_next_that_can(
@@ -99,9 +99,9 @@ def test_what_garbage_could_not_give_back_goes_with_the_next_that_can(
         fail_once(driver, "synchronize")
         del buffer
         until(lambda: "CAPTURE" in caplog.text)
-        assert source.physical_memory_usage == used(driver) == 3 * PAGE
+        assert source.physical_usage_bytes == used(driver) == 3 * PAGE
         other.close()
-        until(lambda: source.physical_memory_usage == used(driver) == 0)
+        until(lambda: source.physical_usage_bytes == used(driver) == 0)
 
 
 def test_a_source_that_could_not_end_all_is_closed_again(driver: HostDriver, caplog: pytest.LogCaptureFixture) -> None:

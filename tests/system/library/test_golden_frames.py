@@ -33,6 +33,7 @@ from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
+from membroker.wire import names
 from membrokerd.config import descriptor_limits as limits
 from membrokerd.core import policy, resuming
 from membrokerd.core.denied import Reason, deny
@@ -232,24 +233,28 @@ def test_the_page_has_the_limits_as_they_are() -> None:
     """The numbers that a client builds its buffers by."""
     page, rules = (DOCS / "protocol.md").read_text(), policy.Rules(granularity=1, capacities={})
     numbers = {
-        "bytes of a frame": handoff.MAX_FRAME_BYTES,
+        "bytes of a frame": names.MAX_FRAME_BYTES,
         "bytes of a gRPC request": MAX_MESSAGE_BYTES,
-        "descriptors of a packet": handoff.MAX_DESCRIPTORS,
-        "ids of a release": handoff.MAX_IDS_PER_FRAME,
-        "extents of an allocate": handoff.MAX_EXTENTS_PER_CALL,
-        "unacknowledged packets of a session": handoff.WINDOW,
+        "descriptors of a packet": names.MAX_DESCRIPTORS,
+        "ids of a release": names.MAX_IDS_PER_FRAME,
+        "extents of an allocate": names.MAX_EXTENTS_PER_CALL,
+        "unacknowledged packets of a session": names.WINDOW,
         "bytes of a segment's extents, but for the last": rules.segment_extent_bytes,
         "segments of a tenant": rules.max_segments_per_tenant,
-        "seconds that an attach may wait": policy.MAX_WAIT_NS // 10**9,
-        "protocol version": handoff.PROTOCOL_VERSION,
-        "protocol revision": handoff.PROTOCOL_REVISION,
-        "ids of a Holds": handoff.MAX_IDS_PER_FRAME,
+        "seconds that an attach may wait": names.MAX_ATTACH_SECONDS,
+        "protocol version": names.PROTOCOL_VERSION,
+        "protocol revision": names.PROTOCOL_REVISION,
+        "ids of a Holds": names.MAX_IDS_PER_FRAME,
         "unknown ids of a ResumeResponse": resuming.MAX_TOLD,
         "models of a ResumeResponse": resuming.MAX_MODELS_TOLD,
         "connections that have not said Hello": listener.MAX_SILENT,
         "seconds until a Hello must have come": int(listener.HELLO_SECONDS),
         "seconds that the last answer waits for room": int(connection.LINGER_SECONDS),
         "gRPC calls at once": MAX_STREAMS,
+        "rows of a page of a listing": names.MAX_PAGE_ROWS,
+        "bytes of the path of a socket": names.MAX_SOCKET_PATH_BYTES,
+        "characters of the name of a model or a segment": names.MAX_NAME_CHARACTERS,
+        "characters of the name of a tenant": names.MAX_TENANT_CHARACTERS,
     }
     texts = {
         "unanswered calls that bring descriptors, waiting attaches among them, by frames and gRPC": (
@@ -259,7 +264,7 @@ def test_the_page_has_the_limits_as_they_are() -> None:
         "sessions of a process": f"{rules.max_sessions_per_process}, detached ones among them",
         "sessions in all": f"`max_sessions`: {DEFAULT_MAX_SESSIONS:,}, or what the broker's descriptors allow",
         "models of a tenant": f"`max_models_per_tenant`: {rules.max_models_per_tenant}",
-        "characters of a client's name": f"{connection.MAX_CLIENT_NAME}",
+        "characters of a client's name": f"{names.MAX_CLIENT_CHARACTERS}",
     }
     for what, text in texts.items():
         assert f"| {what} | {text} |" in page, what

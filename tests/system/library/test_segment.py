@@ -414,8 +414,8 @@ class TestArguments:
         """Whatever the broker refuses, nothing is charged, and the exception has the numbers."""
         with pytest.raises(membroker.OutOfMemory) as refused:
             model.create_segment("weights", "257MiB")
-        assert (refused.value.level, refused.value.requested) == ("capacity", 258 * MIB)
-        assert (refused.value.available, refused.value.limit) == (256 * MIB, 256 * MIB)
+        assert (refused.value.level, refused.value.requested_bytes) == ("capacity", 258 * MIB)
+        assert (refused.value.available_bytes, refused.value.limit) == (256 * MIB, 256 * MIB)
         with pytest.raises(membroker.InvalidRequest, match="location"):
             model.create_segment("weights", 1, location="moon")
         with pytest.raises(membroker.MembrokerError, match="host_capacity"):
@@ -783,7 +783,7 @@ try:
 except KeyboardInterrupt:
     say("interrupted")
 buffer = model.allocate(1)
-assert client.device().locations["device"].lent == 2 * PAGE
+assert client.device().locations["device"].lent_bytes == 2 * PAGE
 del buffer  # a finalizer's work must not stand behind the call that was given up
 gc.collect()
 wait()

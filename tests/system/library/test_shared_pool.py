@@ -52,7 +52,7 @@ class Lending:
         if self.daemon is not None:
             return int(self.daemon.books().lent_bytes)
         assert isinstance(self.lender, LocalSource)
-        return self.lender.physical_memory_usage
+        return self.lender.physical_usage_bytes
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def where(request: pytest.FixtureRequest) -> Iterator[Lending]:
         with LocalSource(driver) as source:
             yield Lending(source, driver, None)
             gc.collect()
-            until(lambda: source.physical_memory_usage == 0)
+            until(lambda: source.physical_usage_bytes == 0)
     else:
         daemon = request.getfixturevalue("broker")
         with membroker.connect(daemon.endpoint(), driver=driver) as client:
@@ -100,9 +100,9 @@ class TestSeed:
             shared.register_model("gpt2", "32GiB")
             address = shared.allocate_for_model("llama-7b", "64MiB")
             assert address == shared.pool("llama-7b").base_address
-            assert shared.get_model_stats("llama-7b").physical_usage == 64 * MIB
-            assert shared.get_model_stats("gpt2").physical_usage == 0
-            assert shared.get_model_stats("gpt2").virtual_capacity == 32 * GIB
+            assert shared.get_model_stats("llama-7b").physical_usage_bytes == 64 * MIB
+            assert shared.get_model_stats("gpt2").physical_usage_bytes == 0
+            assert shared.get_model_stats("gpt2").virtual_capacity_bytes == 32 * GIB
             assert shared.global_stats() == GlobalMemoryStats(128 * MIB, 64 * MIB, 2)
             shared.deallocate_for_model("llama-7b", 0, "64MiB")
             shared.unregister_model("gpt2")
@@ -113,18 +113,18 @@ class TestSeed:
         lender = where.lender
         model = None if isinstance(lender, LocalSource) else lender.register_model("m", virtual_capacity="128GiB")
         with VirtualMemoryPool(model or lender, 128 * GIB, 2 * MIB) as pool:  # type: ignore[arg-type]
-            assert (pool.capacity, pool.page_size, pool.physical_memory_usage) == (128 * GIB, 2 * MIB, 0)
+            assert (pool.capacity, pool.page_size, pool.physical_usage_bytes) == (128 * GIB, 2 * MIB, 0)
             first = pool.allocate(0, 64 * MIB)
             second = pool.allocate(GIB, 32 * MIB)
             assert (first, second) == (pool.base_address, pool.base_address + GIB)
-            assert pool.physical_memory_usage == 96 * MIB
+            assert pool.physical_usage_bytes == 96 * MIB
             assert [pool.is_mapped(offset) for offset in (0, 64 * MIB, GIB)] == [True, False, True]
             stats = pool.stats()
             assert (stats.virtual_capacity, stats.physical_usage, stats.mapped_pages) == (128 * GIB, 96 * MIB, 48)
             pool.deallocate(0, 64 * MIB)
             assert [(move.old_offset, move.new_offset, move.size) for move in pool.compact()] == [(GIB, 0, 32 * MIB)]
             pool.deallocate(0, 32 * MIB)
-            assert pool.physical_memory_usage == 0
+            assert pool.physical_usage_bytes == 0
         if model is not None:
             model.unregister()
 
@@ -152,7 +152,7 @@ class TestSeed:
                     except OutOfPhysicalMemory:
                         refused += 1
                 for each, held in requests.items():
-                    assert engine.get_model_stats(each).physical_usage == sum(size for _, size in held)
+                    assert engine.get_model_stats(each).physical_usage_bytes == sum(size for _, size in held)
                 usage = sum(size for held in requests.values() for _, size in held)
                 assert engine.global_stats() == GlobalMemoryStats(limit, usage, 3)
             assert refused > 0, "the device was never full"
@@ -167,7 +167,7 @@ class TestSeed:
         with pytest.raises(ModelAlreadyExists):
             shared.register_model("gpt2", PAGE)
         assert shared.global_stats() == before
-        assert shared.get_model_stats("gpt2").virtual_capacity == 32 * PAGE
+        assert shared.get_model_stats("gpt2").virtual_capacity_bytes == 32 * PAGE
 
     def test_a_model_that_is_not_there(self, shared: SharedMemoryPool) -> None:
         calls = (
@@ -186,9 +186,9 @@ class TestSeed:
         shared.allocate_for_model("llama-7b", 10 * PAGE)
         with pytest.raises(OutOfPhysicalMemory) as refused:
             shared.allocate_for_model("gpt2", 7 * PAGE)
-        assert (refused.value.requested, refused.value.available) == (7 * PAGE, 6 * PAGE)
+        assert (refused.value.requested_bytes, refused.value.available_bytes) == (7 * PAGE, 6 * PAGE)
         assert isinstance(refused.value, OutOfMemory)
-        assert shared.global_stats().physical_usage == where.lent == 10 * PAGE
+        assert shared.global_stats().physical_usage_bytes == where.lent == 10 * PAGE
         shared.allocate_for_model("gpt2", 6 * PAGE)
         shared.deallocate_for_model("llama-7b", 0, PAGE)
         shared.allocate_for_model("gpt2", PAGE)
@@ -216,7 +216,7 @@ class TestFaultsOfTheSeed:
             shared.allocate_for_model("gpt2", 12 * PAGE)
         where.driver.maps_left = None
         assert shared.get_model_stats("gpt2").mapped_pages == 1
-        assert shared.global_stats().physical_usage == where.lent == PAGE
+        assert shared.global_stats().physical_usage_bytes == where.lent == PAGE
         shared.allocate_for_model("gpt2", 15 * PAGE)
 
     @pytest.mark.parametrize(("offset", "size"), [(2**64 - 1, 2), (2**63 - 1, 2**63 - 1), (PAGE, 2**63 - 1), (-1, 2)])
@@ -228,19 +228,19 @@ class TestFaultsOfTheSeed:
         for too_much in (2**63 - 1, 33 * PAGE):
             with pytest.raises((OutOfVirtualMemory, OutOfMemory)):
                 shared.allocate_for_model("gpt2", too_much)
-        assert shared.global_stats().physical_usage == where.lent == 2 * PAGE
+        assert shared.global_stats().physical_usage_bytes == where.lent == 2 * PAGE
 
     def test_usage_counts_the_pages_touched(self, shared: SharedMemoryPool, where: Lending) -> None:
         """There usage is the rounded size; a range over a border touches one page more, and the sums drift apart."""
         shared.allocate_for_model("gpt2", 1)
         shared.allocate_for_model("gpt2", PAGE + 1)
-        assert shared.global_stats().physical_usage == where.lent == 3 * PAGE
+        assert shared.global_stats().physical_usage_bytes == where.lent == 3 * PAGE
         shared.deallocate_for_model("gpt2", 2 * PAGE - 1, 2)  # two bytes, and two pages
-        assert shared.global_stats().physical_usage == where.lent == PAGE
+        assert shared.global_stats().physical_usage_bytes == where.lent == PAGE
         with pytest.raises(NotMapped):
             shared.deallocate_for_model("gpt2", 0, 3 * PAGE)
         shared.deallocate_for_model("gpt2", PAGE - 1, 1)
-        assert shared.global_stats().physical_usage == where.lent == 0
+        assert shared.global_stats().physical_usage_bytes == where.lent == 0
 
     def test_unregistering_counts_right(self, shared: SharedMemoryPool, where: Lending) -> None:
         """There the sum after an unregistration is wrong. Here what the model held is the others' again."""
@@ -256,7 +256,7 @@ class TestFaultsOfTheSeed:
         shared.unregister_model("gpt2")
         shared.register_model("llama-7b", 8 * PAGE)
         assert shared.global_stats() == GlobalMemoryStats(16 * PAGE, 0, 1)
-        assert shared.get_model_stats("llama-7b").virtual_capacity == 8 * PAGE
+        assert shared.get_model_stats("llama-7b").virtual_capacity_bytes == 8 * PAGE
 
 
 class TestModels:
@@ -266,8 +266,8 @@ class TestModels:
         shared.allocate_for_model("small", 2 * PAGE)
         with pytest.raises(OutOfMemory) as refused:
             shared.allocate_for_model("small", PAGE)
-        assert (refused.value.level, refused.value.requested, refused.value.available) == ("model", PAGE, 0)
-        assert shared.global_stats().physical_usage == where.lent == 2 * PAGE
+        assert (refused.value.level, refused.value.requested_bytes, refused.value.available_bytes) == ("model", PAGE, 0)
+        assert shared.global_stats().physical_usage_bytes == where.lent == 2 * PAGE
         shared.allocate_for_model("gpt2", 14 * PAGE)
         with pytest.raises(OutOfMemory) as refused:
             shared.allocate_for_model("llama-7b", PAGE)
@@ -278,7 +278,7 @@ class TestModels:
         shared.allocate_for_model("tiny", PAGE)
         with pytest.raises(OutOfVirtualMemory) as refused:
             shared.allocate_for_model("tiny", 2 * PAGE)
-        assert (refused.value.requested, refused.value.available) == (2 * PAGE, PAGE)
+        assert (refused.value.requested_bytes, refused.value.available_bytes) == (2 * PAGE, PAGE)
 
     def test_a_failed_registration_leaves_nothing(self, where: Lending) -> None:
         """The numbers are wrong, or the name, or there are no such addresses: it can be registered afterwards."""
@@ -326,7 +326,7 @@ class TestModels:
         shared.deallocate_for_model("gpt2", PAGE, 2 * PAGE)
         (move,) = shared.pool("gpt2").compact()
         assert where.driver.read(shared.pool("gpt2").base_address + move.new_offset, 4) == b"last"
-        assert shared.global_stats().physical_usage == where.lent == 2 * PAGE
+        assert shared.global_stats().physical_usage_bytes == where.lent == 2 * PAGE
 
     def test_close_gives_everything_back(self, where: Lending) -> None:
         shared = SharedMemoryPool(where.lender, page_size=PAGE)
@@ -461,7 +461,7 @@ def test_models_of_many_threads(where: Lending) -> None:
                 except OutOfPhysicalMemory:
                     continue
                 where.driver.write(address, b"%08d" % number)
-                assert shared.global_stats().physical_usage <= 12 * PAGE
+                assert shared.global_stats().physical_usage_bytes <= 12 * PAGE
                 assert where.driver.read(address, 8) == b"%08d" % number
                 if choose.random() < 0.7:
                     shared.deallocate_for_model(name, address - base, 1)
@@ -544,6 +544,6 @@ def test_a_broker_that_is_away() -> None:
         assert shared.pool("m").base_address == address
         with pytest.raises(membroker.BrokerUnavailable):
             until(lambda: shared.allocate_for_model("m", PAGE) and False)
-        assert shared.global_stats().physical_usage == PAGE
+        assert shared.global_stats().physical_usage_bytes == PAGE
         shared.close()
-        assert shared.global_stats().physical_usage == 0
+        assert shared.global_stats().physical_usage_bytes == 0

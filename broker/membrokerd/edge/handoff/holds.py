@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from membroker.v1 import handoff_pb2 as pb
-from membroker.wire.frames import MAX_DESCRIPTORS, MAX_IDS_PER_FRAME, WINDOW
+from membroker.wire.names import DESCRIPTORS_IN_FLIGHT, MAX_IDS_PER_FRAME
 
 from ...core import events as ev
 from ...core.denied import Denied, Reason, deny
 from ...core.ledger import SessionRow
 from ..convert import Refused, parse_location, parse_model
 
-UNBOOKED = WINDOW * MAX_DESCRIPTORS
+UNBOOKED = DESCRIPTORS_IN_FLIGHT
 """How many entries a process may state beyond what the books have: what one delivery window can have brought it."""
 
 
