@@ -15,7 +15,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon, running, until
+from tests.support.daemons import Daemon, running, until
+from tests.support.sizes import MIB
 
 import membroker
 from membroker.errors import ClosedError, InvalidOffset, InvalidRequest, NotMapped

@@ -17,8 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.client.interrupting import interrupted_everywhere
-from tests.daemons import MIB, Daemon, until
+from tests.support.daemons import Daemon, until
+from tests.support.interrupts import interrupted_everywhere
+from tests.support.sizes import MIB
 
 import membroker
 from membroker.adapters import cupy as cupy_adapter

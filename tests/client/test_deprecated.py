@@ -11,7 +11,8 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon
+from tests.support.daemons import Daemon
+from tests.support.sizes import MIB
 
 import membroker
 from membroker import LocalSource, VirtualMemoryPool, errors, types

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from tests.client.lender import MIB, PAGE, Lender
+from tests.support.fake_lender import PAGE, Lender
+from tests.support.sizes import MIB
 
 import membroker
 from membroker.errors import AlreadyMapped, InvalidOffset, InvalidRequest, NotMapped, OutOfMemory, OutOfVirtualMemory

@@ -23,10 +23,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests import daemons
-from tests.daemons import MIB, Daemon, running, until
-from tests.system.company import spare_descriptors
-from tests.system.workers import PAGE, Worker, worker, workers
+from tests.support import daemons
+from tests.support.daemons import Daemon, running, until
+from tests.support.honest_worker import spare_descriptors
+from tests.support.sizes import MIB
+from tests.support.workers import PAGE, Worker, worker, workers
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yml"
 ALERTS = set(re.findall(r"- alert: (\w+)", RULES.read_text()))

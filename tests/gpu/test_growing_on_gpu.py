@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon, until
-from tests.gpu.helpers import near, on_card, used
+from tests.support.daemons import Daemon, until
+from tests.support.gpu import near, on_card, used
+from tests.support.sizes import MIB
 
 import membroker
 from membroker.errors import NotMapped, OutOfMemory

@@ -8,8 +8,9 @@ import zlib
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.gpu.helpers import GIB, SLACK, at_rest, enter, on_card, until_lendable, used
-from tests.system.workers import MIB, PAGE, worker, workers
+from tests.support.gpu import SLACK, at_rest, enter, on_card, until_lendable, used
+from tests.support.sizes import GIB, MIB
+from tests.support.workers import PAGE, worker, workers
 
 from membroker import LocalSource, SharedMemoryPool, VirtualMemoryPool
 from membroker.errors import OutOfMemory, OutOfPhysicalMemory

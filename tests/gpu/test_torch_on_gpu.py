@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from tests.daemons import MIB, Daemon, running, until
+from tests.support.daemons import Daemon, running, until
+from tests.support.sizes import MIB
 
 from membroker.vmm import DriverUnavailable
 from membroker.vmm.cuda.driver import CudaDriver
@@ -30,7 +31,6 @@ faulthandler.dump_traceback_later({SECONDS}, exit=True)
 import torch
 import membroker
 from membroker.adapters.torch import TorchMemory, attach_module, publish_module, tensor, without_weights
-MIB = 1 << 20
 client = membroker.connect(sys.argv[1])
 
 def used():

@@ -21,9 +21,10 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.daemons import DEFAULTS, MIB, Daemon, running, to_toml, until
-from tests.system.company import other_user
-from tests.system.workers import ANCHOR_BYTES, PAGE, Worker, as_user, worker, workers
+from tests.support.daemons import DEFAULTS, Daemon, running, to_toml, until
+from tests.support.honest_worker import other_user
+from tests.support.sizes import MIB
+from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, as_user, worker, workers
 
 from membroker.v1 import admin_pb2_grpc, broker_pb2
 

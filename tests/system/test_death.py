@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from tests.daemons import MIB, Daemon, hold_still, running, until
-from tests.system.workers import (
+from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.sizes import MIB
+from tests.support.workers import (
     ANCHOR_BYTES,
     PAGE,
     Worker,

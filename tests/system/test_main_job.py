@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from google.rpc.status_pb2 import Status
-from tests.daemons import MIB, Daemon, hold_still, running, until
-from tests.system import raw
-from tests.system.workers import PAGE, Refused, Worker, descriptors_at_start, is_clean, until_clean, worker, workers
+from tests.support import raw
+from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.devices import Device
+from tests.support.sizes import MIB
+from tests.support.workers import PAGE, Refused, Worker, descriptors_at_start, is_clean, until_clean, worker, workers
 
 from membroker.v1 import admin_pb2, resources_pb2
 from membroker.v1 import broker_pb2 as bpb
@@ -56,13 +58,13 @@ def test_a_worker_borrows_writes_grows_and_gives_back(daemon: Daemon, transport:
         assert engine.finish() == 0
 
 
-def test_each_level_refuses_with_its_numbers(transport: str) -> None:
+def test_each_level_refuses_with_its_numbers(device: Device, transport: str) -> None:
     """A greedy model runs into its own limit, then its tenant's, then the card's, and is told which and how much.
 
     A refusal changes nothing: what the numbers call available is granted right afterwards.
     """
     tenants = {"red": {"limit": "48MiB", "models": {"small": {"limit": "16MiB"}}}, "blue": {}}
-    with running({"capacity": "64MiB", "tenants": tenants}) as daemon, workers(2) as (red, blue):
+    with device.running({"capacity": "64MiB", "tenants": tenants}) as daemon, workers(2) as (red, blue):
         red.connect(daemon, "red", transport)
         blue.connect(daemon, "blue", transport)
         red.do("small = client.register_model('small', virtual_capacity='1GiB', limit='12MiB').pool(page_size='2MiB')")
@@ -94,23 +96,30 @@ def test_each_level_refuses_with_its_numbers(transport: str) -> None:
         }
 
 
-def test_what_one_tenant_gives_back_the_other_takes(daemon: Daemon, transport: str) -> None:
-    """By day one tenant has the card, by night the other; neither sees the other's books, models or bytes."""
-    with workers(2) as (red, blue):
-        red.connect(daemon, "red", transport)
-        blue.connect(daemon, "blue", transport)
-        for each in (red, blue):
-            each.do("pool = client.register_model('m', virtual_capacity='1GiB').pool(page_size='2MiB')")
+def test_what_one_tenant_gives_back_the_other_takes(device: Device, transport: str) -> None:
+    """By day one tenant has all of the GPU, by night the other; neither sees the other's books, models or bytes."""
+    size, page = device.capacity, device.page
+    spots = f"range(0, {size}, {size // 128})"
+    with device.running({"stock": "128MiB"}) as daemon, workers(2) as (red, blue):
+        for tenant, each in (("red", red), ("blue", blue)):
+            each.connect(daemon, tenant, transport)
+            each.do("model = client.register_model('m', virtual_capacity='8GiB'); driver = model.driver")
+            each.do(f"pool = model.pool(page_size={page}); base = pool.base_address")
         for day, night in [(red, blue), (blue, red), (red, blue)]:
-            day.do("pool.allocate(0, 256 * MIB); pool.view(0, 256 * MIB)[100 * MIB : 100 * MIB + 6] = b'secret'")
-            assert night.refused("pool.allocate(0, PAGE)").numbers == ("capacity", 2 * MIB, 0, 256 * MIB)
-            day.do("pool.deallocate(0, 256 * MIB)")
-            night.do("pool.allocate(0, 256 * MIB)")
-            assert night.ask("bytes(pool.view(100 * MIB, 6)) == bytes(6)"), "one tenant read what another wrote"
-            night.do("pool.deallocate(0, 256 * MIB)")
+            day.do(f"pool.allocate(0, {size}); [driver.write(base + at + 100, b'secret') for at in {spots}]")
+            assert day.ask(f"all(driver.read(base + at + 100, 6) == b'secret' for at in {spots})")
+            assert night.refused(f"pool.allocate(0, {page})").numbers == ("capacity", page, 0, size)
+            day.do(f"pool.deallocate(0, {size})")
+            until(lambda: daemon.books().lent_bytes == 0)
+            night.do(f"pool.allocate(0, {size})")
+            fresh = f"all(driver.read(base + at, 4096) == bytes(4096) for at in {spots})"
+            assert night.ask(fresh), "one tenant read what another wrote"
+            night.do(f"pool.deallocate(0, {size})")
             until(lambda: daemon.books().lent_bytes == 0)
         assert red.ask("[m.name for m in client.models()]") == ["tenants/red/models/m"]
         assert blue.ask("[s.tenant for s in client.sessions()]") == ["tenants/blue"]
+        for each in (red, blue):
+            each.do("client.close()")
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.client.test_cli_segments import write_file
-from tests.daemons import MIB, Daemon, running, until
-from tests.system import raw
-from tests.system.workers import worker
+from tests.support import raw
+from tests.support.daemons import Daemon, running, until
+from tests.support.sizes import MIB
+from tests.support.workers import worker
+from tests.system.cli.test_segments import write_file
 
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb

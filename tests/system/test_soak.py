@@ -10,8 +10,9 @@ import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.daemons import MIB, Daemon, running, until
-from tests.system.workers import Worker, descriptors_at_start, until_clean, workers
+from tests.support.daemons import Daemon, running, until
+from tests.support.sizes import MIB
+from tests.support.workers import Worker, descriptors_at_start, until_clean, workers
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,9 @@ import subprocess
 import sys
 from typing import Any
 
-from tests.daemons import MIB, Daemon, running, until
-from tests.system.workers import Worker, descriptors_at_start, until_clean, workers
+from tests.support.daemons import Daemon, running, until
+from tests.support.sizes import MIB
+from tests.support.workers import Worker, descriptors_at_start, until_clean, workers
 
 from membroker.v1 import admin_pb2
 

@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 import grpc
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.system import raw
+from tests.support import raw
 
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
