@@ -143,15 +143,17 @@ class Admin:
     def set_quota(self, name: str, location: Location, limit: int | None) -> Quota:
         """Command a limit in bytes for `tenants/…` or `tenants/…/models/…`; None ends the command."""
         request = admin_pb2.SetQuotaRequest(name=name, location=messages.location_to_wire(location), limit_bytes=limit)
-        return _quota(self._call("SetQuota", request))
+        return messages.value(Quota, self._call("SetQuota", request))
 
     def quotas(self) -> list[Quota]:
         """Return the limits in force by command."""
-        return [_quota(quota) for quota in self._call("ListQuotas", admin_pb2.ListQuotasRequest()).quotas]
+        quotas = self._call("ListQuotas", admin_pb2.ListQuotasRequest()).quotas
+        return [messages.value(Quota, quota) for quota in quotas]
 
     def processes(self) -> list[ProcessStatus]:
         """Return the processes that the driver sees using the device, largest excess first."""
-        return list(map(_process, self._call("ListProcesses", admin_pb2.ListProcessesRequest()).processes))
+        processes = self._call("ListProcesses", admin_pb2.ListProcessesRequest()).processes
+        return [messages.value(ProcessStatus, process) for process in processes]
 
     def forget(self, name: str) -> SessionStatus:
         """End a detached session, `sessions/…`, and return it as it was."""
@@ -190,34 +192,8 @@ class Admin:
                 return
 
 
-def _quota(message: admin_pb2.Quota) -> Quota:
-    limit = message.limit_bytes if message.HasField("limit_bytes") else None
-    return Quota(message.name, messages.location_name(message.location), limit, message.used_bytes)
-
-
 def _tenant(message: admin_pb2.Tenant) -> TenantStatus:
-    books = (
-        TenantBooks(
-            messages.location_name(each.location),
-            each.used_bytes,
-            each.limit_bytes if each.HasField("limit_bytes") else None,
-        )
-        for each in message.books
-    )
-    return TenantStatus(message.name, {each.location: each for each in books}, message.models, message.sessions)
-
-
-def _process(message: admin_pb2.Process) -> ProcessStatus:
-    return ProcessStatus(
-        message.pid,
-        message.command,
-        message.used_bytes,
-        message.charged_bytes,
-        message.segment_bytes,
-        message.excess_bytes,
-        tuple(message.sessions),
-        tuple(message.models),
-    )
+    return messages.value(TenantStatus, message, books=messages.by_location(TenantBooks, message.books))
 
 
 @contextmanager
