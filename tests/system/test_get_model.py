@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from google.rpc.code_pb2 import Code
+from tests.support import raw
 from tests.support.daemons import Daemon
 from tests.support.sizes import MIB
 from tests.support.workers import worker
-from tests.system import raw
 
 from membroker.v1 import broker_pb2 as bpb
 
