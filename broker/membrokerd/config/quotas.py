@@ -7,34 +7,37 @@ configuration is, and refused whole when anything in it is wrong.
 from __future__ import annotations
 
 import errno
-import json
 import os
-import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from membroker.vmm.sizes import GIB, MIB, parse_size
+from membroker.vmm.sizes import GIB, MIB
 
 from .. import files
 from ..core.events import Location
-from ..core.policy import valid_model_name, valid_tenant
 from ..home import HomeError
-from .checks import MODEL_NAME, nearest
+from .checks import Table, TenantName, check, joined
+from .config import ModelConfig, TenantLimits
 
 Quotas = Mapping[tuple[str, str | None, Location], int]
 """Bytes by tenant, model (None: all of the tenant's together) and location, as in the ledger."""
 
 SYSTEM = Path("/var/lib/membroker")
 _KEYS: Mapping[str, Location] = {"limit": "device", "host_limit": "host"}
-_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-_TENANT_NAME = "a tenant's name is [a-z0-9] and then at most 23 of [a-z0-9-]"
 _WHAT_TO_DO = "put it right, or remove the file to end all commanded limits"
 _HEAD = """\
 # Limits that were commanded with `membroker quota set`; they stand before those of membrokerd.toml, and have its keys.
 # membrokerd reads this file when it starts, and writes it anew at each command: change it while none is running.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class _Quotas(Table):
+    """The file."""
+
+    tenants: Mapping[TenantName, TenantLimits] = field(default_factory=dict)
 
 
 def state_directory(device: str, env: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
@@ -73,62 +76,27 @@ def trouble(directory: Path) -> str:
 def read(path: Path) -> Quotas:
     """Return the quotas of the file, none when there is no file. Raises `HomeError`."""
     try:
-        return dict(_rows(tomllib.loads(files.read_file(path, files.MAX_TEXT_BYTES, follow=True).decode())))
+        document = tomllib.loads(files.read_file(path, files.MAX_TEXT_BYTES, follow=True).decode())
     except FileNotFoundError:
         return {}
     except OSError as error:
         advice = "let this user read it" if error.errno in (errno.EACCES, errno.EPERM) else _WHAT_TO_DO
         raise HomeError(f"{path}: cannot be read: {error.strerror}; {advice}") from error
-    except _Wrong as wrong:
-        raise HomeError(f"{path}: {wrong}; {_WHAT_TO_DO}") from wrong
     except (ValueError, RecursionError) as error:  # as the configuration
         raise HomeError(f"{path}: is not TOML: {error}; {_WHAT_TO_DO}") from error
+    quotas, problems = check(_Quotas, document)
+    if problems:
+        raise HomeError("; ".join([*(f"{path}: {key}: {what}" for key, what in problems.items()), _WHAT_TO_DO]))
+    return dict(_rows(quotas))
 
 
-class _Wrong(Exception):
-    """What the file says can't be. Says where, and why."""
-
-
-def _rows(document: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str | None, Location], int]]:
-    for key in document:
-        if key != "tenants":
-            raise _Wrong(f"{key}: is not a key of quotas{nearest(key, ['tenants'])}")
-    for tenant, where, table in _tables(document, "", "tenants", valid_tenant, _TENANT_NAME):
-        for location, limit in _limits(table, where, "models"):
-            yield (tenant, None, location), limit
-        for model, place, inner in _tables(table, f"{where}.", "models", valid_model_name, MODEL_NAME):
-            for location, limit in _limits(inner, place):
-                yield (tenant, model, location), limit
-
-
-def _tables(
-    parent: Mapping[str, Any], above: str, name: str, valid: Callable[[str], bool], allowed: str
-) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield name, key path and table of each table in `parent`'s table of tables `name`."""
-    tables = _table(parent.get(name, {}), f"{above}{name}")
-    for key, table in tables.items():
-        where = f"{above}{name}.{_quoted(key)}"
-        if not valid(key):
-            raise _Wrong(f"{where}: {allowed}")
-        yield key, where, _table(table, where)
-
-
-def _table(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise _Wrong(f"{where}: is a table: write [{where}] and its keys below")
-    return value
-
-
-def _limits(table: Mapping[str, Any], where: str, *others: str) -> Iterator[tuple[Location, int]]:
-    """Yield the limits of a table in which nothing else but `others` may stand."""
-    for key, value in table.items():
-        if key in _KEYS:
-            try:
-                yield _KEYS[key], parse_size(value)
-            except (TypeError, ValueError) as error:
-                raise _Wrong(f"{where}.{key}: {error}") from error
-        elif key not in others:
-            raise _Wrong(f"{where}.{_quoted(key)}: is not a key of quotas{nearest(key, (*_KEYS, *others))}")
+def _rows(quotas: _Quotas) -> Iterator[tuple[tuple[str, str | None, Location], int]]:
+    for tenant, limits in quotas.tenants.items():
+        named: dict[str | None, TenantLimits | ModelConfig] = {None: limits, **limits.models}
+        for model, table in named.items():
+            for key, location in _KEYS.items():
+                if (limit := getattr(table, key)) is not None:
+                    yield (tenant, model, location), limit
 
 
 # --- Writing ---
@@ -155,14 +123,9 @@ def _text(quotas: Quotas) -> str:
     for (tenant, model, location), limit in sorted(
         quotas.items(), key=lambda row: (row[0][0], row[0][1] or "", row[0][2])
     ):
-        table = f"tenants.{tenant}" if model is None else f"tenants.{tenant}.models.{_quoted(model)}"
+        table = joined(("tenants", tenant) if model is None else ("tenants", tenant, "models", model))
         tables.setdefault(table, []).append(f"{names[location]} = {_size(limit)}\n")
     return _HEAD + "".join(f"\n[{table}]\n{''.join(lines)}" for table, lines in tables.items())
-
-
-def _quoted(key: str) -> str:
-    """Return a key as TOML writes it, whatever is in it."""
-    return key if _BARE_KEY.fullmatch(key) else json.dumps(key)
 
 
 def _size(limit: int) -> str:
