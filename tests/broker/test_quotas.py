@@ -94,7 +94,7 @@ WRONG = {
         "[tenants.acme.models.m.models.n]\nlimit = 5",
         "tenants.acme.models.m.models: is not a known key",
     ),
-    "no table": (b"tenants = 5", "tenants: is a table: write [tenants]"),
+    "no table": (b"tenants = 5", "tenants: is a table of tables: write [tenants.NAME]"),
     "no table of a tenant": ("tenants.acme = 5", "tenants.acme: is a table: write [tenants.acme]"),
     "no table of a model": ("[tenants.acme.models]\nm = 5", "tenants.acme.models.m: is a table"),
     "a tenant's name": (

@@ -92,8 +92,8 @@ def read(path: Path) -> Quotas:
 
 def _rows(quotas: _Quotas) -> Iterator[tuple[tuple[str, str | None, Location], int]]:
     for tenant, limits in quotas.tenants.items():
-        named: dict[str | None, TenantLimits | ModelConfig] = {None: limits, **limits.models}
-        for model, table in named.items():
+        named: list[tuple[str | None, TenantLimits | ModelConfig]] = [(None, limits), *limits.models.items()]
+        for model, table in named:
             for key, location in _KEYS.items():
                 if (limit := getattr(table, key)) is not None:
                     yield (tenant, model, location), limit

@@ -39,6 +39,7 @@ BROKER_PACKAGES = {
     "prometheus_client": "prometheus-client",
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
+    "pydantic": "pydantic",
 }
 
 Status = Literal["ok", "warn", "fail"]

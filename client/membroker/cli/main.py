@@ -57,15 +57,15 @@ away there instead. A second drain stands in the place of the first, its deadlin
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    if sys.stdout is None:  # closed by who started this
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it is standard output
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # names, and a table's lines, may have what a terminal cannot show
-    options = _parser().parse_args(arguments)
-    command: Callable[[argparse.Namespace], int] = options.command
     try:
+        if sys.stdout is None:  # this process was started with it closed
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it is standard output
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # names may have characters that the terminal cannot show
+        options = _parser().parse_args(arguments)
         if getattr(options, "device", None) is not None:
             options.endpoint = str(find_device(options.device))
+        command: Callable[[argparse.Namespace], int] = options.command
         return command(options)
     except (MembrokerError, DriverError) as error:
         print(f"membroker: {tables.printable(str(error))}", file=sys.stderr)
