@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import UTC, datetime
@@ -225,6 +226,22 @@ def print_tables(tables: Iterable[Table], stream: TextIO) -> None:
     """Write tables with an empty line between them."""
     stream.write("\n".join(render(table, stream) for table in tables))
     stream.flush()
+
+
+def answer(as_json: bool, value: Any, *parts: Table | str) -> int:
+    """Print the answer of a command, as JSON or as tables and lines, and return its exit status.
+
+    A table has an empty line before and after it.
+    """
+    if as_json:
+        print_json(value, sys.stdout)
+        return 0
+    for before, part in zip((None, *parts), parts, strict=False):
+        if before is not None and (isinstance(before, Table) or isinstance(part, Table)):
+            print()
+        sys.stdout.write(render(part, sys.stdout) if isinstance(part, Table) else f"{part}\n")
+    sys.stdout.flush()
+    return 0
 
 
 def render(table: Table, stream: TextIO) -> str:
