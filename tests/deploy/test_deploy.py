@@ -133,7 +133,7 @@ def test_the_unit_has_what_a_broker_needs_and_not_what_breaks_one() -> None:
     text = (DEPLOY / "systemd" / "membrokerd.service").read_text()
     settings = dict(re.findall(r"^([A-Za-z]+)=(.*)$", text, re.MULTILINE))
     assert settings["Type"] == "notify"
-    assert settings["ExecReload"] == "/bin/kill -HUP $MAINPID"
+    assert settings["ExecReload"] == "/bin/sh -c 'kill -HUP $MAINPID'"
     assert settings["Restart"] == "on-failure", "a drained daemon that exits is to stay away"
     assert settings["StartLimitIntervalSec"] == "0"
     assert int(settings["LimitNOFILE"]) >= 129 * 1024

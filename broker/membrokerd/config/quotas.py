@@ -1,7 +1,7 @@
-"""The quotas: limits that an operator commanded, in a file, so that they hold until they are ended, reboots included.
+"""The quotas: limits that were set by command, in a file, so that they stay in force until removed, even over a reboot.
 
-Owns the file's place and form. People may read it, and change it while no daemon runs; it is checked as the
-configuration is, and refused whole when anything in it is wrong.
+Owns the file's place and form. People may read it, and change it while no daemon runs. It is checked as the
+configuration is, and refused as a whole if anything in it is wrong.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Quotas = Mapping[tuple[str, str | None, Location], int]
 
 SYSTEM = Path("/var/lib/membroker")
 _KEYS: Mapping[str, Location] = {"limit": "device", "host_limit": "host"}
-_WHAT_TO_DO = "put it right, or remove the file to end all commanded limits"
+_WHAT_TO_DO = "put it right, or remove the file to end all limits that were set by command"
 _HEAD = """\
-# Limits that were commanded with `membroker quota set`; they stand before those of membrokerd.toml, and have its keys.
-# membrokerd reads this file when it starts, and writes it anew at each command: change it while none is running.
+# Limits that were set with `membroker quota set`. They have the keys of membrokerd.toml, and override its limits.
+# membrokerd reads this file at its start and rewrites it at each command: change it only while no membrokerd runs.
 """
 
 
@@ -41,10 +41,10 @@ class _Quotas(Table):
 
 
 def state_directory(device: str, env: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
-    """Return where a device keeps what outlives a reboot; `device` is its directory's name.
+    """Return the directory for the state of a device that outlives a reboot; `device` is its directory's name.
 
-    That is the system's place for root and for whoever may write there, else the own one of the user who runs this.
-    `env` and `uid` (None: this process's) choose. Raises `HomeError`.
+    It is the system's for root and for users that may write there, else the user's own. `env` and `uid` (None: those of
+    this process) choose. Raises `HomeError`.
     """
     if (os.geteuid() if uid is None else uid) == 0 or os.access(SYSTEM, os.W_OK):
         return SYSTEM / device
@@ -52,11 +52,13 @@ def state_directory(device: str, env: Mapping[str, str] = os.environ, uid: int |
         return Path(own, "membroker", device)
     if Path(home := env.get("HOME", "")).is_absolute():
         return Path(home, ".local", "state", "membroker", device)
-    raise HomeError("there is no place for what outlives a reboot: set XDG_STATE_HOME or HOME to an absolute path")
+    raise HomeError(
+        "there is no directory for state that outlives a reboot: set XDG_STATE_HOME or HOME to an absolute path"
+    )
 
 
 def trouble(directory: Path) -> str:
-    """Return why nothing can be kept below this directory, which need not be there yet; "" when something can."""
+    """Return why nothing can be stored below this directory, which need not exist yet; "" if it can."""
     there = next(part for part in (directory, *directory.parents) if os.path.exists(part))
     if not there.is_dir():
         why = "is not a directory"
@@ -65,8 +67,8 @@ def trouble(directory: Path) -> str:
     else:
         return ""
     return (
-        f"limits by command will be refused, since they are to be kept in {directory} and {there} {why}: "
-        "mend that, or set another state_directory"
+        f"limits by command will be refused, since they are kept in {directory} and {there} {why}: "
+        "change that, or set another state_directory"
     )
 
 
@@ -74,7 +76,7 @@ def trouble(directory: Path) -> str:
 
 
 def read(path: Path) -> Quotas:
-    """Return the quotas of the file, none when there is no file. Raises `HomeError`."""
+    """Return the quotas of the file, or none if there is no file. Raises `HomeError`."""
     try:
         document = tomllib.loads(files.read_file(path, files.MAX_TEXT_BYTES, follow=True).decode())
     except FileNotFoundError:
@@ -103,12 +105,12 @@ def _rows(quotas: _Quotas) -> Iterator[tuple[tuple[str, str | None, Location], i
 
 
 def write(path: Path, quotas: Quotas) -> None:
-    """Put these quotas in place of those of the file: whole and on the disk, or not at all. Raises `OSError`."""
+    """Replace the quotas of the file, on the disk too, or change nothing. Raises `OSError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.replace_file(path, _text(quotas).encode())
     except OSError as error:
-        error.filename = path  # a full disk names none
+        error.filename = path  # a full disk's error names no file
         raise
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -129,7 +131,7 @@ def _text(quotas: Quotas) -> str:
 
 
 def _size(limit: int) -> str:
-    """Return a size as TOML: as people read it, if that is exact."""
+    """Return a size as TOML: as text with a unit, if that is exact."""
     for step, unit in ((GIB, "GiB"), (MIB, "MiB")):
         if limit and limit % step == 0:
             return f'"{limit // step}{unit}"'
