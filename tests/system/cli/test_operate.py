@@ -92,8 +92,8 @@ def test_the_bytes_of_a_forgotten_session(daemon: Daemon, stopped: tuple[Worker,
     """An engine hangs, and the daemon was restarted: nobody knows whether it comes back. The operator decides."""
     hung, name = stopped
     said = good(daemon, "forget", name)
-    assert said.splitlines()[0] == f"{name} of red is forgotten: 192.0 MiB are charged no more"
-    assert f"what its process {hung.pid} still has mapped counts as unaccounted" in said
+    assert said.splitlines()[0] == f"{name} of red is forgotten: 192.0 MiB are no longer charged"
+    assert f"memory that its process {hung.pid} still has mapped counts as unaccounted" in said
     assert daemon.books().lent_bytes == 0
     until(lambda: daemon.books().unaccounted_bytes == 192 * MIB)
     # Why the operator should rather have ended it: it has the memory still, and comes back to a broker without it.
@@ -168,7 +168,7 @@ def test_a_drain_refuses_tells_and_lists_and_an_undrain_lends_again(daemon: Daem
     """A card is to be taken out: the operator sees who holds out, and each worker learns why it gets nothing."""
     engine.do("segment = model.create_segment('weights', 2 * MIB); segment.seal()")
     out = good(daemon, "drain")
-    assert out.startswith("nothing more is lent, and the workers are told\nthese hold out:\n")
+    assert out.startswith("nothing more is lent, and the workers are told\nstill holding memory:\n\n")
     assert re.search(rf"red +open +{engine.pid} +\d+ +16\.0 MiB", out)
     assert re.search(r"red +chat +weights +device +sealed +2\.0 MiB", out)
     assert "`membroker segments delete TENANT/MODEL/SEGMENT --admin`" in out
