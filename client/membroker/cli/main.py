@@ -204,14 +204,14 @@ def _add_operators(subparsers: Commands) -> None:
         "tenants",
         listing(lambda books: books.tenants(), tables.tenants_table),
         "how much each tenant is charged, and its limit; at the admin endpoint",
-        "tenants\ntenants --json | jq '.[] | {name, used: .books.device.used}'",
+        "tenants\ntenants --json | jq '.[] | {name, used: .books.device.used_bytes}'",
     ).set_defaults(admin=True)
     add(
         subparsers,
         "processes",
         listing(lambda books: books.processes(), tables.processes_table),
         "the processes that use more of the device than they are charged; at the admin endpoint",
-        "processes\nprocesses --json | jq '.[] | select(.excess > 1e9)'",
+        "processes\nprocesses --json | jq '.[] | select(.excess_bytes > 1e9)'",
         _PROCESSES,
     ).set_defaults(admin=True)
     _add_quota(subparsers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -19,9 +20,10 @@ from tests.support.daemons import Daemon, running
 from tests.support.sizes import MIB
 
 import membroker
+from membroker import types
 from membroker.cli import main as cli
 from membroker.cli import tables
-from membroker.cli.admin import admin_socket
+from membroker.cli.admin import ProcessStatus, TenantBooks, TenantStatus, admin_socket
 from membroker.errors import BrokerUnavailable, InvalidRequest
 from membroker.types import ModelBooks, ModelStatus
 
@@ -330,6 +332,19 @@ def test_every_help_has_an_example(arguments: str, capsys: pytest.CaptureFixture
     assert caught.value.code == 0
     text = capsys.readouterr().out
     assert re.search(rf"examples?:\n  membroker {arguments}", text)
+
+
+def test_the_examples_for_jq_name_fields_that_json_has(capsys: pytest.CaptureFixture[str]) -> None:
+    """Somebody copies them from the help: a wrong name gives null, and no error."""
+    values = (types.DeviceStatus, types.ModelStatus, types.SessionStatus, TenantStatus, TenantBooks, ProcessStatus)
+    known = {field.name for value in values for field in dataclasses.fields(value)} | {"device"}
+    named: set[str] = set()
+    for command in ("status", "models", "sessions", "tenants", "processes"):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        (program,) = re.findall(r"jq '(.*)'", capsys.readouterr().out)
+        named |= set(re.findall(r"\.([a-z_]+)", program))
+    assert {"books", "used_bytes", "excess_bytes"} <= named <= known
 
 
 def test_the_admin_endpoint_is_the_sibling_of_a_tenants() -> None:
