@@ -51,15 +51,17 @@ class ExtentWatch:
 
     def add(self, extent: int, size: int, location: Location) -> None:
         """Start to count the memfd `extent`. The caller still holds it open, so its end cannot be missed."""
-        with ExitStack() as undo:
-            if self._descriptors is None:
-                undo.callback(self.close)
+        first = self._descriptors is None
+        try:
             descriptors = self._made()
             with driver_call("inotify_add_watch"):
                 path = f"/proc/self/fd/{extent}"
                 number = _libc.inotify_add_watch(descriptors.watches, path, _libc.IN_DELETE_SELF)
             _table.write(descriptors.table, number, size, location)
-            undo.pop_all()
+        except BaseException:
+            if first:
+                self.close()
+            raise
         self._entries[number] = (size, location)
         self._used[location] += size
         if number % _table.SWEEP_NUMBERS == 0:
@@ -111,14 +113,15 @@ class ExtentWatch:
             self._used[location] += size
 
     def _drain(self, watches: int) -> None:
-        overflowed = False
-        while events := _read(watches):
-            for number, mask in events:
+        overflowed, data = False, _read(watches)
+        while data:
+            for number, mask, _, _ in _EVENT.iter_unpack(data):  # only a watched directory's events have names
                 overflowed |= bool(mask & _libc.IN_Q_OVERFLOW)
                 # A freed extent causes both events. The kernel lists the watch until the second, so a recount may run
                 # between them.
                 if mask & (_libc.IN_DELETE_SELF | _libc.IN_IGNORED):
                     self._forget(number)
+            data = _read(watches) if len(data) == _READ_BYTES else b""  # less than that was all
         if overflowed:
             self._recount(watches)
 
@@ -133,18 +136,12 @@ class ExtentWatch:
         self._used[location] -= size
 
 
-def _read(watches: int) -> list[tuple[int, int]]:
-    """Return the queued events as (watch number, mask); an empty list if nothing is queued."""
+def _read(watches: int) -> bytes:
+    """Return the queued events, as many as fit into a read; empty if nothing is queued."""
     try:
-        data = os.read(watches, _READ_BYTES)
+        return os.read(watches, _READ_BYTES)
     except BlockingIOError:
-        return []
-    events, at = [], 0
-    while at < len(data):
-        number, mask, _cookie, name_bytes = _EVENT.unpack_from(data, at)
-        events.append((number, mask))
-        at += _EVENT.size + name_bytes
-    return events
+        return b""
 
 
 def _check_kind(descriptor: int, link: str, name: str) -> None:
