@@ -27,6 +27,7 @@ from membrokerd.core import events as ev
 from membrokerd.core import policy
 from membrokerd.core.denied import Denied, Reason
 from membrokerd.core.machine import Broker
+from membrokerd.core.recount import recount
 from membrokerd.edge.convert import Refused
 from membrokerd.edge.rpc.admin_service import AdminService
 from membrokerd.executor import Executor
@@ -242,7 +243,7 @@ def play(
             await loop.stop(SECONDS)
             for queue in world.queues.values():
                 queue.close()
-            loop.broker.ledger.recount()
+            recount(loop.broker.ledger)
             assert len(kept) == 0
             assert world.used() - driver.stranger_bytes == world.charged() == 0
             assert descriptors() == before, "a descriptor is lost"

@@ -15,7 +15,7 @@ from . import events as ev
 from . import facts as ft
 from . import policy
 from .denied import Denied, Reason, deny
-from .ledger import ModelRow, replay
+from .ledger import replay
 
 COUNTER_BITS = 40
 """The low bits of an id are a counter; those above it are the epoch."""
@@ -52,8 +52,9 @@ class Books:
 
     def begin_step(self) -> Step:
         """Return the step that effects and facts are added to from now on."""
-        self._effects, self._facts = [], []
-        return Step(self._effects, self._facts)
+        step = Step([], [])
+        self._effects, self._facts = step
+        return step
 
     def emit(self, effect: fx.Effect) -> None:
         """Ask the daemon to carry out `effect`."""
@@ -73,7 +74,7 @@ class Books:
 
     def answer(self, call: int, result: fx.Result | Denied) -> None:
         """Answer a call."""
-        self.emit(fx.Answer(call, result))
+        self._effects.append(fx.Answer(call, result))
 
     def refuse(self, call: int, denied: Denied, session: int, name: ev.ModelName) -> None:
         """Refuse a call about a model, and count the refusal there, unless the model belongs to another tenant."""
@@ -88,10 +89,3 @@ class Books:
         if self.cannot_write:
             return deny(Reason.JOURNAL_FULL, driver_says=self.cannot_write)
         return deny(Reason.DRAINING) if self.draining else None
-
-    def find_model(self, session: int, name: ev.ModelName) -> ModelRow | Denied:
-        """Return the model if this session registered it. Another tenant's model looks like one that does not exist."""
-        row = self.ledger.sessions[session]
-        if name not in row.models:
-            return deny(Reason.MODEL_NOT_FOUND, model=str(name))
-        return self.ledger.models[name]

@@ -20,9 +20,9 @@ from . import effects as fx
 from . import events as ev
 from . import facts as ft
 from .books import Books
-from .ledger import SegmentRow, SessionRow
 from .lending import Lending
 from .resuming import Resuming
+from .rows import SegmentRow, SessionRow
 from .segments import Segments
 from .sessions import Sessions
 

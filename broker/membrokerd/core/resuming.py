@@ -15,8 +15,8 @@ from . import facts as ft
 from . import policy
 from .books import Books
 from .denied import Denied, Reason, deny
-from .ledger import SegmentRow, SessionRow
 from .lending import Lending
+from .rows import SegmentRow, SessionRow
 from .segments import Segments
 from .sessions import Sessions
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from . import policy
 from .effects import SegmentView
 from .events import Location, ModelName, SegmentName
-from .ledger import ModelRow, SessionRow
 from .machine import Broker
+from .rows import ModelRow, SessionRow
 from .values import value
 
 

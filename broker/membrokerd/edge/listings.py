@@ -20,7 +20,7 @@ from membroker.vmm import DeviceInfo
 from ..core import policy, snapshot
 from ..core.denied import Reason, deny
 from ..core.events import Location
-from ..core.ledger import SessionRow
+from ..core.rows import SessionRow
 from ..loop import Loop, clock
 from . import convert
 

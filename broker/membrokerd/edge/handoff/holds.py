@@ -7,7 +7,7 @@ from membroker.wire.frames import MAX_DESCRIPTORS, MAX_IDS_PER_FRAME, WINDOW
 
 from ...core import events as ev
 from ...core.denied import Denied, Reason, deny
-from ...core.ledger import SessionRow
+from ...core.rows import SessionRow
 from ..convert import Refused, parse_location, parse_model
 
 UNBOOKED = WINDOW * MAX_DESCRIPTORS
