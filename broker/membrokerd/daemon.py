@@ -11,7 +11,7 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,7 +68,7 @@ from .restart.takeover import (
     warn_of_holders,
     watch_processes,
 )
-from .turns import Turns, spare_collections
+from .turns import Turns, gather, in_portions, spare_collections
 
 METRICS_PORT = 9710
 VIEW_SECONDS = 2.0
@@ -412,16 +412,20 @@ class Daemon:
     def view(self) -> MetricsView:
         """Return what a scrape shows; called on the HTTP server's threads, so the event loop is asked for it."""
         answer: concurrent.futures.Future[MetricsView] = concurrent.futures.Future()
-        self._loop.call_threadsafe(lambda: answer.set_result(self._take_view()))
+        self._loop.call_threadsafe(lambda: in_portions(self._take_view(), answer.set_result))
         return answer.result(VIEW_SECONDS)
 
-    def _take_view(self) -> MetricsView:
-        broker, sessions = self._loop.broker, snapshot.count_sessions(self._loop.broker)
+    def _take_view(self) -> Generator[None, None, MetricsView]:
+        """Return the view, taken in portions: the sums are those of its last moment."""
+        broker = self._loop.broker
+        models = yield from gather(snapshot.each_model(broker))
+        segments = yield from gather(snapshot.each_segment(broker))
+        sessions = snapshot.count_sessions(broker)
         return MetricsView(
             locations=snapshot.take_locations(broker),
             tenants=snapshot.take_tenants(broker, self._config.tenants),
-            models=snapshot.take_models(broker),
-            segments=snapshot.take_segments(broker),
+            models=tuple(models),
+            segments=tuple(segments),
             sessions=sessions,
             observers=len(broker.ledger.sessions) - sessions.total(),
             max_sessions=broker.rules.max_sessions,

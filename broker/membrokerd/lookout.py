@@ -19,13 +19,14 @@ LOOK_SECONDS = 2.0
 
 
 class Lookout:
-    """Looks every LOOK_SECONDS, on the event loop's thread. `compact` writes a journal of the books as they stand."""
+    """Looks every LOOK_SECONDS, on the event loop's thread. `compact` begins to write the journal again."""
 
     def __init__(self, home: Home, journal: Journal, compact: Callable[[], None]) -> None:
         self._home = home
         self._journal = journal
         self._compact = compact
         self._told: set[Path] = set()
+        self._journal_lost = False
         self._io = asyncio.get_running_loop()
         self._timer = self._io.call_later(LOOK_SECONDS, self._look)
 
@@ -55,9 +56,11 @@ class Lookout:
         """Write again what is gone of `state/`."""
         restored = self._home.restore(self._journal.epoch)
         if not self._journal.is_in_place():
+            self._journal_lost = True
             self._compact()
-            if self._journal.is_in_place():
-                restored.append("journal")
+        if self._journal_lost and self._journal.is_in_place():
+            self._journal_lost = False
+            restored.append("journal")
         if restored:
             logs.warn(
                 "the daemon's files were removed while it runs, and are written again: find out who removes them",

@@ -11,7 +11,7 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
 from typing import Protocol
 
 from membroker.v1.handoff_pb2 import Frame, Notice
@@ -31,9 +31,10 @@ from .observe import logs, suspects
 from .observe.suspects import Process
 from .restart.descriptor_store import DescriptorStore
 from .restart.journal import Journal
-from .turns import SHARE_SECONDS, Turns
+from .turns import SHARE_SECONDS, Turns, gather, in_portions
 
 Reply = Callable[[fx.Result | Denied], None]
+Holders = Mapping[int, snapshot.HolderView]
 RELEASING_AUDIT_SECONDS = 0.01
 HEARING_SECONDS = 0.02
 """How long a refusal for want of room waits for others who do not fall silent."""
@@ -102,6 +103,7 @@ class Loop:
         self._audit_seconds = audit_seconds
         self._observe_step = observe_step
         self._journal = journal
+        self._compacting: Generator[None, None, None] | None = None
         self._observe_write = observe_write
         self._context_bytes = context_bytes
         self._calls = itertools.count(1)
@@ -159,19 +161,33 @@ class Loop:
         self._observe_write(time.perf_counter() - start)
         if journal.due:
             self.compact()
-        self.broker.cannot_write = "no room for its journal" if journal.full else ""
+        self._say_whether_full()
         reach("debited" if debits else "credited")
         return is_written
 
     def compact(self) -> None:
-        """Begin the journal with the books as they stand."""
-        assert self._journal is not None
-        reach("compact")
+        """Replace the journal by a short one, in portions; nothing to do where that is going on."""
+        if self._compacting is None:
+            assert self._journal is not None
+            reach("compact")
+            self._compacting = self._compact(self._journal.compact(story(self.broker.ledger)))
+            in_portions(self._compacting, lambda _: self._compacted())
+
+    def _compact(self, steps: Generator[None, None, None]) -> Generator[None, None, None]:
         try:
-            self._journal.begin(story(self.broker.ledger))
+            yield from steps
         except OSError as error:
             logs.warn("the journal cannot be compacted, and grows on", error=error.strerror)
+        finally:
+            self._compacting = None
+
+    def _compacted(self) -> None:
+        self._say_whether_full()
         reach("compacted")
+
+    def _say_whether_full(self) -> None:
+        assert self._journal is not None
+        self.broker.cannot_write = "no room for its journal" if self._journal.full else ""
 
     def _unwritten(self, packet: fx.Make | fx.Send) -> None:
         """Nothing is made of a debit, and nothing sent of a hold, that is not on file."""
@@ -409,13 +425,20 @@ class Loop:
 
     def list_processes(self, done: Callable[[list[Process] | Failure], None]) -> None:
         """Give `done` the processes that the driver sees beside what the books say of them, largest excess first."""
-        before = snapshot.take(self.broker)
 
-        def listed(found: list[tuple[int, int]] | Failure) -> None:
-            books = (before, snapshot.take(self.broker))
-            done(found if isinstance(found, Failure) else suspects.compare(found, *books))
+        def take_holders(go_on: Callable[[Holders], None]) -> None:
+            in_portions(gather(snapshot.each_holder(self.broker)), lambda holders: go_on(dict(holders)))
 
-        self.executor.list_processes(listed)
+        def list_then_compare(before: Holders) -> None:
+            def listed(found: list[tuple[int, int]] | Failure) -> None:
+                if isinstance(found, Failure):
+                    done(found)
+                else:
+                    take_holders(lambda after: done(suspects.compare(found, before, after)))
+
+            self.executor.list_processes(listed)
+
+        take_holders(list_then_compare)
 
     def _name_suspects(self, rise: fx.NameSuspects, found: list[Process] | Failure) -> None:
         if isinstance(found, Failure):
@@ -440,6 +463,8 @@ class Loop:
         for timer in (self._audit_timer, self._deadline_timer):
             if timer is not None:
                 timer.cancel()
+        if self._compacting is not None:
+            self._compacting.close()
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:

@@ -7,13 +7,17 @@ ends. It does no work of its own.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import selectors
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Iterable
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
+
+_T = TypeVar("_T")
 
 SLOW_SECONDS = 0.05
 """A turn that takes longer is counted: nothing that a peer sends may cause one."""
@@ -27,6 +31,31 @@ def spare_collections() -> None:
     """Let the garbage collector leave out what lives as long as the daemon: a full collection took 25 ms of a turn."""
     gc.collect()
     gc.freeze()
+
+
+def in_portions(work: Generator[None, None, _T], done: Callable[[_T], None]) -> None:
+    """Run `work` for SHARE_SECONDS of each turn, and give `done` what it returns.
+
+    For work that grows with the books, such as a view of all models. `work` yields where the loop may go on with
+    other things, so the books can change between two of its steps.
+    """
+    end = time.perf_counter() + SHARE_SECONDS
+    try:
+        while time.perf_counter() < end:
+            next(work)
+    except StopIteration as finished:
+        done(finished.value)
+    else:
+        asyncio.get_running_loop().call_soon(in_portions, work, done)
+
+
+def gather(rows: Iterable[_T]) -> Generator[None, None, list[_T]]:
+    """Return the rows in a list, as work that is done in portions: one row in each step."""
+    gathered = []
+    for row in rows:
+        gathered.append(row)
+        yield
+    return gathered
 
 
 class Turns:

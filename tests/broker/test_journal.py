@@ -35,6 +35,7 @@ NAME = ModelName("acme", "llama-7b")
 SESSION = 1 << 40
 LEFT_OUT = (ft.StockChanged, ft.QuotaSet)
 BEGAN = [ft.ModelBegan(NAME, None, {"device": 1 << 30}), ft.ModelEnded(NAME)]
+SESSIONS: list[ft.Fact] = [ft.SessionEnded(number, 0) for number in range(400)]
 STEPS = [[ft.Debited(SESSION, NAME, "device", 2 << 20, SESSION + number, 1)] for number in range(1, 6)]
 
 
@@ -170,25 +171,65 @@ def test_boots_have_names() -> None:
 
 
 def test_a_world_is_written_down_and_read(path: Path) -> None:
-    """Every step of a world is journaled, which begins anew again and again; its successor has the same books."""
+    """Every step of a world is journaled, and compacted while the world goes on; a successor has the same books."""
     world = World(41)
     journal = Journal(path, BINDING, compact_bytes=20_000)
     journal.begin(story(world.broker.ledger))
-    begun = 0
+    compacted = 0
+    steps: Iterator[None] = iter(())
     for number in range(4_000):
         seen = len(world.history)
         world.turn(number)
         assert journal.append(world.history[seen:])
         if journal.due:
-            journal.begin(story(world.daemons.books))
-            begun += 1
-            assert not journal.due
+            steps = journal.compact(story(world.daemons.books))
+            compacted += 1
+        next(steps, None)
         if number % 500 == 499:
             facts, sentences = read(path)
             assert books(replay(CAPACITIES, facts)) == books(world.daemons.books)
             assert not sentences
-    assert begun > 3
+    assert compacted > 3
+    assert not list(steps)
     assert list(path.parent.iterdir()) == [path]
+    journal.close()
+
+
+def test_a_compaction_takes_in_what_is_appended_meanwhile(path: Path) -> None:
+    """Until its last step the old file is the journal, whole; with the last step the short one is, whole too."""
+    journal = Journal(path, BINDING, compact_bytes=1_000)
+    journal.begin(BEGAN)
+    inode = path.stat().st_ino
+    steps = journal.compact(SESSIONS)
+    expected = [*BEGAN]
+    for number, step in enumerate(STEPS):
+        next(steps)
+        assert journal.append(step)
+        expected += step
+        assert read(path) == (expected, [])
+        assert not journal.due
+        assert path.stat().st_ino == inode, number
+    list(steps)
+    assert path.stat().st_ino != inode
+    assert read(path) == ([*SESSIONS, *(fact for step in STEPS for fact in step)], [])
+    assert journal.append(BEGAN)
+    assert read(path)[0][-2:] == BEGAN
+    journal.close()
+
+
+def test_a_compaction_that_is_abandoned_leaves_the_journal(path: Path) -> None:
+    """As when the daemon stops: the old file has all, and the next compaction can begin."""
+    journal = Journal(path, BINDING, compact_bytes=1_000)
+    journal.begin(BEGAN)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        steps = journal.compact(SESSIONS)
+        next(steps)
+        assert journal.append(STEPS[0])
+        steps.close()
+        assert list(path.parent.iterdir()) == [path]
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert read(path) == ([*BEGAN, *STEPS[0], *STEPS[0]], [])
     journal.close()
 
 

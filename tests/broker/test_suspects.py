@@ -5,31 +5,48 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any, cast
 
-from membrokerd.core.effects import SegmentView
-from membrokerd.core.events import ModelName, SegmentName
-from membrokerd.core.snapshot import SessionView, Snapshot
+from membrokerd.core import facts as ft
+from membrokerd.core.events import Location, ModelName
+from membrokerd.core.ledger import Ledger
+from membrokerd.core.snapshot import MOST_MODELS, HolderView, each_holder
 from membrokerd.observe.suspects import Process, command_of, compare
 
 MIB = 1 << 20
 MODEL = ModelName("t", "m")
-WEIGHTS = SegmentName("t", "m", "weights")
 
 
-def session(
-    number: int, pid: int, *, device: int = 0, host: int = 0, segments: tuple[SegmentName, ...] = ()
-) -> SessionView:
+class Books(SimpleNamespace):
+    """A ledger by facts."""
+
+    def __init__(self, *told: ft.Fact) -> None:
+        super().__init__(ledger=Ledger({"device": 1 << 40, "host": 1 << 40}))
+        self.tell(ft.ModelBegan(MODEL, None, {}), *told)
+
+    def tell(self, *facts: ft.Fact) -> None:
+        for fact in facts:
+            self.ledger.apply(fact)
+
+    def holders(self) -> dict[int, HolderView]:
+        return dict(each_holder(cast(Any, self)))
+
+
+def session(number: int, pid: int, *, device: int = 0, host: int = 0) -> list[ft.Fact]:
     """A session that is charged so many MiB at each place."""
-    locations = (("device", device * MIB, 1), ("host", host * MIB, 1))
-    return SessionView(number, "t", "open", pid, 0, False, "test", (MODEL,), locations, segments, 0)  # type: ignore[arg-type]
+    return [
+        ft.SessionBegan(number, "t", pid, 0, "pidfd:1", False, "test", 0),
+        ft.ModelJoined(MODEL, number),
+        *(ft.DeclarationSet(number, MODEL, "device", device * MIB) for _ in range(device > 0)),
+        *(ft.DeclarationSet(number, MODEL, "host", host * MIB) for _ in range(host > 0)),
+    ]
 
 
-def segment(name: SegmentName, size: int, location: str = "device") -> SegmentView:
-    return SegmentView(9, name, "sealed", location, size * MIB, 1, 1, 1, 0)  # type: ignore[arg-type]
-
-
-def books(*sessions: SessionView, segments: tuple[SegmentView, ...] = ()) -> Snapshot:
-    return Snapshot(1, (), (), sessions, segments)
+def segment(number: int, size: int, *holders: int, location: Location = "device") -> list[ft.Fact]:
+    """A segment that sessions have attached."""
+    began = ft.SegmentBegan(number, MODEL, f"s{number}", location, size * MIB, size * MIB, number, 1, 1, 0)
+    return [began, *(ft.SegmentHeld(number, holder) for holder in holders)]
 
 
 def excesses(found: list[Process]) -> list[tuple[int, int]]:
@@ -38,7 +55,7 @@ def excesses(found: list[Process]) -> list[tuple[int, int]]:
 
 def test_a_stranger_and_a_liar_stand_before_the_honest() -> None:
     """One process has no session, one gave 64 MiB back by its word, one has what it is charged, one less."""
-    now = books(session(1, 11), session(2, 12, device=32), session(3, 13, device=32))
+    now = Books(*session(1, 11), *session(2, 12, device=32), *session(3, 13, device=32)).holders()
     found = compare([(10, 8 * MIB), (11, 64 * MIB), (12, 32 * MIB), (13, 2 * MIB)], now, now)
     assert excesses(found) == [(11, 64), (10, 8), (12, 0), (13, 0)]
     assert (found[0].sessions, found[0].models) == ((1,), (MODEL,))
@@ -47,21 +64,21 @@ def test_a_stranger_and_a_liar_stand_before_the_honest() -> None:
 
 def test_all_sessions_of_a_process_count_and_at_the_device_only() -> None:
     """Two clients in one process; what one has of the host is not what the device shows."""
-    now = books(session(1, 11, device=32, host=64), session(2, 11, device=16), session(3, 12, device=64))
+    now = Books(*session(1, 11, device=32, host=64), *session(2, 11, device=16), *session(3, 12, device=64)).holders()
     (only,) = compare([(11, 60 * MIB)], now, now)
     assert (only.charged, only.excess, only.sessions) == (48 * MIB, 12 * MIB, (1, 2))
 
 
 def test_a_segment_that_is_held_is_no_excess() -> None:
     """The model is charged for it and all who attach it map it; two sessions of one process map the same bytes."""
-    other = SegmentName("t", "m", "other")
-    hosts = SegmentName("t", "m", "hosts")
-    now = books(
-        session(1, 11, device=2, segments=(WEIGHTS, hosts)),
-        session(2, 11, segments=(WEIGHTS,)),
-        session(3, 12),
-        segments=(segment(WEIGHTS, 64), segment(other, 8), segment(hosts, 8, "host")),
-    )
+    now = Books(
+        *session(1, 11, device=2),
+        *session(2, 11),
+        *session(3, 12),
+        *segment(100, 64, 1, 2),
+        *segment(101, 8),
+        *segment(102, 8, 1, location="host"),
+    ).holders()
     found = compare([(11, 66 * MIB), (12, 64 * MIB)], now, now)
     assert excesses(found) == [(12, 64), (11, 0)], "who holds it not has left it, or never had it"
     assert found[1].segments == 64 * MIB
@@ -69,10 +86,19 @@ def test_a_segment_that_is_held_is_no_excess() -> None:
 
 def test_what_moves_while_the_driver_is_asked_is_no_excess() -> None:
     """One gives 64 MiB back and one borrows 64 MiB between the books and the driver's look at the processes."""
-    before = books(session(1, 11, device=64), session(2, 12))
-    after = books(session(2, 12, device=64))
-    found = compare([(11, 64 * MIB), (12, 64 * MIB)], before, after)
+    moving = Books(*session(1, 11, device=64), *session(2, 12))
+    before = moving.holders()
+    moving.tell(ft.DeclarationSet(1, MODEL, "device", 0), ft.DeclarationSet(2, MODEL, "device", 64 * MIB))
+    found = compare([(11, 64 * MIB), (12, 64 * MIB)], before, moving.holders())
     assert excesses(found) == [(11, 0), (12, 0)]
+
+
+def test_a_process_with_thousands_of_models_is_named_with_some() -> None:
+    """A log line of all of them would be as long as a tenant likes."""
+    names = [ModelName("t", f"m{number:04}") for number in range(1_000)]
+    joined = [fact for name in names for fact in (ft.ModelBegan(name, None, {}), ft.ModelJoined(name, 1))]
+    (only,) = compare([(11, MIB)], {}, Books(*session(1, 11), *joined).holders())
+    assert only.models == (MODEL, *names[: MOST_MODELS - 1])
 
 
 def test_a_command_is_the_kernels_word_and_nothing_where_nobody_is() -> None:

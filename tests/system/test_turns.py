@@ -18,9 +18,12 @@ from tests.system.company import Honest, State, check_turns, honest
 from tests.system.raw import Connection, Session
 from tests.system.workers import PAGE, Worker, worker, workers
 
+from membroker.v1 import admin_pb2 as apb
+from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1 import resources_pb2
 from membrokerd.config import descriptor_limits
+from membrokerd.core.snapshot import MOST_MODELS
 from membrokerd.edge.handoff.listener import HELLO_SECONDS
 
 DETACHED = resources_pb2.Session.DETACHED
@@ -332,6 +335,49 @@ answer = None
     assert flood.result() == EXTENTS
     flood.kill()
     beside.beside(state, "its death", lambda: daemon.books().releasing_bytes == 0 and len(daemon.sessions()) == 1)
+
+
+def test_a_journal_of_large_books_is_compacted(daemon: Daemon, beside: Honest, flood: Worker, state: State) -> None:
+    """Every other one of 65,536 extents is left, so the shortest story has a fact for each: 0.3 s of work in all."""
+    flood.do("session = Session(endpoint)\nmodel = session.register('m')")
+    flood.do(f"ids = session.borrow(model, PAGE, {EXTENTS})")
+    flood.do(
+        "for first in range(0, len(ids), 8_192): session.call(release=bpb.ReleaseExtentsRequest("
+        "extent_ids=ids[first:first + 8_192:2]))"
+    )
+    (journal,) = daemon.directory.rglob("journal")
+    churn = """
+import os
+inode = os.stat(journal).st_ino
+while os.stat(journal).st_ino == inode:
+    ids = session.borrow(model, PAGE, 4_096)
+    for one in range(2):
+        session.call(release=bpb.ReleaseExtentsRequest(extent_ids=ids[one::2]))
+answer = None
+"""
+    flood.do(f"journal = {str(journal)!r}")
+    for _ in range(2):  # the second one compacts what the first one wrote
+        beside.beside_flood(state, "a journal that is compacted", flood, churn)
+    flood.kill()
+
+
+def test_what_an_operator_asks_of_5120_models(state: State) -> None:
+    """A scrape, a list, and the processes that the driver sees, while two processes have 256 models of ten tenants."""
+    tenants = [f"t{number}" for number in range(20)]
+    with running({"tenants": {tenant: {} for tenant in tenants}}) as daemon, workers(2) as processes:
+        for process, names in zip(processes, (tenants[:10], tenants[10:]), strict=True):
+            process.do(BEGIN.format(endpoint=""))
+            process.do(f"sessions = [Session(Path(at)) for at in {[str(daemon.endpoint(name)) for name in names]}]")
+            process.do("names = [one.register(f'm{model}') for one in sessions for model in range(256)]")
+            process.do("_, _, (extent,) = sessions[-1].take(allocate=allocation(names[-1], PAGE))")
+            process.do("import mmap\nmapped = mmap.mmap(extent, PAGE)")
+        assert daemon.metrics().count("membroker_model_sessions{") == 5_120
+        with daemon.admin_stub() as stub:
+            assert len(stub.ListModels(bpb.ListModelsRequest(page_size=1_000)).models) == 1_000
+            listed = stub.ListProcesses(apb.ListProcessesRequest()).processes
+        known = {row.pid: (len(row.sessions), len(row.models)) for row in listed}
+        assert [known[process.pid] for process in processes] == [(10, MOST_MODELS)] * 2
+        check_turns(daemon, state, "5,120 models are listed")
 
 
 PROCESSES = min(16, MAX_SESSIONS // 2 // SESSIONS)

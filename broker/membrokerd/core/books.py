@@ -39,7 +39,7 @@ class Books:
         assert 0 < epoch < 1 << 24
         self.rules = rules
         self.ledger = replay(rules.capacities, story)
-        self.denials: Counter[tuple[ev.ModelName, Reason]] = Counter()
+        self.denials: dict[ev.ModelName, Counter[str]] = {}
         self.stopping = False
         self.draining = False
         self.cannot_write = ""
@@ -81,7 +81,7 @@ class Books:
         row = self.ledger.sessions.get(session)
         own = row is not None and row.tenant == name.tenant and denied.reason is not Reason.MODEL_NOT_FOUND
         if own and name in self.ledger.models:
-            self.denials[name, denied.reason] += 1
+            self.denials.setdefault(name, Counter())[denied.reason] += 1
         self.answer(call, denied)
 
     def refuse_debit(self) -> Denied | None:

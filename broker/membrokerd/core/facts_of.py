@@ -6,6 +6,7 @@ which ends with the daemon, and quotas, which are kept elsewhere.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
 
@@ -15,20 +16,47 @@ from .ledger import Ledger
 from .rows import Loan, ModelRow, SegmentRow, SessionRow
 
 
-def story(ledger: Ledger) -> list[ft.Fact]:
-    """Return facts that, replayed, make every row and total of `ledger` but its revision, its stock and its quotas."""
-    told: list[ft.Fact] = [ft.ModelBegan(row.name, row.virtual_capacity, row.limits) for row in ledger.models.values()]
-    for session in ledger.sessions.values():
-        told += _begin_session(session)
-    for segment in ledger.segments.values():
-        told += _tell_segment(segment)
-    for session in ledger.sessions.values():
-        told += (ft.SessionMoved(session.session, cause, session.began_at) for cause in _causes(session))
-    told += (_carry(row) for row in ledger.models.values())
-    for where, total in ledger.totals.items():
-        if total.unaccounted is not None:
-            told.append(ft.UnaccountedSeen(where, total.unaccounted))
-    return told
+def story(ledger: Ledger) -> Iterator[ft.Fact]:
+    """Return facts that, replayed, make every row and total of `ledger` but its revision, its stock and its quotas.
+
+    The rows are copied at once, and told as the facts are asked for: meanwhile the ledger may change.
+    """
+    sessions = [_copy_session(row) for row in ledger.sessions.values()]
+    segments = [_copy_segment(row) for row in ledger.segments.values()]
+    began = [ft.ModelBegan(row.name, row.virtual_capacity, row.limits) for row in ledger.models.values()]
+    carried = [_carry(row) for row in ledger.models.values()]
+    unaccounted = [
+        ft.UnaccountedSeen(where, total.unaccounted)
+        for where, total in ledger.totals.items()
+        if total.unaccounted is not None
+    ]
+    return _tell(sessions, segments, began, [*carried, *unaccounted])
+
+
+def _copy_session(row: SessionRow) -> SessionRow:
+    copied = copy.copy(row)
+    copied.models, copied.extents = set(row.models), dict(row.extents)
+    copied.charges = {key: copy.copy(charge) for key, charge in row.charges.items() if charge.declared}
+    return copied
+
+
+def _copy_segment(row: SegmentRow) -> SegmentRow:
+    copied = copy.copy(row)
+    copied.holders = dict(row.holders)
+    return copied
+
+
+def _tell(
+    sessions: list[SessionRow], segments: list[SegmentRow], first: Iterable[ft.Fact], last: Iterable[ft.Fact]
+) -> Iterator[ft.Fact]:
+    yield from first
+    for session in sessions:
+        yield from _begin_session(session)
+    for segment in segments:
+        yield from _tell_segment(segment)
+    for session in sessions:
+        yield from (ft.SessionMoved(session.session, cause, session.began_at) for cause in _causes(session))
+    yield from last
 
 
 def _begin_session(row: SessionRow) -> Iterator[ft.Fact]:
@@ -50,8 +78,7 @@ def _begin_session(row: SessionRow) -> Iterator[ft.Fact]:
     for first, count, (name, location, size) in _runs(row.extents.items()):
         yield ft.Debited(row.session, name, location, size, first, count)
     for (name, location), charge in row.charges.items():
-        if charge.declared:
-            yield ft.DeclarationSet(row.session, name, location, charge.declared)
+        yield ft.DeclarationSet(row.session, name, location, charge.declared)
 
 
 def _runs(extents: Iterable[tuple[int, Loan]]) -> Iterator[tuple[int, int, Loan]]:

@@ -131,7 +131,7 @@ class Broker:
         return self.books.rules
 
     @property
-    def denials(self) -> Mapping[tuple[ev.ModelName, Reason], int]:
+    def denials(self) -> Mapping[ev.ModelName, Mapping[str, int]]:
         """How many calls about each model were refused, by reason."""
         return self.books.denials
 

@@ -96,8 +96,7 @@ class Models:
         segments = self._books.ledger.segments.values()
         if not row.sessions and not row.used() and not any(segment.name == row.name for segment in segments):
             self._books.record(ft.ModelEnded(row.name))
-            for key in [key for key in self._books.denials if key[0] == row.name]:
-                del self._books.denials[key]
+            self._books.denials.pop(row.name, None)
 
     def end_idle(self, now: int) -> None:
         """End the models that have had no session for their grace period."""

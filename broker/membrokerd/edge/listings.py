@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -19,8 +18,8 @@ from membroker.vmm import DeviceInfo
 
 from ..core import policy, snapshot
 from ..core.denied import Reason, deny
-from ..core.events import Location
-from ..core.rows import SessionRow
+from ..core.events import Location, ModelName
+from ..core.rows import SegmentRow, SessionRow
 from ..loop import Loop, clock
 from . import convert
 
@@ -84,8 +83,13 @@ class Views:
 
     def list_models(self, request: pb.ListModelsRequest, tenant: str | None = None) -> pb.ListModelsResponse:
         """Return a page of models, by name; `tenant` None is everybody's."""
-        rows = snapshot.take_models(self.loop.broker, tenant)
-        models, token = _page(rows, lambda row: str(row.name), convert.MODEL_NAME, request, convert.from_model)
+        broker = self.loop.broker
+        names = [name for name in broker.ledger.models if tenant in (None, name.tenant)]
+
+        def show(name: ModelName) -> rpb.Model:
+            return convert.from_model(snapshot.take_model(broker, name))
+
+        models, token = _page(names, str, convert.MODEL_NAME, request, show)
         return pb.ListModelsResponse(models=models, next_page_token=token)
 
     def list_sessions(self, request: pb.ListSessionsRequest, tenant: str | None = None) -> pb.ListSessionsResponse:
@@ -107,8 +111,12 @@ class Views:
 
     def list_segments(self, request: pb.ListSegmentsRequest, tenant: str | None = None) -> pb.ListSegmentsResponse:
         """Return a page of segments, in the order they began; `tenant` None is everybody's."""
-        rows = snapshot.take_segments(self.loop.broker, tenant)
-        show = partial(convert.from_segment, now_ns=clock())
+        broker, now_ns = self.loop.broker, clock()
+        rows = [row for row in broker.ledger.segments.values() if tenant in (None, row.name.tenant)]
+
+        def show(row: SegmentRow) -> rpb.Segment:
+            return convert.from_segment(broker.segments.view(row), now_ns=now_ns)
+
         segments, token = _page(rows, lambda row: f"{row.segment:016x}", _ID_KEY, request, show)
         return pb.ListSegmentsResponse(segments=segments, next_page_token=token)
 

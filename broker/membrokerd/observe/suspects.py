@@ -15,8 +15,9 @@ from membroker.vmm.sizes import MIB
 from membroker.wire.names import session_name
 
 from ..core.events import ModelName
-from ..core.snapshot import Snapshot
+from ..core.snapshot import HolderView
 
+NOTHING = HolderView(0, 0, (), ())
 CONTEXT_BYTES: Mapping[str, int] = {"cuda": 600 * MIB, "host": 0}
 """What a process may use beyond its charge without being a suspect, by driver: a context (518 MiB on an H200)."""
 MOST_NAMED = 8
@@ -49,30 +50,21 @@ class Process:
         return max(0, self.used - self.known)
 
 
-def compare(listed: Iterable[tuple[int, int]], before: Snapshot, after: Snapshot) -> list[Process]:
+def compare(
+    listed: Iterable[tuple[int, int]], before: Mapping[int, HolderView], after: Mapping[int, HolderView]
+) -> list[Process]:
     """Return the processes that a driver listed as (pid, bytes), largest excess first.
 
-    The books were taken before and after the driver was asked, and those hold that know more of a process: what it
-    borrowed or gave back meanwhile is no excess.
+    The holders were taken before and after the driver was asked, by pid, and the one that holds more counts: what a
+    process borrowed or released meanwhile is not an excess.
     """
-    found = [
-        max((_process(pid, used, books) for books in (after, before)), key=lambda process: process.known)
-        for pid, used in listed
-    ]
+    found = [_process(pid, used, after.get(pid, NOTHING), before.get(pid, NOTHING)) for pid, used in listed]
     return sorted(found, key=lambda process: (-process.excess, process.pid))
 
 
-def _process(pid: int, used: int, books: Snapshot) -> Process:
-    sessions = [row for row in books.sessions if row.pid == pid]
-    held = {name for row in sessions for name in row.segments}
-    return Process(
-        pid,
-        used,
-        sum(size for row in sessions for where, size, _ in row.locations if where == "device"),
-        sum(row.size for row in books.segments if row.name in held and row.location == "device"),
-        tuple(row.session for row in sessions),
-        tuple(sorted({name for row in sessions for name in row.models})),
-    )
+def _process(pid: int, used: int, *holders: HolderView) -> Process:
+    held = max(holders, key=lambda holder: holder.charged + holder.segments)
+    return Process(pid, used, held.charged, held.segments, held.sessions, held.models)
 
 
 def fields(process: Process) -> dict[str, Any]:

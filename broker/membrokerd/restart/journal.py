@@ -14,10 +14,11 @@ business.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -37,6 +38,8 @@ MAX_FILE_BYTES = 512 * MIB
 a tenant chose is never taken for the head of a record."""
 _MAGIC = "membroker journal"
 _VERSION = 1
+_PORTION = 64
+"""How many facts of a story are written in one step: they take 0.6 ms."""
 _KEPT = 4
 """How many files that were set aside are kept, for an operator to look at."""
 
@@ -70,6 +73,8 @@ class Journal:
         """Up to where the file is allocated."""
         self._due_at = 0
         self._unwritten = bytearray()
+        self._appended: bytearray | None = None
+        """While the file is compacted: the records that were appended since that began."""
 
     # --- the predecessor's ---
 
@@ -147,38 +152,45 @@ class Journal:
 
     # --- this daemon's ---
 
-    def begin(self, story: Sequence[ft.Fact]) -> None:
-        """Begin the file anew with a story of the books as they stand, which has all that was appended before.
+    def begin(self, story: Iterable[ft.Fact]) -> None:
+        """Start a new file with the story of the books as they are. Raises `OSError`, as `compact` does."""
+        for _ in self.compact(story):
+            pass
 
-        Raises `OSError`; then the file that was there is still the one, and is appended to as before.
+    def compact(self, story: Iterable[ft.Fact]) -> Generator[None, None, None]:
+        """Replace the file by a short one, in steps: the story of the books as they are now, and what comes meanwhile.
+
+        Until the last step the old file is the journal, and is appended to as before. So a crash, an `OSError` or the
+        end of the generator before its last step leaves the old file in place. Raises `OSError`.
         """
-        header = [_MAGIC, _VERSION, self._binding.boot, self._binding.device, self.epoch]
-        data = frame(to_json(header)) + record_of(story)
+        fresh = self._path.with_name(f"{self._path.name}.new")
+        self._appended = appended = bytearray()
         try:
-            descriptor, room = self._write_fresh(data)
+            descriptor = files.make_fresh(fresh)
+            try:
+                header = [_MAGIC, _VERSION, self._binding.boot, self._binding.device, self.epoch]
+                end = _write_all(descriptor, frame(to_json(header)), 0)
+                facts = iter(story)
+                while portion := list(itertools.islice(facts, _PORTION)):
+                    end = _write_all(descriptor, record_of(portion), end)
+                    yield
+                end = _write_all(descriptor, appended, end)
+                room = _allocate(descriptor, end)
+                if self._descriptor >= 0 and room == end:  # the old file may have a reserve
+                    raise _disk_full()
+                fresh.rename(self._path)
+            except BaseException:
+                os.close(descriptor)
+                fresh.unlink(missing_ok=True)
+                raise
         except OSError:
             self._due_at = self._end + self._compact_bytes  # or it would be tried at every step
             raise
+        finally:
+            self._appended = None
         self._let_go()
-        self._descriptor, self._end, self._room = descriptor, len(data), room
-        self._due_at = max(self._compact_bytes, 4 * len(data))
-
-    def _write_fresh(self, data: bytes) -> tuple[int, int]:
-        """Put a file of this content in place of the one that is there; return it open, and its room."""
-        fresh = self._path.with_name(f"{self._path.name}.new")
-        descriptor = files.make_fresh(fresh)
-        try:
-            written = os.pwrite(descriptor, data, 0)
-            room = _allocate(descriptor, len(data))
-            loses_reserve = self._descriptor >= 0 and room == len(data)  # the file that is there may have one
-            if written < len(data) or loses_reserve:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(fresh))
-            fresh.rename(self._path)
-        except BaseException:
-            os.close(descriptor)
-            fresh.unlink(missing_ok=True)
-            raise
-        return descriptor, room
+        self._descriptor, self._end, self._room = descriptor, end, room
+        self._due_at = max(self._compact_bytes, 4 * end)
 
     def append(self, facts: Sequence[ft.Fact]) -> bool:
         """Write the facts of one step as one record, without those that no successor needs.
@@ -186,7 +198,10 @@ class Journal:
         False: the disk is full or broken, and they are not in the file. They are kept, in order with all that comes,
         and written as soon as there is room: each call tries, and a call without facts does nothing else.
         """
-        self._unwritten += record_of(facts)
+        record = record_of(facts)
+        self._unwritten += record
+        if self._appended is not None:
+            self._appended += record
         if self._unwritten:
             self._write()
         if self._room - self._end < RESERVE_BYTES:
@@ -214,8 +229,8 @@ class Journal:
 
     @property
     def due(self) -> bool:
-        """Say that the file has grown so much that it should be compacted."""
-        return self._end > self._due_at
+        """Say that the file has grown so much that it should be compacted, unless it is being compacted."""
+        return self._end > self._due_at and self._appended is None
 
     def is_in_place(self) -> bool:
         """Say whether the file that is written is the one that a successor would find."""
@@ -236,6 +251,17 @@ class Journal:
             os.close(self._descriptor)
         self._descriptor = -1
         self._unwritten.clear()
+
+
+def _write_all(descriptor: int, data: bytes | bytearray, at: int) -> int:
+    """Write the data at an offset, and return where it ends; raises `OSError` when it does not fit."""
+    if os.pwrite(descriptor, data, at) < len(data):
+        raise _disk_full()
+    return at + len(data)
+
+
+def _disk_full() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _allocate(descriptor: int, end: int) -> int:

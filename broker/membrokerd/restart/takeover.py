@@ -56,7 +56,7 @@ def condense(told: Iterable[ft.Fact]) -> Books:
     by_pid: Counter[int] = Counter()
     for row in ledger.sessions.values():
         by_pid[row.pid] += row.charged("device")
-    return Books(story(ledger), charged, by_pid, max(_ids(ledger), default=0) >> COUNTER_BITS)
+    return Books(list(story(ledger)), charged, by_pid, max(_ids(ledger), default=0) >> COUNTER_BITS)
 
 
 def _bounded(told: Iterable[ft.Fact], ledger: Ledger) -> Iterator[ft.Fact]:

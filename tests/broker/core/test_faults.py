@@ -206,7 +206,7 @@ def test_refusals_are_counted_at_a_model_that_is_there_and_end_with_it(story: St
     for name in ("Upper", "m2"):
         story.tell(ev.RegisterModel(story.call(), session, 1, ev.ModelName("t", name), None, {"device": -1}, False))
     story.tell(ev.Allocate(story.call(), session, 2, ev.ModelName("t", "m2"), "device", 2, 1))
-    assert story.broker.denials == {(MODEL, Reason.CAPACITY): 1}
+    assert story.broker.denials == {MODEL: {Reason.CAPACITY: 1}}
     story.tell(ev.UnregisterModel(story.call(), session, 3, MODEL))
     assert not story.broker.denials
 
