@@ -54,6 +54,8 @@ the gate, stands for `GATE_SECONDS`, less what was made since, as long as that l
 asked for. A stranger who takes it all meanwhile makes the create fail, as one does who comes between a reading and its
 create."""
 
+_LOCATIONS = {location.value: location for location in Location}
+
 Observe = Callable[[str, float], None]
 """Told of each driver call: its name, and its seconds."""
 
@@ -182,7 +184,7 @@ class Executor:
         self._jobs.put(job)
 
     def _make(self, make: Make) -> list[int] | Failure:
-        location = Location(make.location)
+        location = _LOCATIONS[make.location]
         size = make.extent_bytes * len(make.ids)
         try:
             refused = self._refuse(make, location, size)
@@ -271,7 +273,7 @@ class Executor:
             self._observe("lend", seconds)
 
     def _figure(self, location: Location) -> MemoryInfo | None:
-        return self._timed("memory", lambda: self._driver.memory(location))
+        return self._timed("memory", partial(self._driver.memory, location))
 
     def _free(self, location: Location) -> int | None:
         """Return what the gate may count on: a card says nothing of the host, so there the kernel is asked."""

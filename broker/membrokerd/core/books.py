@@ -7,7 +7,7 @@ know a part that stands above it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from . import effects as fx
@@ -47,18 +47,15 @@ class Books:
         self.making: dict[ev.Location, int] = dict.fromkeys(rules.capacities, 0)
         """Bytes that are debited but may not exist on the device yet."""
         self._next_id = epoch << COUNTER_BITS
-        self._effects: list[fx.Effect] = []
-        self._facts: list[ft.Fact] = []
+        self.begin_step()
 
     def begin_step(self) -> Step:
         """Return the step that effects and facts are added to from now on."""
         step = Step([], [])
-        self._effects, self._facts = step
+        self._facts = step.facts
+        self.emit: Callable[[fx.Effect], None] = step.effects.append
+        """Ask the daemon to carry out an effect."""
         return step
-
-    def emit(self, effect: fx.Effect) -> None:
-        """Ask the daemon to carry out `effect`."""
-        self._effects.append(effect)
 
     def record(self, fact: ft.Fact) -> None:
         """Change the ledger."""
@@ -74,7 +71,7 @@ class Books:
 
     def answer(self, call: int, result: fx.Result | Denied) -> None:
         """Answer a call."""
-        self._effects.append(fx.Answer(call, result))
+        self.emit(fx.Answer(call, result))
 
     def refuse(self, call: int, denied: Denied, session: int, name: ev.ModelName) -> None:
         """Refuse a call about a model, and count the refusal there, unless the model belongs to another tenant."""

@@ -110,7 +110,8 @@ class Lending:
         fact = ft.Debited(event.session, event.name, event.location, event.extent_bytes, ids.start, event.count)
         self._books.record(fact)
         size = event.extent_bytes
-        call = Call(event.call, event.request_id, event.name, event.location, size, size, ids)
+        result = fx.Allocated(event.count, size)
+        call = Call(event.call, event.request_id, event.name, event.location, size, size, ids, result=result)
         traffic = self._traffic[event.session]
         at_once = len(call.states) == 1 and not traffic.queue and traffic.window < policy.WINDOW
         if not (at_once and self._stock.has(event.location, size, event.count)):
@@ -123,7 +124,8 @@ class Lending:
         if call.failure:
             self._books.refuse(call.call, call.failure, session, call.name)
         else:
-            self._books.answer(call.call, fx.Allocated(len(call.ids), call.extent_bytes))
+            assert call.result is not None
+            self._books.emit(fx.Answer(call.call, call.result))
 
     def _refuse_allocate(self, event: ev.Allocate) -> Denied | None:
         books = self._books
@@ -166,7 +168,7 @@ class Lending:
         if stocked:
             self._books.making[call.location] -= size * len(ids)  # it exists
             call.stocked.add(part)
-        answer = None if call.segment or parts > 1 else fx.Allocated(len(ids), size)
+        answer = call.result if parts == 1 else None
         self._books.emit(fx.Make(session, number, part, parts, ids, size, call.location, call.segment, stocked, answer))
 
     # --- outcomes ---
@@ -178,7 +180,8 @@ class Lending:
         call.move(event.part, "made")
         traffic.sent += 1
         traffic.unacknowledged[traffic.sent] = (call, event.part)
-        self._made_or_not(call, event.part)
+        if event.part not in call.stocked:
+            self._made_or_not(call, event.part)
         self._conclude(event.session, call)
 
     def not_made(self, event: ev.NotMade) -> None:
@@ -284,7 +287,8 @@ class Lending:
         traffic = self._traffic[session]
         if call.done:
             self._answer(traffic, session, call)
-            traffic.drop_if_settled(call)
+            if "unacknowledged" not in call.states:
+                traffic.calls.pop(call.request_id, None)
         if traffic.queue and self._books.ledger.sessions[session].state in ("open", "detached"):
             self._issue(session)
 

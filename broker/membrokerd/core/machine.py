@@ -40,7 +40,7 @@ _Request = (
     | ev.DeleteSegment
 )
 """What a session asks for, by a request id of its own. (An operator may delete a segment, too.)"""
-_REQUESTS = frozenset(get_args(_Request))
+_REQUESTS = get_args(_Request)
 _RELEASES = (ev.Goodbye, ev.Release, ev.DetachSegment, ev.DeleteSegment)
 """Requests that are taken while the daemon stops."""
 
@@ -92,23 +92,21 @@ class Broker:
             ev.NotMade: self._not_made,
             ev.NotDelivered: self._not_delivered,
             ev.Audit: self._audit,
-            ev.InputsDrained: self._inputs_drained,
             ev.SetQuota: lambda event, _: models.set_quota(event),
         }
 
     def step(self, event: ev.Event, now: int) -> Step:
         """Take one event at `now` (nanoseconds of CLOCK_BOOTTIME) and return what follows from it."""
         step = self.books.begin_step()
-        self._route(event, now)
-        return step
-
-    def _route(self, event: Any, now: int) -> None:
-        kind = type(event)
-        denied = self._refuse_request(event) if kind in _REQUESTS else None
+        taken: Any = event
+        if isinstance(event, ev.InputsDrained):  # a request that was deferred
+            taken = self.hearing.inputs_drained(event)
+        denied = self._refuse_request(taken) if isinstance(taken, _REQUESTS) else None
         if denied:
-            self._answer_refused(event, denied)
-        else:
-            self._handlers[kind](event, now)
+            self._answer_refused(taken, denied)
+        elif taken is not None:
+            self._handlers[type(taken)](taken, now)
+        return step
 
     @property
     def deadline(self) -> int | None:
@@ -189,11 +187,6 @@ class Broker:
 
     # --- events that concern several parts ---
 
-    def _inputs_drained(self, event: ev.InputsDrained, now: int) -> None:
-        request = self.hearing.inputs_drained(event)
-        if request is not None:
-            self._route(request, now)
-
     def _made(self, event: ev.Made, now: int) -> None:
         self.lending.made(event)
         self._packet_decided(event.session, now)
@@ -212,7 +205,7 @@ class Broker:
         row = self.books.ledger.sessions.get(session)
         if row is not None and row.state == "leaving":
             self.sessions.finish_leaving(row, now)
-        elif row is not None:
+        elif session in self.resuming.stated:
             self.resuming.proceed(session, now)
 
     def _connection_lost(self, event: ev.ConnectionLost, now: int) -> None:

@@ -144,7 +144,7 @@ def _levels(ledger: Ledger, rules: Rules, name: ModelName, location: Location) -
     if limit is not None:
         levels.append((Reason.TENANT_LIMIT, "tenant", ledger.tenant_charged(name.tenant, location), limit))
     total = ledger.totals[location]
-    levels.append((Reason.CAPACITY, "capacity", total.charged, total.capacity))
+    levels.append((Reason.CAPACITY, "capacity", total.lent + total.releasing, total.capacity))
     return levels
 
 

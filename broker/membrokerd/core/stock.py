@@ -56,8 +56,12 @@ class Stock:
             return
         most = min(rules.stock_extents, rules.stock_bytes // extent_bytes, policy.PACKET_EXTENTS)
         if most:
-            kind = (location, extent_bytes)
-            self._wishes[kind] = Wish(min(most, 2 * count), now)
+            kind, count = (location, extent_bytes), min(most, 2 * count)
+            wish = self._wishes.get(kind)
+            if wish is None:
+                self._wishes[kind] = Wish(count, now)
+            else:
+                wish.count, wish.asked_at = count, now
             if len(self._wishes) > 1:
                 self._wishes.move_to_end(kind)
                 self._give_way(kind, now)
@@ -86,10 +90,10 @@ class Stock:
 
     def take(self, location: ev.Location, extent_bytes: int, count: int) -> bool:
         """Use extents of the stock for a whole packet, or for none of it."""
-        if not self.has(location, extent_bytes, count):
-            return False
-        self._change((location, extent_bytes), -count, "used")
-        return True
+        found = self.has(location, extent_bytes, count)
+        if found:
+            self._change((location, extent_bytes), -count, "used")
+        return found
 
     def make_room(self, location: ev.Location) -> None:
         """Drop as much as the capacity requires, least recently requested first."""
@@ -139,7 +143,7 @@ class Stock:
             self._ready.get(kind, 0) < self._wishes[kind].count
             and self._extents < rules.stock_extents
             and self._bytes + size <= rules.stock_bytes
-            and total.charged + total.stock + size <= total.capacity
+            and total.lent + total.releasing + total.stock + size <= total.capacity
         )
 
     def stocked(self, event: ev.Stocked) -> None:

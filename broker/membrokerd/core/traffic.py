@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from . import effects as fx
 from . import events as ev
 from . import lifecycles, policy
 from .denied import Denied
@@ -32,6 +33,8 @@ class Call:
     ids: range
     segment: int = 0
     sends: bool = False
+    result: fx.Allocated | None = None
+    """The answer to an Allocate, if it succeeds."""
     states: list[str] = field(init=False)
     stocked: set[int] = field(default_factory=set)
     issued: int = 0
@@ -64,7 +67,7 @@ class Call:
 
     def move(self, part: int, cause: str) -> None:
         """Take a packet one step along its lifecycle."""
-        self.states[part] = lifecycles.move(lifecycles.PACKET, self.states[part], cause)
+        self.states[part] = lifecycles.PACKET[self.states[part]][cause]
 
     @property
     def done(self) -> bool:

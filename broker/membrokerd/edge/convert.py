@@ -102,6 +102,7 @@ def parse_session(name: str) -> int:
     return int(match[1], 16)
 
 
+@lru_cache(8)
 def parse_location(number: int) -> ev.Location:
     """Return the location of this number, or raise `Refused`; unspecified is the device."""
     location = _LOCATIONS.get(number)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +18,12 @@ from ..core import effects as fx
 from ..core import snapshot
 from ..core.denied import Denied, Reason, deny
 from ..loop import Loop
-from ..observe import logs
+from ..observe.metrics import Times
 from . import convert
 
 Respond = Callable[[fx.Result | Denied], None]
-ObserveRequest = Callable[[str, str, float], None]
-"""Told of each answered request: its method, its transport, and its seconds."""
+TimesOf = Callable[[str, str], Times]
+"""Return where the seconds of a request are noted, given its method and its transport."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +38,9 @@ class Ticket:
 class Dispatcher:
     """Turns requests into questions to the core."""
 
-    def __init__(self, loop: Loop, observe: ObserveRequest) -> None:
+    def __init__(self, loop: Loop, times_of: TimesOf) -> None:
         self.loop = loop
-        self._observe = observe
+        self.times_of = times_of
         self._tickets: dict[str, Ticket] = {}
         self._hashes: dict[int, str] = {}
         loop.on_forget.append(self._forget)
@@ -62,26 +61,14 @@ class Dispatcher:
             raise convert.Refused(deny(Reason.TOKEN_REJECTED))
         return ticket
 
-    def request(
-        self, session: int, tenant: str, request_id: int, message: Message, transport: str, respond: Respond
-    ) -> None:
+    def request(self, session: int, tenant: str, request_id: int, message: Message, respond: Respond) -> None:
         """Put a request to the core; `respond` gets its result or refusal, now or later."""
-        start = time.perf_counter()
-        method = type(message).__name__.removesuffix("Request")
-
-        def reply(result: fx.Result | Denied) -> None:
-            if transport == "handoff":  # a gRPC call is timed whole, by its guard
-                self._observe(method, transport, time.perf_counter() - start)
-            if isinstance(result, Denied):
-                logs.log_denied(session, method, result)
-            respond(result)
-
         try:
             make_event = convert.to_event(session, tenant, request_id, message)
         except convert.Refused as refused:
-            reply(refused.denied)
-            return
-        self.loop.ask(make_event, reply)
+            respond(refused.denied)
+        else:
+            self.loop.ask(make_event, respond)
 
     def response(self, result: fx.Result) -> tuple[str, Any]:
         """Return the response of a request, and the name of its field in a handoff Reply; raises `Refused`."""

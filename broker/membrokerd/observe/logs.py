@@ -57,6 +57,8 @@ class Allowance:
 
 _allowance = Allowance()
 _writer: Writer | None = None
+unsaid: set[type[ft.Fact]] = set()
+"""The kinds of facts that get no line at the level that is set."""
 
 
 def configure(config: LogConfig, descriptor: int = 2) -> None:
@@ -86,6 +88,8 @@ def _is_worth_a_line(record: logging.LogRecord) -> bool:
 def set_level(level: str) -> None:
     """Say events from this level on: `debug`, `info`, `warning` or `error`."""
     _LOGGER.setLevel(level.upper())
+    unsaid.clear()
+    unsaid.update(kind for kind, (at, _, _) in _FACTS.items() if not _LOGGER.isEnabledFor(at))
 
 
 def flush() -> None:

@@ -1,21 +1,17 @@
 """One handoff connection: frames in, frames and descriptors out.
 
-Owns the socket, the queue of packets that the socket would not take yet, and the pidfd until there is a session. While
-that queue is not empty nothing is read, so a peer that does not read cannot make the broker work or grow. Decides
-nothing about memory.
+Owns the socket, and the pidfd until there is a session. While packets wait to be sent nothing is read, so a peer that
+does not read cannot make the broker work or grow. Must never decide anything about memory.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import socket
 import time
-from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
-
-from google.protobuf.message import Message
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
@@ -30,6 +26,7 @@ from ..convert import LOCATION_NUMBERS, Refused
 from ..dispatch import Ticket, new_token
 from ..errors import to_status
 from .holds import Holds
+from .outbox import Outbox
 from .peer import Peer, hang_up
 
 if TYPE_CHECKING:
@@ -43,24 +40,17 @@ LINGER_SECONDS = 5.0
 """How long the last answer of a connection may wait for a peer that does not read."""
 HOLDS_SECONDS = 10.0
 """How long a process that resumes may take from its Welcome to its last Holds."""
-IN_FLIGHT_SECONDS = 0.05
-"""How long a delivery rests when as many descriptors of this user are under way as the kernel allows."""
-_REQUESTS = frozenset(
-    [
-        *("allocate", "release", "declare", "register_model", "unregister_model"),
-        *("create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment"),
-    ]
-)
+_METHODS: Mapping[str, str] = {
+    name: field.message_type.name.removesuffix("Request")
+    for name, field in pb.Frame.DESCRIPTOR.fields_by_name.items()
+    if field.message_type is not None and field.message_type.name.endswith("Request")
+}
+"""The requests that a frame may carry, and the methods of BrokerService that they are."""
 _QUIET = frozenset(("release", "detach_segment"))
 """Requests that may want no answer (`no_reply`)."""
 
 
 _Pair = tuple[socket.socket, socket.socket]
-
-
-class _Outgoing(NamedTuple):
-    frame: pb.Frame
-    descriptors: list[int]
 
 
 class Connection:
@@ -76,14 +66,15 @@ class Connection:
         self._notices: socket.socket | None = None
         self._session: int | None = None
         self._tenant = ""
-        self._outgoing: deque[_Outgoing] = deque()
+        self._outbox = Outbox(sock, self._readable, listener.traffic, self.close)
+        self._outgoing = self._outbox.packets
+        self.flush = self._outbox.flush
+        """Send what is queued, unless the socket is full."""
         self._asked: set[int] = set()
         """Allocations asked for here that are unanswered: the others' answers go by gRPC."""
         self._told: int | None = None
         """An allocation whose answer has gone with its delivery, until the core gives it."""
-        self._blocked = False
         self._closed = False
-        self._closing = False
         self._pidfd: int | None = peer.pidfd
         self._holds: Holds | None = None
         self._holds_timer: asyncio.TimerHandle | None = None
@@ -144,40 +135,48 @@ class Connection:
             self._read()
 
     def _take(self, frame: pb.Frame) -> None:
-        kind = frame.WhichOneof("kind")
+        kind: str = frame.WhichOneof("kind") or ""
         if kind == "hello":
             self._hello(frame)
         elif self._session is None:
             self._violated(frame.request_id, f"the first frame must be a Hello, not {kind}")
         elif self._holds is not None or kind == "holds":
             self._hold(frame, self._session)
-        elif self._acknowledge(frame, self._session) or self._closing:
-            return
-        elif kind in _REQUESTS:
-            self._request(frame.request_id, self._session, kind, getattr(frame, kind))
-        elif kind == "goodbye":
-            self._goodbye(frame.request_id, self._session)
         else:
-            self._violated(frame.request_id, f"a client does not send {kind}")
+            if kind == "ack" or frame.acknowledged > self._acknowledged:
+                self._acknowledge(frame, self._session)
+            if kind != "ack" and not self._outbox.is_ending:
+                self._request(frame, kind, self._session)
 
-    def _acknowledge(self, frame: pb.Frame, session: int) -> bool:
-        """Take what a frame acknowledges; say whether that is all that it is for."""
-        count, is_ack = frame.acknowledged, frame.HasField("ack")
+    def _acknowledge(self, frame: pb.Frame, session: int) -> None:
+        """Take what a frame acknowledges: deliveries by their count, or one by its request and part."""
+        count = frame.acknowledged
         if count > self._acknowledged:
             reach("acknowledge")
             self._acknowledged = count
             self._loop.tell(ev.AcknowledgeUpTo(session, count))
-        elif is_ack and not count:
+        elif not count:
             reach("acknowledge")
             self._loop.tell(ev.Acknowledge(session, frame.request_id, frame.ack.part))
-        return is_ack
 
-    def _request(self, request_id: int, session: int, kind: str, message: Message) -> None:
-        quiet = kind in _QUIET and getattr(message, "no_reply", False)
+    def _request(self, frame: pb.Frame, kind: str, session: int) -> None:
+        request_id, method = frame.request_id, _METHODS.get(kind)
+        if method is None:
+            if kind == "goodbye":
+                self._goodbye(request_id, session)
+            else:
+                self._violated(request_id, f"a client does not send {kind}")
+            return
+        began = time.perf_counter()
+        message = getattr(frame, kind)
+        quiet = kind in _QUIET and message.no_reply
         if kind == "allocate":
             self._asked.add(request_id)
 
         def respond(result: fx.Result | Denied) -> None:
+            self._dispatcher.times_of(method, "handoff").observe(time.perf_counter() - began)
+            if isinstance(result, Denied):
+                logs.log_denied(session, method, result)
             self._asked.discard(request_id)
             if self._told == request_id:
                 self._told = None
@@ -186,7 +185,7 @@ class Connection:
             elif isinstance(result, Denied):
                 self.notify(pb.Frame(request_id=request_id, notice=pb.Notice(release_refused=to_status(result))))
 
-        self._dispatcher.request(session, self._tenant, request_id, message, "handoff", respond)
+        self._dispatcher.request(session, self._tenant, request_id, message, respond)
 
     def _hello(self, frame: pb.Frame) -> None:
         hello, request_id = frame.hello, frame.request_id
@@ -352,7 +351,7 @@ class Connection:
 
     def _last(self, frame: pb.Frame) -> None:
         """End the connection with this frame; a peer that never takes it loses it."""
-        self._closing = True
+        self._outbox.is_ending = True
         self._send(frame)
         if not self._closed:
             self._io.call_later(LINGER_SECONDS, self.close, "it did not take the last answer")
@@ -369,32 +368,28 @@ class Connection:
         """
         frame = pb.Frame(request_id=packet.request_id)
         delivery = frame.delivery
-        delivery.part = packet.part
-        delivery.parts = packet.parts
+        delivery.part, delivery.parts = packet.part, packet.parts
         delivery.extent_bytes = packet.extent_bytes
         delivery.extent_ids.extend(packet.ids)
-        delivery.segment = packet.segment
-        row = self._loop.broker.ledger.segments.get(packet.segment) if packet.segment and not packet.part else None
-        if row is not None:
-            delivery.segment_bytes, delivery.segment_extents = row.size_of(row.ids), len(row.ids)
-        if isinstance(packet, fx.Make) and packet.answer is not None and packet.request_id in self._asked:
-            self._put(packet.answer, delivery.reply)
+        if packet.segment:
+            self._describe_segment(packet, delivery)
+        elif isinstance(packet, fx.Make) and packet.answer is not None and packet.request_id in self._asked:
+            answer = delivery.reply.allocate
+            answer.count, answer.extent_bytes = packet.answer.count, packet.answer.extent_bytes
             self._told = packet.request_id
-        self._listener.count_descriptors(len(descriptors))
-        outgoing = _Outgoing(frame, descriptors)
+        self._outbox.put(frame, descriptors)
         if self._closed:
-            self._drop(outgoing)
-        else:
-            self._outgoing.append(outgoing)
+            self._drop_all()
 
-    def flush(self) -> None:
-        """Send what is queued, unless the socket is full."""
-        if self._outgoing and not self._blocked:
-            self._flush()
+    def _describe_segment(self, packet: fx.Make | fx.Send, delivery: pb.Delivery) -> None:
+        delivery.segment = packet.segment
+        row = self._loop.broker.ledger.segments.get(packet.segment)
+        if row is not None and not packet.part:
+            delivery.segment_bytes, delivery.segment_extents = row.size_of(row.ids), len(row.ids)
 
     def _answer(self, request_id: int, result: fx.Result | Denied) -> None:
         """Answer a request, in its last delivery where that is still here."""
-        last = self._outgoing[-1].frame if self._outgoing else None
+        last = self._outgoing[-1][0] if self._outgoing else None
         joins = last is not None and last.request_id == request_id and last.HasField("delivery")
         if last is not None and joins and not isinstance(result, Denied):
             self._put(result, last.delivery.reply)
@@ -416,77 +411,25 @@ class Connection:
         try:
             handoff.send(self._notices, handoff.encode(frame))
         except OSError:
-            self._listener.count_dropped_notice()
+            self._listener.traffic.notices_dropped += 1
 
     def disconnect(self, why: str) -> None:
         """End the connection because its peer broke the protocol."""
         self._violated(0, why)
 
     def _send(self, frame: pb.Frame, descriptors: list[int] | None = None) -> None:
-        outgoing = _Outgoing(frame, descriptors or [])
+        self._outbox.put(frame, descriptors or [])
         if self._closed:
-            self._drop(outgoing)
-            return
-        self._outgoing.append(outgoing)
-        if len(self._outgoing) == 1:
-            self._flush()
+            self._drop_all()
+        elif len(self._outgoing) == 1:
+            self._outbox.flush()
 
-    def _flush(self) -> None:
-        """Send what is queued; wait for the socket when it is full, and read nothing until it is not."""
-        while self._outgoing and not self._closed:
-            outgoing = self._outgoing[0]
-            if outgoing.descriptors:
-                reach("deliver")
-            try:
-                data = handoff.encode(outgoing.frame)
-            except Exception as error:  # noqa: BLE001 - what can never be sent must not stand before all else for ever
-                logs.fault(error, endpoint=self._listener.endpoint, pid=self._peer.pid)
-                self.close("what it was to be told is no frame")
-                return
-            try:
-                handoff.send(self._sock, data, outgoing.descriptors)
-            except BlockingIOError:
-                self._wait_for_room()
-                self._io.add_writer(self._sock, self._flush)
-                return
-            except OSError as error:
-                if error.errno == errno.ETOOMANYREFS:
-                    # Counted for every process of this user: whoever it is, this peer is not to blame.
-                    self._wait_for_room()
-                    self._io.remove_writer(self._sock)
-                    self._io.call_later(IN_FLIGHT_SECONDS, self._flush)
-                    return
-                self.close(error.strerror or "broken")
-                return
-            if outgoing.descriptors:
-                reach("delivered")
-            self._outgoing.popleft()
-            self._close_descriptors(outgoing)
-        if self._closed:
-            return
-        if self._closing:
-            self.close("done")
-        elif self._blocked:
-            self._blocked = False
-            self._io.remove_writer(self._sock)
-            self._io.add_reader(self._sock, self._readable)
-
-    def _wait_for_room(self) -> None:
-        if not self._blocked:
-            self._blocked = True
-            self._io.remove_reader(self._sock)
-
-    def _close_descriptors(self, outgoing: _Outgoing) -> None:
-        handoff.close_all(outgoing.descriptors)
-        if outgoing.frame.HasField("delivery"):
-            self._listener.count_descriptors(-len(outgoing.descriptors))
-
-    def _drop(self, outgoing: _Outgoing) -> None:
-        """Close a packet that will never be sent; the core credits what was in it."""
-        self._close_descriptors(outgoing)
-        if outgoing.frame.HasField("delivery") and self._session is not None:
-            event = ev.NotDelivered(self._session, outgoing.frame.request_id, outgoing.frame.delivery.part)
-            self._io.call_soon(self._loop.tell, event)
+    def _drop_all(self) -> None:
+        """Close what is queued and will never be sent; the core credits the extents in it."""
+        for frame in self._outbox.drop_all():
+            if frame.HasField("delivery") and self._session is not None:
+                event = ev.NotDelivered(self._session, frame.request_id, frame.delivery.part)
+                self._io.call_soon(self._loop.tell, event)
 
     # --- the end ---
 
@@ -501,8 +444,7 @@ class Connection:
         hang_up(self._sock)
         if self._notices is not None:
             self._notices.close()
-        while self._outgoing:
-            self._drop(self._outgoing.popleft())
+        self._drop_all()
         self._listener.ended(self)
         if self._pidfd is not None:
             os.close(self._pidfd)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections import Counter
 
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm import DeviceInfo
@@ -20,6 +19,7 @@ from ...restart.process_watch import Watch
 from ..dispatch import Dispatcher
 from ..errors import to_status
 from .connection import Connection
+from .outbox import Traffic
 from .peer import Peer, Unattested, attest, hang_up
 
 ACCEPTS_PER_TURN = 32
@@ -29,15 +29,6 @@ HELLO_SECONDS = 5.0
 REFUSED_LINE_SECONDS = 1.0
 PAUSE_SECONDS = 0.1
 """How long accepting rests when the process has no descriptor left."""
-
-
-class Traffic:
-    """What all listeners count together."""
-
-    def __init__(self) -> None:
-        self.refused: Counter[str] = Counter()
-        self.notices_dropped = 0
-        self.descriptors = 0
 
 
 class Listener:
@@ -62,7 +53,7 @@ class Listener:
         self._sock = sock
         self._tenant = tenant
         self._uids = uids
-        self._traffic = traffic
+        self.traffic = traffic
         self._unsaid = 0
         self._silent_until = 0.0
         self._silent: dict[Connection, asyncio.TimerHandle] = {}
@@ -154,21 +145,13 @@ class Listener:
 
     def refused(self, reason: Reason, **fields: object) -> None:
         """Count a connection that was refused, and say so once a second: nobody may fill the log by connecting."""
-        self._traffic.refused[reason.value] += 1
+        self.traffic.refused[reason.value] += 1
         self._unsaid += 1
         if self._io.time() < self._silent_until:
             return
         logs.log("connection refused", endpoint=self.endpoint, reason=reason.value, count=self._unsaid, **fields)
         self._unsaid = 0
         self._silent_until = self._io.time() + REFUSED_LINE_SECONDS
-
-    def count_dropped_notice(self) -> None:
-        """Count a notice that its session did not make room for."""
-        self._traffic.notices_dropped += 1
-
-    def count_descriptors(self, change: int) -> None:
-        """Count memory descriptors that are open while they are being delivered."""
-        self._traffic.descriptors += change
 
     def close(self) -> None:
         """Accept nobody any more, and end every connection."""

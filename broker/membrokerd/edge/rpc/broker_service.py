@@ -10,6 +10,7 @@ from membroker.v1 import broker_pb2_grpc, resources_pb2
 
 from ...core import effects as fx
 from ...core.denied import Denied
+from ...observe import logs
 from ..convert import Refused
 from ..dispatch import Dispatcher, Ticket
 from ..listings import Views
@@ -104,8 +105,9 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
             if not answer.done():
                 answer.set_result(result)
 
-        self._dispatcher.request(ticket.session, ticket.tenant, request.request_id, request, "grpc", respond)
+        self._dispatcher.request(ticket.session, ticket.tenant, request.request_id, request, respond)
         result = await answer
         if isinstance(result, Denied):
+            logs.log_denied(ticket.session, type(request).__name__.removesuffix("Request"), result)
             raise Refused(result)
         return result

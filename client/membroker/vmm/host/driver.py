@@ -414,6 +414,9 @@ class HostDriver:
             return holders(os.geteuid() or None)
 
     def _check_room(self, size: int, location: Location) -> None:
+        strangers = self.stranger_bytes if location is Location.DEVICE else 0
+        if size <= self._totals[location] - strangers - self._watch.counted[location]:
+            return  # what was freed since the last look makes more room, not less
         free = self._memory(location).free
         if size > free:
             hint = f"{size} bytes were requested of the {location.value}, {free} are free"

@@ -41,7 +41,8 @@ class ExtentWatch:
         self._granularity = granularity
         self._descriptors: _Descriptors | None = None
         self._entries: dict[int, tuple[int, Location]] = {}
-        self._used = dict.fromkeys(Location, 0)
+        self.counted = dict.fromkeys(Location, 0)
+        """Bytes by location, those included whose end was not read yet: see `used`."""
         if survivors:
             self._take_over(survivors)
 
@@ -63,7 +64,7 @@ class ExtentWatch:
                 self.close()
             raise
         self._entries[number] = (size, location)
-        self._used[location] += size
+        self.counted[location] += size
         if number % _table.SWEEP_NUMBERS == 0:
             _table.sweep(descriptors.table, self._entries)
 
@@ -71,7 +72,7 @@ class ExtentWatch:
         """Return the bytes of `location` that are alive now, in any process."""
         if self._descriptors is not None:
             self._drain(self._descriptors.watches)
-        return self._used[location]
+        return self.counted[location]
 
     def close(self) -> None:
         """Close the descriptors and forget the counts. Freed extents are no longer noticed."""
@@ -81,7 +82,7 @@ class ExtentWatch:
             os.close(descriptors.watches)
             os.close(descriptors.table)
         self._entries.clear()
-        self._used = dict.fromkeys(Location, 0)
+        self.counted = dict.fromkeys(Location, 0)
 
     def _made(self) -> _Descriptors:
         if self._descriptors is None:
@@ -110,7 +111,7 @@ class ExtentWatch:
         os.set_blocking(descriptors.watches, False)
         self._descriptors, self._entries = descriptors, entries
         for size, location in entries.values():
-            self._used[location] += size
+            self.counted[location] += size
 
     def _drain(self, watches: int) -> None:
         overflowed, data = False, _read(watches)
@@ -133,7 +134,7 @@ class ExtentWatch:
 
     def _forget(self, number: int) -> None:
         size, location = self._entries.pop(number, (0, Location.HOST))
-        self._used[location] -= size
+        self.counted[location] -= size
 
 
 def _read(watches: int) -> bytes:
