@@ -12,6 +12,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from membroker.v1.handoff_pb2 import Frame, Notice
@@ -132,7 +133,7 @@ class Loop:
         """Give the core an event and carry out what follows."""
         start = time.perf_counter()
         broker = self.broker
-        effects, facts = broker.step(event, time.clock_gettime_ns(time.CLOCK_BOOTTIME))
+        effects, facts = broker.step(event, clock())
         self._observe_step(time.perf_counter() - start)
         is_written = self._write(facts) if facts or broker.books.cannot_write else True
         for fact in facts:
@@ -497,9 +498,8 @@ _CARRY_OUT: dict[type[fx.Effect], Callable[[Loop, Any], None]] = {
 }
 
 
-def clock() -> int:
-    """Return CLOCK_BOOTTIME in nanoseconds: it never goes back, and counts while the machine sleeps."""
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+clock = partial(time.clock_gettime_ns, time.CLOCK_BOOTTIME)
+"""Return CLOCK_BOOTTIME in nanoseconds: it never goes back, and counts while the machine sleeps."""
 
 
 def seen(figures: Figures) -> dict[ev.Location, int | None]:

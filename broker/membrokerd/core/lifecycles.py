@@ -139,4 +139,6 @@ ALL: Final[Mapping[str, Lifecycle]] = {"session": SESSION, "extent": EXTENT, "pa
 
 def move(table: Lifecycle, state: str, cause: str) -> str:
     """Return the state that follows `state` on `cause`; raise `IllegalMove` if the table has no such move."""
+    if state not in table:
+        raise IllegalMove(f"no {cause!r} from {state!r}")
     return table[state][cause]

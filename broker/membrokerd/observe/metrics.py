@@ -298,7 +298,6 @@ class Metrics:
         event loop's thread, so its share of the time must not depend on how many ask.
         """
         with self._rendering:
-            self.count()
             if time.monotonic() >= self._render_again_at:
                 try:
                     self._rendered = generate_latest(self.registry)
@@ -315,6 +314,7 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family of the books, from one view."""
+        self.count()  # the registry asks the histograms after this collector
         view = self._source.view()
         families = _Families(self._gpu_uuid)
         _add_daemon(families, view)

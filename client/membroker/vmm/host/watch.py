@@ -66,6 +66,7 @@ class ExtentWatch:
         self._entries[number] = (size, location)
         self.counted[location] += size
         if number % _table.SWEEP_NUMBERS == 0:
+            self._drain(descriptors.watches)
             _table.sweep(descriptors.table, self._entries)
 
     def used(self, location: Location) -> int:
