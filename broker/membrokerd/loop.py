@@ -38,7 +38,7 @@ Reply = Callable[[fx.Result | Denied], None]
 Holders = Mapping[int, snapshot.HolderView]
 RELEASING_AUDIT_SECONDS = 0.01
 HEARING_SECONDS = 0.02
-"""How long a refusal for want of room waits for others who do not fall silent."""
+"""How long a refusal for lack of room is deferred at most while other connections keep sending."""
 _DEBITS = frozenset((ft.Debited, ft.SegmentBegan))
 
 
@@ -457,8 +457,8 @@ class Loop:
         # Contexts are no suspects, and explain a rise all the same.
         if not named and sum(process.excess for process in found) < rise.risen:
             logs.warn(
-                "more of the device is used beyond the books, and nobody can be named: who has it holds it without a "
-                "context, by a descriptor alone, or in a namespace that the driver cannot see",
+                "more of the device is used beyond the books, and no process can be named: its holder has a descriptor and "
+                "no context, or is in a namespace that the driver cannot see",
                 risen=format_size(rise.risen),
                 unaccounted=format_size(rise.unaccounted),
             )

@@ -131,7 +131,7 @@ def count_sessions(broker: Broker) -> Counter[str]:
 
 
 def take_model(broker: Broker, name: ModelName) -> ModelView:
-    """Return one model that there is."""
+    """Return one model, which must exist."""
     row = broker.ledger.models[name]
     return ModelView(
         row.name,

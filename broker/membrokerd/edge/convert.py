@@ -32,7 +32,7 @@ _SEGMENT_NAME = re.compile(f"{_TENANT}/(?:{_MODEL}|models/(-))/segments/({_OWN})
 _SESSION_NAME = re.compile(r"sessions/([0-9a-f]{1,16})")
 _QUOTA_NAME = re.compile(f"{_TENANT}(?:/{_MODEL})?")
 _SHOWN_NAME = 100
-"""Of a malformed name, so much is shown: an error travels in gRPC metadata, of which a client takes 8 KiB."""
+"""How much of a malformed name is shown: an error is sent in gRPC metadata, which clients limit to 8 KiB."""
 _LOCATIONS: Mapping[int, ev.Location] = {
     rpb.LOCATION_UNSPECIFIED: "device",
     rpb.LOCATION_DEVICE: "device",
@@ -98,7 +98,7 @@ def parse_session(name: str) -> int:
     """Return the session that `sessions/{session}` names, or raise `Refused`."""
     match = _SESSION_NAME.fullmatch(name)
     if match is None:
-        raise Refused(deny(Reason.INVALID_ARGUMENT, what=f"{name[:_SHOWN_NAME]!r} is no session: sessions/SESSION"))
+        raise Refused(deny(Reason.INVALID_ARGUMENT, what=f"{name[:_SHOWN_NAME]!r} is not a session: sessions/SESSION"))
     return int(match[1], 16)
 
 
@@ -112,7 +112,7 @@ def parse_location(number: int) -> ev.Location:
 
 
 def to_event(session: int, tenant: str, request_id: int, request: Message) -> MakeEvent:
-    """Return the event of a session's request, wanting only the number of its call; raises `Refused`."""
+    """Return what makes the event of a session's request from the number of its call; raises `Refused`."""
     match request:
         case bpb.AllocateExtentsRequest():
             name, location = parse_model(request.model), parse_location(request.location)

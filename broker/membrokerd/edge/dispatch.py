@@ -36,7 +36,7 @@ class Ticket:
 
 
 class Dispatcher:
-    """Turns requests into questions to the core."""
+    """Hands the requests of both transports to the core."""
 
     def __init__(self, loop: Loop, times_of: TimesOf) -> None:
         self.loop = loop
@@ -48,7 +48,7 @@ class Dispatcher:
             self.admit(row.token_hash, Ticket(row.session, row.tenant, row.endpoint))
 
     def admit(self, token_hash: str, ticket: Ticket) -> None:
-        """Let a token speak for a session."""
+        """Accept a token for a session."""
         self._tickets[token_hash] = ticket
         self._hashes[ticket.session] = token_hash
 
@@ -75,7 +75,7 @@ class Dispatcher:
         if not isinstance(result, fx.Registered):
             return convert.from_result(result)
         broker = self.loop.broker
-        if result.name not in broker.ledger.models:  # its session has gone since it was answered
+        if result.name not in broker.ledger.models:  # its session ended after the answer
             raise convert.Refused(deny(Reason.MODEL_NOT_FOUND, model=str(result.name)))
         return "model", convert.from_model(snapshot.take_model(broker, result.name))
 
@@ -92,5 +92,5 @@ def new_token() -> tuple[str, str]:
 
 
 def hash_of(token: str) -> str:
-    """Return what is kept of a token."""
+    """Return the hash by which a token is stored."""
     return hashlib.sha256(token.encode()).hexdigest()

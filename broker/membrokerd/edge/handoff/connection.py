@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .listener import Listener
 
 FRAMES_PER_TURN = 8
-"""Frames that are taken from one connection before the others have their turn."""
+"""Frames that are read from one connection before the others are served."""
 MAX_CLIENT_NAME = 128
 LINGER_SECONDS = 5.0
 """How long the last answer of a connection may wait for a peer that does not read."""
@@ -47,14 +47,14 @@ _METHODS: Mapping[str, str] = {
 }
 """The requests that a frame may carry, and the methods of BrokerService that they are."""
 _QUIET = frozenset(("release", "detach_segment"))
-"""Requests that may want no answer (`no_reply`)."""
+"""Requests that may be sent without asking for an answer (`no_reply`)."""
 
 
 _Pair = tuple[socket.socket, socket.socket]
 
 
 class Connection:
-    """A connection, from its accept to its end; it has a session once its Hello was answered."""
+    """A connection, from its accept to its end. It has a session from the answer to its Hello on."""
 
     def __init__(self, listener: Listener, sock: socket.socket, peer: Peer) -> None:
         self._listener = listener
@@ -71,15 +71,15 @@ class Connection:
         self.flush = self._outbox.flush
         """Send what is queued, unless the socket is full."""
         self._asked: set[int] = set()
-        """Allocations asked for here that are unanswered: the others' answers go by gRPC."""
+        """Unanswered allocations that were requested on this connection; others are answered by gRPC."""
         self._told: int | None = None
-        """An allocation whose answer has gone with its delivery, until the core gives it."""
+        """An allocation whose answer was sent with its delivery, before the core has answered."""
         self._closed = False
         self._pidfd: int | None = peer.pidfd
         self._holds: Holds | None = None
         self._holds_timer: asyncio.TimerHandle | None = None
         self._acknowledged = 0
-        """How many deliveries the client has said that it took, by count."""
+        """How many deliveries the client has acknowledged by their count."""
         self._waiting = False
         self._turns = self._loop.turns
         self._whose = listener.tenant_of(peer)
@@ -88,18 +88,18 @@ class Connection:
 
     @property
     def session(self) -> int | None:
-        """The session that this connection is of, if it has said Hello."""
+        """The session of this connection, if it has one yet."""
         return self._session
 
     # --- in ---
 
     def _readable(self) -> None:
-        """Take frames, as many as this connection and its tenant may have in one turn."""
+        """Read frames, as many as this connection and its tenant may send in one turn."""
         for _ in range(FRAMES_PER_TURN):
             if self._closed or self._outgoing or self._waiting:
                 return
             if not self._turns.may(self._whose, self._descriptor):
-                break  # what is left makes the socket readable in the next turn too
+                break  # the socket stays readable in the next turn
             began = time.perf_counter()
             went_on = self._read()
             self._turns.charge(self._whose, time.perf_counter() - began)
@@ -108,13 +108,13 @@ class Connection:
         self._loop.cut_short += 1
 
     def _read(self) -> bool:
-        """Take one frame. Return False when nothing is queued, or the connection has ended."""
+        """Read and handle one frame. Return False when nothing is queued, or the connection has ended."""
         try:
             frame = handoff.receive_without_descriptors(self._sock, self._listener.buffer)
         except BlockingIOError:
             return False
         except handoff.EndOfConnection:
-            self.close("the other end closed it")
+            self.close("the peer closed it")
             return False
         except handoff.BrokenPacket as error:
             self._violated(0, str(error))
@@ -130,7 +130,7 @@ class Connection:
         return True
 
     def hear(self) -> None:
-        """Take the next frame if it is there already, whatever is left of this turn."""
+        """Read the next frame if it has arrived, even if this tenant has used up its turn."""
         if not (self._closed or self._outgoing or self._waiting):
             self._read()
 
@@ -149,7 +149,7 @@ class Connection:
                 self._request(frame, kind, self._session)
 
     def _acknowledge(self, frame: pb.Frame, session: int) -> None:
-        """Take what a frame acknowledges: deliveries by their count, or one by its request and part."""
+        """Acknowledge what a frame says: deliveries by their count, or one by its request and part."""
         count = frame.acknowledged
         if count > self._acknowledged:
             reach("acknowledge")
@@ -198,7 +198,7 @@ class Connection:
             return
         try:
             pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        except OSError as error:  # before there is a session, which would outlive a connection that ends without a word
+        except OSError as error:  # now, because a session would outlive this connection
             self._refuse(request_id, deny(Reason.DESCRIPTORS_EXHAUSTED, driver_says=f"socketpair: {error.strerror}"))
             return
         if hello.resume_token:
@@ -242,12 +242,12 @@ class Connection:
             assert isinstance(result, fx.SessionResumed)
             for connections in (self._loop.links, self._loop.resuming):
                 before = connections.pop(ticket.session, None)
-                if before is not None:  # no longer the session's: its end changes nothing
-                    before.close("its process connected anew")
+                if before is not None:  # it is no longer registered, so its end detaches nothing
+                    before.close("its process opened another connection")
             self._begin(ticket.session, ticket.tenant, self._loop.resuming)
             self._holds = Holds(self._loop.broker.ledger.sessions[ticket.session])
             self._holds_timer = self._io.call_later(HOLDS_SECONDS, self._no_holds)
-            # What the old connection did not deliver is told before anything is read of this one.
+            # The core must learn what the old connection did not deliver before anything is read from this one.
             self._waiting = True
             self._io.call_soon(self._go_on)
             reach("resume")
@@ -266,7 +266,7 @@ class Connection:
         self._refuse(request_id, denied)
 
     def _begin(self, session: int, tenant: str, connections: dict[int, Link]) -> None:
-        """The connection is this session's from now on, and its process is watched beyond it."""
+        """Register this connection for a session, whose process is watched from now on."""
         self._session, self._tenant = session, tenant
         connections[session] = self
         self._listener.greeted(self)
@@ -275,7 +275,7 @@ class Connection:
         self._listener.watch.add(session, pidfd, self._peer.pid)
 
     def _hold(self, frame: pb.Frame, session: int) -> None:
-        """Take what the process has of a session that it takes up again; nothing else before the last of it."""
+        """Take one frame of Holds of a session that resumes; until the last one, no other frame is allowed."""
         request_id, kind = frame.request_id, frame.WhichOneof("kind")
         if kind != "holds" or self._holds is None:
             what = "Holds come once, after a resumed Welcome" if self._holds is None else f"first the Holds, not {kind}"
@@ -350,7 +350,7 @@ class Connection:
         self._last(_refusal(request_id, denied))
 
     def _last(self, frame: pb.Frame) -> None:
-        """End the connection with this frame; a peer that never takes it loses it."""
+        """End the connection after this frame, even if the peer never reads it."""
         self._outbox.is_ending = True
         self._send(frame)
         if not self._closed:
@@ -388,7 +388,7 @@ class Connection:
             delivery.segment_bytes, delivery.segment_extents = row.size_of(row.ids), len(row.ids)
 
     def _answer(self, request_id: int, result: fx.Result | Denied) -> None:
-        """Answer a request, in its last delivery where that is still here."""
+        """Answer a request, in its last delivery if that is still queued."""
         last = self._outgoing[-1][0] if self._outgoing else None
         joins = last is not None and last.request_id == request_id and last.HasField("delivery")
         if last is not None and joins and not isinstance(result, Denied):
@@ -405,7 +405,7 @@ class Connection:
         getattr(reply, field).CopyFrom(message)
 
     def notify(self, frame: pb.Frame) -> None:
-        """Say something on the broker's own account; what a full socket does not take is dropped and counted."""
+        """Send a notice. If the socket is full, the notice is dropped and counted."""
         if self._notices is None:
             return
         try:
@@ -434,7 +434,7 @@ class Connection:
     # --- the end ---
 
     def close(self, why: str) -> None:
-        """End the connection. The session, if there is one, is charged on: its process may live."""
+        """End the connection. Its session stays charged, because its process may be alive."""
         if self._closed:
             return
         self._closed = True

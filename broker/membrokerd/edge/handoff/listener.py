@@ -28,11 +28,11 @@ MAX_SILENT = 64
 HELLO_SECONDS = 5.0
 REFUSED_LINE_SECONDS = 1.0
 PAUSE_SECONDS = 0.1
-"""How long accepting rests when the process has no descriptor left."""
+"""How long to wait before accepting again when the process has no descriptor left."""
 
 
 class Listener:
-    """One endpoint's door."""
+    """The listening socket of one endpoint, and its connections."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class Listener:
         self._io.add_reader(sock, self._acceptable)
 
     def tenant_of(self, peer: Peer) -> str:
-        """Return who is charged: the endpoint's tenant, or where it has none, one for each uid."""
+        """Return the tenant to charge: the endpoint's, or one for each uid if it has none."""
         return self._tenant or f"uid-{peer.uid}"
 
     def admit(self, uids: frozenset[int]) -> None:
-        """Let these users open sessions from now on; sessions that are open stay."""
+        """Let only these users open sessions from now on. Open sessions stay."""
         self._uids = uids
 
     def _acceptable(self) -> None:
@@ -81,7 +81,7 @@ class Listener:
                 return
 
     def _accept_one(self) -> bool:
-        """Accept a connection. Return False when nobody is waiting, or no descriptor is left."""
+        """Accept a connection. Return False when none is waiting, or no descriptor is left."""
         try:
             connection, _ = self._sock.accept()
         except BlockingIOError:
@@ -110,12 +110,12 @@ class Listener:
             sock.close()
             return
         connection = Connection(self, sock, peer)
-        self._silent[connection] = self._io.call_later(HELLO_SECONDS, self._give_up, connection, "it said no Hello")
+        self._silent[connection] = self._io.call_later(HELLO_SECONDS, self._give_up, connection, "it sent no Hello")
         if len(self._silent) > MAX_SILENT:
-            self._give_up(next(iter(self._silent)), "too many connections said no Hello")
+            self._give_up(next(iter(self._silent)), "too many connections sent no Hello")
 
     def _give_up(self, connection: Connection, why: str) -> None:
-        """Close a connection, unless its Hello is there unread: the broker itself may have been stopped."""
+        """Close a connection, unless its Hello has arrived unread because the broker itself was suspended."""
         connection.hear()
         if connection.session is None:
             connection.close(why)
@@ -132,19 +132,19 @@ class Listener:
     # --- what connections report ---
 
     def greeted(self, connection: Connection) -> None:
-        """A connection has a session."""
+        """Note that a connection has a session."""
         self._silent.pop(connection).cancel()
         self._greeted.add(connection)
 
     def ended(self, connection: Connection) -> None:
-        """A connection is closed."""
+        """Note that a connection is closed."""
         self._greeted.discard(connection)
         timer = self._silent.pop(connection, None)
         if timer is not None:
             timer.cancel()
 
     def refused(self, reason: Reason, **fields: object) -> None:
-        """Count a connection that was refused, and say so once a second: nobody may fill the log by connecting."""
+        """Count a refused connection. It is logged at most once a second, so that no peer can fill the log."""
         self.traffic.refused[reason.value] += 1
         self._unsaid += 1
         if self._io.time() < self._silent_until:
@@ -154,7 +154,7 @@ class Listener:
         self._silent_until = self._io.time() + REFUSED_LINE_SECONDS
 
     def close(self) -> None:
-        """Accept nobody any more, and end every connection."""
+        """Stop accepting, and end every connection."""
         self._io.remove_reader(self._sock)
         self._sock.close()
         for connection in [*self._silent, *self._greeted]:
