@@ -89,9 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for _ in range(options.turns):
             for caller in callers.values():
                 caller.take_turn()
-    print(
-        f"{'tree':6}{'CPU us':>10}{'p50 us':>10}{'p99 us':>10}   one page and its release, and the round trip of the page"
-    )
+    print("CPU of the daemon for one page and its release, and the round trip of the page, in us:")
+    print(f"{'tree':6}{'CPU':>10}{'p50':>10}{'p99':>10}")
     for name, caller in callers.items():
         times = statistics.quantiles(caller.round_trips[TURN:], n=100)
         cpu = statistics.median(caller.cpu[1:])

@@ -457,8 +457,8 @@ class Loop:
         # Contexts are no suspects, and explain a rise all the same.
         if not named and sum(process.excess for process in found) < rise.risen:
             logs.warn(
-                "more of the device is used beyond the books, and no process can be named: its holder has a descriptor and "
-                "no context, or is in a namespace that the driver cannot see",
+                "more of the device is used beyond the books, and no process can be named: its holder has a descriptor "
+                "and no context, or is in a namespace that the driver cannot see",
                 risen=format_size(rise.risen),
                 unaccounted=format_size(rise.unaccounted),
             )
