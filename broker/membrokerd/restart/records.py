@@ -14,6 +14,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from types import NoneType
 from typing import Any, NamedTuple, get_type_hints
 
@@ -214,6 +215,7 @@ def _ids(told: Any) -> tuple[int, ...] | range:
     return tuple(extent for run in runs for extent in run)
 
 
+@lru_cache(4096)
 def _from_name(name: ModelName) -> str:
     return f"[{_quoted(name.tenant)},{_quoted(name.model)}]"
 
