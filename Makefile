@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check format proto proto-check sim fuzz bench bench-gpu test-system test-gpu clean
+.PHONY: help demo test quick check picture format proto proto-check sim fuzz mutants bench bench-gpu test-system test-gpu clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -26,9 +26,17 @@ JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 test: $(STAMP)  ## every test that needs neither root nor a GPU, in parallel: make test JOBS=1 for one at a time
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not root and not gpu"
 
-QUICK := tests/broker tests/client/vmm tests/client/test_pool.py tests/client/test_calls.py tests/system/test_main_job.py
-quick: $(STAMP)  ## the heart of the tests, in under a minute
-	$(BIN)/python -m pytest -m "not root and not gpu and not slow" -x -q $(QUICK)
+# The pure tests, and every test that a new reason, metric or command touches.
+WHO_MAY := tests/system/test_who_may.py
+PAGES := tests/docs/test_docs.py
+QUICK := tests/broker tests/deploy/test_deploy.py tests/tools tests/client/test_errors.py tests/client/test_import.py \
+  tests/docs/test_links.py tests/docs/test_migrating.py tests/docs/test_prose.py '$(PAGES)::test_the_blocks_of_a_page_run[README]' \
+  $(PAGES)::test_every_block_of_readme_runs $(PAGES)::test_readme_requires_what_pyproject_does \
+  tests/client/pool/test_pool.py tests/client/session/test_calls.py tests/client/vmm/test_ranges.py tests/system/test_main_job.py \
+  tests/system/cli/test_cli.py tests/system/library/test_golden_frames.py \
+  $(WHO_MAY)::test_every_call_has_a_row $(WHO_MAY)::test_the_page_is_what_the_table_says
+quick: $(STAMP)  ## the core of the tests, in about a minute: also what a new reason, metric or command touches
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not root and not gpu and not slow" -x -q $(QUICK)
 
 sim: $(STAMP)  ## a world around the core: make sim STEPS=1000000 SEED=7
 	$(BIN)/python -m tests.simulation.run --steps $(or $(STEPS),5000000) $(if $(SEED),--seed $(SEED))
@@ -36,29 +44,38 @@ sim: $(STAMP)  ## a world around the core: make sim STEPS=1000000 SEED=7
 fuzz: $(STAMP)  ## bent frames, requests, documents: make fuzz SECONDS=600, for each fuzz
 	FUZZ_SECONDS=$(or $(SECONDS),60) $(BIN)/python -m pytest tests/fuzz --timeout=0 -q
 
+mutants: $(STAMP)  ## do the tests notice small changes of the source: make mutants SAMPLE=200 SEED=1 OPTIONS='--part core'
+	$(BIN)/python -m tools.mutants --sample $(or $(SAMPLE),200) --seed $(or $(SEED),1) $(OPTIONS)
+
 bench: $(STAMP)  ## what the broker costs here, beside bare echoes: make bench OPTIONS='--json FILE'
 	$(BIN)/python -m benchmarks.load $(OPTIONS)
 
 test-system: $(STAMP)  ## the tests that need root
 	$(BIN)/python -m pytest -m root
 
+# tests/gpu, and the stories elsewhere that run on each kind of device (the fixture `device`).
+GPU_TESTS := tests/gpu tests/client/vmm/test_ranges.py tests/system/test_main_job.py
 # On the machine with the card, with its own interpreter and packages: nothing is installed, and pytest-timeout may be
 # missing. A test that hangs says where it stands after four minutes.
 test-gpu:  ## the tests that need a real NVIDIA GPU, with this machine's own python3 (two GPUs: also NCCL, and a daemon for each)
 	PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker:$$PYTHONPATH" $(PYTHON) -m pytest -p no:cacheprovider \
-	  -o faulthandler_timeout=240 -W "ignore:Unknown config option" -m gpu tests/gpu
+	  -o faulthandler_timeout=240 -W "ignore:Unknown config option" -m gpu $(GPU_TESTS)
 
 # As test-gpu: on the machine with the card, nothing is installed.
 bench-gpu:  ## what the broker costs on a card: make bench-gpu OPTIONS='--json FILE --plot FILE --markdown'
 	PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker:$(CURDIR):$$PYTHONPATH" $(PYTHON) -m benchmarks.gpu $(OPTIONS)
 
-check: $(STAMP) proto-check  ## format, lint, types, import contracts, stale stubs, spelling, prose
+check: $(STAMP) proto-check  ## format, lint, types, import contracts, stale stubs and picture, spelling, prose
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	$(BIN)/python -m tools.prose
+	$(BIN)/python -m tools.picture --check
+
+picture: $(STAMP)  ## draw the packages and their imports in ARCHITECTURE.md
+	$(BIN)/python -m tools.picture
 
 format: $(STAMP)  ## write the format that `check` wants
 	$(BIN)/ruff format .

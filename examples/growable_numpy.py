@@ -38,13 +38,13 @@ def main() -> None:
             offset = buffer.grow(BATCH * 8)
             column(buffer)[offset // 8 :] = random.normal(size=BATCH)
         every = column(buffer)
-        print(f"{len(every)} measurements in {buffer.size} bytes; {buffer.physical_memory_usage} are charged")
+        print(f"{len(every)} measurements in {buffer.size} bytes; {buffer.physical_usage_bytes} are charged")
         print(f"their mean is {every.mean():.4f}, and the first is where it was: {first[0] == every[0]}")
         every.sort()
         del first, every  # an array keeps its bytes from going
         buffer.resize(BATCH * 8)
         print(
-            f"the least {BATCH} are kept, up to {column(buffer).max():.4f}; {buffer.physical_memory_usage} are charged"
+            f"the least {BATCH} are kept, up to {column(buffer).max():.4f}; {buffer.physical_usage_bytes} are charged"
         )
 
 

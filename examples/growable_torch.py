@@ -64,12 +64,12 @@ def main() -> None:
         beginning, found = cache.every(), cache.attend(query)
         for _ in range(1200):
             cache.append(torch.randn(1, 2, HEADS, WIDTH, dtype=torch.bfloat16, device=device))
-        charged = cache.buffer.physical_memory_usage >> 20
+        charged = cache.buffer.physical_usage_bytes >> 20
         print(f"{cache.tokens} tokens, {charged} MiB are charged")
         print(f"the beginning is as it was: {torch.equal(beginning, prompt)}, and finds other things now: ", end="")
         print(not torch.equal(cache.attend(query), found))
         cache.forget(len(prompt))
-        charged = cache.buffer.physical_memory_usage >> 20
+        charged = cache.buffer.physical_usage_bytes >> 20
         print(f"{cache.tokens} tokens, {charged} MiB are charged")
         print(f"they find what they found: {torch.equal(cache.attend(query), found)}")
         del beginning

@@ -47,7 +47,7 @@ class Memory:
             self.one, self.many = (torch.empty(SIZE // 4, device=self.card) for _ in range(2))
             return
         self.buffer = model.allocate(SIZE)
-        self.pool = model.pool(PAGE)
+        self.pool = model.pool(page_size=PAGE)
         self.one = torch.as_tensor(self.buffer, device=self.card).view(torch.float32)
         self.many = torch.as_tensor(Bytes(self.pool.allocate(0, SIZE), SIZE), device=self.card).view(torch.float32)
 

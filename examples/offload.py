@@ -51,10 +51,10 @@ def main(size: int) -> None:
                 model.driver.write(address + offset, offset.to_bytes(8, "little"))
             before = checksum(model.driver, address, size)
             pool.offload(progress=bar("offload"))
-            here, there = pool.physical_memory_usage, model.stats().books["host"].used
+            here, there = pool.physical_usage_bytes, model.stats().books["host"].used_bytes
             print(f"asleep: {format_size(here)} on the device, {format_size(there)} on the host")
             pool.restore(progress=bar("restore"))
-            here, after = pool.physical_memory_usage, checksum(model.driver, address, size)
+            here, after = pool.physical_usage_bytes, checksum(model.driver, address, size)
             print(f"awake: {format_size(here)} on the device, {before:08x} before, {after:08x} now")
 
 

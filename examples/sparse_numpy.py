@@ -41,7 +41,7 @@ def main() -> None:
         print(f"the first tile has {int(view.any(axis=1).sum())} rows that are not zero")
         del view  # an array keeps its tile from going
         table.drop(oldest)
-        print(f"without it {table.physical_memory_usage >> 20} MiB are charged")
+        print(f"without it {table.physical_usage_bytes >> 20} MiB are charged")
 
 
 if __name__ == "__main__":

@@ -46,11 +46,13 @@ def main() -> None:
         for number, blocks in enumerate(requests):
             for block in blocks:
                 cache.block(block).fill_(number + 1)
-        print(f"two requests on {device_of(model.driver.device).type}: {cache.array.physical_memory_usage >> 20} MiB")
+        print(f"two requests on {device_of(model.driver.device).type}: {cache.array.physical_usage_bytes >> 20} MiB")
         try:
             cache.take(4)
         except membroker.OutOfMemory as refused:
-            print(f"a third is refused: {refused.requested >> 20} MiB asked, {refused.available >> 20} left")
+            print(
+                f"a third is refused: {refused.requested_bytes >> 20} MiB asked, {refused.available_bytes >> 20} left"
+            )
         cache.array.drop(*requests.pop(0))
         third = cache.take(4)
         print(f"the first has ended: blocks {third} are the third's")

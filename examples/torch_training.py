@@ -49,7 +49,7 @@ def on_a_card(model: membroker.Model, steps: int) -> None:
         with memory.use():
             module = small_model().to(memory.device)
             first, last = train(module, memory.device, steps)
-            print(f"trained {steps} steps, loss {first:.3f} to {last:.3f}; torch has {memory.lent >> 20} MiB")
+            print(f"trained {steps} steps, loss {first:.3f} to {last:.3f}; torch has {memory.lent_bytes >> 20} MiB")
             brokered = all(memory.owns(weight.grad) for weight in module.parameters())
             print(f"every gradient is the broker's: {brokered}", flush=True)
             try:
@@ -88,7 +88,7 @@ def main(steps: int) -> None:
     """Train inside a limit."""
     with membroker.connect() as client:
         model = client.register_model("training", limit=LIMIT)
-        (on_the_host if client.driver == "host" else on_a_card)(model, steps)
+        (on_the_host if client.driver_kind == "host" else on_a_card)(model, steps)
 
 
 if __name__ == "__main__":

@@ -50,15 +50,15 @@ def obey(order: str, number: int, pool: membroker.VirtualMemoryPool) -> str:
         except membroker.OutOfMemory as error:
             return f"worker {number} is refused: {error}"
     if order == "shrink":
-        pool.deallocate(pool.physical_memory_usage - STEP, STEP)
+        pool.deallocate(pool.physical_usage_bytes - STEP, STEP)
     if order == "serve":
-        return f"worker {number} serves with {pool.physical_memory_usage >> 20} MiB: {serve(number, pool)}"
-    return f"worker {number} has {pool.physical_memory_usage >> 20} MiB"
+        return f"worker {number} serves with {pool.physical_usage_bytes >> 20} MiB: {serve(number, pool)}"
+    return f"worker {number} has {pool.physical_usage_bytes >> 20} MiB"
 
 
 def serve(number: int, pool: membroker.VirtualMemoryPool) -> int:
     """Fill the cache and read it, as a request would."""
-    rows = pool.physical_memory_usage // (2 * 1024)
+    rows = pool.physical_usage_bytes // (2 * 1024)
     cache: Any = tensor(pool, torch.bfloat16, (rows, 1024))
     cache.fill_(number)
     return int(cache[::64].float().mean().item())

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.daemons import Daemon, running
+from tests.support.daemons import Daemon, running
+from tests.support.devices import DEVICES, Device
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores SIGINT for what it starts in the background (`make test &`, nohup), and children inherit that.
@@ -30,6 +31,12 @@ def daemon() -> Iterator[Daemon]:
     """A daemon of its own: host driver, 256 MiB, the tenants red and blue."""
     with running() as one:
         yield one
+
+
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Device:
+    """Each kind of device: for a story that is the same on the host driver and on a GPU."""
+    return DEVICES[request.param]
 
 
 @pytest.fixture(params=["handoff", "grpc"])

@@ -17,6 +17,7 @@ from membroker.session.rpc import CONTROL_SECONDS, GrpcCalls
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1.handoff_pb2 import Ack, Frame, Goodbye, Hello, Reply
 from membroker.wire import frames as handoff
+from membroker.wire import names
 
 from .bare import EXTENT
 
@@ -38,7 +39,7 @@ class RawSession:
     """One session, from Hello to Goodbye. Raises `TooMany` when the broker has no room for it."""
 
     def __init__(self, endpoint: Path) -> None:
-        hello = Hello(protocol_version=handoff.PROTOCOL_VERSION, client="benchmarks")
+        hello = Hello(protocol_version=names.PROTOCOL_VERSION, client="benchmarks")
         self._socket, self._notices, welcome = open_session(endpoint / "handoff.sock", hello, CONNECT_SECONDS)
         self._calls = GrpcCalls(endpoint / "grpc.sock", welcome.token)
         self._request_ids = itertools.count(2)
@@ -67,7 +68,7 @@ class RawSession:
 
     def release(self, ids: Sequence[int]) -> None:
         """Give extents back, and wait for the broker's word."""
-        for some in _batches(ids, handoff.MAX_IDS_PER_FRAME):
+        for some in _batches(ids, names.MAX_IDS_PER_FRAME):
             request = pb.ReleaseExtentsRequest(extent_ids=some)
             self._send(Frame(request_id=next(self._request_ids), release=request))
             _granted(handoff.receive(self._socket).frame.reply)

@@ -15,12 +15,12 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from membroker.wire.names import MAX_SOCKET_PATH_BYTES
+
 from . import files
 
 MAX_EPOCH = (1 << 24) - 1
 """The last epoch: an id is an epoch and a counter, in 64 bits together."""
-MAX_PATH_BYTES = 107
-"""The longest path of a Unix socket: `sockaddr_un` has 108 bytes, the last is a zero."""
 _NUMBER_BYTES = 64
 """The most that is read of a file that holds one number."""
 
@@ -179,9 +179,9 @@ class Home:
         directory = self.root.joinpath(*parts)
         longest = directory / "handoff.sock"
         for path in (longest, self.private("grpc")):
-            if len(os.fsencode(path)) > MAX_PATH_BYTES:
+            if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
                 raise HomeError(
-                    f"the path {path} is longer than the {MAX_PATH_BYTES} bytes that a Unix socket may have; "
+                    f"the path {path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes that a Unix socket may have; "
                     "choose a shorter --runtime-directory"
                 )
         try:

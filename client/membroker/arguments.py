@@ -1,23 +1,23 @@
-"""What a user may pass: sizes, offsets, names, locations and times, each checked with a sentence.
+"""Checks of the public API's arguments: sizes, offsets, names, locations and times.
 
-Owns the rules for arguments of the public API. It must never talk to a broker or a driver.
+Owns the rules, and the sentence of each refusal. It must never talk to a broker or a driver.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
 from .errors import InvalidPageSize, InvalidRequest
 from .vmm.driver import AccessFlags, Location
-from .vmm.sizes import MAX_BYTES, format_size, is_power_of_two, parse_size
+from .vmm.sizes import MAX_BYTES, format_size, is_power_of_two, parse_size, round_up
 
 MAX_SECONDS = 7 * 24 * 3600.0
-
-
-"""The longest time that a user may ask for: a week. What the kernel waits by ends at 24 days."""
+"""The longest time that a user may ask for: a week. The kernel's own timeouts end at 24 days."""
+Progress = Callable[[int, int], object]
+"""Called as `progress(done, total)`, in bytes, after each step of a copy."""
 
 
 def location_of(location: Location | str) -> Location:
@@ -41,7 +41,7 @@ def access_of(access: AccessFlags | str) -> AccessFlags:
 
 
 def bytes_of(what: str, size: int | str, at_least: int = 0) -> int:
-    """Return a size of a user in bytes; `what` names it in the `InvalidRequest` that this raises."""
+    """Return a size in bytes. Raises `InvalidRequest` about `what` for anything else, or for less than `at_least`."""
     try:
         value = parse_size(size)
     except (ValueError, TypeError) as error:
@@ -51,13 +51,26 @@ def bytes_of(what: str, size: int | str, at_least: int = 0) -> int:
     return value
 
 
+def rounded_up(what: str, size: int | str, step: int) -> int:
+    """Return a size of 1 byte or more, rounded up to a multiple of `step`. Raises `InvalidRequest` about `what`."""
+    rounded = round_up(bytes_of(what, size, at_least=1), step)
+    check_total(f"{what} of {size!r}", rounded)
+    return rounded
+
+
+def check_total(what: str, size: int) -> None:
+    """Raise `InvalidRequest` about `what` if its size, rounded up, is more than 2^63-1 bytes."""
+    if size > MAX_BYTES:
+        raise InvalidRequest(f"{what} rounds up to more than 2^63-1 bytes")
+
+
 def whole_number(what: str, value: object, wrong: type[InvalidRequest] = InvalidRequest) -> int:
-    """Return an int, or what is one (`__index__`), as NumPy's are; a bool is not, nor a float. Raises `wrong`."""
+    """Return an int, also one of NumPy's (`__index__`). Raises `wrong` for anything else, bool and float included."""
     if type(value) is int:
         return value
     try:
         if not isinstance(value, bool):
-            return operator.index(value)  # type: ignore[arg-type]  # what has none is refused below
+            return operator.index(value)  # type: ignore[arg-type]  # TypeError: refused below
     except TypeError:
         pass
     raise wrong(f"{what} is a whole number, not {value!r}")
@@ -74,20 +87,14 @@ def shape_of(shape: object) -> tuple[int, ...]:
 
 
 def name_of(what: str, name: str) -> str:
-    """Return a name of a user; `what` says of what in the `InvalidRequest` that this raises for what is no text.
-
-    What a name may consist of is the broker's to say.
-    """
+    """Return a name that is text. Raises `InvalidRequest` about `what` otherwise. The broker checks the grammar."""
     if not isinstance(name, str) or any("\ud800" <= character <= "\udfff" for character in name):
-        raise InvalidRequest(f"the name of a {what} is text, and of characters that UTF-8 has, not {name!r}")
+        raise InvalidRequest(f"the name of a {what} is text that UTF-8 can encode, not {name!r}")
     return name
 
 
 def parts_of(name: str) -> tuple[str, ...]:
-    """Return the tenant, the model and the segment that a resource name has, as far as it has them.
-
-    A model's own name may have a slash inside.
-    """
+    """Return the tenant, the model and the segment of a broker's resource name, as many as it has."""
     _, tenant, *rest = name.split("/", 3)
     if not rest:
         return (tenant,)
@@ -96,7 +103,7 @@ def parts_of(name: str) -> tuple[str, ...]:
 
 
 def seconds_of(what: str, seconds: float, *, positive: bool = False) -> float:
-    """Return a time of a user in seconds; `what` names it in the `InvalidRequest` that this raises."""
+    """Return a time in seconds, at most a week. Raises `InvalidRequest` about `what` for anything else."""
     is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
     if not is_number or not 0 <= seconds <= MAX_SECONDS or (positive and not seconds):
         least = "more than 0" if positive else "0 or more"
@@ -104,8 +111,14 @@ def seconds_of(what: str, seconds: float, *, positive: bool = False) -> float:
     return float(seconds)
 
 
+def check_progress(progress: Progress | None) -> None:
+    """Raise `InvalidRequest` for a progress that cannot be called."""
+    if progress is not None and not callable(progress):
+        raise InvalidRequest(f"progress is a function of two numbers of bytes, not {progress!r}")
+
+
 def contiguous_bytes(what: str, data: Any) -> memoryview:
-    """Return the bytes of what has contiguous ones; `what` names it in the `InvalidRequest` that this raises."""
+    """Return the bytes of an object that has contiguous ones. Raises `InvalidRequest` about `what` otherwise."""
     try:
         view = memoryview(data)
         return view.cast("B") if view.nbytes else memoryview(b"")
@@ -114,7 +127,7 @@ def contiguous_bytes(what: str, data: Any) -> memoryview:
 
 
 def check_range(offset: int, size: int, total: int, what: str) -> tuple[int, int]:
-    """Return both as ints. Raises `InvalidRequest` unless [offset, offset + size) lies in `total` bytes of `what`."""
+    """Return both as ints, in bytes. Raises `InvalidRequest` if they exceed the `total` bytes of `what`."""
     offset, size = whole_number("an offset", offset), whole_number("a size", size)
     if not 0 <= offset <= total or not 0 <= size <= total - offset:
         raise InvalidRequest(f"{size} bytes at {offset} do not lie in {what} of {total} bytes")

@@ -1,7 +1,7 @@
-"""`connect` and `Client`: what a worker begins with.
+"""`connect` and `Client`: where a worker begins.
 
-Owns the public side of a session: registering models and reading the books. It must never show a message of the
-wire, nor do what a `Session`, a `Model` or a pool does.
+Owns the public side of a session: registering models and reading the books. It must never show a message of the wire,
+nor do the work of a `Session`, a `Model` or a pool.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from . import arguments
 from .closing import Closing
+from .deprecated import renamed
 from .errors import BrokerAbsent, BrokerUnavailable, InvalidRequest
 from .model import Model
 from .segment import Segment
@@ -27,11 +28,9 @@ from .session.session import Session
 from .types import DeviceStatus, ModelStatus, Notice, SegmentStatus, SessionStatus
 from .v1 import broker_pb2 as pb
 from .vmm.driver import Driver, Location
+from .wire.names import MAX_PAGE_ROWS
 
 logger = logging.getLogger("membroker")
-
-PAGE = 1000
-"""How many entries of a listing one call asks for: the most that a broker gives."""
 
 
 def connect(
@@ -46,18 +45,18 @@ def connect(
 ) -> Client:
     """Open a session with the broker at `endpoint` and return its client, which ends it.
 
-    `endpoint` is a directory; without it MEMBROKER_ENDPOINT, else the only broker of this machine.
-    `transport="grpc"` borrows by gRPC calls, which are slower; descriptors come on the handoff socket in any case.
-    An `observer` reads the books and borrows nothing. `client` is what people see in `membroker sessions`, by
-    default the program's name. `driver` replaces the driver of the broker's device and stays the caller's.
+    `endpoint` is a directory. Without it: MEMBROKER_ENDPOINT, or else the only broker of this machine.
+    `transport="grpc"` borrows by gRPC calls, which are slower; descriptors still come on the handoff socket.
+    An `observer` reads the books and borrows nothing. `client` is the name that people see in `membroker sessions`,
+    by default the program's. `driver` replaces the driver of the broker's device; the caller must close it.
 
-    Where no broker is there yet, it is waited for, `timeout` seconds at most, which also bounds the greeting and the
-    goodbye. When the broker goes away later, what is mapped stays valid, and the session goes on with the next broker
-    that knows it: it tries for ever. `outage` is how many seconds a call waits for that before it raises
-    `BrokerUnavailable`; with 0 it raises at once. Both are at most a week, and `timeout` is more than 0.
+    If no broker is there yet, this waits up to `timeout` seconds, which also limits the first and the last call of the
+    session. When the broker goes away later, mapped memory stays valid, and the session reconnects to the next broker,
+    without a limit of time. Meanwhile a call waits `outage` seconds before it raises `BrokerUnavailable`; with 0 it
+    raises at once. Both are at most a week, and `timeout` is more than 0.
 
-    Raises `BrokerUnavailable` or `AccessDenied` with what is wrong and the command that mends it,
-    `InvalidRequest`, `ProtocolError`, `TooMany` or `DescriptorLimit`.
+    Raises `BrokerUnavailable` or `AccessDenied`, with the command that mends it, `InvalidRequest`, `ProtocolError`,
+    `TooMany` or `DescriptorLimit`.
     """
     timeout = arguments.seconds_of("timeout", timeout, positive=True)
     outage = arguments.seconds_of("outage", outage)
@@ -96,7 +95,7 @@ def enter(
     outage: float = 0.0,
     driver: Driver | None = None,
 ) -> Client:
-    """As `connect`, but a broker that is not there, or goes, is not waited for: for commands, which can be repeated."""
+    """As `connect`, without waiting for a broker that is absent or goes away: for commands, which can be repeated."""
     session = Session(
         find_endpoint(endpoint),
         transport=transport,
@@ -111,9 +110,10 @@ def enter(
 
 def _program() -> str:
     name = os.path.basename(sys.argv[0] if sys.argv else "") or os.path.basename(sys.executable) or "python"
-    return name.encode(errors="replace").decode()  # the name of a file may be of any bytes
+    return name.encode(errors="replace").decode()  # a file's name may have any bytes
 
 
+@renamed(driver="driver_kind")
 class Client(Closing):
     """One session of this process with one broker. Thread-safe. `connect()` makes it."""
 
@@ -127,7 +127,7 @@ class Client(Closing):
 
     @property
     def tenant(self) -> str:
-        """The tenant as which this process entered, `tenants/{tenant}`."""
+        """The tenant of the endpoint, `tenants/{tenant}`."""
         return self._session.welcome.tenant
 
     @property
@@ -141,13 +141,13 @@ class Client(Closing):
         return self._session.welcome.device_uuid
 
     @property
-    def driver(self) -> str:
-        """The kind of the device's driver, `cuda` or `host`."""
+    def driver_kind(self) -> str:
+        """The kind of the device's driver, `"cuda"` or `"host"`; `Model.driver` is the driver itself."""
         return self._session.welcome.driver
 
     @property
     def granularity(self) -> int:
-        """Every extent is a multiple of this many bytes."""
+        """The size of every extent is a multiple of this many bytes."""
         return self._session.welcome.granularity_bytes
 
     @property
@@ -170,14 +170,14 @@ class Client(Closing):
         host_limit: int | str | None = None,
         exclusive: bool = False,
     ) -> Model:
-        """Register the model `name` of this tenant, or join it; nothing is charged by this.
+        """Register the model `name` of this tenant, or join it. This charges nothing.
 
         `virtual_capacity` is how many bytes of addresses its pools reserve by default, `limit` and `host_limit`
         the most that it may be charged at the device and at the host: bytes, or text such as `"8GiB"`. A limit
-        can lower what the broker's configuration allows, never raise it. A number left out joins whatever is there.
+        can lower what the broker's configuration allows, never raise it. A number left out is the registered one.
 
-        Raises `ModelConflict` when it is registered with other numbers, `ModelAlreadyExists` when `exclusive`
-        and it is registered at all, `InvalidRequest`, `TooMany`, `AccessDenied` (an observer), `BrokerUnavailable`.
+        Raises `ModelConflict` if it is registered with other numbers, `ModelAlreadyExists` if `exclusive` and it is
+        registered, `InvalidRequest`, `TooMany`, `AccessDenied` (an observer), and `BrokerUnavailable`.
         """
         asked = {Location.DEVICE: ("limit", limit), Location.HOST: ("host_limit", host_limit)}
         request = pb.RegisterModelRequest(
@@ -197,19 +197,19 @@ class Client(Closing):
     def attach(self, name: str, *, timeout: float = 60.0) -> Segment:
         """Attach a segment of this tenant, read-only.
 
-        `name` is the segment's own, `model/segment` where several models have one of that name, or its resource name.
-        Waits up to `timeout` seconds, at most a day, for a segment that is still being written, and anew after an
-        outage of the broker. Raises
-        `SegmentNotFound` at once where there is none, `SegmentNotSealed` when the time is over, `WriterDied`,
-        `InvalidRequest`, `DeviceFailure`, `DescriptorLimit`, `BrokerUnavailable`.
+        `name` is the segment's own, or `model/segment` if several models have one of that name, or its resource name.
+        Waits up to `timeout` seconds, at most a day, while the segment is being written; after an outage of the broker
+        the wait begins again. Raises `SegmentNotFound` at once if it does not exist, `SegmentNotSealed` after the
+        timeout, `WriterDied`, `InvalidRequest`, `DeviceFailure`, `DescriptorLimit`, and `BrokerUnavailable`.
         """
         self._session.check_open()
         return Segment.attach(self._session, self._segment_name(name), timeout)
 
     def delete_segment(self, name: str) -> SegmentStatus:
-        """End a segment of this tenant: nobody can attach it, and its bytes come back when its last session has left.
+        """Delete a segment of this tenant: it cannot be attached, and is free when the last session has left it.
 
-        `name` is as in `attach`. Returns it as it ends, with how many sessions still hold it. Raises `SegmentNotFound`.
+        `name` is as in `attach`. Returns its status, with the number of sessions that still hold it. Raises
+        `SegmentNotFound`, `InvalidRequest`, and `BrokerUnavailable`.
         """
         self._session.check_open()
         request = pb.DeleteSegmentRequest(name=self._segment_name(name))
@@ -217,9 +217,7 @@ class Client(Closing):
 
     def segments(self) -> list[SegmentStatus]:
         """Return this tenant's segments, in the order they began."""
-        pages = _pages(
-            lambda token: self._call("ListSegments", pb.ListSegmentsRequest(page_size=PAGE, page_token=token))
-        )
+        pages = self._pages("ListSegments", pb.ListSegmentsRequest)
         return [segment for page in pages for segment in messages.segments(page.segments)]
 
     def _segment_name(self, name: str) -> str:
@@ -233,37 +231,44 @@ class Client(Closing):
         """Return the device and its books, as they are now."""
         return messages.device(self._call("GetDevice", pb.GetDeviceRequest()))
 
+    def model(self, name: str) -> ModelStatus:
+        """Return one model of this tenant, by its own name or its resource name, as it is now.
+
+        The session need not have registered it. Raises `ModelNotFound`, `InvalidRequest` for a name that no model may
+        have, and `BrokerUnavailable`.
+        """
+        if not arguments.name_of("model", name).startswith("tenants/"):
+            name = f"{self.tenant}/models/{name}"
+        return messages.model(self._call("GetModel", pb.GetModelRequest(name=name)))
+
     def models(self) -> list[ModelStatus]:
         """Return this tenant's models, by name."""
-        pages = _pages(lambda token: self._call("ListModels", pb.ListModelsRequest(page_size=PAGE, page_token=token)))
+        pages = self._pages("ListModels", pb.ListModelsRequest)
         return [model for page in pages for model in messages.models(page.models)]
 
     def sessions(self) -> list[SessionStatus]:
         """Return this tenant's sessions, in the order they began."""
-        pages = _pages(
-            lambda token: self._call("ListSessions", pb.ListSessionsRequest(page_size=PAGE, page_token=token))
-        )
+        pages = self._pages("ListSessions", pb.ListSessionsRequest)
         return [session for page in pages for session in messages.sessions(page.sessions)]
 
     def on_notice(self, callback: Callable[[Notice], object]) -> None:
         """Call `callback` with each `Draining`, `Undrained`, `Stopping`, `Disconnected`, `Resumed` and `Forgotten`.
 
-        It is called in the library's own thread, one notice after another, and first of all with a drain that goes on
-        already; while it runs, nothing that is garbage is given back. What it raises is logged. It is kept until the
-        client is closed, and what it refers to as well. Raises `InvalidRequest` for what cannot be called.
+        The library's own thread calls it, one notice at a time, beginning with a drain that is under way. While it
+        runs, garbage-collected memory is not released, so return soon. An exception is logged. The callback and all
+        that it refers to live until the client is closed. Raises `InvalidRequest` for an object that is not callable.
         """
         if not callable(callback):
-            raise InvalidRequest(f"on_notice wants a function of one notice, not {callback!r}")
+            raise InvalidRequest(f"on_notice takes a function of one notice, not {callback!r}")
         self._session.check_open()
         self._session.line.on_notice(callback)
 
     def close(self) -> None:
-        """Give back all that this client's pools and buffers hold, and end the session. Idempotent.
+        """Release all that this client's pools and buffers hold, and end the session. Idempotent.
 
-        Raises nothing when the broker is away. Memory that has living views, and with it the session, stays until
-        the last view is gone; no call is possible meanwhile. A broker that is gone is waited for as long as
-        `connect`'s `timeout`, and no longer than its `outage`; when it is not back by then, the session stays charged
-        there until this process ends, or an operator has it forgotten.
+        Memory with living views stays mapped until the last view is gone, and so does the session, without further
+        calls. If the broker is away, this raises nothing: it waits for `timeout` seconds of `connect`, at most for its
+        `outage`. After that the session stays charged until this process ends, or an operator forgets the session.
         """
         self._session.close()
 
@@ -274,11 +279,10 @@ class Client(Closing):
         self._session.check_open()
         return self._session.control.ask(method, request)
 
-
-def _pages(ask: Callable[[str], Any]) -> Iterable[Any]:
-    """Yield the pages of a listing, the first by an empty token."""
-    page = ask("")
-    yield page
-    while page.next_page_token:
-        page = ask(page.next_page_token)
+    def _pages(self, method: str, request: Callable[..., Any]) -> Iterable[Any]:
+        """Yield the pages of a listing."""
+        page = self._call(method, request(page_size=MAX_PAGE_ROWS))
         yield page
+        while page.next_page_token:
+            page = self._call(method, request(page_size=MAX_PAGE_ROWS, page_token=page.next_page_token))
+            yield page

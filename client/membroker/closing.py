@@ -1,7 +1,4 @@
-"""`Closing`: a `with` block that closes.
-
-Owns nothing but that. What `close` does, and that it may be called twice, is each class's own.
-"""
+"""`Closing`: objects that the end of a `with` block closes. Each class decides what `close` does."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ from typing import Self
 
 
 class Closing:
-    """Something with a `close`, which the end of a `with` block calls. A context manager."""
+    """A context manager that calls `close` at the end of its block."""
 
     def close(self) -> None:
-        """End it."""
+        """End the object."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

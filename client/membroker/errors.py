@@ -1,12 +1,14 @@
-"""What the library raises: typed, with the numbers, and with what to do about it.
+"""The exceptions of the library: typed, with the numbers, and with what to do.
 
-Owns the one table from the wire's reasons to classes. Must never decide by the text of a message.
+Owns the one table from the wire's reasons to classes. It must never decide by the text of a message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from .deprecated import renamed
 
 if TYPE_CHECKING:
     from google.rpc.status_pb2 import Status
@@ -17,10 +19,10 @@ DOMAIN = "membroker"
 
 
 class MembrokerError(Exception):
-    """Base of all that membroker raises on its own account.
+    """Base of everything that membroker raises by itself.
 
-    `reason` is the broker's ErrorReason without its prefix (`MODEL_LIMIT`), or empty for what the library itself
-    found; `metadata` has the numbers behind the sentence, as text.
+    `reason` is the broker's ErrorReason without its prefix (`MODEL_LIMIT`), or empty for an error of the library.
+    `metadata` has the numbers behind the sentence, as text.
     """
 
     def __init__(self, message: str, reason: str = "", metadata: Mapping[str, str] | None = None) -> None:
@@ -29,50 +31,52 @@ class MembrokerError(Exception):
         self.metadata = dict(metadata or {})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By default a class is called with its sentence, and some are made from other things.
+        # By default pickle calls the class with its message, and some classes take other arguments.
         return _remake, (type(self),), {**self.__dict__, "args": self.args}
 
 
 def _remake(kind: type[MembrokerError]) -> MembrokerError:
-    """Return an error without anything in it, for pickle and copy: a worker's error travels to who asked it."""
+    """Return an empty error of a class, for pickle and copy: a worker's error travels to another process."""
     base: Any = kind
-    # As the class itself does when it is called. `kind.__new__` may be MemoryError's, which refuses.
+    # `kind.__new__` may be MemoryError's, which refuses to make a subclass: find the first base of Python's own.
     while base.__module__ != "builtins":
         base = base.__base__
     made: MembrokerError = base.__new__(kind)
     return made
 
 
+@renamed("requested", "asked", "available", "limit")
 class OutOfMemory(MembrokerError, MemoryError):
-    """No more is lent. `level` says who refused: `model`, `tenant`, `capacity`, `device` or `shared pool`.
+    """The broker, or a limit in this process, refused to lend more.
 
-    `requested`, `available` and `limit` are bytes at that level; `available` is what a smaller request could have
-    got at that moment, `limit` is None where the level has no number of its own (a card that strangers filled).
+    `level` says which limit: `model`, `tenant`, `capacity`, `device` or `shared pool`. `requested_bytes`,
+    `available_bytes` and `limit_bytes` are at that level. A smaller request could have got `available_bytes` at that
+    moment. `limit_bytes` is None if the level has no limit of its own (a GPU that other programs filled).
     """
 
     @property
     def level(self) -> str:
-        """Which of the limits refused."""
+        """Which limit refused."""
         return self.metadata.get("level", "")
 
     @property
-    def requested(self) -> int:
+    def requested_bytes(self) -> int:
         """Bytes asked for at that level: whole pages, or granules."""
         return int(self.metadata.get("requested_bytes", 0))
 
     @property
-    def asked(self) -> int:
-        """Bytes that the call asked for, before they were rounded up."""
-        return int(self.metadata.get("asked_bytes", self.requested))
+    def asked_bytes(self) -> int:
+        """Bytes that the call asked for, before rounding up."""
+        return int(self.metadata.get("asked_bytes", self.requested_bytes))
 
     @property
-    def available(self) -> int:
-        """Bytes that this level would still have granted."""
+    def available_bytes(self) -> int:
+        """Bytes that this level would still have granted at that moment."""
         return int(self.metadata.get("available_bytes", 0))
 
     @property
-    def limit(self) -> int | None:
-        """The limit of this level, in bytes."""
+    def limit_bytes(self) -> int | None:
+        """The limit of this level in bytes, or None."""
         text = self.metadata.get("limit_bytes")
         return None if text is None else int(text)
 
@@ -81,11 +85,11 @@ OutOfPhysicalMemory = OutOfMemory
 """The name by which candle-cuda-vmm knows it."""
 
 
+@renamed("requested", "available")
 class OutOfVirtualMemory(MembrokerError, MemoryError):
-    """The reserved addresses do not suffice: no free run of them is that long, or growing would pass their end.
+    """The reserved addresses do not suffice: no free run is long enough, or growing would pass their end.
 
-    Deallocate, or `compact`, or reserve more in another pool. `requested` and `available`, the most that would have
-    been possible, are in bytes.
+    Deallocate, `compact`, or reserve more in another pool. `available_bytes` is the most that would have fitted.
     """
 
     def __init__(self, requested: int, available: int, message: str = "") -> None:
@@ -94,39 +98,39 @@ class OutOfVirtualMemory(MembrokerError, MemoryError):
             or f"no {requested} bytes of free addresses lie side by side, aligned as asked: "
             f"the largest free run has {available}"
         )
-        self.requested, self.available = requested, available
+        self.requested_bytes, self.available_bytes = requested, available
 
 
 class BrokerUnavailable(MembrokerError, ConnectionError):
-    """No broker answers. The message says which of the possible things is wrong, and the command that mends it."""
+    """No broker answers. The message says what is wrong and which command mends it."""
 
 
 class BrokerAbsent(BrokerUnavailable):
-    """There is no broker where one was looked for, and one may come: `connect` waits for it."""
+    """No broker listens at the endpoint. One may still come, so `connect` waits for it."""
 
 
 class SessionLost(BrokerUnavailable):
-    """The broker does not know the session, so it cannot be taken up again. What is mapped stays valid until closed."""
+    """The broker does not know the session, so it cannot be resumed. Mapped memory stays valid until closed."""
 
 
 class InvalidRequest(MembrokerError, ValueError):
-    """An argument that no broker would accept: a size, a count, a name."""
+    """An argument that no broker would accept: a size, a count or a name."""
 
 
 class InvalidPageSize(InvalidRequest):
-    """A page size is not a power of two, or below the granularity."""
+    """The page size is not a power of two, or smaller than the granularity."""
 
 
 class InvalidOffset(InvalidRequest):
-    """A range of a pool lies outside its virtual capacity, or its sum overflows."""
+    """A range of a pool lies outside its virtual capacity, or its end overflows."""
 
 
 class AlreadyMapped(MembrokerError):
-    """A page of the range is backed already."""
+    """A page of the range is allocated already."""
 
 
 class NotMapped(MembrokerError):
-    """A page of the range is not backed."""
+    """A page of the range is not allocated."""
 
 
 class Offloaded(AlreadyMapped, NotMapped):
@@ -134,15 +138,15 @@ class Offloaded(AlreadyMapped, NotMapped):
 
 
 class StillMapped(MembrokerError):
-    """Something is mapped there: unmap it first."""
+    """Something is mapped there. Unmap it first."""
 
 
 class NotFound(MembrokerError, LookupError):
-    """The name or id is not known to the broker, at least not as this session's."""
+    """The broker does not know the name or the id, or it is not this session's."""
 
 
 class ModelNotFound(NotFound):
-    """No such model at this tenant or in this shared pool, or this session has not registered it."""
+    """This tenant or shared pool has no such model, or this session has not registered it."""
 
 
 class ModelConflict(MembrokerError):
@@ -150,15 +154,15 @@ class ModelConflict(MembrokerError):
 
 
 class ModelAlreadyExists(MembrokerError):
-    """`exclusive=True` was asked, and the model is there; or a shared pool has it already."""
+    """The model exists, and `exclusive=True` was asked; or a shared pool has it already."""
 
 
 class ModelInUse(MembrokerError):
-    """The model can't be left: this session is still charged for memory there, or views of its pool are alive."""
+    """The model cannot be left: this session is still charged for memory, or views of its pool are alive."""
 
 
 class SegmentNotFound(NotFound):
-    """No such segment at this tenant, or it is deleted, or this session does not hold it."""
+    """This tenant has no such segment, or it is deleted, or this session does not hold it."""
 
 
 class SegmentExists(MembrokerError):
@@ -166,7 +170,7 @@ class SegmentExists(MembrokerError):
 
 
 class SegmentNotSealed(MembrokerError, TimeoutError):
-    """The segment was still being written when the time to wait for it was over."""
+    """The segment was still being written when the timeout ended."""
 
 
 class SegmentNotWritable(MembrokerError):
@@ -174,7 +178,7 @@ class SegmentNotWritable(MembrokerError):
 
 
 class WriterDied(MembrokerError):
-    """The writer of a segment died, left it or deleted it before it was sealed: whoever wants it makes it anew."""
+    """The writer died, left the segment or deleted it before it was sealed. Create the segment again."""
 
 
 class AccessDenied(MembrokerError, PermissionError):
@@ -182,27 +186,27 @@ class AccessDenied(MembrokerError, PermissionError):
 
 
 class ProtocolError(MembrokerError):
-    """Library and broker do not understand each other: another version, or a defect of one of them."""
+    """Library and broker do not understand each other: their versions differ, or one of them is defective."""
 
 
 class TooMany(MembrokerError):
-    """A bound of the broker is reached: sessions, models, segments, extents or calls in flight."""
+    """A bound of the broker is reached: sessions, models, segments, extents or unanswered calls."""
 
 
 class DescriptorLimit(MembrokerError, OSError):
-    """This process, or the broker, has no file descriptor left. Raise RLIMIT_NOFILE (`ulimit -n`)."""
+    """This process or the broker has no file descriptor left. Raise RLIMIT_NOFILE (`ulimit -n`)."""
 
 
 class DeviceFailure(MembrokerError):
-    """The broker's driver failed. The message has the driver's own words."""
+    """A driver call failed. The message has the driver's own words."""
 
 
 class ManagedMemoryUnavailable(MembrokerError):
-    """Managed memory, or advice about it, is more than this driver or this device can. The message says which."""
+    """This driver or device does not support managed memory, or this hint. The message says which."""
 
 
 class CompactionFailed(DeviceFailure):
-    """The driver failed while a pool was compacted. `moves` were made before that, and what they moved stays there."""
+    """The driver failed during a compaction. `moves` were made before that, and their bytes stay where they are now."""
 
     def __init__(self, message: str, moves: Sequence[Move]) -> None:
         super().__init__(message)
@@ -210,7 +214,7 @@ class CompactionFailed(DeviceFailure):
 
 
 class ClosedError(MembrokerError):
-    """The object is closed, or belongs to the process that this one was forked from."""
+    """The object is closed, or belongs to the parent of this forked process."""
 
 
 _CLASSES: dict[str, type[MembrokerError]] = {

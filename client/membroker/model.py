@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import arguments
-from .errors import InvalidRequest, ModelNotFound
+from .deprecated import keywords_only
+from .errors import InvalidRequest
 from .memory.buffer import Buffer
 from .memory.growable import DEFAULT_PAGE_SIZE as GROWABLE_PAGE_SIZE
 from .memory.growable import GrowableBuffer
@@ -27,7 +28,7 @@ from .v1 import resources_pb2
 from .v1.handoff_pb2 import Delivery
 from .vmm.driver import Driver, Location
 from .vmm.sizes import format_size
-from .wire.frames import MAX_EXTENTS_PER_CALL
+from .wire.names import MAX_EXTENTS_PER_CALL
 
 
 class Model:
@@ -51,7 +52,7 @@ class Model:
     @property
     def virtual_capacity(self) -> int:
         """How many bytes of addresses a pool reserves unless it asks otherwise."""
-        return self._registered.virtual_capacity
+        return self._registered.virtual_capacity_bytes
 
     @property
     def limit(self) -> int | None:
@@ -70,12 +71,14 @@ class Model:
 
     def _limit(self, location: str) -> int | None:
         books = self._registered.books.get(location)
-        return books.limit if books else None
+        return books.limit_bytes if books else None
 
+    @keywords_only("page_size", "virtual_capacity", "location", "spare_pages")
     def pool(
         self,
-        page_size: int | str = DEFAULT_PAGE_SIZE,
+        *,
         virtual_capacity: int | str | None = None,
+        page_size: int | str = DEFAULT_PAGE_SIZE,
         location: Location | str = Location.DEVICE,
         spare_pages: int = 0,
     ) -> VirtualMemoryPool:
@@ -162,18 +165,12 @@ class Model:
         self._session.control.leave_model(self.resource_name)
 
     def stats(self) -> ModelStatus:
-        """Return the model's books as the broker has them now, those of all its sessions together."""
+        """Return the model's books as the broker has them now, all its sessions together.
+
+        Raises `ModelNotFound` once the model has ended, and `BrokerUnavailable`.
+        """
         self._session.check_open()
-        token = ""
-        while True:
-            request = pb.ListModelsRequest(page_size=1000, page_token=token)
-            page = self._session.control.ask("ListModels", request)
-            for model in page.models:
-                if model.name == self.resource_name:
-                    return messages.model(model)
-            token = page.next_page_token
-            if not token:
-                raise ModelNotFound(f"{self.resource_name} is not registered any more")
+        return messages.model(self._session.control.ask("GetModel", pb.GetModelRequest(name=self.resource_name)))
 
     def available(self, location: Location | str = Location.DEVICE) -> Available:
         """Return how many bytes could be borrowed now at a location, by one request: a figure of this moment.

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 from google.protobuf.duration_pb2 import Duration
 
 from . import arguments
-from .arguments import bytes_of, check_range, contiguous_bytes, location_of
+from .arguments import check_range, contiguous_bytes, location_of, rounded_up
+from .deprecated import two_numbers
+from .dtypes import dtype_of
 from .errors import BrokerUnavailable, InvalidRequest, SegmentNotWritable
 from .interrupts import HeldOff
 from .memory.holding import Held, Holding
 from .memory.lender import Placement, Tracked
 from .memory.region import device_failures
 from .memory.views import Span
-from .safetensors import ALIGNMENT, TensorIndex, dtype_of, numpy_array, read_index, segment_size, write_index
+from .safetensors import ALIGNMENT, TensorIndex, numpy_array, read_index, segment_size, write_index
 from .session import messages
 from .session.messages import location_name, location_to_wire
 from .session.session import Session
@@ -32,12 +34,12 @@ from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2
 from .v1.handoff_pb2 import Delivery
 from .vmm.driver import AccessFlags, Driver, Handle, Location
-from .vmm.sizes import MAX_BYTES, MIB, round_up
+from .vmm.sizes import MIB
+from .wire.names import MAX_ATTACH_SECONDS
 
 if TYPE_CHECKING:
     import numpy
 
-MAX_WAIT_SECONDS = 24 * 3600.0
 MAX_HEADER_BYTES = 16 * MIB
 """The longest header that is read: some 160,000 tensors. The bytes are another process's."""
 CHUNK_BYTES = 64 * MIB
@@ -64,10 +66,7 @@ class Segment(Held):
     @classmethod
     def create(cls, session: Session, model: str, name: str, size: int | str, location: Location | str) -> Segment:
         """Make a segment under a model's resource name; see `Model.create_segment`."""
-        wanted = bytes_of("a segment", size, at_least=1)
-        length = round_up(wanted, session.driver.device.granularity)
-        if length > MAX_BYTES:
-            raise InvalidRequest(f"a segment of {size!r} rounds up to more than 2^63-1 bytes")
+        length = rounded_up("a segment", size, session.driver.device.granularity)
         place = location_to_wire(location_of(location))
         request = pb.CreateSegmentRequest(
             model=model, segment_id=arguments.name_of("segment", name), location=place, size_bytes=length
@@ -77,8 +76,8 @@ class Segment(Held):
     @classmethod
     def attach(cls, session: Session, name: str, timeout: float) -> Segment:
         """Attach a segment by its resource name; see `Client.attach`."""
-        if arguments.seconds_of("timeout", timeout) > MAX_WAIT_SECONDS:
-            raise InvalidRequest(f"a timeout is between 0 and {MAX_WAIT_SECONDS:.0f} seconds, not {timeout!r}")
+        if arguments.seconds_of("timeout", timeout) > MAX_ATTACH_SECONDS:
+            raise InvalidRequest(f"a timeout is between 0 and {MAX_ATTACH_SECONDS} seconds, not {timeout!r}")
         wait = Duration()
         wait.FromNanoseconds(int(timeout * 1e9))
         request = pb.AttachSegmentRequest(name=name, wait=wait)
@@ -191,20 +190,24 @@ class Segment(Held):
         with self._holding.in_use(), device_failures():
             return self._session.driver.read(self._holding.region.address + offset, size) if size else b""
 
-    def write(self, offset: int, data: Any, progress: Callable[[int], None] | None = None) -> None:
-        """Copy `data`, anything with contiguous bytes, to `offset`. `progress` is told the bytes of each step.
+    def write(self, offset: int, data: Any, progress: arguments.Progress | None = None) -> None:
+        """Copy `data`, anything with contiguous bytes, to `offset`, which counts bytes from the segment's first.
+
+        `progress(done, total)` is called with bytes after each step of at most 64 MiB.
 
         Raises `SegmentNotWritable`, `InvalidRequest`, `ClosedError`, `DeviceFailure`.
         """
         source = contiguous_bytes("what is written to a segment", data)
+        arguments.check_progress(progress)
+        tell = two_numbers(progress) if progress is not None else None
         offset, _ = self._check_range(offset, len(source))
         with self._holding.in_use(), device_failures():
             self._check_writable()
             for first in range(0, len(source), CHUNK_BYTES):
                 some = source[first : first + CHUNK_BYTES]
                 self._session.driver.write(self._holding.region.address + offset + first, some)
-                if progress is not None:
-                    progress(len(some))
+                if tell is not None:
+                    tell(first + len(some), len(source))
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

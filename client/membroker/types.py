@@ -1,7 +1,7 @@
-"""What the library tells about memory, as plain values: nothing of the wire shows through.
+"""Status values and notices, as plain data: no message of the wire shows through.
 
-Owns frozen dataclasses with sizes in bytes. It must never import protobuf, nor hold anything that is alive:
-each value is what was true when it was read.
+Owns frozen dataclasses. Names that end in `_bytes` are in bytes and are the wire's own; `size` and `offset` are in
+bytes too. It must never import protobuf, nor hold anything alive: each value was true when it was read.
 """
 
 from __future__ import annotations
@@ -10,26 +10,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
+from .deprecated import renamed
 
+
+@renamed("virtual_capacity", "physical_usage", "largest_free_run")
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """A pool at one moment.
+    """A pool at one moment, counted in this process.
 
-    `virtual_capacity` and `physical_usage` are bytes: addresses reserved, and memory behind them (whole pages), of
-    which `spare_pages` are mapped and not in use. `largest_free_run` is how many bytes one more allocation can have
-    at most, as far as addresses go: those without memory, and those of spare pages. `offloaded_bytes` are allocated,
-    have no memory behind them, and lie on the host.
+    `virtual_capacity_bytes` are addresses. `physical_usage_bytes` is the memory behind them, in whole pages;
+    `spare_pages` of these pages are mapped and not in use. `offloaded_bytes` are allocated, and their contents are in
+    host memory. `largest_free_run_bytes` is the longest run of addresses that one more allocation can have.
 
-    `fragmentation_ratio` is external fragmentation of the addresses, 1 - largest free run / free addresses: 0.0
-    when what is free lies in one piece, or nothing is free. It does not tell what is unused inside of pages, nor
-    whether there is memory to borrow, and it says nothing about the device's memory, which cannot fragment: pages
-    lie anywhere.
+    `fragmentation_ratio` is the external fragmentation of the addresses: 1 - largest free run / free addresses. It is
+    0.0 if all free addresses are in one run, or if none is free. It does not tell what is unused inside of pages, nor
+    whether there is memory to borrow. The device's memory cannot fragment, because a page can lie anywhere.
     """
 
-    virtual_capacity: int
-    physical_usage: int
+    virtual_capacity_bytes: int
+    physical_usage_bytes: int
     mapped_pages: int
-    largest_free_run: int
+    largest_free_run_bytes: int
     fragmentation_ratio: float
     spare_pages: int = 0
     offloaded_bytes: int = 0
@@ -37,12 +38,12 @@ class MemoryStats:
 
 @dataclass(frozen=True, slots=True)
 class PoolMapping:
-    """Pages of a pool, side by side, of which the same holds. `offset` and `size` are in bytes.
+    """A run of pages of a pool with the same state. `offset` and `size` are in bytes.
 
-    `state` is `used`, `pinned` (used, and a view, a span or a pin of it lives), `spare` (mapped and charged, and
-    allocated by nobody), `offloaded` (allocated, and its bytes on the host) or `changing` (another call is at it).
+    `state` is `used`, `pinned` (used, and a view, span or pin of it is alive), `spare` (mapped and charged, but not
+    allocated), `offloaded` (allocated, with its bytes on the host) or `changing` (another call is working on it).
     `access` is `none`, `read` or `read_write`. `extents` are the source's ids of the extents behind the pages, one for
-    each; offloaded pages have none.
+    each page; offloaded pages have none.
     """
 
     offset: int
@@ -54,53 +55,64 @@ class PoolMapping:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What a compaction moved, in bytes: whatever was at `old_offset + n` is at `new_offset + n`, for n < `size`."""
+    """What a compaction moved: the bytes at `old_offset + n` are now at `new_offset + n`, for every n < `size`."""
 
     old_offset: int
     new_offset: int
     size: int
 
 
+@renamed("physical_limit", "physical_usage")
 @dataclass(frozen=True, slots=True)
 class GlobalMemoryStats:
-    """All models of a `SharedMemoryPool` at one moment.
+    """All models of a `SharedMemoryPool` at one moment, counted in this process.
 
-    `physical_usage` is bytes of memory behind all of their pages; `physical_limit` what it may come to, in bytes, or
-    None where only those limits hold that the lender has itself. Neither tells what others use of the device.
+    `physical_usage_bytes` is the memory behind the pages of all models. `physical_limit_bytes` is its limit, or None if
+    only the lender's limits apply. Neither includes other users of the device.
     """
 
-    physical_limit: int | None
-    physical_usage: int
+    physical_limit_bytes: int | None
+    physical_usage_bytes: int
     num_models: int
 
 
+@renamed("capacity", "lent", "releasing", "stock", "free", "headroom", "unaccounted", "device_total", "device_used")
 @dataclass(frozen=True, slots=True)
 class LocationBooks:
-    """The broker's books of one location, and what the device itself shows; all in bytes.
+    """The broker's books of one location, and the device's own figures.
 
-    `capacity` = `lent` + `releasing` + `free`. What the device cannot say is None.
+    `capacity_bytes` = `lent_bytes` + `releasing_bytes` + `free_bytes`. Releasing bytes are those of dead workers,
+    charged until the device shows them free. `stock_bytes` are extents made ahead, part of the free ones.
+    `headroom_bytes` is what the broker never lends. `device_total_bytes` and `device_used_bytes` are the driver's
+    (NVML on a GPU). `unaccounted_bytes` are in use on the device and not in the books. The last three are None if the
+    device cannot tell.
     """
 
     location: str
-    capacity: int
-    lent: int
-    releasing: int
-    stock: int
-    free: int
-    headroom: int
-    unaccounted: int | None
-    device_total: int | None
-    device_used: int | None
+    capacity_bytes: int
+    lent_bytes: int
+    releasing_bytes: int
+    stock_bytes: int
+    free_bytes: int
+    headroom_bytes: int
+    unaccounted_bytes: int | None
+    device_total_bytes: int | None
+    device_used_bytes: int | None
 
 
+@renamed("granularity")
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
-    """The device of a broker, and its books by location (`"device"`, `"host"`)."""
+    """The device of a broker, and its books by location (`"device"`, `"host"`).
+
+    `granularity_bytes` is the unit of every extent. `revision` is a counter that each change of the books raises.
+    `pid` and `start_time` are the daemon's. `metrics_url` is empty if metrics are off.
+    """
 
     uuid: str
     product: str
     driver: str
-    granularity: int
+    granularity_bytes: int
     locations: Mapping[str, LocationBooks]
     revision: int
     version: str
@@ -112,24 +124,27 @@ class DeviceStatus:
     draining: bool
 
 
+@renamed("used", "peak", "releasing", "declared", "limit", segments="segment_bytes")
 @dataclass(frozen=True, slots=True)
 class ModelBooks:
-    """What a model is charged at one location, in bytes.
+    """What a model is charged at one location.
 
-    `limit` is None where only the levels above it hold. `segments` is the part of `used` that the model's segments
-    are charged, once each.
+    `used_bytes` includes `declared_bytes`, `releasing_bytes` and `segment_bytes`; a segment is charged once, however
+    many processes map it. `peak_bytes` is the largest `used_bytes` so far. `limit_bytes` is None if only the limits of
+    the tenant and the device apply. `extents` is a count.
     """
 
     location: str
-    used: int
-    peak: int
-    releasing: int
-    declared: int
-    limit: int | None
+    used_bytes: int
+    peak_bytes: int
+    releasing_bytes: int
+    declared_bytes: int
+    limit_bytes: int | None
     extents: int
-    segments: int
+    segment_bytes: int
 
 
+@renamed("virtual_capacity")
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
     """A model of this tenant, its books by location, and its counters since it began.
@@ -138,7 +153,7 @@ class ModelStatus:
     """
 
     name: str
-    virtual_capacity: int
+    virtual_capacity_bytes: int
     books: Mapping[str, ModelBooks]
     sessions: int
     allocations_total: int
@@ -146,32 +161,35 @@ class ModelStatus:
     denials_total: Mapping[str, int]
 
 
+@renamed("now", "limit")
 @dataclass(frozen=True, slots=True)
 class Available:
-    """What a model could borrow at one moment, in bytes. It reserves nothing: the next request of anybody changes it.
+    """What a model could borrow at one moment. It reserves nothing, so the next request of any process can change it.
 
-    `now` is the most that one request could have got: the least that the model's limit, its tenant's, the capacity and
-    the device itself left. `limit` is the model's, None where only the levels above it hold.
+    `now_bytes` is the most that one request could have got: the smallest of what the model's limit, the tenant's
+    limit, the capacity and the device left. `limit_bytes` is the model's limit, or None if only the others apply.
     """
 
-    now: int
-    limit: int | None
+    now_bytes: int
+    limit_bytes: int | None
 
 
+@renamed("used")
 @dataclass(frozen=True, slots=True)
 class SessionBooks:
-    """What a session is charged at one location, in bytes and extents."""
+    """What a session is charged at one location. `extents` is a count."""
 
     location: str
-    used: int
+    used_bytes: int
     extents: int
 
 
 @dataclass(frozen=True, slots=True)
 class SessionStatus:
-    """One connect() of one process. `state` is `open`, `detached` or `releasing`.
+    """One `connect()` of one process. `state` is `open`, `detached` or `releasing`.
 
-    `pid` is as the broker sees it, 0 where it cannot; `client` is what the process calls itself, never trusted.
+    `pid` is the process as the broker sees it, or 0 if the broker cannot see it. `client` is the name that the process
+    gave itself; the broker does not trust it. `models` and `segments` are resource names.
     """
 
     name: str
@@ -187,20 +205,21 @@ class SessionStatus:
     segments: tuple[str, ...]
 
 
+@renamed("size")
 @dataclass(frozen=True, slots=True)
 class SegmentStatus:
     """A segment: memory under a name, written by one session and attached by many.
 
-    `name` is `tenants/{tenant}/models/{model}/segments/{segment}`, `size` in bytes, `state` one of `writing`,
-    `sealed`, `ending` (deleted, or without a writer; charged until its last session has left) and `releasing`.
-    `sessions` counts who holds it, `writer` is `sessions/{session}`. A `generation` is never used twice.
+    `name` is `tenants/{tenant}/models/{model}/segments/{segment}`. `state` is `writing`, `sealed`, `ending` (deleted,
+    or its writer is gone; charged until the last session has left) or `releasing`. `sessions` counts the sessions that
+    hold it, and `writer` is `sessions/{session}`. A `generation` is never used twice.
     """
 
     name: str
     generation: int
     state: str
     location: str
-    size: int
+    size_bytes: int
     extents: int
     sessions: int
     writer: str
@@ -209,9 +228,9 @@ class SegmentStatus:
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """The broker lends nothing more: an operator wants the device free of it, by `deadline` (UTC) where there is one.
+    """An operator drains the device: the broker lends nothing more. `deadline` is in UTC, or None.
 
-    What is lent stays. Finish, close what can be closed, and go elsewhere.
+    What is lent stays. Finish the work, close what can be closed, and go elsewhere.
     """
 
     deadline: datetime | None
@@ -219,29 +238,29 @@ class Draining:
 
 @dataclass(frozen=True, slots=True)
 class Undrained:
-    """The broker lends again."""
+    """The drain has ended, and the broker lends again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """The broker stops, and will close the connection. What is mapped stays valid."""
+    """The broker stops and will close the connection. Mapped memory stays valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """The broker is gone. What is mapped stays valid; calls wait, and the session tries to reconnect."""
+    """The connection is lost. Mapped memory stays valid; calls wait while the session reconnects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The session goes on, `outage_seconds` after its broker was missed."""
+    """The session goes on. `outage_seconds` is the time since the connection was lost."""
 
     outage_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """The broker that is there now does not know the session: every call raises `SessionLost`, so connect() anew."""
+    """The broker does not know the session any more. Every call raises `SessionLost`: call `connect()` again."""
 
 
 Notice = Draining | Undrained | Stopping | Disconnected | Resumed | Forgotten

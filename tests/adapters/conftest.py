@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from tests.daemons import Daemon, running, until
+from tests.support.daemons import Daemon, running, until
 
 import membroker
 from membroker.model import Model

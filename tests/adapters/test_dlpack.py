@@ -15,7 +15,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon, running, until
+from tests.support.daemons import Daemon, running, until
+from tests.support.sizes import MIB
 
 import membroker
 from membroker.errors import ClosedError, InvalidOffset, InvalidRequest, NotMapped
@@ -139,7 +140,7 @@ class TestGrowing:
                 buffer.resize(4092)
             del before
             buffer.resize(0)
-            assert buffer.physical_memory_usage == 0
+            assert buffer.physical_usage_bytes == 0
 
     @frameworks
     def test_an_array_outlives_a_growable_buffer(self, shared_daemon: Daemon, model: Model, by: str) -> None:
@@ -160,17 +161,17 @@ class TestGrowing:
             table = model.sparse_array((1_000_000, 512), "F32")
             with table, model.growable_buffer("3MiB", "1GiB", PAGE) as buffer:
                 table.write(1023, bytes(2 * 2048))
-                assert (buffer.physical_memory_usage, table.physical_memory_usage) == (2 * PAGE, 2 * PAGE)
-                assert model.stats().books["device"].used == shared_daemon.books().lent_bytes == 4 * PAGE
+                assert (buffer.physical_usage_bytes, table.physical_usage_bytes) == (2 * PAGE, 2 * PAGE)
+                assert model.stats().books["device"].used_bytes == shared_daemon.books().lent_bytes == 4 * PAGE
                 with pytest.raises(membroker.OutOfMemory) as refused:
                     buffer.resize(7 * PAGE)
-                assert (refused.value.level, refused.value.available) == ("model", 4 * PAGE)
+                assert (refused.value.level, refused.value.available_bytes) == ("model", 4 * PAGE)
                 with pytest.raises(membroker.OutOfMemory):
                     table.back(*range(10, 15))
                 assert (buffer.size, table.tiles()) == (3 * MIB, [0, 1])
                 buffer.resize(6 * PAGE)
                 table.drop(1)
-                assert model.stats().books["device"].used == 7 * PAGE
+                assert model.stats().books["device"].used_bytes == 7 * PAGE
 
     @frameworks
     def test_a_tile_is_written_in_place(self, model: Model, by: str) -> None:
@@ -191,7 +192,7 @@ class TestGrowing:
                 cache.drop(1)
             del part
             cache.drop(1)
-            assert cache.physical_memory_usage == 0
+            assert cache.physical_usage_bytes == 0
 
     def test_host_memory(self) -> None:
         """What is asked of the host is lent by the host and charged there, for both."""
@@ -204,7 +205,7 @@ class TestGrowing:
                 array.write(0, bytes(4))
                 buffer.grow(PAGE)
                 books = model.stats().books
-                assert (books["host"].used, books["device"].used) == (4 * PAGE, 0)
+                assert (books["host"].used_bytes, books["device"].used_bytes) == (4 * PAGE, 0)
 
 
 class TestRefused:

@@ -17,8 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.client.interrupting import interrupted_everywhere
-from tests.daemons import MIB, Daemon, until
+from tests.support.daemons import Daemon, until
+from tests.support.interrupts import interrupted_everywhere
+from tests.support.sizes import MIB
 
 import membroker
 from membroker.adapters import cupy as cupy_adapter
@@ -312,11 +313,11 @@ class TestJax:
         segment.close()
         client.delete_segment("llama/weights")
         assert float(array[0, 1] - array[0, 0]) == 1.0
-        assert model.stats().books["device"].used > 0
+        assert model.stats().books["device"].used_bytes > 0
         jax.block_until_ready(array)
         del array
         gc.collect()
-        until(lambda: model.stats().books["device"].used == 0)
+        until(lambda: model.stats().books["device"].used_bytes == 0)
 
     @pytest.mark.parametrize("dtype", ["BF16", "F16", "I32", "U8", "BOOL", "C64"])
     def test_dtypes(self, model: Model, dtype: str) -> None:

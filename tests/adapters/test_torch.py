@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon, until
+from tests.support.daemons import Daemon, until
+from tests.support.sizes import MIB
 
 import membroker
 from membroker.safetensors import InvalidTensorIndex

@@ -21,7 +21,7 @@ from benchmarks.gpu.daemon import difference, parsed
 from benchmarks.gpu.figures import IN_PROCESS, Times, brokered, hits, share, total
 from benchmarks.gpu.scenes import PAGE_BY_PAGE, PAIR, PAIR_AHEAD
 from benchmarks.gpu.targets import Goal
-from tests.fakes import build_fake_cuda
+from tests.support.fake_cuda import build_fake_cuda
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 100

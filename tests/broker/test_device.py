@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.support.sizes import MIB
 
 from membroker.vmm import DriverUnavailable
 from membrokerd import device
@@ -12,8 +13,6 @@ from membrokerd.config.config import Config, TenantConfig
 from membrokerd.core.ledger import Ledger
 from membrokerd.core.policy import tenant_limit
 from membrokerd.device import DeviceError, Plan, _share, plan
-
-MIB = 1 << 20
 
 
 def test_the_only_tenant_may_have_every_session() -> None:

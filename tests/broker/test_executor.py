@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from tests.support.sizes import MIB
 
 from membroker.vmm import DriverError, DriverLimit, DriverOutOfMemory, Location, MemoryInfo
 from membroker.vmm.host.driver import HostDriver
@@ -25,7 +26,6 @@ from membrokerd.core.denied import Reason
 from membrokerd.core.effects import Make
 from membrokerd.executor import Executor, Failure, Figures
 
-MIB = 1 << 20
 PAGE = 2 * MIB
 TOTAL = 64 * MIB
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from membrokerd.home import MAX_PATH_BYTES, Home, HomeError, Ownership, clear_private
+from membroker.wire.names import MAX_SOCKET_PATH_BYTES
+from membrokerd.home import Home, HomeError, Ownership, clear_private
 
 _OWN = """
 import pathlib, sys
@@ -207,12 +208,12 @@ def test_what_is_where_a_socket_belongs(tmp_path: Path) -> None:
 def test_a_long_path_is_refused_with_the_path(tmp_path: Path) -> None:
     """Linux cuts it off or fails in a way nobody understands; bytes count, not letters."""
     for letter in ("r", "ü"):
-        runtime = tmp_path / (letter * (MAX_PATH_BYTES - 25))
+        runtime = tmp_path / (letter * (MAX_SOCKET_PATH_BYTES - 25))
         home = Home(runtime, "host")
         with pytest.raises(HomeError) as caught:
             home.endpoint("tenants", "red")
         assert str(runtime) in str(caught.value)
-        assert str(MAX_PATH_BYTES) in str(caught.value)
+        assert str(MAX_SOCKET_PATH_BYTES) in str(caught.value)
         assert "--runtime-directory" in str(caught.value)
         assert not (home.root / "tenants").exists()
 
@@ -221,12 +222,12 @@ def test_a_path_of_just_that_length_works(tmp_path: Path) -> None:
     """The longest path that is let through can also be bound, the private one before it included."""
     tenant = "tenants/a/handoff.sock"
     runtime = tmp_path / "x"
-    name = MAX_PATH_BYTES - len(os.fsencode(runtime)) - len("/" + tenant) - 1
+    name = MAX_SOCKET_PATH_BYTES - len(os.fsencode(runtime)) - len("/" + tenant) - 1
     if name < 1:
         pytest.skip("the temporary directory's own path is too long for this")
     home = Home(runtime, "d" * name)
     directory = home.endpoint("tenants", "a")
-    assert len(os.fsencode(directory / "handoff.sock")) == MAX_PATH_BYTES
+    assert len(os.fsencode(directory / "handoff.sock")) == MAX_SOCKET_PATH_BYTES
     home.listen(directory / "handoff.sock", Ownership()).close()
 
 

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import pytest
+from tests.support.sizes import MIB
 
 from membroker.v1 import admin_pb2
 from membroker.vmm import DriverError, Location
@@ -34,7 +35,6 @@ from membrokerd.executor import Executor
 from membrokerd.loop import Loop
 from membrokerd.restart.descriptor_store import DescriptorStore, Store
 
-MIB = 1 << 20
 MODEL = ev.ModelName("t", "m")
 WEIGHTS = ev.SegmentName("t", "m", "weights")
 SECONDS = 10

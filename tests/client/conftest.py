@@ -7,10 +7,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from tests.client.lender import PAGE, Lender
-from tests.client.played import PlayedBroker, PlayedService, open_sockets, playing
-from tests.client.processes import mapped_extents, open_extents
-from tests.daemons import until
+from tests.support.daemons import until
+from tests.support.fake_broker import PlayedBroker, PlayedService, open_sockets, playing
+from tests.support.fake_lender import PAGE, Lender
+from tests.support.processes import mapped_extents, open_extents
 
 import membroker
 from membroker.pool.pool import VirtualMemoryPool

@@ -47,14 +47,14 @@ def test_out_of_memory_tells_the_numbers() -> None:
     error = errors.from_status(status("the model's limit", "MODEL_LIMIT", **numbers))
     assert isinstance(error, membroker.OutOfMemory)
     assert isinstance(error, MemoryError)
-    assert (error.level, error.requested, error.available, error.limit) == ("model", 8, 5, 100)
+    assert (error.level, error.requested_bytes, error.available_bytes, error.limit_bytes) == ("model", 8, 5, 100)
 
 
 def test_a_level_without_a_limit() -> None:
     """A card that strangers filled has no limit to tell."""
     error = errors.from_status(status("full", "DEVICE_FULL", level="device", requested_bytes="8"))
     assert isinstance(error, membroker.OutOfMemory)
-    assert (error.level, error.available, error.limit) == ("device", 0, None)
+    assert (error.level, error.available_bytes, error.limit_bytes) == ("device", 0, None)
 
 
 @pytest.mark.parametrize("unknown", [status("x", "FROM_A_LATER_BROKER"), status("x", "MODEL_LIMIT", domain="other")])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from tests.client.lender import MIB, PAGE, Lender
+from tests.support.fake_lender import PAGE, Lender
+from tests.support.sizes import MIB
 
 import membroker
 from membroker.errors import AlreadyMapped, InvalidOffset, InvalidRequest, NotMapped, OutOfMemory, OutOfVirtualMemory
@@ -39,7 +40,7 @@ class TestFree:
         second = pool.allocate_anywhere(1)
         third = pool.grow(2 * PAGE)
         fourth = pool.allocate(40 * PAGE + 100, 2 * PAGE)
-        assert pool.physical_memory_usage == 9 * PAGE == lender.lent_bytes
+        assert pool.physical_usage_bytes == 9 * PAGE == lender.lent_bytes
         pool.free(second)
         assert pool.is_mapped(0, 3 * PAGE)
         assert not pool.is_mapped(3 * PAGE)
@@ -47,7 +48,7 @@ class TestFree:
         pool.free(first)
         assert [(run.offset, run.size) for run in pool.mappings()] == [(4 * PAGE, 2 * PAGE)]
         pool.free(third)
-        assert pool.physical_memory_usage == lender.lent_bytes == 0
+        assert pool.physical_usage_bytes == lender.lent_bytes == 0
 
     def test_what_is_no_beginning_is_refused(self, pool: VirtualMemoryPool) -> None:
         """Twice, in the middle, before the first byte, outside, or no address at all: nothing has changed."""
@@ -61,7 +62,7 @@ class TestFree:
         for wrong in (1.0, True, None, "1"):
             with pytest.raises(InvalidRequest, match="is a whole number"):
                 pool.free(wrong)  # type: ignore[arg-type]
-        assert pool.physical_memory_usage == 3 * PAGE
+        assert pool.physical_usage_bytes == 3 * PAGE
         pool.free(address)
         with pytest.raises(NotMapped):
             pool.free(address)
@@ -113,7 +114,7 @@ class TestFree:
         pool.free(high - 2 * PAGE)
         assert [(run.offset, run.size) for run in pool.mappings()] == [(2 * PAGE, 2 * PAGE)]
         pool.free(last - 2 * PAGE)
-        assert pool.physical_memory_usage == 0
+        assert pool.physical_usage_bytes == 0
 
     def test_offloaded_pages_are_allocated(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         address = pool.allocate_anywhere(4 * PAGE)
@@ -143,22 +144,22 @@ class TestTheEndOfTheAddresses:
         for grow in (pool.grow, pool.prepare):
             with pytest.raises(OutOfVirtualMemory) as caught:
                 grow(3 * PAGE + 1)
-            assert (caught.value.requested, caught.value.available) == (3 * PAGE + 1, 3 * PAGE)
+            assert (caught.value.requested_bytes, caught.value.available_bytes) == (3 * PAGE + 1, 3 * PAGE)
             assert str(pool.capacity) in str(caught.value)
         pool.grow(3 * PAGE)
         with pytest.raises(OutOfVirtualMemory) as caught:
             pool.grow(1)
-        assert caught.value.available == 0
+        assert caught.value.available_bytes == 0
         assert pickle.loads(pickle.dumps(caught.value)).requested == 1
 
     def test_a_growable_buffer(self, lender: Lender) -> None:
         with GrowableBuffer(lender, PAGE, 4 * PAGE, PAGE) as buffer:
             with pytest.raises(OutOfVirtualMemory) as caught:
                 buffer.grow(3 * PAGE + 1)
-            assert (caught.value.requested, caught.value.available) == (3 * PAGE + 1, 3 * PAGE)
+            assert (caught.value.requested_bytes, caught.value.available_bytes) == (3 * PAGE + 1, 3 * PAGE)
             with pytest.raises(OutOfVirtualMemory) as caught:
                 buffer.resize("1GiB")
-            assert (caught.value.requested, caught.value.available) == (1 << 30, 4 * PAGE)
+            assert (caught.value.requested_bytes, caught.value.available_bytes) == (1 << 30, 4 * PAGE)
             assert buffer.size == PAGE
 
 
@@ -177,7 +178,7 @@ class TestRefusals:
                 assert str(caught.value).startswith(
                     "20.0 MiB (64.0 MiB in pages of 64.0 MiB) were asked for, 32.0 MiB are available: "
                 )
-                numbers = (caught.value.asked, caught.value.requested, caught.value.available)
+                numbers = (caught.value.asked_bytes, caught.value.requested_bytes, caught.value.available_bytes)
                 assert numbers == (20 * MIB, 64 * MIB, 32 * MIB)
                 copy = pickle.loads(pickle.dumps(caught.value))
                 assert (str(copy), copy.asked) == (str(caught.value), 20 * MIB)
@@ -194,7 +195,7 @@ class TestRefusals:
         with membroker.LocalSource("host", limit="6MiB") as source, pytest.raises(OutOfMemory) as caught:
             membroker.Buffer(source, "8MiB")
         assert str(caught.value) == "the capacity of 6.0 MiB has 6.0 MiB left: 8.0 MiB more do not fit"
-        assert caught.value.asked == caught.value.requested == 8 * MIB
+        assert caught.value.asked_bytes == caught.value.requested_bytes == 8 * MIB
 
 
 def test_a_model_shows_what_a_user_uses() -> None:

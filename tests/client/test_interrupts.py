@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.client.lender import PAGE, Lender
+from tests.support.fake_lender import PAGE, Lender
 
 from membroker import VirtualMemoryPool, interrupts
 from membroker.interrupts import HeldOff

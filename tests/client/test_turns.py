@@ -8,7 +8,7 @@ import threading
 from collections.abc import Collection
 
 import pytest
-from tests.daemons import until
+from tests.support.daemons import until
 
 from membroker.interrupts import HeldOff, Turns, _state
 

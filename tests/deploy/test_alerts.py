@@ -23,10 +23,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests import daemons
-from tests.daemons import MIB, Daemon, running, until
-from tests.system.company import spare_descriptors
-from tests.system.workers import PAGE, Worker, worker, workers
+from tests.support import daemons
+from tests.support.daemons import Daemon, running, until
+from tests.support.honest_worker import spare_descriptors
+from tests.support.sizes import MIB
+from tests.support.workers import PAGE, Worker, worker, workers
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yml"
 ALERTS = set(re.findall(r"- alert: (\w+)", RULES.read_text()))
@@ -139,7 +140,8 @@ asking.start()
 
 def borrow(one: Worker, daemon: Daemon, tenant: str, size: int) -> None:
     one.connect(daemon, tenant)
-    one.do(f"model = client.register_model('m-{one.pid}'); pool = model.pool('2MiB'); pool.allocate(0, {size})")
+    one.do(f"model = client.register_model('m-{one.pid}'); pool = model.pool(page_size='2MiB')")
+    one.do(f"pool.allocate(0, {size})")
 
 
 @pytest.mark.slow
@@ -160,7 +162,7 @@ def test_every_alert_fires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stde
         asker.do(_ASK_AGAIN_AND_AGAIN)
         with worker() as full, worker() as fourth:
             full.connect(daemon, "blue")
-            full.do("model = client.register_model('full'); pool = model.pool('2MiB')")
+            full.do("model = client.register_model('full'); pool = model.pool(page_size='2MiB')")
             assert full.refused("pool.allocate(0, 240 * MIB)").reason == "DEVICE_FULL"
             watch.until_fired("MembrokerDeviceFull")
             fourth.connect(daemon, "blue")

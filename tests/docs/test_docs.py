@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.daemons import DEADLINE_SECONDS, running, until
+from tests.support.daemons import DEADLINE_SECONDS, running, until
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODEL = re.compile(r'register_model\("([^"]+)"')

@@ -7,8 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.client.played import Caller, playing
-from tests.daemons import MIB, Daemon, running, until
+from tests.support.daemons import Daemon, running, until
+from tests.support.fake_broker import Caller, playing
+from tests.support.sizes import MIB
 
 SOURCE = Path(__file__).parents[2] / "examples" / "c" / "client.c"
 STRICT = ("-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Wpedantic", "-Werror")

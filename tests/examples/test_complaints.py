@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.daemons import Daemon
+from tests.support.daemons import Daemon
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS = {"growable_numpy.py": "numpy", "sparse_numpy.py": "numpy"}

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.daemons import Daemon, until
+from tests.support.daemons import Daemon, until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.daemons import Daemon, running, until
+from tests.support.daemons import Daemon, running, until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "offload.py"
 WORDS = r"asleep: 0 B on the device, 34\.0 MiB on the host\nawake: 34\.0 MiB on the device, (\w{8}) before, \1 now\n"

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.daemons import MIB, Daemon, until
+from tests.support.daemons import Daemon, until
+from tests.support.sizes import MIB
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "segments.md"

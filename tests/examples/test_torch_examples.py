@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.daemons import Daemon, until
+from tests.support.daemons import Daemon, until
 
 pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
 

@@ -17,9 +17,9 @@ from typing import Any
 import grpc
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.daemons import Daemon, running, until
 from tests.fuzz.corpus import FROM_CLIENT, MODEL, PAGE, REQUESTS, SEALED, UNSIGNED, WRITTEN, bent, budget, lasting
-from tests.system import raw
+from tests.support import raw
+from tests.support.daemons import Daemon, running, until
 
 import membroker
 from membroker.v1 import broker_pb2 as bpb

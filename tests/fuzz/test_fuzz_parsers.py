@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.daemons import to_toml
 from tests.fuzz.corpus import FRAMES, NAMES, bent, budget, lasting
 from tests.simulation.world import World
+from tests.support.daemons import to_toml
 
 from membroker.cli import main as cli
 from membroker.v1 import handoff_pb2 as pb

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon, running, until
+from tests.support.daemons import Daemon, running, until
+from tests.support.sizes import MIB
 
 import membroker
 from membroker.errors import InvalidRequest
@@ -345,7 +346,7 @@ import membroker
 client = membroker.connect({str(daemon.endpoint())!r})
 model = client.register_model("alone", limit="256MiB")
 def used():
-    return model.stats().books["device"].used
+    return model.stats().books["device"].used_bytes
 """
     command = [sys.executable, "-c", prelude + textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)

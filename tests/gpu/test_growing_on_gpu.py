@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon, until
-from tests.gpu.helpers import near, on_card, used
+from tests.support.daemons import Daemon, until
+from tests.support.gpu import near, on_card, used
+from tests.support.sizes import MIB
 
 import membroker
 from membroker.errors import NotMapped, OutOfMemory
@@ -83,7 +84,7 @@ class TestGrowableBuffer:
                 buffer.shrink(step)
             del every, parts[4:]
             buffer.resize(4 * step)
-            assert (buffer.physical_memory_usage, buffer.address) == (4 * step, address)
+            assert (buffer.physical_usage_bytes, buffer.address) == (4 * step, address)
             assert all(bool((part == value).all()) for part, value in zip(parts, (42, 1, 2, 3), strict=True))
             parts.clear()
 
@@ -130,7 +131,7 @@ class TestGrowableBuffer:
     def test_the_card_has_it_back(self, card: CudaDriver, model: Model, daemon: Daemon) -> None:
         """The card's own figure follows, up and down; a refusal has the numbers, and changes nothing."""
         with model.growable_buffer(PAGE, "64GiB") as buffer:
-            assert buffer.physical_memory_usage == 16 * MIB
+            assert buffer.physical_usage_bytes == 16 * MIB
             before = used(card)
             buffer.resize("1GiB")
             until(lambda: near(used(card), before + 1024 * MIB))

@@ -16,9 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.daemons import MIB, Daemon, until
-from tests.gpu.helpers import (
-    GIB,
+from tests.support.daemons import Daemon, until
+from tests.support.gpu import (
     SLACK,
     at_rest,
     borrow,
@@ -30,7 +29,8 @@ from tests.gpu.helpers import (
     until_lendable,
     used,
 )
-from tests.system.workers import Worker
+from tests.support.sizes import GIB, MIB
+from tests.support.workers import Worker
 
 from membroker.vmm.cuda.driver import CudaDriver
 
@@ -147,7 +147,7 @@ def test_the_main_stories_with_workers_under_mps(card: CudaDriver, mps: Mps, sta
         try:
             device = card.device.uuid
             first.do(f"import membroker.vmm; driver = membroker.vmm.open_driver('cuda', {device!r}, context=True)")
-            first.do("from tests.gpu.working import *; warm_up(driver)")
+            first.do("from tests.support.gpu_work import *; warm_up(driver)")
         except Exception as error:  # noqa: BLE001 - whatever it is, MPS is not usable here
             pytest.skip(f"no worker gets a context under MPS on this machine: {error}; {mps.said()}")
         state("MPS, servers", mps.ask("get_server_list") or "none: the workers are not under MPS")

@@ -17,9 +17,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.daemons import Daemon
-from tests.gpu.helpers import GIB, on_card, until_lendable
-from tests.system.workers import ROOT
+from tests.support.daemons import Daemon
+from tests.support.gpu import on_card, until_lendable
+from tests.support.sizes import GIB
+from tests.support.workers import ROOT
 
 from membroker.vmm import DriverUnavailable
 from membroker.vmm.cuda.driver import CudaDriver

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from tests.daemons import MIB, until
-from tests.gpu.helpers import GIB, SLACK, at_rest, borrow, enter, near, on_card, still_has, until_lendable, used
-from tests.system.workers import Worker, worker, workers
+from tests.support.daemons import until
+from tests.support.gpu import SLACK, at_rest, borrow, enter, near, on_card, still_has, until_lendable, used
+from tests.support.sizes import GIB, MIB
+from tests.support.workers import Worker, worker, workers
 
 from membroker.vmm.cuda.driver import CudaDriver
 
@@ -23,7 +24,7 @@ def fill(one: Worker, size: int) -> int:
     """Have a worker back and fill the first `size` bytes of its pool with random bytes; return their checksum."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
-    one.do("from tests.gpu.sleeping import *")
+    one.do("from tests.support.gpu_offload import *")
     one.do(f"pool.allocate(0, {size}); fill_random(pool, driver, {size}, {seed})")
     return int(one.ask(f"sum_of(pool, driver, {size})"))
 
@@ -96,7 +97,7 @@ def test_work_is_waited_for_and_pointers_stay(card: CudaDriver) -> None:
         enter(one, daemon)
         if not one.ask("torch_on_the_card() is not None"):
             pytest.skip("torch is not installed here")
-        one.do("from tests.gpu.sleeping import *; import torch")
+        one.do("from tests.support.gpu_offload import *; import torch")
         one.do("address = pool.allocate(0, 256 * MIB)")
         one.do("tensor = tensor_over(address, 64 * MIB, driver.device.ordinal); tensor.zero_()")
         one.do("for _ in range(400): tensor.add_(1)\npool.offload()")
@@ -137,7 +138,7 @@ def test_a_killed_workers_segment_wakes_in_another(card: CudaDriver, transport: 
         assert first.ask("segment.writable") is False
         first.kill()
         until(lambda: daemon.books().lent_bytes == 0 and daemon.books().releasing_bytes == 0)
-        second.do("from tests.gpu.sleeping import *; segment = client.attach('sleeping')")
+        second.do("from tests.support.gpu_offload import *; segment = client.attach('sleeping')")
         began = time.monotonic()
         assert second.ask("pool.restore_from(segment)") == size
         back = size / (time.monotonic() - began)

@@ -8,8 +8,9 @@ import zlib
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.gpu.helpers import GIB, SLACK, at_rest, enter, on_card, until_lendable, used
-from tests.system.workers import MIB, PAGE, worker, workers
+from tests.support.gpu import SLACK, at_rest, enter, on_card, until_lendable, used
+from tests.support.sizes import GIB, MIB
+from tests.support.workers import PAGE, worker, workers
 
 from membroker import LocalSource, SharedMemoryPool, VirtualMemoryPool
 from membroker.errors import OutOfMemory, OutOfPhysicalMemory
@@ -57,7 +58,7 @@ def test_compaction_keeps_every_byte(source: LocalSource, card: CudaDriver) -> N
             driver.write(where[31], b"x")
         driver.write(where[32], b"written")
         assert abs(used(card) - rest) <= SLACK
-        assert source.physical_memory_usage == 7 * PAGE
+        assert source.physical_usage_bytes == 7 * PAGE
         pool.compact()
         assert pool.stats().fragmentation_ratio == 0.0
         assert zlib.crc32(driver.read(pool.base_address, PAGE)) == zlib.crc32(content(1))
@@ -120,12 +121,12 @@ def test_a_card_that_is_full(source: LocalSource, card: CudaDriver) -> None:
         with pytest.raises(OutOfMemory) as refused:
             pool.allocate(0, memory.total)
         assert refused.value.level == "device"
-        assert 0 < refused.value.available < refused.value.requested
-        assert unlimited.physical_memory_usage == pool.physical_memory_usage == 0
+        assert 0 < refused.value.available_bytes < refused.value.requested_bytes
+        assert unlimited.physical_usage_bytes == pool.physical_usage_bytes == 0
     assert at_rest(lambda: used(card)) <= rest + SLACK
     with VirtualMemoryPool(source, "16GiB", GIB) as pool, pytest.raises(OutOfMemory) as refused:
         pool.allocate(0, "9GiB")
-    assert (refused.value.level, refused.value.available) == ("capacity", 8 * GIB)
+    assert (refused.value.level, refused.value.available_bytes) == ("capacity", 8 * GIB)
 
 
 def test_models_of_one_program(source: LocalSource) -> None:
@@ -139,13 +140,13 @@ def test_models_of_one_program(source: LocalSource) -> None:
             driver.write(address, b"%04d" % number)
         with pytest.raises(OutOfPhysicalMemory) as refused:
             shared.allocate_for_model("gpt2", PAGE)
-        assert (refused.value.requested, refused.value.available) == (PAGE, 0)
+        assert (refused.value.requested_bytes, refused.value.available_bytes) == (PAGE, 0)
         shared.deallocate_for_model("llama-7b", 8 * PAGE, 8 * PAGE)
         other = shared.allocate_for_model("gpt2", 8 * PAGE)
         assert driver.read(other, 4) == bytes(4)
         for number in (0, 7, 16, 31):
             assert driver.read(addresses[number], 4) == b"%04d" % number
-        assert shared.global_stats().physical_usage == 64 * MIB
+        assert shared.global_stats().physical_usage_bytes == 64 * MIB
 
 
 def test_compaction_of_what_a_broker_lent(card: CudaDriver) -> None:

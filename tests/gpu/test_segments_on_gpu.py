@@ -11,20 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon, until
-from tests.gpu.helpers import (
-    GIB,
-    SLACK,
-    at_rest,
-    enter,
-    milliseconds,
-    on_card,
-    run,
-    states,
-    until_lendable,
-    used,
-)
-from tests.system.workers import worker, workers
+from tests.support.daemons import Daemon, until
+from tests.support.gpu import SLACK, at_rest, enter, milliseconds, on_card, run, states, until_lendable, used
+from tests.support.sizes import GIB, MIB
+from tests.support.workers import worker, workers
 
 from membroker.safetensors import write_index
 from membroker.v1 import broker_pb2, resources_pb2

@@ -14,19 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemons import DEADLINE_SECONDS, MIB, until
-from tests.gpu.helpers import (
-    GIB,
-    at_rest,
-    borrow,
-    enter,
-    nvidia_descriptors,
-    on_card,
-    run,
-    until_lendable,
-    used,
-)
-from tests.system.workers import worker
+from tests.support.daemons import DEADLINE_SECONDS, until
+from tests.support.gpu import at_rest, borrow, enter, nvidia_descriptors, on_card, run, until_lendable, used
+from tests.support.sizes import GIB, MIB
+from tests.support.workers import worker
 
 from membroker.vmm import Location
 from membroker.vmm.cuda.driver import CudaDriver

@@ -14,11 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests import crashing
-from tests.daemons import MIB, Daemon, until
-from tests.gpu.helpers import (
+from tests.support import crashing_daemon
+from tests.support.daemons import Daemon, until
+from tests.support.gpu import (
     CAPACITY,
-    GIB,
     SLACK,
     at_rest,
     borrow,
@@ -33,7 +32,8 @@ from tests.gpu.helpers import (
     until_lendable,
     used,
 )
-from tests.system.workers import PAGE, Worker, is_gone, worker, workers
+from tests.support.sizes import GIB, MIB
+from tests.support.workers import PAGE, Worker, is_gone, worker, workers
 
 from membroker.vmm.cuda.driver import CudaDriver
 
@@ -46,49 +46,6 @@ DEFAULT_STOCK = {"stock": "1GiB"}
 
 
 # Sharing
-
-
-def test_two_tenants_trade_the_whole_capacity(card: CudaDriver, transport: str) -> None:
-    """By day one tenant has all of it, by night the other, and neither reads what the other wrote."""
-    with on_card(card, DEFAULT_STOCK) as daemon, workers(2) as (red, blue):
-        enter(red, daemon, "red", transport)
-        enter(blue, daemon, "blue", transport)
-        for day, night in [(red, blue), (blue, red)]:
-            borrow(day, CAPACITY)
-            assert still_has(day, CAPACITY)
-            assert night.refused("pool.allocate(0, 64 * MIB)").numbers == ("capacity", 64 * MIB, 0, CAPACITY)
-            day.do(f"pool.deallocate(0, {CAPACITY})")
-            until_lendable(daemon)
-            night.do(f"pool.allocate(0, {CAPACITY})")
-            assert still_has(night, CAPACITY, 0), "one tenant read what another wrote"
-            night.do(f"pool.deallocate(0, {CAPACITY})")
-            until_lendable(daemon)
-        assert red.ask("[each.name for each in client.models()]") == ["tenants/red/models/m"]
-        assert blue.ask("[each.tenant for each in client.sessions()]") == ["tenants/blue"]
-        for each in (red, blue):
-            each.do("client.close()")
-
-
-def test_each_level_refuses_with_its_numbers(card: CudaDriver, transport: str) -> None:
-    """A model's limit, its tenant's, the capacity: which one, and how much it would have given, which is then given."""
-    tenants = {"red": {"limit": "768MiB", "models": {"small": {"limit": "256MiB"}}}, "blue": {}}
-    with on_card(card, {"capacity": "1GiB", "tenants": tenants}) as daemon, workers(2) as (red, blue):
-        enter(red, daemon, "red", transport, "small")
-        red.do("large = client.register_model('large', virtual_capacity='8GiB').pool('64MiB')")
-        enter(blue, daemon, "blue", transport)
-        red.do("pool.allocate(0, 128 * MIB)")
-        refused = red.refused("pool.grow(192 * MIB)")
-        assert (refused.reason, refused.numbers) == ("MODEL_LIMIT", ("model", 192 * MIB, 128 * MIB, 256 * MIB))
-        refused = red.refused("large.allocate(0, 704 * MIB)")
-        assert (refused.reason, refused.numbers) == ("TENANT_LIMIT", ("tenant", 704 * MIB, 640 * MIB, 768 * MIB))
-        red.do("large.allocate(0, 640 * MIB)")
-        refused = blue.refused("pool.allocate(0, 320 * MIB)")
-        assert (refused.reason, refused.numbers) == ("CAPACITY", ("capacity", 320 * MIB, 256 * MIB, GIB))
-        borrow(blue, 256 * MIB)
-        assert daemon.books().free_bytes == 0
-        assert still_has(blue, 256 * MIB)
-        red.do("large.deallocate(0, 640 * MIB)")
-        until(lambda: daemon.books().free_bytes == 640 * MIB)
 
 
 def test_a_pool_of_many_small_pages_grows_shrinks_and_is_written_across_their_seams(card: CudaDriver) -> None:
@@ -140,7 +97,7 @@ STEPS = {
 
 def go_bare(one: Worker, daemon: Daemon, transport: str) -> None:
     """Have a worker connect without the library."""
-    one.do("from tests.gpu.working import *")
+    one.do("from tests.support.gpu_work import *")
     one.do(f"raw = Raw({str(daemon.endpoint())!r}, {transport!r})")
 
 
@@ -311,7 +268,7 @@ def test_the_librarys_fork_hook_gives_the_memory_back(card: CudaDriver) -> None:
 def a_full_card(card: CudaDriver, left: int, call: str = "cuMemAlloc") -> Iterator[Worker]:
     """Have a process that knows no broker take all of the card but `left` bytes."""
     with worker() as stranger:
-        stranger.do(f"from tests.gpu.working import *; stranger = Stranger({card.device.uuid!r}, {call!r})")
+        stranger.do(f"from tests.support.gpu_work import *; stranger = Stranger({card.device.uuid!r}, {call!r})")
         free = stranger.ask(f"stranger.leave({left})")
         assert left - SLACK <= free <= left + SLACK, f"{free >> 20} MiB are left of the card, not {left >> 20}"
         yield stranger
@@ -463,22 +420,22 @@ def test_the_daemon_dies_at_a_point(
     card: CudaDriver, point: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A sample of tests/system/test_crash_points.py on the card: what was in memory before is there afterwards."""
-    monkeypatch.setenv(crashing.FILE, str(tmp_path / "armed"))
+    monkeypatch.setenv(crashing_daemon.FILE, str(tmp_path / "armed"))
     calls = {
         "credited": "spare.close()",
         "stored": "segment = model.create_segment('weights', GIB)",
         "sealed": "segment = model.create_segment('weights', GIB); write_blocks(segment, 1); segment.seal()",
     }
-    with on_card(card, module="tests.crashing") as daemon, worker() as one:
+    with on_card(card, module="tests.support.crashing_daemon") as daemon, worker() as one:
         enter(one, daemon)
         borrow(one, GIB)
         one.do("spare = model.allocate('64MiB')")
         if point == "reconcile":
             daemon.kill()
-            crashing.arm(crashing.path(), point, 0)
+            crashing_daemon.arm(crashing_daemon.path(), point, 0)
             daemon.start_again()
         else:
-            crashing.arm(crashing.path(), point, 0)
+            crashing_daemon.arm(crashing_daemon.path(), point, 0)
         one.begin(calls.get(point, "more = model.allocate('64MiB')"))
         daemon.process.wait(60)
         daemon.start_again()
@@ -491,7 +448,7 @@ def test_the_daemon_dies_at_a_point(
             one.do("if segment.writable:\n    write_blocks(segment, 1)\n    segment.seal()")
             with worker() as reader:
                 reader.connect(daemon)
-                reader.do("from tests.gpu.working import *")
+                reader.do("from tests.support.gpu_work import *")
                 reader.do("driver = client.register_model('m').driver; segment = client.attach('m/weights')")
                 assert reader.ask("digest(segment, driver)") == one.ask("digest(segment, driver)")
             one.do("segment.delete()")

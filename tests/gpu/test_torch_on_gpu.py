@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from tests.daemons import MIB, Daemon, running, until
+from tests.support.daemons import Daemon, running, until
+from tests.support.sizes import MIB
 
 from membroker.vmm import DriverUnavailable
 from membroker.vmm.cuda.driver import CudaDriver
@@ -30,11 +31,10 @@ faulthandler.dump_traceback_later({SECONDS}, exit=True)
 import torch
 import membroker
 from membroker.adapters.torch import TorchMemory, attach_module, publish_module, tensor, without_weights
-MIB = 1 << 20
 client = membroker.connect(sys.argv[1])
 
 def used():
-    return model.stats().books["device"].used
+    return model.stats().books["device"].used_bytes
 
 def digest(net):
     tokens = torch.arange(64, device="cuda").view(4, 16)
@@ -231,10 +231,10 @@ def test_forward_and_backward_are_brokered(card: Daemon) -> None:
             there = {segment["address"] for segment in torch.cuda.memory_snapshot()}
             lent = set(memory._lending._lent)
             assert there == lent, (there - lent, lent - there)
-            assert used() == memory.lent == torch.cuda.memory_reserved() > 0
+            assert used() == memory.lent_bytes == torch.cuda.memory_reserved() > 0
             del net, optimizer, tokens, loss, weight
             gc.collect()
-        assert memory.lent == 0 and used() == 0, (memory, used())
+        assert memory.lent_bytes == 0 and used() == 0, (memory, used())
         """,
     )
 
@@ -284,19 +284,19 @@ def test_what_a_live_pool_cannot_give_back_and_trim_can(card: Daemon) -> None:
         model = client.register_model("gpu")
         with TorchMemory(model) as memory, memory.use():
             tensors = [torch.full((30 * MIB,), number, dtype=torch.uint8, device="cuda") for number in range(100)]
-            assert used() == memory.lent >= 3000 * MIB
-            before, tensors = memory.lent, tensors[70:]
+            assert used() == memory.lent_bytes >= 3000 * MIB
+            before, tensors = memory.lent_bytes, tensors[70:]
             torch.cuda.empty_cache()
-            assert used() == memory.lent == before
+            assert used() == memory.lent_bytes == before
             assert memory.trim() >= 70 * 30 * MIB
-            assert 900 * MIB <= used() == memory.lent <= 1000 * MIB
+            assert 900 * MIB <= used() == memory.lent_bytes <= 1000 * MIB
             for number, one in enumerate(tensors, 70):
                 assert one.eq(number).all().item()
             more = [torch.full((30 * MIB,), 1, dtype=torch.uint8, device="cuda") for _ in range(70)]
             assert all(memory.owns(one) for one in more)
             del tensors, more, one
             memory.trim()
-            assert used() == memory.lent <= 100 * MIB      # what workspaces there are
+            assert used() == memory.lent_bytes <= 100 * MIB      # what workspaces there are
         assert used() == 0
         """,
     )
@@ -360,7 +360,7 @@ def test_a_graph_is_captured_and_replayed(card: Daemon) -> None:
                     graph.replay()
                     assert torch.allclose(found, net(tokens), atol=1e-3)
                     memory.trim()
-                with_graph = memory.lent
+                with_graph = memory.lent_bytes
                 try:
                     with memory.capture(torch.cuda.CUDAGraph()):
                         memory.trim()
@@ -371,7 +371,7 @@ def test_a_graph_is_captured_and_replayed(card: Daemon) -> None:
             gc.collect()
             torch.cuda.synchronize()
             memory.trim()
-            assert memory.lent < with_graph
+            assert memory.lent_bytes < with_graph
             del net, tokens
             gc.collect()
         assert used() == 0, used()
@@ -638,7 +638,7 @@ def test_a_module_in_a_pool_of_torchs_is_published(card: Daemon) -> None:
             attach_module(client.attach("gpu/weights"), net)
             gc.collect()
             memory.trim()
-            assert memory.lent <= 6 * MIB, "the buffer that is not persistent, and what a trim leaves"
+            assert memory.lent_bytes <= 6 * MIB, "the buffer that is not persistent, and what a trim leaves"
             assert all(torch.equal(value.cpu(), before[key]) for key, value in net.state_dict().items())
         client.delete_segment("gpu/weights")
         """,

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.daemons import DEADLINE_SECONDS, MIB, Daemon
-from tests.gpu.helpers import GIB, enter, run
-from tests.keepers import end_keeper
-from tests.system.workers import worker
+from tests.support.daemons import DEADLINE_SECONDS, Daemon
+from tests.support.gpu import enter, run
+from tests.support.keepers import end_keeper
+from tests.support.sizes import GIB, MIB
+from tests.support.workers import worker
 
 from membroker.vmm import DriverUnavailable
 from membroker.vmm.cuda.driver import CudaDriver

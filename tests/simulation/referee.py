@@ -247,12 +247,13 @@ class Referee:
 
     def _within_limits(self, name: ev.ModelName, where: ev.Location, *, less: bool = False) -> None:
         """No debit takes the model, the tenant or the location above what was asked, commanded or configured."""
-        ledger, configured = self.world.broker.ledger, self.world.broker.rules.limits
+        ledger, rules = self.world.broker.ledger, self.world.broker.rules
         model, tenant = (name.tenant, name.model, where), (name.tenant, None, where)
-        limits = [self.quotas.get(model, configured.get(model)), self.asked[name].get(where)]
+        limits = [self.quotas.get(model, rules.limits.get(model)), self.asked[name].get(where)]
+        configured = rules.limits.get(tenant, rules.default_limits.get(where))
         used = ledger.models[name].charges[where].bytes
         whole = sum(row.charges[where].bytes for other, row in ledger.models.items() if other.tenant == name.tenant)
-        bounds = [(used, limit) for limit in limits] + [(whole, self.quotas.get(tenant, configured.get(tenant)))]
+        bounds = [(used, limit) for limit in limits] + [(whole, self.quotas.get(tenant, configured))]
         for charged, limit in bounds:
             assert limit is None or charged <= limit or less, f"{name} was debited to {charged}, above {limit}"
 

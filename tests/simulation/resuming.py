@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tests.simulation.sharing import blocks_of
+from tests.support.sizes import MIB
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from tests.simulation.processes import Worker
     from tests.simulation.world import World
 
-MIB = 1 << 20
 MILLISECOND = 1_000_000
 NEVER = 9
 """Of so many workers one never comes back."""

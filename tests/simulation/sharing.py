@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tests.support.sizes import MIB
+
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core.ledger import SegmentRow
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from tests.simulation.processes import Worker
     from tests.simulation.world import World
 
-MIB = 1 << 20
 MILLISECOND = 1_000_000
 SECOND = 1_000_000_000
 SIZES_MIB = (2, 8, 8, 10, 10, 10, 128, 256, 258, 262, 390)

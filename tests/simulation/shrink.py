@@ -10,7 +10,8 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tests.simulation.world import MIB, SECOND, World
+from tests.simulation.world import SECOND, World
+from tests.support.sizes import MIB
 
 from membrokerd.core import events as ev
 
@@ -121,7 +122,7 @@ def tell(failure: Failure) -> str:
 
 def commands(world: World) -> list[str]:
     """Return the commands that tell a world's events."""
-    rules = world.broker.rules
+    rules = world.rules
     limits = ",".join(
         f"{tenant}{'/' + model if model else ''}:{size // MIB}" for (tenant, model, _), size in rules.limits.items()
     )

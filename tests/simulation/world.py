@@ -27,6 +27,7 @@ from tests.simulation.processes import Closing, Found, Job, Look, Packet, Proces
 from tests.simulation.referee import Referee
 from tests.simulation.resuming import Resuming
 from tests.simulation.sharing import Dropping, Sharing, blocks_of
+from tests.support.sizes import MIB
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
@@ -36,7 +37,6 @@ from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied
 from membrokerd.core.machine import Broker
 
-MIB = 1 << 20
 MILLISECOND = 1_000_000
 SECOND = 1_000_000_000
 CAPACITIES: dict[ev.Location, int] = {"device": 1600 * MIB, "host": 200 * MIB}
@@ -54,6 +54,13 @@ RULES = policy.Rules(
     max_segments_per_tenant=4,
     max_segment_extents=250,
 )
+CONFIGURED: tuple[tuple[str, str | None, ev.Location], ...] = (
+    ("t0", "m1", "device"),
+    ("t1", None, "device"),
+    ("t1", "m0", "device"),
+    ("t2", None, "device"),
+)
+"""Whose limits a reload may change."""
 STOCKED_RULES = dataclasses.replace(RULES, stock_extents=12, stock_bytes=40 * MIB)
 RESERVE = 60 * MIB
 """What the device gate leaves free."""
@@ -71,7 +78,9 @@ class World:
         self.random = random.Random(seed)
         self.host_shows = bool(seed % 2)
         self.stocks = bool(seed % 4)
-        self.broker = Broker(STOCKED_RULES if self.stocks else RULES, epoch=1)
+        self.rules = STOCKED_RULES if self.stocks else RULES
+        """As the first daemon began with."""
+        self.broker = Broker(self.rules, epoch=1)
         self.referee = Referee(self)
         self.now = 0
         self.turn_number = 0
@@ -133,6 +142,7 @@ class World:
             self.notice_one: 2,
             self.come_clean: 0.5,
             self.set_quota: 1,
+            self.reload: 0.2,
             self.play_the_stranger: 0.6,
             self.slow_down: 0.1,
             self.sharing.create: 6,
@@ -845,6 +855,23 @@ class World:
         limit = self.random.choice((None, None, None, None, None, 0, 100, 400, 800))
         size = None if limit is None else limit * MIB
         self.send(ev.SetQuota(self.call(-1), f"t{self.random.randrange(3)}", model, self.where(), size))
+
+    def reload(self) -> None:
+        """An operator edits the configuration and sends SIGHUP. What is lent stays lent."""
+        if self.daemons.dead:
+            return
+        limits: dict[tuple[str, str | None, ev.Location], int] = {
+            key: self.random.choice((0, 100, 400, 900)) * MIB for key in CONFIGURED if self.random.random() < 0.6
+        }
+        default = self.random.choice((None, None, 300, 900))
+        defaults: dict[ev.Location, int] = {} if default is None else {"device": default * MIB}
+        self.broker.change_rules(dataclasses.replace(self.broker.rules, limits=limits, default_limits=defaults))
+        named = ",".join(
+            f"{tenant}{'/' + model if model else ''}:{at // MIB}" for (tenant, model, _), at in limits.items()
+        )
+        options = [f"limits={named}"] * bool(named) + [f"default={default}"] * (default is not None)
+        self.events.append((self.now, " ".join(["reload", *options])))
+        self.steps["reload"] += 1
 
     def squeeze(self) -> None:
         """The stranger takes nearly all that the device has left: the books have room, and the gate has none."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from google.rpc.code_pb2 import Code
-from tests.daemons import MIB, Daemon, running, until
-from tests.system import raw
-from tests.system.workers import worker, workers
+from tests.support import raw
+from tests.support.daemons import Daemon, running, until
+from tests.support.sizes import MIB
+from tests.support.workers import worker, workers
 
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
@@ -23,21 +24,21 @@ def test_each_level_is_told_when_it_is_the_tightest(transport: str) -> None:
         blue.connect(daemon, "blue", transport)
         red.do("small, large = client.register_model('small', limit='12MiB'), client.register_model('large')")
         blue.do("other = client.register_model('other')")
-        assert red.ask("[small.available().now, small.available().limit]") == [12 * MIB, 12 * MIB]
-        assert red.ask("[large.available().now, large.available().limit]") == [48 * MIB, None]
-        assert blue.ask("[other.available().now, other.available().limit]") == [64 * MIB, None]
+        assert red.ask("[small.available().now_bytes, small.available().limit_bytes]") == [12 * MIB, 12 * MIB]
+        assert red.ask("[large.available().now_bytes, large.available().limit_bytes]") == [48 * MIB, None]
+        assert blue.ask("[other.available().now_bytes, other.available().limit_bytes]") == [64 * MIB, None]
 
         red.do("held = large.allocate('40MiB')")
-        assert red.ask("[small.available().now, large.available('device').now]") == [8 * MIB, 8 * MIB]
-        assert blue.ask("other.available().now") == 24 * MIB
+        assert red.ask("[small.available().now_bytes, large.available('device').now_bytes]") == [8 * MIB, 8 * MIB]
+        assert blue.ask("other.available().now_bytes") == 24 * MIB
         assert blue.refused("other.allocate('26MiB')").reason == "CAPACITY"
-        blue.do("other.allocate(other.available().now).close()")
+        blue.do("other.allocate(other.available().now_bytes).close()")
 
         # Given back by its word, and still mapped: the books have it, the card does not.
         red.do("client._session.transport.release(list(held._holding.extents.values()))")
         until(lambda: daemon.books().unaccounted_bytes == 40 * MIB)
-        assert red.ask("large.available().now") == 24 * MIB
-        assert blue.ask("other.available().now") == 24 * MIB
+        assert red.ask("large.available().now_bytes") == 24 * MIB
+        assert blue.ask("other.available().now_bytes") == 24 * MIB
         assert blue.refused("other.allocate('26MiB')").reason == "DEVICE_FULL"
 
 
@@ -46,9 +47,9 @@ def test_it_is_what_is_lent_in_whole_granules(daemon: Daemon) -> None:
     with worker() as one:
         one.connect(daemon)
         one.do("model = client.register_model('m', limit='16MiB'); model.declare(5 * MIB)")
-        assert one.ask("model.available().now") == 10 * MIB
+        assert one.ask("model.available().now_bytes") == 10 * MIB
         one.do("held = model.allocate('10MiB')")
-        assert one.ask("model.available().now") == 0
+        assert one.ask("model.available().now_bytes") == 0
 
 
 def test_nothing_while_the_device_is_drained(daemon: Daemon) -> None:
@@ -57,9 +58,9 @@ def test_nothing_while_the_device_is_drained(daemon: Daemon) -> None:
         one.connect(daemon)
         one.do("model = client.register_model('m')")
         admin.Drain(apb.DrainRequest())
-        assert one.ask("model.available().now") == 0
+        assert one.ask("model.available().now_bytes") == 0
         admin.Undrain(apb.UndrainRequest())
-        assert one.ask("model.available().now") == 256 * MIB
+        assert one.ask("model.available().now_bytes") == 256 * MIB
 
 
 def test_the_host_has_its_own_figure() -> None:
@@ -67,7 +68,7 @@ def test_the_host_has_its_own_figure() -> None:
     with running({"host_capacity": "32MiB"}) as daemon, worker() as one:
         one.connect(daemon)
         one.do("model = client.register_model('m', host_limit='8MiB')")
-        assert one.ask("[model.available('host').now, model.available('host').limit]") == [8 * MIB, 8 * MIB]
+        assert one.ask("[model.available('host').now_bytes, model.available('host').limit_bytes]") == [8 * MIB, 8 * MIB]
     with running() as daemon, worker() as one:
         one.connect(daemon)
         one.do("model = client.register_model('m')")

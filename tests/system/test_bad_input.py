@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 from google.rpc.status_pb2 import Status
-from tests.daemons import MIB, Daemon, running, until
-from tests.system import raw
-from tests.system.raw import Asker, Connection, Session, reason
+from tests.support import raw
+from tests.support.daemons import Daemon, running, until
+from tests.support.raw import Asker, Connection, Session, reason
+from tests.support.sizes import MIB
 
 import membroker
 from membroker.v1 import admin_pb2, broker_pb2_grpc, resources_pb2
@@ -284,6 +285,7 @@ def test_tokens(scene: Scene, unmoved: Callable[[], None]) -> None:
             "DeclareMemory": bpb.DeclareMemoryRequest(model=name, declared_bytes=1),
             "GetDevice": bpb.GetDeviceRequest(),
             "GetAvailable": bpb.GetAvailableRequest(model=name),
+            "GetModel": bpb.GetModelRequest(name=name),
             "ListModels": bpb.ListModelsRequest(),
             "ListSessions": bpb.ListSessionsRequest(),
             "CreateSegment": bpb.CreateSegmentRequest(model=name, segment_id="weights", size_bytes=PAGE),
@@ -715,7 +717,7 @@ def test_a_dead_process_takes_no_others_watch_with_it() -> None:
 
 _BORROWER = """
 import ctypes, os, pathlib, signal, sys
-from tests.system.raw import *
+from tests.support.raw import *
 session = Session(pathlib.Path(sys.argv[1]))
 session.send(pb.Frame(request_id=1, allocate=allocation(session.register("m"), 2 << 20)))
 memory = handoff.receive(session.sock)

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from tests import crashing
-from tests.daemons import Daemon, running, until
-from tests.system.workers import ANCHOR_BYTES, PAGE, Worker, worker
+from tests.support import crashing_daemon
+from tests.support.daemons import Daemon, running, until
+from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, worker
 
 from membrokerd.failpoints import POINTS
 
@@ -39,13 +39,13 @@ IN_RESUME = ("resume", "reconcile", "reconciled")
 @pytest.fixture
 def crashed(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """A daemon that can be told to kill somebody at a point."""
-    monkeypatch.setenv(crashing.FILE, str(tmp_path_factory.mktemp("crash") / "armed"))
-    with running(CONFIG, module="tests.crashing") as daemon:
+    monkeypatch.setenv(crashing_daemon.FILE, str(tmp_path_factory.mktemp("crash") / "armed"))
+    with running(CONFIG, module="tests.support.crashing_daemon") as daemon:
         yield daemon
 
 
 def arm(point: str, pid: int) -> None:
-    crashing.arm(crashing.path(), point, pid)
+    crashing_daemon.arm(crashing_daemon.path(), point, pid)
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def test_the_keeper_is_killed(crashed: Daemon, point: str) -> None:
             arm(point, before)
         one.begin(CALLS[point])
         one.result()
-        until(lambda: not crashing.path().exists())
+        until(lambda: not crashing_daemon.path().exists())
         until(lambda: crashed.keeper() not in (0, before))
         until(lambda: "has them again" in crashed.log())
         crashed.kill()

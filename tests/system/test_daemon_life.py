@@ -21,9 +21,10 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.daemons import DEFAULTS, MIB, Daemon, running, to_toml, until
-from tests.system.company import other_user
-from tests.system.workers import ANCHOR_BYTES, PAGE, Worker, as_user, worker, workers
+from tests.support.daemons import DEFAULTS, Daemon, running, to_toml, until
+from tests.support.honest_worker import other_user
+from tests.support.sizes import MIB
+from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, as_user, worker, workers
 
 from membroker.v1 import admin_pb2_grpc, broker_pb2
 
@@ -36,7 +37,7 @@ def borrow(one: Worker, daemon: Daemon, transport: str, outage: float = 0.0) -> 
     Its calls wait for a broker that is away for `outage` seconds.
     """
     one.do(f"client = membroker.connect({str(daemon.endpoint())!r}, transport={transport!r}, outage={outage})")
-    one.do("model = client.register_model('m', virtual_capacity='1GiB'); pool = model.pool('2MiB')")
+    one.do("model = client.register_model('m', virtual_capacity='1GiB'); pool = model.pool(page_size='2MiB')")
     one.do("pool.allocate(0, 24 * MIB); buffer = model.allocate('6MiB')")
     one.do("view = pool.view(0, 24 * MIB); view[:4] = b'mine'; view[-4:] = b'last'; buffer.view()[:4] = b'also'")
     return one
@@ -58,7 +59,7 @@ def check_that_it_computes_on(one: Worker) -> None:
         refused = one.refused(call)
         assert refused.error == "BrokerUnavailable", f"{call}: {refused}"
         assert "membrokerd" in refused.message, "it does not say how to mend it"
-    assert one.ask("pool.physical_memory_usage") == 24 * MIB
+    assert one.ask("pool.physical_usage_bytes") == 24 * MIB
     one.do("view.release(); pool.deallocate(20 * MIB, 4 * MIB); assert not pool.is_mapped(20 * MIB)")
     assert one.ask("len(membroker.vmm.host.driver.holders(os.geteuid())) > 0")
     one.do("pool.close(); buffer.close(); client.close(); client.close()")
@@ -125,7 +126,7 @@ def test_a_call_in_flight_ends_when_the_daemon_dies(daemon: Daemon, transport: s
     """An engine churns, the daemon is killed under it: the call raises, nothing hangs, and it exits as it should."""
     with worker() as engine:
         engine.do(f"client = membroker.connect({str(daemon.endpoint())!r}, transport={transport!r}, outage=0)")
-        engine.do("pool = client.register_model('m', virtual_capacity='1GiB').pool('2MiB')")
+        engine.do("pool = client.register_model('m', virtual_capacity='1GiB').pool(page_size='2MiB')")
         revision = daemon.device().revision
         engine.begin("while True:\n    pool.allocate(0, 64 * MIB)\n    pool.deallocate(0, 64 * MIB)\n")
         until(lambda: daemon.device().revision > revision + 20)

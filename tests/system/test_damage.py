@@ -14,11 +14,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from tests.daemons import DEADLINE_SECONDS, MIB, Daemon, running, until
-from tests.keepers import Client, Keeper, memfd
-from tests.system import raw
-from tests.system.raw import Session
-from tests.system.workers import PAGE, worker
+from tests.support import raw
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.keepers import Client, Keeper, memfd
+from tests.support.raw import Session
+from tests.support.sizes import MIB
+from tests.support.workers import PAGE, worker
 
 from membroker.v1 import admin_pb2, resources_pb2
 from membroker.v1 import broker_pb2 as bpb
@@ -342,7 +343,7 @@ def test_a_worker_that_becomes_another_program_is_charged_nothing(daemon: Daemon
 def test_a_connection_that_is_lost_is_no_exec(daemon: Daemon) -> None:
     """The process lives, with what it has mapped: it is charged on, and may open another session."""
     with worker() as one:
-        one.do("from pathlib import Path; from tests.system import raw")
+        one.do("from pathlib import Path; from tests.support import raw")
         one.do(f"endpoint = Path({str(daemon.endpoint())!r}); first = raw.Session(endpoint)")
         one.do("name = first.register('m'); first.borrow(name, PAGE); first.sock.close()")
         until(lambda: [session.state for session in daemon.sessions()] == [resources_pb2.Session.DETACHED])

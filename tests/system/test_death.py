@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from tests.daemons import MIB, Daemon, hold_still, running, until
-from tests.system.workers import (
+from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.sizes import MIB
+from tests.support.workers import (
     ANCHOR_BYTES,
     PAGE,
     Worker,
@@ -66,7 +67,7 @@ def go(one: Worker, *steps: str) -> None:
 def borrow(one: Worker, daemon: Daemon, size: int, tenant: str = "red", transport: str = "handoff") -> Worker:
     """Have a worker borrow `size` bytes through the library."""
     one.connect(daemon, tenant, transport)
-    one.do("model = client.register_model('m', virtual_capacity='1GiB'); pool = model.pool('2MiB')")
+    one.do("model = client.register_model('m', virtual_capacity='1GiB'); pool = model.pool(page_size='2MiB')")
     one.do(f"pool.allocate(0, {size}); pool.view(0, {size})[:4] = b'mine'")
     return one
 
@@ -226,7 +227,8 @@ def test_memory_that_never_comes_back_is_written_off_and_lent_to_nobody(transpor
                 assert (books.lent_bytes, books.releasing_bytes, books.free_bytes) == (0, 0, 256 * MIB)
                 assert daemon.sessions() == []
                 other.connect(daemon, "blue", transport)
-                other.do("model = client.register_model('n', virtual_capacity='1GiB'); pool = model.pool('2MiB')")
+                other.do("model = client.register_model('n', virtual_capacity='1GiB')")
+                other.do("pool = model.pool(page_size='2MiB')")
                 for attempt in ("model.allocate('194MiB')", "pool.allocate(0, 194 * MIB)"):
                     refused = other.refused(attempt)
                     assert (refused.error, refused.reason) == ("OutOfMemory", "DEVICE_FULL")

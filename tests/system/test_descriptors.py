@@ -17,11 +17,11 @@ import grpc
 import pytest
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
-from tests.daemons import Daemon, running, until
-from tests.system import raw
-from tests.system.company import State, honest, other_user, spare_descriptors, unprivileged
-from tests.system.raw import Connection, Session, hello, reason
-from tests.system.workers import ANCHOR_BYTES, PAGE, Worker, descriptors_at_start, until_clean, worker
+from tests.support import raw
+from tests.support.daemons import Daemon, running, until
+from tests.support.honest_worker import State, honest, other_user, spare_descriptors, unprivileged
+from tests.support.raw import Connection, Session, hello, reason
+from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, descriptors_at_start, until_clean, worker
 
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import broker_pb2_grpc
@@ -295,7 +295,7 @@ def test_descriptors_that_another_process_of_the_same_user_has_under_way() -> No
 _STRANGERS = """
 import signal, socket
 from pathlib import Path
-from tests.system.raw import *
+from tests.support.raw import *
 tenants = [Path(path) for path in {tenants}]
 def crowd():
     silent = []
@@ -347,7 +347,8 @@ def test_an_allocation_for_which_the_worker_has_few_descriptors(daemon: Daemon, 
     outcomes = {}
     with honest(daemon, transport) as beside, worker() as one:
         one.connect(daemon, "red", transport)
-        one.do("model = client.register_model('m'); pool = model.pool(PAGE, 300 * PAGE); pool.allocate(0, PAGE)")
+        one.do("model = client.register_model('m'); pool = model.pool(page_size=PAGE, virtual_capacity=300 * PAGE)")
+        one.do("pool.allocate(0, PAGE)")
         one.do("pool.view(0, 4)[:] = b'mine'")
         one.do(_TRY)
         one.ask(f"tried(lambda: pool.allocate(PAGE, {PAGES} * PAGE))")

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
-from tests.daemons import MIB, Daemon, running, until
-from tests.system.company import Honest, State, check_turns, honest, unprivileged
-from tests.system.raw import Connection, hello, reason
-from tests.system.workers import ANCHOR_BYTES, PAGE, Worker, descriptors_at_start, until_clean, worker, workers
+from tests.support.daemons import Daemon, running, until
+from tests.support.honest_worker import Honest, State, check_turns, honest, unprivileged
+from tests.support.raw import Connection, hello, reason
+from tests.support.sizes import MIB
+from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, descriptors_at_start, until_clean, worker, workers
 
 SESSIONS = 16
 """Of one process, and no more."""
@@ -27,7 +28,7 @@ RSS_GROWTH_BYTES = 4 * MIB
 BEGIN = """
 import select, socket, time
 from pathlib import Path
-from tests.system.raw import *
+from tests.support.raw import *
 endpoint = Path({endpoint!r})
 def connected(path):
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET if path == 'handoff.sock' else socket.SOCK_STREAM)
@@ -163,7 +164,7 @@ for session, model in zip(sessions, models, strict=True):
                 one_more.send(hello())
                 assert reason(one_more.last_words()) == "TOO_MANY_SESSIONS"
             one.beside(state, "100 stopped sessions")
-            one.do("pools = [model.pool(PAGE, 300 * PAGE) for _ in range(2)]")
+            one.do("pools = [model.pool(page_size=PAGE, virtual_capacity=300 * PAGE) for _ in range(2)]")
             one.do("[pool.grow(300 * PAGE) for pool in pools]")
             assert daemon.books().lent_bytes == lent + 2 * 300 * PAGE
             until(lambda: daemon.books().device_used_bytes == ANCHOR_BYTES + in_flight + 2 * 300 * PAGE)

@@ -10,10 +10,10 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from tests.daemons import Daemon, running, until
-from tests.system import raw
-from tests.system.raw import Connection, Session, reason
-from tests.system.workers import PAGE, descriptors_at_start, until_clean, worker
+from tests.support import raw
+from tests.support.daemons import Daemon, running, until
+from tests.support.raw import Connection, Session, reason
+from tests.support.workers import PAGE, descriptors_at_start, until_clean, worker
 
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
@@ -182,7 +182,7 @@ def test_an_allocate_past_the_largest_ends_its_session(daemon: Daemon) -> None:
     lengths = [length for length in POWERS if length > LARGEST]
     with worker() as stranger:
         stranger.do("from pathlib import Path")
-        stranger.do("from tests.system.raw import *")
+        stranger.do("from tests.support.raw import *")
         stranger.do("from tests.system.test_frame_lengths import filled")
         answers = stranger.ask(
             f"[[session.send_bytes(filled(pb.Frame(request_id=1, allocate=allocation('', 0, 0)), length)),"

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from google.rpc.status_pb2 import Status
-from tests.daemons import MIB, Daemon, hold_still, running, until
-from tests.system import raw
-from tests.system.workers import PAGE, Refused, Worker, descriptors_at_start, is_clean, until_clean, worker, workers
+from tests.support import raw
+from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.devices import Device
+from tests.support.sizes import MIB
+from tests.support.workers import PAGE, Refused, Worker, descriptors_at_start, is_clean, until_clean, worker, workers
 
 from membroker.v1 import admin_pb2, resources_pb2
 from membroker.v1 import broker_pb2 as bpb
@@ -48,27 +50,26 @@ def test_a_worker_borrows_writes_grows_and_gives_back(daemon: Daemon, transport:
         engine.do("buffer = model.allocate('5MiB'); buffer.view()[:4] = b'last'")
         assert engine.ask("[buffer.size, buffer.extent_size]") == [5 * MIB, 6 * MIB]
         assert daemon.books().lent_bytes == 18 * MIB
-        stats = engine.ask(
-            "(lambda m: [m.books['device'].used, m.books['device'].peak, m.allocations_total])(model.stats())"
-        )
+        engine.do("stats = model.stats(); books = stats.books['device']")
+        stats = engine.ask("[books.used_bytes, books.peak_bytes, stats.allocations_total]")
         assert stats == [18 * MIB, 18 * MIB, 4 + 2 + 4 + 1]
         engine.do("buffer.close(); pool.close(); client.close()")
         until_clean(daemon, at_start)
         assert engine.finish() == 0
 
 
-def test_each_level_refuses_with_its_numbers(transport: str) -> None:
+def test_each_level_refuses_with_its_numbers(device: Device, transport: str) -> None:
     """A greedy model runs into its own limit, then its tenant's, then the card's, and is told which and how much.
 
     A refusal changes nothing: what the numbers call available is granted right afterwards.
     """
     tenants = {"red": {"limit": "48MiB", "models": {"small": {"limit": "16MiB"}}}, "blue": {}}
-    with running({"capacity": "64MiB", "tenants": tenants}) as daemon, workers(2) as (red, blue):
+    with device.running({"capacity": "64MiB", "tenants": tenants}) as daemon, workers(2) as (red, blue):
         red.connect(daemon, "red", transport)
         blue.connect(daemon, "blue", transport)
-        red.do("small = client.register_model('small', virtual_capacity='1GiB', limit='12MiB').pool('2MiB')")
-        red.do("large = client.register_model('large', virtual_capacity='1GiB').pool('2MiB')")
-        blue.do("other = client.register_model('other', virtual_capacity='1GiB').pool('2MiB')")
+        red.do("small = client.register_model('small', virtual_capacity='1GiB', limit='12MiB').pool(page_size='2MiB')")
+        red.do("large = client.register_model('large', virtual_capacity='1GiB').pool(page_size='2MiB')")
+        blue.do("other = client.register_model('other', virtual_capacity='1GiB').pool(page_size='2MiB')")
         red.do("small.allocate(0, 8 * MIB)")
 
         model = red.refused("small.grow(6 * MIB)")
@@ -83,7 +84,7 @@ def test_each_level_refuses_with_its_numbers(transport: str) -> None:
 
         device = blue.refused("other.allocate(0, 18 * MIB)")
         assert (device.reason, device.numbers) == ("CAPACITY", ("capacity", 18 * MIB, 16 * MIB, 64 * MIB))
-        assert blue.ask("[other.is_mapped(0), other.physical_memory_usage]") == [False, 0]
+        assert blue.ask("[other.is_mapped(0), other.physical_usage_bytes]") == [False, 0]
         blue.do("other.allocate(0, 16 * MIB)")
         assert daemon.books().free_bytes == 0
 
@@ -95,23 +96,30 @@ def test_each_level_refuses_with_its_numbers(transport: str) -> None:
         }
 
 
-def test_what_one_tenant_gives_back_the_other_takes(daemon: Daemon, transport: str) -> None:
-    """By day one tenant has the card, by night the other; neither sees the other's books, models or bytes."""
-    with workers(2) as (red, blue):
-        red.connect(daemon, "red", transport)
-        blue.connect(daemon, "blue", transport)
-        for each in (red, blue):
-            each.do("pool = client.register_model('m', virtual_capacity='1GiB').pool('2MiB')")
+def test_what_one_tenant_gives_back_the_other_takes(device: Device, transport: str) -> None:
+    """By day one tenant has all of the GPU, by night the other; neither sees the other's books, models or bytes."""
+    size, page = device.capacity, device.page
+    spots = f"range(0, {size}, {size // 128})"
+    with device.running({"stock": "128MiB"}) as daemon, workers(2) as (red, blue):
+        for tenant, each in (("red", red), ("blue", blue)):
+            each.connect(daemon, tenant, transport)
+            each.do("model = client.register_model('m', virtual_capacity='8GiB'); driver = model.driver")
+            each.do(f"pool = model.pool(page_size={page}); base = pool.base_address")
         for day, night in [(red, blue), (blue, red), (red, blue)]:
-            day.do("pool.allocate(0, 256 * MIB); pool.view(0, 256 * MIB)[100 * MIB : 100 * MIB + 6] = b'secret'")
-            assert night.refused("pool.allocate(0, PAGE)").numbers == ("capacity", 2 * MIB, 0, 256 * MIB)
-            day.do("pool.deallocate(0, 256 * MIB)")
-            night.do("pool.allocate(0, 256 * MIB)")
-            assert night.ask("bytes(pool.view(100 * MIB, 6)) == bytes(6)"), "one tenant read what another wrote"
-            night.do("pool.deallocate(0, 256 * MIB)")
+            day.do(f"pool.allocate(0, {size}); [driver.write(base + at + 100, b'secret') for at in {spots}]")
+            assert day.ask(f"all(driver.read(base + at + 100, 6) == b'secret' for at in {spots})")
+            assert night.refused(f"pool.allocate(0, {page})").numbers == ("capacity", page, 0, size)
+            day.do(f"pool.deallocate(0, {size})")
+            until(lambda: daemon.books().lent_bytes == 0)
+            night.do(f"pool.allocate(0, {size})")
+            fresh = f"all(driver.read(base + at, 4096) == bytes(4096) for at in {spots})"
+            assert night.ask(fresh), "one tenant read what another wrote"
+            night.do(f"pool.deallocate(0, {size})")
             until(lambda: daemon.books().lent_bytes == 0)
         assert red.ask("[m.name for m in client.models()]") == ["tenants/red/models/m"]
         assert blue.ask("[s.tenant for s in client.sessions()]") == ["tenants/blue"]
+        for each in (red, blue):
+            each.do("client.close()")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +168,7 @@ def test_workers_join_a_model_lower_its_limit_and_take_it_for_themselves(daemon:
         refused = second.refused("model.allocate('8MiB')")
         assert refused.numbers == ("model", 8 * MIB, 6 * MIB, 16 * MIB)
         second.do("buffer = model.allocate('6MiB')")
-        assert second.ask("(lambda m: [m.sessions, m.books['device'].used])(model.stats())") == [2, 16 * MIB]
+        assert second.ask("(lambda m: [m.sessions, m.books['device'].used_bytes])(model.stats())") == [2, 16 * MIB]
 
         conflict = second.refused("client.register_model('llama', limit='32MiB')")
         assert (conflict.error, conflict.reason) == ("ModelConflict", "MODEL_CONFLICT")
@@ -224,7 +232,8 @@ def test_an_operator_changes_limits_while_workers_run(daemon: Daemon, transport:
             return admin.SetQuota(request, timeout=10)
 
         engine.connect(daemon, transport=transport)
-        engine.do("pool = client.register_model('m', virtual_capacity='1GiB').pool('2MiB'); pool.allocate(0, 32 * MIB)")
+        engine.do("pool = client.register_model('m', virtual_capacity='1GiB').pool(page_size='2MiB')")
+        engine.do("pool.allocate(0, 32 * MIB)")
         quota = command("tenants/red/models/m", 16 * MIB)
         assert (quota.limit_bytes, quota.used_bytes) == (16 * MIB, 32 * MIB)
         assert engine.refused("pool.grow(PAGE)").numbers == ("model", PAGE, 0, 16 * MIB)
@@ -257,7 +266,8 @@ def test_two_workers_race_for_the_last_bytes_and_one_wins(daemon: Daemon, transp
     with workers(3) as racers:
         for number, each in enumerate(racers):
             each.connect(daemon, ["red", "blue", "blue"][number], transport)
-            each.do(f"model = client.register_model('m{number}', virtual_capacity='1GiB'); pool = model.pool('2MiB')")
+            each.do(f"model = client.register_model('m{number}', virtual_capacity='1GiB')")
+            each.do("pool = model.pool(page_size='2MiB')")
         first, second, third = racers
         third.do("pool.allocate(0, 200 * MIB)")
         left = 56 * MIB
@@ -306,7 +316,7 @@ def test_a_burst_is_all_or_nothing_while_others_come_and_go(daemon: Daemon, tran
         "        pool.allocate(0, size * MIB)\n"
         "    except membroker.OutOfMemory:\n"
         "        refused += 1\n"
-        "        assert pool.physical_memory_usage == 0\n"
+        "        assert pool.physical_usage_bytes == 0\n"
         "        continue\n"
         "    granted += 1\n"
         "    for at in range(0, size * MIB, PAGE):\n"
@@ -318,7 +328,7 @@ def test_a_burst_is_all_or_nothing_while_others_come_and_go(daemon: Daemon, tran
     with workers(4) as engines:
         for number, each in enumerate(engines):
             each.connect(daemon, ["red", "blue"][number % 2], transport)
-            each.do(f"pool = client.register_model('m{number}', virtual_capacity='1GiB').pool('2MiB')")
+            each.do(f"pool = client.register_model('m{number}', virtual_capacity='1GiB').pool(page_size='2MiB')")
         for each in engines:
             each.begin(burst)
         outcomes = [each.result() for each in engines]

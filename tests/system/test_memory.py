@@ -13,15 +13,15 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from tests.daemons import MIB, Daemon, hold_still, running, until
-from tests.system.company import State, check_turns
+from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.honest_worker import State, check_turns
+from tests.support.sizes import KIB, MIB
+from tests.support.workers import worker
 from tests.system.test_turns import BEGIN
-from tests.system.workers import worker
 
 from membrokerd.edge.rpc.interceptor import MAX_WATCHES
 from membrokerd.edge.rpc.server import CONNECTIONS_BESIDE, MAX_CALLS, MAX_PENDING, MAX_STREAMS
 
-KIB = 1024
 SERVED = "membroker.v1.BrokerService"
 MAX_SESSIONS, ENDPOINTS, EXTENTS, MODELS, SEGMENTS = 64, 3, 65_536, 240, 16
 CONNECTIONS = MAX_SESSIONS + CONNECTIONS_BESIDE
@@ -95,7 +95,7 @@ def _reflect(channel: grpc.Channel, requests: Iterator[object]) -> object:
 
 
 _CALLS = """
-from tests.system.http2 import Peer
+from tests.support.http2 import Peer
 from grpc_health.v1 import health_pb2
 REGISTER = '/membroker.v1.BrokerService/RegisterModel'
 WATCH = '/grpc.health.v1.Health/Watch'

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.client.test_cli_segments import write_file
-from tests.daemons import MIB, Daemon, running, until
-from tests.system import raw
-from tests.system.workers import worker
+from tests.support import raw
+from tests.support.daemons import Daemon, running, until
+from tests.support.sizes import MIB
+from tests.support.workers import worker
+from tests.system.cli.test_segments import write_file
 
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
@@ -34,7 +35,8 @@ def test_the_name_is_the_users_in_the_books_the_metrics_and_the_log(transport: s
     tenants = {"red": {"models": {NAME: {"limit": "8MiB"}}}, "blue": {}}
     with running({"tenants": tenants}) as daemon, worker() as one:
         one.connect(daemon, transport=transport)
-        one.do(f"model = client.register_model('{NAME}'); pool = model.pool('2MiB'); pool.allocate(0, 8 * MIB)")
+        one.do(f"model = client.register_model('{NAME}'); pool = model.pool(page_size='2MiB')")
+        one.do("pool.allocate(0, 8 * MIB)")
         assert one.ask("[model.name, model.resource_name]") == [NAME, FULL]
         assert one.ask("[m.name for m in client.models()]") == [FULL]
         assert one.ask("client.sessions()[0].models") == [FULL]

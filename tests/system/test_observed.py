@@ -17,10 +17,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests import daemons, hanging
-from tests.daemons import Daemon, running, until
-from tests.system.company import State, honest
-from tests.system.workers import worker
+from tests.support import daemons, hanging_daemon
+from tests.support.daemons import Daemon, running, until
+from tests.support.honest_worker import State, honest
+from tests.support.workers import worker
 
 P99_SECONDS = 0.2
 """What an honest worker may wait at p99. A turn takes it a millisecond alone; the rest is for slow machines."""
@@ -139,8 +139,8 @@ def test_sigterm_ends_a_daemon_whose_stderr_nobody_reads(state: State) -> None:
 def test_probes_and_scrapes_fail_while_the_loop_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver call, or a bug, hangs the event loop. Its HTTP threads live, and must not say that all is well."""
     hang = tmp_path / "hang"
-    monkeypatch.setenv(hanging.FILE, str(hang))
-    with running(module="tests.hanging") as daemon, worker() as one:
+    monkeypatch.setenv(hanging_daemon.FILE, str(hang))
+    with running(module="tests.support.hanging_daemon") as daemon, worker() as one:
         one.connect(daemon)
         one.do("model = client.register_model('m')")
         url = daemon.device().metrics_url.removesuffix("/metrics")

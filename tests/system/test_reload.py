@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemons import DEADLINE_SECONDS, MIB, Daemon, running, to_toml, until
-from tests.system.workers import Refused, Worker, worker
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, to_toml, until
+from tests.support.sizes import MIB
+from tests.support.workers import Refused, Worker, worker
 
 import membroker
 from membroker.v1 import admin_pb2
@@ -136,7 +137,7 @@ def test_what_needs_a_restart_is_named(daemon: Daemon, engine: Worker) -> None:
 
 def test_the_level_of_the_log_changes() -> None:
     """The command line goes before the file, also at a reload: here it says nothing of the level."""
-    with running(BASE, module="tests.system.quiet_daemon") as daemon:
+    with running(BASE, module="tests.support.quiet_daemon") as daemon:
         assert " DEBUG " not in daemon.log()
         reload(daemon, log={"level": "debug"})
         assert lent(daemon, "red", "2MiB")

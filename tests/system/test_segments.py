@@ -17,9 +17,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon, running, until
-from tests.system.raw import Asker, Session, info, is_readable, reason
-from tests.system.workers import (
+from tests.support.daemons import Daemon, running, until
+from tests.support.raw import Asker, Session, info, is_readable, reason
+from tests.support.sizes import GIB, MIB
+from tests.support.workers import (
     ANCHOR_BYTES,
     PAGE,
     Worker,
@@ -36,7 +37,6 @@ from membroker.v1.resources_pb2 import Segment as SegmentMessage
 from membroker.v1.resources_pb2 import Session as SessionMessage
 from membroker.wire import frames as handoff
 
-GIB = 1024 * MIB
 SIZE = 8 * MIB
 FULL_NAME = "tenants/red/models/m/segments/weights"
 

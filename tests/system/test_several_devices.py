@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemons import DEADLINE_SECONDS, MIB, Daemon, hold_still, until
-from tests.keepers import end_keeper
-from tests.system.workers import PAGE, worker
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, until
+from tests.support.keepers import end_keeper
+from tests.support.sizes import MIB
+from tests.support.workers import PAGE, worker
 
 import membroker
 

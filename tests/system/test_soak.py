@@ -10,8 +10,9 @@ import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.daemons import MIB, Daemon, running, until
-from tests.system.workers import Worker, descriptors_at_start, until_clean, workers
+from tests.support.daemons import Daemon, running, until
+from tests.support.sizes import MIB
+from tests.support.workers import Worker, descriptors_at_start, until_clean, workers
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +98,8 @@ def soak(engines: list[Worker], daemon: Daemon, transport: str, loans: int, seed
     """Run one round: a session for each worker, and its share of the loans."""
     for number, each in enumerate(engines):
         each.connect(daemon, ["red", "blue"][number % 2], transport)
-        each.do(f"model = client.register_model('m{number}', virtual_capacity='512MiB'); pool = model.pool('2MiB')")
+        each.do(f"model = client.register_model('m{number}', virtual_capacity='512MiB')")
+        each.do("pool = model.pool(page_size='2MiB')")
     for number, each in enumerate(engines):
         each.begin(LOOP.format(seed=seed * WORKERS + number, loans=loans // WORKERS))
     outcomes = [each.result() for each in engines]

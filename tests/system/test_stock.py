@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, Daemon, running, until
-from tests.system.workers import PAGE, Worker, worker
+from tests.support.daemons import Daemon, running, until
+from tests.support.sizes import MIB
+from tests.support.workers import PAGE, Worker, worker
 
 from membroker.vmm.host.driver import EXTENT_NAME, holders
 

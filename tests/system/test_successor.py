@@ -9,10 +9,11 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from tests.daemons import MIB, Daemon, running, until
-from tests.system import raw
-from tests.system.raw import Session
-from tests.system.workers import ANCHOR_BYTES, PAGE, worker, workers
+from tests.support import raw
+from tests.support.daemons import Daemon, running, until
+from tests.support.raw import Session
+from tests.support.sizes import MIB
+from tests.support.workers import ANCHOR_BYTES, PAGE, worker, workers
 
 from membroker.v1 import admin_pb2, resources_pb2
 from membroker.v1 import broker_pb2 as bpb
@@ -50,7 +51,7 @@ def test_a_pool_computes_on_and_grows_after_each_of_three_daemons(daemon: Daemon
     """An engine churns through three deaths: what it holds stays as it is, and nothing is lent twice or lost."""
     with worker() as one:
         one.connect(daemon, transport=transport)
-        one.do("pool = client.register_model('m', virtual_capacity='1GiB').pool('2MiB')")
+        one.do("pool = client.register_model('m', virtual_capacity='1GiB').pool(page_size='2MiB')")
         one.do(
             "pool.allocate(0, 16 * MIB); view = pool.view(0, 16 * MIB); view[:4] = b'mine'; session = client.session"
         )
@@ -173,7 +174,7 @@ def test_a_stolen_token_takes_no_session_up(daemon: Daemon) -> None:
     with Session(daemon.endpoint()) as mine, worker() as thief:
         name = mine.register("m")
         ids = mine.borrow(name, PAGE)
-        thief.do("from tests.system import raw; from membroker.v1 import handoff_pb2 as pb; from pathlib import Path")
+        thief.do("from tests.support import raw; from membroker.v1 import handoff_pb2 as pb; from pathlib import Path")
         thief.do(f"line = raw.Connection(Path({str(daemon.endpoint())!r}))")
         hello = f"pb.Frame(request_id=1, hello=pb.Hello(protocol_version=1, resume_token={mine.token!r}))"
         assert (

@@ -8,8 +8,9 @@ import subprocess
 import sys
 from typing import Any
 
-from tests.daemons import MIB, Daemon, running, until
-from tests.system.workers import Worker, descriptors_at_start, until_clean, workers
+from tests.support.daemons import Daemon, running, until
+from tests.support.sizes import MIB
+from tests.support.workers import Worker, descriptors_at_start, until_clean, workers
 
 from membroker.v1 import admin_pb2
 
@@ -30,7 +31,7 @@ def command(daemon: Daemon, *options: str) -> str:
 
 def borrow(one: Worker, daemon: Daemon, tenant: str, transport: str, size: int) -> None:
     one.connect(daemon, tenant, transport)
-    one.do("model = client.register_model('m', virtual_capacity='1GiB'); pool = model.pool('2MiB')")
+    one.do("model = client.register_model('m', virtual_capacity='1GiB'); pool = model.pool(page_size='2MiB')")
     one.do(f"pool.allocate(0, {size})")
 
 

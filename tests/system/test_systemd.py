@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemons import MIB, until
-from tests.system.machines import PREFIX, UNIT, Machine, booted, children, machine_or_skip
-from tests.system.workers import ANCHOR_BYTES, PAGE, Worker
+from tests.support.daemons import until
+from tests.support.sizes import MIB
+from tests.support.systemd_machine import PREFIX, UNIT, Machine, booted, children, machine_or_skip
+from tests.support.workers import ANCHOR_BYTES, PAGE, Worker
 
 # The first test on a machine makes a Debian.
 pytestmark = [pytest.mark.root, pytest.mark.timeout(1_000)]
@@ -64,11 +65,11 @@ class Inside(Worker):
     """A worker in a machine, as one of its users, in none of its units."""
 
     def __init__(self, machine: Machine, user: int) -> None:
-        super().__init__(command=machine.command([f"/{PREFIX}/bin/python", "-m", "tests.system.workers"], user))
+        super().__init__(command=machine.command([f"/{PREFIX}/bin/python", "-m", "tests.support.workers"], user))
 
     def borrow(self, tenant: str, transport: str = "handoff") -> Inside:
         """Open a session, and register the model `m`."""
-        self.do("from tests.system.computing import Calling, Computing, pattern")
+        self.do("from tests.support.busy_threads import Calling, Computing, pattern")
         self.do(f"client = membroker.connect('/run/membroker/host/tenants/{tenant}', transport={transport!r})")
         self.do("model = client.register_model('m')")
         return self

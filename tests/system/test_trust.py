@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.daemons import Daemon, running
+from tests.support.daemons import Daemon, running
 
 pytestmark = pytest.mark.root
 

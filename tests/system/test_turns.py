@@ -12,11 +12,11 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from tests.daemons import Daemon, hold_still, running, until
-from tests.system import raw
-from tests.system.company import Honest, State, check_turns, honest
-from tests.system.raw import Connection, Session
-from tests.system.workers import PAGE, Worker, worker, workers
+from tests.support import raw
+from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.honest_worker import Honest, State, check_turns, honest
+from tests.support.raw import Connection, Session
+from tests.support.workers import PAGE, Worker, worker, workers
 
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
@@ -43,7 +43,7 @@ GENERATIONS = itertools.count(1 << 50)
 BEGIN = """
 import select, time
 from pathlib import Path
-from tests.system.raw import *
+from tests.support.raw import *
 endpoint = Path({endpoint!r})
 def resume(token):
     line = Connection(endpoint)

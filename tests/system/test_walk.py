@@ -7,8 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests import counting
-from tests.daemons import MIB, running, until
+from tests.support import counting_daemon as counting
+from tests.support.daemons import running, until
+from tests.support.sizes import MIB
 
 import membroker
 
@@ -29,7 +30,10 @@ def test_a_page_that_is_ready_takes_at_most_a_hundred_calls(
         return [calls for calls in frames if calls[f"lending.py:Lending.{what}"]]
 
     config = {"stock": "64MiB"}
-    with running(config, module="tests.counting") as daemon, membroker.connect(daemon.endpoint()) as client:
+    with (
+        running(config, module="tests.support.counting_daemon") as daemon,
+        membroker.connect(daemon.endpoint()) as client,
+    ):
         pool = client.register_model("m").pool(page_size=PAGE, virtual_capacity=64 * MIB)
         for _ in range(ROUNDS):
             pool.allocate(0, PAGE)

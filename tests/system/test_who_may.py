@@ -22,9 +22,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.daemons import Daemon, running, until
-from tests.system import raw, who_may
-from tests.system.raw import reason
+from tests.support import raw
+from tests.support.daemons import Daemon, running, until
+from tests.support.raw import reason
+from tests.system import who_may
 from tests.system.who_may import BOTH, GROUPS, KINDS, MARK, PAGE, ROWS, WHO, Party, needs_root
 
 from membroker.v1 import admin_pb2 as apb

@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 import grpc
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.system import raw
+from tests.support import raw
 
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
@@ -441,6 +441,16 @@ def health(me: Party, target: Any) -> Any:
 )
 def see_available(me: Party, target: Any) -> Any:
     return me.ask(target, "GetAvailable", bpb.GetAvailableRequest(model=target.model))
+
+
+@row(
+    "L8",
+    "see S's model by its name (GetModel)",
+    "yes yes MODEL_NOT_FOUND UNIMPLEMENTED EACCES yes yes",
+    _TENANT,
+)
+def get_model(me: Party, target: Any) -> Any:
+    return me.ask(target, "GetModel", bpb.GetModelRequest(name=target.model))
 
 
 # --- Deeds: the operator's ---

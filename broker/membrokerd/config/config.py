@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from membroker.wire.names import valid_model, valid_tenant
+
 from .. import files
-from ..core.policy import valid_model_name, valid_tenant
 from .checks import CAPACITY_STEP, KEYS, MODEL_NAME, Check, nearest, size_text
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -217,7 +218,7 @@ def _check_tenant(table: Mapping[str, Any], path: str, problems: _Problems) -> T
     values = _check_table(table, path, KEYS["tenants.NAME"], problems, ("models",))
     models = {}
     for name, model_path, model in _tables(table, path, "models", problems):
-        if not valid_model_name(name):
+        if not valid_model(name):
             problems.add(model_path, MODEL_NAME)
         models[name] = ModelConfig(**_check_table(model, model_path, KEYS["tenants.NAME.models.MODEL"], problems))
     return TenantConfig(**values, models=models)

@@ -6,13 +6,13 @@ import os
 import resource
 from pathlib import Path
 
-from membroker.wire.frames import MAX_DESCRIPTORS, WINDOW
+from membroker.wire.names import DESCRIPTORS_IN_FLIGHT
 
 OPEN_PER_SESSION = 5
 """A session's connection and notices, its pidfd and the copy for the descriptor store, and a gRPC connection."""
 OPEN_BESIDE = 64
 """The daemon's own: listeners, gRPC, the lock, the anchor, logs."""
-IN_FLIGHT_PER_SESSION = WINDOW * MAX_DESCRIPTORS + 1
+IN_FLIGHT_PER_SESSION = DESCRIPTORS_IN_FLIGHT + 1
 """The kernel counts descriptors in flight per user of the sender, against the same limit (unix(7), ETOOMANYREFS)."""
 _EXEMPT = 1 << 21 | 1 << 24
 """CAP_SYS_ADMIN and CAP_SYS_RESOURCE: who has one of them, in the first user namespace, may have more in flight."""

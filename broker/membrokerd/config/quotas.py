@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from membroker.vmm.sizes import GIB, MIB, parse_size
+from membroker.wire.names import valid_model, valid_tenant
 
 from .. import files
 from ..core.events import Location
-from ..core.policy import valid_model_name, valid_tenant
 from ..home import HomeError
 from .checks import MODEL_NAME, nearest
 
@@ -96,7 +96,7 @@ def _rows(document: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str | None, 
     for tenant, where, table in _tables(document, "", "tenants", valid_tenant, _TENANT_NAME):
         for location, limit in _limits(table, where, "models"):
             yield (tenant, None, location), limit
-        for model, place, inner in _tables(table, f"{where}.", "models", valid_model_name, MODEL_NAME):
+        for model, place, inner in _tables(table, f"{where}.", "models", valid_model, MODEL_NAME):
             for location, limit in _limits(inner, place):
                 yield (tenant, model, location), limit
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from membroker.wire.names import valid_model
+
 from . import effects as fx
 from . import events as ev
 from . import facts as ft
@@ -52,7 +54,7 @@ class Models:
             return deny(Reason.OBSERVER)
         if event.name.tenant != self._books.ledger.sessions[event.session].tenant:
             return deny(Reason.MODEL_NOT_FOUND, model=str(event.name))
-        if not policy.valid_model_name(event.name.model):
+        if not valid_model(event.name.model):
             return deny(Reason.INVALID_NAME, name=event.name.model)
         for location, size in event.limits.items():
             if location not in self._books.rules.capacities:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+
+from membroker.wire import names
 
 from .denied import Denied, Reason, deny
 from .events import Location, ModelName
@@ -12,21 +13,13 @@ from .ledger import Ledger
 
 ATTACHABLE = ("writing", "sealing", "sealed")
 """The states of a segment that is not ending."""
-PACKET_EXTENTS = 64
+PACKET_EXTENTS = names.MAX_DESCRIPTORS
 """Extents in one packet: the unit of creating, delivering and taking turns."""
-WINDOW = 2
-"""Packets of one session that may be on their way at once."""
-MAX_COUNT = 65_536
-"""Extents in one Allocate."""
-MAX_RELEASE = 4_096
-"""Ids in one Release."""
-MAX_BYTES = (1 << 63) - 1
-MAX_WAIT_NS = 24 * 3600 * 1_000_000_000
-"""How long an attach may wait for a seal."""
-
-_TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,23}")
-_OWN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
-_MODEL_NAME = re.compile(rf"(?=.{{1,96}}\Z){_OWN_NAME.pattern}(?:/{_OWN_NAME.pattern})?")
+WINDOW = names.WINDOW
+MAX_COUNT = names.MAX_EXTENTS_PER_CALL
+MAX_RELEASE = names.MAX_IDS_PER_FRAME
+MAX_BYTES = names.MAX_BYTES
+MAX_WAIT_NS = names.MAX_ATTACH_SECONDS * 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +66,6 @@ def fixed(rules: Rules) -> Rules:
 
 WANTS_OF_ROOM = frozenset((Reason.MODEL_LIMIT, Reason.TENANT_LIMIT, Reason.CAPACITY))
 """The reasons of `admit`: a release can make the same request admissible."""
-
-
-def valid_tenant(name: str) -> bool:
-    """Say whether `name` is [a-z0-9] and then at most 23 of [a-z0-9-]: a tenant's name is a directory's, too."""
-    return _TENANT.fullmatch(name) is not None
-
-
-def valid_own_name(name: str) -> bool:
-    """Say whether a segment may have this name: [A-Za-z0-9_] and then at most 95 of [A-Za-z0-9._-]."""
-    return _OWN_NAME.fullmatch(name) is not None
-
-
-def valid_model_name(name: str) -> bool:
-    """Say whether a model may have this name: one as a segment's, or two and a slash between them, 96 in all."""
-    return _MODEL_NAME.fullmatch(name) is not None
 
 
 def shape_of_segment(rules: Rules, size: int) -> tuple[int, int, int]:

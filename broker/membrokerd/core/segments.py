@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from membroker.wire.names import valid_segment
+
 from . import effects as fx
 from . import events as ev
 from . import facts as ft
@@ -78,7 +80,7 @@ class Segments:
         denied = self._lending.refuse_borrower(event.session, name)
         if denied:
             return denied
-        if not policy.valid_own_name(event.name.label):
+        if not valid_segment(event.name.label):
             return deny(Reason.INVALID_NAME, name=event.name.label)
         there = books.ledger.labels.get(event.name)
         if there is not None:

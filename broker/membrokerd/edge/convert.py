@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -16,21 +15,14 @@ from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as hpb
 from membroker.v1 import resources_pb2 as rpb
 from membroker.vmm import DeviceInfo, MemoryInfo
+from membroker.wire import names
 from membroker.wire.names import session_name
 
 from ..core import effects as fx
 from ..core import events as ev
-from ..core import policy
 from ..core.denied import Denied, Reason, deny
 from ..core.snapshot import DeviceView, LocationView, ModelView, SessionView, TenantView
 
-_TENANT = r"tenants/([a-z0-9][a-z0-9-]{0,23})"
-_OWN = "[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
-_MODEL = f"models/({_OWN}(?:/{_OWN})?)"
-MODEL_NAME = re.compile(f"{_TENANT}/{_MODEL}")
-_SEGMENT_NAME = re.compile(f"{_TENANT}/(?:{_MODEL}|models/(-))/segments/({_OWN})")
-_SESSION_NAME = re.compile(r"sessions/([0-9a-f]{1,16})")
-_QUOTA_NAME = re.compile(f"{_TENANT}(?:/{_MODEL})?")
 _SHOWN_NAME = 100
 """How much of a malformed name is shown: an error is sent in gRPC metadata, which clients limit to 8 KiB."""
 _LOCATIONS: Mapping[int, ev.Location] = {
@@ -69,10 +61,10 @@ class Refused(Exception):
 @lru_cache(4096)
 def parse_model(name: str) -> ev.ModelName:
     """Return the model that `tenants/{tenant}/models/{model}` names, or raise `Refused`."""
-    match = MODEL_NAME.fullmatch(name)
-    if match is None or not policy.valid_model_name(match[2]):
+    parts = names.parse_model(name)
+    if parts is None:
         raise Refused(deny(Reason.INVALID_NAME, name=name[:_SHOWN_NAME]))
-    return ev.ModelName(match[1], match[2])
+    return ev.ModelName(*parts)
 
 
 def parse_segment(name: str) -> ev.SegmentName:
@@ -80,26 +72,26 @@ def parse_segment(name: str) -> ev.SegmentName:
 
     `-` for the model is whichever model has it.
     """
-    match = _SEGMENT_NAME.fullmatch(name)
-    if match is None or not (match[3] or policy.valid_model_name(match[2])):
+    parts = names.parse_segment(name)
+    if parts is None:
         raise Refused(deny(Reason.INVALID_NAME, name=name[:_SHOWN_NAME]))
-    return ev.SegmentName(match[1], match[2] or match[3], match[4])
+    return ev.SegmentName(*parts)
 
 
 def parse_quota_name(name: str) -> tuple[str, str | None]:
     """Return the tenant, and the model or None, that a quota is for, or raise `Refused`."""
-    match = _QUOTA_NAME.fullmatch(name)
-    if match is None or not (match[2] is None or policy.valid_model_name(match[2])):
-        raise Refused(deny(Reason.INVALID_NAME, name=name[:_SHOWN_NAME]))
-    return match[1], match[2]
+    tenant = names.parse_tenant(name)
+    return (tenant, None) if tenant else parse_model(name)
 
 
 def parse_session(name: str) -> int:
     """Return the session that `sessions/{session}` names, or raise `Refused`."""
-    match = _SESSION_NAME.fullmatch(name)
-    if match is None:
-        raise Refused(deny(Reason.INVALID_ARGUMENT, what=f"{name[:_SHOWN_NAME]!r} is not a session: sessions/SESSION"))
-    return int(match[1], 16)
+    session = names.parse_session(name)
+    if session is None:
+        raise Refused(
+            deny(Reason.INVALID_ARGUMENT, what=f"{name[:_SHOWN_NAME]!r} does not name a session: sessions/SESSION")
+        )
+    return session
 
 
 @lru_cache(8)

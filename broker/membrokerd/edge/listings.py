@@ -15,6 +15,7 @@ from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2 as rpb
 from membroker.vmm import DeviceInfo
+from membroker.wire import names
 
 from ..core import policy, snapshot
 from ..core.denied import Reason, deny
@@ -24,10 +25,8 @@ from ..loop import Loop, clock
 from . import convert
 
 DEFAULT_PAGE = 100
-MAX_PAGE = 1000
 MAX_PAGE_BYTES = 1 << 18
 """Of one page: a session may have 256 models of long names, and a page of 1 MiB of them took a turn of 100 ms."""
-_TENANT_KEY = re.compile(r"[a-z0-9][a-z0-9-]{0,23}")
 _ID_KEY = re.compile(r"[0-9a-f]{16}")
 
 _Row = TypeVar("_Row")
@@ -62,10 +61,8 @@ class Views:
 
     def get_available(self, request: pb.GetAvailableRequest, tenant: str) -> pb.Available:
         """Return how much a tenant could borrow now for one of its models."""
-        name, location = convert.parse_model(request.model), convert.parse_location(request.location)
+        name, location = self._find_model(request.model, tenant), convert.parse_location(request.location)
         broker = self.loop.broker
-        if name.tenant != tenant or name not in broker.ledger.models:
-            raise convert.Refused(deny(Reason.MODEL_NOT_FOUND, model=str(name)))
         if not broker.rules.capacities.get(location):
             raise convert.Refused(deny(Reason.LOCATION_UNAVAILABLE, location=location))
         now = 0
@@ -81,15 +78,26 @@ class Views:
             return None
         return info.free - self.gate_reserve + self.loop.broker.ledger.totals[location].stock
 
+    def get_model(self, request: pb.GetModelRequest, tenant: str) -> rpb.Model:
+        """Return one of a tenant's models."""
+        return convert.from_model(snapshot.take_model(self.loop.broker, self._find_model(request.name, tenant)))
+
+    def _find_model(self, name: str, tenant: str) -> ModelName:
+        """Return a model of the tenant. Raises `Refused`."""
+        found = convert.parse_model(name)
+        if found.tenant != tenant or found not in self.loop.broker.ledger.models:
+            raise convert.Refused(deny(Reason.MODEL_NOT_FOUND, model=str(found)))
+        return found
+
     def list_models(self, request: pb.ListModelsRequest, tenant: str | None = None) -> pb.ListModelsResponse:
         """Return a page of models, by name; `tenant` None means all tenants."""
         broker = self.loop.broker
-        names = [name for name in broker.ledger.models if tenant in (None, name.tenant)]
+        found = [name for name in broker.ledger.models if tenant in (None, name.tenant)]
 
         def show(name: ModelName) -> rpb.Model:
             return convert.from_model(snapshot.take_model(broker, name))
 
-        models, token = _page(names, str, convert.MODEL_NAME, request, show)
+        models, token = _page(found, str, names.parse_model, request, show)
         return pb.ListModelsResponse(models=models, next_page_token=token)
 
     def list_sessions(self, request: pb.ListSessionsRequest, tenant: str | None = None) -> pb.ListSessionsResponse:
@@ -100,13 +108,13 @@ class Views:
         def show(row: SessionRow) -> rpb.Session:
             return convert.from_session(snapshot.take_session(broker, row), now_ns)
 
-        sessions, token = _page(rows, lambda row: f"{row.session:016x}", _ID_KEY, request, show)
+        sessions, token = _page(rows, lambda row: f"{row.session:016x}", _ID_KEY.fullmatch, request, show)
         return pb.ListSessionsResponse(sessions=sessions, next_page_token=token)
 
     def list_tenants(self, request: apb.ListTenantsRequest, configured: Iterable[str]) -> apb.ListTenantsResponse:
         """Return a page of tenants, by name: the configured ones, and all that hold something."""
         rows = snapshot.take_tenants(self.loop.broker, configured)
-        tenants, token = _page(rows, lambda row: row.tenant, _TENANT_KEY, request, convert.from_tenant)
+        tenants, token = _page(rows, lambda row: row.tenant, names.valid_tenant, request, convert.from_tenant)
         return apb.ListTenantsResponse(tenants=tenants, next_page_token=token)
 
     def list_segments(self, request: pb.ListSegmentsRequest, tenant: str | None = None) -> pb.ListSegmentsResponse:
@@ -117,14 +125,14 @@ class Views:
         def show(row: SegmentRow) -> rpb.Segment:
             return convert.from_segment(broker.segments.view(row), now_ns=now_ns)
 
-        segments, token = _page(rows, lambda row: f"{row.segment:016x}", _ID_KEY, request, show)
+        segments, token = _page(rows, lambda row: f"{row.segment:016x}", _ID_KEY.fullmatch, request, show)
         return pb.ListSegmentsResponse(segments=segments, next_page_token=token)
 
 
 def _page(
     rows: Sequence[_Row],
     key: Callable[[_Row], str],
-    grammar: re.Pattern[str],
+    is_key: Callable[[str], object],
     request: pb.ListModelsRequest | pb.ListSessionsRequest | pb.ListSegmentsRequest | apb.ListTenantsRequest,
     show: Callable[[_Row], _Shown],
 ) -> tuple[list[_Shown], str]:
@@ -136,9 +144,9 @@ def _page(
     size, token = request.page_size, request.page_token
     if size < 0:
         raise convert.Refused(deny(Reason.INVALID_ARGUMENT, what=f"a page has at least one row, not {size}"))
-    if token and not grammar.fullmatch(token):
+    if token and not is_key(token):
         raise convert.Refused(deny(Reason.INVALID_PAGE_TOKEN))
-    wanted = min(size or DEFAULT_PAGE, MAX_PAGE)
+    wanted = min(size or DEFAULT_PAGE, names.MAX_PAGE_ROWS)
     behind = sorted((row for row in rows if key(row) > token), key=key)
     page: list[_Shown] = []
     long = 0

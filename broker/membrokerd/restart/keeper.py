@@ -43,7 +43,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from membroker.wire import descriptors as passing
-from membroker.wire.descriptors import MAX_DESCRIPTORS, close_all
+from membroker.wire.descriptors import close_all
+from membroker.wire.names import MAX_DESCRIPTORS
 from membroker.wire.standard import open_standard_descriptors
 
 LISTENING = "listening"

@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from membroker.wire.frames import MAX_DESCRIPTORS, close_all
+from membroker.wire.frames import close_all
+from membroker.wire.names import MAX_DESCRIPTORS
 
 from ..observe import logs
 from . import keeper as fdstore

@@ -14,7 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..client import PAGE, Client, enter
+from ..client import Client, enter
+from ..deprecated import renamed
 from ..errors import AccessDenied, BrokerUnavailable, InvalidRequest
 from ..session import messages
 from ..session.endpoint import VARIABLE, check_path, default_device, diagnose, find_endpoint, is_device, not_answering
@@ -23,6 +24,7 @@ from ..types import DeviceStatus, ModelStatus, SegmentStatus, SessionStatus
 from ..v1 import admin_pb2, broker_pb2
 from ..v1.admin_pb2_grpc import AdminServiceStub
 from ..vmm.driver import Location
+from ..wire.names import MAX_PAGE_ROWS
 
 CALL_SECONDS = 10.0
 
@@ -51,23 +53,25 @@ class Books(Protocol):
         ...
 
 
+@renamed("limit", "used")
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """A commanded limit; `limit` is None where the command has ended."""
+    """A limit set by command. `limit_bytes` is None if the command has ended."""
 
     name: str
     location: str
-    limit: int | None
-    used: int
+    limit_bytes: int | None
+    used_bytes: int
 
 
+@renamed("used", "limit")
 @dataclass(frozen=True, slots=True)
 class TenantBooks:
-    """What a tenant's models are charged at one location, in bytes; `limit` is None where only the capacity holds."""
+    """What a tenant is charged at one location. `limit_bytes` is None if only the capacity applies."""
 
     location: str
-    used: int
-    limit: int | None
+    used_bytes: int
+    limit_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +84,21 @@ class TenantStatus:
     sessions: int
 
 
+@renamed("used", "charged", "excess", segments="segment_bytes")
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
     """A process that uses the device, as the driver and the books see it; bytes of the device.
 
-    `used` is the driver's figure, `excess` what of it is neither `charged` to its sessions nor of the `segments` that
-    they hold. `command` is empty where the broker cannot read it.
+    `used_bytes` is the driver's figure. `excess_bytes` is the part that is neither charged to its sessions nor part of
+    the segments that they hold. `command` is empty if the broker cannot read it.
     """
 
     pid: int
     command: str
-    used: int
-    charged: int
-    segments: int
-    excess: int
+    used_bytes: int
+    charged_bytes: int
+    segment_bytes: int
+    excess_bytes: int
     sessions: tuple[str, ...]
     models: tuple[str, ...]
 
@@ -179,7 +184,7 @@ class Admin:
     def _pages(self, method: str, request: Any, rows: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
         token = ""
         while True:
-            page = self._call(method, request(page_size=PAGE, page_token=token))
+            page = self._call(method, request(page_size=MAX_PAGE_ROWS, page_token=token))
             yield from rows(page)
             if not (token := page.next_page_token):
                 return

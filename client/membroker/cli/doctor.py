@@ -19,20 +19,20 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import AccessDenied, BrokerUnavailable, MembrokerError
-from ..session.endpoint import MAX_PATH_BYTES, VARIABLE
+from ..session.endpoint import VARIABLE
 from ..vmm import open_driver
 from ..vmm.driver import DriverError, DriverUnavailable, Location
 from ..vmm.sizes import MIB, format_size
-from ..wire.frames import MAX_DESCRIPTORS, WINDOW
+from ..wire.names import DESCRIPTORS_IN_FLIGHT, MAX_SOCKET_PATH_BYTES, MAX_TENANT_CHARACTERS
 from . import tables
 from .admin import open_books
 
-DESCRIPTORS_PER_SESSION = WINDOW * MAX_DESCRIPTORS + 1
+DESCRIPTORS_PER_SESSION = DESCRIPTORS_IN_FLIGHT + 1
 FEW_SESSIONS = 16
 DEFAULT_MAPPINGS = 65_530
 FEW_WATCHES = 8_192
 FEW_INSTANCES = 16
-LONGEST_ENDPOINT = "gpu-12345678/tenants/" + "n" * 24 + "/handoff.sock"
+LONGEST_ENDPOINT = "gpu-12345678/tenants/" + "n" * MAX_TENANT_CHARACTERS + "/handoff.sock"
 SHORTEST_ENDPOINT = "gpu-12345678/tenants/default/handoff.sock"
 SO_PEERPIDFD = 77
 BROKER_PACKAGES = {
@@ -248,14 +248,16 @@ def check_runtime_directory(env: Mapping[str, str], uid: int) -> Check:
         advice = "set XDG_RUNTIME_DIR to a directory of yours, or start membrokerd with --runtime-directory DIR"
         return Check("runtime directory", "fail", "XDG_RUNTIME_DIR is not set", advice)
     directory = Path(own, "membroker") if uid else Path("/run/membroker")
-    if len(os.fsencode(directory / SHORTEST_ENDPOINT)) > MAX_PATH_BYTES:
-        advice = f"a socket's path has at most {MAX_PATH_BYTES} bytes: choose a shorter one with --runtime-directory"
+    if len(os.fsencode(directory / SHORTEST_ENDPOINT)) > MAX_SOCKET_PATH_BYTES:
+        advice = (
+            f"a socket's path has at most {MAX_SOCKET_PATH_BYTES} bytes: choose a shorter one with --runtime-directory"
+        )
         return Check("runtime directory", "fail", f"{directory} is too long", advice)
     existing = next(part for part in (directory, *directory.parents) if part.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
         advice = f"make {directory} as root and give it to this user, or choose another with --runtime-directory"
         return Check("runtime directory", "fail", f"{existing} cannot be written to", advice)
-    if len(os.fsencode(directory / LONGEST_ENDPOINT)) > MAX_PATH_BYTES:
+    if len(os.fsencode(directory / LONGEST_ENDPOINT)) > MAX_SOCKET_PATH_BYTES:
         return Check("runtime directory", "warn", f"{directory} is long", "tenants with long names will not fit")
     return Check("runtime directory", "ok", str(directory))
 
@@ -271,7 +273,7 @@ def check_broker(endpoint: str | None, env: Mapping[str, str]) -> Check:
         return Check("broker", "ok", "none can be entered yet; start one with `membrokerd`")
     except MembrokerError as error:
         return Check("broker", "warn", str(error), "name the endpoint with --endpoint DIR")
-    capacity = ", ".join(f"{format_size(books.capacity)} ({where})" for where, books in device.locations.items())
+    capacity = ", ".join(f"{format_size(books.capacity_bytes)} ({where})" for where, books in device.locations.items())
     return Check("broker", "ok", f"membrokerd {device.version} on {device.uuid} lends {capacity}")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import re
 import signal
 import sys
 import time
@@ -22,11 +21,10 @@ from ..session.endpoint import VARIABLE, find_device, living_devices
 from ..types import ModelStatus
 from ..vmm.driver import DriverError
 from ..vmm.sizes import format_size, parse_size
+from ..wire import names
 from . import operate, segments, tables
 from .admin import is_admin, open_books
 from .doctor import missing_packages, run_doctor
-
-_NAME = re.compile(rf"(?:tenants/)?([a-z0-9][a-z0-9-]{{0,23}})(?:/(?:models/)?((?=.{{1,96}}\Z){segments.MODEL}))?")
 
 _ENDPOINTS = """\
 A tenant's endpoint shows that tenant's own books; the admin endpoint, which only the operator can enter, shows
@@ -260,14 +258,14 @@ def _parser() -> argparse.ArgumentParser:
         "tenants",
         operate.tenants,
         "what each tenant is charged, against which limit, at the admin endpoint",
-        "  membroker tenants\n  membroker tenants --json | jq '.[] | {name, used: .books.device.used}'\n",
+        "  membroker tenants\n  membroker tenants --json | jq '.[] | {name, used: .books.device.used_bytes}'\n",
     )
     processes = _add(
         commands,
         "processes",
         operate.processes,
         "who uses the device beyond what is charged, at the admin endpoint",
-        "  membroker processes\n  membroker processes --json | jq '.[] | select(.excess > 1e9)'\n",
+        "  membroker processes\n  membroker processes --json | jq '.[] | select(.excess_bytes > 1e9)'\n",
     )
     processes.epilog = f"{processes.epilog}\n{_PROCESSES}"
     _add_ends(commands)
@@ -458,19 +456,20 @@ def _add_ends(commands: _Commands) -> None:
 
 
 def _session(text: str) -> str:
-    match = re.fullmatch(r"(?:sessions/)?([0-9a-f]{1,16})", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no session, as in sessions/1c0000000001")
-    return f"sessions/{match[1]}"
+    name = f"sessions/{text.removeprefix('sessions/')}"
+    if names.parse_session(name) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a session, as in sessions/1c0000000001")
+    return name
 
 
 def _name(text: str) -> str:
-    match = _NAME.fullmatch(text)
-    if match is None:
+    tenant, slash, model = text.removeprefix("tenants/").partition("/")
+    model = model.removeprefix("models/")
+    if not names.valid_tenant(tenant) or (slash and not names.valid_model(model)):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not TENANT or TENANT/MODEL, as in acme or acme/llama-7b: {segments.NAMES}"
+            f"{text!r} is not TENANT or TENANT/MODEL, as in acme or acme/llama-7b: {names.NAMES}"
         )
-    return f"tenants/{match[1]}" + (f"/models/{match[2]}" if match[2] else "")
+    return f"tenants/{tenant}/models/{model}" if model else f"tenants/{tenant}"
 
 
 def _segment(text: str) -> segments.Name:

@@ -22,12 +22,14 @@ def quota_set(options: argparse.Namespace) -> int:
     """Command a limit, or end a command."""
     with open_admin(options.endpoint) as admin:
         quota = admin.set_quota(options.name, location_of(options.location), options.limit[0])
-        notes = [] if options.json or quota.limit is None else list(_notes_on(quota, quota.limit, admin))
+        notes = [] if options.json or quota.limit_bytes is None else list(_notes_on(quota, quota.limit_bytes, admin))
     if options.json:
         tables.print_json(quota, sys.stdout)
         return 0
-    limit = "as configured" if quota.limit is None else format_size(quota.limit)
-    print(f"{tables.short_name(quota.name)} at the {quota.location}: limit {limit}, used {format_size(quota.used)}")
+    limit = "as configured" if quota.limit_bytes is None else format_size(quota.limit_bytes)
+    print(
+        f"{tables.short_name(quota.name)} at the {quota.location}: limit {limit}, used {format_size(quota.used_bytes)}"
+    )
     for note in notes:
         print(note)
     return 0
@@ -35,9 +37,9 @@ def quota_set(options: argparse.Namespace) -> int:
 
 def _notes_on(quota: Quota, limit: int, admin: Admin) -> Iterator[str]:
     """Yield what an operator may not expect of a limit: it is in force all the same."""
-    if quota.used > limit:
+    if quota.used_bytes > limit:
         yield "it uses more than that: nothing is taken away, and nothing more is lent until it gives some back"
-    capacity = admin.device().locations[quota.location].capacity
+    capacity = admin.device().locations[quota.location].capacity_bytes
     if limit > capacity:
         yield f"that is more than the capacity, {format_size(capacity)}, which holds before it"
     if quota.name not in _known(admin):
@@ -91,7 +93,7 @@ def forget(options: argparse.Namespace) -> int:
     if options.json:
         tables.print_json(session, sys.stdout)
         return 0
-    size = sum(books.used for books in session.books.values())
+    size = sum(books.used_bytes for books in session.books.values())
     print(
         f"{session.name} of {tables.short_name(session.tenant)} is forgotten: {format_size(size)} are charged no more"
     )
@@ -127,7 +129,7 @@ def drain(options: argparse.Namespace) -> int:
 
 def _who_holds(admin: Admin, device: DeviceStatus, *, exits: bool) -> tuple[list[SessionStatus], list[SegmentStatus]]:
     """Return the sessions that hold something, and the segments; a daemon that is to exit may do so meanwhile."""
-    if not any(books.lent or books.releasing for books in device.locations.values()):
+    if not any(books.lent_bytes or books.releasing_bytes for books in device.locations.values()):
         return [], []
     try:
         sessions, segments = admin.sessions(), admin.segments()
@@ -135,7 +137,7 @@ def _who_holds(admin: Admin, device: DeviceStatus, *, exits: bool) -> tuple[list
         if not exits:
             raise
         return [], []
-    return [one for one in sessions if one.segments or any(books.used for books in one.books.values())], segments
+    return [one for one in sessions if one.segments or any(books.used_bytes for books in one.books.values())], segments
 
 
 def undrain(options: argparse.Namespace) -> int:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -27,6 +26,7 @@ from ..safetensors import InvalidTensorIndex, TensorIndex, TensorInfo, read_inde
 from ..segment import MAX_HEADER_BYTES, Segment
 from ..types import SegmentStatus
 from ..vmm.sizes import format_size
+from ..wire.names import NAMES, parse_segment, valid_model, valid_segment, valid_tenant
 from .admin import Admin, open_admin
 
 LINES = 10
@@ -34,18 +34,6 @@ LINES = 10
 
 GIVING_UP_SECONDS = 2.0
 """How long a segment that was given up may take to go."""
-
-NAMES = (
-    "MODEL and SEGMENT are letters, digits and ._-, begin with a letter, a digit or _, and have at most 96 characters; "
-    "MODEL may have one slash inside, as in Qwen/Qwen3-8B; TENANT is lower case letters, digits and -, at most 24"
-)
-"""What names are made of, for somebody who wrote something else."""
-
-_TENANT = "[a-z0-9][a-z0-9-]{0,23}"
-_OWN = "[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
-MODEL = f"{_OWN}(?:/{_OWN})?"
-_RESOURCE_NAME = re.compile(f"tenants/({_TENANT})/models/({MODEL})/segments/({_OWN})")
-_NAME = re.compile(f"(?:(?:({_TENANT})/)?({MODEL})/)?({_OWN})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +51,19 @@ class Name:
     @classmethod
     def parse(cls, text: str) -> Name:
         """Read one of the three, or a resource name. Raises `ValueError`."""
-        if match := _RESOURCE_NAME.fullmatch(text):
-            return cls(match[1], match[2], match[3], is_resource_name=True)
-        match = _NAME.fullmatch(text)
-        if match is None:
+        if (parts := parse_segment(text)) and parts[1] != "-":
+            return cls(*parts, is_resource_name=True)
+        model, slash, segment = text.rpartition("/")
+        tenant, _, within = model.partition("/")
+        if within and valid_tenant(tenant):
+            model = within
+        else:
+            tenant = ""
+        if not valid_segment(segment) or (slash and not valid_model(model)):
             raise ValueError(
                 f"{text!r} is not SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT, as in llama-7b/weights: {NAMES}"
             )
-        return cls(match[1] or "", match[2] or "", match[3])
+        return cls(tenant, model, segment)
 
     def within(self, tenant: str) -> Name:
         """Return what this means at the endpoint of `tenants/{tenant}`.
@@ -248,13 +241,9 @@ def _index_of(content: mmap.mmap, path: str) -> TensorIndex:
 # --- How far it is ---
 
 
-class _Told(Protocol):
-    def __call__(self, size: int, /) -> None: ...
-
-
 @contextmanager
-def _progress(what: str, total: int, stream: TextIO) -> Iterator[_Told]:
-    """Yield what to tell the size of each step: a bar on a terminal, some lines elsewhere."""
+def _progress(what: str, total: int, stream: TextIO) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function of (done, total): it shows a bar on a terminal, and prints some lines elsewhere."""
     if not stream.isatty():
         yield _Lines(what, total, stream)
         return
@@ -288,8 +277,8 @@ class _Bar:
         self._bar = bar
         self._task = bar.add_task(what, total=total, text=self._meter.text())
 
-    def __call__(self, size: int, /) -> None:
-        self._meter.done += size
+    def __call__(self, done: int, _total: int, /) -> None:
+        self._meter.done = done
         self._bar.update(self._task, completed=self._meter.done, text=self._meter.text())
 
 
@@ -300,8 +289,8 @@ class _Lines:
         self._stream = stream
         self._told = 0
 
-    def __call__(self, size: int, /) -> None:
-        self._meter.done += size
+    def __call__(self, done: int, _total: int, /) -> None:
+        self._meter.done = done
         part = self._meter.done * LINES // self._meter.total
         if part > self._told:
             self._told = part
@@ -339,7 +328,7 @@ def delete(endpoint: str | None, name: Name, *, admin: bool) -> Deleted:
         left = {one.generation: one.sessions for one in books.segments()}
         if before is None:  # it came, and was deleted, between two calls
             return Deleted(str(name), 0, 0)
-        return Deleted(before.name, before.size, left.get(before.generation, 0))
+        return Deleted(before.name, before.size_bytes, left.get(before.generation, 0))
 
 
 def _known_by(books: Admin | Client, name: Name) -> SegmentStatus | None:

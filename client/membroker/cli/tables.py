@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -19,6 +19,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ..arguments import parts_of
+from ..deprecated import old_spellings
 from ..safetensors import TensorInfo
 from ..types import DeviceStatus, LocationBooks, ModelBooks, ModelStatus, SegmentStatus, SessionStatus
 from ..vmm.sizes import format_size
@@ -49,7 +50,7 @@ def models_table(models: Iterable[ModelStatus]) -> Table:
 
 
 def _worth_showing(books: ModelBooks) -> bool:
-    return books.location == "device" or bool(books.peak) or books.limit is not None
+    return books.location == "device" or bool(books.peak_bytes) or books.limit_bytes is not None
 
 
 def _model_row(model: ModelStatus, books: ModelBooks) -> list[str]:
@@ -58,11 +59,11 @@ def _model_row(model: ModelStatus, books: ModelBooks) -> list[str]:
         tenant,
         name,
         books.location,
-        format_size(model.virtual_capacity),
-        format_size(books.used),
-        format_size(books.segments),
-        format_size(books.peak),
-        _size(books.limit),
+        format_size(model.virtual_capacity_bytes),
+        format_size(books.used_bytes),
+        format_size(books.segment_bytes),
+        format_size(books.peak_bytes),
+        _size(books.limit_bytes),
         str(books.extents),
         str(model.sessions),
         str(sum(model.denials_total.values())),
@@ -84,7 +85,7 @@ def _session_row(session: SessionStatus) -> list[str]:
         session.state + (" (observer)" if session.observer else ""),
         str(session.pid or NONE),
         str(session.uid),
-        format_size(sum(books.used for books in session.books.values())),
+        format_size(sum(books.used_bytes for books in session.books.values())),
         str(sum(books.extents for books in session.books.values())),
         _time(session.create_time),
         " ".join(parts_of(name)[1] for name in session.models) or NONE,
@@ -104,7 +105,7 @@ def _segment_row(segment: SegmentStatus) -> list[str]:
         *parts_of(segment.name),
         segment.location,
         segment.state,
-        format_size(segment.size),
+        format_size(segment.size_bytes),
         str(segment.extents),
         str(segment.sessions),
         _time(segment.create_time),
@@ -133,7 +134,7 @@ def device_table(device: DeviceStatus) -> Table:
             ["uuid", device.uuid],
             ["product", device.product],
             ["driver", device.driver],
-            ["granularity", format_size(device.granularity)],
+            ["granularity", format_size(device.granularity_bytes)],
             ["membrokerd", f"{device.version}, pid {device.pid}, since {_time(device.start_time)}"],
             ["sessions", sessions],
             *([["lending", "no: it is drained"]] if device.draining else []),
@@ -149,16 +150,16 @@ def locations_table(locations: Iterable[LocationBooks]) -> Table:
 
 
 def _location_row(books: LocationBooks) -> list[str]:
-    seen = books.device_total is not None and books.device_used is not None
+    seen = books.device_total_bytes is not None and books.device_used_bytes is not None
     return [
         books.location,
-        format_size(books.capacity),
-        format_size(books.lent),
-        format_size(books.releasing),
-        format_size(books.free),
-        _size(books.unaccounted),
-        format_size(books.headroom),
-        f"{_size(books.device_used)} of {_size(books.device_total)}" if seen else NONE,
+        format_size(books.capacity_bytes),
+        format_size(books.lent_bytes),
+        format_size(books.releasing_bytes),
+        format_size(books.free_bytes),
+        _size(books.unaccounted_bytes),
+        format_size(books.headroom_bytes),
+        f"{_size(books.device_used_bytes)} of {_size(books.device_total_bytes)}" if seen else NONE,
     ]
 
 
@@ -169,8 +170,8 @@ def tenants_table(tenants: Iterable[TenantStatus]) -> Table:
         [
             short_name(tenant.name),
             books.location,
-            format_size(books.used),
-            _size(books.limit),
+            format_size(books.used_bytes),
+            _size(books.limit_bytes),
             str(tenant.models),
             str(tenant.sessions),
         ]
@@ -182,7 +183,10 @@ def tenants_table(tenants: Iterable[TenantStatus]) -> Table:
 
 def quotas_table(quotas: Iterable[Quota]) -> Table:
     """Return the commanded limits."""
-    rows = [[short_name(quota.name), quota.location, _size(quota.limit), format_size(quota.used)] for quota in quotas]
+    rows = [
+        [short_name(quota.name), quota.location, _size(quota.limit_bytes), format_size(quota.used_bytes)]
+        for quota in quotas
+    ]
     return Table(("name", "where", ">limit", ">used"), rows, "no limit is commanded; what is configured holds")
 
 
@@ -196,10 +200,10 @@ def _process_row(process: ProcessStatus) -> list[str]:
     return [
         str(process.pid),
         process.command or NONE,
-        format_size(process.used),
-        format_size(process.charged),
-        format_size(process.segments),
-        format_size(process.excess),
+        format_size(process.used_bytes),
+        format_size(process.charged_bytes),
+        format_size(process.segment_bytes),
+        format_size(process.excess_bytes),
         " ".join(map(short_name, process.models)) or NONE,
         " ".join(name.removeprefix("sessions/") for name in process.sessions) or NONE,
     ]
@@ -261,7 +265,7 @@ def print_json(value: Any, stream: TextIO) -> None:
 
 def _json_value(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
+        return old_spellings(value) | {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, datetime):
         return value.isoformat()
     raise TypeError(f"no JSON for {type(value).__name__}")

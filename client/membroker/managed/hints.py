@@ -289,7 +289,7 @@ def _range(address: int, size: int | str) -> tuple[int, int]:
 
 def _location(location: int | Location | str) -> int | Location:
     """Return a location as an ordinal that may be there, or as a `Location`."""
-    if isinstance(location, int) and not isinstance(location, bool):
+    if type(location) is int:
         if 0 <= location <= _LAST_ORDINAL:
             return location
     elif isinstance(location, Location | str):
@@ -322,6 +322,6 @@ def _device(calls: CudaManaged, location: int | Location | str | None) -> int:
 def _stream(stream: Any) -> int:
     """Return a stream's handle, of an int or of what has one as `cuda_stream` (PyTorch) or `ptr` (CuPy)."""
     handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", stream))
-    if isinstance(handle, bool) or not isinstance(handle, int) or not 0 <= handle <= _LAST_ADDRESS:
+    if type(handle) is not int or not 0 <= handle <= _LAST_ADDRESS:
         raise InvalidRequest(f"a stream is a handle, an object with `cuda_stream` or `ptr`, or 0, not {stream!r}")
     return handle

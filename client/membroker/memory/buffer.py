@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..arguments import bytes_of, check_range, location_of
+from ..arguments import bytes_of, check_range, location_of, rounded_up
 from ..errors import InvalidRequest
 from ..interrupts import HeldOff
 from ..vmm.driver import Location
-from ..vmm.sizes import MAX_BYTES, format_size, round_up
+from ..vmm.sizes import format_size
 from .holding import Held, Holding, Placing
 from .lender import Lender, Source
 from .local_source import asked_for
@@ -30,9 +30,7 @@ class Buffer(Held):
         self._size = bytes_of("a buffer", size, at_least=1)
         self._location = location_of(location)
         device = source.driver.device
-        self._extent_size = round_up(self._size, device.granularity)
-        if self._extent_size > MAX_BYTES:
-            raise InvalidRequest(f"a buffer of {size!r} rounds up to more than 2^63-1 bytes")
+        self._extent_size = rounded_up("a buffer", self._size, device.granularity)
         self._on_host = device.driver == "host"
         with HeldOff(), device_failures():
             self._holding = Holding(source, self._extent_size, "buffer")

@@ -21,8 +21,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..arguments import shape_of
+from ..dtypes import word_of
 from ..errors import InvalidRequest
-from ..safetensors import word_of
 from ..vmm.driver import DeviceInfo
 from ..vmm.sizes import MAX_BYTES
 from .views import Span
@@ -82,7 +82,7 @@ class Source(Protocol):
 class DlpackTensor:
     """`shape` elements of `dtype` at `address`, in C order, for `from_dlpack` of any framework. Made by `export`.
 
-    `dtype` is as for `tensor_index.word_of`; the attribute is the safetensors name (`"BF16"`). `device` is DLPack's
+    `dtype` is as for `dtypes.word_of`; the attribute is the safetensors name (`"BF16"`). `device` is DLPack's
     pair of type and number. This object and every tensor that a framework makes from it keep `owner` alive. The last
     one drops it, in any thread.
 

@@ -10,11 +10,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from ..arguments import bytes_of, check_page_size, check_range, location_of
+from ..arguments import bytes_of, check_page_size, check_range, location_of, rounded_up
+from ..deprecated import renamed
 from ..errors import InvalidRequest, OutOfVirtualMemory
 from ..interrupts import HeldOff, Turns
 from ..vmm.driver import Location
-from ..vmm.sizes import MAX_BYTES, MIB, format_size, round_up
+from ..vmm.sizes import MIB, format_size, round_up
 from .holding import Held, Holding, Placing
 from .lender import Lender, Source
 from .local_source import asked_for
@@ -29,11 +30,12 @@ less than a pool's 64 MiB.
 """
 
 
+@renamed(physical_memory_usage="physical_usage_bytes")
 class GrowableBuffer(Held):
     """`size` bytes at `address`, and addresses for `capacity` bytes. Thread-safe, and a context manager.
 
     Sizes are in bytes, or text such as `"8GiB"`. Addresses cost nothing, so `capacity` may be generous; it is rounded
-    up to whole pages. Memory comes and goes by the page, each an extent of its own: `physical_memory_usage` is
+    up to whole pages. Memory comes and goes by the page, each an extent of its own: `physical_usage_bytes` is
     charged, `size` is in use. The address never changes, so neither growing nor shrinking touches what stays: no byte
     of it is copied, and views and tensors of it stay valid.
 
@@ -55,9 +57,7 @@ class GrowableBuffer(Held):
     ) -> None:
         self._page_size = check_page_size(page_size, source.driver.device.granularity)
         self._location = location_of(location)
-        self._capacity = round_up(bytes_of("a capacity", capacity, at_least=1), self._page_size)
-        if self._capacity > MAX_BYTES:
-            raise InvalidRequest(f"a capacity of {capacity!r} rounds up to more than 2^63-1 bytes")
+        self._capacity = rounded_up("a capacity", capacity, self._page_size)
         first_size = bytes_of("a size", size)
         if first_size > self._capacity:
             raise InvalidRequest(f"a size of {first_size} bytes is more than the capacity, {self._capacity} bytes")
@@ -97,7 +97,7 @@ class GrowableBuffer(Held):
         return self._page_size
 
     @property
-    def physical_memory_usage(self) -> int:
+    def physical_usage_bytes(self) -> int:
         """Bytes that are mapped and charged: whole pages."""
         return len(self._holding.extents) * self._page_size
 
@@ -162,7 +162,7 @@ class GrowableBuffer(Held):
             self._cut(size)
 
     def _back(self, end: int) -> None:
-        backed = self.physical_memory_usage
+        backed = self.physical_usage_bytes
         if end > backed:
             placing = Placing(self._holding.region, backed)
             self._holding.source.borrow(self._page_size, (end - backed) // self._page_size, self._location, placing)
@@ -186,7 +186,7 @@ class GrowableBuffer(Held):
 
     def _unmap(self, end: int) -> list[int]:
         """Unmap the pages from `end` on, which nobody can reach any more, and return the ids of their extents."""
-        backed = self.physical_memory_usage
+        backed = self.physical_usage_bytes
         if end >= backed:
             return []
         self._holding.source.driver.synchronize()

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 
 from ..arguments import bytes_of
 from ..closing import Closing
+from ..deprecated import renamed
 from ..errors import ClosedError, DeviceFailure, InvalidRequest, OutOfMemory
 from ..interrupts import HeldOff, Waiting
 from ..vmm import open_driver
@@ -70,12 +71,12 @@ def asked_for(size: int, rounding: str) -> Iterator[None]:
     try:
         yield
     except OutOfMemory as error:
-        if error.requested and error.requested != size:
+        if error.requested_bytes and error.requested_bytes != size:
             error.metadata["asked_bytes"] = str(size)
             left = ""
             if "available_bytes" in error.metadata:
-                left = f", {format_size(error.available)} are available"
-            asked = f"{format_size(size)} ({format_size(error.requested)} {rounding}) were asked for{left}"
+                left = f", {format_size(error.available_bytes)} are available"
+            asked = f"{format_size(size)} ({format_size(error.requested_bytes)} {rounding}) were asked for{left}"
             error.args = (f"{asked}: {error}",)
         raise
 
@@ -86,6 +87,7 @@ PACKET = 64
 """How many extents are made before they are mapped: so many descriptors are open at a time."""
 
 
+@renamed(physical_memory_usage="physical_usage_bytes")
 class LocalSource(Closing):
     """Lends the device's memory to this process: `VirtualMemoryPool(LocalSource(), "64GiB")`. A context manager.
 
@@ -126,7 +128,7 @@ class LocalSource(Closing):
         return self._budgets[Location.DEVICE].limit
 
     @property
-    def physical_memory_usage(self) -> int:
+    def physical_usage_bytes(self) -> int:
         """Bytes of the device that are lent."""
         return self._budgets[Location.DEVICE].used
 

@@ -12,10 +12,12 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import check_range, contiguous_bytes, location_of, shape_of, whole_number
+from ..arguments import check_range, check_total, contiguous_bytes, location_of, shape_of, whole_number
+from ..deprecated import renamed
+from ..dtypes import word_of
 from ..errors import InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped
 from ..interrupts import HeldOff, Turns, let_through
-from ..safetensors import TensorInfo, numpy_array, word_of
+from ..safetensors import TensorInfo, numpy_array
 from ..vmm.driver import Location
 from ..vmm.sizes import MAX_BYTES, format_size
 from .dlpack import DlpackTensor, export, size_of
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+@renamed(physical_memory_usage="physical_usage_bytes")
 class SparseArray(Held):
     """`shape` elements of `dtype`, of which only tiles that were written have memory. Thread-safe, a context manager.
 
@@ -69,8 +72,7 @@ class SparseArray(Held):
         self._tile_rows = _checked_tile(tile_rows, self._row_size, granularity)
         self._tile_size = self._tile_rows * self._row_size
         self._tile_count = -(-self._shape[0] // self._tile_rows)
-        if self._tile_count > MAX_BYTES // self._tile_size:
-            raise InvalidRequest(f"an array of shape {self._shape} rounds up to more than 2^63-1 bytes of tiles")
+        check_total(f"an array of shape {self._shape}", self._tile_count * self._tile_size)
         self._zero = absent == "zero"
         self._location = location_of(location)
         self._turns = Turns()
@@ -119,7 +121,7 @@ class SparseArray(Held):
         return self._tile_count
 
     @property
-    def physical_memory_usage(self) -> int:
+    def physical_usage_bytes(self) -> int:
         """Bytes that are mapped and charged: whole tiles."""
         return len(self._holding.extents) * self._tile_size
 
@@ -256,7 +258,7 @@ class SparseArray(Held):
     # Its end
 
     def __repr__(self) -> str:
-        backed = format_size(self.physical_memory_usage)
+        backed = format_size(self.physical_usage_bytes)
         what = f"{self._dtype} {list(self._shape)}, {backed} backed{', closed' * self.closed}"
         return f"<membroker.SparseArray of {what}>"
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
+from ..arguments import Progress
 from ..errors import AlreadyMapped, CompactionFailed
 from ..interrupts import HeldOff
 from ..memory.holding import Holding, Placing
@@ -20,7 +21,7 @@ from ..memory.region import device_failures
 from ..types import Move
 from ..vmm.driver import AccessFlags, DriverError, Location
 from ..vmm.sizes import format_size
-from .offload import OffloadedPages, PageStore, Progress
+from .offload import OffloadedPages, PageStore
 from .page_table import FIXED, FREE, OFFLOADED, SPARE, USED, PageTable, next_move
 
 

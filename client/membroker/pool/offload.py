@@ -17,6 +17,7 @@ from itertools import pairwise
 from types import TracebackType
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from ..arguments import Progress
 from ..errors import InvalidRequest, MembrokerError
 from ..interrupts import HeldOff, let_through
 from ..memory.holding import Holding, Placing
@@ -32,9 +33,6 @@ CHUNK_BYTES = 64 * MIB
 CHUNKS_UNDER_WAY = 4
 BLOCK_BYTES = 256 * MIB
 """How much is pinned at once, in whole pages, and freed when the last page has left it."""
-
-Progress = Callable[[int, int], object]
-"""Is told how many bytes are done, of how many."""
 
 _RUN = re.compile(r"offset-([0-9]{20})")
 
@@ -504,12 +502,6 @@ def check_segment(segment: PageStore, driver: Driver) -> None:
         raise InvalidRequest(f"a pool's pages lie in a segment that is attached or written here, not {segment!r}")
     if segment.driver is not driver:
         raise InvalidRequest(f"{segment.resource_name} is another client's: attach it with the client of this pool")
-
-
-def check_progress(progress: Progress | None) -> None:
-    """Raise `InvalidRequest` for what cannot be called."""
-    if progress is not None and not callable(progress):
-        raise InvalidRequest(f"progress is a function of two numbers of bytes, not {progress!r}")
 
 
 def _unpin(source: Source, address: int, size: int) -> None:

@@ -10,7 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from itertools import groupby
 
-from ..arguments import access_of, bytes_of, check_page_size, location_of, whole_number
+from ..arguments import (
+    Progress,
+    access_of,
+    bytes_of,
+    check_page_size,
+    check_progress,
+    location_of,
+    rounded_up,
+    whole_number,
+)
+from ..deprecated import renamed
 from ..errors import InvalidOffset, InvalidRequest, NotMapped, OutOfVirtualMemory
 from ..interrupts import HeldOff
 from ..memory.holding import Held
@@ -19,15 +29,16 @@ from ..memory.region import device_failures
 from ..memory.views import Span
 from ..types import MemoryStats, Move, PoolMapping
 from ..vmm.driver import AccessFlags, Location
-from ..vmm.sizes import MAX_BYTES, MIB, format_size, is_power_of_two, round_up
+from ..vmm.sizes import MIB, format_size, is_power_of_two
 from .backing import Backing
-from .offload import PageStore, Progress, check_progress, check_segment, runs_in, size_in_segment
+from .offload import PageStore, check_segment, runs_in, size_in_segment
 from .page_table import OFFLOADED, SPARE, USED
 
 DEFAULT_PAGE_SIZE = 64 * MIB
 _STATES = {SPARE: "spare", OFFLOADED: "offloaded"}
 
 
+@renamed(physical_memory_usage="physical_usage_bytes")
 class VirtualMemoryPool(Held):
     """Addresses for `virtual_capacity` bytes, backed page by page on demand. Thread-safe, and a context manager.
 
@@ -54,9 +65,7 @@ class VirtualMemoryPool(Held):
             raise InvalidRequest(f"a pool keeps 0 or more spare pages, not {spare_pages}")
         self._page_size = check_page_size(page_size, source.driver.device.granularity)
         where = location_of(location)
-        self._capacity = round_up(bytes_of("virtual_capacity", virtual_capacity, at_least=1), self._page_size)
-        if self._capacity > MAX_BYTES:
-            raise InvalidRequest(f"a virtual capacity of {virtual_capacity!r} rounds up to more than 2^63-1 bytes")
+        self._capacity = rounded_up("a virtual capacity", virtual_capacity, self._page_size)
         with HeldOff(), device_failures():
             self._backing = Backing(source, self._capacity // self._page_size, self._page_size, where, spare_pages)
             self._holding, self._table, self._lock = self._backing.holding, self._backing.table, self._backing.lock
@@ -82,7 +91,7 @@ class VirtualMemoryPool(Held):
         return self._page_size
 
     @property
-    def physical_memory_usage(self) -> int:
+    def physical_usage_bytes(self) -> int:
         """Bytes of memory behind the addresses: whole pages."""
         return len(self._holding.extents) * self._page_size
 
@@ -105,10 +114,10 @@ class VirtualMemoryPool(Held):
             largest, free = self._table.largest_free_run()
             offloaded = self._backing.offloaded.size
         return MemoryStats(
-            virtual_capacity=self._capacity,
-            physical_usage=mapped * self._page_size,
+            virtual_capacity_bytes=self._capacity,
+            physical_usage_bytes=mapped * self._page_size,
             mapped_pages=mapped,
-            largest_free_run=largest * self._page_size,
+            largest_free_run_bytes=largest * self._page_size,
             fragmentation_ratio=1 - largest / free if free else 0.0,
             spare_pages=spare,
             offloaded_bytes=offloaded,
@@ -413,7 +422,7 @@ class VirtualMemoryPool(Held):
             del span
 
     def __repr__(self) -> str:
-        used, all_of_it = format_size(self.physical_memory_usage), format_size(self._capacity)
+        used, all_of_it = format_size(self.physical_usage_bytes), format_size(self._capacity)
         return f"<membroker.VirtualMemoryPool of {all_of_it}, {used} backed{', closed' * self.closed}>"
 
     # Pages

@@ -17,6 +17,7 @@ from contextlib import suppress
 
 from ..v1 import handoff_pb2 as pb
 from ..wire import frames as handoff
+from ..wire.names import MAX_FRAME_BYTES
 
 logger = logging.getLogger("membroker")
 
@@ -37,7 +38,7 @@ class Background:
         self._poller = select.poll()
         self._poller.register(self._woken, select.POLLIN)
         self._poller.register(self._notices, select.POLLIN)
-        self._buffer = bytearray(handoff.MAX_FRAME_BYTES)
+        self._buffer = bytearray(MAX_FRAME_BYTES)
         self._running = True
         self._thread = threading.Thread(target=self._run, name="membroker", daemon=True)
         self._thread.start()

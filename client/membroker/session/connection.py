@@ -24,6 +24,7 @@ from ..interrupts import Condition, HeldOff, Waiting, is_held_off
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
 from ..wire import frames as handoff
+from ..wire.names import MAX_IDS_PER_FRAME
 from .call import Call, DeliveryHandler, Nothing, Outcome, Taken, check_whole, close_packet, close_packets, outcome_of
 from .inventory import Registry
 
@@ -149,10 +150,10 @@ class Connection:
             # Filled in place: a request that is put into a frame is copied, which takes as long as all the rest.
             frame = pb.Frame(request_id=self.new_request_id())
             request = frame.release
-            request.extent_ids.extend(ids[: handoff.MAX_IDS_PER_FRAME])
+            request.extent_ids.extend(ids[:MAX_IDS_PER_FRAME])
             request.no_reply = True
             self._post(frame)
-            del ids[: handoff.MAX_IDS_PER_FRAME]
+            del ids[:MAX_IDS_PER_FRAME]
 
     def detach(self, generation: int) -> None:
         """Say that this session lets go of a segment, without waiting for an answer; a refusal comes as a notice."""

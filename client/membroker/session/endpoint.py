@@ -20,11 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import AccessDenied, BrokerAbsent, BrokerUnavailable, DescriptorLimit, InvalidRequest, MembrokerError
+from ..wire.names import MAX_SOCKET_PATH_BYTES
 
 VARIABLE = "MEMBROKER_ENDPOINT"
-MAX_PATH_BYTES = 107
-"""The longest path of a Unix socket: `sockaddr_un` has 108 bytes, the last is a zero."""
-
 SYSTEM = Path("/run/membroker")
 
 _START = "start one with `membrokerd`"
@@ -212,9 +210,9 @@ def set_timeout(connection: socket.socket, timeout: float) -> None:
 def check_path(path: Path) -> None:
     """Raise `InvalidRequest` for a path that the kernel does not take as a socket's address."""
     length = len(os.fsencode(path))
-    if length > MAX_PATH_BYTES:
+    if length > MAX_SOCKET_PATH_BYTES:
         raise InvalidRequest(
-            f"the path of a socket has at most {MAX_PATH_BYTES} bytes and {path} has {length}: "
+            f"the path of a socket has at most {MAX_SOCKET_PATH_BYTES} bytes and {path} has {length}: "
             "choose a shorter runtime directory, or name the endpoint through a symbolic link with a short path"
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..errors import BrokerAbsent, BrokerUnavailable, DescriptorLimit, MembrokerError, ProtocolError, from_status
 from ..v1 import handoff_pb2 as pb
 from ..wire import frames as handoff
+from ..wire.names import PROTOCOL_VERSION
 from .endpoint import DESCRIPTORS_SHORT, open_socket, set_timeout, silent
 
 
@@ -74,9 +75,9 @@ def _welcome_of(packet: handoff.Packet) -> pb.Welcome:
         raise DescriptorLimit(DESCRIPTORS_SHORT)
     if frame.WhichOneof("kind") != "welcome" or len(packet.descriptors) != 1:
         raise ProtocolError("the broker's first frame is not a Welcome with one descriptor")
-    if frame.welcome.protocol_version != handoff.PROTOCOL_VERSION:
+    if frame.welcome.protocol_version != PROTOCOL_VERSION:
         raise ProtocolError(
             f"the broker speaks version {frame.welcome.protocol_version} of the protocol and this library "
-            f"{handoff.PROTOCOL_VERSION}: install the membroker that matches the daemon"
+            f"{PROTOCOL_VERSION}: install the membroker that matches the daemon"
         )
     return frame.welcome

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from ..v1 import broker_pb2, resources_pb2
 from ..v1 import handoff_pb2 as pb
-from ..wire.frames import MAX_IDS_PER_FRAME
+from ..wire.names import MAX_IDS_PER_FRAME
 
 _T = TypeVar("_T")
 Declarations = dict[tuple[str, resources_pb2.Location.ValueType], int]

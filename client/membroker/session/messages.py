@@ -50,7 +50,7 @@ def device(message: pb.Device) -> DeviceStatus:
         uuid=message.uuid,
         product=message.product,
         driver=message.driver,
-        granularity=message.granularity_bytes,
+        granularity_bytes=message.granularity_bytes,
         locations={books.location: books for books in map(_location_books, message.locations)},
         revision=message.revision,
         version=message.version,
@@ -66,15 +66,15 @@ def device(message: pb.Device) -> DeviceStatus:
 def _location_books(message: pb.LocationBooks) -> LocationBooks:
     return LocationBooks(
         location=location_name(message.location),
-        capacity=message.capacity_bytes,
-        lent=message.lent_bytes,
-        releasing=message.releasing_bytes,
-        stock=message.stock_bytes,
-        free=message.free_bytes,
-        headroom=message.headroom_bytes,
-        unaccounted=message.unaccounted_bytes if message.HasField("unaccounted_bytes") else None,
-        device_total=message.device_total_bytes if message.HasField("device_total_bytes") else None,
-        device_used=message.device_used_bytes if message.HasField("device_used_bytes") else None,
+        capacity_bytes=message.capacity_bytes,
+        lent_bytes=message.lent_bytes,
+        releasing_bytes=message.releasing_bytes,
+        stock_bytes=message.stock_bytes,
+        free_bytes=message.free_bytes,
+        headroom_bytes=message.headroom_bytes,
+        unaccounted_bytes=message.unaccounted_bytes if message.HasField("unaccounted_bytes") else None,
+        device_total_bytes=message.device_total_bytes if message.HasField("device_total_bytes") else None,
+        device_used_bytes=message.device_used_bytes if message.HasField("device_used_bytes") else None,
     )
 
 
@@ -87,7 +87,7 @@ def model(message: pb.Model) -> ModelStatus:
     """Return a model and its books."""
     return ModelStatus(
         name=message.name,
-        virtual_capacity=message.virtual_capacity_bytes,
+        virtual_capacity_bytes=message.virtual_capacity_bytes,
         books={books.location: books for books in map(_model_books, message.books)},
         sessions=message.sessions,
         allocations_total=message.allocations_total,
@@ -99,19 +99,21 @@ def model(message: pb.Model) -> ModelStatus:
 def _model_books(message: pb.ModelBooks) -> ModelBooks:
     return ModelBooks(
         location=location_name(message.location),
-        used=message.used_bytes,
-        peak=message.peak_bytes,
-        releasing=message.releasing_bytes,
-        declared=message.declared_bytes,
-        limit=message.limit_bytes if message.HasField("limit_bytes") else None,
+        used_bytes=message.used_bytes,
+        peak_bytes=message.peak_bytes,
+        releasing_bytes=message.releasing_bytes,
+        declared_bytes=message.declared_bytes,
+        limit_bytes=message.limit_bytes if message.HasField("limit_bytes") else None,
         extents=message.extents,
-        segments=message.segment_bytes,
+        segment_bytes=message.segment_bytes,
     )
 
 
 def available(message: broker_pb2.Available) -> Available:
     """Return what could be borrowed."""
-    return Available(now=message.now_bytes, limit=message.limit_bytes if message.HasField("limit_bytes") else None)
+    return Available(
+        now_bytes=message.now_bytes, limit_bytes=message.limit_bytes if message.HasField("limit_bytes") else None
+    )
 
 
 def segments(messages: Iterable[pb.Segment]) -> list[SegmentStatus]:
@@ -126,7 +128,7 @@ def segment(message: pb.Segment) -> SegmentStatus:
         generation=message.generation,
         state=pb.Segment.State.Name(message.state).lower(),
         location=location_name(message.location),
-        size=message.size_bytes,
+        size_bytes=message.size_bytes,
         extents=message.extents,
         sessions=message.sessions,
         writer=message.writer,

@@ -20,6 +20,7 @@ from google.rpc.status_pb2 import Status
 
 from ..errors import BrokerUnavailable, DescriptorLimit, MembrokerError, from_status
 from ..interrupts import HeldOff, Waiting, is_held_off
+from ..wire.names import STATUS_METADATA, TOKEN_METADATA
 from .endpoint import DESCRIPTORS_SHORT, check_path
 
 if TYPE_CHECKING:
@@ -34,8 +35,6 @@ CONTROL_SECONDS = 30.0
 PATIENT_SECONDS = 5.0
 """How long the first of them may take over a channel that has to find a new broker."""
 
-TOKEN_METADATA = "membroker-token"
-STATUS_METADATA = "grpc-status-details-bin"
 _OPTIONS = (
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),

@@ -26,7 +26,7 @@ from ..v1 import handoff_pb2 as pb
 from ..v1.handoff_pb2 import Frame
 from ..vmm import open_driver
 from ..vmm.driver import Driver
-from ..wire.frames import PROTOCOL_VERSION
+from ..wire.names import MAX_CLIENT_CHARACTERS, PROTOCOL_VERSION
 from .connection import Connection
 from .declarations import Declarations
 from .reconnecting import Line
@@ -144,7 +144,7 @@ class Session:
             raise InvalidRequest(f'a transport is "handoff" or "grpc", not {transport!r}')
         if isinstance(driver, str):
             raise InvalidRequest(f"a driver is one that is open, not {driver!r}: without it the broker's is opened")
-        hello = pb.Hello(protocol_version=PROTOCOL_VERSION, observer=observer, client=client[:128])
+        hello = pb.Hello(protocol_version=PROTOCOL_VERSION, observer=observer, client=client[:MAX_CLIENT_CHARACTERS])
         self.endpoint = endpoint
         self._lock = threading.Lock()
         self._closed = self._ended = self._forked = False

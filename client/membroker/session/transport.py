@@ -18,7 +18,7 @@ from ..errors import AccessDenied, BrokerUnavailable, ClosedError, SegmentNotFou
 from ..v1 import broker_pb2 as pb
 from ..v1.handoff_pb2 import Frame
 from ..v1.resources_pb2 import Location, Segment
-from ..wire.frames import MAX_IDS_PER_FRAME
+from ..wire.names import MAX_IDS_PER_FRAME
 from .call import DeliveryHandler, Outcome
 from .connection import Connection
 from .reconnecting import Line

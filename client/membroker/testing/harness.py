@@ -1,4 +1,4 @@
-"""What the checks of `membroker.testing.driver_suite` are made of: short lives of extents, and other processes.
+"""Helpers of the checks: extents and mappings for the length of a block, and other processes.
 
 Owns the steps that several checks share. It must never decide what a driver has to do: that is a check's work.
 """
@@ -24,13 +24,13 @@ DEADLINE_SECONDS = 20.0
 """How long a check waits for another process, or for the device to show a death (70 ms were measured)."""
 
 TRUTH_BYTES = 256 * MIB
-"""The extent whose birth and death are looked for in the device's figure: far above what a driver allots itself."""
+"""The size of extents that a check looks for in the device's figure: far more than a driver needs for itself."""
 
 PATTERN = b"written by a process that is dead"
 
 
 MakeDriver = Callable[..., Driver]
-"""Makes a driver in this process, or in a child; with `survivors=`, where its drivers have any."""
+"""Makes a driver in this process, or in a child; with `survivors=` if its drivers have any."""
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = DEADLINE_SECONDS) -> None:

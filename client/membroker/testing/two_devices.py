@@ -1,4 +1,4 @@
-"""What drivers of two devices promise, where the devices reach each other: access of each, addresses of both.
+"""Checks for drivers of two devices that reach each other: access of each, addresses of both.
 
 Owns the checks that `membroker.testing` shows as `TWO_DEVICE_CHECKS`. Bytes are moved by `write` and `read`, which are
 one device's, so that what a device may not touch is seen to be refused.
@@ -41,7 +41,7 @@ def devices_are_told_apart(make_first: MakeDriver, make_second: MakeDriver) -> N
 
 
 def access_is_a_devices_own(make_first: MakeDriver, make_second: MakeDriver) -> None:
-    """A mapping is one device's until the other is granted something, and then each has what it was granted."""
+    """Only one device has access to a mapping until the other is granted some; then each has what it was granted."""
     with _both(make_first, make_second) as (first, second):
         size = first.device.granularity
         with extent(first, size) as handle, mapped_handle(first, handle, keep=True) as address:
@@ -105,7 +105,7 @@ def memory_is_counted_where_it_is(make_first: MakeDriver, make_second: MakeDrive
 
 
 def a_descriptor_crosses_drivers(make_first: MakeDriver, make_second: MakeDriver) -> None:
-    """What one device's driver exported another's imports, maps and reads: a descriptor is no driver's."""
+    """One device's driver imports, maps and reads what the other's exported: a descriptor belongs to no driver."""
     with _both(make_first, make_second) as (first, second):
         size = first.device.granularity
         with extent(first, size) as handle, mapped_handle(first, handle, keep=True) as address:
@@ -124,4 +124,4 @@ TWO_DEVICE_CHECKS: tuple[Callable[[MakeDriver, MakeDriver], None], ...] = (
     memory_is_counted_where_it_is,
     a_descriptor_crosses_drivers,
 )
-"""Every promise of two devices; each is called with a maker of each and raises `AssertionError` where it is broken."""
+"""Every promise of two devices; each is called with a maker of each and raises `AssertionError` if it is broken."""

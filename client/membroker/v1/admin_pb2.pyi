@@ -21,9 +21,9 @@ class ListTenantsRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     page_size: builtins.int
-    """How many at most; 0 leaves it to the broker, which gives no more than 1,000."""
+    """At most this many; 0 for 100, never more than 1,000."""
     page_token: builtins.str
-    """The `next_page_token` of the page before."""
+    """The `next_page_token` of the previous page."""
     def __init__(
         self,
         *,
@@ -56,7 +56,7 @@ global___ListTenantsResponse = ListTenantsResponse
 
 @typing.final
 class Tenant(google.protobuf.message.Message):
-    """A tenant, and what all its models together are charged."""
+    """A tenant, and what its models are charged in all."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -67,13 +67,13 @@ class Tenant(google.protobuf.message.Message):
     name: builtins.str
     """tenants/{tenant}"""
     models: builtins.int
-    """Models that it has registered."""
+    """Its registered models."""
     sessions: builtins.int
-    """Its sessions, observers left out."""
+    """Its sessions, without observers."""
     @property
     def books(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TenantBooks]:
         """2 is for a later version.
-        Every location that the broker lends at.
+        One for each location at which the broker lends.
         """
 
     def __init__(
@@ -101,7 +101,7 @@ class TenantBooks(google.protobuf.message.Message):
     used_bytes: builtins.int
     """What its models are charged: lent + releasing."""
     limit_bytes: builtins.int
-    """The limit in force, commanded or configured. Left out: only the capacity holds."""
+    """The limit in force, commanded or configured. Absent: only the capacity applies."""
     def __init__(
         self,
         *,
@@ -141,7 +141,7 @@ class DrainRequest(google.protobuf.message.Message):
     """Exit once nothing is charged, or at the deadline, whatever is charged then."""
     @property
     def deadline(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """When everything should have been given back; told to the workers. Absent: no time."""
+        """When everything should be released; the workers are told. Absent: no deadline."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class SetQuotaRequest(google.protobuf.message.Message):
     location: membroker.v1.resources_pb2.Location.ValueType
     """Unspecified: the device."""
     limit_bytes: builtins.int
-    """Left out: the command ends, and what is configured holds again."""
+    """Absent: the command ends, and the configured limit applies again."""
     def __init__(
         self,
         *,
@@ -203,7 +203,7 @@ class Quota(google.protobuf.message.Message):
     """tenants/{tenant} or tenants/{tenant}/models/{model}"""
     location: membroker.v1.resources_pb2.Location.ValueType
     limit_bytes: builtins.int
-    """Left out: nothing is commanded."""
+    """Absent: no limit is set by command."""
     used_bytes: builtins.int
     """What is charged now."""
     def __init__(
@@ -289,15 +289,15 @@ class Process(google.protobuf.message.Message):
     pid: builtins.int
     """As the broker sees it."""
     command: builtins.str
-    """What the kernel calls it (/proc/PID/comm); empty where the broker cannot read that. The process chooses it."""
+    """Its name in the kernel (/proc/PID/comm), which the process chooses; empty if the broker cannot read it."""
     used_bytes: builtins.int
-    """What the driver sees it use. On a card that is NVML's figure, the process's context included."""
+    """What the driver sees it use. On a GPU this is NVML's figure, which includes the process's CUDA context."""
     charged_bytes: builtins.int
-    """What its sessions are charged, their declarations included."""
+    """What its sessions are charged, including declarations."""
     segment_bytes: builtins.int
     """The size of the segments that its sessions hold: mapped by it, charged to their models."""
     excess_bytes: builtins.int
-    """What it uses beyond both, at least 0. A context that it has not declared is part of it (518 MiB on an H200)."""
+    """What it uses beyond both, at least 0. It includes a CUDA context that was not declared (518 MiB on an H200)."""
     @property
     def sessions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """sessions/{session}"""

@@ -28,8 +28,8 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """What an operator may ask, at the admin endpoint (`<runtime>/<device>/admin/grpc.sock`). No token: who can open
-    the socket is an operator, so it is never mounted into a workload.
+    """The operator's calls, at the admin endpoint (`<runtime>/<device>/admin/grpc.sock`). There is no token: any process
+    that can open the socket acts as an operator, so never mount it into a workload.
     """
 
     def __init__(self, channel):
@@ -101,8 +101,8 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """What an operator may ask, at the admin endpoint (`<runtime>/<device>/admin/grpc.sock`). No token: who can open
-    the socket is an operator, so it is never mounted into a workload.
+    """The operator's calls, at the admin endpoint (`<runtime>/<device>/admin/grpc.sock`). There is no token: any process
+    that can open the socket acts as an operator, so never mount it into a workload.
     """
 
     def GetDevice(self, request, context):
@@ -113,65 +113,65 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Everybody's models, by tenant and name.
+        """All tenants' models, by tenant and name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSessions(self, request, context):
-        """Everybody's sessions, in the order they began.
+        """All tenants' sessions, in the order they began.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSegments(self, request, context):
-        """Everybody's segments, in the order they began.
+        """All tenants' segments, in the order they began.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListTenants(self, request, context):
-        """The tenants, by name: those that are configured, and every other that has a session, a model or a commanded limit.
+        """The tenants, by name: the configured ones, and all others with a session, a model or a limit set by command.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteSegment(self, request, context):
-        """Ends a segment of whomever, by its full name: its bytes come back when the last session has left it.
+        """Deletes a segment of any tenant, by its full name. Its bytes are free when the last session has left it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetQuota(self, request, context):
-        """Commands a limit, for a model (registered or not) or for a tenant. It holds from now on for every debit;
-        what is lent already stays lent. It is kept on disk, until it is ended or changed.
+        """Sets a limit for a model (registered or not) or for a tenant. It applies to every debit from now on; what is lent
+        already stays lent. The limit is kept on disk until it is changed or removed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListQuotas(self, request, context):
-        """The limits in force by command.
+        """The limits that were set by command.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForgetSession(self, request, context):
-        """Ends a detached session on the operator's word: what it is charged is credited at once. If its process still has
-        the memory mapped, that counts as unaccounted until it ends.
+        """Ends a detached session: what it is charged is credited at once. If its process still has the memory mapped, these
+        bytes are unaccounted until the process ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Lends nothing more, tells the workers, and if asked exits once nothing is charged, or at the deadline.
+        """Stops lending and tells the workers. If asked, the daemon exits once nothing is charged, or at the deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,10 +185,10 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListProcesses(self, request, context):
-        """The processes that the driver sees using the device's memory now, beside what the books charge them: those with
-        the largest excess first. They are suspects for what is unaccounted. Whom the driver cannot see is left out: who
-        holds memory by a descriptor alone, or lives in another pid namespace; on the host twin, other users' processes
-        too, unless the broker runs as root.
+        """The processes that the driver sees using the device's memory, with what the books charge them; the largest excess
+        first. These are the suspects when memory is unaccounted. The driver does not see a process that holds memory by a
+        descriptor alone or that is in another pid namespace. The host driver does not see other users' processes, unless
+        the broker runs as root.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -266,8 +266,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """What an operator may ask, at the admin endpoint (`<runtime>/<device>/admin/grpc.sock`). No token: who can open
-    the socket is an operator, so it is never mounted into a workload.
+    """The operator's calls, at the admin endpoint (`<runtime>/<device>/admin/grpc.sock`). There is no token: any process
+    that can open the socket acts as an operator, so never mount it into a workload.
     """
 
     @staticmethod

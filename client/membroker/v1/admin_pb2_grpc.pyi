@@ -20,8 +20,8 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class AdminServiceStub:
-    """What an operator may ask, at the admin endpoint (`<runtime>/<device>/admin/grpc.sock`). No token: who can open
-    the socket is an operator, so it is never mounted into a workload.
+    """The operator's calls, at the admin endpoint (`<runtime>/<device>/admin/grpc.sock`). There is no token: any process
+    that can open the socket acts as an operator, so never mount it into a workload.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -35,59 +35,59 @@ class AdminServiceStub:
         membroker.v1.broker_pb2.ListModelsRequest,
         membroker.v1.broker_pb2.ListModelsResponse,
     ]
-    """Everybody's models, by tenant and name."""
+    """All tenants' models, by tenant and name."""
 
     ListSessions: grpc.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.ListSessionsRequest,
         membroker.v1.broker_pb2.ListSessionsResponse,
     ]
-    """Everybody's sessions, in the order they began."""
+    """All tenants' sessions, in the order they began."""
 
     ListSegments: grpc.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.ListSegmentsRequest,
         membroker.v1.broker_pb2.ListSegmentsResponse,
     ]
-    """Everybody's segments, in the order they began."""
+    """All tenants' segments, in the order they began."""
 
     ListTenants: grpc.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.ListTenantsRequest,
         membroker.v1.admin_pb2.ListTenantsResponse,
     ]
-    """The tenants, by name: those that are configured, and every other that has a session, a model or a commanded limit."""
+    """The tenants, by name: the configured ones, and all others with a session, a model or a limit set by command."""
 
     DeleteSegment: grpc.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.DeleteSegmentRequest,
         membroker.v1.resources_pb2.Segment,
     ]
-    """Ends a segment of whomever, by its full name: its bytes come back when the last session has left it."""
+    """Deletes a segment of any tenant, by its full name. Its bytes are free when the last session has left it."""
 
     SetQuota: grpc.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.SetQuotaRequest,
         membroker.v1.admin_pb2.Quota,
     ]
-    """Commands a limit, for a model (registered or not) or for a tenant. It holds from now on for every debit;
-    what is lent already stays lent. It is kept on disk, until it is ended or changed.
+    """Sets a limit for a model (registered or not) or for a tenant. It applies to every debit from now on; what is lent
+    already stays lent. The limit is kept on disk until it is changed or removed.
     """
 
     ListQuotas: grpc.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.ListQuotasRequest,
         membroker.v1.admin_pb2.ListQuotasResponse,
     ]
-    """The limits in force by command."""
+    """The limits that were set by command."""
 
     ForgetSession: grpc.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.ForgetSessionRequest,
         membroker.v1.resources_pb2.Session,
     ]
-    """Ends a detached session on the operator's word: what it is charged is credited at once. If its process still has
-    the memory mapped, that counts as unaccounted until it ends.
+    """Ends a detached session: what it is charged is credited at once. If its process still has the memory mapped, these
+    bytes are unaccounted until the process ends.
     """
 
     Drain: grpc.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.DrainRequest,
         membroker.v1.resources_pb2.Device,
     ]
-    """Lends nothing more, tells the workers, and if asked exits once nothing is charged, or at the deadline."""
+    """Stops lending and tells the workers. If asked, the daemon exits once nothing is charged, or at the deadline."""
 
     Undrain: grpc.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.UndrainRequest,
@@ -99,15 +99,15 @@ class AdminServiceStub:
         membroker.v1.admin_pb2.ListProcessesRequest,
         membroker.v1.admin_pb2.ListProcessesResponse,
     ]
-    """The processes that the driver sees using the device's memory now, beside what the books charge them: those with
-    the largest excess first. They are suspects for what is unaccounted. Whom the driver cannot see is left out: who
-    holds memory by a descriptor alone, or lives in another pid namespace; on the host twin, other users' processes
-    too, unless the broker runs as root.
+    """The processes that the driver sees using the device's memory, with what the books charge them; the largest excess
+    first. These are the suspects when memory is unaccounted. The driver does not see a process that holds memory by a
+    descriptor alone or that is in another pid namespace. The host driver does not see other users' processes, unless
+    the broker runs as root.
     """
 
 class AdminServiceAsyncStub:
-    """What an operator may ask, at the admin endpoint (`<runtime>/<device>/admin/grpc.sock`). No token: who can open
-    the socket is an operator, so it is never mounted into a workload.
+    """The operator's calls, at the admin endpoint (`<runtime>/<device>/admin/grpc.sock`). There is no token: any process
+    that can open the socket acts as an operator, so never mount it into a workload.
     """
 
     GetDevice: grpc.aio.UnaryUnaryMultiCallable[
@@ -120,59 +120,59 @@ class AdminServiceAsyncStub:
         membroker.v1.broker_pb2.ListModelsRequest,
         membroker.v1.broker_pb2.ListModelsResponse,
     ]
-    """Everybody's models, by tenant and name."""
+    """All tenants' models, by tenant and name."""
 
     ListSessions: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.ListSessionsRequest,
         membroker.v1.broker_pb2.ListSessionsResponse,
     ]
-    """Everybody's sessions, in the order they began."""
+    """All tenants' sessions, in the order they began."""
 
     ListSegments: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.ListSegmentsRequest,
         membroker.v1.broker_pb2.ListSegmentsResponse,
     ]
-    """Everybody's segments, in the order they began."""
+    """All tenants' segments, in the order they began."""
 
     ListTenants: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.ListTenantsRequest,
         membroker.v1.admin_pb2.ListTenantsResponse,
     ]
-    """The tenants, by name: those that are configured, and every other that has a session, a model or a commanded limit."""
+    """The tenants, by name: the configured ones, and all others with a session, a model or a limit set by command."""
 
     DeleteSegment: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.DeleteSegmentRequest,
         membroker.v1.resources_pb2.Segment,
     ]
-    """Ends a segment of whomever, by its full name: its bytes come back when the last session has left it."""
+    """Deletes a segment of any tenant, by its full name. Its bytes are free when the last session has left it."""
 
     SetQuota: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.SetQuotaRequest,
         membroker.v1.admin_pb2.Quota,
     ]
-    """Commands a limit, for a model (registered or not) or for a tenant. It holds from now on for every debit;
-    what is lent already stays lent. It is kept on disk, until it is ended or changed.
+    """Sets a limit for a model (registered or not) or for a tenant. It applies to every debit from now on; what is lent
+    already stays lent. The limit is kept on disk until it is changed or removed.
     """
 
     ListQuotas: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.ListQuotasRequest,
         membroker.v1.admin_pb2.ListQuotasResponse,
     ]
-    """The limits in force by command."""
+    """The limits that were set by command."""
 
     ForgetSession: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.ForgetSessionRequest,
         membroker.v1.resources_pb2.Session,
     ]
-    """Ends a detached session on the operator's word: what it is charged is credited at once. If its process still has
-    the memory mapped, that counts as unaccounted until it ends.
+    """Ends a detached session: what it is charged is credited at once. If its process still has the memory mapped, these
+    bytes are unaccounted until the process ends.
     """
 
     Drain: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.DrainRequest,
         membroker.v1.resources_pb2.Device,
     ]
-    """Lends nothing more, tells the workers, and if asked exits once nothing is charged, or at the deadline."""
+    """Stops lending and tells the workers. If asked, the daemon exits once nothing is charged, or at the deadline."""
 
     Undrain: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.UndrainRequest,
@@ -184,15 +184,15 @@ class AdminServiceAsyncStub:
         membroker.v1.admin_pb2.ListProcessesRequest,
         membroker.v1.admin_pb2.ListProcessesResponse,
     ]
-    """The processes that the driver sees using the device's memory now, beside what the books charge them: those with
-    the largest excess first. They are suspects for what is unaccounted. Whom the driver cannot see is left out: who
-    holds memory by a descriptor alone, or lives in another pid namespace; on the host twin, other users' processes
-    too, unless the broker runs as root.
+    """The processes that the driver sees using the device's memory, with what the books charge them; the largest excess
+    first. These are the suspects when memory is unaccounted. The driver does not see a process that holds memory by a
+    descriptor alone or that is in another pid namespace. The host driver does not see other users' processes, unless
+    the broker runs as root.
     """
 
 class AdminServiceServicer(metaclass=abc.ABCMeta):
-    """What an operator may ask, at the admin endpoint (`<runtime>/<device>/admin/grpc.sock`). No token: who can open
-    the socket is an operator, so it is never mounted into a workload.
+    """The operator's calls, at the admin endpoint (`<runtime>/<device>/admin/grpc.sock`). There is no token: any process
+    that can open the socket acts as an operator, so never mount it into a workload.
     """
 
     @abc.abstractmethod
@@ -209,7 +209,7 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.broker_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.broker_pb2.ListModelsResponse, collections.abc.Awaitable[membroker.v1.broker_pb2.ListModelsResponse]]:
-        """Everybody's models, by tenant and name."""
+        """All tenants' models, by tenant and name."""
 
     @abc.abstractmethod
     def ListSessions(
@@ -217,7 +217,7 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.broker_pb2.ListSessionsRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.broker_pb2.ListSessionsResponse, collections.abc.Awaitable[membroker.v1.broker_pb2.ListSessionsResponse]]:
-        """Everybody's sessions, in the order they began."""
+        """All tenants' sessions, in the order they began."""
 
     @abc.abstractmethod
     def ListSegments(
@@ -225,7 +225,7 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.broker_pb2.ListSegmentsRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.broker_pb2.ListSegmentsResponse, collections.abc.Awaitable[membroker.v1.broker_pb2.ListSegmentsResponse]]:
-        """Everybody's segments, in the order they began."""
+        """All tenants' segments, in the order they began."""
 
     @abc.abstractmethod
     def ListTenants(
@@ -233,7 +233,7 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.admin_pb2.ListTenantsRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.admin_pb2.ListTenantsResponse, collections.abc.Awaitable[membroker.v1.admin_pb2.ListTenantsResponse]]:
-        """The tenants, by name: those that are configured, and every other that has a session, a model or a commanded limit."""
+        """The tenants, by name: the configured ones, and all others with a session, a model or a limit set by command."""
 
     @abc.abstractmethod
     def DeleteSegment(
@@ -241,7 +241,7 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.broker_pb2.DeleteSegmentRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.resources_pb2.Segment, collections.abc.Awaitable[membroker.v1.resources_pb2.Segment]]:
-        """Ends a segment of whomever, by its full name: its bytes come back when the last session has left it."""
+        """Deletes a segment of any tenant, by its full name. Its bytes are free when the last session has left it."""
 
     @abc.abstractmethod
     def SetQuota(
@@ -249,8 +249,8 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.admin_pb2.SetQuotaRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.admin_pb2.Quota, collections.abc.Awaitable[membroker.v1.admin_pb2.Quota]]:
-        """Commands a limit, for a model (registered or not) or for a tenant. It holds from now on for every debit;
-        what is lent already stays lent. It is kept on disk, until it is ended or changed.
+        """Sets a limit for a model (registered or not) or for a tenant. It applies to every debit from now on; what is lent
+        already stays lent. The limit is kept on disk until it is changed or removed.
         """
 
     @abc.abstractmethod
@@ -259,7 +259,7 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.admin_pb2.ListQuotasRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.admin_pb2.ListQuotasResponse, collections.abc.Awaitable[membroker.v1.admin_pb2.ListQuotasResponse]]:
-        """The limits in force by command."""
+        """The limits that were set by command."""
 
     @abc.abstractmethod
     def ForgetSession(
@@ -267,8 +267,8 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.admin_pb2.ForgetSessionRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.resources_pb2.Session, collections.abc.Awaitable[membroker.v1.resources_pb2.Session]]:
-        """Ends a detached session on the operator's word: what it is charged is credited at once. If its process still has
-        the memory mapped, that counts as unaccounted until it ends.
+        """Ends a detached session: what it is charged is credited at once. If its process still has the memory mapped, these
+        bytes are unaccounted until the process ends.
         """
 
     @abc.abstractmethod
@@ -277,7 +277,7 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.admin_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.resources_pb2.Device, collections.abc.Awaitable[membroker.v1.resources_pb2.Device]]:
-        """Lends nothing more, tells the workers, and if asked exits once nothing is charged, or at the deadline."""
+        """Stops lending and tells the workers. If asked, the daemon exits once nothing is charged, or at the deadline."""
 
     @abc.abstractmethod
     def Undrain(
@@ -293,10 +293,10 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.admin_pb2.ListProcessesRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.admin_pb2.ListProcessesResponse, collections.abc.Awaitable[membroker.v1.admin_pb2.ListProcessesResponse]]:
-        """The processes that the driver sees using the device's memory now, beside what the books charge them: those with
-        the largest excess first. They are suspects for what is unaccounted. Whom the driver cannot see is left out: who
-        holds memory by a descriptor alone, or lives in another pid namespace; on the host twin, other users' processes
-        too, unless the broker runs as root.
+        """The processes that the driver sees using the device's memory, with what the books charge them; the largest excess
+        first. These are the suspects when memory is unaccounted. The driver does not see a process that holds memory by a
+        descriptor alone or that is in another pid namespace. The host driver does not see other users' processes, unless
+        the broker runs as root.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

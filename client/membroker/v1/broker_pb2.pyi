@@ -24,21 +24,21 @@ class RegisterModelRequest(google.protobuf.message.Message):
     LIMITS_FIELD_NUMBER: builtins.int
     EXCLUSIVE_FIELD_NUMBER: builtins.int
     request_id: builtins.int
-    """Zero inside a handoff frame: there the frame's own id counts."""
+    """Zero inside a handoff frame, which has its own id."""
     model_id: builtins.str
     """The model's own name: a part, or two parts with a slash between them (Qwen/Qwen3-8B), at most 96 characters in all.
     A part is [A-Za-z0-9_] first, then [A-Za-z0-9._-]. Upper and lower case differ.
     """
     virtual_capacity_bytes: builtins.int
-    """Addresses that a worker's pool reserves by default. Left out: joins whatever is there, or the capacity. The first
-    worker that gives a number sets it, here and below; another number is MODEL_CONFLICT then.
+    """Addresses that a worker's pool reserves by default. Absent: the registered number, or else the capacity. The first
+    worker that gives a number sets it, here and for the limits; a different number is then MODEL_CONFLICT.
     """
     exclusive: builtins.bool
     """Refuse (MODEL_EXISTS) when the model is already registered."""
     @property
     def limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[membroker.v1.resources_pb2.Limit]:
-        """The limits that the workers ask for, at most one for each location. A worker may lower what the configuration
-        allows, never raise it. Left out: joins whatever is there.
+        """The limits that the workers ask for, at most one for each location. They can lower what the configuration allows,
+        never raise it. Absent: the registered limits.
         """
 
     def __init__(
@@ -96,7 +96,7 @@ class AllocateExtentsRequest(google.protobuf.message.Message):
     EXTENT_BYTES_FIELD_NUMBER: builtins.int
     COUNT_FIELD_NUMBER: builtins.int
     request_id: builtins.int
-    """Zero inside a handoff frame: there the frame's own id counts."""
+    """Zero inside a handoff frame, which has its own id."""
     model: builtins.str
     """tenants/{tenant}/models/{model}, registered by this session."""
     location: membroker.v1.resources_pb2.Location.ValueType
@@ -104,7 +104,7 @@ class AllocateExtentsRequest(google.protobuf.message.Message):
     extent_bytes: builtins.int
     """The size of each extent: positive, a multiple of the granularity."""
     count: builtins.int
-    """How many, 1 to 65,536."""
+    """The number of extents, 1 to 65,536."""
     def __init__(
         self,
         *,
@@ -125,7 +125,7 @@ class AllocateExtentsResponse(google.protobuf.message.Message):
     COUNT_FIELD_NUMBER: builtins.int
     EXTENT_BYTES_FIELD_NUMBER: builtins.int
     count: builtins.int
-    """As many as were asked, and as many as the Delivery frames of this request id carried."""
+    """The number asked for, which is also the number that the Delivery frames of this request id carried."""
     extent_bytes: builtins.int
     def __init__(
         self,
@@ -193,8 +193,8 @@ class DeclareMemoryRequest(google.protobuf.message.Message):
     location: membroker.v1.resources_pb2.Location.ValueType
     """Unspecified: the device."""
     declared_bytes: builtins.int
-    """The whole declaration of this session for the model and the location, replacing the one before. Any size
-    from 0: what is declared has no granularity.
+    """The whole declaration of this session for the model and the location; it replaces the previous one. Any size
+    from 0, not rounded to the granularity.
     """
     def __init__(
         self,
@@ -285,10 +285,10 @@ class AttachSegmentRequest(google.protobuf.message.Message):
     request_id: builtins.int
     """Zero inside a handoff frame."""
     name: builtins.str
-    """tenants/{tenant}/models/{model}/segments/{segment}; `-` for the model where one segment alone has that name."""
+    """tenants/{tenant}/models/{model}/segments/{segment}. The model may be `-` if only one has a segment of that name."""
     @property
     def wait(self) -> google.protobuf.duration_pb2.Duration:
-        """How long to wait for a segment that is still being written, at most 24 hours. Left out: not at all."""
+        """How long to wait for a segment that is still being written, at most 24 hours. Absent: no wait."""
 
     def __init__(
         self,
@@ -312,7 +312,7 @@ class DetachSegmentRequest(google.protobuf.message.Message):
     request_id: builtins.int
     """Zero inside a handoff frame."""
     generation: builtins.int
-    """A segment that this session holds. Who attached it twice detaches it twice."""
+    """A segment that this session holds. A session that attached it twice must detach twice."""
     no_reply: builtins.bool
     """In a handoff frame only: send no Reply. A refusal then comes as a Notice."""
     def __init__(
@@ -346,9 +346,9 @@ class DeleteSegmentRequest(google.protobuf.message.Message):
     request_id: builtins.int
     """Zero inside a handoff frame."""
     name: builtins.str
-    """tenants/{tenant}/models/{model}/segments/{segment}; `-` for the model where one segment alone has that name."""
+    """tenants/{tenant}/models/{model}/segments/{segment}. The model may be `-` if only one has a segment of that name."""
     generation: builtins.int
-    """When not 0: only if the segment of this name is this one."""
+    """If not 0: delete the segment only if it has this generation."""
     def __init__(
         self,
         *,
@@ -392,8 +392,8 @@ global___GetAvailableRequest = GetAvailableRequest
 
 @typing.final
 class Available(google.protobuf.message.Message):
-    """A figure of one moment, and no reservation: the next request of anybody can change it. Numbers 2, 3 and 5 are kept for
-    what a model can obtain, what it is guaranteed, and its share.
+    """A figure of one moment, not a reservation: the next request of any worker can change it. Numbers 2, 3 and 5 are kept
+    for what a model can obtain, what it is guaranteed, and its share.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -401,11 +401,11 @@ class Available(google.protobuf.message.Message):
     NOW_BYTES_FIELD_NUMBER: builtins.int
     LIMIT_BYTES_FIELD_NUMBER: builtins.int
     now_bytes: builtins.int
-    """What one request could borrow now: the least that the model's limit, the tenant's, the capacity and the device
-    itself leave, rounded down to the granularity. 0 while the device is drained.
+    """What one request could borrow now: the smallest of what the model's limit, the tenant's limit, the capacity and the
+    device leave, rounded down to the granularity. 0 while the device is drained.
     """
     limit_bytes: builtins.int
-    """The model's limit in force. Left out where only the levels above it hold."""
+    """The model's limit in force. Absent if only the tenant's limit and the capacity apply."""
     def __init__(
         self,
         *,
@@ -417,6 +417,22 @@ class Available(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_limit_bytes", b"_limit_bytes"]) -> typing.Literal["limit_bytes"] | None: ...
 
 global___Available = Available
+
+@typing.final
+class GetModelRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """tenants/{tenant}/models/{model}, one of the tenant's own."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+
+global___GetModelRequest = GetModelRequest
 
 @typing.final
 class ListModelsRequest(google.protobuf.message.Message):

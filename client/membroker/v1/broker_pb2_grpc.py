@@ -27,15 +27,15 @@ if _version_not_supported:
 
 
 class BrokerServiceStub(object):
-    """What a tenant may ask, at its own endpoint (`<endpoint>/grpc.sock`).
+    """A tenant's calls, at its own endpoint (`<endpoint>/grpc.sock`).
 
-    Every call carries the metadata `membroker-token` with the token of a session, which the endpoint's handoff
-    socket gave out (handoff.proto). The token says who asks; it gives calls, never memory: descriptors leave only
-    on the handoff socket of the session that owns them.
+    Every call carries the token of a session in the metadata `membroker-token`. The endpoint's handoff socket gives out
+    tokens (handoff.proto). A token allows calls and gives no memory: descriptors are sent only on the handoff socket of
+    the session that they belong to.
 
-    Request ids: a counter of the session, shared with its handoff frames. An id that is still in flight is refused
-    (REQUEST_ID_IN_USE), an answered one is forgotten; that of a call that brings descriptors is in flight until its
-    last delivery is acknowledged.
+    Request ids come from a counter of the session, shared with its handoff frames. An id that is still in flight is
+    refused (REQUEST_ID_IN_USE); one that was answered is forgotten. A call that brings descriptors is in flight until
+    its last delivery is acknowledged.
     """
 
     def __init__(self, channel):
@@ -104,6 +104,11 @@ class BrokerServiceStub(object):
                 request_serializer=membroker_dot_v1_dot_broker__pb2.GetAvailableRequest.SerializeToString,
                 response_deserializer=membroker_dot_v1_dot_broker__pb2.Available.FromString,
                 _registered_method=True)
+        self.GetModel = channel.unary_unary(
+                '/membroker.v1.BrokerService/GetModel',
+                request_serializer=membroker_dot_v1_dot_broker__pb2.GetModelRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_resources__pb2.Model.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/membroker.v1.BrokerService/ListModels',
                 request_serializer=membroker_dot_v1_dot_broker__pb2.ListModelsRequest.SerializeToString,
@@ -122,15 +127,15 @@ class BrokerServiceStub(object):
 
 
 class BrokerServiceServicer(object):
-    """What a tenant may ask, at its own endpoint (`<endpoint>/grpc.sock`).
+    """A tenant's calls, at its own endpoint (`<endpoint>/grpc.sock`).
 
-    Every call carries the metadata `membroker-token` with the token of a session, which the endpoint's handoff
-    socket gave out (handoff.proto). The token says who asks; it gives calls, never memory: descriptors leave only
-    on the handoff socket of the session that owns them.
+    Every call carries the token of a session in the metadata `membroker-token`. The endpoint's handoff socket gives out
+    tokens (handoff.proto). A token allows calls and gives no memory: descriptors are sent only on the handoff socket of
+    the session that they belong to.
 
-    Request ids: a counter of the session, shared with its handoff frames. An id that is still in flight is refused
-    (REQUEST_ID_IN_USE), an answered one is forgotten; that of a call that brings descriptors is in flight until its
-    last delivery is acknowledged.
+    Request ids come from a counter of the session, shared with its handoff frames. An id that is still in flight is
+    refused (REQUEST_ID_IN_USE); one that was answered is forgotten. A call that brings descriptors is in flight until
+    its last delivery is acknowledged.
     """
 
     def RegisterModel(self, request, context):
@@ -141,7 +146,7 @@ class BrokerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UnregisterModel(self, request, context):
-        """Leaves a model; it ends when nobody else uses it and it is charged nothing.
+        """Leaves a model. The model ends when no other session uses it and it is charged nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,52 +161,51 @@ class BrokerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseExtents(self, request, context):
-        """Gives extents back, by the session's word: it must have unmapped them. All or nothing.
+        """Releases extents, which the session must have unmapped. All or nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeclareMemory(self, request, context):
-        """Says how many bytes this session allocates itself (its CUDA context, workspaces) and is charged for.
+        """Declares how many bytes this session allocates itself (its CUDA context, workspaces), and charges them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateSegment(self, request, context):
-        """Makes a segment, to be written by this session. All or nothing in the books. Its descriptors come as an
-        Allocate's do. The session holds the segment from the first Delivery on until it detaches, also when the call
-        fails behind it.
+        """Creates a segment that this session writes. All or nothing in the books. Its descriptors come like those of an
+        Allocate. The session holds the segment from the first Delivery until it detaches, even if the call fails later.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SealSegment(self, request, context):
-        """Ends the writing, once the writer has waited for its own work on the device: the segment can be attached.
+        """Ends the writing. The writer must have waited for its own work on the device. Now the segment can be attached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AttachSegment(self, request, context):
-        """Takes hold of a segment; waits while it is being written. Its descriptors come as an Allocate's do. The session
-        holds the segment from the first Delivery on until it detaches, also when the call fails behind it.
+        """Attaches a segment, and waits while it is being written. Its descriptors come like those of an Allocate. The
+        session holds the segment from the first Delivery until it detaches, even if the call fails later.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DetachSegment(self, request, context):
-        """Lets go of a segment, by the session's word: it must have unmapped it.
+        """Detaches from a segment, which the session must have unmapped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteSegment(self, request, context):
-        """Ends a segment: it can be attached no more, and its bytes come back when the last session has left it.
+        """Deletes a segment: it cannot be attached any more, and its bytes are free when the last session has left it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -216,6 +220,13 @@ class BrokerServiceServicer(object):
 
     def GetAvailable(self, request, context):
         """How much the tenant could borrow for one of its models at this moment.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetModel(self, request, context):
+        """One of the tenant's own models.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -305,6 +316,11 @@ def add_BrokerServiceServicer_to_server(servicer, server):
                     request_deserializer=membroker_dot_v1_dot_broker__pb2.GetAvailableRequest.FromString,
                     response_serializer=membroker_dot_v1_dot_broker__pb2.Available.SerializeToString,
             ),
+            'GetModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetModel,
+                    request_deserializer=membroker_dot_v1_dot_broker__pb2.GetModelRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_resources__pb2.Model.SerializeToString,
+            ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
                     request_deserializer=membroker_dot_v1_dot_broker__pb2.ListModelsRequest.FromString,
@@ -329,15 +345,15 @@ def add_BrokerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BrokerService(object):
-    """What a tenant may ask, at its own endpoint (`<endpoint>/grpc.sock`).
+    """A tenant's calls, at its own endpoint (`<endpoint>/grpc.sock`).
 
-    Every call carries the metadata `membroker-token` with the token of a session, which the endpoint's handoff
-    socket gave out (handoff.proto). The token says who asks; it gives calls, never memory: descriptors leave only
-    on the handoff socket of the session that owns them.
+    Every call carries the token of a session in the metadata `membroker-token`. The endpoint's handoff socket gives out
+    tokens (handoff.proto). A token allows calls and gives no memory: descriptors are sent only on the handoff socket of
+    the session that they belong to.
 
-    Request ids: a counter of the session, shared with its handoff frames. An id that is still in flight is refused
-    (REQUEST_ID_IN_USE), an answered one is forgotten; that of a call that brings descriptors is in flight until its
-    last delivery is acknowledged.
+    Request ids come from a counter of the session, shared with its handoff frames. An id that is still in flight is
+    refused (REQUEST_ID_IN_USE); one that was answered is forgotten. A call that brings descriptors is in flight until
+    its last delivery is acknowledged.
     """
 
     @staticmethod
@@ -654,6 +670,33 @@ class BrokerService(object):
             '/membroker.v1.BrokerService/GetAvailable',
             membroker_dot_v1_dot_broker__pb2.GetAvailableRequest.SerializeToString,
             membroker_dot_v1_dot_broker__pb2.Available.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.BrokerService/GetModel',
+            membroker_dot_v1_dot_broker__pb2.GetModelRequest.SerializeToString,
+            membroker_dot_v1_dot_resources__pb2.Model.FromString,
             options,
             channel_credentials,
             insecure,

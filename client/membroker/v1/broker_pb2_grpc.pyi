@@ -19,15 +19,15 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class BrokerServiceStub:
-    """What a tenant may ask, at its own endpoint (`<endpoint>/grpc.sock`).
+    """A tenant's calls, at its own endpoint (`<endpoint>/grpc.sock`).
 
-    Every call carries the metadata `membroker-token` with the token of a session, which the endpoint's handoff
-    socket gave out (handoff.proto). The token says who asks; it gives calls, never memory: descriptors leave only
-    on the handoff socket of the session that owns them.
+    Every call carries the token of a session in the metadata `membroker-token`. The endpoint's handoff socket gives out
+    tokens (handoff.proto). A token allows calls and gives no memory: descriptors are sent only on the handoff socket of
+    the session that they belong to.
 
-    Request ids: a counter of the session, shared with its handoff frames. An id that is still in flight is refused
-    (REQUEST_ID_IN_USE), an answered one is forgotten; that of a call that brings descriptors is in flight until its
-    last delivery is acknowledged.
+    Request ids come from a counter of the session, shared with its handoff frames. An id that is still in flight is
+    refused (REQUEST_ID_IN_USE); one that was answered is forgotten. A call that brings descriptors is in flight until
+    its last delivery is acknowledged.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -41,7 +41,7 @@ class BrokerServiceStub:
         membroker.v1.broker_pb2.UnregisterModelRequest,
         membroker.v1.broker_pb2.UnregisterModelResponse,
     ]
-    """Leaves a model; it ends when nobody else uses it and it is charged nothing."""
+    """Leaves a model. The model ends when no other session uses it and it is charged nothing."""
 
     AllocateExtents: grpc.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.AllocateExtentsRequest,
@@ -55,48 +55,47 @@ class BrokerServiceStub:
         membroker.v1.broker_pb2.ReleaseExtentsRequest,
         membroker.v1.broker_pb2.ReleaseExtentsResponse,
     ]
-    """Gives extents back, by the session's word: it must have unmapped them. All or nothing."""
+    """Releases extents, which the session must have unmapped. All or nothing."""
 
     DeclareMemory: grpc.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.DeclareMemoryRequest,
         membroker.v1.broker_pb2.DeclareMemoryResponse,
     ]
-    """Says how many bytes this session allocates itself (its CUDA context, workspaces) and is charged for."""
+    """Declares how many bytes this session allocates itself (its CUDA context, workspaces), and charges them."""
 
     CreateSegment: grpc.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.CreateSegmentRequest,
         membroker.v1.resources_pb2.Segment,
     ]
-    """Makes a segment, to be written by this session. All or nothing in the books. Its descriptors come as an
-    Allocate's do. The session holds the segment from the first Delivery on until it detaches, also when the call
-    fails behind it.
+    """Creates a segment that this session writes. All or nothing in the books. Its descriptors come like those of an
+    Allocate. The session holds the segment from the first Delivery until it detaches, even if the call fails later.
     """
 
     SealSegment: grpc.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.SealSegmentRequest,
         membroker.v1.resources_pb2.Segment,
     ]
-    """Ends the writing, once the writer has waited for its own work on the device: the segment can be attached."""
+    """Ends the writing. The writer must have waited for its own work on the device. Now the segment can be attached."""
 
     AttachSegment: grpc.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.AttachSegmentRequest,
         membroker.v1.resources_pb2.Segment,
     ]
-    """Takes hold of a segment; waits while it is being written. Its descriptors come as an Allocate's do. The session
-    holds the segment from the first Delivery on until it detaches, also when the call fails behind it.
+    """Attaches a segment, and waits while it is being written. Its descriptors come like those of an Allocate. The
+    session holds the segment from the first Delivery until it detaches, even if the call fails later.
     """
 
     DetachSegment: grpc.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.DetachSegmentRequest,
         membroker.v1.broker_pb2.DetachSegmentResponse,
     ]
-    """Lets go of a segment, by the session's word: it must have unmapped it."""
+    """Detaches from a segment, which the session must have unmapped."""
 
     DeleteSegment: grpc.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.DeleteSegmentRequest,
         membroker.v1.resources_pb2.Segment,
     ]
-    """Ends a segment: it can be attached no more, and its bytes come back when the last session has left it."""
+    """Deletes a segment: it cannot be attached any more, and its bytes are free when the last session has left it."""
 
     GetDevice: grpc.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.GetDeviceRequest,
@@ -109,6 +108,12 @@ class BrokerServiceStub:
         membroker.v1.broker_pb2.Available,
     ]
     """How much the tenant could borrow for one of its models at this moment."""
+
+    GetModel: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.GetModelRequest,
+        membroker.v1.resources_pb2.Model,
+    ]
+    """One of the tenant's own models."""
 
     ListModels: grpc.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.ListModelsRequest,
@@ -129,15 +134,15 @@ class BrokerServiceStub:
     """The tenant's own segments, in the order they began."""
 
 class BrokerServiceAsyncStub:
-    """What a tenant may ask, at its own endpoint (`<endpoint>/grpc.sock`).
+    """A tenant's calls, at its own endpoint (`<endpoint>/grpc.sock`).
 
-    Every call carries the metadata `membroker-token` with the token of a session, which the endpoint's handoff
-    socket gave out (handoff.proto). The token says who asks; it gives calls, never memory: descriptors leave only
-    on the handoff socket of the session that owns them.
+    Every call carries the token of a session in the metadata `membroker-token`. The endpoint's handoff socket gives out
+    tokens (handoff.proto). A token allows calls and gives no memory: descriptors are sent only on the handoff socket of
+    the session that they belong to.
 
-    Request ids: a counter of the session, shared with its handoff frames. An id that is still in flight is refused
-    (REQUEST_ID_IN_USE), an answered one is forgotten; that of a call that brings descriptors is in flight until its
-    last delivery is acknowledged.
+    Request ids come from a counter of the session, shared with its handoff frames. An id that is still in flight is
+    refused (REQUEST_ID_IN_USE); one that was answered is forgotten. A call that brings descriptors is in flight until
+    its last delivery is acknowledged.
     """
 
     RegisterModel: grpc.aio.UnaryUnaryMultiCallable[
@@ -150,7 +155,7 @@ class BrokerServiceAsyncStub:
         membroker.v1.broker_pb2.UnregisterModelRequest,
         membroker.v1.broker_pb2.UnregisterModelResponse,
     ]
-    """Leaves a model; it ends when nobody else uses it and it is charged nothing."""
+    """Leaves a model. The model ends when no other session uses it and it is charged nothing."""
 
     AllocateExtents: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.AllocateExtentsRequest,
@@ -164,48 +169,47 @@ class BrokerServiceAsyncStub:
         membroker.v1.broker_pb2.ReleaseExtentsRequest,
         membroker.v1.broker_pb2.ReleaseExtentsResponse,
     ]
-    """Gives extents back, by the session's word: it must have unmapped them. All or nothing."""
+    """Releases extents, which the session must have unmapped. All or nothing."""
 
     DeclareMemory: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.DeclareMemoryRequest,
         membroker.v1.broker_pb2.DeclareMemoryResponse,
     ]
-    """Says how many bytes this session allocates itself (its CUDA context, workspaces) and is charged for."""
+    """Declares how many bytes this session allocates itself (its CUDA context, workspaces), and charges them."""
 
     CreateSegment: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.CreateSegmentRequest,
         membroker.v1.resources_pb2.Segment,
     ]
-    """Makes a segment, to be written by this session. All or nothing in the books. Its descriptors come as an
-    Allocate's do. The session holds the segment from the first Delivery on until it detaches, also when the call
-    fails behind it.
+    """Creates a segment that this session writes. All or nothing in the books. Its descriptors come like those of an
+    Allocate. The session holds the segment from the first Delivery until it detaches, even if the call fails later.
     """
 
     SealSegment: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.SealSegmentRequest,
         membroker.v1.resources_pb2.Segment,
     ]
-    """Ends the writing, once the writer has waited for its own work on the device: the segment can be attached."""
+    """Ends the writing. The writer must have waited for its own work on the device. Now the segment can be attached."""
 
     AttachSegment: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.AttachSegmentRequest,
         membroker.v1.resources_pb2.Segment,
     ]
-    """Takes hold of a segment; waits while it is being written. Its descriptors come as an Allocate's do. The session
-    holds the segment from the first Delivery on until it detaches, also when the call fails behind it.
+    """Attaches a segment, and waits while it is being written. Its descriptors come like those of an Allocate. The
+    session holds the segment from the first Delivery until it detaches, even if the call fails later.
     """
 
     DetachSegment: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.DetachSegmentRequest,
         membroker.v1.broker_pb2.DetachSegmentResponse,
     ]
-    """Lets go of a segment, by the session's word: it must have unmapped it."""
+    """Detaches from a segment, which the session must have unmapped."""
 
     DeleteSegment: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.DeleteSegmentRequest,
         membroker.v1.resources_pb2.Segment,
     ]
-    """Ends a segment: it can be attached no more, and its bytes come back when the last session has left it."""
+    """Deletes a segment: it cannot be attached any more, and its bytes are free when the last session has left it."""
 
     GetDevice: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.GetDeviceRequest,
@@ -218,6 +222,12 @@ class BrokerServiceAsyncStub:
         membroker.v1.broker_pb2.Available,
     ]
     """How much the tenant could borrow for one of its models at this moment."""
+
+    GetModel: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.GetModelRequest,
+        membroker.v1.resources_pb2.Model,
+    ]
+    """One of the tenant's own models."""
 
     ListModels: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.ListModelsRequest,
@@ -238,15 +248,15 @@ class BrokerServiceAsyncStub:
     """The tenant's own segments, in the order they began."""
 
 class BrokerServiceServicer(metaclass=abc.ABCMeta):
-    """What a tenant may ask, at its own endpoint (`<endpoint>/grpc.sock`).
+    """A tenant's calls, at its own endpoint (`<endpoint>/grpc.sock`).
 
-    Every call carries the metadata `membroker-token` with the token of a session, which the endpoint's handoff
-    socket gave out (handoff.proto). The token says who asks; it gives calls, never memory: descriptors leave only
-    on the handoff socket of the session that owns them.
+    Every call carries the token of a session in the metadata `membroker-token`. The endpoint's handoff socket gives out
+    tokens (handoff.proto). A token allows calls and gives no memory: descriptors are sent only on the handoff socket of
+    the session that they belong to.
 
-    Request ids: a counter of the session, shared with its handoff frames. An id that is still in flight is refused
-    (REQUEST_ID_IN_USE), an answered one is forgotten; that of a call that brings descriptors is in flight until its
-    last delivery is acknowledged.
+    Request ids come from a counter of the session, shared with its handoff frames. An id that is still in flight is
+    refused (REQUEST_ID_IN_USE); one that was answered is forgotten. A call that brings descriptors is in flight until
+    its last delivery is acknowledged.
     """
 
     @abc.abstractmethod
@@ -263,7 +273,7 @@ class BrokerServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.broker_pb2.UnregisterModelRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.broker_pb2.UnregisterModelResponse, collections.abc.Awaitable[membroker.v1.broker_pb2.UnregisterModelResponse]]:
-        """Leaves a model; it ends when nobody else uses it and it is charged nothing."""
+        """Leaves a model. The model ends when no other session uses it and it is charged nothing."""
 
     @abc.abstractmethod
     def AllocateExtents(
@@ -281,7 +291,7 @@ class BrokerServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.broker_pb2.ReleaseExtentsRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.broker_pb2.ReleaseExtentsResponse, collections.abc.Awaitable[membroker.v1.broker_pb2.ReleaseExtentsResponse]]:
-        """Gives extents back, by the session's word: it must have unmapped them. All or nothing."""
+        """Releases extents, which the session must have unmapped. All or nothing."""
 
     @abc.abstractmethod
     def DeclareMemory(
@@ -289,7 +299,7 @@ class BrokerServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.broker_pb2.DeclareMemoryRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.broker_pb2.DeclareMemoryResponse, collections.abc.Awaitable[membroker.v1.broker_pb2.DeclareMemoryResponse]]:
-        """Says how many bytes this session allocates itself (its CUDA context, workspaces) and is charged for."""
+        """Declares how many bytes this session allocates itself (its CUDA context, workspaces), and charges them."""
 
     @abc.abstractmethod
     def CreateSegment(
@@ -297,9 +307,8 @@ class BrokerServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.broker_pb2.CreateSegmentRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.resources_pb2.Segment, collections.abc.Awaitable[membroker.v1.resources_pb2.Segment]]:
-        """Makes a segment, to be written by this session. All or nothing in the books. Its descriptors come as an
-        Allocate's do. The session holds the segment from the first Delivery on until it detaches, also when the call
-        fails behind it.
+        """Creates a segment that this session writes. All or nothing in the books. Its descriptors come like those of an
+        Allocate. The session holds the segment from the first Delivery until it detaches, even if the call fails later.
         """
 
     @abc.abstractmethod
@@ -308,7 +317,7 @@ class BrokerServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.broker_pb2.SealSegmentRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.resources_pb2.Segment, collections.abc.Awaitable[membroker.v1.resources_pb2.Segment]]:
-        """Ends the writing, once the writer has waited for its own work on the device: the segment can be attached."""
+        """Ends the writing. The writer must have waited for its own work on the device. Now the segment can be attached."""
 
     @abc.abstractmethod
     def AttachSegment(
@@ -316,8 +325,8 @@ class BrokerServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.broker_pb2.AttachSegmentRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.resources_pb2.Segment, collections.abc.Awaitable[membroker.v1.resources_pb2.Segment]]:
-        """Takes hold of a segment; waits while it is being written. Its descriptors come as an Allocate's do. The session
-        holds the segment from the first Delivery on until it detaches, also when the call fails behind it.
+        """Attaches a segment, and waits while it is being written. Its descriptors come like those of an Allocate. The
+        session holds the segment from the first Delivery until it detaches, even if the call fails later.
         """
 
     @abc.abstractmethod
@@ -326,7 +335,7 @@ class BrokerServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.broker_pb2.DetachSegmentRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.broker_pb2.DetachSegmentResponse, collections.abc.Awaitable[membroker.v1.broker_pb2.DetachSegmentResponse]]:
-        """Lets go of a segment, by the session's word: it must have unmapped it."""
+        """Detaches from a segment, which the session must have unmapped."""
 
     @abc.abstractmethod
     def DeleteSegment(
@@ -334,7 +343,7 @@ class BrokerServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.broker_pb2.DeleteSegmentRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.resources_pb2.Segment, collections.abc.Awaitable[membroker.v1.resources_pb2.Segment]]:
-        """Ends a segment: it can be attached no more, and its bytes come back when the last session has left it."""
+        """Deletes a segment: it cannot be attached any more, and its bytes are free when the last session has left it."""
 
     @abc.abstractmethod
     def GetDevice(
@@ -351,6 +360,14 @@ class BrokerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.broker_pb2.Available, collections.abc.Awaitable[membroker.v1.broker_pb2.Available]]:
         """How much the tenant could borrow for one of its models at this moment."""
+
+    @abc.abstractmethod
+    def GetModel(
+        self,
+        request: membroker.v1.broker_pb2.GetModelRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.resources_pb2.Model, collections.abc.Awaitable[membroker.v1.resources_pb2.Model]]:
+        """One of the tenant's own models."""
 
     @abc.abstractmethod
     def ListModels(

@@ -26,15 +26,15 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_MODEL_LIMIT: _ErrorReason.ValueType  # 1
     """--- Memory: the answer to "may I borrow this?" ---
 
-    The model's charge would pass the model's limit. Retry: after the model gave something back.
+    The model's charge would exceed the model's limit. Retry: after the model released something.
     """
     ERROR_REASON_TENANT_LIMIT: _ErrorReason.ValueType  # 2
-    """The tenant's charge would pass the tenant's limit. Retry: after the tenant gave something back."""
+    """The tenant's charge would exceed the tenant's limit. Retry: after the tenant released something."""
     ERROR_REASON_CAPACITY: _ErrorReason.ValueType  # 3
-    """All that the broker may lend is lent or releasing. Retry: after anybody gave something back."""
+    """All that the broker may lend is lent or releasing. Retry: after any worker released something."""
     ERROR_REASON_DEVICE_FULL: _ErrorReason.ValueType  # 4
-    """The books allow it, but the card itself has not enough free memory: somebody uses memory that no broker lent.
-    Retry: after that somebody ended.
+    """The books allow it, but the GPU has not enough free memory: another program uses memory that no broker lent.
+    Retry: after that program ended.
     """
     ERROR_REASON_DRIVER_FAILED: _ErrorReason.ValueType  # 5
     """The driver failed to create or export. Retry: maybe; the message has the driver's own words."""
@@ -54,7 +54,7 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_INVALID_NAME: _ErrorReason.ValueType  # 22
     """A name breaks the grammar of names."""
     ERROR_REASON_INVALID_ARGUMENT: _ErrorReason.ValueType  # 23
-    """Another argument is missing or makes no sense."""
+    """Another argument is missing or invalid."""
     ERROR_REASON_INVALID_PAGE_TOKEN: _ErrorReason.ValueType  # 24
     """A page token that this broker did not give out."""
     ERROR_REASON_MODEL_NOT_FOUND: _ErrorReason.ValueType  # 40
@@ -69,23 +69,23 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_MODEL_IN_USE: _ErrorReason.ValueType  # 43
     """The session cannot leave the model: it is still charged for memory there."""
     ERROR_REASON_EXTENT_NOT_FOUND: _ErrorReason.ValueType  # 44
-    """An id names no extent that is lent to this session. Whose it is, or was, is not said."""
+    """No extent of this id is lent to this session. The error does not tell whether another session has it."""
     ERROR_REASON_SESSION_NOT_DETACHED: _ErrorReason.ValueType  # 52
-    """No such session, or it is not detached, so that there is nothing to forget."""
+    """No such session, or it is not detached and cannot be forgotten."""
     ERROR_REASON_TENANT_NOT_FOUND: _ErrorReason.ValueType  # 45
     """No such tenant in the configuration."""
     ERROR_REASON_SEGMENT_NOT_FOUND: _ErrorReason.ValueType  # 46
-    """No such segment at this tenant, or it is deleted, or this session does not hold it. Whose it is is not said."""
+    """No such segment at this tenant, or it is deleted, or this session does not hold it."""
     ERROR_REASON_SEGMENT_EXISTS: _ErrorReason.ValueType  # 47
     """The model has a segment of this name. Retry: once it is deleted and its last session has left it."""
     ERROR_REASON_SEGMENT_NOT_SEALED: _ErrorReason.ValueType  # 48
-    """The segment was still being written when the caller's patience ended. Retry: yes."""
+    """The segment was still being written when the caller's wait ended. Retry: yes."""
     ERROR_REASON_SEGMENT_NOT_WRITABLE: _ErrorReason.ValueType  # 49
     """Only the session that writes a segment can seal it, and only once."""
     ERROR_REASON_WRITER_DIED: _ErrorReason.ValueType  # 50
-    """The writer died, left or deleted the segment before it was sealed. Retry: when somebody has made it anew."""
+    """The writer died, left or deleted the segment before it was sealed. Retry: once it is created again."""
     ERROR_REASON_SEGMENT_AMBIGUOUS: _ErrorReason.ValueType  # 51
-    """`-` stands for the model, and several models have a segment of this name."""
+    """The model was given as `-`, and several models have a segment of this name."""
     ERROR_REASON_TOO_MANY_SESSIONS: _ErrorReason.ValueType  # 60
     """--- Bounds. Retry: after something of the same kind ended. ---"""
     ERROR_REASON_TOO_MANY_MODELS: _ErrorReason.ValueType  # 61
@@ -105,7 +105,7 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_UNSUPPORTED_VERSION: _ErrorReason.ValueType  # 84
     """The client speaks a protocol version that this broker does not."""
     ERROR_REASON_PROTOCOL_VIOLATION: _ErrorReason.ValueType  # 85
-    """Bytes that are no frame, a frame that has no place here, an acknowledgement of nothing."""
+    """A packet that is not a frame, a frame that is not allowed at this point, or a wrong acknowledgement."""
     ERROR_REASON_REQUEST_ID_IN_USE: _ErrorReason.ValueType  # 86
     """A request with this id is still in flight in this session."""
     ERROR_REASON_OBSERVER: _ErrorReason.ValueType  # 87
@@ -118,7 +118,7 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_DRAINING: _ErrorReason.ValueType  # 102
     """An operator drains the device: nothing more is lent. Retry: once it is undrained."""
     ERROR_REASON_JOURNAL_FULL: _ErrorReason.ValueType  # 103
-    """The broker cannot write down what it lends (its disk is full), and lends nothing more. Retry: once there is room."""
+    """The broker cannot record what it lends (its disk is full), so it lends nothing. Retry: once there is room."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 101
     """A fault of the broker, logged there. The books are unchanged. Retry: no."""
 
@@ -133,15 +133,15 @@ ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 ERROR_REASON_MODEL_LIMIT: ErrorReason.ValueType  # 1
 """--- Memory: the answer to "may I borrow this?" ---
 
-The model's charge would pass the model's limit. Retry: after the model gave something back.
+The model's charge would exceed the model's limit. Retry: after the model released something.
 """
 ERROR_REASON_TENANT_LIMIT: ErrorReason.ValueType  # 2
-"""The tenant's charge would pass the tenant's limit. Retry: after the tenant gave something back."""
+"""The tenant's charge would exceed the tenant's limit. Retry: after the tenant released something."""
 ERROR_REASON_CAPACITY: ErrorReason.ValueType  # 3
-"""All that the broker may lend is lent or releasing. Retry: after anybody gave something back."""
+"""All that the broker may lend is lent or releasing. Retry: after any worker released something."""
 ERROR_REASON_DEVICE_FULL: ErrorReason.ValueType  # 4
-"""The books allow it, but the card itself has not enough free memory: somebody uses memory that no broker lent.
-Retry: after that somebody ended.
+"""The books allow it, but the GPU has not enough free memory: another program uses memory that no broker lent.
+Retry: after that program ended.
 """
 ERROR_REASON_DRIVER_FAILED: ErrorReason.ValueType  # 5
 """The driver failed to create or export. Retry: maybe; the message has the driver's own words."""
@@ -161,7 +161,7 @@ ERROR_REASON_INVALID_COUNT: ErrorReason.ValueType  # 21
 ERROR_REASON_INVALID_NAME: ErrorReason.ValueType  # 22
 """A name breaks the grammar of names."""
 ERROR_REASON_INVALID_ARGUMENT: ErrorReason.ValueType  # 23
-"""Another argument is missing or makes no sense."""
+"""Another argument is missing or invalid."""
 ERROR_REASON_INVALID_PAGE_TOKEN: ErrorReason.ValueType  # 24
 """A page token that this broker did not give out."""
 ERROR_REASON_MODEL_NOT_FOUND: ErrorReason.ValueType  # 40
@@ -176,23 +176,23 @@ ERROR_REASON_MODEL_EXISTS: ErrorReason.ValueType  # 42
 ERROR_REASON_MODEL_IN_USE: ErrorReason.ValueType  # 43
 """The session cannot leave the model: it is still charged for memory there."""
 ERROR_REASON_EXTENT_NOT_FOUND: ErrorReason.ValueType  # 44
-"""An id names no extent that is lent to this session. Whose it is, or was, is not said."""
+"""No extent of this id is lent to this session. The error does not tell whether another session has it."""
 ERROR_REASON_SESSION_NOT_DETACHED: ErrorReason.ValueType  # 52
-"""No such session, or it is not detached, so that there is nothing to forget."""
+"""No such session, or it is not detached and cannot be forgotten."""
 ERROR_REASON_TENANT_NOT_FOUND: ErrorReason.ValueType  # 45
 """No such tenant in the configuration."""
 ERROR_REASON_SEGMENT_NOT_FOUND: ErrorReason.ValueType  # 46
-"""No such segment at this tenant, or it is deleted, or this session does not hold it. Whose it is is not said."""
+"""No such segment at this tenant, or it is deleted, or this session does not hold it."""
 ERROR_REASON_SEGMENT_EXISTS: ErrorReason.ValueType  # 47
 """The model has a segment of this name. Retry: once it is deleted and its last session has left it."""
 ERROR_REASON_SEGMENT_NOT_SEALED: ErrorReason.ValueType  # 48
-"""The segment was still being written when the caller's patience ended. Retry: yes."""
+"""The segment was still being written when the caller's wait ended. Retry: yes."""
 ERROR_REASON_SEGMENT_NOT_WRITABLE: ErrorReason.ValueType  # 49
 """Only the session that writes a segment can seal it, and only once."""
 ERROR_REASON_WRITER_DIED: ErrorReason.ValueType  # 50
-"""The writer died, left or deleted the segment before it was sealed. Retry: when somebody has made it anew."""
+"""The writer died, left or deleted the segment before it was sealed. Retry: once it is created again."""
 ERROR_REASON_SEGMENT_AMBIGUOUS: ErrorReason.ValueType  # 51
-"""`-` stands for the model, and several models have a segment of this name."""
+"""The model was given as `-`, and several models have a segment of this name."""
 ERROR_REASON_TOO_MANY_SESSIONS: ErrorReason.ValueType  # 60
 """--- Bounds. Retry: after something of the same kind ended. ---"""
 ERROR_REASON_TOO_MANY_MODELS: ErrorReason.ValueType  # 61
@@ -212,7 +212,7 @@ ERROR_REASON_PEER_UNKNOWN: ErrorReason.ValueType  # 83
 ERROR_REASON_UNSUPPORTED_VERSION: ErrorReason.ValueType  # 84
 """The client speaks a protocol version that this broker does not."""
 ERROR_REASON_PROTOCOL_VIOLATION: ErrorReason.ValueType  # 85
-"""Bytes that are no frame, a frame that has no place here, an acknowledgement of nothing."""
+"""A packet that is not a frame, a frame that is not allowed at this point, or a wrong acknowledgement."""
 ERROR_REASON_REQUEST_ID_IN_USE: ErrorReason.ValueType  # 86
 """A request with this id is still in flight in this session."""
 ERROR_REASON_OBSERVER: ErrorReason.ValueType  # 87
@@ -225,7 +225,7 @@ The broker is stopping.
 ERROR_REASON_DRAINING: ErrorReason.ValueType  # 102
 """An operator drains the device: nothing more is lent. Retry: once it is undrained."""
 ERROR_REASON_JOURNAL_FULL: ErrorReason.ValueType  # 103
-"""The broker cannot write down what it lends (its disk is full), and lends nothing more. Retry: once there is room."""
+"""The broker cannot record what it lends (its disk is full), so it lends nothing. Retry: once there is room."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 101
 """A fault of the broker, logged there. The books are unchanged. Retry: no."""
 global___ErrorReason = ErrorReason

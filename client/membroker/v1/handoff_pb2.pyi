@@ -31,20 +31,20 @@ class Frame(google.protobuf.message.Message):
       > DetachSegmentRequest           < Reply, unless `no_reply`
       > Goodbye                        < Reply, then both close
 
-    When a connection is gone and the process lives, its session is detached, and charged on. The process takes it up
-    again on a new connection, also at another daemon of the same device:
+    When the connection is lost and the process lives, the session is detached and stays charged. The process resumes it
+    on a new connection, which may be to another daemon of the same device:
 
       > Hello with the session's token < Welcome, `resumed` (+ 1 descriptor)
       > Holds … > Holds, `last`        < Reply: what the books do not know
 
-    The Holds state all that the process has of the session; what the books have beyond it is given back. Before the
-    last of them nothing else is accepted, and calls that were unanswered are made anew by the client: nothing is left of
-    the old ones.
+    The Holds state all that the process holds. The broker releases everything else that the books have of the session.
+    No other frame is accepted before the last Holds. The client then repeats its unanswered calls: the broker has
+    forgotten the old ones.
 
     Each Delivery is acknowledged: by the next frame that the client sends (Frame.acknowledged), or by an Ack.
 
-    Only the broker sends descriptors. A packet from a client that carries one, that is no Frame, or that has no
-    place where it stands, ends the connection.
+    Only the broker sends descriptors. A packet from a client that carries one, that is not a Frame, or that is not
+    allowed at this point, ends the connection.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -70,15 +70,15 @@ class Frame(google.protobuf.message.Message):
     REPLY_FIELD_NUMBER: builtins.int
     NOTICE_FIELD_NUMBER: builtins.int
     request_id: builtins.int
-    """From a counter of the session that never repeats while the connection lives, and shared with gRPC. A frame of
-    the broker carries the id of the request that it answers; a Notice carries 0 or the id that it speaks of.
+    """From a counter of the session, shared with gRPC, which never repeats during a connection. A frame of the broker
+    carries the id of the request that it answers; a Notice carries 0 or the id that it is about.
     """
     acknowledged: builtins.int
-    """From the client, in any frame behind the Welcome: how many Deliveries of this connection it has taken, counted
-    from the first one without a gap. To take a Delivery is to close its descriptors, used or not. All of those are
-    acknowledged by it. A count that was sent before changes nothing, 0 says nothing, and a count above what was sent
-    ends the connection. A broker of revision 0 (Welcome.protocol_revision) skips this field and knows Acks only. In
-    Holds it says nothing: a connection that resumes a session begins to count when that is done.
+    """From the client, in any frame after the Welcome: how many Deliveries of this connection it has taken, counted from
+    the first one without a gap. A Delivery is taken when its descriptors are closed, used or not. The count
+    acknowledges all of them. A repeated count changes nothing, 0 says nothing, and a count above the number sent ends
+    the connection. A broker of revision 0 (Welcome.protocol_revision) ignores this field and knows Acks only. In
+    Holds it is ignored: a connection that resumes a session counts from the end of the resume.
     """
     @property
     def hello(self) -> global___Hello:
@@ -167,11 +167,11 @@ class Hello(google.protobuf.message.Message):
     protocol_version: builtins.int
     """1."""
     observer: builtins.bool
-    """Reads the books and borrows nothing."""
+    """An observer reads the books and borrows nothing."""
     client: builtins.str
-    """What the client calls itself, for people; at most 128 characters."""
+    """A name for the client, for people; at most 128 characters."""
     resume_token: builtins.str
-    """The token of a session of this process at this endpoint, to take it up again. The rest stays as it was."""
+    """To resume a session of this process at this endpoint: its token. Then `observer` and `client` have no effect."""
     def __init__(
         self,
         *,
@@ -207,20 +207,20 @@ class Welcome(google.protobuf.message.Message):
     tenant: builtins.str
     """tenants/{tenant}"""
     device_uuid: builtins.str
-    """Which device to open: found by its UUID, never by an ordinal."""
+    """The device to open. Find it by this UUID, never by an ordinal."""
     driver: builtins.str
     """"cuda" or "host"."""
     granularity_bytes: builtins.int
     protocol_version: builtins.int
     resumed: builtins.bool
-    """The session is the one that the Hello's token stands for, and waits for its Holds. The token stays what it was."""
+    """The session of the Hello's token is resumed, and waits for its Holds. The token stays valid."""
     protocol_revision: builtins.int
     """What the broker understands beyond the first edition of its protocol version:
 
       1: Frame.acknowledged, register_model, unregister_model; and the first Delivery of a segment has its size.
 
-    A client sends nothing of a later revision than this one. An older broker leaves it at 0. Clients of any age get
-    along with a newer broker: it takes all that it took before, and they skip what they do not know.
+    A client must not use a later revision than this one. An older broker leaves it at 0. Old clients work with a newer
+    broker: it still accepts all that it accepted before, and clients skip fields that they do not know.
     """
     @property
     def capacities(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[membroker.v1.resources_pb2.Limit]:
@@ -246,7 +246,7 @@ global___Welcome = Welcome
 
 @typing.final
 class Holds(google.protobuf.message.Message):
-    """What a process that takes a session up again has of it, in one frame or several."""
+    """What a process holds of the session that it resumes, in one frame or several."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -255,7 +255,7 @@ class Holds(google.protobuf.message.Message):
     DECLARATIONS_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
     last: builtins.bool
-    """No Holds follows: the books are made to agree."""
+    """The last Holds: the broker now adjusts the books."""
     @property
     def extent_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Extents that are lent to it, at most 4,096 in a frame."""
@@ -286,7 +286,7 @@ class HeldSegment(google.protobuf.message.Message):
     TIMES_FIELD_NUMBER: builtins.int
     generation: builtins.int
     times: builtins.int
-    """How many times it is attached, the writer's own creation counted."""
+    """How many times it is attached; the writer's creation counts as one."""
     def __init__(
         self,
         *,
@@ -321,7 +321,7 @@ global___HeldDeclaration = HeldDeclaration
 
 @typing.final
 class ResumeResponse(google.protobuf.message.Message):
-    """The answer to the last Holds. Each list ends where it is full, the lowest first; docs/protocol.md says what to do
+    """The answer to the last Holds. A list that is too long is cut, the lowest first; docs/protocol.md says what to do
     about the rest.
     """
 
@@ -332,13 +332,13 @@ class ResumeResponse(google.protobuf.message.Message):
     MODELS_FIELD_NUMBER: builtins.int
     @property
     def unknown_extent_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """What the process holds and the books do not know, at most 2,048 of each: it must unmap them, and release none."""
+        """Held by the process and not in the books, at most 2,048 of each. Unmap them, and do not release them."""
 
     @property
     def unknown_generations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """tenants/{tenant}/models/{model} of each model that the session has registered, at most 192."""
+        """tenants/{tenant}/models/{model} of each model that the session has registered, at most 160."""
 
     def __init__(
         self,
@@ -355,8 +355,8 @@ global___ResumeResponse = ResumeResponse
 class Delivery(google.protobuf.message.Message):
     """Descriptors of one call, at most 64: `extent_ids[i]` belongs to the i-th descriptor of the packet.
 
-    At most two deliveries of a session are unacknowledged; the third waits. When a client finds
-    MSG_CTRUNC (its limit of descriptors), the ids say what it did not receive: it must still release them.
+    At most two deliveries of a session are unacknowledged; the third waits. If a client gets MSG_CTRUNC (its limit of
+    descriptors), it must still release the extents of all ids in the frame.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -374,17 +374,17 @@ class Delivery(google.protobuf.message.Message):
     parts: builtins.int
     extent_bytes: builtins.int
     segment: builtins.int
-    """The generation of the segment that these extents are of: in order, side by side. 0: lent to this session alone."""
+    """The generation of the segment that these extents belong to, in its order. 0: not a segment's."""
     segment_bytes: builtins.int
-    """In part 0 of a segment, from revision 1 on: the bytes of the whole segment, which are the addresses to reserve,
-    and the number of its extents, which are the descriptors to come.
+    """In part 0 of a segment, from revision 1 on: the size of the whole segment, for the addresses to reserve, and the
+    number of its extents, which is the number of descriptors to expect.
     """
     segment_extents: builtins.int
     @property
     def extent_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def reply(self) -> global___Reply:
-        """In the last Delivery of a call that was made here and succeeded: its Reply, which does not come by itself then."""
+        """In the last Delivery of a call that was made by a frame and succeeded: its Reply. Then no separate Reply is sent."""
 
     def __init__(
         self,
@@ -405,10 +405,10 @@ global___Delivery = Delivery
 
 @typing.final
 class Ack(google.protobuf.message.Message):
-    """Descriptors were imported and closed, or closed unused. Two forms, of which a connection uses one:
+    """Acknowledges descriptors that were imported and closed, or closed unused. A connection uses one of two forms:
 
-    - The frame has `acknowledged`: that count is all that is read. It is needed when no other frame follows soon and
-      the client waits for a further Delivery. Only from revision 1 on.
+    - The frame has `acknowledged`, and nothing else of it is read. It is needed if no other frame follows soon and the
+      client waits for another Delivery. From revision 1 on.
     - Otherwise the frame carries the id of a call, and `part` says which of its Deliveries is acknowledged.
     """
 
@@ -427,7 +427,7 @@ global___Ack = Ack
 
 @typing.final
 class Reply(google.protobuf.message.Message):
-    """The last frame of every call, after its last Delivery, or in it."""
+    """The last frame of every call, after its last Delivery or inside of it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -443,7 +443,7 @@ class Reply(google.protobuf.message.Message):
     UNREGISTER_MODEL_FIELD_NUMBER: builtins.int
     @property
     def error(self) -> google.rpc.status_pb2.Status:
-        """Refused or failed. Extents that were delivered before the failure are the session's until it releases them, or
+        """Refused or failed. The session keeps extents that were delivered before the failure until it releases them or
         detaches from their segment.
         """
 
@@ -491,7 +491,7 @@ global___Reply = Reply
 
 @typing.final
 class Goodbye(google.protobuf.message.Message):
-    """Ends the session. What it still holds is taken as given back by its word."""
+    """Ends the session. All that it still holds is released."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -513,7 +513,7 @@ global___GoodbyeResponse = GoodbyeResponse
 
 @typing.final
 class Notice(google.protobuf.message.Message):
-    """Said by the broker on its own account, on the socket that came with the Welcome."""
+    """From the broker by itself, on the socket that came with the Welcome."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -523,7 +523,7 @@ class Notice(google.protobuf.message.Message):
     UNDRAINED_FIELD_NUMBER: builtins.int
     @property
     def release_refused(self) -> google.rpc.status_pb2.Status:
-        """A release, or a detach, that wanted no Reply was refused."""
+        """A release or a detach with `no_reply` was refused."""
 
     @property
     def stopping(self) -> global___Stopping:
@@ -531,7 +531,7 @@ class Notice(google.protobuf.message.Message):
 
     @property
     def draining(self) -> global___Draining:
-        """The daemon lends nothing more: an operator wants the device free of it."""
+        """An operator drains the device: the daemon lends nothing more."""
 
     @property
     def undrained(self) -> global___Undrained:
@@ -568,7 +568,7 @@ class Draining(google.protobuf.message.Message):
     DEADLINE_FIELD_NUMBER: builtins.int
     @property
     def deadline(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """When the operator wants everything back; absent: no time was given."""
+        """When everything should be released. Absent: no deadline."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ global___Location = Location
 
 @typing.final
 class Device(google.protobuf.message.Message):
-    """The one GPU, or host twin, that a daemon owns."""
+    """The GPU that a daemon owns, or the host driver."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -70,7 +70,7 @@ class Device(google.protobuf.message.Message):
     driver: builtins.str
     """"cuda" or "host"."""
     granularity_bytes: builtins.int
-    """Every extent is a multiple of this."""
+    """The size of every extent is a multiple of this."""
     revision: builtins.int
     """Raised by one for each change of the books."""
     version: builtins.str
@@ -78,16 +78,16 @@ class Device(google.protobuf.message.Message):
     pid: builtins.int
     """The daemon's process id in its own namespace."""
     sessions: builtins.int
-    """Sessions that are open or detached, observers left out."""
+    """Sessions that are open or detached, without observers."""
     detached_sessions: builtins.int
     """Sessions whose process lives and whose connection is gone. They are still charged."""
     metrics_url: builtins.str
     """Where Prometheus may scrape: "http://127.0.0.1:9710/metrics". Empty when metrics are off."""
     draining: builtins.bool
-    """Nothing more is lent: an operator drains the device."""
+    """An operator drains the device: the broker lends nothing more."""
     @property
     def locations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LocationBooks]:
-        """The books of each location that this broker lends at."""
+        """The books of each location at which this broker lends."""
 
     @property
     def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
@@ -115,7 +115,7 @@ global___Device = Device
 
 @typing.final
 class LocationBooks(google.protobuf.message.Message):
-    """The books of one location, and what the device itself shows.
+    """The books of one location, and the device's own figures.
     capacity = lent + releasing + free, at every moment.
     """
 
@@ -135,19 +135,19 @@ class LocationBooks(google.protobuf.message.Message):
     capacity_bytes: builtins.int
     """What the broker may lend."""
     lent_bytes: builtins.int
-    """Lent to processes that live, declarations included."""
+    """Lent to living processes, including declarations."""
     releasing_bytes: builtins.int
-    """Lent to processes that are dead, and not yet shown free by the device. Still charged."""
+    """Lent to processes that died, and not yet shown free by the device. Still charged."""
     stock_bytes: builtins.int
-    """Fresh extents made ahead, never lent; free in the books."""
+    """Fresh extents that were made ahead and never lent; free in the books."""
     free_bytes: builtins.int
     """Capacity that is neither lent nor releasing."""
     unaccounted_bytes: builtins.int
-    """What the device has used beyond these books: contexts, strangers, borrowers that lie. Lent to nobody.
-    Absent where the device cannot say.
+    """In use on the device and not in the books: contexts, other programs, workers that kept what they released.
+    Absent if the device cannot tell.
     """
     device_total_bytes: builtins.int
-    """What the device shows, by anybody. Absent where it cannot say."""
+    """The device's own figures, for all processes. Absent if it cannot tell."""
     device_used_bytes: builtins.int
     headroom_bytes: builtins.int
     """Bytes of the device that the broker never lends."""
@@ -208,11 +208,11 @@ class Model(google.protobuf.message.Message):
     name: builtins.str
     """tenants/{tenant}/models/{model}"""
     virtual_capacity_bytes: builtins.int
-    """The addresses that a worker's pool reserves unless it asks otherwise, as registered. Not memory."""
+    """The addresses that a worker's pool reserves by default, as registered. Not memory."""
     sessions: builtins.int
-    """Live sessions that registered it."""
+    """Living sessions that registered it."""
     allocations_total: builtins.int
-    """Extents granted and given back since the model began; a dead worker's count as given back when credited."""
+    """Extents granted and released since the model began. A dead worker's count as released when they are credited."""
     releases_total: builtins.int
     @property
     def books(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ModelBooks]: ...
@@ -255,15 +255,15 @@ class ModelBooks(google.protobuf.message.Message):
     peak_bytes: builtins.int
     """The highest `used_bytes` since the model began."""
     releasing_bytes: builtins.int
-    """Of `used_bytes`: what dead workers held and the device does not show free yet."""
+    """Part of `used_bytes`: what dead workers held and the device does not show free yet."""
     declared_bytes: builtins.int
-    """Of `used_bytes`: what workers declared to allocate themselves."""
+    """Part of `used_bytes`: what workers declared that they allocate themselves."""
     limit_bytes: builtins.int
-    """The limit in force. Absent: only the tenant's limit and the capacity hold."""
+    """The limit in force. Absent: only the tenant's limit and the capacity apply."""
     extents: builtins.int
     """Extents that are charged."""
     segment_bytes: builtins.int
-    """Of `used_bytes`: what the model's segments are charged, once each, however many sessions have them mapped."""
+    """Part of `used_bytes`: the model's segments, each charged once, however many sessions map it."""
     def __init__(
         self,
         *,
@@ -298,7 +298,7 @@ class Session(google.protobuf.message.Message):
         OPEN: Session._State.ValueType  # 1
         """Connected."""
         DETACHED: Session._State.ValueType  # 2
-        """The process lives, its connection is gone. Still charged."""
+        """The process lives, and its connection is lost. Still charged."""
         RELEASING: Session._State.ValueType  # 3
         """The process is dead; its bytes are charged until the device shows them free."""
 
@@ -307,7 +307,7 @@ class Session(google.protobuf.message.Message):
     OPEN: Session.State.ValueType  # 1
     """Connected."""
     DETACHED: Session.State.ValueType  # 2
-    """The process lives, its connection is gone. Still charged."""
+    """The process lives, and its connection is lost. Still charged."""
     RELEASING: Session.State.ValueType  # 3
     """The process is dead; its bytes are charged until the device shows them free."""
 
@@ -328,12 +328,12 @@ class Session(google.protobuf.message.Message):
     """tenants/{tenant}"""
     state: global___Session.State.ValueType
     pid: builtins.int
-    """The process as the broker's namespace sees it; 0 when it lives in a namespace the broker cannot see."""
+    """The process id in the broker's namespace; 0 if the process is in a namespace that the broker cannot see."""
     uid: builtins.int
     observer: builtins.bool
     """An observer reads the books and borrows nothing."""
     client: builtins.str
-    """What the client calls itself, for people; never trusted."""
+    """The name that the client gave itself, for people. The broker does not trust it."""
     @property
     def models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """tenants/{tenant}/models/{model} of each that it registered."""
@@ -415,8 +415,8 @@ global___Limit = Limit
 class Segment(google.protobuf.message.Message):
     """Memory under a name: written by one session, sealed, attached by many, charged to its model once.
 
-    It is made of extents of 1 GiB, and one of the rest. The broker keeps their descriptors, and knows a name, a size
-    and a generation; what is in it the segment says itself, by its first bytes.
+    It is made of extents of 1 GiB and one for the rest. The broker keeps their descriptors. It knows the name, the size
+    and the generation. The contents are described by the segment's own first bytes.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -431,7 +431,7 @@ class Segment(google.protobuf.message.Message):
         WRITING: Segment._State.ValueType  # 1
         """Its writer has not sealed it yet."""
         SEALED: Segment._State.ValueType  # 2
-        """Nobody writes to it any more; it can be attached."""
+        """No process writes to it any more, and it can be attached."""
         ENDING: Segment._State.ValueType  # 3
         """Deleted, or its writer is gone; charged until the last session has left it."""
         RELEASING: Segment._State.ValueType  # 4
@@ -442,7 +442,7 @@ class Segment(google.protobuf.message.Message):
     WRITING: Segment.State.ValueType  # 1
     """Its writer has not sealed it yet."""
     SEALED: Segment.State.ValueType  # 2
-    """Nobody writes to it any more; it can be attached."""
+    """No process writes to it any more, and it can be attached."""
     ENDING: Segment.State.ValueType  # 3
     """Deleted, or its writer is gone; charged until the last session has left it."""
     RELEASING: Segment.State.ValueType  # 4
@@ -460,13 +460,13 @@ class Segment(google.protobuf.message.Message):
     name: builtins.str
     """tenants/{tenant}/models/{model}/segments/{segment}"""
     generation: builtins.int
-    """Never used twice, whatever becomes of the name."""
+    """Never used twice, even if the name is."""
     state: global___Segment.State.ValueType
     location: global___Location.ValueType
     size_bytes: builtins.int
     """A multiple of the granularity."""
     extents: builtins.int
-    """How many extents its memory comes in."""
+    """The number of its extents."""
     sessions: builtins.int
     """Sessions that hold it, the writer among them."""
     writer: builtins.str

@@ -8,10 +8,10 @@ from __future__ import annotations
 import operator
 import re
 
+from ..wire.names import MAX_BYTES as MAX_BYTES
+
 MIB = 1 << 20
 GIB = 1 << 30
-MAX_BYTES = (1 << 63) - 1
-"""The largest size the wire can carry (`int64 *_bytes`)."""
 
 _UNITS = {
     "": 1,

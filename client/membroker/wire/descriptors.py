@@ -1,7 +1,7 @@
-"""Descriptors beside the bytes of a packet (SCM_RIGHTS): how they are sent, received and closed.
+"""Descriptors that travel with a packet (SCM_RIGHTS): how they are sent, received and closed.
 
-The only file that touches SCM_RIGHTS; the handoff and the keeper of descriptors stand on it. What a packet means is
-their business. The keeper must start fast: nothing but a little of the standard library is imported here.
+The only file that uses SCM_RIGHTS. The handoff and the keeper of descriptors use it, and know what a packet means. The
+keeper must start fast, so this imports only a little of the standard library.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 
-MAX_DESCRIPTORS = 64
-"""Descriptors in one packet. The kernel allows 253; a packet is also the unit in which the broker takes turns."""
+from .names import MAX_DESCRIPTORS
 
 # Plain ints: each operation on the enum of the socket module costs as much as a system call.
 _CLOEXEC, _NOSIGNAL = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_NOSIGNAL)
@@ -21,16 +20,16 @@ _CONTROL_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR)
 
 
 def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
-    """Send one packet. The descriptors stay open and the caller's; raises what `sendmsg` raises."""
+    """Send one packet. The caller's descriptors stay open. Raises what `sendmsg` raises."""
     assert len(descriptors) <= MAX_DESCRIPTORS
     control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     connection.sendmsg([data], control, _NOSIGNAL)
 
 
 def receive(connection: socket.socket, max_bytes: int) -> tuple[bytes, list[int], int]:
-    """Receive one packet: its bytes, its descriptors (CLOEXEC), which are the caller's to close, and the flags.
+    """Receive one packet: its bytes, its descriptors (CLOEXEC), which the caller must close, and the flags.
 
-    MSG_TRUNC: there were more bytes. MSG_CTRUNC: there were more descriptors, or no more may be open in this process.
+    MSG_TRUNC: there were more bytes. MSG_CTRUNC: there were more descriptors, or this process may open no more.
     Raises what `recvmsg` raises.
     """
     data, control, flags, _ = connection.recvmsg(max_bytes, _CONTROL_BYTES, _CLOEXEC)

@@ -1,7 +1,7 @@
-"""Frames and descriptors on a handoff socket: one packet, one frame, and up to 64 descriptors beside it.
+"""Frames and descriptors on a handoff socket: one frame is one packet, with up to 64 descriptors.
 
-Library and daemon both stand on it. It owns no connection and no state, and must never decide anything: what a frame
-means is its callers' business.
+Library and daemon both use it. It owns no connection and no state, and must never decide anything: its callers know
+what a frame means.
 """
 
 from __future__ import annotations
@@ -12,31 +12,21 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from ..v1 import handoff_pb2 as pb
-from .descriptors import MAX_DESCRIPTORS as MAX_DESCRIPTORS
 from .descriptors import close_all as close_all
 from .descriptors import receive as receive_packet
 from .descriptors import send as send
-
-PROTOCOL_VERSION = 1
-PROTOCOL_REVISION = 1
-"""What is understood beyond the first edition of the version; the list is at `Welcome.protocol_revision`."""
-MAX_FRAME_BYTES = 65_536
-MAX_IDS_PER_FRAME = 4_096
-MAX_EXTENTS_PER_CALL = 65_536
-WINDOW = 2
-"""Deliveries of one session that may be unacknowledged. Without it a peer that never reads would fill the kernel's
-table of descriptors in flight, which is counted per user of the *sender*, so for every session at once."""
+from .names import MAX_FRAME_BYTES
 
 # Plain ints: each operation on the enum of the socket module costs as much as a system call.
 _TRUNC, _CTRUNC = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
 
 
 class EndOfConnection(Exception):
-    """The other end is gone, or sent a packet of no bytes, which SEQPACKET cannot tell from it."""
+    """The other end closed the socket, or sent a packet of 0 bytes: SEQPACKET cannot tell the two apart."""
 
 
 class BrokenPacket(Exception):
-    """What arrived is no frame: too long, not decodable, or with descriptors that nobody asked for."""
+    """The packet is not a frame: too long, not decodable, or with descriptors where none are allowed."""
 
 
 class Packet(NamedTuple):
@@ -55,20 +45,20 @@ def encode(frame: pb.Frame) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> pb.Frame:
-    """Return the frame in `data`. Raises `BrokenPacket` when there is none, or a frame of an unknown kind."""
+    """Return the frame in `data`. Raises `BrokenPacket` for bytes that are not a frame of a known kind."""
     try:
         frame = pb.Frame.FromString(bytes(data))
     except DecodeError as error:
         raise BrokenPacket("the packet is not a frame") from error
     if frame.WhichOneof("kind") is None:
-        raise BrokenPacket("the frame is of no kind that this version knows")
+        raise BrokenPacket("this version does not know the kind of the frame")
     return frame
 
 
 def receive(connection: socket.socket) -> Packet:
-    """Receive one packet with its descriptors (CLOEXEC), which are the caller's to close.
+    """Receive one packet with its descriptors (CLOEXEC), which the caller must close.
 
-    Raises `EndOfConnection`, `BrokenPacket` (what came with it is closed), and what `recvmsg` raises.
+    Raises `EndOfConnection`, `BrokenPacket` (after closing its descriptors), and what `recvmsg` raises.
     """
     data, descriptors, flags = receive_packet(connection, MAX_FRAME_BYTES)
     try:
@@ -83,9 +73,9 @@ def receive(connection: socket.socket) -> Packet:
 
 
 def receive_without_descriptors(connection: socket.socket, buffer: bytearray) -> pb.Frame:
-    """Receive one packet into `buffer`, of MAX_FRAME_BYTES, taking no descriptor whatever was sent.
+    """Receive one packet into `buffer`, of MAX_FRAME_BYTES, and never a descriptor.
 
-    Without a control buffer the kernel installs none of a stranger's descriptors here and says so.
+    Without a control buffer the kernel installs no descriptor of the peer in this process, and reports it.
     Raises as `receive`, and `BrokenPacket` for a packet that carried descriptors.
     """
     count, _, flags, _ = connection.recvmsg_into([buffer])

@@ -133,52 +133,6 @@ def test_the_shape_of_an_allocate(location: str, extent_bytes: int, count: int, 
 
 
 @pytest.mark.parametrize(
-    ("name", "valid"),
-    [
-        ("m", True),
-        ("0", True),
-        ("llama-3.1_8b", True),
-        ("Qwen3-8B", True),
-        ("_private", True),
-        ("a" * 96, True),
-        ("a" * 97, False),
-        ("", False),
-        ("-m", False),
-        (".m", False),
-        ("a b", False),
-        ("m\n", False),
-        ("é", False),
-        ("٣", False),
-    ],
-)
-def test_names(name: str, valid: bool) -> None:
-    assert policy.valid_own_name(name) is policy.valid_model_name(name) is valid
-
-
-@pytest.mark.parametrize(
-    ("name", "valid"),
-    [
-        ("Qwen/Qwen3-8B", True),
-        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", True),
-        ("segments/segments", True),
-        ("a/" + "b" * 94, True),
-        ("a/" + "b" * 95, False),
-        ("a/", False),
-        ("/a", False),
-        ("a//b", False),
-        ("a/../b", False),
-        ("a/..", False),
-        ("a/-", False),
-        ("a/b/c", False),
-        ("a/b\n", False),
-    ],
-)
-def test_names_of_two_parts_are_for_models_alone(name: str, valid: bool) -> None:
-    assert policy.valid_model_name(name) is valid
-    assert not policy.valid_own_name(name)
-
-
-@pytest.mark.parametrize(
     ("free", "size", "reserve", "passes"),
     [(10, 6, 4, True), (10, 7, 4, False), (0, 0, 0, True), (None, 1 << 60, 4, True), (3, 0, 4, False)],
 )

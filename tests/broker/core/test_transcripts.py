@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.sizes import MIB
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
@@ -24,7 +25,6 @@ from membrokerd.core.ledger import replay
 from membrokerd.core.machine import Broker
 from membrokerd.core.recount import recount
 
-MIB = 1 << 20
 SECOND = 1_000_000_000
 EPOCH_BITS = 40
 COUNTS = ("count", "max_count", "request_id", "extents", "sessions", "times", "change")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.fakes import build_fake_cuda, run_beside_fake_cuda
+from tests.support.fake_cuda import build_fake_cuda, run_beside_fake_cuda
 
 from membroker.testing.driver_suite import CHECKS, TWO_DEVICE_CHECKS
 

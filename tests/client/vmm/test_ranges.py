@@ -12,7 +12,9 @@ from contextlib import ExitStack
 from itertools import permutations
 
 import pytest
-from tests.client.vmm.children import in_a_child
+from tests.support.devices import Device
+from tests.support.forks import in_a_child
+from tests.support.sizes import MIB
 
 from membroker.errors import AlreadyMapped, ClosedError, InvalidOffset, InvalidRequest, NotMapped
 from membroker.vmm import (
@@ -26,6 +28,11 @@ from membroker.vmm import (
     allocation_granularity,
 )
 from membroker.vmm.host.driver import GRANULARITY, HostDriver
+
+PATTERN = b"".join((number * 0x9E3779B1 & 0xFFFFFFFF).to_bytes(4, "little") for number in range(MIB // 4))
+"""1 MiB in which no two words are equal: bytes that come from elsewhere show."""
+UNREADABLE = "no access|does not allow READ "
+UNWRITABLE = "read-only|does not allow READ_WRITE"
 
 
 @pytest.fixture
@@ -64,19 +71,20 @@ def test_the_granularity_is_the_devices(driver: HostDriver) -> None:
     assert allocation_granularity(driver) == allocation_granularity(driver, recommended=True) == GRANULARITY
 
 
-def test_a_round_trip_of_bytes(driver: HostDriver) -> None:
+def test_a_round_trip_of_bytes(device: Device) -> None:
     """Reserve, create, map, grant, write, read, and let go in the order that needs no thought."""
-    size = -(-(1 << 20) // allocation_granularity(driver)) * allocation_granularity(driver)
-    pattern = b"".join((number * 0x9E3779B1 & 0xFFFFFFFF).to_bytes(4, "little") for number in range(size // 4))
-    addresses = AddressRange(driver, size)
-    physical = PhysicalMemory.create(driver, size)
-    mapped = MappedRange(addresses, physical, access={})
-    mapped.set_access(AccessFlags.READ_WRITE)
-    driver.write(mapped.address, pattern)
-    assert driver.read(mapped.address, size) == pattern
-    for each in (mapped, physical, addresses):
-        each.close()
-    assert used(driver) == 0
+    with device.open() as driver:
+        size = -(-len(PATTERN) // allocation_granularity(driver)) * allocation_granularity(driver)
+        addresses = AddressRange(driver, size)
+        physical = PhysicalMemory.create(driver, size)
+        mapped = MappedRange(addresses, physical, access={})
+        mapped.set_access(AccessFlags.READ_WRITE)
+        data = PATTERN * (size // len(PATTERN))
+        driver.write(mapped.address, data)
+        assert driver.read(mapped.address, size) == data
+        driver.synchronize()
+        for each in (mapped, physical, addresses):
+            each.close()
 
 
 def test_leaving_the_blocks_gives_everything_back(driver: HostDriver) -> None:
@@ -141,18 +149,22 @@ def test_each_says_what_it_is(addresses: AddressRange, memory: PhysicalMemory) -
 
 
 @pytest.mark.parametrize("order", list(permutations(("addresses", "memory", "mapping"))), ids=" ".join)
-def test_any_order_of_closing_gives_all_back_and_none_too_early(driver: HostDriver, order: tuple[str, ...]) -> None:
+def test_any_order_of_closing_gives_all_back_and_none_too_early(device: Device, order: tuple[str, ...]) -> None:
     """Blocks end, exceptions fly and finalizers run in any order: the bytes are there until the mapping is closed."""
-    addresses, memory = AddressRange(driver, GRANULARITY), PhysicalMemory.create(driver, GRANULARITY)
-    parts = {"addresses": addresses, "memory": memory, "mapping": MappedRange(addresses, memory)}
-    address = addresses.base
-    driver.write(address, b"alive")
-    for name in order:
-        if not parts["mapping"].closed:
-            assert driver.read(address, 5) == b"alive"
-        parts[name].close()
-    assert used(driver) == 0
-    assert not is_reserved(driver, addresses)
+    with device.open() as driver:
+        size = driver.device.granularity
+        addresses, memory = AddressRange(driver, size), PhysicalMemory.create(driver, size)
+        parts = {"addresses": addresses, "memory": memory, "mapping": MappedRange(addresses, memory)}
+        address = addresses.base
+        driver.write(address, PATTERN)
+        for name in order:
+            if not parts["mapping"].closed:
+                assert driver.read(address, len(PATTERN)) == PATTERN
+            parts[name].close()
+        other = driver.create(size)
+        with pytest.raises(DriverError, match="do not lie inside one reservation"):
+            driver.map(address, other)
+        driver.release(other)
 
 
 def test_addresses_are_given_back_with_the_last_mapping_in_them(driver: HostDriver, memory: PhysicalMemory) -> None:
@@ -368,21 +380,31 @@ def test_nothing_is_mapped_over_a_mapping(driver: HostDriver, addresses: Address
         assert driver.read(mapping.address, 5) == b"first"
 
 
-def test_access_is_nothing_until_it_is_granted_and_can_be_changed(
-    driver: HostDriver, addresses: AddressRange, memory: PhysicalMemory
-) -> None:
-    with MappedRange(addresses, memory, access={}) as mapping:
+def test_access_is_nothing_until_it_is_granted_and_can_be_changed(device: Device) -> None:
+    """On a GPU, too, NONE takes back what was granted; the bytes stay."""
+    with device.open() as driver, ExitStack() as parts:
+        size = driver.device.granularity
+        addresses = parts.enter_context(AddressRange(driver, size))
+        memory = parts.enter_context(PhysicalMemory.create(driver, size))
+        mapping = parts.enter_context(MappedRange(addresses, memory, access={}))
         assert mapping.get_access() is AccessFlags.NONE
-        with pytest.raises(DriverError, match="no access"):
+        with pytest.raises(DriverError, match=UNREADABLE):
             driver.read(mapping.address, 1)
         mapping.set_access(AccessFlags.READ)
-        with pytest.raises(DriverError, match="read-only"):
+        with pytest.raises(DriverError, match=UNWRITABLE):
             driver.write(mapping.address, b"x")
         mapping.set_access(AccessFlags.READ_WRITE)
-        driver.write(mapping.address, b"x")
+        driver.write(mapping.address, b"kept")
         assert mapping.get_access() is AccessFlags.READ_WRITE
-    with pytest.raises(ClosedError):
+        mapping.set_access(AccessFlags.NONE)
+        assert mapping.get_access() is AccessFlags.NONE
+        with pytest.raises(DriverError, match=UNREADABLE):
+            driver.read(mapping.address, 1)
         mapping.set_access(AccessFlags.READ)
+        assert driver.read(mapping.address, 4) == b"kept"
+        mapping.close()
+        with pytest.raises(ClosedError):
+            mapping.set_access(AccessFlags.READ)
 
 
 @pytest.mark.parametrize("call", ["map", "set_access"])
@@ -419,17 +441,23 @@ def test_the_mappings_that_fill_a_part_of_a_range(driver: HostDriver, addresses:
                 addresses.mappings_in(offset, size)
 
 
-def test_one_memory_under_two_addresses(driver: HostDriver, addresses: AddressRange, memory: PhysicalMemory) -> None:
-    """Aliasing: a ring whose end is its beginning again, or a view that may only be read."""
-    with (
-        MappedRange(addresses, memory) as first,
-        MappedRange(addresses, memory, offset=GRANULARITY, access=AccessFlags.READ) as second,
-    ):
-        driver.write(first.address + GRANULARITY - 4, b"wrap")
-        assert driver.read(second.address + GRANULARITY - 4, 4) == b"wrap"
-        assert driver.read(first.address + GRANULARITY - 2, 4) == b"ap" + bytes(2)
-        with pytest.raises(DriverError, match="read-only"):
+def test_one_memory_under_two_addresses(device: Device) -> None:
+    """Aliasing: a ring whose end is its beginning again, or a view that may only be read and outlives the first."""
+    with device.open() as driver, ExitStack() as parts:
+        size = driver.device.granularity
+        addresses = parts.enter_context(AddressRange(driver, 2 * size))
+        memory = parts.enter_context(PhysicalMemory.create(driver, size))
+        first = parts.enter_context(MappedRange(addresses, memory))
+        second = parts.enter_context(MappedRange(addresses, memory, offset=size, access=AccessFlags.READ))
+        driver.write(first.address + size - 4, b"wrap")
+        assert driver.read(second.address + size - 4, 4) == b"wrap"
+        assert driver.read(first.address + size - 2, 4) == b"ap" + bytes(2)
+        assert (first.get_access(), second.get_access()) == (AccessFlags.READ_WRITE, AccessFlags.READ)
+        with pytest.raises(DriverError, match=UNWRITABLE):
             driver.write(second.address, b"x")
+        driver.write(first.address, PATTERN)
+        first.close()
+        assert driver.read(second.address, len(PATTERN)) == PATTERN
 
 
 def test_a_range_grows_and_shrinks_in_place(driver: HostDriver) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
-from tests.client.vmm.children import in_a_child
+from tests.support.forks import in_a_child
 
 from membroker.errors import InvalidRequest
 from membroker.testing.driver_suite import TWO_DEVICE_CHECKS, MakeDriver, check_two_devices

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
-from membroker.wire.names import session_name
+from membroker.wire.names import MAX_CLIENT_CHARACTERS, PROTOCOL_REVISION, PROTOCOL_VERSION, session_name
 
 from ...core import effects as fx
 from ...core import events as ev
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 FRAMES_PER_TURN = 8
 """Frames that are read from one connection before the others are served."""
-MAX_CLIENT_NAME = 128
 LINGER_SECONDS = 5.0
 """How long the last answer of a connection may wait for a peer that does not read."""
 HOLDS_SECONDS = 10.0
@@ -192,8 +191,8 @@ class Connection:
         if self._session is not None:
             self._violated(request_id, "Hello was said already")
             return
-        if hello.protocol_version != handoff.PROTOCOL_VERSION:
-            versions = {"version": hello.protocol_version, "supported": handoff.PROTOCOL_VERSION}
+        if hello.protocol_version != PROTOCOL_VERSION:
+            versions = {"version": hello.protocol_version, "supported": PROTOCOL_VERSION}
             self._refuse(request_id, deny(Reason.UNSUPPORTED_VERSION, **versions))
             return
         try:
@@ -208,7 +207,7 @@ class Connection:
 
     def _open(self, request_id: int, hello: pb.Hello, pair: _Pair) -> None:
         peer, endpoint, tenant = self._peer, self._listener.endpoint, self._listener.tenant_of(self._peer)
-        client = "".join(letter for letter in hello.client[:MAX_CLIENT_NAME] if letter.isprintable())
+        client = "".join(letter for letter in hello.client[:MAX_CLIENT_CHARACTERS] if letter.isprintable())
         token, token_hash = new_token()
         observer = hello.observer
 
@@ -325,8 +324,8 @@ class Connection:
             device_uuid=device.uuid,
             driver=device.driver,
             granularity_bytes=device.granularity,
-            protocol_version=handoff.PROTOCOL_VERSION,
-            protocol_revision=handoff.PROTOCOL_REVISION,
+            protocol_version=PROTOCOL_VERSION,
+            protocol_revision=PROTOCOL_REVISION,
             resumed=resumed,
         )
         for location, capacity in capacities.items():

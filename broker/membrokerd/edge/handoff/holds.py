@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from membroker.v1 import handoff_pb2 as pb
-from membroker.wire.frames import MAX_DESCRIPTORS, MAX_IDS_PER_FRAME, WINDOW
+from membroker.wire.names import DESCRIPTORS_IN_FLIGHT, MAX_IDS_PER_FRAME
 
 from ...core import events as ev
 from ...core.denied import Denied, Reason, deny
 from ...core.rows import SessionRow
 from ..convert import Refused, parse_location, parse_model
 
-UNBOOKED = WINDOW * MAX_DESCRIPTORS
+UNBOOKED = DESCRIPTORS_IN_FLIGHT
 """How many entries a process may state beyond the books: as many as one window of deliveries can hold."""
 
 

@@ -12,6 +12,7 @@ import time
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm import DeviceInfo
 from membroker.wire import frames as handoff
+from membroker.wire.names import MAX_FRAME_BYTES
 
 from ...core.denied import Reason
 from ...observe import logs
@@ -48,7 +49,7 @@ class Listener:
         self.endpoint = endpoint
         self.dispatcher = dispatcher
         self.device = device
-        self.buffer = bytearray(handoff.MAX_FRAME_BYTES)
+        self.buffer = bytearray(MAX_FRAME_BYTES)
         self.watch = watch
         self._sock = sock
         self._tenant = tenant

@@ -7,6 +7,7 @@ from typing import Any
 
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import broker_pb2_grpc, resources_pb2
+from membroker.wire.names import TOKEN_METADATA
 
 from ...core import effects as fx
 from ...core.denied import Denied
@@ -14,8 +15,6 @@ from ...observe import logs
 from ..convert import Refused
 from ..dispatch import Dispatcher, Ticket
 from ..listings import Views
-
-TOKEN_KEY = "membroker-token"
 
 
 class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
@@ -75,6 +74,10 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         """Return how much could be borrowed now for a model of the tenant."""
         return self._views.get_available(request, self._ticket(context).tenant)
 
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> resources_pb2.Model:
+        """Return one of the tenant's own models."""
+        return self._views.get_model(request, self._ticket(context).tenant)
+
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         """Return a page of the tenant's own models."""
         return self._views.list_models(request, self._ticket(context).tenant)
@@ -89,7 +92,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
 
     def _ticket(self, context: Any) -> Ticket:
         metadata = dict(context.invocation_metadata())
-        return self._dispatcher.find(str(metadata.get(TOKEN_KEY, "")), self._endpoint)
+        return self._dispatcher.find(str(metadata.get(TOKEN_METADATA, "")), self._endpoint)
 
     async def _move(self, request: Any, context: Any) -> Any:
         """Put a request to the core, and return its response."""

@@ -15,13 +15,14 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc.status_pb2 import Status
 
+from membroker.wire.names import STATUS_METADATA
+
 from ...core.denied import Reason, deny
 from ...observe import logs
 from ...turns import Turns
 from ..convert import Refused
 from ..errors import to_status
 
-STATUS_KEY = "grpc-status-details-bin"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 MAX_WATCHES = 16
 """Streams of health and reflection that one endpoint serves at a time: the peer decides how long they last."""
@@ -109,5 +110,5 @@ class Guard(grpc.aio.ServerInterceptor):
 
 async def _abort(context: Any, status: Status) -> None:
     await context.abort(
-        _CODES[status.code], status.message, trailing_metadata=((STATUS_KEY, status.SerializeToString()),)
+        _CODES[status.code], status.message, trailing_metadata=((STATUS_METADATA, status.SerializeToString()),)
     )

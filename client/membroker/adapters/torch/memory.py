@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ...closing import Closing
+from ...deprecated import renamed
 from ...errors import ClosedError, InvalidRequest, MembrokerError
 from ...model import Model
 from .lending import TorchLending
@@ -20,6 +21,7 @@ from .package import torch
 from .tensors import device_of
 
 
+@renamed("lent")
 class TorchMemory(Closing):
     """Borrows what torch allocates on the GPU from `model`: a `torch.cuda.MemPool` without compiled code.
 
@@ -67,7 +69,7 @@ class TorchMemory(Closing):
         return self._device
 
     @property
-    def lent(self) -> int:
+    def lent_bytes(self) -> int:
         """Bytes that torch has borrowed now, including its cache."""
         return self._lending.lent
 
@@ -154,7 +156,7 @@ class TorchMemory(Closing):
             self._exchange(None)
 
     def __repr__(self) -> str:
-        return f"<membroker TorchMemory on {self._device}, {self.lent} bytes lent{', closed' * self._closed}>"
+        return f"<membroker TorchMemory on {self._device}, {self.lent_bytes} bytes lent{', closed' * self._closed}>"
 
     def _check_open(self) -> None:
         if self._closed:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...dtypes import word_of
 from ...errors import InvalidRequest
 from ...memory.dlpack import Source, export, size_of
-from ...safetensors import word_of
 from ...vmm.driver import DeviceInfo
 from .package import torch
 

@@ -43,7 +43,7 @@ class Cache:
     @property
     def held(self) -> int:
         """Bytes that are mapped."""
-        return self._pool.physical_memory_usage
+        return self._pool.physical_usage_bytes
 
     def admit(self, request: int, pages: int) -> None:
         """Take a request: back its pages and write into each."""
@@ -260,7 +260,7 @@ def main() -> None:
                 try:
                     _say(**engine.obey(json.loads(line)))
                 except membroker.OutOfMemory as error:
-                    _say(refused=str(error), level=error.level, limit=error.limit)
+                    _say(refused=str(error), level=error.level, limit=error.limit_bytes)
                 except (PageLost, membroker.MembrokerError) as error:
                     _say(lost=str(error))
 

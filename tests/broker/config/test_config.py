@@ -1,0 +1,299 @@
+"""A configuration file is either right as a whole, or every mistake in it is named at once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.sizes import GIB, MIB
+
+from membrokerd.config import config
+from membrokerd.config.config import ConfigError, load
+from membrokerd.files import MAX_TEXT_BYTES
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "membrokerd.toml"
+    path.write_text(text)
+    return path
+
+
+def problems(tmp_path: Path, text: str, **overrides: Any) -> tuple[str, ...]:
+    """Return what is wrong with this text, without the file's name, which each sentence begins with."""
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    assert str(caught.value).splitlines() == list(caught.value.problems)
+    return tuple(problem.removeprefix(f"{path}: ") for problem in caught.value.problems)
+
+
+def test_no_file_at_all_is_a_broker_in_which_each_uid_is_a_tenant() -> None:
+    found = load(None, {}, env={"XDG_RUNTIME_DIR": "/run/user/1000"}, uid=1000)
+    assert found.runtime_directory == Path("/run/user/1000/membroker")
+    assert (found.driver, found.device, found.capacity, found.headroom) == ("auto", 0, None, None)
+    assert (found.settle_seconds, found.audit_seconds, found.model_grace_seconds) == (10.0, 0.1, 60.0)
+    assert found.uid_tenants
+    assert (found.stock, found.stock_extents) == (None, 64)
+    assert found.metrics == config.MetricsConfig(True, "127.0.0.1", None)
+
+
+def test_the_runtime_directory_of_root_is_where_everybody_looks() -> None:
+    """A root shell may have an XDG_RUNTIME_DIR that no tenant can enter."""
+    assert load(None, {}, env={"XDG_RUNTIME_DIR": "/run/user/0"}, uid=0).runtime_directory == Path("/run/membroker")
+
+
+def test_a_user_without_a_runtime_directory_is_told_what_to_set() -> None:
+    with pytest.raises(ConfigError, match="runtime_directory: XDG_RUNTIME_DIR is not set; write where"):
+        load(None, {}, env={}, uid=1000)
+    with pytest.raises(ConfigError, match="absolute") as caught:
+        load(None, {"runtime_directory": "here"}, env={}, uid=1000)
+    assert len(caught.value.problems) == 1, "one mistake, one sentence"
+
+
+def test_a_whole_file_is_read(tmp_path: Path) -> None:
+    text = """
+        driver = "host"
+        capacity = "256MiB"
+        host_driver_total = "1GiB"
+        headroom = "64MiB"
+        gate_reserve = 1048576
+        settle_seconds = 2
+        max_sessions = 40
+        stock = "96MiB"
+        stock_extents = 0
+        [metrics]
+        port = 0
+        [log]
+        format = "json"
+        [tenants.acme]
+        limit = "128MiB"
+        uids = [0, 1000]
+        owner = "root"
+        group = 7
+        mode = "0660"
+        [tenants.acme.models."llama-7b.q4"]
+        limit = "64MiB"
+        [tenants.other]
+    """
+    found = load(write(tmp_path, text), {})
+    assert (found.driver, found.capacity, found.host_driver_total) == ("host", 256 * MIB, GIB)
+    assert (found.headroom, found.gate_reserve, found.settle_seconds, found.max_sessions) == (64 * MIB, MIB, 2.0, 40)
+    assert (found.stock, found.stock_extents) == (96 * MIB, 0)
+    assert found.metrics.port == 0
+    assert found.log == config.LogConfig("json", "info")
+    assert not found.uid_tenants
+    acme = found.tenants["acme"]
+    assert (acme.limit, acme.uids, acme.owner, acme.group, acme.mode) == (128 * MIB, {0, 1000}, 0, 7, 0o660)
+    assert acme.models["llama-7b.q4"].limit == 64 * MIB
+    assert found.tenants["other"] == config.TenantConfig()
+
+
+def test_a_tenants_own_limit_goes_before_the_default(tmp_path: Path) -> None:
+    text = 'default_limit = "8MiB"\n[tenants.a]\nlimit = "32MiB"\n[tenants.a.models.m]\nlimit = "16MiB"\n'
+    found = load(write(tmp_path, text), {"capacity": "64MiB"})
+    assert (found.default_limit, found.tenants["a"].limit, found.tenants["a"].models["m"].limit) == (
+        8 * MIB,
+        32 * MIB,
+        16 * MIB,
+    )
+
+
+@pytest.mark.parametrize(("device", "number"), [("host", 0), ("host-1", 1), ("host-12", 12), ("1", 1), (2, 2)])
+def test_a_device_of_the_host_driver_is_a_number(device: Any, number: int) -> None:
+    """Its UUID, as `membroker status` shows it, or its number, as a GPU's."""
+    assert load(None, {"device": device, "driver": "host"}, env={}, uid=0).device == number
+
+
+def test_the_command_line_wins_and_is_named_when_it_is_wrong(tmp_path: Path) -> None:
+    path = write(tmp_path, 'capacity = "256MiB"\n[metrics]\nport = 1\n')
+    found = load(path, {"capacity": "512MiB", "metrics.port": 2, "device": "3", "driver": None})
+    assert (found.capacity, found.metrics.port, found.device, found.driver) == (512 * MIB, 2, 3, "auto")
+    with pytest.raises(ConfigError, match=r"^command line: metrics\.port: write a whole number"):
+        load(path, {"metrics.port": -1})
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('driver = "cdua"', "driver: write one of 'auto', 'host', 'cuda', not 'cdua'"),
+        ("driver = []", "driver: write one of 'auto', 'host', 'cuda', not []"),
+        ("device = -1", "device: write a card's number from 0 or its UUID"),
+        ('device = "-1"', "device: write a card's number from 0 or its UUID"),
+        ('device = "first"', "device: write a card's number from 0 or its UUID"),
+        ("device = true", "device: write a card's number from 0 or its UUID"),
+        ("capacity = 1.5", "capacity: a size is an int of bytes or text"),
+        ("capacity = true", "capacity: a size is an int of bytes or text"),
+        ('capacity = "8 gigs"', "capacity: cannot read '8 gigs' as a size"),
+        ("capacity = -2097152", "capacity: a size must be between 0 and 2^63-1"),
+        ("capacity = 9223372036854775808", "capacity: a size must be between 0 and 2^63-1"),
+        ("capacity = 0", "capacity: 0 bytes are nothing to lend"),
+        ('capacity = "5MB"', "capacity: '5MB' is not a multiple of 2MiB; the nearest that fits is \"4MiB\""),
+        ("capacity = 1", 'the nearest that fits is "2MiB"'),
+        ('host_capacity = "3MiB"', "host_capacity: '3MiB' is not a multiple of 2MiB"),
+        ('default_limit = "2GiB"\ncapacity = "1GiB"', 'default_limit: "2GiB" is more than capacity, "1GiB"'),
+        ('default_host_limit = "2MiB"', 'default_host_limit: "2MiB" is more than host_capacity, 0'),
+        (
+            'default_limit = "8MiB"\n[tenants.a.models.m]\nlimit = "16MiB"',
+            'tenants.a.models.m.limit: "16MiB" is more than default_limit, "8MiB"',
+        ),
+        ("device = 10000", "device: write a card's number from 0 or its UUID"),
+        ('device = "host-0"', "device: write a card's number from 0 or its UUID"),
+        ('keeper_socket = "/run/{gpu}/s"', "keeper_socket: {device} and {index} are all that may stand in braces"),
+        ('keeper_socket = "/run/{device/s"', "keeper_socket: {device} and {index} are all that may stand in braces"),
+        ("settle_seconds = -1", "settle_seconds: write a number of seconds from 0 to 86400, not -1"),
+        ("settle_seconds = nan", "settle_seconds: write a number of seconds"),
+        ("audit_seconds = inf", "audit_seconds: write a number of seconds"),
+        ("audit_seconds = 0", "audit_seconds: write a number of seconds from 0.01"),
+        ('model_grace_seconds = "60"', "model_grace_seconds: write a number of seconds"),
+        ("max_sessions = 0", "max_sessions: write a whole number from 1"),
+        ("max_models_per_tenant = 2.0", "max_models_per_tenant: write a whole number from 1"),
+        ('stock = "a lot"', "stock: cannot read 'a lot' as a size"),
+        ("stock = -1", "stock: a size must be between 0 and 2^63-1"),
+        ("stock = 0.5", "stock: a size is an int of bytes or text"),
+        ("stock_extents = -1", "stock_extents: write a whole number from 0 to 4,096, not -1"),
+        ("stock_extents = 4097", "stock_extents: write a whole number from 0 to 4,096, not 4097"),
+        ('stock_extents = "64"', "stock_extents: write a whole number from 0 to 4,096, not '64'"),
+        ("stocks = 1", "stocks: is not a key that membrokerd knows; did you mean 'stock'?"),
+        ('runtime_directory = "run"', "runtime_directory: write an absolute path"),
+        ("metrics = 1", "metrics: is a table: write [metrics]"),
+        ("metrics.port = 65536", "metrics.port: write a whole number from 0 to 65,535, not 65536"),
+        ('metrics.enabled = "yes"', "metrics.enabled: write true or false, not 'yes'"),
+        ('metrics.address = ""', "metrics.address: write text"),
+        ('log.level = "loud"', "log.level: write one of 'debug', 'info', 'warning', 'error'"),
+        ("[metrics]\nprot = 1", "metrics.prot: is not a key that membrokerd knows; did you mean 'port'?"),
+        ("capcity = 1", "capcity: is not a key that membrokerd knows; did you mean 'capacity'?"),
+        ("[tenant.acme]", "tenant: is not a key that membrokerd knows; did you mean 'tenants'?"),
+        ("zzz = 1", "zzz: is not a key that membrokerd knows; known are audit_seconds, capacity,"),
+        ("tenants = 1", "tenants: is a table of tables: write [tenants.NAME]"),
+        ("tenants.acme = 1", "tenants.acme: is a table: write [tenants.acme]"),
+        ("[tenants.Acme]", "tenants.Acme: a tenant's name is [a-z0-9] and then at most 23 of [a-z0-9-]"),
+        ('[tenants."../up"]', 'tenants."../up": a tenant\'s name is [a-z0-9] and then at most 23 of [a-z0-9-]'),
+        ('[tenants."a\\nb"]', "a tenant's name is [a-z0-9] and then at most 23 of [a-z0-9-]"),
+        ("[tenants.-]", "tenants.-: a tenant's name is [a-z0-9] and then at most 23 of [a-z0-9-]"),
+        ("[tenants.-a]", "tenants.-a: a tenant's name is [a-z0-9] and then at most 23 of [a-z0-9-]"),
+        ("[tenants.abcdefghijklmnopqrstuvwxy]", "a tenant's name is [a-z0-9] and then at most 23 of [a-z0-9-]"),
+        ("[tenants.a]\nuids = [1, true]", "tenants.a.uids: write a list of user ids"),
+        ("[tenants.a]\nuids = 1", "tenants.a.uids: write a list of user ids"),
+        ('[tenants.a]\nowner = "nobody-at-all"', "tenants.a.owner: this machine has no user 'nobody-at-all'"),
+        ('[tenants.a]\ngroup = "nobody-at-all"', "tenants.a.group: this machine has no group 'nobody-at-all'"),
+        ("[tenants.a]\nmode = 660", "tenants.a.mode: write the mode as octal text"),
+        ('[tenants.a]\nmode = "0999"', "tenants.a.mode: write the mode as octal text"),
+        ('[tenants.a.models."a/b/c"]', 'tenants.a.models."a/b/c": a model\'s name is letters, digits and ._-'),
+        ("[tenants.a.models.m]\nlimt = 1", "tenants.a.models.m.limt: is not a key that membrokerd knows"),
+        ("[tenants.a]\nmodels = 1", "tenants.a.models: is a table of tables"),
+    ],
+)
+def test_a_mistake_is_named_with_what_to_write(tmp_path: Path, text: str, problem: str) -> None:
+    (found,) = problems(tmp_path, text)
+    assert problem in found
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('capacity = "1GiB"\n[tenants.a]\nlimit = "2GiB"', 'tenants.a.limit: "2GiB" is more than capacity, "1GiB"'),
+        (
+            'capacity = "4GiB"\n[tenants.a]\nlimit = "1GiB"\n[tenants.a.models.m]\nlimit = "2GiB"',
+            'tenants.a.models.m.limit: "2GiB" is more than tenants.a.limit, "1GiB"',
+        ),
+        (
+            'capacity = "1GiB"\n[tenants.a.models.m]\nlimit = "2GiB"',
+            'tenants.a.models.m.limit: "2GiB" is more than capacity, "1GiB"',
+        ),
+        ("[tenants.a]\nhost_limit = 4096", 'tenants.a.host_limit: "4KiB" is more than host_capacity, 0'),
+        (
+            'host_capacity = "2MiB"\n[tenants.a.models.m]\nhost_limit = 3000000',
+            'tenants.a.models.m.host_limit: 3000000 (2.9 MiB) is more than host_capacity, "2MiB"',
+        ),
+        (
+            'headroom = "1GiB"\ngate_reserve = "2GiB"',
+            'gate_reserve: "2GiB" is more than headroom, "1GiB"; write at most that',
+        ),
+        (
+            'capacity = "1GiB"\nhost_driver_total = "1GiB"\nheadroom = "512MiB"',
+            'capacity: "1GiB" is more than host_driver_total less headroom and anchor, "510MiB"',
+        ),
+        (
+            'capacity = "512MiB"\nhost_driver_total = "1GiB"\nheadroom = "512MiB"',
+            'capacity: "512MiB" is more than host_driver_total less headroom and anchor, "510MiB"',
+        ),
+        (
+            'capacity = "8MiB"\nhost_driver_total = "64MiB"\nheadroom = "128MiB"',
+            'headroom: "128MiB" is more than host_driver_total less anchor and one granule, "60MiB"',
+        ),
+        (
+            'driver = "host"\ngate_reserve = "64MiB"',
+            'gate_reserve: "64MiB" is more than headroom, 0; write at most that',
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_each_other(tmp_path: Path, text: str, problem: str) -> None:
+    (found,) = problems(tmp_path, text)
+    assert found.startswith(problem)
+
+
+def test_a_keeper_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    """The runtime directory is entered by every tenant; closed for the keeper's sake it would shut them all out."""
+    text = 'runtime_directory = "/run/membroker"\nkeeper_socket = "/run/membroker{}/fdstore.sock"\n'
+    (found,) = problems(tmp_path, text.format(""))
+    assert found.startswith("keeper_socket: is in the runtime directory itself")
+    example = load(write(tmp_path, text.format("-keeper")), {}).keeper_socket
+    assert example is not None
+    assert str(example) in found
+
+
+def test_all_mistakes_are_shown_at_once(tmp_path: Path) -> None:
+    """One start, one list: nobody restarts a daemon once for each typing error."""
+    text = 'capasity = 1\nheadroom = "1GiB"\ngate_reserve = "2GiB"\naudit_seconds = 0\n[tenants.a]\nlimit = []\n'
+    found = problems(tmp_path, text)
+    assert [problem.split(":")[0] for problem in found] == [
+        "capasity",
+        "audit_seconds",
+        "tenants.a.limit",
+        "gate_reserve",
+    ]
+
+
+def test_a_bad_bound_is_not_blamed_on_what_it_bounds(tmp_path: Path) -> None:
+    (found,) = problems(tmp_path, 'host_capacity = "3MiB"\n[tenants.a]\nhost_limit = "2MiB"')
+    assert found.startswith("host_capacity")
+
+
+def test_what_is_not_toml_is_shown_with_its_line(tmp_path: Path) -> None:
+    (found,) = problems(tmp_path, "driver = 'host'\ncapacity = = 3\n")
+    assert found.startswith("is not TOML")
+    assert "line 2" in found
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: cannot be read: No such file"):
+        load(tmp_path / "nowhere.toml", {})
+    with pytest.raises(ConfigError, match="cannot be read: it is a directory"):
+        load(tmp_path, {})
+    os.mkfifo(tmp_path / "fifo.toml")
+    with pytest.raises(ConfigError, match=r"fifo\.toml: cannot be read: it is a FIFO"):
+        load(tmp_path / "fifo.toml", {})
+    long = tmp_path / "long.toml"
+    long.touch()
+    os.truncate(long, MAX_TEXT_BYTES + 1)
+    with pytest.raises(ConfigError, match="cannot be read: it is longer than"):
+        load(long, {})
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"driver = '\xff'")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load(binary, {})
+
+
+@pytest.mark.parametrize("prefix", ["", "GPU-", "MIG-"])
+def test_a_card_may_be_named_by_its_uuid(tmp_path: Path, prefix: str) -> None:
+    """As `nvidia-smi -L` writes it, or without its first letters."""
+    uuid = f"{prefix}66616b65-2D63-7564-612d-636172642d30"
+    assert load(write(tmp_path, f'device = "{uuid}"'), {}).device == uuid
+
+
+def test_owner_may_be_a_name_or_an_id(tmp_path: Path) -> None:
+    found = load(write(tmp_path, f"[tenants.a]\nowner = {os.geteuid()}\ngroup = 'root'\n"), {})
+    assert (found.tenants["a"].owner, found.tenants["a"].group) == (os.geteuid(), 0)

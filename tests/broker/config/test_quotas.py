@@ -1,0 +1,195 @@
+"""The quotas: what an operator commanded holds after a reboot, to the byte, or the daemon says what is wrong."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.support.sizes import GIB
+
+from membrokerd.config import quotas as quotas_module
+from membrokerd.config.config import load
+from membrokerd.config.quotas import Quotas, read, state_directory, trouble, write
+from membrokerd.core.events import LOCATIONS
+from membrokerd.home import HomeError
+
+QUOTAS: Quotas = {
+    ("acme", None, "device"): 32 * GIB,
+    ("acme", None, "host"): 0,
+    ("acme", "llama-7b.q4", "device"): 1536 << 20,
+    ("acme", "m_1", "host"): 12_345,
+    ("uid-1000", "m1", "device"): (1 << 63) - 1,
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "host" / "quotas.toml"
+
+
+def test_what_was_commanded_is_read_again(path: Path) -> None:
+    """For tenants and models, at both locations; what no command is about any more is gone."""
+    assert read(path) == {}
+    write(path, QUOTAS)
+    assert read(path) == QUOTAS
+    fewer = {key: limit for key, limit in QUOTAS.items() if key[1]}
+    write(path, fewer)
+    assert read(path) == fewer
+    write(path, {})
+    assert read(path) == {}
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_any_quotas_are_read_again(path: Path) -> None:
+    tenants, models = (
+        st.from_regex(r"[a-z0-9][a-z0-9-]{0,23}", fullmatch=True),
+        st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,46}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,46})?", fullmatch=True),
+    )
+    keys = st.tuples(tenants, st.none() | models, st.sampled_from(LOCATIONS))
+
+    @settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.dictionaries(keys, st.integers(0, (1 << 63) - 1) | st.integers(0, 99).map(lambda n: n << 20), max_size=8))
+    def again(quotas: Quotas) -> None:
+        write(path, quotas)
+        assert read(path) == quotas
+
+    again()
+
+
+def test_people_can_read_it(path: Path) -> None:
+    """In the words of membrokerd.toml, sorted, with sizes as one writes them."""
+    write(path, dict(reversed(QUOTAS.items())))
+    text = path.read_text()
+    head, _, body = text.partition("\n\n")
+    assert all(line.startswith("# ") for line in head.splitlines())
+    assert "membroker quota set" in head
+    assert body == (
+        '[tenants.acme]\nlimit = "32GiB"\nhost_limit = 0\n\n'
+        '[tenants.acme.models."llama-7b.q4"]\nlimit = "1536MiB"\n\n'
+        "[tenants.acme.models.m_1]\nhost_limit = 12345\n\n"
+        "[tenants.uid-1000.models.m1]\nlimit = 9223372036854775807\n"
+    )
+
+
+def test_the_configuration_has_the_same_keys(path: Path) -> None:
+    """What was commanded for a while can be copied into the configuration as it stands."""
+    write(path, {key: limit for key, limit in QUOTAS.items() if key[0] == "acme" and key[1] != "m_1"})
+    tenant = load(path, {}, {"XDG_RUNTIME_DIR": "/run/user/1"}, 1).tenants["acme"]
+    assert (tenant.limit, tenant.host_limit) == (32 * GIB, 0)
+    assert tenant.models["llama-7b.q4"].limit == 1536 << 20
+
+
+WRONG = {
+    "no TOML": ("[tenants", "is not TOML"),
+    "no text": (b"\xff\xfe", "is not TOML"),
+    "lists in each other": ("x = " + "[" * 10_000, "is not TOML"),
+    "another key": ("limit = 5", "limit: is not a key"),
+    "a misspelt key": ('[tenants.acme]\nlimits = "1GiB"', "tenants.acme.limits: is not a key of quotas; did you mean"),
+    "a key of the configuration": ("[tenants.acme]\nuids = [5]", "tenants.acme.uids: is not a key"),
+    "models in a model": ("[tenants.acme.models.m.models.n]\nlimit = 5", "tenants.acme.models.m.models: is not a key"),
+    "no table": (b"tenants = 5", "tenants: is a table: write [tenants]"),
+    "no table of a tenant": ("tenants.acme = 5", "tenants.acme: is a table: write [tenants.acme]"),
+    "no table of a model": ("[tenants.acme.models]\nm = 5", "tenants.acme.models.m: is a table"),
+    "a tenant's name": (
+        '[tenants."Acme/x"]',
+        'tenants."Acme/x": a tenant\'s name is [a-z0-9] and then at most 23 of [a-z0-9-]',
+    ),
+    "a model's name": ('[tenants.acme.models."../m"]', 'tenants.acme.models."../m": a model\'s name is'),
+    "a dot that makes two": ("[tenants.acme.models.m.1]\nlimit = 5", "tenants.acme.models.m.1: is not a key"),
+    "a size": ('[tenants.acme]\nlimit = "8 apples"', "tenants.acme.limit: cannot read '8 apples' as a size"),
+    "less than nothing": ("[tenants.acme.models.m]\nhost_limit = -1", "tenants.acme.models.m.host_limit: a size must"),
+    "too much": ("[tenants.acme]\nlimit = 9223372036854775808", "tenants.acme.limit: a size must be between"),
+    "no size": ("[tenants.acme]\nlimit = true", "tenants.acme.limit: a size is an int"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_file_that_is_wrong_is_refused_whole(path: Path, case: str) -> None:
+    """An operator edited it: the daemon says where and what, and guesses no limit."""
+    content, said = WRONG[case]
+    path.parent.mkdir()
+    path.write_bytes(content if isinstance(content, bytes) else f'{content}\n[tenants.fine]\nlimit = "1GiB"\n'.encode())
+    with pytest.raises(HomeError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}: {said}"), caught.value
+    assert "put it right, or remove the file" in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(path: Path) -> None:
+    path.mkdir(parents=True)
+    with pytest.raises(HomeError, match=r"quotas.toml: cannot be read: it is a directory, .*remove the file"):
+        read(path)
+
+
+def test_a_fifo_is_not_waited_for(path: Path) -> None:
+    """Nobody ever writes to it: an ordinary open would hang the start of the daemon."""
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    with pytest.raises(HomeError, match=r"quotas.toml: cannot be read: it is a FIFO, .*remove the file"):
+        read(path)
+
+
+def test_a_command_is_on_the_disk_or_did_not_happen(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is synced before it has its name, and its name before the operator is told; a failure leaves the old."""
+    write(path, QUOTAS)
+    before = path.read_bytes()
+    order: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def watched_sync(descriptor: int) -> None:
+        order.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        assert os.fstat(descriptor).st_size, "what is synced is in the file already"
+        sync(descriptor)
+
+    def watched_rename(self: Path, target: Path) -> Path:
+        assert tomllib.loads(self.read_text()) == {}
+        order.append("renamed")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", watched_sync)
+    monkeypatch.setattr(Path, "rename", watched_rename)
+    write(path, {})
+    assert order == ["quotas.toml.new", "renamed", "host"]
+    write(path, {})
+
+    def broken(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    path.write_bytes(before)
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="No space") as caught:
+        write(path, {})
+    assert caught.value.filename == path
+    assert path.read_bytes() == before
+
+
+def test_a_place_that_cannot_be_written_is_told_before_a_command_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It need not be there yet: what counts is the first part of it that is."""
+    assert trouble(tmp_path / "kept" / "host") == ""
+    (tmp_path / "file").touch()
+    said = trouble(tmp_path / "file" / "host")
+    assert f"kept in {tmp_path / 'file' / 'host'} and {tmp_path / 'file'} is not a directory" in said
+    assert "state_directory" in said
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    assert f"{tmp_path} cannot be written by this user" in trouble(tmp_path / "kept" / "host")
+
+
+def test_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's place for root and for whom it was given to; else the user's own, as the XDG directories have it."""
+    monkeypatch.setattr(quotas_module, "SYSTEM", tmp_path / "lib")
+    env = {"XDG_STATE_HOME": "/home/me/state", "HOME": "/home/me"}
+    assert state_directory("gpu-1", env, 0) == tmp_path / "lib" / "gpu-1"
+    assert state_directory("gpu-1", env, 1000) == Path("/home/me/state/membroker/gpu-1")
+    at_home = Path("/home/me/.local/state/membroker/gpu-1")
+    assert state_directory("gpu-1", {"HOME": "/home/me"}, 1000) == at_home
+    assert state_directory("gpu-1", env | {"XDG_STATE_HOME": "state"}, 1000) == at_home
+    with pytest.raises(HomeError, match="XDG_STATE_HOME"):
+        state_directory("gpu-1", {}, 1000)
+    (tmp_path / "lib").mkdir()
+    assert state_directory("gpu-1", env, 1000) == tmp_path / "lib" / "gpu-1"

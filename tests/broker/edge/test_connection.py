@@ -1,0 +1,459 @@
+"""What a connection sends, and when: deliveries in order, and a call's reply in its last one, or behind it.
+
+The core is a lender in the test's own hand: it delivers and answers as a test says. Sockets and descriptors are real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from google.protobuf.message import Message
+from tests.support import raw
+from tests.support.daemons import Daemon
+from tests.support.raw import Session, allocation
+from tests.support.sizes import MIB
+
+from membroker.v1 import broker_pb2 as bpb
+from membroker.v1 import handoff_pb2 as pb
+from membroker.vmm.driver import DeviceInfo
+from membroker.wire import frames as handoff
+from membroker.wire import names
+from membrokerd.core import effects as fx
+from membrokerd.core import events as ev
+from membrokerd.core import policy
+from membrokerd.core.denied import Denied, Reason, deny
+from membrokerd.core.machine import Broker
+from membrokerd.edge.convert import from_result
+from membrokerd.edge.dispatch import Respond
+from membrokerd.edge.handoff.connection import Connection
+from membrokerd.edge.handoff.listener import Listener
+from membrokerd.edge.handoff.outbox import Traffic
+from membrokerd.edge.handoff.peer import Peer
+from membrokerd.turns import Turns
+
+PAGE = 2 * MIB
+SESSION = 7
+SECONDS = 10
+
+
+class Lender:
+    """Stands where the listener, the dispatcher and the loop are, and does what it is told."""
+
+    def __init__(self) -> None:
+        self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.ours.setblocking(False)
+        self.theirs.setblocking(False)
+        self.asked: dict[int, Respond] = {}
+        """By request id: how a request is answered."""
+        self.told: list[ev.Event] = []
+        self.traffic = Traffic()
+        self.watched = -1
+        self.ids = itertools.count(100)
+        capacities = {"device": 64 * MIB}
+        self.links: dict[int, Connection] = {}
+        self.resuming: dict[int, Connection] = {}
+        self.drain: Any = None
+        self.cut_short = 0
+        self.turns = Turns()
+        self.broker = SimpleNamespace(rules=policy.Rules(PAGE, cast(Any, capacities)))
+        self.dispatcher = SimpleNamespace(
+            loop=self,
+            request=self._request,
+            times_of=lambda *_: SimpleNamespace(observe=lambda seconds: None),
+            admit=lambda *_: None,
+            response=from_result,
+        )
+        self.listener = SimpleNamespace(
+            dispatcher=self.dispatcher,
+            endpoint="red",
+            device=DeviceInfo("host", "twin", "host", PAGE),
+            buffer=bytearray(names.MAX_FRAME_BYTES),
+            watch=SimpleNamespace(add=self._watch, look=lambda session: None),
+            tenant_of=lambda peer: "red",
+            greeted=lambda connection: None,
+            ended=lambda connection: None,
+            refused=lambda reason, **fields: None,
+            traffic=self.traffic,
+        )
+        pidfd, self._alive = os.pipe()
+        peer = Peer(1, 0, pidfd, "pid:1")
+        self.connection = Connection(cast(Listener, self.listener), self.ours, peer)
+
+    def _watch(self, session: int, pidfd: int, pid: int) -> None:
+        self.watched = pidfd
+
+    def _request(self, session: int, tenant: str, number: int, message: Message, respond: Respond) -> None:
+        self.asked[number] = respond
+
+    def ask(self, make_event: Callable[[int], ev.Event], reply: Callable[[Any], None]) -> None:
+        reply(fx.SessionOpened(SESSION))
+
+    def tell(self, event: ev.Event) -> None:
+        self.told.append(event)
+
+    def process_died(self, session: int) -> None:
+        raise AssertionError("nobody dies here")
+
+    async def begin(self, *requests: int) -> None:
+        """Say Hello, and ask for memory by each of these request ids."""
+        handoff.send(self.theirs, handoff.encode(raw.hello()))
+        (welcome,) = await self.receive(1)
+        assert welcome.frame.HasField("welcome")
+        handoff.close_all(welcome.descriptors)
+        for number in requests:
+            handoff.send(self.theirs, handoff.encode(pb.Frame(request_id=number, allocate=allocation("m", PAGE))))
+        await self.until(lambda: len(self.asked) == len(requests))
+
+    def deliver(self, number: int, part: int = 0, parts: int = 1, extents: int = 1) -> None:
+        """Queue a packet, as the loop does before the core hears of it."""
+        ids = range(first := next(self.ids), first + extents)
+        packet = fx.Make(SESSION, number, part, parts, ids, PAGE, "device")
+        descriptors = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in ids]
+        self.connection.deliver(packet, descriptors)
+
+    def answer(self, number: int, result: fx.Result | Denied | None = None) -> None:
+        """Let the core answer."""
+        self.asked.pop(number)(fx.Allocated(1, PAGE) if result is None else result)
+
+    def flush(self) -> None:
+        self.connection.flush()
+
+    async def receive(self, count: int) -> list[handoff.Packet]:
+        """Return so many packets, and find that there are no more."""
+        packets: list[handoff.Packet] = []
+
+        def read() -> bool:
+            with suppress(BlockingIOError):
+                packets.append(handoff.receive(self.theirs))
+            return len(packets) >= count
+
+        await self.until(read)
+        await asyncio.sleep(0)
+        with pytest.raises(BlockingIOError):
+            handoff.receive(self.theirs)
+        return packets
+
+    async def until(self, true: Callable[[], object]) -> None:
+        async def wait() -> None:
+            while not true():
+                await asyncio.sleep(0.001)
+
+        await asyncio.wait_for(wait(), SECONDS)
+
+    def fill(self) -> int:
+        """Deliver to a peer that does not read until its socket is full; return how many packets that were."""
+        self.ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_096)
+        for count in range(1, 200):
+            self.deliver(1, part=count, parts=200, extents=2)
+            self.flush()
+            if self.connection._outgoing:
+                return count
+        raise AssertionError("a socket without end")
+
+    def close(self) -> None:
+        self.connection.close("the test is over")
+        if self.watched >= 0:
+            os.close(self.watched)
+        self.theirs.close()
+        os.close(self._alive)
+
+
+def play(story: Callable[[Lender], Awaitable[None]]) -> None:
+    """Tell a story to the end of a connection; no descriptor of a delivery stays open here."""
+
+    async def main() -> None:
+        before = descriptors()
+        lender = Lender()
+        try:
+            await asyncio.wait_for(story(lender), SECONDS)
+        finally:
+            lender.close()
+        assert lender.traffic.descriptors == 0
+        assert descriptors() == before, "a descriptor is lost"
+
+    asyncio.run(main())
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def kinds(packets: list[handoff.Packet]) -> list[str]:
+    """Return what came, with its request id and part; a delivery that carries a reply says so. All is closed."""
+    found = []
+    for packet in packets:
+        frame, delivery = packet.frame, packet.frame.delivery
+        assert not packet.truncated
+        if frame.HasField("delivery"):
+            assert len(packet.descriptors) == len(delivery.extent_ids)
+            reply = f" + {delivery.reply.WhichOneof('result')}" if delivery.HasField("reply") else ""
+            found.append(f"{frame.request_id}: delivery {delivery.part}{reply}")
+        else:
+            assert not packet.descriptors
+            found.append(f"{frame.request_id}: {frame.reply.WhichOneof('result')}")
+        handoff.close_all(packet.descriptors)
+    return found
+
+
+REFUSED = deny(Reason.DELIVERY_FAILED, model="tenants/red/models/m")
+
+
+def test_the_reply_comes_in_the_last_delivery() -> None:
+    """One packet for a small call instead of two: the answer is there when the memory is."""
+
+    async def story(lender: Lender) -> None:
+        await lender.begin(5)
+        lender.deliver(5)
+        lender.answer(5)
+        lender.flush()
+        (packet,) = packets = await lender.receive(1)
+        assert packet.frame.delivery.reply.allocate == bpb.AllocateExtentsResponse(count=1, extent_bytes=PAGE)
+        assert kinds(packets) == ["5: delivery 0 + allocate"]
+
+    play(story)
+
+
+def test_only_the_last_delivery_has_it() -> None:
+    async def story(lender: Lender) -> None:
+        await lender.begin(5)
+        for part in range(3):
+            lender.deliver(5, part, 3, extents=64)
+            if part == 2:
+                lender.answer(5, fx.Allocated(192, PAGE))
+            lender.flush()
+        packets = await lender.receive(3)
+        assert kinds(packets) == ["5: delivery 0", "5: delivery 1", "5: delivery 2 + allocate"]
+
+    play(story)
+
+
+def test_nothing_is_sent_before_the_flush() -> None:
+    """The answer may still join what is queued; and what was flushed without it stands before it."""
+
+    async def story(lender: Lender) -> None:
+        await lender.begin(5, 6)
+        lender.deliver(5)
+        with pytest.raises(BlockingIOError):
+            handoff.receive(lender.theirs)
+        lender.flush()
+        lender.answer(5)
+        lender.answer(6)
+        assert kinds(await lender.receive(3)) == ["5: delivery 0", "5: allocate", "6: allocate"]
+
+    play(story)
+
+
+def test_a_refusal_after_deliveries_comes_alone() -> None:
+    """The second packet failed: the first one's memory is the session's until it gives it back, and it is told so."""
+
+    async def story(lender: Lender) -> None:
+        await lender.begin(5, 6)
+        lender.deliver(5)
+        lender.answer(5, REFUSED)
+        lender.flush()
+        lender.deliver(6)
+        lender.flush()
+        lender.answer(6, REFUSED)
+        packets = await lender.receive(4)
+        assert packets[1].frame.reply.error.message
+        assert kinds(packets) == ["5: delivery 0", "5: error", "6: delivery 0", "6: error"]
+
+    play(story)
+
+
+def test_a_reply_never_joins_another_calls_delivery() -> None:
+    async def story(lender: Lender) -> None:
+        await lender.begin(5, 6, 7)
+        lender.deliver(5)
+        lender.answer(6, fx.Released(PAGE))
+        lender.flush()
+        lender.answer(5)
+        lender.deliver(7)
+        lender.flush()
+        lender.answer(7)
+        packets = await lender.receive(5)
+        assert kinds(packets) == ["5: delivery 0", "6: release", "5: allocate", "7: delivery 0", "7: allocate"]
+
+    play(story)
+
+
+@pytest.mark.parametrize("first", [5, 6])
+def test_two_calls_between_each_other(first: int) -> None:
+    """Both packets of each are queued in turn: who is last may carry its reply, the other's stands behind all."""
+
+    async def story(lender: Lender) -> None:
+        await lender.begin(5, 6)
+        for part in range(2):
+            for number in (5, 6):
+                lender.deliver(number, part, 2)
+        lender.answer(first)
+        lender.answer(11 - first)
+        lender.flush()
+        packets = kinds(await lender.receive(6 if first == 5 else 5))
+        before = ["5: delivery 0", "6: delivery 0", "5: delivery 1"]
+        if first == 6:
+            assert packets == [*before, "6: delivery 1 + allocate", "5: allocate"]
+        else:  # 5's stands behind 6's last delivery, so that is no longer the last that is queued
+            assert packets == [*before, "6: delivery 1", "5: allocate", "6: allocate"]
+
+    play(story)
+
+
+def test_an_answer_of_the_same_number_later_is_another_calls() -> None:
+    """The id is free again when its packets are acknowledged: what is sent by then is never joined."""
+
+    async def story(lender: Lender) -> None:
+        await lender.begin(5)
+        lender.deliver(5)
+        lender.answer(5)
+        lender.flush()
+        assert kinds(await lender.receive(1)) == ["5: delivery 0 + allocate"]
+        handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=5, allocate=allocation("m", PAGE))))
+        await lender.until(lambda: lender.asked)
+        lender.answer(5, REFUSED)
+        assert kinds(await lender.receive(1)) == ["5: error"]
+
+    play(story)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_full_socket(refused: bool) -> None:
+    """The peer does not read: what is answered meanwhile waits with its delivery, in it, and comes in order."""
+
+    async def story(lender: Lender) -> None:
+        await lender.begin(1, 2, 3)
+        sent = lender.fill()
+        lender.deliver(2)
+        lender.answer(2, REFUSED if refused else None)
+        lender.flush()
+        lender.answer(3)
+        lender.answer(1)
+        assert lender.traffic.descriptors > 0
+        expected = [f"1: delivery {part}" for part in range(1, sent + 1)]
+        expected += ["2: delivery 0", "2: error"] if refused else ["2: delivery 0 + allocate"]
+        expected += ["3: allocate", "1: allocate"]
+        assert kinds(await lender.receive(len(expected))) == expected
+        assert lender.traffic.descriptors == 0
+        lender.deliver(1, part=199, parts=200)
+        lender.flush()
+        assert kinds(await lender.receive(1)) == ["1: delivery 199"], "the socket is free, and it still waits"
+
+    play(story)
+
+
+def test_a_full_socket_is_not_read() -> None:
+    """Who does not take his answers asks for no more; when he does, what he said meanwhile is heard."""
+
+    async def story(lender: Lender) -> None:
+        await lender.begin(1)
+        sent = lender.fill()
+        handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=9, allocate=allocation("m", PAGE))))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert 9 not in lender.asked
+        kinds(await lender.receive(sent))
+        await lender.until(lambda: 9 in lender.asked)
+
+    play(story)
+
+
+def test_a_connection_that_ends_with_a_reply_in_its_queue() -> None:
+    """The delivery was never sent, and the reply in it neither: the core is told, and every descriptor is closed."""
+
+    async def story(lender: Lender) -> None:
+        await lender.begin(1, 2)
+        sent = lender.fill()
+        lender.deliver(2)
+        lender.answer(2)
+        lender.flush()
+        lender.theirs.close()
+        await lender.until(lambda: ev.ConnectionLost(SESSION) in lender.told)
+        await asyncio.sleep(0)
+        undelivered = [event for event in lender.told if isinstance(event, ev.NotDelivered)]
+        assert undelivered[-1] == ev.NotDelivered(SESSION, 2, 0)
+        assert {event.part for event in undelivered[:-1]} <= set(range(1, sent + 1))
+        assert SESSION not in lender.links
+
+    play(story)
+
+
+def test_an_answer_that_is_no_frame_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    """It can never be sent, and what stands first in the queue keeps all else from being said or read."""
+
+    async def story(lender: Lender) -> None:
+        await lender.begin(1)
+        models = tuple(ev.ModelName("red", f"{number:063}") for number in range(1_000))
+        lender.answer(1, fx.Reconciled((), (), models))
+        assert ev.ConnectionLost(SESSION) in lender.told
+        assert SESSION not in lender.links
+        with pytest.raises(handoff.EndOfConnection):
+            handoff.receive(lender.theirs)
+
+    play(story)
+    assert "a fault of the broker" in caplog.text
+
+
+def test_the_longest_answer_to_a_resume_is_a_frame() -> None:
+    """As many unknown ids as Holds may state, as long as they get, and models of the longest names."""
+    broker = Broker(policy.Rules(PAGE, {"device": 64 * MIB}, max_models_per_tenant=700), epoch=(1 << 24) - 1)
+
+    def ask(event: ev.Event) -> Any:
+        return next(one.result for one in broker.step(event, 0).effects if isinstance(one, fx.Answer))
+
+    tenant = "t" * 24
+    session = ask(ev.OpenSession(1, tenant, 1, 1, "p", False, "test")).session
+    for number in range(700):
+        ask(ev.RegisterModel(1, session, number, ev.ModelName(tenant, f"{number:096}"), None, {}, False))
+    broker.step(ev.ConnectionLost(session), 0)
+    ask(ev.ResumeSession(1, session, "p"))
+    most = (1 << 64) - 1
+    ids = frozenset(range(most - 8_192, most))
+    result = ask(ev.StateHolds(1, session, ids, dict.fromkeys(ids, 1), {}))
+    assert len(result.unknown_extents) == len(result.unknown_segments) == 2_048
+    assert len(result.models) == 160
+    field, message = from_result(result)
+    frame = pb.Frame(request_id=most)
+    getattr(frame.reply, field).CopyFrom(message)
+    assert len(handoff.encode(frame)) > 60_000
+
+
+def test_a_delivery_to_a_closed_connection_is_told() -> None:
+    async def story(lender: Lender) -> None:
+        await lender.begin(1)
+        lender.connection.close("gone")
+        lender.deliver(1)
+        lender.flush()
+        await asyncio.sleep(0)
+        assert lender.told == [ev.ConnectionLost(SESSION), ev.NotDelivered(SESSION, 1, 0)]
+
+    play(story)
+
+
+def test_a_real_daemon_answers_in_one_packet(daemon: Daemon) -> None:
+    """One extent: one packet. More than a packet holds: the reply is in the last. Refused: that alone."""
+    with Session(daemon.endpoint("red")) as session:
+        model = session.register("m")
+
+        def talk(number: int, **kind: Any) -> list[str]:
+            session.send(pb.Frame(request_id=number, **kind))
+            heard: list[str] = []
+            while not heard or not heard[-1].endswith(("allocate", "error")):
+                packet = handoff.receive(session.sock)
+                if packet.frame.HasField("delivery"):
+                    acknowledgement = pb.Ack(part=packet.frame.delivery.part)
+                    session.send(pb.Frame(request_id=packet.frame.request_id, ack=acknowledgement))
+                heard += kinds([packet])
+            return heard
+
+        assert talk(1, allocate=allocation(model, PAGE)) == ["1: delivery 0 + allocate"]
+        assert talk(2, allocate=allocation(model, PAGE, 65)) == ["2: delivery 0", "2: delivery 1 + allocate"]
+        assert talk(3, allocate=allocation(model, 4096 * MIB)) == ["3: error"]
+        assert daemon.books().lent_bytes == 66 * PAGE

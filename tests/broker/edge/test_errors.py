@@ -1,0 +1,219 @@
+"""Every refusal as a caller sees it: a code, a whole sentence, an ErrorInfo, and whether a retry can help.
+
+The numbers are those that the code passes, found by looking at each `deny(` of the daemon, so that a sentence that
+asks for another number shows as `<name>` here and not in an operator's terminal.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from google.rpc.code_pb2 import Code
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, PreconditionFailure, QuotaFailure, RetryInfo
+from google.rpc.status_pb2 import Status
+from tests.support.sizes import MIB
+
+import membrokerd
+from membroker.v1 import error_reason_pb2
+from membrokerd.core.denied import Denied, Reason, deny
+from membrokerd.edge.convert import Refused, parse_model
+from membrokerd.edge.errors import DOMAIN, to_status
+
+MODEL = "tenants/red/models/llama"
+SEGMENT = f"{MODEL}/segments/weights"
+LEVEL = {
+    "level": "model",
+    "model": MODEL,
+    "location": "device",
+    "requested_bytes": 6 * MIB,
+    "used_bytes": 8 * MIB,
+    "available_bytes": 4 * MIB,
+    "limit_bytes": 12 * MIB,
+}
+MADE = {"model": MODEL, "level": "device", "location": "device", "requested_bytes": 6 * MIB}
+SAYS = {**MADE, "driver_says": "cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY (2)"}
+NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
+    Reason.MODEL_LIMIT: [LEVEL],
+    Reason.TENANT_LIMIT: [LEVEL],
+    Reason.CAPACITY: [LEVEL],
+    Reason.DEVICE_FULL: [SAYS, {**MADE, "device_free_bytes": 5, "available_bytes": 0, "reserve_bytes": 9}],
+    Reason.DRIVER_FAILED: [SAYS],
+    Reason.DESCRIPTORS_EXHAUSTED: [SAYS, {"driver_says": "socketpair: Too many open files"}],
+    Reason.DELIVERY_FAILED: [{}, {"model": MODEL}, {"model": MODEL, "location": "device"}],
+    Reason.LOCATION_UNAVAILABLE: [{"location": "host"}],
+    Reason.INVALID_SIZE: [
+        {"size_bytes": size, "least_bytes": 2 * MIB, "granularity_bytes": 2 * MIB}
+        for size in (-(1 << 63), 0, (1 << 63) - 1)
+    ],
+    Reason.INVALID_COUNT: [{"count": -1, "max_count": 65_536}],
+    Reason.INVALID_NAME: [{"name": ""}, {"name": "a\n\x1b[2J{count}"}],
+    Reason.INVALID_ARGUMENT: [{"what": "an extent id stands twice in the release"}],
+    Reason.INVALID_PAGE_TOKEN: [{}],
+    Reason.MODEL_NOT_FOUND: [{"model": MODEL}],
+    Reason.MODEL_CONFLICT: [
+        {"model": MODEL, "what": "device limit", "asked": 5, "registered": 7},
+        {"model": MODEL, "what": "virtual_capacity", "asked": 5, "registered": "nothing"},
+    ],
+    Reason.MODEL_EXISTS: [{"model": MODEL}],
+    Reason.MODEL_IN_USE: [{"model": MODEL, "used_bytes": 2 * MIB}],
+    Reason.EXTENT_NOT_FOUND: [{"extent": (1 << 64) - 1}],
+    Reason.SESSION_NOT_DETACHED: [{"session": "sessions/1c", "what": "is open, its process is connected"}],
+    Reason.TENANT_NOT_FOUND: [{"tenant": "green"}, {"tenant": "acme", "hint": ", and each user is one here"}],
+    Reason.SEGMENT_NOT_FOUND: [{"segment": SEGMENT}, {"segment": (1 << 64) - 1}],
+    Reason.SEGMENT_EXISTS: [
+        {"segment": SEGMENT, "state": state} for state in ("writing", "sealed", "ending", "releasing")
+    ],
+    Reason.SEGMENT_NOT_SEALED: [{"segment": SEGMENT}],
+    Reason.SEGMENT_NOT_WRITABLE: [{"segment": SEGMENT, "state": "sealed"}],
+    Reason.WRITER_DIED: [{"segment": SEGMENT}],
+    Reason.SEGMENT_AMBIGUOUS: [{"segment": "tenants/red/models/-/segments/weights", "models": "llama, qwen"}],
+    Reason.TOO_MANY_SESSIONS: [
+        {"limit": 16, "of": "process"},
+        {"limit": 16, "of": "process", "detached": "sessions/1c sessions/1d"},
+        {"limit": 128, "of": "broker"},
+        {"limit": 64, "of": "tenant"},
+    ],
+    Reason.TOO_MANY_MODELS: [{"limit": 256, "tenant": "red"}],
+    Reason.TOO_MANY_REQUESTS: [{"limit": 16}, {"limit": 1_024, "whose": "tenant", "calls": "attaches that wait"}],
+    Reason.TOO_MANY_SEGMENTS: [
+        {"limit": 256, "of": "tenant", "what": "segments"},
+        {"limit": 4_096, "of": "broker", "what": "segments' extents"},
+    ],
+    Reason.TOKEN_REQUIRED: [{}],
+    Reason.TOKEN_REJECTED: [{}],
+    Reason.ENDPOINT_FORBIDDEN: [{"uid": 4_294_967_295}],
+    Reason.PEER_UNKNOWN: [{"what": "it died before it was greeted"}],
+    Reason.UNSUPPORTED_VERSION: [{"version": (1 << 32) - 1, "supported": 1}],
+    Reason.PROTOCOL_VIOLATION: [{"what": "Hello was said already"}],
+    Reason.REQUEST_ID_IN_USE: [{"request_id": (1 << 64) - 1}],
+    Reason.OBSERVER: [{}],
+    Reason.STOPPING: [{}],
+    Reason.DRAINING: [{}],
+    Reason.JOURNAL_FULL: [{"driver_says": "no room for its journal"}],
+    Reason.INTERNAL: [{}, MADE, {"fault": "the limit cannot be kept in /var/lib/x: No space left on device"}],
+}
+RETRY = {
+    Reason.MODEL_LIMIT,
+    Reason.TENANT_LIMIT,
+    Reason.CAPACITY,
+    Reason.DEVICE_FULL,
+    Reason.DRIVER_FAILED,
+    Reason.DESCRIPTORS_EXHAUSTED,
+    Reason.TOO_MANY_SESSIONS,
+    Reason.TOO_MANY_MODELS,
+    Reason.TOO_MANY_REQUESTS,
+    Reason.SEGMENT_EXISTS,
+    Reason.SEGMENT_NOT_SEALED,
+    Reason.WRITER_DIED,
+    Reason.TOO_MANY_SEGMENTS,
+    Reason.STOPPING,
+    Reason.DRAINING,
+    Reason.JOURNAL_FULL,
+}
+"""What error_reason.proto says of each: "Retry"."""
+
+
+def details(status: Status, kind: type) -> list[object]:
+    found = []
+    for detail in status.details:
+        message = kind()
+        if detail.Unpack(message):
+            found.append(message)
+    return found
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_every_reason_is_a_whole_status(reason: Reason) -> None:
+    for numbers in NUMBERS[reason]:
+        status = to_status(Denied(reason, numbers))
+        assert status.code in Code.values()
+        assert status.code != Code.OK
+        assert status.message
+        assert not [key for key in (*LEVEL, "of", "says", "what", "granularity") if f"<{key}" in status.message]
+        assert "<" not in status.message
+        assert "{" not in status.message.replace("{count}", "")
+        assert status.message.isprintable()
+        (info,) = details(status, ErrorInfo)
+        assert (info.reason, info.domain) == (reason.value, DOMAIN)
+        assert dict(info.metadata) == {key: str(value) for key, value in numbers.items()}
+        assert bool(details(status, RetryInfo)) == (reason in RETRY)
+        assert len(details(status, QuotaFailure)) == (status.code == Code.RESOURCE_EXHAUSTED)
+        assert len(details(status, BadRequest)) == (status.code == Code.INVALID_ARGUMENT)
+        assert len(details(status, PreconditionFailure)) == (status.code == Code.FAILED_PRECONDITION)
+
+
+def test_reasons_are_those_of_the_wire() -> None:
+    named = {name.removeprefix("ERROR_REASON_") for name, _ in error_reason_pb2.ErrorReason.items()}
+    assert named - {"UNSPECIFIED"} == {reason.value for reason in Reason}
+
+
+def test_the_numbers_here_are_those_that_the_code_passes() -> None:
+    """Each `deny(Reason.X, a=…, b=…)` of the daemon has just the keys of one of the samples above."""
+    seen = 0
+    for path in Path(membrokerd.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "deny"):
+                continue
+            first = node.args[0]
+            keys = {keyword.arg for keyword in node.keywords}
+            if not isinstance(first, ast.Attribute) or None in keys:
+                continue  # the level's reason, and the version's numbers, which stand in variables
+            samples = [set(numbers) for numbers in NUMBERS[Reason(first.attr)]]
+            assert keys in samples, f"{path.name}:{node.lineno}: {first.attr} with {keys}, here {samples}"
+            seen += 1
+    assert seen > 30
+
+
+def test_a_refusal_fits_into_what_a_client_takes() -> None:
+    """gRPC clients take 8 KiB of metadata. The longest is a name of unprintable letters, which are shown escaped."""
+    for letter in ("\U000e0001", "é", '"', "\0", "a"):
+        with pytest.raises(Refused) as caught:
+            parse_model(letter * 10_000)
+        status = to_status(caught.value.denied)
+        assert len(status.SerializeToString()) * 4 // 3 + 3 * len(status.message.encode()) < 8_000, letter
+
+
+def test_the_sentence_has_the_numbers() -> None:
+    status = to_status(deny(Reason.MODEL_LIMIT, **LEVEL))
+    for shown in (MODEL, "12.0 MiB", "8.0 MiB", "6.0 MiB", "4.0 MiB", "device"):
+        assert shown in status.message
+
+
+def sentence(reason: Reason, **numbers: int | str) -> str:
+    return to_status(deny(reason, **numbers)).message
+
+
+def test_a_name_that_is_taken_comes_with_what_can_be_done() -> None:
+    """What is there can be attached; what is deleted cannot, and deleting it again helps nobody: wait."""
+    for state in ("writing", "sealed"):
+        assert "attach it, or delete it" in sentence(Reason.SEGMENT_EXISTS, segment=SEGMENT, state=state)
+    for state in ("ending", "releasing"):
+        told = sentence(Reason.SEGMENT_EXISTS, segment=SEGMENT, state=state)
+        assert "wait and try again" in told
+        assert "attach" not in told
+
+
+def test_a_segment_that_is_not_there() -> None:
+    """A misspelt name is told as one, without the wire's word for any model; a generation is no name."""
+    assert f"there is no segment {SEGMENT}, or" in sentence(Reason.SEGMENT_NOT_FOUND, segment=SEGMENT)
+    anywhere = sentence(Reason.SEGMENT_NOT_FOUND, segment="tenants/red/models/-/segments/wieghts")
+    assert "there is no segment wieghts in any model of tenants/red, or" in anywhere
+    assert "holds no segment of the generation 7" in sentence(Reason.SEGMENT_NOT_FOUND, segment=7)
+
+
+def test_an_ambiguous_name_shows_what_to_type() -> None:
+    told = sentence(Reason.SEGMENT_AMBIGUOUS, segment="tenants/red/models/-/segments/weights", models="llama-7b, qwen")
+    assert told.endswith("as in llama-7b/weights or qwen/weights")
+
+
+def test_a_models_conflict_has_sizes_and_how_the_model_ends() -> None:
+    """Whoever ran something else a moment before finds the model with other numbers, for a minute."""
+    gib = 1 << 30
+    numbers = {"model": MODEL, "what": "device limit"}
+    told = sentence(Reason.MODEL_CONFLICT, **numbers, asked=8 * gib, registered=4 * gib)
+    assert "with device limit 4.0 GiB, not 8.0 GiB" in told
+    assert "model_grace_seconds" in told
+    close = sentence(Reason.MODEL_CONFLICT, **numbers, asked=8 * gib + 1, registered=8 * gib)
+    assert "8589934592 bytes, not 8589934593 bytes" in close

@@ -1,0 +1,210 @@
+"""Attesting: the kernel says who is at the other end, and the facts are used only if that process still lives."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from tests.support.daemons import until
+
+from membrokerd import process as process_module
+from membrokerd.core.denied import Reason
+from membrokerd.edge.handoff import peer as module
+from membrokerd.edge.handoff.peer import Unattested, attest, hang_up
+
+NOBODY: frozenset[int] = frozenset()
+NO_SUCH_OPTION = 9999
+_CONNECT = """
+import socket, sys
+one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+one.connect(sys.argv[1])
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(params=["pidfd", "by pid"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """SO_PEERPIDFD, and the fallback for kernels that have none."""
+    if request.param == "by pid":
+        monkeypatch.setattr(module, "_SO_PEERPIDFD", NO_SUCH_OPTION)
+    return str(request.param)
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
+        one.bind(str(tmp_path / "s"))
+        one.listen()
+        yield one
+
+
+class Process:
+    """A process with one connection to a listener."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        command = [sys.executable, "-c", _CONNECT, listener.getsockname()]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"connected\n"
+        self.connection, _ = listener.accept()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.process.communicate()
+        self.connection.close()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_living_process_is_known_by_pid_uid_and_identity(listener: socket.socket, way: str) -> None:
+    """Two connections of one process have one identity; another process has another."""
+    with Process(listener) as one, Process(listener) as other:
+        first, again, second = (
+            attest(one.connection, NOBODY),
+            attest(one.connection, NOBODY),
+            attest(other.connection, NOBODY),
+        )
+        try:
+            assert (first.pid, first.uid) == (one.process.pid, os.getuid())
+            assert first.identity == again.identity != second.identity
+            assert first.pidfd != again.pidfd
+            assert not os.get_inheritable(first.pidfd)
+            assert first.is_alive()
+            one.kill()
+            assert not first.is_alive()
+            assert second.is_alive()
+        finally:
+            for peer in (first, again, second):
+                os.close(peer.pidfd)
+
+
+def test_a_dead_process_is_refused_and_nothing_stays_open(listener: socket.socket, way: str) -> None:
+    """It connected and died before the broker came to it: whoever has its pid by then is not it."""
+    with Process(listener) as one:
+        before = descriptors()
+        one.kill()
+        with pytest.raises(Unattested) as caught:
+            attest(one.connection, NOBODY)
+        assert caught.value.denied.reason is Reason.PEER_UNKNOWN
+        assert descriptors() == before
+
+
+def test_a_zombie_is_dead(listener: socket.socket, way: str) -> None:
+    """Killed and not waited for: its pid is still taken, so only its pidfd tells."""
+    with Process(listener) as one:
+        one.process.kill()
+        os.waitid(os.P_PID, one.process.pid, os.WEXITED | os.WNOWAIT)
+        before = descriptors()
+        with pytest.raises(Unattested):
+            attest(one.connection, NOBODY)
+        assert descriptors() == before
+
+
+def test_a_uid_that_is_not_admitted_is_refused_first(way: str) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        before = descriptors()
+        with pytest.raises(Unattested) as caught:
+            attest(ours, frozenset({os.getuid() + 1}))
+        assert caught.value.denied.reason is Reason.ENDPOINT_FORBIDDEN
+        assert caught.value.denied.numbers == {"uid": os.getuid()}
+        assert descriptors() == before
+        os.close(attest(ours, frozenset({os.getuid(), 7})).pidfd)
+
+
+def test_a_pid_of_another_namespace_needs_a_newer_kernel() -> None:
+    """The kernel reports pid 0 for it, which pidfd_open cannot open."""
+    with pytest.raises(Unattested) as caught:
+        module._identify_by_pid(0)
+    assert caught.value.denied.reason is Reason.PEER_UNKNOWN
+    assert "namespace" in str(caught.value.denied.numbers["what"])
+
+
+def test_a_pid_that_was_taken_over_in_between_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its start time before and after the pidfd was opened differs: they are two processes."""
+    times = iter([100, 200])
+    monkeypatch.setattr(module, "start_time", lambda pid: next(times))
+    before = descriptors()
+    with pytest.raises(Unattested):
+        module._identify_by_pid(os.getpid())
+    assert descriptors() == before
+
+
+def test_the_start_time_of_a_process_with_a_name_like_a_field() -> None:
+    """A process may call itself `x) S 1 (y`: the last parenthesis counts."""
+    code = "import ctypes;ctypes.CDLL(None).prctl(15,b'a) S 1 2 3 (b');print('named',flush=True);input()"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        own, its = process_module.start_time(os.getpid()), process_module.start_time(process.pid)
+        assert own is not None
+        assert its is not None
+        assert its >= own
+        process.communicate(b"\n")
+    assert process_module.start_time(process.pid) is None
+
+
+def test_hanging_up_lets_the_last_word_be_read() -> None:
+    """What the peer sent and nobody read would make its next read fail, in front of our answer."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    with closing(theirs):
+        for _ in range(5):
+            theirs.send(b"unread")
+        ours.send(b"the answer")
+        hang_up(ours)
+        assert theirs.recv(100) == b"the answer"
+        assert theirs.recv(100) == b""
+
+
+def test_processes_that_cannot_be_told_apart_do_not_count_as_one(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On kernels 6.5 to 6.8 every process of another pid namespace has pid 0, and a pidfd says no more."""
+    monkeypatch.setattr(process_module, "_inodes_identify", lambda: False)
+    with Process(listener) as one:
+        identities = set()
+        for _ in range(3):
+            pidfd, identity = module._identify(one.connection, 0)
+            os.close(pidfd)
+            identities.add(identity)
+        assert len(identities) == 3
+        pidfd, identity = module._identify(one.connection, one.process.pid)
+        os.close(pidfd)
+        assert identity.startswith(f"pid:{one.process.pid}:")
+
+
+def test_an_exec_changes_the_image_and_nothing_else_does() -> None:
+    """Equal while a program runs, another after each exec(), and unknown of a process that is not there or not seen."""
+    image = "from membrokerd.process import image_of; import os; seen = image_of(os.getpid()); "
+    code = f"{image}print(seen == image_of(os.getpid()), seen, flush=True); input(); os.execvp('cat', ['cat'])"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        own = process.stdout.readline().decode().strip()
+        before = process_module.image_of(process.pid)
+        assert own == f"True {before}"
+        process.stdin.write(b"go\n")
+        process.stdin.flush()
+        until(lambda: process_module.image_of(process.pid) not in (before, None))
+        process.kill()
+    assert process_module.image_of(process.pid) is None
+    assert process_module.image_of(0) is None
+    assert process_module.image_of(-1) is None

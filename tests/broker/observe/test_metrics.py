@@ -1,0 +1,529 @@
+"""What a scrape says: of one moment, in the books' own figures, and gone with what it spoke of."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.support.daemons import until
+from tests.support.sizes import MIB
+
+from membroker.vmm.driver import DeviceInfo, MemoryInfo
+from membrokerd.core.denied import Reason
+from membrokerd.core.effects import SegmentView
+from membrokerd.core.events import ModelName, SegmentName
+from membrokerd.core.snapshot import LocationView, ModelLocationView, ModelView, TenantView
+from membrokerd.observe import metrics, metrics_server
+from membrokerd.observe.metrics import Metrics, MetricsView
+from membrokerd.observe.metrics_server import MetricsServer
+
+UUID = "GPU-12345678-0000-0000-0000-000000000000"
+
+
+def model(tenant: str, name: str, used: int, limit: int | None = None, segments: int = 0, **denials: int) -> ModelView:
+    at_device = ModelLocationView("device", used, used + MIB, 0, 0, segments, used // (2 * MIB), limit)
+    at_host = ModelLocationView("host", 0, 0, 0, 0, 0, 0, None)
+    return ModelView(ModelName(tenant, name), 64 << 30, (at_device, at_host), 1, 7, 3, denials)
+
+
+def segment(number: int, tenant: str, model: str, state: str) -> SegmentView:
+    return SegmentView(number, SegmentName(tenant, model, f"s{number}"), state, "device", 2 * MIB, 1, 1, 1, 0)
+
+
+def books(
+    *models: ModelView,
+    releasing: int = 0,
+    unaccounted: int | None = 0,
+    segments: tuple[SegmentView, ...] = (),
+    tenants: tuple[TenantView, ...] = (),
+) -> MetricsView:
+    charged = sum(each.locations[0].used for each in models)
+    capacity = 256 * MIB
+    device = LocationView("device", capacity, charged - releasing, releasing, 0, capacity - charged, unaccounted)
+    return MetricsView(
+        locations=(device, LocationView("host", 0, 0, 0, 0, 0, None)),
+        tenants=tenants,
+        models=models,
+        segments=segments,
+        sessions={"open": 1, "detached": 1},
+        observers=1,
+        max_sessions=16,
+        memory={"device": MemoryInfo(1 << 30, 1 << 29), "host": None},
+        memory_descriptors_open=3,
+        device=DeviceInfo(UUID, "a card", "cuda", 2 * MIB),
+        version="0.1.0",
+        taken_at=1.7e9,
+        headroom={"device": 2 << 30},
+        gate_reserve={"device": 256 * MIB},
+    )
+
+
+FULL = books(
+    model("acme", "a", 4 * MIB, limit=8 * MIB, segments=2 * MIB, CAPACITY=1),
+    segments=(segment(1, "acme", "a", "sealed"),),
+    tenants=(TenantView("acme", (("device", 4 * MIB, 16 * MIB),), 1, 1),),
+)
+"""Books in which every metric of the books has a series."""
+
+
+class Source:
+    """A daemon whose view a test can change."""
+
+    def __init__(self, view: MetricsView) -> None:
+        self.now = view
+        self.views = 0
+
+    def view(self) -> MetricsView:
+        self.views += 1
+        return self.now
+
+
+Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(made: Metrics) -> Series:
+    text = generate_latest(made.registry).decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def values(series: Series, name: str, **labels: str) -> list[float]:
+    return [value for (found, has), value in series.items() if found == name and labels.items() <= dict(has).items()]
+
+
+def test_the_models_sum_is_the_devices_figure_and_one_scrape_takes_one_view() -> None:
+    """What an operator adds up is what the device says, also while a dead worker's bytes are releasing."""
+    source = Source(books(model("acme", "a", 40 * MIB), model("acme", "b", 24 * MIB), releasing=8 * MIB))
+    series = scrape(Metrics(source, UUID))
+    lent = values(series, "membroker_device_lent_bytes", location="device")
+    releasing = values(series, "membroker_device_releasing_bytes", location="device")
+    assert sum(values(series, "membroker_model_used_bytes", location="device")) == lent[0] + releasing[0] == 64 * MIB
+    assert values(series, "membroker_device_free_bytes", location="device") == [192 * MIB]
+    assert source.views == 1
+
+
+def test_a_models_series_begin_at_zero_and_end_with_it() -> None:
+    """A model that has borrowed nothing shows zeros; one that ended shows nothing, its counters neither."""
+    source = Source(books(model("acme", "a", 0)))
+    made = Metrics(source, UUID)
+    before = scrape(made)
+    assert values(before, "membroker_model_used_bytes", model="a", location="device") == [0]
+    assert values(before, "membroker_model_extents", model="a", location="host") == [0]
+    source.now = books()
+    after = scrape(made)
+    assert not [name for name, labels in after if ("model", "a") in labels]
+    assert values(after, "membroker_device_lent_bytes", location="device") == [0]
+
+
+def test_a_limit_that_does_not_exist_is_no_series() -> None:
+    """Neither 0 nor infinity: a dashboard divides by it."""
+    series = scrape(Metrics(Source(books(model("acme", "a", 0, limit=8 * MIB), model("acme", "b", 0))), UUID))
+    assert values(series, "membroker_model_limit_bytes", model="a") == [8 * MIB]
+    assert values(series, "membroker_model_limit_bytes", model="b") == []
+
+
+@pytest.mark.parametrize(("signed", "shown"), [(-5, [0]), (7 * MIB, [7 * MIB]), (None, [])])
+def test_unaccounted_is_shown_as_at_least_zero(signed: int | None, shown: list[float]) -> None:
+    """Signed in the core; a device that cannot say shows nothing."""
+    series = scrape(Metrics(Source(books(unaccounted=signed)), UUID))
+    assert values(series, "membroker_device_unaccounted_bytes", location="device") == shown
+
+
+def test_what_the_device_cannot_say_is_no_series() -> None:
+    series = scrape(Metrics(Source(books()), UUID))
+    assert values(series, "membroker_device_memory_used_bytes", location="device") == [1 << 29]
+    assert values(series, "membroker_device_memory_total_bytes", location="host") == []
+
+
+def test_sessions_are_counted_by_state_without_observers() -> None:
+    series = scrape(Metrics(Source(books()), UUID))
+    counts = {state: values(series, "membroker_sessions", state=state) for state in metrics.SESSION}
+    assert counts == {"open": [1], "leaving": [0], "detached": [1], "releasing": [0], "ended": []}
+    assert values(series, "membroker_observers") == [1]
+    assert values(series, "membroker_sessions_limit") == [16]
+
+
+def test_segments_are_part_of_what_their_model_uses() -> None:
+    """Nobody adds the two up: the bytes of segments are among the bytes used, also when they are all of them."""
+    series = scrape(
+        Metrics(Source(books(model("acme", "a", 40 * MIB, segments=24 * MIB), model("acme", "b", MIB))), UUID)
+    )
+    assert values(series, "membroker_model_segment_bytes", model="a", location="device") == [24 * MIB]
+    assert values(series, "membroker_model_segment_bytes", model="a", location="host") == [0]
+    assert values(series, "membroker_model_segment_bytes", model="b", location="device") == [0]
+    assert values(series, "membroker_model_used_bytes", model="a", location="device") == [40 * MIB]
+
+
+def test_segments_are_counted_by_model_and_state() -> None:
+    """A model that has any shows every state, so that one that is passed through is not missing from a graph."""
+    rows = (
+        segment(1, "acme", "a", "sealed"),
+        segment(2, "acme", "a", "sealed"),
+        segment(3, "acme", "a", "releasing"),
+        segment(4, "umbra", "c", "writing"),
+    )
+    source = Source(books(model("acme", "a", 6 * MIB), model("acme", "b", 0), model("umbra", "c", MIB), segments=rows))
+    made = Metrics(source, UUID)
+    series = scrape(made)
+    counts = {state: values(series, "membroker_segments", tenant="acme", state=state) for state in metrics.SEGMENT}
+    assert counts == {
+        "writing": [0],
+        "sealing": [0],
+        "sealed": [2],
+        "ending": [0],
+        "dropping": [0],
+        "releasing": [1],
+        "ended": [],
+    }
+    assert values(series, "membroker_segments", tenant="umbra", model="c", state="writing") == [1]
+    assert values(series, "membroker_segments", model="b") == []
+    source.now = books(model("acme", "a", 0))
+    assert values(scrape(made), "membroker_segments") == []
+
+
+def test_counters_have_their_reasons() -> None:
+    source = Source(books(model("acme", "a", 0, MODEL_LIMIT=4)))
+    source.now = replace(source.now, refused={"TOO_MANY_SESSIONS": 2}, notices_dropped=5)
+    series = scrape(Metrics(source, UUID))
+    assert values(series, "membroker_model_denials_total", reason="MODEL_LIMIT", tenant="acme", model="a") == [4]
+    assert values(series, "membroker_model_allocations_total", model="a") == [7]
+    assert values(series, "membroker_connections_refused_total", reason="TOO_MANY_SESSIONS") == [2]
+    assert values(series, "membroker_notices_dropped_total") == [5]
+
+
+def test_refusals_exist_before_the_first_one() -> None:
+    """`increase()` sees no step from nothing to 1: a model's first refusal for want of room would be invisible."""
+    series = scrape(Metrics(Source(books(model("acme", "a", 0, INVALID_SIZE=2))), UUID))
+    for why in metrics.MODEL_DENIAL_REASONS:
+        assert values(series, "membroker_model_denials_total", model="a", reason=why) == [0]
+    assert values(series, "membroker_model_denials_total", model="a", reason="INVALID_SIZE") == [2]
+    assert values(series, "membroker_model_denials_total", model="a", reason="INVALID_COUNT") == []
+    for why in Reason:
+        assert values(series, "membroker_connections_refused_total", reason=why) == [0]
+    for change in metrics.STOCK_CHANGES:
+        assert values(series, "membroker_stock_extents_total", change=change) == [0]
+    assert values(series, "membroker_device_unproven_releases_total", location="device") == [0]
+    assert values(series, "membroker_log_lines_dropped_total") == [0]
+
+
+def test_a_tenants_use_and_limit() -> None:
+    rows = (
+        TenantView("acme", (("device", 4 * MIB, 16 * MIB),), 1, 1),
+        TenantView("umbra", (("device", 0, None),), 0, 0),
+    )
+    series = scrape(Metrics(Source(books(tenants=rows)), UUID))
+    assert values(series, "membroker_tenant_used_bytes", tenant="acme", location="device") == [4 * MIB]
+    assert values(series, "membroker_tenant_limit_bytes", tenant="acme", location="device") == [16 * MIB]
+    assert values(series, "membroker_tenant_used_bytes", tenant="umbra") == [0]
+    assert values(series, "membroker_tenant_limit_bytes", tenant="umbra") == []
+
+
+def test_segments_of_one_name_are_one_series() -> None:
+    """A deleted segment lives on while it is attached, beside its successor: twice the same labels fail a scrape."""
+    rows = tuple(
+        replace(segment(1, "acme", "a", state), sessions=count) for state, count in (("ending", 2), ("sealed", 3))
+    )
+    series = scrape(Metrics(Source(books(model("acme", "a", 4 * MIB), segments=rows)), UUID))
+    assert values(series, "membroker_segment_attachments", segment="s1") == [5]
+
+
+UNITS = re.compile(
+    r"_(bytes|seconds|total|info|sessions|segments|extents|observers|limit|open|draining|full|fallback|attachments)$"
+)
+RIDDLES = re.compile(r"\b(who|whoever|whom|whose|nobody|somebody|anybody|anew|beside|is none|is no)\b", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("spec", metrics.ALL.values(), ids=lambda spec: spec.name)
+def test_names_follow_the_conventions_and_helps_are_sentences(spec: metrics.Spec) -> None:
+    """Base units at the end of a name, `_total` for counters alone, and a help that a tired reader understands."""
+    assert re.fullmatch(r"membroker_[a-z_]+", spec.name)
+    assert UNITS.search(spec.name)
+    assert spec.name.endswith("_total") == (spec.kind == "counter")
+    assert spec.kind != "histogram" or spec.name.endswith("_seconds")
+    assert re.fullmatch(r"[A-Z0-9].{10,150}\.", spec.help)
+    assert not RIDDLES.search(spec.help)
+
+
+def test_every_series_names_the_gpu_and_every_name_is_in_the_table() -> None:
+    made = Metrics(Source(FULL), UUID)
+    made.driver_call("cuMemCreate").observe(1e-4)
+    made.request("AllocateExtents", "handoff").observe(1e-5)
+    made.steps.observe(1e-5)
+    made.journal.observe(5e-6)
+    series = scrape(made)
+    own = {(name, labels) for name, labels in series if not name.startswith("process_")}
+    assert all(dict(labels)["gpu_uuid"] == UUID for _, labels in own)
+    stems = {name.removesuffix(end) for name, _ in series for end in ("_bucket", "_count", "_sum")}
+    missing = {spec.name for spec in metrics.ALL.values()} - {name for name, _ in series} - stems
+    assert not missing
+    assert {"process_open_fds", "process_max_fds", "process_resident_memory_bytes"} <= {name for name, _ in series}
+
+
+def test_histograms_count_in_buckets_up_to_a_second() -> None:
+    made = Metrics(Source(books()), UUID)
+    for seconds in (4e-6, 5e-6, 0.3, 2.0):
+        made.driver_call("cuMemCreate").observe(seconds)
+    series = scrape(made)
+    buckets = {le: values(series, "membroker_driver_call_seconds_bucket", le=le) for le in ("5e-06", "1.0", "+Inf")}
+    assert buckets == {"5e-06": [2], "1.0": [3], "+Inf": [4]}
+    assert values(series, "membroker_driver_call_seconds_count") == [4]
+    assert values(series, "membroker_driver_call_seconds_sum") == [pytest.approx(2.300009)]
+
+
+def test_histograms_lose_nothing_between_threads() -> None:
+    made = Metrics(Source(books()), UUID)
+
+    def work() -> None:
+        for _ in range(2_000):
+            made.request("AllocateExtents", "handoff").observe(1e-5)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert values(scrape(made), "membroker_request_seconds_count") == [8_000]
+
+
+def test_promtool_finds_nothing_to_mend() -> None:
+    """Prometheus's own linter over a full scrape."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
+    made = Metrics(Source(FULL), UUID)
+    made.driver_call("cuMemCreate").observe(1e-4)
+    made.request("AllocateExtents", "handoff").observe(1e-5)
+    done = subprocess.run([promtool, "check", "metrics"], input=generate_latest(made.registry), capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+# --- HTTP ---
+
+
+class Trouble:
+    """The two states of a daemon, as a test sets them."""
+
+    def __init__(self) -> None:
+        self.healthy = self.ready = (True, "ok")
+
+
+@pytest.fixture
+def trouble() -> Trouble:
+    return Trouble()
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source(books(model("acme", "a", 4 * MIB)))
+
+
+@pytest.fixture
+def server(source: Source, trouble: Trouble) -> Iterator[MetricsServer]:
+    states = {"/healthz": lambda: trouble.healthy, "/readyz": lambda: trouble.ready}
+    made = MetricsServer("127.0.0.1", 0, Metrics(source, UUID).render, states)
+    made.start()
+    yield made
+    made.close()
+
+
+def get(server: MetricsServer, path: str, accept: str = "*/*") -> tuple[int, str, str]:
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", headers={"Accept": accept})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, answer.headers["Content-Type"], answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers["Content-Type"], error.read().decode()
+
+
+def test_metrics_are_served_as_text(server: MetricsServer) -> None:
+    """Every Prometheus reads this format, whatever it would prefer; one format is rendered once."""
+    for accept in ("*/*", "application/openmetrics-text; version=1.0.0"):
+        status, kind, body = get(server, "/metrics?name[]=x", accept)
+        assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
+        assert f'membroker_model_virtual_bytes{{gpu_uuid="{UUID}",model="a",tenant="acme"}}' in body
+
+
+def test_health_and_readiness_say_why_not(server: MetricsServer, trouble: Trouble) -> None:
+    assert get(server, "/healthz")[::2] == (200, "ok\n")
+    trouble.ready = (False, "stopping")
+    assert get(server, "/readyz")[::2] == (503, "stopping\n")
+    trouble.ready = (True, "ok, but")
+    assert get(server, "/readyz")[::2] == (200, "ok, but\n")
+    assert get(server, "/healthz")[0] == 200
+    assert get(server, "/")[0] == get(server, "/metrics/")[0] == 404
+
+
+def test_a_view_that_does_not_come_is_a_503(server: MetricsServer, source: Source) -> None:
+    """A daemon whose loop hangs says so; the scrape fails instead of waiting for ever."""
+
+    def hang() -> MetricsView:
+        raise TimeoutError
+
+    source.view = hang  # type: ignore[method-assign]
+    assert get(server, "/metrics")[0] == 503
+
+
+def test_slow_clients_are_bounded_and_cut(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that connect and drip bytes fill the table: they make room, and end when their time is over."""
+    monkeypatch.setattr(metrics_server, "DEADLINE_SECONDS", 1.0)
+    slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(metrics_server.MAX_CONNECTIONS)]
+    for client in slow:
+        client.sendall(b"GET /metr")
+        client.settimeout(20)
+    assert get(server, "/healthz")[0] == 200
+    assert threading.active_count() <= metrics_server.MAX_CONNECTIONS + 8
+    for client in slow:
+        assert client.recv(1) == b"", "cut at the deadline, though it never fell silent for long"
+        client.close()
+    assert get(server, "/metrics")[0] == 200
+
+
+def test_all_that_ask_at_once_share_one_scrape(
+    server: MetricsServer, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many scrapers as there may be wait for one look at the books. One more is told to come again, a probe is not.
+
+    Afterwards the text is kept: many that ask all the time cost as much as one.
+    """
+    monkeypatch.setattr(metrics, "KEPT_SECONDS", 60)
+    asked, go_on, view = threading.Event(), threading.Event(), source.view
+
+    def late() -> MetricsView:
+        asked.set()
+        assert go_on.wait(20)
+        return view()
+
+    monkeypatch.setattr(source, "view", late)
+    clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(metrics_server.MAX_SCRAPES)]
+    for client in clients:
+        client.settimeout(20)
+        client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+    assert asked.wait(20)
+    until(lambda: get(server, "/metrics")[::2] == (503, "too many scrapes at a time\n"))
+    assert get(server, "/healthz")[0] == 200
+    go_on.set()
+    answers = [b"".join(iter(lambda client=client: client.recv(65536), b"")) for client in clients]  # type: ignore[misc]
+    for client in clients:
+        client.close()
+    assert all(answer.startswith(b"HTTP/1.0 200") for answer in answers)
+    assert len({answer.partition(b"\r\n\r\n")[2] for answer in answers}) == 1
+    until(lambda: get(server, "/metrics")[0] == 200)
+    assert source.views == 1
+
+
+def test_scrapers_that_read_nothing_leave_the_probes_alone() -> None:
+    """A local user asks for a long answer, a hundred times, and reads none: no liveness probe may fail of it."""
+    long = b"# a line\n" * 1_000_000  # more than the kernel's buffers take
+    made = MetricsServer("127.0.0.1", 0, lambda: long, {"/healthz": lambda: (True, "ok")})
+    made.start()
+    slow, most = [], 0
+    try:
+        for _ in range(100):
+            slow.append(socket.create_connection(("127.0.0.1", made.port)))
+            slow[-1].sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert get(made, "/healthz")[::2] == (200, "ok\n")
+            most = max(most, len(made._server._connections))
+        assert most >= metrics_server.MAX_SCRAPES, "their answers did not wait for them, so this was no attack"
+    finally:
+        for client in slow:
+            client.close()
+        made.close()
+
+
+def test_a_scrape_is_kept_for_its_time_and_no_longer(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is a failure: with a loop that hangs, waiting for it once a second is enough."""
+    monkeypatch.setattr(metrics, "KEPT_SECONDS", 0.05)
+    made = Metrics(source, UUID)
+    first = made.render()
+    until(lambda: made.render() is not first)
+    assert source.views == 2
+    calls = []
+
+    def hang() -> MetricsView:
+        calls.append(1)
+        raise TimeoutError
+
+    monkeypatch.setattr(metrics, "KEPT_SECONDS", 60)
+    monkeypatch.setattr(source, "view", hang)
+
+    def fails() -> bool:
+        try:
+            made.render()
+        except TimeoutError:
+            return True
+        return False
+
+    until(fails)
+    assert fails()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /metr", b"POST /metrics HTTP/1.0\r\n\r\n"])
+def test_who_leaves_without_a_word_is_no_event(
+    server: MetricsServer, said: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A load balancer looks whether somebody listens, and resets the connection: nobody may fill the log so."""
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(said)
+    assert get(server, "/healthz")[0] == 200
+    server.close()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /metr"])
+def test_a_hundred_silent_clients_leave_the_probes_alone(server: MetricsServer, said: bytes) -> None:
+    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
+    for client in silent:
+        client.sendall(said)
+        assert get(server, "/healthz")[::2] == (200, "ok\n")
+    for client in silent:
+        client.close()
+
+
+def test_a_request_has_a_bound(server: MetricsServer) -> None:
+    """A client that sends headers without end is cut after 8 KiB, and is no event."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        client.sendall(b"GET /healthz HTTP/1.0\r\n" + b"X: y\r\n" * 100)
+        with suppress(ConnectionError):
+            for _ in range(1_000):
+                client.sendall(b"X-" + b"y" * 10_000 + b": z\r\n")
+        with suppress(ConnectionError):
+            assert client.recv(12) in (b"", b"HTTP/1.0 431", b"HTTP/1.0 200")
+    assert get(server, "/healthz")[0] == 200
+
+
+def test_close_ends_at_once_beside_a_client_that_says_nothing(source: Source) -> None:
+    """A stop is not delayed by who is connected, and closing twice, or before the start, is fine."""
+    made = MetricsServer("127.0.0.1", 0, Metrics(source, UUID).render, {})
+    made.start()
+    with socket.create_connection(("127.0.0.1", made.port), timeout=20) as silent:
+        silent.sendall(b"GET")
+        began = time.monotonic()
+        made.close()
+        assert time.monotonic() - began < 3
+    made.close()
+    MetricsServer("127.0.0.1", 0, Metrics(source, UUID).render, {}).close()
+
+
+def test_a_taken_port_is_an_error(server: MetricsServer, source: Source) -> None:
+    with pytest.raises(OSError, match="in use"):
+        MetricsServer("127.0.0.1", server.port, Metrics(source, UUID).render, {})

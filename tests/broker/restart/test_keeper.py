@@ -1,0 +1,385 @@
+"""The keeper of descriptors: it holds what it was given while daemons come and go, and ends when nobody needs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.keepers import LOOK_SECONDS, Client, Keeper, memfd
+
+from membroker.wire.descriptors import close_all
+from membrokerd.restart import keeper as fdstore
+
+_DAEMON = """
+import pathlib, sys
+from tests.support.keepers import Client
+client = Client(pathlib.Path(sys.argv[1]))
+client.put({f"segment.1.{extent:x}": b"extent %d" % extent for extent in range(1, 65)})
+print("put", flush=True)
+sys.stdin.read()
+"""
+_STRANGER = """
+import os, pathlib, sys
+from tests.support.keepers import Client
+os.setgid(65534)
+os.setuid(65534)
+try:
+    client = Client(pathlib.Path(sys.argv[1]))
+    client.contents()
+except (EOFError, ConnectionError):
+    print("turned away")
+"""
+_IMPORTS = """
+import sys
+before = set(sys.modules)
+import membrokerd.restart.keeper
+print(*sorted({name.partition(".")[0] for name in sys.modules.keys() - before} - sys.stdlib_module_names))
+"""
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A directory of mode 0700, with a path short enough for a socket."""
+    made = Path(tempfile.mkdtemp(prefix="mb-"))
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.fixture
+def keeper(directory: Path) -> Iterator[Keeper]:
+    with Keeper(directory / "keeper.sock") as one:
+        assert one.said == fdstore.LISTENING
+        yield one
+
+
+@pytest.fixture
+def client(keeper: Keeper) -> Iterator[Client]:
+    with Client(keeper.path) as one:
+        assert one.contents() == {}
+        yield one
+
+
+# --- what is kept ---
+
+
+def test_a_daemon_is_killed_and_the_next_finds_everything(keeper: Keeper) -> None:
+    """The first daemon puts 64 files and gets kill -9; the second reads in each what the first wrote."""
+    command = [sys.executable, "-c", _DAEMON, str(keeper.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as daemon:
+        assert daemon.stdout is not None
+        assert daemon.stdout.readline() == "put\n"
+        daemon.kill()
+    with Client(keeper.path) as client:
+        assert client.contents() == {f"segment.1.{extent:x}": b"extent %d" % extent for extent in range(1, 65)}
+
+
+def test_a_name_is_replaced_and_its_old_descriptor_closed(keeper: Keeper, client: Client) -> None:
+    """A restarted daemon puts a name again: there is one file under it, the new one, and nothing is lost."""
+    client.put({"driver.watch": b"old", "segment.1.1": b"stays"})
+    before = keeper.descriptors()
+    client.put({"driver.watch": b"new"})
+    assert client.contents() == {"driver.watch": b"new", "segment.1.1": b"stays"}
+    assert keeper.descriptors() == before
+
+
+def test_what_is_dropped_is_closed(keeper: Keeper, client: Client) -> None:
+    """A deleted segment's memory is free only when the keeper has let go too; dropping twice is no error."""
+    before = keeper.descriptors()
+    client.put({"segment.1.1": b"one", "segment.1.2": b"two", "segment.2.1": b"three"})
+    for _ in range(2):
+        assert client.ask(7, drop=["segment.1.1", "segment.2.1"]) == {"number": 7}
+    assert client.contents() == {"segment.1.2": b"two"}
+    assert keeper.descriptors() == before + 1
+
+
+def test_five_thousand_names(keeper: Keeper, client: Client) -> None:
+    """More than the segments that a daemon may have: they go in and come out in packets of 64, each its own."""
+    names = [f"segment.{number // 100 + 1:x}.{number + 1:x}" for number in range(5_000)]
+    for first in range(0, len(names), 64):
+        client.put({name: name.encode() for name in names[first : first + 64]})
+    assert client.contents() == {name: name.encode() for name in names}
+    for first in range(0, len(names), 64):
+        assert client.ask(3, drop=names[first : first + 64]) == {"number": 3}
+    assert client.contents() == {}
+
+
+def test_a_full_keeper_takes_all_of_a_packet_or_nothing(directory: Path) -> None:
+    """An operator's ulimit leaves room for five names: what is kept stays, and may still be replaced."""
+    with Keeper(directory / "keeper.sock", fdstore.RESERVED + 5) as keeper, Client(keeper.path) as client:
+        client.put({f"segment.1.{extent}": b"kept" for extent in range(1, 5)})
+        open_before = keeper.descriptors()
+        files = [memfd(b"more"), memfd(b"more")]
+        refused = client.ask(9, files, put=["segment.2.1", "segment.2.2"])
+        close_all(files)
+        assert refused["number"] == 9
+        assert "4 descriptors are kept, of 5 that may be" in refused["error"]
+        assert keeper.descriptors() == open_before
+        client.put({"segment.1.1": b"anew", "segment.2.1": b"the fifth"})
+        assert len(client.contents()) == 5
+
+
+# --- who speaks to it ---
+
+JUNK = {
+    "no JSON": b"\xff\x00junk",
+    "no object": b"[1, 2]",
+    "deep": b"[" * 30_000,
+    "a long number": b'{"number": ' + b"9" * 10_000 + b', "list": 0}',
+    "no number": b'{"list": 0}',
+    "a number that is none": b'{"number": true, "list": 0}',
+    "a negative number": b'{"number": -1, "list": 0}',
+    "no request": b'{"number": 5}',
+    "two requests": b'{"number": 5, "list": 0, "drop": []}',
+    "an unknown request": b'{"number": 5, "clear": true}',
+    "list from nowhere": b'{"number": 5, "list": 99999999999999999999}',
+    "list from before": b'{"number": 5, "list": -1}',
+    "names that are no list": b'{"number": 5, "drop": "segment.1.1"}',
+    "names that are no strings": b'{"number": 5, "drop": [["segment.1.1"]]}',
+    "a name with a colon": b'{"number": 5, "drop": ["segment:1"]}',
+    "a name with a newline": b'{"number": 5, "drop": ["segment.1.1\\n"]}',
+    "an empty name": b'{"number": 5, "drop": [""]}',
+    "a name of half a pair": b'{"number": 5, "drop": ["\\ud800"]}',
+    "a long name": json.dumps({"number": 5, "drop": ["x" * 256]}).encode(),
+    "many names": json.dumps({"number": 5, "drop": [f"x{number}" for number in range(65)]}).encode(),
+    "a name twice": b'{"number": 5, "drop": ["x", "x"]}',
+    "a long packet": b'{"number": 5, "drop": ["' + b"x" * fdstore.MAX_PACKET_BYTES + b'"]}',
+}
+
+
+def test_junk_is_refused_and_changes_nothing(keeper: Keeper, client: Client) -> None:
+    """A daemon with a bug says nonsense, with a descriptor or without: it is told so, and nothing leaks or is lost."""
+    client.put({"segment.1.1": b"kept"})
+    before = keeper.descriptors()
+    for what, junk in JUNK.items():
+        for descriptors in ([], [0]):
+            client.say(junk, descriptors)
+            answer, none = client.hear()
+            assert answer["number"] in (5, None), what
+            assert answer["error"], what
+            assert not none
+    assert keeper.descriptors() == before
+    assert client.contents() == {"segment.1.1": b"kept"}
+
+
+@pytest.mark.parametrize(("names", "descriptors"), [(1, 0), (0, 1), (2, 1), (1, 2), (64, 65), (64, 253), (0, 253)])
+def test_a_put_without_a_descriptor_for_each_name_is_refused_whole(
+    keeper: Keeper, client: Client, names: int, descriptors: int
+) -> None:
+    """What the kernel cut off, or a daemon forgot, would leave the wrong file under a name."""
+    before = keeper.descriptors()
+    put = [f"segment.1.{extent:x}" for extent in range(1, names + 1)]
+    answer = client.ask(6, [0] * descriptors, put=put)
+    assert answer["number"] == 6
+    assert ("descriptors were lost" in answer["error"]) == (descriptors > 64)
+    assert keeper.descriptors() == before
+    assert client.contents() == {}
+
+
+@pytest.mark.parametrize("request_", [{"drop": ["segment.1.1"]}, {"list": 0}])
+def test_only_a_put_has_descriptors(keeper: Keeper, client: Client, request_: dict[str, object]) -> None:
+    client.put({"segment.1.1": b"kept"})
+    before = keeper.descriptors()
+    assert "has 1 descriptors and needs 0" in client.ask(6, [0], **request_)["error"]
+    assert keeper.descriptors() == before
+    assert client.contents() == {"segment.1.1": b"kept"}
+
+
+def test_an_empty_packet_with_a_descriptor_is_the_end_of_a_connection(keeper: Keeper) -> None:
+    """SEQPACKET cannot tell a packet of no bytes from the end; what came with it is closed."""
+    with Client(keeper.path) as client:
+        client.put({"segment.1.1": b"kept"})
+        before = keeper.descriptors()
+        client.say(b"", [0])
+        with pytest.raises(EOFError):
+            client.hear()
+    with Client(keeper.path) as client:
+        assert client.contents() == {"segment.1.1": b"kept"}
+        assert keeper.descriptors() == before
+
+
+def test_a_newer_connection_replaces_the_older(keeper: Keeper) -> None:
+    """A child that a daemon forked still has its connection: the next daemon does not wait for it."""
+    with Client(keeper.path) as older, Client(keeper.path) as newer:
+        newer.put({"segment.1.1": b"kept"})
+        with pytest.raises((EOFError, ConnectionError)):
+            older.hear()
+        assert newer.contents() == {"segment.1.1": b"kept"}
+
+
+def test_a_keeper_refuses_a_second_owner_until_the_first_has_nothing_there(keeper: Keeper) -> None:
+    """Another device's daemon would list what is not its own, and drop it. Being refused, it changes nothing."""
+    refusal = {
+        "number": 1,
+        "error": "it keeps the descriptors of /run/a: give each device a keeper of its own, "
+        'as keeper_socket = "/run/membroker-keeper/{device}/fdstore.sock" does, '
+        f"or end this keeper (process {keeper.process.pid}) where that device's daemon is gone for good",
+        "owner": "/run/a",
+    }
+    with Client(keeper.path) as first:
+        assert first.ask(1, own="/run/a") == {"number": 1}
+        first.put({"segment.1.1": b"kept", "driver.x": b"the twin's"})
+        with Client(keeper.path) as second:
+            assert second.ask(1, own="/run/b") == refusal
+            assert second.ask(1, list=0) == refusal, "an owner that says nothing is another, too"
+            assert second.ask(1, drop=["segment.1.1"]) == refusal
+        assert first.contents() == {"segment.1.1": b"kept", "driver.x": b"the twin's"}
+    with Client(keeper.path) as second:
+        assert second.ask(1, own="/run/b") == refusal, "a dead daemon's segment is worth keeping"
+    with Client(keeper.path) as first:
+        assert first.ask(1, own="/run/a") == {"number": 1}
+        assert first.ask(1, drop=["segment.1.1"]) == {"number": 1}
+    with Client(keeper.path) as second:
+        assert second.ask(1, own="/run/b") == {"number": 1}
+        assert second.contents() == {}, "the first one's driver is of no use to it"
+
+
+@pytest.mark.parametrize("owner", [5, None, ["a"], "x" * 256], ids=lambda owner: str(owner)[:8])
+def test_what_is_no_owner(keeper: Keeper, owner: Any) -> None:
+    with Client(keeper.path) as client:
+        assert "an owner is a string" in client.ask(1, own=owner)["error"]
+
+
+def test_who_takes_no_answers_is_hung_up_on(keeper: Keeper) -> None:
+    """A daemon that is stopped in a debugger while it asks must not stop the keeper for its successor."""
+    with Client(keeper.path) as deaf:
+        deaf.put({"segment.1.1": b"kept"})
+        with suppress(ConnectionError):
+            while True:
+                deaf.say(b'{"number": 1, "list": 0}')
+        with Client(keeper.path) as client:
+            assert client.contents() == {"segment.1.1": b"kept"}
+
+
+@pytest.mark.root
+def test_another_user_is_turned_away(keeper: Keeper) -> None:
+    """Modes keep others out; where an operator opened them, the keeper itself does, and its daemon stays connected."""
+    with Client(keeper.path) as client:
+        client.put({"segment.1.1": b"kept"})
+        keeper.path.parent.chmod(0o755)
+        keeper.path.chmod(0o666)
+        told = subprocess.check_output([sys.executable, "-c", _STRANGER, str(keeper.path)], text=True)
+        assert told == "turned away\n"
+        assert client.contents() == {"segment.1.1": b"kept"}
+
+
+def test_the_socket_is_its_users_alone(keeper: Keeper) -> None:
+    assert keeper.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_an_open_directory_is_refused(directory: Path) -> None:
+    """Who could rename in it could put a keeper of their own in its place."""
+    directory.chmod(0o750)
+    with Keeper(directory / "keeper.sock") as keeper:
+        status, complaint = keeper.ended()
+    assert status == 1
+    assert f"{directory} is not this user's alone" in complaint
+    assert "chmod" not in complaint, "it may be a directory that tenants enter"
+
+
+def test_there_is_one_keeper_in_a_directory(keeper: Keeper, client: Client) -> None:
+    """Two would each have half of it; the second says so and leaves the first in its place."""
+    client.put({"segment.1.1": b"kept"})
+    with Keeper(keeper.path) as second:
+        status, complaint = second.ended()
+    assert status == 1
+    assert f"another keeper has {keeper.path.parent}" in complaint
+    assert client.contents() == {"segment.1.1": b"kept"}
+
+
+def test_a_killed_keepers_socket_is_replaced(keeper: Keeper) -> None:
+    keeper.process.kill()
+    keeper.process.wait()
+    with Keeper(keeper.path) as next_one, Client(next_one.path) as client:
+        assert client.contents() == {}
+
+
+# --- how it ends ---
+
+
+def test_it_ends_when_it_is_told_to(keeper: Keeper, client: Client) -> None:
+    client.put({"segment.1.1": b"kept"})
+    keeper.process.send_signal(signal.SIGTERM)
+    assert keeper.ended() == (0, "")
+    assert not keeper.path.exists()
+
+
+def test_it_ends_when_its_directory_is_gone(keeper: Keeper, client: Client) -> None:
+    """An operator removes the runtime directory: nobody will ever find it again, so its memory goes."""
+    client.put({"segment.1.1": b"kept"})
+    shutil.rmtree(keeper.path.parent)
+    keeper.look()
+    assert keeper.ended() == (0, "")
+
+
+def test_it_ends_when_another_has_its_place(keeper: Keeper, client: Client) -> None:
+    """The directory was moved away and made anew: the newcomer keeps its socket when the first one goes."""
+    client.put({"segment.1.1": b"kept"})
+    aside = keeper.path.parent.with_suffix(".aside")
+    keeper.path.parent.rename(aside)
+    keeper.path.parent.mkdir(mode=0o700)
+    try:
+        with Keeper(keeper.path) as other:
+            assert other.said == fdstore.LISTENING
+            with Client(other.path) as connected:
+                keeper.look()
+                assert keeper.ended() == (0, "")
+                assert connected.contents() == {}
+    finally:
+        shutil.rmtree(aside)
+
+
+def test_it_ends_when_nothing_is_worth_keeping(keeper: Keeper) -> None:
+    """The daemon is gone, and so is the last worker: the driver's descriptors alone are of no use to anybody."""
+    with subprocess.Popen(["sleep", "60"]) as dead, subprocess.Popen(["sleep", "60"]) as alive:
+        pidfds = [os.pidfd_open(dead.pid), os.pidfd_open(alive.pid)]
+        with Client(keeper.path) as client:
+            client.put({"driver.watch": b"", "segment.1.1": b""})
+            client.ask(3, pidfds, put=["process.1", "process.2"])
+            client.ask(4, drop=["segment.1.1"])
+        keeper.look()
+        dead.kill()
+        assert select.select([pidfds[0]], [], [], DEADLINE_SECONDS)[0]
+        with pytest.raises(subprocess.TimeoutExpired):  # it looked several times, and one worker lives
+            keeper.process.wait(10 * LOOK_SECONDS)
+        alive.kill()
+        assert keeper.ended() == (0, "")
+        close_all(pidfds)
+    assert not keeper.path.exists()
+
+
+def test_it_stays_for_a_segment_and_for_a_daemon(keeper: Keeper) -> None:
+    """A sealed segment outlives every worker and the daemon; a daemon that has nothing yet is connected."""
+    with Client(keeper.path) as client:
+        keeper.look()
+        with pytest.raises(subprocess.TimeoutExpired):
+            keeper.process.wait(10 * LOOK_SECONDS)
+        client.put({"segment.1.1": b"kept"})
+    with pytest.raises(subprocess.TimeoutExpired):
+        keeper.process.wait(10 * LOOK_SECONDS)
+    with Client(keeper.path) as client:
+        client.ask(1, drop=["segment.1.1"])
+    assert keeper.ended() == (0, "")
+
+
+def test_nobody_comes(keeper: Keeper) -> None:
+    """The daemon that started it died before it connected."""
+    keeper.look()
+    assert keeper.ended() == (0, "")
+
+
+def test_it_imports_little() -> None:
+    """What it does not import costs no start, and cannot fail in it."""
+    told = subprocess.check_output([sys.executable, "-c", _IMPORTS], text=True)
+    assert told.split() == ["membroker", "membrokerd"]

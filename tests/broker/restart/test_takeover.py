@@ -1,0 +1,163 @@
+"""What a daemon takes over from the one before it, where the configuration is another by now."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from tests.support.keepers import memfd
+
+from membroker.vmm.sizes import MAX_BYTES
+from membrokerd.core import events as ev
+from membrokerd.core import facts as ft
+from membrokerd.core import policy
+from membrokerd.core.denied import Reason
+from membrokerd.core.events import Location
+from membrokerd.core.facts_of import story
+from membrokerd.core.machine import Broker
+from membrokerd.restart import takeover as inheritance
+from membrokerd.restart.descriptor_store import Kept, Store
+from membrokerd.restart.records import MAX_IDS
+from membrokerd.restart.takeover import condense, hold_what_is_lent, last_epoch, take_descriptors, warn_of_holders
+
+MODEL = ev.ModelName("t", "m")
+
+
+def broker(capacities: dict[Location, int]) -> Broker:
+    return Broker(policy.Rules(granularity=2, capacities=capacities), epoch=1)
+
+
+def test_a_location_that_is_no_more_has_a_segment_that_is_charged_nothing() -> None:
+    """A create failed, and the daemon died before its keeper had let go; an operator took the location out."""
+    before = broker({"device": 64, "host": 64})
+    before.step(ev.OpenSession(1, "t", 1, 1, "p", False, ""), 0)
+    (session,) = before.ledger.sessions
+    before.step(ev.RegisterModel(2, session, 1, MODEL, None, {}, False), 0)
+    before.step(ev.CreateSegment(3, session, 2, ev.SegmentName("t", "m", "s"), "host", 4), 0)
+    before.step(ev.NotMade(session, 2, 0, Reason.DEVICE_FULL, {}), 0)
+    told, charged, *_ = condense(story(before.ledger))
+    held = hold_what_is_lent({"device": 64}, charged)
+    after = Broker(policy.Rules(granularity=2, capacities=held), 2, told)
+    after.step(ev.Restarted(frozenset(), {}), 0)
+    (segment,) = after.ledger.segments
+    after.step(ev.Dropped(segment), 0)
+    assert not after.ledger.segments
+    assert held == {"device": 64, "host": 0}
+
+
+def test_a_location_where_nothing_is_on_file_is_not_lent() -> None:
+    """The daemon before lent host memory, and all of it is back: the configuration decides."""
+    before = broker({"device": 64, "host": 64})
+    _, charged, *_ = condense(story(before.ledger))
+    assert hold_what_is_lent({"device": 64}, charged) == {"device": 64}
+
+
+def test_what_is_lent_stays_where_the_configuration_has_less() -> None:
+    """An extent is out, at a location that is configured smaller by now, or not at all."""
+    before = broker({"device": 64, "host": 64})
+    before.step(ev.OpenSession(1, "t", 1, 1, "p", False, ""), 0)
+    (session,) = before.ledger.sessions
+    before.step(ev.RegisterModel(2, session, 1, MODEL, None, {}, False), 0)
+    before.step(ev.Allocate(3, session, 2, MODEL, "device", 2, 4), 0)
+    before.step(ev.Allocate(4, session, 3, MODEL, "host", 2, 3), 0)
+    _, charged, *_ = condense(story(before.ledger))
+    assert hold_what_is_lent({"device": 4}, charged) == {"device": 8, "host": 6}
+    assert hold_what_is_lent({"device": 9, "host": 6}, charged) == {"device": 9, "host": 6}
+
+
+SESSION = ft.SessionBegan(7 << 40, "t", 5, 1, "p", False, "", 1)
+BEGAN: list[ft.Fact] = [ft.ModelBegan(MODEL, None, {}), SESSION, ft.ModelJoined(MODEL, SESSION.session)]
+
+
+def debit(first: int, count: int, size: int = 2) -> ft.Debited:
+    return ft.Debited(SESSION.session, MODEL, "device", size, first, count)
+
+
+def test_the_epoch_of_the_books_is_that_of_their_last_id() -> None:
+    """Each daemon's ids begin above all of those that an earlier one gave, and that are still on file."""
+    assert condense([]).epoch == 0
+    assert condense(BEGAN).epoch == 7
+    lent = [*BEGAN, debit((8 << 40) + 1, 3)]
+    assert condense(lent).epoch == 8
+    assert condense(lent).by_pid == {5: 6}
+    segment = ft.SegmentBegan(9 << 40, MODEL, "s", "device", 2, 2, (9 << 40) + 1, 1, SESSION.session, 1)
+    assert condense([*lent, segment]).epoch == 9
+    assert last_epoch(Kept()) == 0
+    assert last_epoch(Kept({9 << 40: {(10 << 40) + 1: 0}}, {3 << 40: 0})) == 10
+
+
+CONTRADICTIONS = {
+    "a debit of a session that nobody knows": [debit(1, 1)],
+    "a second owner of an extent": [*BEGAN, debit(1, 3), debit(3, 1)],
+    "more bytes than can be": [*BEGAN, debit(1, 4, MAX_BYTES)],
+    "a credit of what was not lent": [*BEGAN, debit(1, 1), ft.Credited(SESSION.session, range(1, 3), "released")],
+    "more extents at once than may be": [*BEGAN, *(debit(1 + at * MAX_IDS, MAX_IDS) for at in range(1000))],
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_what_makes_no_books_is_told(case: str) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        condense(CONTRADICTIONS[case])
+
+
+def test_what_was_lent_and_given_back_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker churns for a night: more extents were lent than there may be, and never at once."""
+    monkeypatch.setattr(inheritance, "MAX_IDS", 10)
+    churn: list[ft.Fact] = []
+    for round_ in range(20):
+        ids = range(1 + 8 * round_, 9 + 8 * round_)
+        churn += [debit(ids.start, 8), ft.Credited(SESSION.session, ids, "released")]
+    assert not condense([*BEGAN, *churn]).charged
+    with pytest.raises(AssertionError, match="lent at once"):
+        condense([*BEGAN, *churn, debit(1000, 6), debit(2000, 6)])
+
+
+def test_who_may_hold_memory_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Those that use more than they are charged, the largest first; a crowd is counted."""
+    warn_of_holders([(1, 10), (2, 20), (3, 30)], {1: 10, 2: 5, 3: 31})
+    assert [record.fields["pid"] for record in caplog.records] == [2]
+    caplog.clear()
+    warn_of_holders([(pid, pid) for pid in range(1, 101)], {})
+    assert [record.fields.get("pid") for record in caplog.records] == [*range(100, 92, -1), None]
+    assert caplog.records[-1].fields == {"count": 92}
+
+
+def test_the_store_is_made_to_agree_with_the_books() -> None:
+    """Of two segments it has one whole, and of the other a half; and a third, and a process, that nobody knows."""
+    rules = policy.Rules(granularity=2, capacities={"device": 64}, segment_extent_bytes=2)
+    books = Broker(rules, epoch=1)
+    books.step(ev.OpenSession(1, "t", 1, 1, "p", False, ""), 0)
+    (session,) = books.ledger.sessions
+    books.step(ev.RegisterModel(2, session, 1, MODEL, None, {}, False), 0)
+    for request_id, label in enumerate(("whole", "half"), start=2):
+        books.step(ev.CreateSegment(request_id, session, request_id, ev.SegmentName("t", "m", label), "device", 4), 0)
+    whole, half = books.ledger.segments.values()
+    mine, stranger, *descriptors = (memfd(b"") for _ in range(6))
+    kept = Kept(
+        {
+            whole.segment: dict(zip(whole.ids, descriptors[:2], strict=True)),
+            half.segment: {half.ids[0]: descriptors[2]},
+        },
+        {session: mine, session + 1: stranger},
+    )
+    kept.segments[half.segment + 100] = {1: descriptors[3]}
+    store = Store()
+    store.adopt(kept)
+    closed: list[int] = []
+
+    class Executor:
+        def close(self, descriptors: Sequence[int], done: Callable[[None], None]) -> None:
+            closed.extend(descriptors)
+
+    executor: Any = Executor()
+    assert take_descriptors(books.ledger, store, executor, kept) == {half.segment}
+    assert closed == descriptors[3:]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(stranger)
+    left = store.close()
+    assert sorted(left) == sorted([*descriptors[:3], mine])
+    for descriptor in [*left, *closed]:
+        os.close(descriptor)

@@ -1,0 +1,466 @@
+"""A growable buffer's promises, over a lender in this process and the host driver: no broker, the same code."""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+
+import pytest
+from tests.support.daemons import until
+from tests.support.fake_lender import PAGE, Lender
+from tests.support.sizes import MIB
+from tests.support.threads import held_up, together
+
+from membroker.errors import (
+    ClosedError,
+    DeviceFailure,
+    InvalidPageSize,
+    InvalidRequest,
+    OutOfMemory,
+    OutOfVirtualMemory,
+)
+from membroker.memory.growable import GrowableBuffer
+from membroker.memory.local_source import LocalSource
+
+CAPACITY = 64 * PAGE
+
+
+@pytest.fixture
+def buffer(lender: Lender) -> Iterator[GrowableBuffer]:
+    with GrowableBuffer(lender, 0, CAPACITY, PAGE) as buffer:
+        yield buffer
+
+
+def state(buffer: GrowableBuffer, lender: Lender) -> tuple[object, ...]:
+    """All that a refusal must leave as it was."""
+    usage = buffer.physical_usage_bytes
+    return buffer.size, buffer.address, usage, bytes(buffer.view()), dict(lender.lent), lender.used_bytes
+
+
+class TestSize:
+    def test_a_new_buffer(self, lender: Lender) -> None:
+        """A cache begins with what its first request needs, and with addresses for the longest one there may be."""
+        with GrowableBuffer(lender, "3MiB", "100MiB", "2MiB") as buffer:
+            assert (buffer.size, buffer.page_size) == (3 * MIB, PAGE)
+            assert (buffer.capacity, buffer.physical_usage_bytes) == (100 * MIB, 2 * PAGE)
+            assert lender.lent_bytes == lender.used_bytes == 2 * PAGE
+            assert "3.0 MiB of 100.0 MiB" in repr(buffer)
+            assert len(buffer.view()) == 3 * MIB
+        assert buffer.closed
+
+    def test_pages_come_and_go_with_the_bytes(self, buffer: GrowableBuffer, lender: Lender) -> None:
+        """Whole pages are charged, and only those that a byte in use lies in."""
+        for size, pages in ((1, 1), (PAGE, 1), (PAGE + 1, 2), (7 * PAGE, 7), (3 * PAGE + 1, 4), (3 * PAGE, 3), (0, 0)):
+            buffer.resize(size)
+            assert buffer.size == size == len(buffer.view())
+            assert buffer.physical_usage_bytes == lender.lent_bytes == lender.used_bytes == pages * PAGE
+
+    def test_within_a_page_nobody_is_asked(self, buffer: GrowableBuffer, lender: Lender) -> None:
+        """A list that appends a few bytes at a time costs a call once in a page."""
+        asked: list[int] = []
+        lender.before_borrow = lambda: asked.append(buffer.size)
+        for _ in range(8):
+            buffer.grow(PAGE // 4)
+        assert asked == [0, PAGE]
+
+    def test_what_grow_returns(self, buffer: GrowableBuffer) -> None:
+        assert [buffer.grow(5), buffer.grow("2MiB"), buffer.grow(0), buffer.grow(1)] == [0, 5, PAGE + 5, PAGE + 5]
+        buffer.shrink(PAGE)
+        assert buffer.size == 6
+
+    def test_to_its_capacity_and_back(self, buffer: GrowableBuffer, lender: Lender) -> None:
+        buffer.resize(CAPACITY)
+        buffer.view()[-1] = 1
+        with pytest.raises(OutOfVirtualMemory, match="capacity"):
+            buffer.grow(1)
+        buffer.resize(0)
+        assert lender.used_bytes == 0
+
+
+class TestBytes:
+    def test_what_stays_is_not_touched(self, buffer: GrowableBuffer) -> None:
+        """A view from before is the same bytes at the same address, whatever comes and goes behind it."""
+        address = buffer.address
+        buffer.resize(PAGE + 100)
+        before = buffer.view()
+        before[:] = bytes(range(256)) * (PAGE // 256) + b"x" * 100
+        text = bytes(before)
+        buffer.grow(5 * PAGE)
+        assert buffer.address == address
+        before[0] = 255
+        assert buffer.view()[0] == 255
+        before[0] = 0
+        assert bytes(buffer.view()[: PAGE + 100]) == text
+        buffer.resize(PAGE + 100)
+        assert bytes(before) == bytes(buffer.view()) == text
+
+    def test_what_comes_back_within_the_last_page_is_as_it_was(self, buffer: GrowableBuffer) -> None:
+        """Shrinking clears nothing; only pages that are given back come back fresh, and those are zero."""
+        buffer.resize(2 * PAGE)
+        buffer.view()[:] = b"\x5a" * (2 * PAGE)
+        buffer.resize(100)
+        buffer.resize(2 * PAGE)
+        assert bytes(buffer.view()) == b"\x5a" * PAGE + bytes(PAGE)
+
+    @pytest.mark.parametrize("take", [GrowableBuffer.view, lambda buffer: buffer.span(0, buffer.size)])
+    def test_a_living_view_keeps_what_it_sees(
+        self, buffer: GrowableBuffer, lender: Lender, take: Callable[[GrowableBuffer], object]
+    ) -> None:
+        """Somebody computes on the last bytes: shrinking by a single one of them is refused, growing is not.
+
+        It does not matter whether a page would go: the rule is by bytes, so it does not depend on the page size.
+        """
+        buffer.resize(PAGE + 100)
+        seen = take(buffer)
+        before = state(buffer, lender)
+        for size in (0, PAGE, PAGE + 99):
+            with pytest.raises(BufferError, match="still alive"):
+                buffer.resize(size)
+            assert state(buffer, lender) == before
+        buffer.grow(PAGE)
+        buffer.shrink(PAGE)
+        assert state(buffer, lender) == before
+        del seen
+        buffer.resize(0)
+
+    def test_a_span_of_the_first_bytes_lets_the_others_go(self, buffer: GrowableBuffer, lender: Lender) -> None:
+        buffer.resize(3 * PAGE)
+        first = buffer.span(0, PAGE + 1)
+        buffer.resize(PAGE + 1)
+        assert lender.used_bytes == 2 * PAGE
+        with pytest.raises(BufferError):
+            buffer.shrink(1)
+        assert (first.address, first.size) == (buffer.address, PAGE + 1)
+        del first
+
+
+class TestRefused:
+    @pytest.mark.parametrize("size", [-1, 2**63, 2**64, "", "-1MiB", "1.5B", None, 1.5, True, b"1"])
+    def test_sizes_that_are_none(self, buffer: GrowableBuffer, lender: Lender, size: int) -> None:
+        buffer.resize(10)
+        before = state(buffer, lender)
+        for call in (buffer.resize, buffer.grow, buffer.shrink):
+            with pytest.raises(InvalidRequest):
+                call(size)
+        assert state(buffer, lender) == before
+
+    def test_beyond_its_ends(self, buffer: GrowableBuffer, lender: Lender) -> None:
+        """Sums that would overflow 64 bits are refused like any other size beyond the capacity."""
+        buffer.resize(10)
+        before = state(buffer, lender)
+        for call, size, error in (
+            (buffer.resize, CAPACITY + 1, OutOfVirtualMemory),
+            (buffer.grow, CAPACITY - 9, OutOfVirtualMemory),
+            (buffer.grow, 2**63 - 1, OutOfVirtualMemory),
+            (buffer.shrink, 11, InvalidRequest),
+            (buffer.shrink, 2**63 - 1, InvalidRequest),
+        ):
+            with pytest.raises(error):
+                call(size)
+            assert state(buffer, lender) == before
+
+    @pytest.mark.parametrize(
+        ("offset", "size"), [(0, 11), (11, 0), (-1, 1), (1, -1), (2**63 - 1, 2**63 - 1), (0.0, 1), (0, True), ("0", 1)]
+    )
+    def test_spans_that_do_not_lie_in_it(self, buffer: GrowableBuffer, offset: int, size: int) -> None:
+        buffer.resize(10)
+        with pytest.raises(InvalidRequest):
+            buffer.span(offset, size)
+        assert buffer.span(10, 0).address == buffer.address + 10
+
+    @pytest.mark.parametrize("page_size", [0, 1, 4096, MIB, 3 * MIB, PAGE + 1, "1MiB", -PAGE, "a page", None])
+    def test_page_sizes_that_are_none(self, lender: Lender, page_size: int) -> None:
+        with pytest.raises(InvalidPageSize):
+            GrowableBuffer(lender, 0, CAPACITY, page_size)
+
+    @pytest.mark.parametrize("capacity", [0, -1, 2**63, 2**63 - 1, "much", None])
+    def test_capacities_that_are_none(self, lender: Lender, capacity: int) -> None:
+        with pytest.raises(InvalidRequest):
+            GrowableBuffer(lender, 0, capacity, PAGE)
+
+    def test_what_cannot_be_had(self, lender: Lender) -> None:
+        """More addresses than the processor has, more bytes than addresses, no such place: nothing is held."""
+        with pytest.raises(DeviceFailure):
+            GrowableBuffer(lender, 0, 2**62, PAGE)
+        with pytest.raises(InvalidRequest):
+            GrowableBuffer(lender, 2 * PAGE + 1, 2 * PAGE, PAGE)
+        with pytest.raises(InvalidRequest, match="location"):
+            GrowableBuffer(lender, 0, PAGE, PAGE, "moon")
+        lender.capacity = PAGE
+        with pytest.raises(OutOfMemory):
+            GrowableBuffer(lender, PAGE + 1, CAPACITY, PAGE)
+        assert lender.holdings == set()
+
+
+class TestAllOrNothing:
+    """A change that cannot be completed leaves the buffer, the books and the device as they were."""
+
+    def test_the_lender_refuses(self, buffer: GrowableBuffer, lender: Lender) -> None:
+        """The limit is near: growing by too much is refused whole, and by less goes on."""
+        buffer.resize(PAGE)
+        buffer.view()[:4] = b"keep"
+        lender.capacity = 4 * PAGE
+        before = state(buffer, lender)
+        with pytest.raises(OutOfMemory):
+            buffer.resize(4 * PAGE + 1)
+        with pytest.raises(OutOfMemory):
+            buffer.grow(4 * PAGE)
+        assert state(buffer, lender) == before
+        assert buffer.grow(3 * PAGE) == PAGE
+
+    @pytest.mark.parametrize("pages", [0, 1, 3, 4, 7])
+    @pytest.mark.parametrize("failure", [OutOfMemory("full"), KeyboardInterrupt(), DeviceFailure("broken")])
+    def test_the_lender_fails_at_page_k(
+        self, buffer: GrowableBuffer, lender: Lender, pages: int, failure: BaseException
+    ) -> None:
+        """The card is full, or somebody presses Ctrl-C, with some pages mapped already."""
+        lender.part = 2
+        buffer.resize(PAGE)
+        before = state(buffer, lender)
+        lender.fails_after, lender.failure = pages, failure
+        with pytest.raises(type(failure)):
+            buffer.grow(8 * PAGE)
+        assert state(buffer, lender) == before
+        lender.fails_after = None
+        buffer.grow(8 * PAGE)
+
+    def test_ctrl_c_while_nobody_waits(self, buffer: GrowableBuffer, lender: Lender) -> None:
+        """It comes while pages are mapped, and is held off: they are unmapped, since nobody learns of them."""
+        before = state(buffer, lender)
+        lender.before_borrow = lambda: signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            buffer.grow(8 * PAGE)
+        assert state(buffer, lender) == before
+
+    @pytest.mark.parametrize("mappings", range(6))
+    def test_the_driver_fails_at_map_k(self, buffer: GrowableBuffer, lender: Lender, mappings: int) -> None:
+        """The process runs out of mappings half-way (vm.max_map_count)."""
+        lender.part = 2
+        before = state(buffer, lender)
+        lender.driver.maps_left = mappings
+        with pytest.raises(DeviceFailure, match="ENOMEM"):
+            buffer.grow(6 * PAGE)
+        assert state(buffer, lender) == before
+        lender.driver.maps_left = None
+        buffer.grow(6 * PAGE)
+
+    def test_the_device_is_lost_while_it_shrinks(self, buffer: GrowableBuffer, lender: Lender) -> None:
+        """What is still mapped is still the buffer's, with all its bytes in use."""
+        buffer.resize(3 * PAGE)
+        before = state(buffer, lender)
+        lender.driver.lost = True
+        with pytest.raises(DeviceFailure, match="ILLEGAL_ADDRESS"):
+            buffer.resize(1)
+        assert state(buffer, lender) == before
+        lender.driver.lost = False
+        buffer.resize(1)
+        assert lender.used_bytes == PAGE
+
+    def test_shrinking_waits_for_the_device_once_and_only_for_pages(
+        self, buffer: GrowableBuffer, lender: Lender
+    ) -> None:
+        """Work may still use what goes; where nothing is unmapped there is nothing to wait for."""
+        buffer.resize(3 * PAGE)
+        waits: list[int] = []
+        lender.driver.before_synchronize = lambda: waits.append(lender.used_bytes)
+        buffer.resize(2 * PAGE + 1)
+        assert waits == []
+        buffer.resize(1)
+        assert waits == [3 * PAGE]
+
+
+class TestThreads:
+    def test_many_threads_grow_at_once(self, buffer: GrowableBuffer, lender: Lender) -> None:
+        """Sixteen threads append to one buffer: each gets its own range, and together they have no hole."""
+        offsets: list[int] = []
+        step = PAGE + 1000
+        together([lambda: offsets.append(buffer.grow(step))] * 16)
+        assert sorted(offsets) == [step * number for number in range(16)]
+        assert (buffer.size, lender.lent_bytes) == (16 * step, 17 * PAGE)
+
+    def test_no_lock_is_held_while_borrowing(self, buffer: GrowableBuffer, lender: Lender) -> None:
+        """One thread waits for the broker: the others compute on what there is, and the next resize has its turn."""
+        buffer.resize(PAGE)
+        with held_up(lender, lambda: buffer.resize(3 * PAGE)) as first:
+            assert (buffer.size, buffer.physical_usage_bytes) == (PAGE, PAGE)
+            buffer.view()[:2] = b"ok"
+            assert buffer.span(0, 2).size == 2
+            second = threading.Thread(target=buffer.shrink, args=(PAGE,))
+            second.start()
+            first.go_on()
+            second.join()
+        assert (buffer.size, lender.lent_bytes) == (2 * PAGE, 2 * PAGE)
+
+    def test_no_view_reaches_what_is_going(self, buffer: GrowableBuffer, lender: Lender) -> None:
+        """A thread asks for a view while another, after its check, waits for the device to let go of the last pages."""
+        buffer.resize(3 * PAGE)
+        seen: list[int] = []
+
+        def look() -> None:
+            seen.extend((len(buffer.view()), buffer.size))
+            with suppress(InvalidRequest):
+                buffer.span(PAGE, 1)
+                seen.append(PAGE)
+
+        lender.driver.before_synchronize = look
+        buffer.resize(PAGE)
+        lender.driver.before_synchronize = lambda: None
+        assert seen == [PAGE, PAGE]
+
+    def test_closed_while_borrowing(self, lender: Lender) -> None:
+        """The server shuts down while a request still waits for memory, and another for its turn: all is given back."""
+        buffer = GrowableBuffer(lender, PAGE, CAPACITY, PAGE)
+        raised: list[type[BaseException]] = []
+        asked: list[int] = []
+
+        def grow() -> None:
+            try:
+                buffer.grow(PAGE)
+            except ClosedError as error:
+                raised.append(type(error))
+
+        with held_up(lender, grow) as first:
+            second = threading.Thread(target=grow)
+            second.start()
+            until(lambda: len(buffer._holding._uses) == 2)
+            lender.before_borrow = lambda: asked.append(lender.lent_bytes)
+            buffer.close()
+            with pytest.raises(ClosedError):
+                buffer.view()
+            first.go_on()
+            second.join()
+        assert (raised, asked) == ([ClosedError] * 2, [])
+        assert lender.used_bytes == lender.lent_bytes == 0
+
+    def test_a_failure_lets_the_next_one_go_on(self, buffer: GrowableBuffer, lender: Lender) -> None:
+        """A refusal is one call's: whoever waited for its turn gets it."""
+        lender.fails_after = 0
+
+        def refused() -> None:
+            with pytest.raises(OutOfMemory):
+                buffer.grow(PAGE)
+
+        with held_up(lender, refused) as first:
+            second = threading.Thread(target=buffer.resize, args=(0,))
+            second.start()
+            first.go_on()
+            second.join()
+        lender.fails_after = None
+        assert buffer.grow(PAGE) == 0
+
+    def test_churn(self, buffer: GrowableBuffer, lender: Lender) -> None:
+        """Threads grow, shrink and look, at random: no view is ever cut short, and the sums agree."""
+        seed = random.randrange(2**32)
+        print("seed", seed)
+
+        def churn(number: int) -> None:
+            choose = random.Random(seed + number)
+            for _ in range(100):
+                with suppress(BufferError, InvalidRequest, OutOfVirtualMemory):
+                    choose.choice((buffer.grow, buffer.shrink, buffer.resize))(choose.randrange(4 * PAGE))
+                view = buffer.view()
+                if len(view):
+                    view[-1] = view[0] = number
+                view.release()
+
+        together([partial(churn, number) for number in range(6)])
+        pages = -(-buffer.size // PAGE)
+        assert buffer.physical_usage_bytes == lender.lent_bytes == lender.used_bytes == pages * PAGE
+
+
+class TestEnd:
+    def test_close_gives_everything_back(self, lender: Lender) -> None:
+        buffer = GrowableBuffer(lender, 3 * PAGE, CAPACITY, PAGE)
+        buffer.close()
+        buffer.close()
+        assert lender.used_bytes == lender.lent_bytes == 0
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: buffer.resize(0),
+            lambda: buffer.grow(1),
+            lambda: buffer.shrink(1),
+            buffer.view,
+            lambda: buffer.span(0, 0),
+            lambda: buffer.address,
+        )
+        for call in calls:
+            with pytest.raises(ClosedError):
+                call()
+
+    def test_a_forgotten_buffer_with_a_view(self, lender: Lender) -> None:
+        """Nobody has the buffer any more, but an array over it; it must not lose its memory, and then it goes."""
+        buffer = GrowableBuffer(lender, PAGE, CAPACITY, PAGE)
+        view = buffer.view()
+        del buffer
+        gc.collect()
+        lender.settle()
+        view[:5] = b"hello"
+        assert lender.used_bytes == PAGE
+        del view
+        gc.collect()
+        lender.settle()
+        assert lender.used_bytes == lender.lent_bytes == 0
+
+    def test_a_forked_childs_copy_is_the_parents(self, buffer: GrowableBuffer, lender: Lender) -> None:
+        """What a fork leaves a child is abandoned, and its locks may be held for ever: nothing is touched."""
+        buffer.resize(2 * PAGE)
+        (holding,) = lender.holdings
+        holding.abandoned = True  # as the child's copy is
+        with buffer._lock:
+            for call in (lambda: buffer.resize(0), lambda: buffer.grow(PAGE), buffer.view, lambda: buffer.span(0, 1)):
+                with pytest.raises(ClosedError, match="forked"):
+                    call()
+        buffer.close()
+        assert lender.lent_bytes == 2 * PAGE
+        holding.abandoned = False
+
+
+def test_without_a_broker() -> None:
+    """A library's user grows a buffer of this process's own driver, within a limit of its own."""
+    with LocalSource("host", limit=4 * PAGE) as source, GrowableBuffer(source, 1, CAPACITY, PAGE) as buffer:
+        buffer.resize(4 * PAGE)
+        with pytest.raises(OutOfMemory) as refused:
+            buffer.grow(1)
+        assert (refused.value.requested_bytes, refused.value.available_bytes, buffer.size) == (PAGE, 0, 4 * PAGE)
+        buffer.resize(PAGE)
+        assert source.physical_usage_bytes == PAGE
+
+
+_FORKS = """
+import os
+from membroker import ClosedError, GrowableBuffer, LocalSource, SparseArray
+
+source = LocalSource("host")
+buffer = GrowableBuffer(source, 5, "64MiB", "2MiB")
+table = SparseArray(source, (1000, 4), "F32")
+buffer.view()[:] = b"hello"
+table.write(7, bytes(16))
+child = os.fork()
+if not child:
+    for call in (lambda: buffer.grow(1), buffer.view, lambda: table.read(7), lambda: table.write(8, bytes(16))):
+        try:
+            call()
+        except ClosedError:
+            continue
+        os._exit(1)
+    buffer.close()
+    table.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+buffer.grow(3)
+assert bytes(buffer.view()) == b"hello" + bytes(3)
+table.write(8, b"x" * 16)
+assert table.read(7, 2) == bytes(16) + b"x" * 16
+"""
+
+
+def test_a_fork() -> None:
+    """A worker forks: the child's copies of both say whose they are, and the parent feels nothing of its end."""
+    done = subprocess.run([sys.executable, "-c", _FORKS], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

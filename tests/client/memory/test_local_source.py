@@ -1,0 +1,314 @@
+"""The source without a broker: its memory, its limits, and its end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import tracemalloc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+from tests.support.daemons import until
+from tests.support.fake_lender import PAGE, FlakyDriver, put, text
+from tests.support.interrupts import interrupted_everywhere
+from tests.support.sizes import MIB
+from tests.support.threads import together
+
+import membroker
+from membroker import LocalSource, VirtualMemoryPool
+from membroker.errors import AlreadyMapped, ClosedError, DeviceFailure, InvalidRequest, OutOfMemory
+from membroker.memory.buffer import Buffer
+from membroker.vmm import Location
+from membroker.vmm.host.driver import HostDriver
+
+
+@pytest.fixture
+def driver() -> Iterator[FlakyDriver]:
+    """A device of the test's own, which has everything back at the end."""
+    driver = FlakyDriver()
+    driver.release(driver.create(PAGE))  # it opens descriptors of its own for the first
+    yield driver
+    gc.collect()
+    until(lambda: driver.memory(Location.DEVICE).used == driver.memory(Location.HOST).used == 0)
+    driver.close()
+
+
+def used(driver: HostDriver, location: Location = Location.DEVICE) -> int:
+    return driver.memory(location).used
+
+
+def background_threads() -> int:
+    return sum(thread.name == "membroker" for thread in threading.enumerate())
+
+
+def test_an_elastic_pool_without_a_broker() -> None:
+    """A library's user: a source, a pool, a gigabyte of addresses, memory as it is needed. Nothing else runs."""
+    before = background_threads(), len(os.listdir("/proc/self/fd"))
+    with LocalSource("host") as source, VirtualMemoryPool(source, "64GiB", page_size="2MiB") as pool:
+        assert pool.allocate(0, "8MiB") == pool.base_address
+        put(pool, 3, b"hello")
+        assert (source.physical_usage_bytes, source.limit) == (8 * MIB, None)
+        assert source.driver.memory(Location.DEVICE).used == 8 * MIB
+        pool.deallocate(0, "6MiB")
+        assert source.physical_usage_bytes == source.driver.memory(Location.DEVICE).used == 2 * MIB
+        pool.compact()
+        assert text(pool, 0, 5) == b"hello"
+        assert "host memory" in repr(source)
+    assert (background_threads(), len(os.listdir("/proc/self/fd"))) == before
+    assert "closed" in repr(source)
+
+
+def test_it_keeps_nothing_but_numbers(driver: FlakyDriver) -> None:
+    """Two hundred extents, and not a descriptor or a handle more: the mappings alone keep the memory."""
+    with LocalSource(driver) as source, VirtualMemoryPool(source, 256 * PAGE, PAGE) as pool:
+        before = len(os.listdir("/proc/self/fd"))
+        pool.allocate(0, 200 * PAGE)
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert driver._handles == {}
+        ids = [extent for row in pool.mappings() for extent in row.extents]
+        assert len(set(ids)) == 200
+        pool.deallocate(0, 100 * PAGE)
+        pool.allocate(0, 100 * PAGE)
+        assert set(ids[:100]).isdisjoint(pool.mappings()[0].extents[:100]), "an id was used twice"
+
+
+def test_a_limit_is_kept(driver: FlakyDriver) -> None:
+    """Two pools and a buffer of one source: together no more than its limit, refused with the numbers."""
+    with LocalSource(driver, limit="16MiB") as source:
+        first, second = (VirtualMemoryPool(source, 64 * PAGE, PAGE) for _ in range(2))
+        first.allocate(0, 5 * PAGE)
+        buffer = Buffer(source, PAGE + 1)
+        with pytest.raises(OutOfMemory) as refused:
+            second.allocate(0, 2 * PAGE)
+        error = refused.value
+        assert (error.level, error.requested_bytes, error.available_bytes, error.limit) == (
+            "capacity",
+            2 * PAGE,
+            PAGE,
+            16 * MIB,
+        )
+        assert second.stats().mapped_pages == 0
+        second.allocate(0, PAGE)
+        assert source.physical_usage_bytes == used(driver) == 16 * MIB
+        buffer.close()
+        second.allocate(PAGE, 2 * PAGE)
+        with VirtualMemoryPool(source, PAGE, PAGE, "host") as at_the_host:
+            at_the_host.allocate(0, PAGE)
+            assert used(driver, Location.HOST) == PAGE
+            assert source.physical_usage_bytes == 16 * MIB
+
+
+def test_locations_have_limits_of_their_own(driver: FlakyDriver) -> None:
+    with LocalSource(driver, limit=0, host_limit=PAGE) as source:
+        with VirtualMemoryPool(source, 4 * PAGE, PAGE) as pool, pytest.raises(OutOfMemory):
+            pool.allocate(0, 1)
+        with VirtualMemoryPool(source, 4 * PAGE, PAGE, "host") as pool:
+            pool.allocate(0, PAGE)
+            with pytest.raises(OutOfMemory):
+                pool.allocate(PAGE, PAGE)
+
+
+def test_a_full_device(driver: FlakyDriver) -> None:
+    """Strangers fill the card in the middle of a growth: nothing of it stays, and the error says what there was."""
+    with LocalSource(driver) as source, VirtualMemoryPool(source, "32GiB", PAGE) as pool:
+        pool.allocate(0, 10 * PAGE)
+        driver.stranger_bytes = 16 * (1 << 30) - 100 * PAGE  # 90 pages are left
+        with pytest.raises(OutOfMemory) as refused:
+            pool.allocate(10 * PAGE, 200 * PAGE)
+        error = refused.value
+        assert (error.level, error.reason, error.limit) == ("device", "DEVICE_FULL", None)
+        assert (error.requested_bytes, error.available_bytes) == (200 * PAGE, 90 * PAGE)
+        assert pool.stats().mapped_pages == 10
+        assert source.physical_usage_bytes == 10 * PAGE
+        pool.allocate(10 * PAGE, 90 * PAGE)
+        driver.stranger_bytes = 0
+
+
+@pytest.mark.parametrize("mappings", [0, 1, 63, 64, 70])
+def test_the_driver_fails_at_map_k(driver: FlakyDriver, mappings: int) -> None:
+    with LocalSource(driver, limit="1GiB") as source, VirtualMemoryPool(source, 256 * PAGE, PAGE) as pool:
+        descriptors = len(os.listdir("/proc/self/fd"))
+        driver.maps_left = mappings
+        with pytest.raises(DeviceFailure, match="ENOMEM"):
+            pool.allocate(0, 100 * PAGE)
+        driver.maps_left = None
+        assert (source.physical_usage_bytes, used(driver), len(os.listdir("/proc/self/fd"))) == (0, 0, descriptors)
+        pool.allocate(0, 100 * PAGE)
+
+
+def test_far_more_than_there_is() -> None:
+    """A slip of three digits, without a limit: the device refuses, before the host is full of the extents' numbers."""
+    driver = HostDriver(total_bytes=8 * PAGE)
+    with LocalSource(driver) as source, VirtualMemoryPool(source, "16TiB", PAGE) as pool:
+        tracemalloc.start()
+        try:
+            with pytest.raises(OutOfMemory) as refused:
+                pool.allocate(0, "16TiB")
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert (refused.value.requested_bytes, refused.value.available_bytes) == (16 << 40, 8 * PAGE)
+        assert peak < 64 * MIB
+        assert source.physical_usage_bytes == 0
+    driver.close()
+
+
+@pytest.mark.parametrize("limit", [-1, "much", 1.5, 2**63])
+def test_limits_that_are_none(limit: int) -> None:
+    with pytest.raises(InvalidRequest, match="limit"):
+        LocalSource("host", limit=limit)
+
+
+def test_devices_that_are_none() -> None:
+    with pytest.raises(InvalidRequest, match="cuda"):
+        LocalSource("tpu")
+
+
+class TestEnd:
+    def test_close_ends_what_is_held(self, driver: FlakyDriver) -> None:
+        source = LocalSource(driver)
+        pool = VirtualMemoryPool(source, 64 * PAGE, PAGE, spare_pages=2)
+        pool.allocate(0, 3 * PAGE)
+        buffer = Buffer(source, PAGE)
+        source.close()
+        source.close()
+        assert (source.closed, pool.closed, buffer.closed, used(driver)) == (True, True, True, 0)
+        for call in (lambda: pool.allocate(0, PAGE), lambda: Buffer(source, 1), pool.stats, pool.compact):
+            with pytest.raises(ClosedError):
+                call()
+        with pytest.raises(ClosedError):
+            VirtualMemoryPool(source, PAGE, PAGE)
+        driver.release(driver.create(PAGE))  # it stays the caller's
+
+    def test_ctrl_c_while_it_closes(self, driver: FlakyDriver) -> None:
+        """Wherever it strikes, everything is given back, now or by another close(): no pool keeps what nobody has."""
+        made: list[tuple[LocalSource, VirtualMemoryPool, VirtualMemoryPool]] = []
+
+        def prepare() -> Callable[[], object]:
+            source = LocalSource(driver)
+            made[:] = [(source, VirtualMemoryPool(source, PAGE, PAGE), VirtualMemoryPool(source, PAGE, PAGE))]
+            for pool in made[0][1:]:
+                pool.allocate(0, PAGE)
+            return source.close
+
+        for _ in interrupted_everywhere(prepare):
+            source = made[0][0]
+            source.close()
+            assert source.physical_usage_bytes == 0
+
+    def test_a_view_keeps_its_memory(self, driver: FlakyDriver) -> None:
+        """Results are read after the end of the program's work; the last view's end is the source's."""
+        source = LocalSource(driver)
+        pool = VirtualMemoryPool(source, 64 * PAGE, PAGE)
+        pool.allocate(0, PAGE)
+        view = pool.view(0, 5)
+        view[:] = b"hello"
+        threads = background_threads()
+        source.close()
+        with pytest.raises(ClosedError):
+            VirtualMemoryPool(source, PAGE, PAGE)
+        assert bytes(view) == b"hello"
+        assert used(driver) == PAGE
+        del view
+        until(lambda: used(driver) == 0)
+        until(lambda: background_threads() == threads - 1)
+
+    def test_what_is_forgotten_is_given_back(self, driver: FlakyDriver) -> None:
+        """Nobody closes anything: the pool goes with the garbage, and then the source, its thread and its driver."""
+        threads = background_threads()
+        source = LocalSource(driver)
+        pool = VirtualMemoryPool(source, 64 * PAGE, PAGE)
+        pool.allocate(0, 3 * PAGE)
+        del pool
+        gc.collect()
+        gone = weakref.ref(source)
+        until(lambda: used(driver) == gone().physical_usage_bytes == 0)
+        del source
+        gc.collect()
+        until(lambda: gone() is None)
+        until(lambda: background_threads() == threads)
+
+    def test_a_pool_keeps_its_source(self, driver: FlakyDriver) -> None:
+        pool = VirtualMemoryPool(LocalSource(driver), 64 * PAGE, PAGE)
+        gc.collect()
+        pool.allocate(0, PAGE)
+        put(pool, 0, b"kept")
+        pool.close()
+        assert used(driver) == 0
+
+    def test_at_exit_and_in_a_forked_child(self) -> None:
+        """The child's copies raise, and its parent's memory is not kept by it; the parent ends without closing."""
+        script = """
+import os, sys, membroker
+from membroker.vmm import Location
+source = membroker.LocalSource("host")
+pool = membroker.VirtualMemoryPool(source, "1GiB", "2MiB", spare_pages=1)
+pool.allocate(0, "8MiB")
+pool.deallocate(0, "2MiB")
+view = pool.view(2 << 20, 5); view[:] = b"hello"
+read, write = os.pipe()
+child = os.fork()
+if not child:
+    for call in (lambda: pool.allocate(0, 1), lambda: pool.compact(), pool.trim, pool.mappings, pool.stats,
+                 lambda: pool.protect(4 << 20, 1, "read"), lambda: pool.shrink(1), lambda: pool.allocate_anywhere(1),
+                 lambda: pool.pin(4 << 20, 1).__enter__(), lambda: membroker.VirtualMemoryPool(source, 1, "2MiB")):
+        try:
+            call()
+        except membroker.ClosedError as error:
+            assert "forked" in str(error)
+        else:
+            sys.exit(1)
+    pool.close(); source.close()
+    with open("/proc/self/maps") as maps:
+        assert "membroker-extent" not in maps.read()
+    own = membroker.LocalSource("host")
+    with membroker.VirtualMemoryPool(own, "1GiB", "2MiB") as another:
+        another.allocate(0, 1)
+    own.close()
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert bytes(view) == b"hello"
+del view
+pool.compact()
+assert source.driver.memory(Location.DEVICE).used == 6 << 20
+print("done")
+"""
+        command = [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", "-c", script]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def test_many_threads_share_a_limit(driver: FlakyDriver) -> None:
+    """Eight threads churn pages of one source: never above the limit, and all of it is back at the end."""
+    refusals = [0]
+    with LocalSource(driver, limit=6 * PAGE) as source, VirtualMemoryPool(source, 64 * PAGE, PAGE) as pool:
+
+        def churn() -> None:
+            for _ in range(100):
+                assert source.physical_usage_bytes <= 6 * PAGE
+                try:
+                    address = pool.allocate_anywhere(2 * PAGE)
+                except OutOfMemory:
+                    refusals[0] += 1
+                    continue
+                pool.deallocate(address - pool.base_address, 2 * PAGE)
+
+        together([churn] * 8)
+        assert source.physical_usage_bytes == used(driver) == 0
+        with suppress(AlreadyMapped):
+            pool.allocate(0, 6 * PAGE)
+        assert pool.stats().mapped_pages == 6
+
+
+def test_without_a_card() -> None:
+    """The default is a card; where there is none, the error says so, and what to write for the twin."""
+    with suppress(DeviceFailure):
+        LocalSource().close()
+        pytest.skip("there is a card here")
+    with pytest.raises(membroker.DeviceFailure, match=r'LocalSource\("host"\) takes the host twin'):
+        LocalSource()

@@ -1,0 +1,641 @@
+"""A sparse array's promises, over a lender in this process and the host driver: no broker, the same code."""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pytest
+from tests.support.daemons import until
+from tests.support.fake_lender import PAGE, Lender
+from tests.support.interrupts import interrupted_everywhere
+from tests.support.threads import held_up, together
+
+from membroker.errors import (
+    ClosedError,
+    DeviceFailure,
+    InvalidOffset,
+    InvalidPageSize,
+    InvalidRequest,
+    NotMapped,
+    OutOfMemory,
+)
+from membroker.memory.local_source import LocalSource
+from membroker.memory.sparse import SparseArray
+
+ROW = 1024
+"""Bytes of a row of 256 floats."""
+ROWS = PAGE // ROW
+"""Rows of a tile of one page."""
+COUNT = 10 * ROWS - 5
+"""Rows of the table: ten tiles, the last one not full."""
+
+
+@pytest.fixture
+def table(lender: Lender) -> Iterator[SparseArray]:
+    with SparseArray(lender, (COUNT, 256), "F32") as table:
+        yield table
+
+
+@pytest.fixture
+def zeros(lender: Lender) -> Iterator[SparseArray]:
+    """The same, where what is absent reads as zero."""
+    with SparseArray(lender, (COUNT, 256), "F32", absent="zero") as zeros:
+        yield zeros
+
+
+def row(value: int, count: int = 1) -> bytes:
+    return bytes([value]) * (ROW * count)
+
+
+def state(table: SparseArray, lender: Lender) -> tuple[object, ...]:
+    """All that a refusal must leave as it was."""
+    tiles = table.tiles()
+    contents = [table.read(tile * ROWS) for tile in tiles]
+    return tiles, contents, table.address, table.physical_usage_bytes, dict(lender.lent), lender.used_bytes
+
+
+class TestTiles:
+    def test_a_new_array(self, table: SparseArray, lender: Lender) -> None:
+        """An embedding table for every id there may ever be costs nothing until one is seen."""
+        assert (table.shape, table.dtype, table.size) == ((COUNT, 256), "F32", COUNT * ROW)
+        assert (table.tile_rows, table.tile_size, table.tile_count) == (ROWS, PAGE, 10)
+        assert (table.tiles(), table.physical_usage_bytes, lender.used_bytes) == ([], 0, 0)
+        assert "F32 [20475, 256], 0 B backed" in repr(table)
+
+    @pytest.mark.parametrize(
+        ("shape", "dtype", "rows", "size"),
+        [
+            ((100,), "U8", PAGE, PAGE),
+            ((1_000_000, 4096), "BF16", 256, PAGE),
+            ((1_000_000, 320), "F32", 8192, 5 * PAGE),
+            ((1000, 16, 8, 128, 64), "F8_E4M3", 2, PAGE),
+            ((1000, 3, PAGE), "I8", 1, 3 * PAGE),
+            ((10, PAGE // 8 + 1), "C64", 2**18, 2**18 * (PAGE + 8)),
+        ],
+    )
+    def test_the_smallest_tile(self, lender: Lender, shape: tuple[int, ...], dtype: str, rows: int, size: int) -> None:
+        """The rows that fill whole granules, for rows of any size."""
+        with SparseArray(lender, shape, dtype) as array:
+            assert (array.tile_rows, array.tile_size) == (rows, size)
+
+    def test_the_first_write_gives_memory_and_only_there(self, table: SparseArray, lender: Lender) -> None:
+        table.write(3 * ROWS + 7, row(1))
+        assert table.tiles() == [3]
+        assert table.physical_usage_bytes == lender.lent_bytes == lender.used_bytes == PAGE
+        table.write(3 * ROWS, row(2))
+        assert lender.lent_bytes == PAGE
+        assert table.read(3 * ROWS, 9) == row(2) + row(0, 6) + row(1) + row(0)
+
+    def test_rows_over_several_tiles(self, table: SparseArray, lender: Lender) -> None:
+        """Tiles that are there stay as they are, those that are missing come in one request, wherever they lie."""
+        table.write(ROWS, row(9))
+        asked: list[int] = []
+        lender.before_borrow = lambda: asked.append(lender.lent_bytes)
+        lender.part = 2
+        table.write(ROWS // 2, row(5, 4 * ROWS))
+        assert asked == [PAGE]
+        assert table.tiles() == [0, 1, 2, 3, 4]
+        assert table.read(ROWS // 2, 4 * ROWS) == row(5, 4 * ROWS)
+        assert table.read(0, ROWS // 2) == row(0, ROWS // 2)
+        assert lender.used_bytes == 5 * PAGE
+
+    def test_the_array_is_one_range_of_addresses(self, table: SparseArray, lender: Lender) -> None:
+        """A kernel finds row r of any tile where it would in a dense array."""
+        table.write(2 * ROWS - 1, row(1) + row(2))
+        assert lender.driver.read(table.address + (2 * ROWS - 1) * ROW, 2 * ROW) == row(1) + row(2)
+        span = table.span((2 * ROWS - 1) * ROW, 2 * ROW)
+        assert (span.address, span.size) == (table.address + (2 * ROWS - 1) * ROW, 2 * ROW)
+        del span
+
+    def test_the_last_tile(self, table: SparseArray, lender: Lender) -> None:
+        """It is charged whole, and has the rows that there are."""
+        table.write(COUNT - 1, row(7))
+        assert (table.tiles(), lender.lent_bytes) == ([9], PAGE)
+        for first, count in ((COUNT - 1, 2), (COUNT, 1)):
+            with pytest.raises(InvalidOffset):
+                table.read(first, count)
+        assert table.read(COUNT - 2, 2) == row(0) + row(7)
+
+    def test_back_and_drop(self, table: SparseArray, lender: Lender) -> None:
+        """Blocks of a cache are taken for a request and given back after it; what comes again is fresh."""
+        table.back(4, 1, 4)
+        assert table.tiles() == [1, 4]
+        table.write(ROWS, row(1))
+        table.back(1, 2)
+        assert (table.tiles(), lender.used_bytes) == ([1, 2, 4], 3 * PAGE)
+        assert table.read(ROWS) == row(1)
+        table.drop(4, 1)
+        assert (table.tiles(), lender.lent_bytes, lender.used_bytes) == ([2], PAGE, PAGE)
+        table.back(1)
+        assert table.read(ROWS) == row(0)
+        table.back()
+        table.drop()
+        assert table.tiles() == [1, 2]
+
+
+class TestAbsent:
+    def test_an_error(self, table: SparseArray) -> None:
+        """An id that was never seen is a fault of the program, and it is told which tile."""
+        table.write(0, row(1))
+        for first, count in ((ROWS, 1), (ROWS - 1, 2), (0, 3 * ROWS)):
+            with pytest.raises(NotMapped, match="tile 1 "):
+                table.read(first, count)
+        assert table.tiles() == [0]
+
+    def test_zero(self, zeros: SparseArray, lender: Lender) -> None:
+        """An id that was never seen has the embedding 0; reading it costs no memory."""
+        zeros.write(ROWS, row(1, ROWS))
+        assert zeros.read(ROWS - 2, ROWS + 4) == row(0, 2) + row(1, ROWS) + row(0, 2)
+        assert zeros.read(5 * ROWS, 2 * ROWS) == row(0, 2 * ROWS)
+        assert (zeros.tiles(), lender.used_bytes) == ([1], PAGE)
+        zeros.drop(1)
+        assert zeros.read(ROWS, ROWS) == row(0, ROWS)
+
+    def test_addresses_are_never_zero(self, zeros: SparseArray) -> None:
+        """Behind an absent tile there is nothing that a kernel could read: no span of it, by neither choice."""
+        zeros.back(0)
+        for offset, size in ((PAGE, 1), (PAGE - 1, 2), (0, 3 * PAGE)):
+            with pytest.raises(NotMapped):
+                zeros.span(offset, size)
+        assert zeros.span(PAGE, 0).size == 0
+
+
+class TestRefused:
+    @pytest.mark.parametrize("data", [None, [1, 2], "text", 5, memoryview(bytes(4 * ROW))[::2]])
+    def test_bytes_that_are_none(self, table: SparseArray, data: Any) -> None:
+        with pytest.raises(InvalidRequest, match="contiguous bytes"):
+            table.write(0, data)
+
+    def test_one_of_many_tiles_is_none(self, table: SparseArray) -> None:
+        """A list of thousands of tiles goes one too far: the message names that one, and is not the list."""
+        with pytest.raises(InvalidOffset, match=r"tiles 0 to 9, and no tile 3000$"):
+            table.back(*range(3001))
+
+    def test_the_first_of_many_absent_tiles_is_enough(self, lender: Lender) -> None:
+        """Somebody reads a whole table of terabytes: he is told of tile 0, and no list of the others is made."""
+        with SparseArray(lender, (1 << 42, 4), "U8") as huge:
+            tracemalloc.start()
+            try:
+                with pytest.raises(NotMapped, match="tile 0 "):
+                    huge.read(0, 1 << 42)
+                assert tracemalloc.get_traced_memory()[1] < 1 << 20
+            finally:
+                tracemalloc.stop()
+
+    @pytest.mark.parametrize(
+        "shape",
+        [(), 5, None, "12", (0,), (4, 0), (-1,), (4, -4), (1.0,), (True,), (2**63,), (2**62, 2**62), (1,) * 33, {3: 4}],
+    )
+    def test_shapes_that_are_none(self, lender: Lender, shape: Any) -> None:
+        """No rows, no elements, no whole numbers, more than 2^63-1 bytes, more dimensions than a tensor has."""
+        with pytest.raises(InvalidRequest):
+            SparseArray(lender, shape, "F32")
+
+    @pytest.mark.parametrize("dtype", ["f4", "F4", "", "f32", None, 4, ["F32"]])
+    def test_dtypes_that_are_none(self, lender: Lender, dtype: Any) -> None:
+        with pytest.raises(InvalidRequest, match="F32"):
+            SparseArray(lender, (10,), dtype)
+
+    @pytest.mark.parametrize("tile_rows", [0, -1, 1, ROWS + 1, 3 * ROWS // 2, 1.0, "2048", True, 2**62, 2**80])
+    def test_tiles_that_fill_no_granules(self, lender: Lender, tile_rows: Any) -> None:
+        with pytest.raises(InvalidPageSize):
+            SparseArray(lender, (COUNT, 256), "F32", tile_rows)
+
+    def test_the_sentence_says_what_would_fit(self, lender: Lender) -> None:
+        with pytest.raises(InvalidPageSize, match=r"take a multiple of 2048 rows \(2.0 MiB\)"):
+            SparseArray(lender, (COUNT, 256), "F32", ROWS - 1)
+
+    def test_larger_tiles(self, lender: Lender) -> None:
+        """One tile may be larger than all that there is."""
+        with SparseArray(lender, (10, 256), "F32", 4 * ROWS) as array:
+            array.write(9, row(1))
+            assert (array.tile_count, lender.lent_bytes) == (1, 4 * PAGE)
+
+    @pytest.mark.parametrize("absent", ["none", "", None, 0])
+    def test_other_choices(self, lender: Lender, absent: Any) -> None:
+        with pytest.raises(InvalidRequest, match="absent"):
+            SparseArray(lender, (10,), "F32", absent=absent)
+
+    def test_what_cannot_be_had(self, lender: Lender) -> None:
+        """More addresses than the processor has, and sums of tiles that would overflow 63 bits."""
+        with pytest.raises(DeviceFailure):
+            SparseArray(lender, (2**60,), "F32")
+        with pytest.raises(InvalidRequest):
+            SparseArray(lender, (2**63 - 1,), "U8")
+        with pytest.raises(InvalidRequest, match="location"):
+            SparseArray(lender, (10,), "F32", location="moon")
+        assert lender.holdings == set()
+
+    @pytest.mark.parametrize(
+        ("first", "count"),
+        [
+            (-1, 1),
+            (COUNT, 1),
+            (0, 0),
+            (0, -1),
+            (0, COUNT + 1),
+            (1, COUNT),
+            (2**63, 1),
+            (1, 2**63 - 1),
+            (True, 1),
+            (0, True),
+            (0.0, 1),
+            ("0", 1),
+            (None, 1),
+        ],
+    )
+    def test_rows_that_there_are_not(self, table: SparseArray, lender: Lender, first: Any, count: Any) -> None:
+        table.write(0, row(1))
+        before = state(table, lender)
+        with pytest.raises(InvalidOffset):
+            table.read(first, count)
+        if count == 1 and count is not True:
+            with pytest.raises(InvalidOffset):
+                table.write(first, row(2))
+        assert state(table, lender) == before
+
+    def test_data_that_is_no_whole_rows(self, table: SparseArray, lender: Lender) -> None:
+        """A width that does not match is told before anything is borrowed or written."""
+        before = state(table, lender)
+        for data in (b"", b"x", row(1)[:-1], row(1) + b"x"):
+            with pytest.raises(InvalidRequest, match="whole rows of 1024 bytes"):
+                table.write(0, data)
+        with pytest.raises(InvalidOffset):
+            table.write(COUNT - 1, row(1, 2))
+        assert state(table, lender) == before
+
+    @pytest.mark.parametrize("tile", [-1, 10, 2**63, True, 0.0, "0", None])
+    def test_tiles_that_there_are_not(self, table: SparseArray, lender: Lender, tile: Any) -> None:
+        """One wrong number among right ones: nothing is done for any of them."""
+        table.back(3)
+        before = state(table, lender)
+        for call in (
+            table.tensor,
+            table.back,
+            table.drop,
+            lambda one: table.back(0, one),
+            lambda one: table.drop(3, one),
+        ):
+            with pytest.raises(InvalidOffset):
+                call(tile)
+        assert state(table, lender) == before
+
+    @pytest.mark.parametrize(
+        ("offset", "size"), [(-1, 1), (1, -1), (COUNT * ROW, 1), (0, COUNT * ROW + 1), (2**63 - 1, 2**63 - 1), (0.0, 1)]
+    )
+    def test_spans_that_do_not_lie_in_it(self, table: SparseArray, offset: int, size: int) -> None:
+        table.back(0, 9)
+        with pytest.raises(InvalidRequest):
+            table.span(offset, size)
+
+    def test_dropping_what_is_absent(self, table: SparseArray, lender: Lender) -> None:
+        table.back(1, 2)
+        before = state(table, lender)
+        with pytest.raises(NotMapped, match="tile 3"):
+            table.drop(1, 3)
+        assert state(table, lender) == before
+
+    def test_dropping_what_is_used(self, table: SparseArray, lender: Lender) -> None:
+        """A kernel computes on a tile: it stays, and with it those that were to go in the same call."""
+        table.back(1, 2, 3)
+        span = table.span(2 * PAGE + 5, PAGE - 4)
+        before = state(table, lender)
+        for tiles in ((2,), (3,), (1, 2, 3)):
+            with pytest.raises(BufferError, match="still used"):
+                table.drop(*tiles)
+        assert state(table, lender) == before
+        del span
+        table.drop(1, 2, 3)
+        assert lender.used_bytes == 0
+
+
+class TestAllOrNothing:
+    def test_the_lender_refuses(self, table: SparseArray, lender: Lender) -> None:
+        """There is room for two of three tiles: none comes, and nothing is written to the one that was there."""
+        table.write(ROWS, row(1))
+        lender.capacity = 3 * PAGE
+        before = state(table, lender)
+        with pytest.raises(OutOfMemory):
+            table.write(0, row(2, 4 * ROWS))
+        with pytest.raises(OutOfMemory):
+            table.back(0, 1, 2, 3)
+        assert state(table, lender) == before
+        table.back(0, 1, 2)
+
+    @pytest.mark.parametrize("tiles", [0, 1, 3, 4])
+    @pytest.mark.parametrize("failure", [OutOfMemory("full"), KeyboardInterrupt(), DeviceFailure("broken")])
+    def test_the_lender_fails_at_tile_k(
+        self, table: SparseArray, lender: Lender, tiles: int, failure: BaseException
+    ) -> None:
+        """The card is full, or somebody presses Ctrl-C, with some tiles mapped already, around one that was there."""
+        lender.part = 2
+        table.write(2 * ROWS, row(1))
+        before = state(table, lender)
+        lender.fails_after, lender.failure = tiles, failure
+        with pytest.raises(type(failure)):
+            table.write(0, row(2, 6 * ROWS))
+        assert state(table, lender) == before
+        lender.fails_after = None
+        table.write(0, row(2, 6 * ROWS))
+
+    def test_ctrl_c_while_nobody_waits(self, table: SparseArray, lender: Lender) -> None:
+        """It comes while tiles are mapped, and is held off: what was to be written there will not be."""
+        before = state(table, lender)
+        lender.before_borrow = lambda: signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            table.write(0, row(2, 6 * ROWS))
+        assert state(table, lender) == before
+
+    def test_ctrl_c_while_it_is_made(self, lender: Lender) -> None:
+        """Wherever it strikes, no addresses are left that nobody has."""
+        for _ in interrupted_everywhere(lambda: lambda: SparseArray(lender, (64 * ROWS, 256), "F32")):
+            gc.collect()
+            lender.settle()
+            assert lender.holdings == set()
+
+    @pytest.mark.parametrize("mappings", range(5))
+    def test_the_driver_fails_at_map_k(self, table: SparseArray, lender: Lender, mappings: int) -> None:
+        """The process runs out of mappings half-way (vm.max_map_count)."""
+        lender.part = 2
+        table.write(2 * ROWS, row(1))
+        before = state(table, lender)
+        lender.driver.maps_left = mappings
+        with pytest.raises(DeviceFailure, match="ENOMEM"):
+            table.write(0, row(2, 6 * ROWS))
+        assert state(table, lender) == before
+        lender.driver.maps_left = None
+        table.write(0, row(2, 6 * ROWS))
+
+    def test_the_device_is_lost_while_tiles_are_dropped(self, table: SparseArray, lender: Lender) -> None:
+        table.back(1, 2)
+        before = state(table, lender)
+        lender.driver.lost = True
+        with pytest.raises(DeviceFailure, match="ILLEGAL_ADDRESS"):
+            table.drop(1, 2)
+        lender.driver.lost = False
+        assert state(table, lender) == before
+        table.drop(1, 2)
+
+    def test_the_second_of_three_is_not_unmapped(
+        self, table: SparseArray, lender: Lender, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What was unmapped is given back, and what is still mapped is still the array's."""
+        table.write(ROWS, row(1, 3 * ROWS))
+        unmap, calls = lender.driver.unmap, iter((True, False))
+
+        def unmap_once(address: int, size: int) -> None:
+            if not next(calls):
+                raise DeviceFailure("lost")
+            unmap(address, size)
+
+        monkeypatch.setattr(lender.driver, "unmap", unmap_once)
+        with pytest.raises(DeviceFailure):
+            table.drop(1, 2, 3)
+        monkeypatch.undo()
+        assert (table.tiles(), lender.lent_bytes, lender.used_bytes) == ([2, 3], 2 * PAGE, 2 * PAGE)
+        assert table.read(2 * ROWS, 2 * ROWS) == row(1, 2 * ROWS)
+
+    def test_dropping_waits_for_the_device_once(self, table: SparseArray, lender: Lender) -> None:
+        table.back(1, 2, 5)
+        waits: list[int] = []
+        lender.driver.before_synchronize = lambda: waits.append(lender.used_bytes)
+        table.drop(1, 2, 5)
+        assert waits == [3 * PAGE]
+
+
+class TestThreads:
+    def test_many_write_the_same_new_tile(self, table: SparseArray, lender: Lender) -> None:
+        """Sixteen threads meet the first ids of a tile at once: it comes once, and has what all of them wrote."""
+
+        def write(number: int) -> None:
+            table.write(ROWS + number, row(number))
+
+        together([partial(write, number) for number in range(16)])
+        assert lender.lent_bytes == PAGE
+        assert table.read(ROWS, 16) == b"".join(map(row, range(16)))
+
+    def test_no_lock_is_held_while_borrowing(self, table: SparseArray, lender: Lender) -> None:
+        """One thread waits for the broker with tiles 2 and 3; all others go on, with those, too, when they come."""
+        table.write(0, row(1))
+        with held_up(lender, lambda: table.write(3 * ROWS - 1, row(2, 2))) as first:
+            assert table.read(0) == row(1)
+            with pytest.raises(NotMapped):
+                table.read(2 * ROWS)
+            table.write(ROWS, row(3))
+            table.drop(1)
+            assert table.tiles() == [0]
+            second = threading.Thread(target=table.write, args=(3 * ROWS + 1, row(4)))
+            second.start()
+            first.go_on()
+            second.join()
+        assert table.tiles() == [0, 2, 3]
+        assert table.read(3 * ROWS, 2) == row(2) + row(4)
+        assert lender.lent_bytes == 3 * PAGE
+
+    def test_nobody_finds_what_is_going(self, zeros: SparseArray, lender: Lender) -> None:
+        """While a drop waits for the device, its tile is absent for everybody."""
+        zeros.write(0, row(1))
+        seen: list[object] = []
+
+        def look() -> None:
+            seen.extend((zeros.tiles(), zeros.read(0)))
+            with pytest.raises(NotMapped):
+                zeros.span(0, 1)
+
+        lender.driver.before_synchronize = look
+        zeros.drop(0)
+        lender.driver.before_synchronize = lambda: None
+        assert seen == [[], row(0)]
+
+    def test_closed_while_borrowing(self, lender: Lender) -> None:
+        """The server shuts down while one write waits for memory, another for its turn at the tile: all goes back."""
+        table = SparseArray(lender, (COUNT, 256), "F32")
+        raised: list[type[BaseException]] = []
+        asked: list[int] = []
+
+        def write(tiles: int = 0) -> None:
+            try:
+                table.write(0, row(1, 1 + tiles * ROWS))
+            except ClosedError as error:
+                raised.append(type(error))
+
+        with held_up(lender, write) as first:
+            second = threading.Thread(target=write, args=(1,))
+            second.start()
+            until(lambda: len(table._holding._uses) == 2)
+            lender.before_borrow = lambda: asked.append(lender.lent_bytes)
+            table.close()
+            first.go_on()
+            second.join()
+        assert (raised, asked) == ([ClosedError] * 2, [])
+        assert lender.used_bytes == lender.lent_bytes == 0
+
+    def test_churn(self, zeros: SparseArray, lender: Lender) -> None:
+        """Threads write, read and drop at random: a row is whole, or zero, and the sums agree."""
+        seed = random.randrange(2**32)
+        print("seed", seed)
+
+        def churn(number: int) -> None:
+            choose = random.Random(seed + number)
+            for _ in range(150):
+                tile, count = choose.randrange(6), choose.randrange(1, 3)
+                mine = tile * ROWS + number
+                with suppress(BufferError, NotMapped):
+                    if choose.random() < 0.4:
+                        zeros.drop(*range(tile, tile + count))
+                zeros.write(mine, row(number))
+                assert zeros.read(mine) in (row(number), row(0))
+                assert zeros.read(mine, ROWS)[:ROW] in (row(number), row(0))
+
+        together([partial(churn, number) for number in range(1, 7)])
+        assert len(zeros.tiles()) * PAGE == lender.lent_bytes == lender.used_bytes == zeros.physical_usage_bytes
+
+
+class TestEnd:
+    def test_close_gives_everything_back(self, lender: Lender) -> None:
+        table = SparseArray(lender, (COUNT, 256), "F32")
+        table.back(0, 1, 5)
+        table.close()
+        table.close()
+        assert table.closed
+        assert lender.used_bytes == lender.lent_bytes == 0
+        self.check_refuses(table, "closed")
+
+    def test_a_span_keeps_a_closed_and_forgotten_array(self, lender: Lender) -> None:
+        """A kernel still runs over a tile when the array is closed: its memory goes when the span does."""
+        table = SparseArray(lender, (COUNT, 256), "F32")
+        table.write(0, row(1))
+        span = table.span(0, ROW)
+        table.close()
+        del table
+        gc.collect()
+        lender.settle()
+        assert lender.driver.read(span.address, span.size) == row(1)
+        del span
+        gc.collect()
+        lender.settle()
+        assert lender.used_bytes == lender.lent_bytes == 0
+
+    def test_a_forked_childs_copy_is_the_parents(self, table: SparseArray, lender: Lender) -> None:
+        """What a fork leaves a child is abandoned, and its locks may be held for ever: nothing is touched."""
+        table.back(1)
+        (holding,) = lender.holdings
+        holding.abandoned = True  # as the child's copy is
+        with table._lock:
+            self.check_refuses(table, "forked")
+        table.close()
+        assert lender.lent_bytes == PAGE
+        holding.abandoned = False
+
+    def check_refuses(self, table: SparseArray, why: str) -> None:
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: table.write(0, row(1)),
+            lambda: table.read(0),
+            table.tiles,
+            lambda: table.back(0),
+            lambda: table.drop(1),
+            lambda: table.tensor(1),
+            lambda: table.span(0, 0),
+            lambda: table.address,
+        )
+        for call in calls:
+            with pytest.raises(ClosedError, match=why):
+                call()
+
+
+def test_without_a_broker() -> None:
+    """A library's user has a table in memory of this process's own driver, within a limit of its own."""
+    with LocalSource("host", limit=2 * PAGE) as source, SparseArray(source, (COUNT, 256), "F32") as table:
+        table.write(ROWS - 1, row(1, 2))
+        with pytest.raises(OutOfMemory):
+            table.back(5)
+        assert (table.tiles(), source.physical_usage_bytes) == ([0, 1], 2 * PAGE)
+        table.drop(0)
+        table.back(5)
+
+
+class TestNumpy:
+    """`array[rows]`, as NumPy reads and writes."""
+
+    @pytest.fixture(autouse=True)
+    def _numpy(self) -> None:
+        pytest.importorskip("numpy", reason="NumPy is not installed here: pip install numpy")
+
+    def test_rows_in_and_out(self, table: SparseArray, lender: Lender) -> None:
+        """What a program of NumPy does with a table: an update of some rows, and a look at them."""
+        import numpy as np
+
+        table[5] = np.arange(256)
+        table[6:8] = [[1.5], [2.5]]
+        assert table[5].tolist() == list(range(256))
+        assert (table[5:8].shape, table[5:8].dtype) == ((3, 256), np.float32)
+        assert table[np.int64(6)][0] == 1.5
+        assert table[6:8].sum() == 256 * 4
+        table[-1] = 3
+        assert table[COUNT - 1].tolist() == [3] * 256
+        assert table.tiles() == [0, 9]
+        assert table[COUNT - 2 :].shape == (2, 256)
+        assert table[7:7].shape == (0, 256)
+        table[7:3] = 1
+        assert table.tiles() == [0, 9]
+        assert lender.lent_bytes == 2 * PAGE
+
+    def test_what_is_read_is_a_copy_that_says_so(self, table: SparseArray) -> None:
+        table[5] = 1
+        one = table[5]
+        table[5] = 2
+        assert one[0] == 1
+        with pytest.raises(ValueError, match="read-only"):
+            one[0] = 3
+
+    def test_what_numpy_refuses_changes_nothing(self, table: SparseArray, lender: Lender) -> None:
+        """Shapes that do not fit, text, indices that are none: no tile comes."""
+        wrong: tuple[tuple[Any, Any, type[Exception]], ...] = (
+            (0, [1, 2], ValueError),
+            (slice(0, 2), [[1.0] * 256] * 3, ValueError),
+            (0, "text", ValueError),
+            (COUNT, 1, IndexError),
+            (-COUNT - 1, 1, IndexError),
+            (2**63, 1, IndexError),
+            (slice(0, 10, 2), 1, InvalidRequest),
+            (slice(10, 0, -1), 1, InvalidRequest),
+            (1.0, 1, TypeError),
+            ((0, 0), 1, TypeError),
+            ([0, 1], 1, TypeError),
+        )
+        for index, values, error in wrong:
+            with pytest.raises(error):
+                table[index] = values
+        for index, _, error in wrong[3:]:
+            with pytest.raises(error):
+                table[index]
+        assert (table.tiles(), lender.lent_bytes) == ([], 0)
+
+    def test_absent_rows(self, table: SparseArray, zeros: SparseArray) -> None:
+        with pytest.raises(NotMapped):
+            table[0]
+        assert not zeros[ROWS - 1 : ROWS + 1].any()
+        assert zeros.tiles() == []
+
+    def test_going_through_all_rows(self, lender: Lender) -> None:
+        """A loop over the array ends at its end."""
+        with SparseArray(lender, (3, 256), "F32", absent="zero") as array:
+            array[1] = 1
+            assert [one[0] for one in array] == [0, 1, 0]
+
+    @pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3"])
+    def test_dtypes_beyond_numpys(self, lender: Lender, dtype: str) -> None:
+        """Values are cast to what the array has, by ml_dtypes."""
+        pytest.importorskip("ml_dtypes")
+        with SparseArray(lender, (4096, 8, 1024), dtype) as cache:
+            cache[9] = 1.25
+            assert cache[9].astype("float32").sum() == 1.25 * 8 * 1024
+            assert cache[9].dtype.name == {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}[dtype]

@@ -1,0 +1,530 @@
+"""The call socket, with a broker that is played frame by frame: what a real one does only on bad days.
+
+The other end of a socket pair is in this process; frames, descriptors and the kernel between them are real.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from tests.support.daemons import until
+from tests.support.fake_broker import Caller, refusal
+
+from membroker.errors import (
+    BrokerUnavailable,
+    ClosedError,
+    DescriptorLimit,
+    MembrokerError,
+    OutOfMemory,
+    ProtocolError,
+    SegmentNotFound,
+    WriterDied,
+)
+from membroker.session.call import Outcome
+from membroker.session.connection import Connection
+from membroker.session.inventory import Registry
+from membroker.v1 import broker_pb2, resources_pb2
+from membroker.v1 import handoff_pb2 as pb
+from membroker.wire import frames as handoff
+from membroker.wire import names
+
+
+def descriptors() -> set[str]:
+    return {name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
+
+
+class Broker:
+    """The other end. Each answer is said by the test."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self.end.settimeout(30)
+        self._buffer = bytearray(names.MAX_FRAME_BYTES)
+
+    def hear(self, kind: str) -> pb.Frame:
+        """Return the next frame, which must be of this kind."""
+        frame = handoff.receive_without_descriptors(self.end, self._buffer)
+        assert frame.WhichOneof("kind") == kind, frame
+        return frame
+
+    def hears_nothing(self) -> bool:
+        self.end.setblocking(False)
+        try:
+            handoff.receive_without_descriptors(self.end, self._buffer)
+        except BlockingIOError:
+            return True
+        finally:
+            self.end.settimeout(30)
+        return False
+
+    def deliver(
+        self, request_id: int, *extent_ids: int, descriptors: int | None = None, part: int = 0, **more: int
+    ) -> None:
+        count = len(extent_ids) if descriptors is None else descriptors
+        made = [os.memfd_create("extent", os.MFD_CLOEXEC) for _ in range(count)]
+        frame = pb.Frame(request_id=request_id, delivery=pb.Delivery(part=part, extent_ids=extent_ids, **more))
+        handoff.send(self.end, handoff.encode(frame), made)
+        handoff.close_all(made)
+
+    def reply(self, request_id: int, count: int) -> None:
+        response = broker_pb2.AllocateExtentsResponse(count=count)
+        self.end.send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(allocate=response))))
+
+    def reply_segment(self, request_id: int, extents: int) -> None:
+        segment = resources_pb2.Segment(generation=77, extents=extents)
+        self.end.send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(segment=segment))))
+
+    def refuse(self, request_id: int, reason: str) -> None:
+        self.end.send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(error=refusal(reason)))))
+
+
+class Taker:
+    """A delivery handler that notes what it took; `fails_at` extent it raises."""
+
+    def __init__(self, fails_at: int | None = None, failure: BaseException | None = None) -> None:
+        self.taken: list[int] = []
+        self.undone = 0
+        self._fails_at, self._failure = fails_at, failure
+
+    def receive(self, delivery: pb.Delivery, descriptors: Sequence[int]) -> None:
+        assert [os.fstat(descriptor) for descriptor in descriptors]
+        if self._failure is not None and self._fails_at in delivery.extent_ids:
+            raise self._failure
+        self.taken += delivery.extent_ids
+
+    def undo(self) -> None:
+        self.undone += 1
+        self.taken.clear()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Connection, Broker]]:
+    """A connection and its broker. At the end no descriptor is left over."""
+    before = descriptors()
+    mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = Connection(mine, "/test/handoff.sock", Registry())
+    yield connection, Broker(yours)
+    connection.close()
+    yours.close()
+    assert descriptors() == before
+
+
+def allocate() -> pb.Frame:
+    return pb.Frame(allocate=broker_pb2.AllocateExtentsRequest(count=1))
+
+
+class TestCall:
+    def test_one_call(self, pair: tuple[Connection, Broker]) -> None:
+        """Two deliveries, each acknowledged when its descriptors are closed, then the answer."""
+        connection, broker = pair
+        taker = Taker()
+        caller = Caller(lambda: connection.call(allocate(), taker))
+        request_id = broker.hear("allocate").request_id
+        for part in (0, 1):
+            broker.deliver(request_id, 2 * part, 2 * part + 1, part=part)
+            ack = broker.hear("ack")
+            assert (ack.request_id, ack.ack.part) == (request_id, part)
+        broker.reply(request_id, 4)
+        assert caller.end().error is None
+        assert taker.taken == [0, 1, 2, 3]
+        assert taker.undone == 0
+        assert broker.hears_nothing()
+
+    def test_refused(self, pair: tuple[Connection, Broker]) -> None:
+        connection, broker = pair
+        taker = Taker()
+        caller = Caller(lambda: connection.call(allocate(), taker))
+        broker.refuse(broker.hear("allocate").request_id, "MODEL_LIMIT")
+        assert isinstance(caller.end().error, OutOfMemory)
+        assert broker.hears_nothing(), "nothing was delivered, so nothing is released"
+
+    def test_refused_half_way(self, pair: tuple[Connection, Broker]) -> None:
+        """The card fills up between two packets: what came is unmapped, then released, then it raises."""
+        connection, broker = pair
+        taker = Taker()
+        caller = Caller(lambda: connection.call(allocate(), taker))
+        request_id = broker.hear("allocate").request_id
+        broker.deliver(request_id, 7, 8)
+        broker.hear("ack")
+        broker.refuse(request_id, "DEVICE_FULL")
+        release = broker.hear("release")
+        assert taker.undone == 1
+        assert list(release.release.extent_ids) == [7, 8]
+        assert release.release.no_reply
+        assert isinstance(caller.end().error, OutOfMemory)
+
+    def test_mapping_fails(self, pair: tuple[Connection, Broker]) -> None:
+        """The second packet cannot be mapped: the third is closed unused, and all is released at the answer."""
+        connection, broker = pair
+        taker = Taker(3, RuntimeError("no more mappings"))
+        caller = Caller(lambda: connection.call(allocate(), taker))
+        request_id = broker.hear("allocate").request_id
+        for part in range(3):
+            broker.deliver(request_id, 2 * part, 2 * part + 1, part=part)
+            assert broker.hear("ack").ack.part == part
+        assert taker.undone == 1
+        assert broker.hears_nothing(), "released before the broker has said that the call is over"
+        broker.reply(request_id, 6)
+        assert list(broker.hear("release").release.extent_ids) == [0, 1, 2, 3, 4, 5]
+        assert isinstance(caller.end().error, RuntimeError)
+
+    def test_interrupted(self, pair: tuple[Connection, Broker]) -> None:
+        """Ctrl-C while mapping: the program goes on at once, the rest is given back when the broker answers."""
+        connection, broker = pair
+        taker = Taker(0, KeyboardInterrupt())
+        caller = Caller(lambda: connection.call(allocate(), taker))
+        request_id = broker.hear("allocate").request_id
+        broker.deliver(request_id, 0)
+        broker.hear("ack")
+        assert isinstance(caller.end().error, KeyboardInterrupt)
+        assert taker.undone == 1
+        broker.deliver(request_id, 1, part=1)
+        broker.reply(request_id, 2)
+        assert broker.hear("ack").ack.part == 1
+        assert list(broker.hear("release").release.extent_ids) == [0, 1]
+
+    def test_undo_fails(self, pair: tuple[Connection, Broker]) -> None:
+        """What could not be unmapped is not called given back."""
+
+        class Stuck(Taker):
+            def undo(self) -> None:
+                raise RuntimeError("the device is lost")
+
+        connection, broker = pair
+        caller = Caller(lambda: connection.call(allocate(), Stuck()))
+        request_id = broker.hear("allocate").request_id
+        broker.deliver(request_id, 1)
+        broker.hear("ack")
+        broker.refuse(request_id, "DEVICE_FULL")
+        assert "lost" in str(caller.end().error)
+        assert broker.hears_nothing()
+
+    def test_undo_fails_in_mid_call(self, pair: tuple[Connection, Broker]) -> None:
+        """As before, with more to come: that is closed and acknowledged, so that the window stays open for others."""
+
+        class Stuck(Taker):
+            def undo(self) -> None:
+                raise RuntimeError("the device is lost")
+
+        connection, broker = pair
+        caller = Caller(lambda: connection.call(allocate(), Stuck(1, OutOfMemory("no more"))))
+        request_id = broker.hear("allocate").request_id
+        for part in (0, 1):
+            broker.deliver(request_id, part + 1, part=part)
+            broker.hear("ack")
+        broker.reply(request_id, 2)
+        assert "lost" in str(caller.end().error)
+        assert broker.hears_nothing()
+
+    def test_fewer_descriptors_than_ids(self, pair: tuple[Connection, Broker]) -> None:
+        connection, broker = pair
+        caller = Caller(lambda: connection.call(allocate(), Taker()))
+        request_id = broker.hear("allocate").request_id
+        broker.deliver(request_id, 1, 2, descriptors=1)
+        broker.hear("ack")
+        broker.reply(request_id, 2)
+        assert list(broker.hear("release").release.extent_ids) == [1, 2]
+        assert isinstance(caller.end().error, ProtocolError)
+
+    def test_what_nobody_waits_for(self, pair: tuple[Connection, Broker]) -> None:
+        """A delivery for an unknown call: closed, acknowledged, given back; the call that read it goes on."""
+        connection, broker = pair
+        caller = Caller(lambda: connection.call(allocate(), Taker()))
+        request_id = broker.hear("allocate").request_id
+        broker.deliver(request_id + 1000, 5)
+        assert broker.hear("ack").request_id == request_id + 1000
+        assert list(broker.hear("release").release.extent_ids) == [5]
+        broker.reply(request_id, 0)
+        assert caller.end().error is None
+
+    def test_release_in_frames(self, pair: tuple[Connection, Broker]) -> None:
+        """Ten thousand pages are given back: no frame has more ids than the broker takes, and none comes twice."""
+        connection, broker = pair
+        connection.release([*range(10_000), 5, 6])
+        frames = [broker.hear("release").release.extent_ids for _ in range(3)]
+        assert [len(ids) for ids in frames] == [4096, 4096, 1808]
+        assert sorted(extent_id for ids in frames for extent_id in ids) == list(range(10_000))
+
+
+def attach() -> pb.Frame:
+    return pb.Frame(attach_segment=broker_pb2.AttachSegmentRequest(name="weights"))
+
+
+class TestSegment:
+    """A segment is held as a whole: whatever happens behind its first delivery, it is let go of once."""
+
+    def test_attached(self, pair: tuple[Connection, Broker]) -> None:
+        connection, broker = pair
+        taker = Taker()
+        caller = Caller(lambda: connection.call(attach(), taker))
+        request_id = broker.hear("attach_segment").request_id
+        for part in (0, 1):
+            broker.deliver(request_id, part, part=part, parts=2, segment=77)
+            broker.hear("ack")
+        broker.reply_segment(request_id, 2)
+        assert caller.end().error is None
+        assert taker.taken == [0, 1]
+        assert broker.hears_nothing(), "it let go of what it has just got"
+
+    def test_refused_half_way(self, pair: tuple[Connection, Broker]) -> None:
+        """The second packet could not be sent: what came is undone, then one word lets go of all of it."""
+        connection, broker = pair
+        taker = Taker()
+        caller = Caller(lambda: connection.call(attach(), taker))
+        request_id = broker.hear("attach_segment").request_id
+        broker.deliver(request_id, 7, 8, parts=2, segment=77)
+        broker.hear("ack")
+        broker.refuse(request_id, "DESCRIPTORS_EXHAUSTED")
+        detach = broker.hear("detach_segment").detach_segment
+        assert (detach.generation, detach.no_reply) == (77, True)
+        assert taker.undone == 1
+        assert isinstance(caller.end().error, DescriptorLimit)
+        assert broker.hears_nothing(), "its extents were released, or it let go twice"
+
+    def test_refused_before_any_delivery(self, pair: tuple[Connection, Broker]) -> None:
+        connection, broker = pair
+        caller = Caller(lambda: connection.call(attach(), Taker()))
+        broker.refuse(broker.hear("attach_segment").request_id, "WRITER_DIED")
+        assert isinstance(caller.end().error, WriterDied)
+        assert broker.hears_nothing(), "it let go of what it never held"
+
+    def test_mapping_fails(self, pair: tuple[Connection, Broker]) -> None:
+        """The rest of the packets still come: closed, acknowledged, and let go of when the broker has answered."""
+        connection, broker = pair
+        caller = Caller(lambda: connection.call(attach(), Taker(0, RuntimeError("no more mappings"))))
+        request_id = broker.hear("attach_segment").request_id
+        for part in range(3):
+            broker.deliver(request_id, part, part=part, parts=3, segment=77)
+            assert broker.hear("ack").ack.part == part
+        assert broker.hears_nothing(), "let go before the broker has said that the call is over"
+        broker.reply_segment(request_id, 3)
+        assert broker.hear("detach_segment").detach_segment.generation == 77
+        assert isinstance(caller.end().error, RuntimeError)
+        assert broker.hears_nothing()
+
+    def test_what_nobody_waits_for(self, pair: tuple[Connection, Broker]) -> None:
+        """Both packets of a call that nobody knows are acknowledged, and the segment is let go of behind the last."""
+        connection, broker = pair
+        caller = Caller(lambda: connection.call(attach(), Taker()))
+        request_id = broker.hear("attach_segment").request_id
+        for part in (0, 1):
+            broker.deliver(request_id + 1000, part, part=part, parts=2, segment=77)
+            assert broker.hear("ack").request_id == request_id + 1000
+        assert broker.hear("detach_segment").detach_segment.generation == 77
+        broker.refuse(request_id, "SEGMENT_NOT_FOUND")
+        assert isinstance(caller.end().error, SegmentNotFound)
+        assert broker.hears_nothing()
+
+
+class TestThreads:
+    def test_replies_overtake(self, pair: tuple[Connection, Broker]) -> None:
+        """Eight threads call at once and are answered in reverse: each gets its own answer and descriptors."""
+        connection, broker = pair
+        takers = [Taker() for _ in range(8)]
+        callers = [Caller(lambda taker=taker: connection.call(allocate(), taker)) for taker in takers]
+        ids = [broker.hear("allocate").request_id for _ in callers]
+        for request_id in reversed(ids):
+            broker.deliver(request_id, request_id)
+            broker.hear("ack")
+            broker.reply(request_id, 1)
+        assert [caller.end().error for caller in callers] == [None] * 8
+        assert sorted(taker.taken[0] for taker in takers) == sorted(ids)
+
+    def test_a_slow_mapper_holds_up_nobody(self, pair: tuple[Connection, Broker]) -> None:
+        """One thread maps for a long time; the others read the socket meanwhile."""
+        connection, broker = pair
+        entered, go_on = threading.Event(), threading.Event()
+
+        class Slow(Taker):
+            def receive(self, delivery: pb.Delivery, descriptors: Sequence[int]) -> None:
+                entered.set()
+                assert go_on.wait(30)
+
+        slow = Caller(lambda: connection.call(allocate(), Slow()))
+        slow_id = broker.hear("allocate").request_id
+        broker.deliver(slow_id, 1)
+        assert entered.wait(30)
+        quick = Caller(lambda: connection.call(allocate(), Taker()))
+        quick_id = broker.hear("allocate").request_id
+        broker.reply(slow_id, 1)
+        broker.reply(quick_id, 0)
+        assert quick.end().error is None
+        go_on.set()
+        assert slow.end().error is None
+        broker.hear("ack")
+
+    def test_the_broker_dies(self, pair: tuple[Connection, Broker]) -> None:
+        """Every thread that waits is told, and so is whoever calls later."""
+        connection, broker = pair
+        callers = [Caller(lambda: connection.call(allocate(), Taker())) for _ in range(4)]
+        for _ in callers:
+            broker.hear("allocate")
+        broker.end.close()
+        for caller in callers:
+            assert isinstance(caller.end().error, BrokerUnavailable)
+        with pytest.raises(BrokerUnavailable, match="is gone"):
+            connection.call(allocate(), Taker())
+        with pytest.raises(BrokerUnavailable):
+            connection.release([1])
+
+    def test_the_broker_said_so(self, pair: tuple[Connection, Broker]) -> None:
+        connection, broker = pair
+        connection.heard_stopping()
+        broker.end.close()
+        with pytest.raises(BrokerUnavailable, match="it had said that it stops"):
+            connection.call(allocate(), Taker())
+
+    def test_the_broker_dies_half_way(self, pair: tuple[Connection, Broker]) -> None:
+        """What was mapped of an unfinished call is unmapped; there is nobody to release it to."""
+        connection, broker = pair
+        taker = Taker()
+        caller = Caller(lambda: connection.call(allocate(), taker))
+        request_id = broker.hear("allocate").request_id
+        broker.deliver(request_id, 1)
+        broker.hear("ack")
+        broker.end.close()
+        assert isinstance(caller.end().error, BrokerUnavailable)
+        assert taker.undone == 1
+
+    @pytest.mark.parametrize("garbage", [b"\xff\xff", b"\x08\x01", b"x" * (names.MAX_FRAME_BYTES + 1)])
+    def test_garbage(self, pair: tuple[Connection, Broker], garbage: bytes) -> None:
+        """What is no frame ends the connection: nothing behind it could be trusted."""
+        connection, broker = pair
+        caller = Caller(lambda: connection.call(allocate(), Taker()))
+        broker.hear("allocate")
+        broker.end.send(garbage)
+        assert isinstance(caller.end().error, ProtocolError)
+        with pytest.raises(MembrokerError):
+            connection.call(allocate(), Taker())
+
+    def test_closed_by_another_thread(self, pair: tuple[Connection, Broker]) -> None:
+        connection, broker = pair
+        callers = [Caller(lambda: connection.call(allocate(), Taker())) for _ in range(3)]
+        for _ in callers:
+            broker.hear("allocate")
+        connection.close()
+        for caller in callers:
+            assert isinstance(caller.end().error, ClosedError)
+        with pytest.raises(ClosedError):
+            connection.call(allocate())
+
+    def test_a_goodbye_to_a_stopped_broker(self, pair: tuple[Connection, Broker]) -> None:
+        """A client that closes does not wait for ever for a daemon under SIGSTOP."""
+        connection, broker = pair
+        connection.say_goodbye(0.01)
+        broker.hear("goodbye")
+
+
+class TestBeside:
+    """Calls over gRPC, whose descriptors come here."""
+
+    def start(self, connection: Connection, taker: Taker) -> tuple[Caller, int, Callable[[Outcome], None]]:
+        began: list[tuple[int, Callable[[Outcome], None]]] = []
+        ready = threading.Event()
+
+        def start(request_id: int, finish: Callable[[Outcome], None]) -> None:
+            began.append((request_id, finish))
+            ready.set()
+
+        caller = Caller(lambda: connection.call_beside(start, taker))
+        assert ready.wait(30)
+        return (caller, *began[0])
+
+    @pytest.mark.parametrize("answer_first", [True, False])
+    def test_waits_for_both(self, pair: tuple[Connection, Broker], answer_first: bool) -> None:
+        """The answer and the descriptors come on two sockets, in either order."""
+        connection, broker = pair
+        taker = Taker()
+        caller, request_id, finish = self.start(connection, taker)
+        response = broker_pb2.AllocateExtentsResponse(count=3)
+        if answer_first:
+            finish(response)
+        broker.deliver(request_id, 1, 2)
+        broker.hear("ack")
+        broker.deliver(request_id, 3, part=1)
+        broker.hear("ack")
+        if not answer_first:
+            finish(response)
+        assert caller.end().error is None
+        assert taker.taken == [1, 2, 3]
+
+    @pytest.mark.parametrize("answer_first", [True, False])
+    def test_a_segment_waits_for_all_its_extents(self, pair: tuple[Connection, Broker], answer_first: bool) -> None:
+        """The answer by gRPC says how many extents the segment has; with fewer it is not attached yet."""
+        connection, broker = pair
+        taker = Taker()
+        caller, request_id, finish = self.start(connection, taker)
+        response = resources_pb2.Segment(generation=77, extents=3)
+        if answer_first:
+            finish(response)
+        for part, ids in enumerate(((1, 2), (3,))):
+            assert caller.is_alive()
+            broker.deliver(request_id, *ids, part=part, parts=2, segment=77)
+            broker.hear("ack")
+        if not answer_first:
+            finish(response)
+        assert caller.end().error is None
+        assert taker.taken == [1, 2, 3]
+        assert broker.hears_nothing()
+
+    def test_a_segment_fails_after_deliveries(self, pair: tuple[Connection, Broker]) -> None:
+        connection, broker = pair
+        caller, request_id, finish = self.start(connection, Taker())
+        broker.deliver(request_id, 1, 2, parts=3, segment=77)
+        finish(OutOfMemory("the card filled up"))
+        broker.hear("ack")
+        assert broker.hear("detach_segment").detach_segment.generation == 77
+        assert isinstance(caller.end().error, OutOfMemory)
+        assert broker.hears_nothing()
+
+    def test_refused_while_another_thread_reads(self, pair: tuple[Connection, Broker]) -> None:
+        """A thread waits on the socket for itself; the answer by gRPC wakes the one whose call it is."""
+        connection, broker = pair
+        reader = Caller(lambda: connection.call(allocate(), Taker()))
+        reader_id = broker.hear("allocate").request_id
+        caller, _, finish = self.start(connection, Taker())
+        broker.reply(reader_id, 0)
+        finish(OutOfMemory("refused"))
+        assert isinstance(caller.end().error, OutOfMemory)
+        assert reader.end().error is None
+
+    def test_refused_while_another_call_waits_for_long(self, pair: tuple[Connection, Broker]) -> None:
+        """One thread attaches what is written for a day yet, and reads the socket meanwhile; another is refused."""
+        connection, broker = pair
+        waiting, waiting_id, finish_waiting = self.start(connection, Taker())
+        until(lambda: connection._reader is not None)
+        for _ in range(20):
+            caller, _, finish = self.start(connection, Taker())
+            finish(OutOfMemory("refused"))
+            assert isinstance(caller.end().error, OutOfMemory)
+        broker.deliver(waiting_id, 1, segment=77)
+        broker.hear("ack")
+        finish_waiting(resources_pb2.Segment(extents=1))
+        assert waiting.end().error is None
+
+    def test_fails_after_deliveries(self, pair: tuple[Connection, Broker]) -> None:
+        """The answer is an error, and what was delivered before it lies in the socket: all of it is released."""
+        connection, broker = pair
+        taker = Taker()
+        caller, request_id, finish = self.start(connection, taker)
+        broker.deliver(request_id, 1, 2)
+        broker.deliver(request_id, 3, part=1)
+        finish(OutOfMemory("the card filled up"))
+        assert [broker.hear("ack").ack.part for _ in range(2)] == [0, 1]
+        assert list(broker.hear("release").release.extent_ids) == [1, 2, 3]
+        assert isinstance(caller.end().error, OutOfMemory)
+        assert taker.undone == 1
+
+    def test_the_start_fails(self, pair: tuple[Connection, Broker]) -> None:
+        connection, broker = pair
+
+        def start(request_id: int, finish: Callable[[Outcome], None]) -> None:
+            raise BrokerUnavailable("no gRPC here")
+
+        with pytest.raises(BrokerUnavailable, match="no gRPC"):
+            connection.call_beside(start, Taker())
+        assert broker.hears_nothing()

@@ -1,0 +1,77 @@
+"""The first round trip, with a broker that turns us away at the worst moments."""
+
+from __future__ import annotations
+
+import select
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from google.protobuf.any_pb2 import Any
+from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.status_pb2 import Status
+
+from membroker.errors import AccessDenied, BrokerUnavailable
+from membroker.session.handshake import open_session
+from membroker.v1 import handoff_pb2 as pb
+from membroker.wire import frames as handoff
+from membroker.wire import names
+
+HELLO = pb.Hello(protocol_version=names.PROTOCOL_VERSION)
+
+
+def refusal() -> bytes:
+    """Return the frame that turns a stranger away."""
+    info = Any()
+    info.Pack(ErrorInfo(reason="ENDPOINT_FORBIDDEN", domain="membroker"))
+    return handoff.encode(pb.Frame(reply=pb.Reply(error=Status(code=7, message="not you", details=[info]))))
+
+
+@contextmanager
+def broker(answer: Callable[[socket.socket], None]) -> Iterator[Path]:
+    """Listen at a path, and treat one connection with `answer`, then close it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="mb-") as directory,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+    ):
+        path = Path(directory, "handoff.sock")
+        listener.bind(str(path))
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                answer(connection)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield path
+        thread.join()
+
+
+def hang_up_at_once(connection: socket.socket) -> None:
+    connection.send(refusal())
+
+
+def hang_up_on_the_greeting(connection: socket.socket) -> None:
+    connection.send(refusal())
+    assert select.select([connection], [], [], 30)[0]
+
+
+@pytest.mark.parametrize("answer", [hang_up_at_once, hang_up_on_the_greeting])
+def test_a_refusal_before_the_greeting_is_heard(answer: Callable[[socket.socket], None]) -> None:
+    """The broker knows from the kernel that we may not enter, says so, and closes without reading our Hello."""
+    for _ in range(50):
+        with broker(answer) as path, pytest.raises(AccessDenied, match="not you") as caught:
+            open_session(path, HELLO, 30.0)
+        assert caught.value.reason == "ENDPOINT_FORBIDDEN"
+
+
+def test_a_broker_that_hangs_up_without_a_word_is_unavailable() -> None:
+    """It may be stopping: what is known is said."""
+    with broker(lambda connection: None) as path, pytest.raises(BrokerUnavailable, match="without an answer"):
+        open_session(path, HELLO, 30.0)

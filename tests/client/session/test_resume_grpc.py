@@ -1,0 +1,253 @@
+"""A broker that dies or is restarted, and the calls by gRPC: once or not at all, and memory as on the handoff.
+
+Both of the broker's sockets are played by the test; they die and come back apart.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.support.daemons import until
+from tests.support.fake_broker import (
+    MODEL,
+    PAGE,
+    Caller,
+    PlayedBroker,
+    PlayedService,
+    abort,
+    drop_all,
+    is_away,
+    line,
+    model,
+)
+from tests.support.processes import mapped_extents
+
+import membroker
+from membroker.v1 import broker_pb2, resources_pb2
+
+
+class TestControlCalls:
+    """Calls by gRPC: once or not at all, over a restart."""
+
+    def restart(self, broker: PlayedBroker, service: PlayedService, **answer: object) -> None:
+        """End both, and be there again, the handoff socket a little before the other."""
+        service.stop()
+        broker.hang_up()
+        broker.resume(**answer)
+        service.start()
+
+    def begun(
+        self, service: PlayedService, method: str, then: Callable[[object, object], object]
+    ) -> tuple[threading.Event, threading.Event]:
+        """Let the first call of a method stand still in the broker until it dies."""
+        came, go_on = threading.Event(), threading.Event()
+
+        def answer(request: object, context: object) -> object:
+            service.answers[method] = then
+            came.set()
+            go_on.wait(30)
+            return None
+
+        service.answers[method] = answer
+        return came, go_on
+
+    def test_a_listing(self, broker: PlayedBroker, client: membroker.Client, service: PlayedService) -> None:
+        models = broker_pb2.ListModelsResponse(models=[resources_pb2.Model(name=MODEL)])
+        came, go_on = self.begun(service, "ListModels", lambda *_: models)
+        caller = Caller(client.models)
+        assert came.wait(30)
+        self.restart(broker, service)
+        assert [one.name for one in caller.value()] == [MODEL]
+        go_on.set()
+
+    def test_a_call_that_begins_in_the_outage(
+        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
+    ) -> None:
+        service.answers["GetDevice"] = lambda *_: resources_pb2.Device(uuid="host")
+        assert client.device().uuid == "host"
+        service.stop()
+        broker.die()
+        caller = Caller(client.device)
+        until(lambda: line(client)._changed._waiting)
+        broker.listen()
+        broker.resume()
+        service.start()
+        assert caller.value().uuid == "host"
+
+    @pytest.mark.parametrize("done", [True, False])
+    def test_an_exclusive_registration(
+        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService, done: bool
+    ) -> None:
+        """It had been done, and its answer was lost: the model is this session's. Or it had not: it is asked again."""
+        registered = resources_pb2.Model(name=MODEL)
+
+        def register(request: broker_pb2.RegisterModelRequest, context: object) -> resources_pb2.Model:
+            if done and request.exclusive:
+                abort(context, "MODEL_EXISTS")
+            return registered
+
+        came, go_on = self.begun(service, "RegisterModel", register)  # type: ignore[arg-type]
+        caller = Caller(lambda: client.register_model("m", exclusive=True))
+        assert came.wait(30)
+        self.restart(broker, service, models=[MODEL] if done else [])
+        go_on.set()
+        assert caller.value().resource_name == MODEL
+        assert [request.exclusive for _, request in service.asked] == [True, not done]
+
+    def test_an_exclusive_registration_of_what_it_had(
+        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
+    ) -> None:
+        """The session had registered it long before: the answer would have been a refusal, and is."""
+        registered = resources_pb2.Model(name=MODEL)
+
+        def register(request: Any, context: Any) -> resources_pb2.Model:
+            if request.exclusive:
+                abort(context, "MODEL_EXISTS")
+            return registered
+
+        service.answers["RegisterModel"] = register
+        client.register_model("m")
+        came, go_on = self.begun(service, "RegisterModel", register)
+        caller = Caller(lambda: client.register_model("m", exclusive=True))
+        assert came.wait(30)
+        self.restart(broker, service, models=[MODEL])
+        go_on.set()
+        assert isinstance(caller.end().error, membroker.ModelAlreadyExists)
+
+    def test_unregistered_twice(self, broker: PlayedBroker, client: membroker.Client, service: PlayedService) -> None:
+        came, go_on = self.begun(service, "UnregisterModel", lambda _, context: abort(context, "MODEL_NOT_FOUND"))
+        caller = Caller(model(client).unregister)
+        assert came.wait(30)
+        self.restart(broker, service)
+        go_on.set()
+        caller.value()
+        with pytest.raises(membroker.ModelNotFound):
+            model(client).unregister()
+
+    def test_gone_while_the_handoff_lives(
+        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
+    ) -> None:
+        """Only gRPC is out of order: that is an error of its own, in the library's words, and no outage."""
+        service.answers["GetDevice"] = lambda *_: resources_pb2.Device(uuid="host")
+        client.device()
+        service.stop()
+        with pytest.raises(membroker.BrokerUnavailable, match="is gone, or ended under the call") as caught:
+            client.device()
+        assert not re.search(r"address|connect to|UNAVAILABLE|PRECONDITION", str(caught.value))
+        assert not is_away(client)
+        service.start()
+
+    def test_a_stranger_answers_first(
+        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
+    ) -> None:
+        """A daemon without the old one's state is up: by gRPC too the session is lost, and not the access denied."""
+        service.answers["GetDevice"] = lambda _, context: abort(context, "TOKEN_REJECTED")
+        broker.die()
+        caller = Caller(client.device)
+        until(lambda: service.asked)
+        broker.listen()
+        broker.accept()
+        broker.refuse(1, "TOKEN_REJECTED")
+        assert isinstance(caller.end().error, membroker.SessionLost)
+
+
+class TestGrpcTransport:
+    """Memory by gRPC, descriptors on the handoff socket: the same promises."""
+
+    @pytest.fixture
+    def client(self, broker: PlayedBroker, service: PlayedService) -> Iterator[membroker.Client]:
+        one = broker.connect(timeout=30, transport="grpc")
+        yield one
+        broker.die()
+        until(lambda: is_away(one))  # or what it holds would be given back by gRPC, to a service that has no answer
+        one._session.line._outage = 0
+        one.close()
+
+    def allocation(self, broker: PlayedBroker, ids: list[int]) -> Callable[[object, object], object]:
+        def answer(request: broker_pb2.AllocateExtentsRequest, context: object) -> object:
+            ids.extend(broker.deliver(request.request_id, request.count, parts=1))
+            return broker_pb2.AllocateExtentsResponse(count=request.count, extent_bytes=PAGE)
+
+        return answer  # type: ignore[return-value]
+
+    def test_an_allocation_is_made_anew(
+        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
+    ) -> None:
+        came, go_on, ids = threading.Event(), threading.Event(), []
+
+        def stand_still(request: broker_pb2.AllocateExtentsRequest, context: object) -> object:
+            broker.deliver(request.request_id, 1, parts=2)
+            service.answers["AllocateExtents"] = self.allocation(broker, ids)
+            came.set()
+            go_on.wait(30)
+            return None
+
+        service.answers["AllocateExtents"] = stand_still  # type: ignore[assignment]
+        pool = model(client).pool(page_size=PAGE)
+        caller = Caller(lambda: pool.allocate(0, 2 * PAGE))
+        assert came.wait(30)
+        broker.hear("ack")
+        service.stop()
+        broker.hang_up()
+        assert not broker.resume().extent_ids
+        assert mapped_extents() == 0
+        service.start()
+        go_on.set()
+        broker.hear("ack")
+        assert caller.value() == pool.base_address
+        assert mapped_extents() == 2
+        broker.hang_up()
+        assert list(broker.resume().extent_ids) == ids
+
+    def test_given_back_during_the_outage(
+        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
+    ) -> None:
+        """By omission, as on the handoff; what is given back later is said by gRPC."""
+        ids: list[int] = []
+        service.answers["AllocateExtents"] = self.allocation(broker, ids)
+        one, two = model(client).allocate(PAGE), model(client).allocate(PAGE)
+        service.stop()
+        broker.die()
+        until(lambda: is_away(client))
+        one.close()
+        broker.listen()
+        assert list(broker.resume().extent_ids) == ids[1:]
+        until(lambda: not is_away(client))
+        service.answers["ReleaseExtents"] = lambda *_: broker_pb2.ReleaseExtentsResponse()
+        service.start()
+        two.close()
+        assert [list(request.extent_ids) for method, request in service.asked if method == "ReleaseExtents"] == [
+            ids[1:]
+        ]
+
+    def test_a_give_back_ends_before_the_holds(
+        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
+    ) -> None:
+        """It is on its way when the handoff breaks: stated as gone while it still ran, it would be done twice."""
+        ids: list[int] = []
+        service.answers["AllocateExtents"] = self.allocation(broker, ids)
+        one, two = model(client).allocate(PAGE), model(client).allocate(PAGE)
+        released = broker_pb2.ReleaseExtentsResponse()
+        came, go_on = threading.Event(), threading.Event()
+
+        def slow(request: object, context: object) -> object:
+            came.set()
+            assert go_on.wait(30)
+            return released
+
+        service.answers["ReleaseExtents"] = slow
+        caller = Caller(one.close)
+        assert came.wait(30)
+        lost = client._session.connection
+        drop_all(broker, client)
+        until(lambda: lost._changed._waiting)
+        assert not broker.is_knocked_at()
+        go_on.set()
+        assert list(broker.resume().extent_ids) == ids[1:]
+        caller.value()
+        until(lambda: not is_away(client))
+        two.close()

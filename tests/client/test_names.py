@@ -1,0 +1,105 @@
+"""The one grammar of names, which the daemon, the library and the command share (`membroker.wire.names`)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from membroker.wire import names
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "valid"),
+    [
+        ("m", True),
+        ("0", True),
+        ("llama-3.1_8b", True),
+        ("Qwen3-8B", True),
+        ("_private", True),
+        ("a" * 96, True),
+        ("a" * 97, False),
+        ("", False),
+        ("-m", False),
+        (".m", False),
+        ("a b", False),
+        ("m\n", False),
+        ("é", False),
+        ("٣", False),
+    ],
+)
+def test_names_of_one_part(name: str, valid: bool) -> None:
+    assert names.valid_segment(name) is names.valid_model(name) is valid
+
+
+@pytest.mark.parametrize(
+    ("name", "valid"),
+    [
+        ("Qwen/Qwen3-8B", True),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", True),
+        ("segments/segments", True),
+        ("a/" + "b" * 94, True),
+        ("a/" + "b" * 95, False),
+        ("a/", False),
+        ("/a", False),
+        ("a//b", False),
+        ("a/../b", False),
+        ("a/..", False),
+        ("a/-", False),
+        ("a/b/c", False),
+        ("a/b\n", False),
+    ],
+)
+def test_names_of_two_parts_are_for_models_alone(name: str, valid: bool) -> None:
+    assert names.valid_model(name) is valid
+    assert not names.valid_segment(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "valid"),
+    [("red", True), ("0-", True), ("a" * 24, True), ("a" * 25, False), ("-a", False), ("Red", False), ("red\n", False)],
+)
+def test_a_tenants_name_is_also_a_directorys(name: str, valid: bool) -> None:
+    assert names.valid_tenant(name) is valid
+    assert (names.parse_tenant(f"tenants/{name}") == name) is valid
+
+
+def test_resource_names_have_one_meaning() -> None:
+    """A model may be called `segments`, and have a slash in its name: its segments are still told from other models."""
+    assert names.parse_model("tenants/red/models/Qwen/segments") == ("red", "Qwen/segments")
+    assert names.parse_segment("tenants/red/models/Qwen/segments") is None
+    assert names.parse_segment("tenants/red/models/Qwen/segments/weights") == ("red", "Qwen", "weights")
+    assert names.parse_model("tenants/red/models/Qwen/segments/weights") is None
+    assert names.parse_segment("tenants/red/models/a/segments/segments/w") == ("red", "a/segments", "w")
+    assert names.parse_segment("tenants/red/models/-/segments/w") == ("red", "-", "w")
+    assert names.parse_model("tenants/red/models/-") is None
+
+
+def test_a_long_name_of_two_parts_is_refused_inside_a_resource_name() -> None:
+    """Each part is short enough, and both together are not."""
+    for model, valid in (("a/" + "b" * 94, True), ("a/" + "b" * 95, False), ("a" * 60 + "/" + "b" * 60, False)):
+        assert (names.parse_model(f"tenants/red/models/{model}") is not None) is valid
+        assert (names.parse_segment(f"tenants/red/models/{model}/segments/w") is not None) is valid
+
+
+def test_sessions() -> None:
+    assert names.parse_session(names.session_name(0x1C0000000001)) == 0x1C0000000001
+    for wrong in ("1c0000000001", "sessions/", "sessions/1C", "sessions/1c\n", "sessions/" + "1" * 17):
+        assert names.parse_session(wrong) is None
+
+
+def test_the_grammar_is_written_once() -> None:
+    """A second copy would be forgotten when one of them changes."""
+    copies = re.compile(
+        r"\[(?:a-z0-9|A-Za-z0-9_)\]\[[A-Za-z0-9._-]+\]\{|membroker-token\"|status-details-bin\"|= 107\b"
+    )
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("client", "broker")
+        for path in (ROOT / folder).rglob("*.py")
+        if copies.search(path.read_text()) and "/v1/" not in path.as_posix()
+    }
+    assert found == {"client/membroker/wire/names.py"}

@@ -1,0 +1,28 @@
+"""The picture of the packages in ARCHITECTURE.md is drawn from the imports, and `make check` sees when it is stale."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tools import picture
+
+
+def test_a_stale_picture_is_seen_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody adds an import, so that the page lacks an arrow; what is around the picture stays."""
+    page = picture.PAGE.read_text()
+    assert "    client --> model\n" in page
+    stale = tmp_path / "ARCHITECTURE.md"
+    stale.write_text(page.replace("    client --> model\n", ""))
+    monkeypatch.setattr(picture, "PAGE", stale)
+    assert picture.main(["--check"]) == 1
+    assert "make picture" in capsys.readouterr().out
+    assert picture.main([]) == 0
+    assert stale.read_text() == page
+    assert picture.main(["--check"]) == 0
+
+
+def test_arrows_that_a_longer_way_implies_are_left_out() -> None:
+    assert picture.reduced({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"a": {"b"}, "b": {"c"}, "c": set()}

@@ -1,0 +1,232 @@
+"""Real daemons for tests: started as a user would, in a directory of their own, and waited for without sleeping."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from membroker.v1 import admin_pb2_grpc, broker_pb2
+
+_T = TypeVar("_T")
+DEADLINE_SECONDS = 30.0
+DEFAULTS: Mapping[str, Any] = {
+    "driver": "host",
+    "capacity": "256MiB",
+    "settle_seconds": 10.0,
+    "metrics": {"port": 0},
+    "tenants": {"red": {}, "blue": {}},
+}
+
+
+def until(what: Callable[[], _T], seconds: float = DEADLINE_SECONDS) -> _T:
+    """Return the first true value of `what`, or fail after `seconds`. For states that nothing announces."""
+    end = time.monotonic() + seconds
+    while True:
+        value = what()
+        if value:
+            return value
+        assert time.monotonic() < end, "it did not become true in time"
+        time.sleep(0.005)
+
+
+class Daemon:
+    """A running membrokerd. `config` are TOML keys above DEFAULTS; `device` is the host driver's number."""
+
+    def __init__(
+        self,
+        directory: Path,
+        config: Mapping[str, Any] | None = None,
+        descriptors: int | None = None,
+        module: str = "membrokerd.cli",
+        device: int = 0,
+    ):
+        self.directory = directory
+        self.module = module
+        self.device_number = device
+        self.log_path = directory / "log"
+        self.config = {**DEFAULTS, **(config or {})}
+        runtime = Path(self.config.get("runtime_directory", directory / "run"))
+        self.root = runtime / (f"host-{device}" if device else "host")
+        self._start(descriptors)
+
+    def _start(self, descriptors: int | None, *, may_end: bool = False) -> None:
+        path = self.directory / "membrokerd.toml"
+        places = {"runtime_directory": str(self.directory / "run"), "state_directory": str(self.directory / "kept")}
+        path.write_text(to_toml({**places, **self.config}))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
+            address = self.directory / "notify"
+            address.unlink(missing_ok=True)
+            notified.bind(str(address))
+            command = [sys.executable, "-m", self.module, "--config", str(path), "--log-level", "debug"]
+            if self.device_number:
+                command += ["--device", str(self.device_number)]
+            if descriptors is not None:
+                limit = f"import resource,sys,os;resource.setrlimit(resource.RLIMIT_NOFILE,({descriptors},)*2)"
+                command = [sys.executable, "-c", f"{limit};os.execv(sys.argv[1],sys.argv[1:])", *command]
+            with self.log_path.open("ab") as log:
+                environment = {**os.environ, "NOTIFY_SOCKET": str(address)}
+                self.process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)
+            self._wait_until_ready(notified, may_end)
+
+    def _wait_until_ready(self, notified: socket.socket, may_end: bool) -> None:
+        end = time.monotonic() + DEADLINE_SECONDS
+        while not select.select([notified], [], [], 0.05)[0]:
+            if may_end and self.process.poll() is not None:
+                return
+            assert self.process.poll() is None, f"membrokerd did not start:\n{self.log()}"
+            assert time.monotonic() < end, f"membrokerd did not become ready:\n{self.log()}"
+
+    def endpoint(self, tenant: str = "red") -> Path:
+        """Return the directory of a tenant's endpoint."""
+        return self.root / "tenants" / tenant
+
+    @property
+    def admin(self) -> Path:
+        """Return the directory of the admin endpoint."""
+        return self.root / "admin"
+
+    def log(self) -> str:
+        """Return what the daemon wrote."""
+        return self.log_path.read_text()
+
+    def suspects(self) -> list[int]:
+        """Return the pids of the processes that the daemon has named in its log, in that order."""
+        return [int(pid) for pid in re.findall(r"more of the device than it is charged pid=(\d+) ", self.log())]
+
+    @contextmanager
+    def admin_stub(self) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
+        """Yield AdminService of this daemon."""
+        with grpc.insecure_channel(f"unix:{self.admin}/grpc.sock") as channel:
+            yield admin_pb2_grpc.AdminServiceStub(channel)
+
+    def device(self) -> Any:
+        """Return the Device message."""
+        with self.admin_stub() as stub:
+            return stub.GetDevice(broker_pb2.GetDeviceRequest(), wait_for_ready=True, timeout=DEADLINE_SECONDS)
+
+    def books(self) -> Any:
+        """Return the books of the device's own memory."""
+        return self.device().locations[0]
+
+    def sessions(self) -> list[Any]:
+        """Return every session that is no observer."""
+        with self.admin_stub() as stub:
+            return list(stub.ListSessions(broker_pb2.ListSessionsRequest(page_size=1000)).sessions)
+
+    def models(self) -> list[Any]:
+        """Return every model."""
+        with self.admin_stub() as stub:
+            return list(stub.ListModels(broker_pb2.ListModelsRequest(page_size=1000)).models)
+
+    def metrics(self) -> str:
+        """Return a scrape that is not older than this call: the daemon keeps one for a second."""
+        began, url = time.time(), self.device().metrics_url
+
+        def scrape() -> str:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                text = str(answer.read().decode())
+            taken = re.search(r"^membroker_scrape_time_seconds\S* (\S+)$", text, re.MULTILINE)
+            return text if taken is not None and float(taken[1]) >= began else ""
+
+        return until(scrape)
+
+    def descriptors(self) -> int:
+        """Return how many descriptors the daemon has open."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def resident_bytes(self) -> int:
+        """Return the daemon's resident memory that is its own (no memfd pages)."""
+        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+        raise AssertionError("no RssAnon")
+
+    def stop(self) -> int:
+        """Send SIGTERM and return the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(DEADLINE_SECONDS)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.process.kill()
+        self.process.wait(DEADLINE_SECONDS)
+
+    def start_again(self, *, may_end: bool = False) -> None:
+        """Start a successor in the same place, and wait until it is ready, or with `may_end` until it has ended."""
+        assert self.process.poll() is not None, "it still runs"
+        self._start(None, may_end=may_end)
+
+    def keeper(self) -> int:
+        """Return the pid of the process that keeps the descriptors; 0 where there is none at the moment."""
+        socket_path = os.fsencode(self.root / "state" / "fdstore.sock")
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdecimal() and socket_path in (entry / "cmdline").read_bytes().split(b"\0"):
+                    return int(entry.name)
+        return 0
+
+
+@contextmanager
+def running(
+    config: Mapping[str, Any] | None = None, descriptors: int | None = None, module: str = "membrokerd.cli"
+) -> Iterator[Daemon]:
+    """Run a daemon; at the end it must still answer, and stop with status 0, unless the test ended it itself."""
+    directory = Path(tempfile.mkdtemp(prefix="mb-"))
+    daemon = None
+    try:
+        daemon = Daemon(directory, config, descriptors, module)
+        yield daemon
+        if daemon.process.poll() is None:
+            assert daemon.stop() == 0, daemon.log()
+            assert "a fault of the broker" not in daemon.log(), daemon.log()
+            assert "Traceback" not in daemon.log(), daemon.log()
+    finally:
+        if daemon is not None:
+            with suppress(ProcessLookupError):
+                daemon.process.kill()
+            daemon.process.wait()
+        shutil.rmtree(directory, ignore_errors=True)  # a keeper that ends takes its socket away
+
+
+@contextmanager
+def hold_still(daemon: Daemon) -> Iterator[None]:
+    """Stop the daemon for a moment, so that what happens meanwhile finds it all at once, in any order."""
+    daemon.process.send_signal(signal.SIGSTOP)
+    os.waitpid(daemon.process.pid, os.WUNTRACED)
+    try:
+        yield
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+
+
+def to_toml(document: Mapping[str, Any]) -> str:
+    """Write a configuration: plain values first, then tables."""
+    text = _table(document, "")
+    assert tomllib.loads(text) == json.loads(json.dumps(document))
+    return text
+
+
+def _table(table: Mapping[str, Any], name: str) -> str:
+    plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
+    lines = [f"[{name}]"] if name else []
+    lines += [f"{key} = {json.dumps(value)}" for key, value in plain.items()]
+    keys = {key: key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key) for key in table}
+    inner = (_table(table[key], f"{name}.{keys[key]}" if name else keys[key]) for key in table if key not in plain)
+    return "\n".join([*lines, *inner, ""])

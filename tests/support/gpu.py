@@ -1,0 +1,158 @@
+"""The tests' side of a card: a daemon on it, workers at it, and the figures that both are held against.
+
+A card shows one sum for everybody. What a worker's context takes of it (518 MiB on an H200) is in no books and shows as
+unaccounted, so figures are compared with what they were when all contexts were there, and to `SLACK`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from membroker.vmm import Location
+from membroker.vmm.cuda.driver import CudaDriver
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.sizes import GIB, MIB
+from tests.support.workers import ROOT, Worker
+
+_T = TypeVar("_T")
+SLACK = 64 * MIB
+"""What a card may show more or less: page tables, kernels that are loaded at their first use."""
+CAPACITY = 4 * GIB
+
+
+def used(card: CudaDriver) -> int:
+    """Bytes of the card in use by anybody."""
+    memory = card.memory(Location.DEVICE)
+    assert memory is not None
+    return memory.used
+
+
+def at_rest(what: Callable[[], _T], seconds: float = 0.3) -> _T:
+    """Return a figure once it has been the same for a while: a dead process's context goes bit by bit."""
+    last: list[Any] = [what(), time.monotonic()]
+
+    def still() -> bool:
+        value = what()
+        if value != last[0]:
+            last[:] = value, time.monotonic()
+        return time.monotonic() - last[1] >= seconds
+
+    until(still)
+    value: _T = last[0]
+    return value
+
+
+@contextmanager
+def on_card(
+    card: CudaDriver,
+    config: Mapping[str, Any] | None = None,
+    *,
+    back: bool = True,
+    module: str = "membrokerd.cli",
+) -> Iterator[Daemon]:
+    """Run a daemon on the card; at the end the card has as much in use as before, unless `back` is False.
+
+    Without a stock, unless `config` has one: it moves the card's figure when nobody asks for anything.
+    """
+    before = at_rest(lambda: used(card))
+    ours = {"driver": "cuda", "device": card.device.uuid, "capacity": CAPACITY, "audit_seconds": 0.1, "stock": 0}
+    with running({**ours, **(config or {})}, module=module) as daemon:
+        find_root(daemon)
+        yield daemon
+    if back:
+        until(lambda: used(card) <= before + SLACK)
+
+
+def find_root(daemon: Daemon) -> None:
+    """Tell a daemon's wrapper the directory of its device, which is named after the card."""
+    (daemon.root,) = (daemon.directory / "run").glob("gpu-*")
+
+
+def enter(
+    one: Worker, daemon: Daemon, tenant: str = "red", transport: str = "handoff", model: str = "m", page: str = "64MiB"
+) -> Worker:
+    """Have a worker open a session, a context, a model and a pool; it holds nothing yet."""
+    one.connect(daemon, tenant, transport)
+    one.do("from tests.support.gpu_work import *")
+    one.do(f"model = client.register_model({model!r}, virtual_capacity='64GiB'); pool = model.pool(page_size={page!r})")
+    one.do("driver = model.driver; warm_up(driver)")
+    return one
+
+
+def borrow(one: Worker, size: int, value: int = 0x5A) -> None:
+    """Have a worker back the first `size` bytes of its pool and fill them."""
+    one.do(f"address = pool.allocate(0, {size}); fill(driver, address, {size}, {value})")
+
+
+def still_has(one: Worker, size: int, value: int = 0x5A) -> bool:
+    """Say whether the first `size` bytes of a worker's pool hold `value`, at some places of them."""
+    return bool(one.ask(f"holds(driver, pool.base_address, {size}, {value})"))
+
+
+def unaccounted(daemon: Daemon) -> int:
+    """What the card has in use beyond the books, at the last audit."""
+    return int(daemon.books().unaccounted_bytes)
+
+
+def near(figure: int, expected: int) -> bool:
+    """Say whether a figure is the expected one, to `SLACK`."""
+    return abs(figure - expected) <= SLACK
+
+
+def states(daemon: Daemon) -> list[str]:
+    """The state of each session, in the order they began."""
+    return [type(session).State.Name(session.state) for session in daemon.sessions()]
+
+
+def until_lendable(daemon: Daemon, left: int = 0) -> None:
+    """Wait until no more than `left` bytes are lent, and nothing is charged to the dead."""
+
+    def free() -> bool:
+        books = daemon.books()
+        return bool(books.lent_bytes == left and books.releasing_bytes == 0)
+
+    until(free)
+
+
+def kill_and_time(one: Worker, daemon: Daemon, left: int = 0) -> float:
+    """Kill a worker with SIGKILL, and return the seconds until all but `left` bytes could be lent again."""
+    began = time.monotonic()
+    one.process.kill()
+    until_lendable(daemon, left)
+    seconds = time.monotonic() - began
+    one.process.wait(DEADLINE_SECONDS)
+    return seconds
+
+
+def milliseconds(times: list[float]) -> str:
+    """Return times as text."""
+    return ", ".join(f"{1000 * each:.0f}" for each in times) + " ms"
+
+
+def run(*command: str, status: int = 0, seconds: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python module with arguments, as a shell would; it must end with `status` and without a traceback."""
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    assert done.returncode == status, f"status {done.returncode}: {done.stderr}"
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def nvidia_descriptors(pid: int) -> list[str]:
+    """What a process has open of the card."""
+    links = (os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink())
+    return [link for link in links if link.startswith("/dev/nvidia")]

@@ -1,0 +1,67 @@
+"""What workers with a pool that sleeps do on a card: fill it with random bytes, sum them up, copy beside the pool.
+
+The tests' lines import it in a worker.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import zlib
+from typing import Any
+
+from membroker import VirtualMemoryPool
+from membroker.vmm import Driver
+from tests.support.gpu_work import torch_on_the_card
+
+__all__ = ["bare_rates", "fill_random", "sleep_and_wake", "sum_of", "tensor_over", "torch_on_the_card"]
+
+BLOCK = 16 << 20
+
+
+def fill_random(pool: VirtualMemoryPool, driver: Driver, size: int, seed: int) -> None:
+    """Write random bytes to the first `size` bytes of a pool."""
+    dice = random.Random(seed)
+    for offset in range(0, size, BLOCK):
+        driver.write(pool.base_address + offset, dice.randbytes(min(BLOCK, size - offset)))
+
+
+def sum_of(pool: VirtualMemoryPool, driver: Driver, size: int) -> int:
+    """Return a checksum of every byte of the first `size` of a pool."""
+    found = 0
+    for offset in range(0, size, BLOCK):
+        found = zlib.crc32(driver.read(pool.base_address + offset, min(BLOCK, size - offset)), found)
+    return found
+
+
+def sleep_and_wake(pool: VirtualMemoryPool) -> tuple[float, float]:
+    """Offload a pool and restore it; return the bytes a second of each, pinned memory kept."""
+    began = time.monotonic()
+    copied = pool.offload()
+    slept = time.monotonic()
+    pool.restore(keep_pinned=True)
+    return copied / (slept - began), copied / (time.monotonic() - slept)
+
+
+def bare_rates(pool: VirtualMemoryPool, driver: Driver, size: int) -> tuple[float, float]:
+    """Return the bytes a second of one copy of a pool's first bytes to pinned memory that is there, and of one back."""
+    pinned, copier = driver.pin(size), driver.copier()
+    rates = []
+    for target, source in ((pinned, pool.base_address), (pool.base_address, pinned)) * 2:
+        began = time.monotonic()
+        copier.copy(target, source, size)
+        copier.wait(copier.mark())
+        rates.append(size / (time.monotonic() - began))
+    copier.close()
+    driver.unpin(pinned)
+    return rates[2], rates[3]
+
+
+class _Floats:
+    def __init__(self, address: int, count: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (count,), "typestr": "<f4", "data": (address, False), "version": 3}
+
+
+def tensor_over(address: int, count: int, ordinal: int) -> Any:
+    """Return a tensor that holds nothing of a pool but its addresses, as an engine that keeps raw pointers."""
+    return torch_on_the_card().as_tensor(_Floats(address, count), device=f"cuda:{ordinal}")

@@ -1,0 +1,164 @@
+"""An honest worker in bad company: what it does while others flood, stop or fall silent, and how long that takes it.
+
+`Honest` is a worker process of its own that borrows and gives back in a loop and says how long each turn took;
+`unprivileged` starts a daemon for which the kernel's bounds hold,
+and `spare_descriptors` leaves a process so many descriptors and no more.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import select
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support import daemons
+from tests.support.daemons import Daemon, running
+from tests.support.workers import Refused, Worker, as_user, worker
+
+State = Callable[[str, str], None]
+"""The fixture `state`: what, and its figure."""
+NOBODY = 20_000 + os.getpid() % 40_000
+"""A user that nobody else is, not even another run of these tests: what is in flight is counted for each user."""
+LOOSE_P99_SECONDS = 2.0
+"""What an attack may cost others on a busy machine: those that these tests were written for cost 10 s and more."""
+CYCLES = 500
+"""Turns of the honest worker at least, alone and beside each."""
+
+TURN_SECONDS = 0.05
+"""What no turn of the daemon's event loop may take, whatever peers send."""
+
+_CYCLES = """
+import time
+def cycles(count):
+    seconds = []
+    for _ in range(count):
+        began = time.perf_counter()
+        buffer = model.allocate(PAGE)
+        view = buffer.view()
+        assert bytes(view[:4]) == bytes(4), 'lent what somebody had written'
+        view[:4] = b'mine'
+        view.release()
+        buffer.close()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+"""
+
+
+class Honest:
+    """A worker that borrows a granule, writes and gives it back, over and over; whatever fails raises `Refused`."""
+
+    def __init__(self, process: Worker, daemon: Daemon, transport: str) -> None:
+        self._worker = process.connect(daemon, "blue", transport)
+        self._worker.do("model = client.register_model('honest')")
+        self._worker.do(_CYCLES)
+        self._transport = transport
+        self._alone = self.turns(CYCLES)
+
+    def turns(self, count: int) -> list[float]:
+        """Return the seconds of so many turns."""
+        seconds: list[float] = self._worker.ask(f"cycles({count})")
+        return seconds
+
+    def do(self, code: str) -> None:
+        """Run anything else; `client` and `model` are there."""
+        self._worker.do(code)
+
+    def ask(self, code: str) -> Any:
+        """Return the value of an expression."""
+        return self._worker.ask(code)
+
+    def refused(self, code: str) -> Refused:
+        """Run what must be refused, and return how it was."""
+        return self._worker.refused(code)
+
+    def beside(self, state: State, what: str, is_over: Callable[[], bool] = lambda: True) -> float:
+        """Go on until `is_over`, for CYCLES turns at least; state how long they took, and return the p99 in seconds."""
+        seconds = self.turns(CYCLES)
+        while not is_over():
+            seconds += self.turns(100)
+        figures = f"{_figures(seconds)} in {len(seconds)} turns, alone {_figures(self._alone)}"
+        state(f"an honest worker ({self._transport}) beside {what}", figures)
+        p99 = sorted(seconds)[int(len(seconds) * 0.99)]
+        assert p99 < LOOSE_P99_SECONDS, f"an honest worker waits beside {what}: {figures}"
+        return p99
+
+    def beside_flood(self, state: State, what: str, flood: Worker, code: str) -> Any:
+        """Let another worker run `code`, go on beside it until it is done, and return the `answer` that it left."""
+        flood.begin(code)
+        assert flood.process.stdout is not None
+        stdout = flood.process.stdout
+        self.beside(state, what, lambda: bool(select.select([stdout], [], [], 0)[0]))
+        return flood.result()
+
+
+def _figures(seconds: list[float]) -> str:
+    ordered = sorted(seconds)
+    p50, p99 = (ordered[int(len(ordered) * share)] * 1e3 for share in (0.5, 0.99))
+    return f"p50 {p50:.2f} ms, p99 {p99:.2f} ms"
+
+
+@contextmanager
+def honest(daemon: Daemon, transport: str = "handoff") -> Iterator[Honest]:
+    """Yield an honest worker of the tenant blue that is connected and has taken its time alone."""
+    with worker() as process:
+        yield Honest(process, daemon, transport)
+
+
+def check_turns(daemon: Daemon, state: State, what: str) -> None:
+    """Assert that no turn of the daemon's event loop was too long so far, and state the longest.
+
+    Of CPU time, which other processes of this machine cannot make longer; the time on the clock is stated only.
+    """
+    scraped = dict(re.findall(r"^membroker_loop_(\w+){[^}]*} (\S+)$", daemon.metrics(), re.MULTILINE))
+    longest, cpu = float(scraped["longest_turn_seconds"]), float(scraped["longest_turn_cpu_seconds"])
+    slow = int(float(scraped["slow_turns_total"]))
+    state(f"longest turn, {what}", f"{longest * 1e3:.1f} ms, CPU {cpu * 1e3:.1f} ms; {slow} took more than 50 ms")
+    assert cpu < TURN_SECONDS, f"a turn of the event loop used {cpu * 1e3:.1f} ms of CPU time"
+
+
+def other_user() -> int | None:
+    """Return as whom to run what must have no privileges; None is as this user, who has none."""
+    return NOBODY if os.geteuid() == 0 else None
+
+
+@contextmanager
+def unprivileged(config: Mapping[str, Any], descriptors: int) -> Iterator[Daemon]:
+    """Run a daemon that may have so many descriptors, open and in flight, and cannot help itself to more.
+
+    For root, who runs tests in a container, no bound of the kernel holds: there the daemon is another user.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if descriptors > hard:
+        pytest.skip(f"needs a limit of {descriptors} descriptors, and this one is {hard}: raise it (ulimit -Hn)")
+    user = other_user()
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*as_user(user), *command], **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(daemons, "subprocess", SimpleNamespace(Popen=start))
+        with running(config, descriptors) as daemon:
+            assert f" limits descriptors={descriptors} " in daemon.log(), "the daemon helped itself to more"
+            yield daemon
+
+
+def spare_descriptors(pid: int, spare: int | None) -> None:
+    """Let a process of this user have `spare` descriptors more than it has open; None: as many as it may have."""
+    hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
+    limit = hard if spare is None else _lowest_unused(pid, spare)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def _lowest_unused(pid: int, number: int) -> int:
+    """Return the descriptor after the `number` lowest that are not in use. The limit is on their value."""
+    used = set(map(int, os.listdir(f"/proc/{pid}/fd")))
+    unused = (value for value in range(len(used) + number + 1) if value not in used)
+    return [next(unused) for _ in range(number + 1)][-1]

@@ -1,0 +1,97 @@
+"""What the library's tests see from outside: worker processes that run a script, and what this process holds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tests.support.daemons import Daemon
+
+EXTENT = "membroker-extent"
+
+
+def descriptors() -> int:
+    """Return how many descriptors this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mapped_extents(pid: int | str = "self") -> int:
+    """Return how many extents a process has mapped, as the kernel sees it."""
+    return Path(f"/proc/{pid}/maps").read_text().count(EXTENT)
+
+
+def open_extents() -> int:
+    """Return how many descriptors of extents this process has open."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sum(EXTENT in link for link in links)
+
+
+def is_settled(daemon: Daemon) -> bool:
+    """Whether nothing is lent, and the device agrees."""
+    books = daemon.books()
+    return not books.lent_bytes and not books.releasing_bytes and not books.unaccounted_bytes
+
+
+@contextmanager
+def worker(script: str, daemon: Daemon, transport: str) -> Iterator[subprocess.Popen[str]]:
+    """A worker process. It says a line when it gets somewhere, and goes on when it is told one."""
+    prelude = (
+        "import os\nos.environ['GRPC_VERBOSITY'] = 'ERROR'  # gRPC remarks on every fork beside a call of its own\n"
+        "import gc, resource, signal, sys, threading\n"
+        "import membroker\n"
+        "PAGE = 2 << 20\n"
+        "def say(*words): print(*words, flush=True)\n"
+        "def wait(): assert sys.stdin.readline()\n"
+        "def connect(): return membroker.connect(sys.argv[1], transport=sys.argv[2])\n"
+    )
+    command = [sys.executable, "-c", prelude + script, str(daemon.endpoint()), transport]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def heard(process: subprocess.Popen[str]) -> str:
+    """Return the next line of a worker, or what it died of."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise AssertionError(process.communicate(timeout=30)[1])
+    return line.strip()
+
+
+def tell(process: subprocess.Popen[str]) -> None:
+    """Let a worker that waits go on."""
+    assert process.stdin is not None
+    process.stdin.write("go on\n")
+    process.stdin.flush()
+
+
+def ends(process: subprocess.Popen[str]) -> None:
+    """The worker ends by itself, well, and without a word on stderr."""
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+
+
+def is_waiting(pid: int) -> bool:
+    """Whether the main thread of a process is inside a system call in which it sleeps."""
+    status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    call = Path(f"/proc/{pid}/syscall").read_text().split()[0]
+    return status == "S" and call in ("47", "7", "271", "202", "281", "441")
+
+
+def is_polling(pid: int) -> bool:
+    """Whether the main thread of a process waits in a poll, as the library does for an answer, and for no lock."""
+    status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return status == "S" and Path(f"/proc/{pid}/syscall").read_text().split()[0] in ("7", "271")

@@ -1,0 +1,55 @@
+"""Threads that meet: a call that waits for the lender until the test lets it go on, and many that begin at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from tests.support.fake_lender import Lender
+
+
+class HeldUp:
+    """A call in another thread, which has asked the lender and waits."""
+
+    def __init__(self, lender: Lender, call: Callable[[], object]) -> None:
+        self._lender = lender
+        self._waiting, self._go_on = threading.Event(), threading.Event()
+        lender.before_borrow = self._wait
+        self._thread = threading.Thread(target=call)
+        self._thread.start()
+        assert self._waiting.wait(30)
+
+    def _wait(self) -> None:
+        self._lender.before_borrow = lambda: None
+        self._waiting.set()
+        assert self._go_on.wait(30)
+
+    def go_on(self) -> None:
+        """Let it go on, to its end."""
+        self._go_on.set()
+        self._thread.join()
+
+
+@contextmanager
+def held_up(lender: Lender, call: Callable[[], object]) -> Iterator[HeldUp]:
+    """Yield while `call`, in another thread, waits for the lender; at the end it goes on."""
+    one = HeldUp(lender, call)
+    try:
+        yield one
+    finally:
+        one.go_on()
+
+
+def together(work: Sequence[Callable[[], object]]) -> None:
+    """Do each piece in a thread of its own, all at once, to the end of the last; raise what one of them raised."""
+    start = threading.Barrier(len(work))
+
+    def begin(piece: Callable[[], object]) -> None:
+        start.wait(30)
+        piece()
+
+    with ThreadPoolExecutor(len(work)) as threads:
+        for done in [threads.submit(begin, piece) for piece in work]:
+            done.result()

@@ -1,0 +1,433 @@
+"""Real worker processes for the system tests: a new interpreter each, driven by lines of JSON.
+
+The test's side is `Worker`; the worker's side is `main`, which runs the lines of Python that it is given, so a test
+shows the very calls that a user would write. `Raw` is a client without the library, made of single frames, for a
+process that stops, lies or dies between any two of them. Never a fork of the test's own process: gRPC and CUDA
+survive none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
+from tests.support.sizes import MIB
+
+ROOT = Path(__file__).parents[2]
+PAGE = 2 * MIB
+ANCHOR_BYTES = 2 * MIB
+"""What the device of a daemon shows in use when nothing is lent."""
+
+
+class Refused(Exception):
+    """What a worker's line raised, as seen from the test: the class, the sentence and the numbers."""
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        super().__init__(f"{told['error']}: {told['message']}")
+        self.error: str = told["error"]
+        self.message: str = told["message"]
+        self.reason: str = told["reason"]
+        self.metadata: dict[str, str] = told["metadata"]
+        self.numbers: tuple[str, int, int, int | None] | None = (
+            (told["level"], told["requested"], told["available"], told["limit"]) if "level" in told else None
+        )
+
+
+class Worker:
+    """A worker process. What it runs sees `membroker`, `MIB`, `PAGE` and what its earlier lines have named.
+
+    `command` starts one that is not simply another process of this machine.
+    """
+
+    def __init__(
+        self,
+        user: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        command: Sequence[str] | None = None,
+    ) -> None:
+        self.process = subprocess.Popen(
+            command or [*as_user(user), sys.executable, "-m", "tests.support.workers"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": python_path(), **(environment or {})},
+        )
+        self.pid = self.process.pid
+        self._heard = bytearray()
+
+    def connect(self, daemon: Daemon, tenant: str = "red", transport: str = "handoff") -> Worker:
+        """Open a session; the client is `client`."""
+        self.do(f"client = membroker.connect({str(daemon.endpoint(tenant))!r}, transport={transport!r})")
+        return self
+
+    def do(self, code: str) -> None:
+        """Run statements."""
+        self.begin(code)
+        self.result()
+
+    def ask(self, code: str) -> Any:
+        """Return the value of an expression."""
+        self.begin(f"answer = ({code})")
+        return self.result()
+
+    def refused(self, code: str) -> Refused:
+        """Run statements that the library must refuse, and return how it did."""
+        try:
+            self.do(code)
+        except Refused as refused:
+            return refused
+        raise AssertionError(f"not refused: {code}")
+
+    def begin(self, code: str) -> None:
+        """Have statements run without waiting for their end."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(code).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def result(self) -> Any:
+        """Return `answer` as what was begun has left it; raises `Refused`."""
+        told = json.loads(self._line())
+        if "error" in told:
+            raise Refused(told)
+        return told["answer"]
+
+    def _line(self) -> bytes:
+        assert self.process.stdout is not None
+        while b"\n" not in self._heard:
+            ready, _, _ = select.select([self.process.stdout], [], [], 2 * DEADLINE_SECONDS)
+            assert ready, "the worker says nothing"
+            data = os.read(self.process.stdout.fileno(), 65_536)
+            assert data, f"the worker ended with status {self.process.wait(DEADLINE_SECONDS)}"
+            self._heard += data
+        line, _, rest = bytes(self._heard).partition(b"\n")
+        self._heard = bytearray(rest)
+        return line
+
+    def kill(self) -> None:
+        """Send SIGKILL and reap it."""
+        self.process.kill()
+        self.process.wait(DEADLINE_SECONDS)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal. A stop is waited for, as a worker that still runs a little would make tests lie."""
+        self.process.send_signal(number)
+        if number is signal.SIGSTOP:
+            until(lambda: state_of(self.pid) == "T")
+
+    def finish(self) -> int:
+        """Close its standard input, at whose end it exits as an interpreter does; return the status."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(DEADLINE_SECONDS)
+
+    def close(self) -> None:
+        """Kill what is left."""
+        if self.process.poll() is None:
+            self.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+
+
+@contextmanager
+def workers(count: int) -> Iterator[list[Worker]]:
+    """Yield worker processes; whatever still lives at the end is killed."""
+    started = [Worker() for _ in range(count)]
+    try:
+        yield started
+    finally:
+        for worker in started:
+            worker.close()
+
+
+@contextmanager
+def worker() -> Iterator[Worker]:
+    """Yield one worker process."""
+    with workers(1) as (only,):
+        yield only
+
+
+def python_path() -> str:
+    """Return the PYTHONPATH of a worker: where this folder is, before what this process was given."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+
+def as_user(user: int | None) -> list[str]:
+    """Return what stands before a command that is to run as another user; None is this one.
+
+    It may read what root may, because root's interpreter often lies below /root.
+    """
+    if user is None:
+        return []
+    capabilities = ["--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
+    return ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *capabilities]
+
+
+# What tests look at
+
+
+def state_of(pid: int) -> str:
+    """Return the state letter of a process (`T` stopped, `Z` dead and not reaped), or nothing when there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+def is_gone(pid: int) -> bool:
+    """Say whether a process is dead, reaped or not."""
+    return state_of(pid) in ("", "Z", "X")
+
+
+def descriptors_at_start(daemon: Daemon) -> int:
+    """Return how many descriptors a daemon has open that has just started and served nobody.
+
+    The least of some counts: a file that it reads at that moment is none that it keeps.
+    """
+    # Said after the socket is closed on which the daemon told that it is ready.
+    until(lambda: f" ready pid={daemon.process.pid} " in daemon.log())
+    return min((daemon.descriptors(), daemon.device())[0] for _ in range(3))
+
+
+def is_clean(daemon: Daemon) -> bool:
+    """Say whether nothing is lent, nobody is there, and the device shows the anchor and nothing else."""
+    device = daemon.device()
+    for books in device.locations:
+        anchor = ANCHOR_BYTES if books == device.locations[0] else 0
+        if books.lent_bytes or books.releasing_bytes or books.free_bytes != books.capacity_bytes:
+            return False
+        if books.unaccounted_bytes or books.device_used_bytes != anchor:
+            return False
+    used = [books.used_bytes or books.extents for model in daemon.models() for books in model.books]
+    return not any(used) and not daemon.sessions()
+
+
+def until_clean(daemon: Daemon, descriptors: int) -> None:
+    """Wait until the books are zero and the daemon has as many descriptors open as it began with."""
+    until(lambda: is_clean(daemon))
+    until(lambda: daemon.descriptors() == descriptors)
+
+
+# The worker's side
+
+
+class Raw:
+    """A session made of single frames. `transport` says where the requests go; descriptors come here in any case."""
+
+    def __init__(self, endpoint: str, transport: str) -> None:
+        self.endpoint = endpoint
+        self.transport = transport
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.connect(f"{endpoint}/handoff.sock")
+        self.extent_ids: list[int] = []
+        self.descriptors: list[int] = []
+        self.handles: list[Any] = []
+        self.parts: list[int] = []
+        self.addresses: list[int] = []
+        self.answered = False
+
+    def hello(self) -> None:
+        """Say Hello, keep what came with the Welcome, and register the model `m`."""
+        from membroker.v1 import broker_pb2
+        from membroker.vmm import open_driver
+        from membroker.wire import frames as handoff
+        from membroker.wire import names
+
+        self._send(1, hello={"protocol_version": names.PROTOCOL_VERSION})
+        packet = handoff.receive(self.socket)
+        self.welcome = packet.frame.welcome
+        self.notices = socket.socket(fileno=packet.descriptors[0])
+        self.driver: Any = open_driver("host", "host")
+        self._call("RegisterModel", broker_pb2.RegisterModelRequest(request_id=2, model_id="m")).result()
+
+    def send_allocate(self, count: int) -> None:
+        """Ask for `count` extents of one granule, and wait for nothing."""
+        from membroker.v1 import broker_pb2
+
+        request = broker_pb2.AllocateExtentsRequest(
+            request_id=3, model=f"{self.welcome.tenant}/models/m", extent_bytes=PAGE, count=count
+        )
+        if self.transport == "grpc":
+            self.future = self._call("AllocateExtents", request)
+        else:
+            self._send(3, allocate=request)
+
+    def read_delivery(self) -> None:
+        """Read one packet of descriptors and keep them open."""
+        from membroker.wire import frames as handoff
+
+        packet = handoff.receive(self.socket)
+        assert packet.frame.WhichOneof("kind") == "delivery", packet.frame
+        self.parts.append(packet.frame.delivery.part)
+        self.extent_ids += packet.frame.delivery.extent_ids
+        self.descriptors += packet.descriptors
+        self.answered = packet.frame.delivery.reply.WhichOneof("result") == "allocate"
+
+    def import_all(self) -> None:
+        """Take handles of what was delivered; the descriptors are closed."""
+        while self.descriptors:
+            self.handles.append(self.driver.import_extent(self.descriptors[0], PAGE))
+            os.close(self.descriptors.pop(0))
+
+    def acknowledge(self) -> None:
+        """Acknowledge what was delivered."""
+        for part in self.parts:
+            self._send(3, ack={"part": part})
+
+    def read_reply(self) -> None:
+        """Take the answer to the Allocate: by gRPC, or what came with the last delivery."""
+        if self.transport == "grpc":
+            self.future.result()
+            assert not self.answered, "the answer to a call by gRPC came with the delivery, too"
+        else:
+            assert self.answered, "the last delivery came without the reply"
+
+    def map_all(self) -> None:
+        """Map what was imported, write to it, and let the handles go: the mappings keep the memory."""
+        from membroker.vmm.driver import AccessFlags
+
+        for handle in self.handles:
+            address = self.driver.reserve(PAGE)
+            self.driver.map(address, handle)
+            self.driver.set_access(address, PAGE, AccessFlags.READ_WRITE)
+            self.driver.release(handle)
+            self.driver.write(address, b"mine")
+            self.addresses.append(address)
+        self.handles.clear()
+
+    def unmap_all(self) -> None:
+        """Unmap everything."""
+        while self.addresses:
+            self.driver.unmap(self.addresses.pop(), PAGE)
+
+    def send_release(self) -> None:
+        """Say that everything is given back, true or not, and wait for nothing."""
+        from membroker.v1 import broker_pb2
+
+        request = broker_pb2.ReleaseExtentsRequest(request_id=4, extent_ids=self.extent_ids)
+        if self.transport == "grpc":
+            self.future = self._call("ReleaseExtents", request)
+        else:
+            self._send(4, release=request)
+
+    def read_release(self) -> None:
+        """Wait for the answer to the Release."""
+        from membroker.wire import frames as handoff
+
+        if self.transport == "grpc":
+            self.future.result()
+            assert not self.answered, "the answer to a call by gRPC came with the delivery, too"
+        else:
+            assert handoff.receive(self.socket).frame.reply.WhichOneof("result") == "release"
+
+    def _send(self, request_id: int, **kind: Any) -> None:
+        from membroker.v1 import handoff_pb2
+        from membroker.wire import frames as handoff
+
+        handoff.send(self.socket, handoff.encode(handoff_pb2.Frame(request_id=request_id, **kind)))
+
+    def _call(self, method: str, request: Any) -> Any:
+        import grpc
+
+        from membroker.v1 import broker_pb2_grpc
+
+        self.channel = grpc.insecure_channel(f"unix:{self.endpoint}/grpc.sock")
+        stub = broker_pb2_grpc.BrokerServiceStub(self.channel)
+        return getattr(stub, method).future(request, metadata=(("membroker-token", self.welcome.token),))
+
+
+def fork_unseen() -> int:
+    """Fork as a C extension does, so that no at-fork hook of Python runs; the child only holds what it inherited."""
+    libc = ctypes.PyDLL(None)  # keeps the interpreter's lock, which the child would wait for in vain
+    pid: int = libc.fork()
+    while not pid:
+        libc.pause()
+    return pid
+
+
+def fork_seen() -> int:
+    """Fork as Python does; the library's hook runs in the child, which then holds on until it is killed."""
+    ready, done = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(done, b"r")
+        while True:
+            signal.pause()
+    os.read(ready, 1)
+    return pid
+
+
+class Attaching:
+    """An attach in a thread of its own. Made, it is known to the broker: it waits there, or is answered."""
+
+    def __init__(self, model: Any, client: Any, name: str) -> None:
+        self.segment: Any = None
+        self.error: Exception | None = None
+        in_flight = client._session.connection._calls
+        self._thread = threading.Thread(target=self._attach, args=(client, name), daemon=True)
+        self._thread.start()
+        while self._thread.is_alive() and not any(call.sent for call in list(in_flight.values())):
+            os.sched_yield()
+        model.declare(0)  # on the same way as the attach, behind it
+
+    def _attach(self, client: Any, name: str) -> None:
+        try:
+            self.segment = client.attach(name, timeout=3600)
+        except Exception as error:  # noqa: BLE001 - the thread hands on what it raised
+            self.error = error
+
+    def is_waiting(self) -> bool:
+        """Say whether the broker has not answered."""
+        return self._thread.is_alive()
+
+    def result(self) -> Any:
+        """Return the segment, or raise what the attach has raised."""
+        self._thread.join(DEADLINE_SECONDS)
+        assert not self._thread.is_alive(), "the attach still waits"
+        if self.error is not None:
+            raise self.error
+        return self.segment
+
+
+def main() -> None:
+    """Run each line of JSON on standard input as Python, and answer with a line of JSON."""
+    import membroker
+
+    names: dict[str, Any] = {"membroker": membroker, "MIB": MIB, "PAGE": PAGE, "Raw": Raw, "os": os}
+    names.update(fork_seen=fork_seen, fork_unseen=fork_unseen, Attaching=Attaching)
+    for line in sys.stdin:
+        names["answer"] = None
+        try:
+            exec(json.loads(line), names)
+            told = {"answer": names["answer"]}
+        except Exception as error:  # noqa: BLE001 - the test is told of each
+            told = {
+                "error": type(error).__name__,
+                "message": str(error),
+                "reason": getattr(error, "reason", ""),
+                "metadata": getattr(error, "metadata", {}),
+            }
+            if isinstance(error, membroker.OutOfMemory):
+                told.update(
+                    level=error.level,
+                    requested=error.requested_bytes,
+                    available=error.available_bytes,
+                    limit=error.limit,
+                )
+        print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""The command `membroker`, as people and scripts use it: against a real daemon, and against none."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.daemons import Daemon, running
+from tests.support.sizes import MIB
+
+import membroker
+from membroker.cli import main as cli
+from membroker.cli import tables
+from membroker.cli.admin import admin_socket
+from membroker.errors import BrokerUnavailable, InvalidRequest
+from membroker.types import ModelBooks, ModelStatus
+
+COMMAND = [sys.executable, "-m", "membroker.cli.main"]
+
+
+def run(*arguments: str, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
+    """Run the command as a shell would; return its exit status and what it wrote."""
+    clean = {key: value for key, value in os.environ.items() if key not in ("MEMBROKER_ENDPOINT", "XDG_RUNTIME_DIR")}
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, env={**clean, **(env or {})})
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def good(*arguments: str, env: Mapping[str, str] | None = None) -> str:
+    status, out, err = run(*arguments, env=env)
+    assert (status, err) == (0, "")
+    return out
+
+
+@pytest.fixture
+def worker(daemon: Daemon) -> Iterator[membroker.Client]:
+    """A worker of red whose model uses 4 MiB of 8 and was refused once."""
+    with membroker.connect(daemon.endpoint("red"), client="a [red]worker[/red]") as client:
+        model = client.register_model("llama-7b", virtual_capacity="64GiB", limit="8MiB")
+        with model.pool(page_size="2MiB") as pool:
+            pool.allocate(0, 4 * MIB)
+            with pytest.raises(membroker.OutOfMemory):
+                pool.allocate(8 * MIB, 8 * MIB)
+            yield client
+
+
+def rows(out: str) -> list[list[str]]:
+    return [re.split(r"\s{2,}", line) for line in out.splitlines()]
+
+
+@pytest.mark.usefixtures("worker")
+def test_models_are_an_aligned_table_and_plain_when_piped(daemon: Daemon) -> None:
+    out = good("models", "--endpoint", str(daemon.endpoint("red")))
+    header, row = rows(out)
+    assert header[:8] == ["tenant", "model", "where", "virtual", "used", "in segments", "peak", "limit"]
+    assert row == ["red", "llama-7b", "device", "64.0 GiB", "4.0 MiB", "0 B", "4.0 MiB", "8.0 MiB", "2", "1", "1"]
+    assert out.isascii()
+    assert len({len(line) for line in out.splitlines()}) == 1, "columns line up"
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_tenant_sees_its_own_and_the_operator_sees_all(daemon: Daemon) -> None:
+    """The endpoint decides, not an option: blue's endpoint knows nothing of red."""
+    red, blue = str(daemon.endpoint("red")), str(daemon.endpoint("blue"))
+    assert "no models are registered" in good("models", "--endpoint", blue)
+    assert [each["tenant"] for each in json.loads(good("sessions", "--json", "--endpoint", blue))] == ["tenants/blue"]
+    assert "llama-7b" in good("models", "--admin", "--endpoint", blue)
+    assert "llama-7b" in good("models", "--admin", env={"MEMBROKER_ENDPOINT": red})
+    assert "llama-7b" in good("models", "--admin", "--endpoint", str(daemon.admin))
+
+
+@pytest.mark.usefixtures("worker")
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_an_admin_endpoint_is_taken_as_what_it_is(daemon: Daemon, by: str) -> None:
+    """Given by its own name there is nothing left for --admin to say; a device's directory has it in it."""
+    for place in (daemon.admin, daemon.root):
+        where = ("--endpoint", str(place)) if by == "option" else ()
+        env = {"MEMBROKER_ENDPOINT": str(place)} if by == "variable" else {}
+        assert f"pid {daemon.process.pid}" in good("status", *where, env=env)
+        assert "llama-7b" in good("models", *where, env=env)
+        tenants = [each["tenant"] for each in json.loads(good("sessions", "--json", *where, env=env))]
+        assert tenants == ["tenants/red"]
+        assert "there are no segments" in good("segments", *where, env=env)
+
+
+def test_nothing_is_borrowed_at_the_admin_endpoint(daemon: Daemon) -> None:
+    """A program is given the operator's endpoint by mistake: it is told so, not that no daemon runs."""
+    with pytest.raises(BrokerUnavailable, match="is the operator's endpoint, where nothing is borrowed: name a tenant"):
+        membroker.connect(daemon.admin, timeout=0.1)
+    status, _, err = run("segments", "show", "m/s", "--endpoint", str(daemon.admin))
+    assert status == 2
+    assert "at its tenant's endpoint, not at the admin endpoint" in err
+
+
+@pytest.mark.usefixtures("worker")
+def test_json_has_bytes_for_programs(daemon: Daemon) -> None:
+    at = ("--json", "--endpoint", str(daemon.endpoint("red")))
+    device = json.loads(good("status", *at))
+    assert (device["driver"], device["locations"]["device"]["lent"]) == ("host", 4 * MIB)
+    (model,) = json.loads(good("models", *at))
+    assert model["books"]["device"]["limit"] == 8 * MIB
+    assert model["denials_total"] == {"MODEL_LIMIT": 1}
+    mine = [each for each in json.loads(good("sessions", *at)) if not each["observer"]]
+    assert [each["books"]["device"]["used"] for each in mine] == [4 * MIB]
+
+
+@pytest.mark.usefixtures("worker")
+def test_status_and_sessions_say_what_there_is(daemon: Daemon) -> None:
+    at = ("--endpoint", str(daemon.endpoint("red")))
+    status = good("status", *at)
+    assert re.search(r"^device +256\.0 MiB +4\.0 MiB +0 B +252\.0 MiB", status, re.MULTILINE)
+    assert f"pid {daemon.process.pid}" in status
+    sessions = good("sessions", *at)
+    assert re.search(rf"red +open +{os.getpid()} +{os.geteuid()} +4\.0 MiB +2 .*llama-7b +- +a \[red\]worker", sessions)
+    assert "open (observer)" in sessions, "the command itself"
+
+
+def test_the_command_leaves_no_session_behind(daemon: Daemon) -> None:
+    for _ in range(3):
+        good("status", "--endpoint", str(daemon.endpoint("red")))
+    assert daemon.sessions() == []
+
+
+def test_a_quota_is_set_listed_and_ended(daemon: Daemon, worker: membroker.Client) -> None:
+    """A limit below what is used takes nothing away, refuses what comes, and goes as it came."""
+    at = ("--endpoint", str(daemon.endpoint("red")))
+    out = good("quota", "set", "red/llama-7b", "--limit", "2MiB", *at)
+    assert out.splitlines()[0] == "red/llama-7b at the device: limit 2.0 MiB, used 4.0 MiB"
+    assert "nothing is taken away" in out
+    assert worker.models()[0].books["device"].limit_bytes == 2 * MIB
+    assert rows(good("quota", "list", *at))[1] == ["red/llama-7b", "device", "2.0 MiB", "4.0 MiB"]
+    good("quota", "set", "tenants/red", "--limit", "128MiB", *at)
+    names = [quota["name"] for quota in json.loads(good("quota", "list", "--json", *at))]
+    assert names == ["tenants/red", "tenants/red/models/llama-7b"]
+    for name in ("red", "red/llama-7b"):
+        assert "limit as configured" in good("quota", "set", name, "--limit", "none", *at)
+    assert "no limit is commanded" in good("quota", "list", *at)
+    assert worker.models()[0].books["device"].limit_bytes == 8 * MIB
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_quota_for_nobody_yet_says_so(daemon: Daemon) -> None:
+    """A limit may be there before who it is for; but so may a typing error, and a limit that limits nothing."""
+    at = ("--endpoint", str(daemon.admin))
+    waits = "of that name is there now: the limit waits for its first session"
+    assert f"no model {waits}" in good("quota", "set", "red/lama-7b", "--limit", "2MiB", *at)
+    assert f"no tenant {waits}" in good("quota", "set", "blue", "--limit", "2MiB", *at)
+    out = good("quota", "set", "red", "--limit", "1GiB", *at)
+    assert out.splitlines()[1:] == ["that is more than the capacity, 256.0 MiB, which holds before it"]
+    assert len(good("quota", "set", "red", "--limit", "64MiB", *at).splitlines()) == 1
+    assert len(good("quota", "set", "blue", "--limit", "none", *at).splitlines()) == 1
+
+
+def test_where_each_user_is_a_tenant_a_quota_names_a_user() -> None:
+    """Others can't ever be, so their name is a mistake; what was commanded before the change can be ended."""
+    with running() as daemon:
+        at = ("--endpoint", str(daemon.admin))
+        good("quota", "set", "red", "--limit", "2MiB", *at)
+        assert daemon.stop() == 0
+        daemon.config["tenants"] = {}
+        daemon.start_again()
+        assert "the limit waits for its first session" in good("quota", "set", "uid-1000", "--limit", "2MiB", *at)
+        for name in ("acme", "uid-", "uid-007", "red"):
+            status, out, err = run("quota", "set", name, "--limit", "1GiB", *at)
+            assert (status, out) == (1, "")
+            assert f"there is no tenant '{name}'" in err
+            assert "such as 'uid-1000'" in err
+        good("quota", "set", "red", "--limit", "none", *at)
+        assert [row[0] for row in rows(good("quota", "list", *at))[1:]] == ["uid-1000"]
+
+
+def test_a_quota_of_an_unknown_tenant_is_a_sentence(daemon: Daemon) -> None:
+    status, out, err = run("quota", "set", "nobody", "--limit", "1GiB", "--endpoint", str(daemon.admin))
+    assert (status, out) == (1, "")
+    assert "nobody" in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("worker")
+def test_an_operator_needs_no_endpoint_where_no_default_tenant_is(daemon: Daemon) -> None:
+    """With named tenants there is no `default`: who may enter admin/ gets it without being told."""
+    with tempfile.TemporaryDirectory(prefix="mb-") as directory:
+        Path(directory, "membroker").symlink_to(daemon.root.parent)
+        assert "llama-7b" in good("models", env={"XDG_RUNTIME_DIR": directory})
+
+
+@pytest.mark.usefixtures("worker")
+def test_watching_ends_quietly_with_its_reader(daemon: Daemon) -> None:
+    """`membroker models --watch 0.05 | head -3`: the reader leaves, and nothing is complained about."""
+    command = [*COMMAND, "models", "--watch", "0.05", "--endpoint", str(daemon.endpoint("red"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        lines = [process.stdout.readline() for _ in range(4)]
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert lines[:2] == lines[2:], "shown twice"
+
+
+def test_an_output_that_cannot_show_everything(daemon: Daemon) -> None:
+    """A name with letters that the terminal's encoding lacks, and an output that is closed: neither is a traceback."""
+    with membroker.connect(daemon.endpoint(), client="größer 大"):
+        out = good("sessions", "--endpoint", str(daemon.endpoint()), env={"PYTHONIOENCODING": "ascii"})
+        assert "gr??er ?" in out
+        command = [*COMMAND, "sessions", "--endpoint", str(daemon.endpoint())]
+        done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_terminal_gets_lines_and_colour() -> None:
+    terminal, other = pty.openpty()
+    with os.fdopen(terminal, "rb", buffering=0), os.fdopen(other, "w") as stream:
+        shown = tables.render(tables.Table(("name", ">used"), [["a", "1"]]), stream)
+    assert "─" in shown
+    assert "\x1b[1m" in shown
+
+
+def test_a_peers_text_cannot_paint_the_terminal() -> None:
+    """What a process calls itself is shown, not obeyed."""
+    shown = tables.render(tables.Table(("client",), [["\x1b[2J\r[bold]x\u202e"]]), io.StringIO())
+    assert shown == "client\n\ufffd[2J\ufffd[bold]x\ufffd\n"
+
+
+def test_a_location_that_a_model_never_used_is_no_row() -> None:
+    def model(**host: Any) -> ModelStatus:
+        empty = {"used": 0, "peak": 0, "releasing": 0, "declared": 0, "limit": None, "extents": 0, "segments": 0}
+        books = {
+            where: ModelBooks(location=where, **{**empty, **more}) for where, more in (("device", {}), ("host", host))
+        }
+        return ModelStatus("tenants/a/models/m", 0, books, 0, 0, 0, {})
+
+    assert [row[2] for row in tables.models_table([model()]).rows] == ["device"]
+    assert [row[2] for row in tables.models_table([model(peak=5)]).rows] == ["device", "host"]
+    assert [row[2] for row in tables.models_table([model(limit=0)]).rows] == ["device", "host"]
+
+
+# --- Without a daemon ---
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(("status",), ("models",), ("sessions",), ("processes",), ("models", "--admin"), ("quota", "list")),
+        *(("tenants",), ("segments",), ("status", "--json")),
+        *(("forget", "sessions/1"), ("drain",), ("drain", "--exit", "--json"), ("undrain",)),
+    ],
+)
+def test_no_broker_is_one_sentence_and_status_1(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    whole = arguments[0] in ("drain", "undrain")  # not to be told at a tenant's endpoint
+    env = {"MEMBROKER_ENDPOINT": str(tmp_path / ("admin" if whole else "tenants/acme"))}
+    status, out, err = run(*arguments, env=env)
+    assert (status, out) == (1, "")
+    assert err.startswith("membroker: ")
+    assert "membrokerd" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_dead_brokers_socket_is_told_from_none(daemon: Daemon) -> None:
+    daemon.kill()
+    for option in ((), ("--admin",)):
+        status, _, err = run("status", *option, "--endpoint", str(daemon.endpoint("red")))
+        assert status == 1
+        assert "the broker is dead and left its socket behind" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "COMMAND"),
+        (("stat",), "invalid choice"),
+        (("status", "--jso"), "unrecognized arguments"),
+        (("models", "--watch", "0"), "is no number of seconds"),
+        (("models", "--watch", "nan"), "is no number of seconds"),
+        (("quota", "set", "acme"), "--limit"),
+        (("quota", "set", "acme", "--limit", "8 gigs"), "cannot read '8 gigs' as a size"),
+        (("quota", "set", "acme", "--limit=-1"), "cannot read '-1' as a size"),
+        (("quota", "set", "Acme", "--limit", "1GiB"), "is not TENANT or TENANT/MODEL"),
+        (("quota", "set", "uid-0/-chat", "--limit", "1GiB"), "begin with a letter"),
+        (("quota", "set", "uid-0/" + "m" * 97, "--limit", "1GiB"), "at most 96"),
+        (("quota", "set", "a/b/c/d", "--limit", "1GiB"), "is not TENANT or TENANT/MODEL"),
+        (("quota", "set", "acme", "--limit", "1GiB", "--location", "moon"), "invalid choice"),
+        (("forget",), "SESSION"),
+        (("status", "--device", "1", "--endpoint", "/run/x"), "not allowed with argument"),
+        (("forget", "llama-7b"), "'llama-7b' is not a session, as in sessions/"),
+        (("drain", "--deadline", "0"), "is no number of seconds"),
+    ],
+)
+def test_a_wrong_command_line_is_status_2(
+    arguments: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(
+            "",
+            "status",
+            "models",
+            "sessions",
+            "tenants",
+            "processes",
+            "doctor",
+            "demo",
+            "quota",
+            "quota set",
+            "quota list",
+        ),
+        *("segments", "segments load", "segments show", "segments delete", "forget", "drain", "undrain"),
+    ],
+)
+def test_every_help_has_an_example(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*arguments.split(), "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert re.search(rf"examples?:\n  membroker {arguments}", text)
+
+
+def test_the_admin_endpoint_is_the_sibling_of_a_tenants() -> None:
+    device = "/run/membroker/gpu-12345678"
+    assert str(admin_socket(f"{device}/tenants/acme", {})) == f"{device}/admin/grpc.sock"
+    assert str(admin_socket(f"{device}/admin", {})) == f"{device}/admin/grpc.sock"
+    assert str(admin_socket(None, {"MEMBROKER_ENDPOINT": f"{device}/tenants/acme"})) == f"{device}/admin/grpc.sock"
+    with pytest.raises(InvalidRequest, match="name that with --endpoint"):
+        admin_socket("/membroker", {})

@@ -1,0 +1,145 @@
+"""The doctor tries what a broker does, on this machine, and says what to do where that fails."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from tests.support.daemons import Daemon
+
+from membroker.cli import doctor
+from membroker.cli import main as cli
+from membroker.vmm.driver import DriverError, DriverUnavailable
+
+
+def test_this_machine_passes_and_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite runs real daemons here, so the doctor has to agree that they can run."""
+    monkeypatch.delenv("MEMBROKER_ENDPOINT", raising=False)
+    with tempfile.TemporaryDirectory(prefix="mb-") as directory:
+        before = sorted(os.listdir("/proc/self/fd"))
+        checks = {check.name: check for check in doctor.examine(None, {"XDG_RUNTIME_DIR": directory})}
+        assert sorted(os.listdir("/proc/self/fd")) == before
+        assert os.listdir(directory) == []
+    assert {name for name, check in checks.items() if check.status == "fail"} == set()
+    assert len(checks) == 12
+    assert all(check.found and (check.status == "ok") == (not check.advice) for check in checks.values())
+
+
+@pytest.mark.parametrize(
+    ("check", "status"),
+    [
+        (doctor.check_python((3, 11, 0)), "ok"),
+        (doctor.check_python((3, 10, 14)), "fail"),
+        (doctor.check_descriptors(1_048_576), "ok"),
+        (doctor.check_descriptors(1024), "warn"),
+        (doctor.check_descriptors(129), "fail"),
+        (doctor.check_descriptors(0), "fail"),
+        (doctor.check_mappings(65_530), "ok"),
+        (doctor.check_mappings(1000), "warn"),
+        (doctor.check_inotify(65_536, 128), "ok"),
+        (doctor.check_inotify(1000, 128), "warn"),
+        (doctor.check_inotify(65_536, 1), "warn"),
+    ],
+)
+def test_a_limit_that_is_too_low_has_advice(check: doctor.Check, status: str) -> None:
+    assert check.status == status
+    assert bool(check.advice) == (status != "ok")
+
+
+def test_1024_descriptors_are_enough_for_seven_sessions() -> None:
+    """129 each, and the kernel refuses at the limit itself."""
+    assert "enough for 7 sessions" in doctor.check_descriptors(1024).found
+    assert "enough for 1 sessions" in doctor.check_descriptors(130).found
+
+
+def test_the_runtime_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="mb-") as directory:
+        assert doctor.check_runtime_directory({"XDG_RUNTIME_DIR": directory}, 1000).status == "ok"
+        long = doctor.check_runtime_directory({"XDG_RUNTIME_DIR": f"{directory}/{'x' * 30}"}, 1000)
+        assert (long.status, long.advice) == ("warn", "tenants with long names will not fit")
+        too_long = doctor.check_runtime_directory({"XDG_RUNTIME_DIR": f"{directory}/{'x' * 60}"}, 1000)
+        assert too_long.status == "fail"
+        monkeypatch.setattr(os, "access", lambda *_: False)
+        closed = doctor.check_runtime_directory({"XDG_RUNTIME_DIR": directory}, 1000)
+        assert closed.status == "fail"
+        assert "cannot be written to" in closed.found
+    unset = doctor.check_runtime_directory({}, 1000)
+    assert unset.status == "fail"
+    assert "XDG_RUNTIME_DIR" in unset.advice
+    assert doctor.check_runtime_directory({"XDG_RUNTIME_DIR": "/ignored"}, 0).found.startswith("/run")
+
+
+def test_an_older_kernel_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many fleets run 5.14: the broker falls back, and the doctor says on what."""
+    monkeypatch.setattr(doctor, "SO_PEERPIDFD", 9_999)
+    check = doctor.check_peers()
+    assert check.status == "warn"
+    assert "Linux 6.5" in check.advice
+
+
+def test_no_gpu_is_no_fault_and_an_unusable_one_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(kind: str) -> None:
+        raise DriverUnavailable("cuInit", "CUDA_ERROR_NO_DEVICE", 100)
+
+    def broken(kind: str) -> None:
+        raise DriverError("cuInit", "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", 803, "reboot")
+
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(()))
+    monkeypatch.setattr(doctor, "open_driver", absent)
+    assert doctor.check_gpu() == doctor.Check("gpu", "ok", "no GPU: the host driver will be used")
+    monkeypatch.setattr(doctor, "open_driver", broken)
+    assert (doctor.check_gpu().status, doctor.check_gpu().advice) == ("warn", "reboot")
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([Path("/dev/nvidia0")]))
+    monkeypatch.setattr(doctor, "open_driver", absent)
+    assert doctor.check_gpu().status == "warn", "a card is there, and cannot be used"
+
+
+def test_missing_packages_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "grpc_health" else object())
+    check = doctor.check_packages()
+    assert (check.status, check.found) == ("fail", "missing: grpcio-health-checking")
+    assert check.advice == "pip install 'membroker[broker]'"  # pip takes the extra from what is installed
+
+
+def test_what_cannot_be_looked_at_is_a_failure_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sandbox forbids system calls: the other checks are still made."""
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(socket, "socketpair", forbidden)
+    checks = {check.name: check for check in doctor.examine("/nowhere", {})}
+    assert checks["peers"].status == "fail"
+    assert "Operation not permitted" in checks["peers"].found
+    assert len(checks) == 12
+
+
+def test_another_system_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    (check,) = doctor.examine(None)
+    assert check.status == "fail"
+
+
+def test_a_running_broker_is_found(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> None:
+    endpoint = str(daemon.endpoint("red"))
+    check = doctor.check_broker(endpoint, {})
+    assert check.status == "ok"
+    assert "lends 256.0 MiB (device)" in check.found
+    assert cli.main(["doctor", "--json", "--endpoint", endpoint]) == 0
+    (found,) = [each for each in json.loads(capsys.readouterr().out) if each["name"] == "broker"]
+    assert found == {"name": "broker", "status": "ok", "found": check.found, "advice": ""}
+
+
+def test_an_endpoint_that_was_named_and_cannot_be_entered_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", "--endpoint", str(tmp_path / "tenants" / "acme")]) == 1
+    out = capsys.readouterr().out
+    assert "fail  broker: " in out
+    assert all(line.startswith(("ok  ", "warn", "fail", "      ")) for line in out.splitlines())

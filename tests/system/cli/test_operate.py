@@ -1,0 +1,367 @@
+"""`membroker forget`, `drain` and `undrain`, as an operator uses them: on a real daemon, beside real workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
+from tests.support.raw import Session
+from tests.support.sizes import MIB
+from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, worker
+
+import membroker
+from membroker.v1 import admin_pb2
+
+COMMAND = [sys.executable, "-m", "membroker.cli.main"]
+
+
+def run(daemon: Daemon, *arguments: str) -> tuple[int, str, str]:
+    """Run the command at a daemon as a shell would; return its exit status and what it wrote."""
+    command = [*COMMAND, *arguments, "--endpoint", str(daemon.admin)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def good(daemon: Daemon, *arguments: str) -> str:
+    status, out, err = run(daemon, *arguments)
+    assert (status, err) == (0, "")
+    return out
+
+
+def refused(daemon: Daemon, *arguments: str) -> str:
+    """Run what must fail with one sentence, and return that."""
+    status, out, err = run(daemon, *arguments)
+    assert (status, out) == (1, "")
+    assert err.startswith("membroker: ")
+    assert len(err.splitlines()) == 1
+    return err
+
+
+def state(daemon: Daemon, name: str) -> str:
+    """Return the state of a session, as `membroker sessions` says it."""
+    found = json.loads(good(daemon, "sessions", "--admin", "--json"))
+    return next((str(one["state"]) for one in found if one["name"] == name), "ended")
+
+
+@pytest.fixture
+def engine(daemon: Daemon) -> Iterator[Worker]:
+    """A worker of red that holds 16 MiB with something written in it, and notes what it is told."""
+    with worker() as one:
+        one.connect(daemon)
+        one.do("told = []; client.on_notice(lambda notice: told.append(type(notice).__name__))")
+        one.do("model = client.register_model('chat'); kept = model.allocate('16MiB'); kept.view()[:4] = b'kept'")
+        yield one
+
+
+def told(engine: Worker) -> list[Any]:
+    """Return what a worker was told, by kind, in order."""
+    found = engine.ask("told")
+    assert isinstance(found, list)
+    return found
+
+
+# --- forget ---
+
+
+@pytest.fixture
+def stopped(daemon: Daemon) -> Iterator[tuple[Worker, str]]:
+    """A worker with 192 of 256 MiB that stands still since before the daemon died: its session, and it."""
+    with worker() as one:
+        one.connect(daemon)
+        one.do("kept = client.register_model('chat').allocate('192MiB'); kept.view()[:4] = b'kept'")
+        name = str(one.ask("client.session"))
+        one.send(signal.SIGSTOP)
+        daemon.kill()
+        daemon.start_again()
+        assert state(daemon, name) == "detached"
+        yield one, name
+
+
+def test_the_bytes_of_a_forgotten_session(daemon: Daemon, stopped: tuple[Worker, str]) -> None:
+    """An engine hangs, and the daemon was restarted: nobody knows whether it comes back. The operator decides."""
+    hung, name = stopped
+    said = good(daemon, "forget", name)
+    assert said.splitlines()[0] == f"{name} of red is forgotten: 192.0 MiB are charged no more"
+    assert f"what its process {hung.pid} still has mapped counts as unaccounted" in said
+    assert daemon.books().lent_bytes == 0
+    until(lambda: daemon.books().unaccounted_bytes == 192 * MIB)
+    # Why the operator should rather have ended it: it has the memory still, and comes back to a broker without it.
+    with membroker.connect(daemon.endpoint("blue")) as client:
+        model = client.register_model("search")
+        with pytest.raises(membroker.OutOfMemory, match="but the device itself has not enough"):
+            model.allocate("128MiB")
+        hung.send(signal.SIGCONT)
+        assert hung.refused("client.register_model('chat').allocate(PAGE)").error == "SessionLost"
+        assert hung.ask("bytes(kept.view()[:4]).decode()") == "kept"
+        hung.kill()
+        until(lambda: daemon.books().unaccounted_bytes == 0 and daemon.books().device_used_bytes == ANCHOR_BYTES)
+        model.allocate("128MiB").close()
+
+
+def test_a_session_that_comes_back_by_itself_is_no_longer_to_be_forgotten(
+    daemon: Daemon, stopped: tuple[Worker, str]
+) -> None:
+    """Between the operator's look and the command the engine woke up: it keeps what it has."""
+    awake, name = stopped
+    awake.send(signal.SIGCONT)
+    until(lambda: state(daemon, name) == "open")
+    assert f"{name} is open, its process is connected: only a detached session" in refused(daemon, "forget", name)
+    assert daemon.books().lent_bytes == 192 * MIB
+    assert awake.ask("bytes(kept.view()[:4]).decode()") == "kept"
+
+
+def test_a_session_whose_process_closed_its_connection(daemon: Daemon) -> None:
+    """A client in another language let go of its memory and its sockets, without a word. All of it is lent again."""
+    session = Session(daemon.endpoint("red"))
+    name = session.welcome.session
+    session.borrow(session.register("chat"), PAGE, 96)
+    session.sock.close()
+    session.notices.close()
+    until(lambda: state(daemon, name) == "detached")
+    with membroker.connect(daemon.endpoint("blue")) as client:
+        model = client.register_model("search")
+        with pytest.raises(membroker.OutOfMemory, match=r"192\.0 MiB is out"):
+            model.allocate("128MiB")
+        forgotten = json.loads(good(daemon, "forget", name.removeprefix("sessions/"), "--json"))
+        assert (forgotten["name"], forgotten["state"]) == (name, "detached")
+        assert forgotten["books"]["device"] == {"location": "device", "used": 192 * MIB, "extents": 96}
+        model.allocate("256MiB").close()
+    assert state(daemon, name) == "ended"
+    assert f"{name} is not known, or has ended: only a detached session" in refused(daemon, "forget", name)
+
+
+def test_a_dead_process_needs_no_forgetting(daemon: Daemon) -> None:
+    """A forked child keeps the memory of a worker that died: its session settles by itself."""
+    with worker() as one:
+        one.connect(daemon)
+        one.do("kept = client.register_model('chat').allocate('16MiB'); kept.view()[:4] = b'kept'")
+        name, child = str(one.ask("client.session")), int(one.ask("fork_unseen()"))
+        try:
+            one.kill()
+            until(lambda: state(daemon, name) == "releasing")
+            assert f"{name} is of a dead process, and ends by itself" in refused(daemon, "forget", name)
+        finally:
+            subprocess.run(["kill", "-9", str(child)], check=True)
+    until(lambda: state(daemon, name) == "ended")
+
+
+# --- drain ---
+
+
+def test_a_drain_refuses_tells_and_lists_and_an_undrain_lends_again(daemon: Daemon, engine: Worker) -> None:
+    """A card is to be taken out: the operator sees who holds out, and each worker learns why it gets nothing."""
+    engine.do("segment = model.create_segment('weights', 2 * MIB); segment.seal()")
+    out = good(daemon, "drain")
+    assert out.startswith("nothing more is lent, and the workers are told\nthese hold out:\n")
+    assert re.search(rf"red +open +{engine.pid} +\d+ +16\.0 MiB", out)
+    assert re.search(r"red +chat +weights +device +sealed +2\.0 MiB", out)
+    assert "`membroker segments delete TENANT/MODEL/SEGMENT --admin`" in out
+    until(lambda: told(engine) == ["Draining"])
+    for borrowing in ("model.allocate(PAGE)", "model.declare(PAGE)", "client.attach('chat/weights')"):
+        refusal = engine.refused(borrowing)
+        assert (refusal.error, refusal.reason) == ("BrokerUnavailable", "DRAINING")
+        assert refusal.message == "an operator drains this device: nothing more is lent until `membroker undrain`"
+    assert re.search(r"lending +no: it is drained", good(daemon, "status"))
+    assert 'membroker_device_draining{gpu_uuid="host"} 1.0' in daemon.metrics()
+    engine.do("kept.close(); segment.delete(); segment.close()")
+    until(lambda: daemon.books().lent_bytes == 0)
+    assert good(daemon, "drain").splitlines()[1:] == ["nothing is charged"]
+    assert good(daemon, "undrain") == "it lends again\n"
+    assert 'membroker_device_draining{gpu_uuid="host"} 0.0' in daemon.metrics()
+    until(lambda: told(engine)[-1] == "Undrained")
+    engine.do("kept = model.allocate(PAGE)")
+    assert "drained" not in good(daemon, "status")
+
+
+def test_who_comes_in_the_middle_of_a_drain_is_told(daemon: Daemon, engine: Worker) -> None:
+    """A worker that starts, and one that lost its connection for a moment, would else find out by a refusal."""
+    good(daemon, "drain")
+    until(lambda: told(engine) == ["Draining"])
+    with worker() as late:
+        late.connect(daemon, "blue")
+        late.do("told = []; client.on_notice(lambda notice: told.append(type(notice).__name__))")
+        until(lambda: told(late) == ["Draining"])
+        engine.do("import socket; client._session.connection._socket.shutdown(socket.SHUT_RDWR)")
+        until(lambda: sorted(told(engine)[1:]) == ["Disconnected", "Draining", "Resumed"])
+        good(daemon, "undrain")
+        until(lambda: told(late)[-1] == told(engine)[-1] == "Undrained")
+    with worker() as later:
+        later.connect(daemon, "blue")
+        later.do("told = []; client.on_notice(lambda notice: told.append(type(notice).__name__))")
+        later.do("client.register_model('search').allocate(PAGE).close()")
+        assert told(later) == []
+
+
+def test_the_daemon_exits_once_all_is_given_back(daemon: Daemon, engine: Worker) -> None:
+    """`membroker drain --exit`: at once where nothing is lent, else with the last byte."""
+    out = good(daemon, "drain", "--exit")
+    assert out.splitlines()[-1] == "the daemon exits when nothing is charged any more"
+    until(lambda: told(engine) == ["Draining"])
+    assert daemon.process.poll() is None
+    engine.do("kept.close()")
+    assert daemon.process.wait(DEADLINE_SECONDS) == 0
+    assert " drained" in daemon.log()
+    until(lambda: told(engine)[1:] == ["Stopping", "Disconnected"])
+    daemon.start_again()
+    until(lambda: told(engine)[3:] == ["Resumed"])
+    engine.do("kept = model.allocate(PAGE); kept.close()")
+    assert good(daemon, "drain", "--exit").splitlines()[1:] == ["nothing is charged: the daemon exits"]
+    assert daemon.process.wait(DEADLINE_SECONDS) == 0
+
+
+def test_the_daemon_exits_at_the_deadline_whatever_is_lent(daemon: Daemon, engine: Worker) -> None:
+    """Somebody gives nothing back: the operator's time is over, it keeps its memory, and the next daemon knows it."""
+    engine.do("deadlines = []")
+    engine.do(
+        "client.on_notice(lambda notice: deadlines.append(notice.deadline.timestamp()) if not told[1:] else None)"
+    )
+    begun = datetime.now(UTC)
+    out = good(daemon, "drain", "--deadline", "1.5", "--exit")
+    assert "the daemon exits when nothing is charged any more, or in 1.5 s, whatever is charged then" in out
+    assert daemon.process.wait(DEADLINE_SECONDS) == 0
+    assert (datetime.now(UTC) - begun).total_seconds() >= 1.5
+    assert "the drain's deadline has come: what is lent stays with its workers" in daemon.log()
+    (deadline,) = engine.ask("deadlines")
+    assert 1.5 <= deadline - begun.timestamp() <= 1.5 + DEADLINE_SECONDS
+    daemon.start_again()
+    until(lambda: "Resumed" in told(engine))
+    assert daemon.books().lent_bytes == 16 * MIB
+    assert engine.ask("bytes(kept.view()[:4]).decode()") == "kept"
+    engine.do("model.allocate(PAGE).close()")
+
+
+@pytest.mark.parametrize("change", ["drain", "undrain"])
+def test_an_exit_that_is_taken_back(daemon: Daemon, engine: Worker, change: str) -> None:
+    """A second drain stands in the place of the first; an undrain ends it. Then the last byte comes back."""
+    good(daemon, "drain", "--exit", "--deadline", "86400")
+    good(daemon, change)
+    engine.do("kept.close()")
+    until(lambda: daemon.books().lent_bytes == 0)
+    for _ in range(3):  # each a process, and longer than the daemon's look whether it is empty
+        good(daemon, "status")
+    assert daemon.process.poll() is None
+
+
+def test_programs_get_the_same_as_json(daemon: Daemon, engine: Worker) -> None:
+    shown = json.loads(good(daemon, "drain", "--json"))
+    assert shown["device"]["draining"] is True
+    assert [(one["pid"], one["books"]["device"]["used"]) for one in shown["sessions"]] == [(engine.pid, 16 * MIB)]
+    assert shown["segments"] == []
+    assert json.loads(good(daemon, "undrain", "--json"))["draining"] is False
+    engine.do("kept.close()")
+    until(lambda: daemon.books().lent_bytes == 0)
+    shown = json.loads(good(daemon, "drain", "--exit", "--json"))
+    assert (shown["sessions"], shown["segments"]) == ([], [])
+    assert daemon.process.wait(DEADLINE_SECONDS) == 0
+
+
+def test_a_deadline_that_is_no_time_drains_nothing(daemon: Daemon, engine: Worker) -> None:
+    """The library would fail at it in every worker."""
+    with daemon.admin_stub() as stub, pytest.raises(Exception, match="the deadline is not a valid time"):
+        stub.Drain(admin_pb2.DrainRequest(deadline=Timestamp(seconds=1 << 60)), timeout=DEADLINE_SECONDS)
+    engine.do("model.allocate(PAGE).close()")
+    assert told(engine) == []
+
+
+# --- which broker, and whether it answers ---
+
+
+@pytest.mark.parametrize("command", [("drain",), ("drain", "--exit", "--deadline", "1"), ("undrain",)])
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_a_tenants_endpoint_drains_nothing(
+    daemon: Daemon, engine: Worker, command: tuple[str, ...], by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Someone means to drain red, and would stop every tenant of the device."""
+    red = daemon.endpoint("red")
+    monkeypatch.setenv("MEMBROKER_ENDPOINT", str(red) if by == "variable" else "")
+    where = ("--endpoint", str(red)) if by == "option" else ()
+    done = subprocess.run([*COMMAND, *command, *where], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"membroker: {red} is the endpoint of one tenant, and this concerns the whole device: "
+        f"give the admin endpoint, --endpoint {daemon.admin}\n"
+    )
+    assert not daemon.device().draining
+    engine.do("model.allocate(PAGE).close()")
+
+
+STOPPED = ("status", "models", "sessions", "segments", "tenants", "processes", "quota list", "drain", "undrain")
+
+
+def test_a_stopped_daemon_is_not_gone(daemon: Daemon) -> None:
+    """It stands in a debugger: starting another one would be the wrong advice. All commands wait at the same time."""
+    where = ("--endpoint", str(daemon.admin))
+    with hold_still(daemon):
+        commands = [[*COMMAND, *command.split(), *where] for command in STOPPED]
+        running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+        for process in running:
+            _, said = process.communicate(timeout=DEADLINE_SECONDS)
+            assert process.returncode == 1
+            assert re.search(r"^membroker: the broker at .* does not answer: it is stopped or overloaded", said)
+            assert "kill -CONT" in said
+            assert "gone" not in said
+            assert "start" not in said
+
+
+def test_a_dead_daemon_is_not_stopped(daemon: Daemon) -> None:
+    daemon.kill()
+    for command in STOPPED:
+        said = refused(daemon, *command.split())
+        assert "nobody listens at" in said
+        assert "start one with `membrokerd`" in said
+
+
+# --- tenants ---
+
+
+def test_tenants_with_what_they_use_and_may(daemon: Daemon, engine: Worker) -> None:
+    """Configured ones without anything too; a limit by command shows at once."""
+    rows = [re.split(r"\s{2,}", line) for line in good(daemon, "tenants").splitlines()]
+    assert rows[0] == ["tenant", "where", "used", "limit", "models", "sessions"]
+    assert rows[1:] == [
+        ["blue", "device", "0 B", "-", "0", "0"],
+        ["red", "device", "16.0 MiB", "-", "1", "1"],
+    ]
+    good(daemon, "quota", "set", "red", "--limit", "64MiB")
+    (red,) = [each for each in json.loads(good(daemon, "tenants", "--json")) if each["name"] == "tenants/red"]
+    assert red == {
+        "name": "tenants/red",
+        "books": {"device": {"location": "device", "used": 16 * MIB, "limit": 64 * MIB}},
+        "models": 1,
+        "sessions": 1,
+    }
+    engine.do("kept.close()")
+    with daemon.admin_stub() as stub:
+        first = stub.ListTenants(admin_pb2.ListTenantsRequest(page_size=1), timeout=DEADLINE_SECONDS)
+        again = admin_pb2.ListTenantsRequest(page_token=first.next_page_token)
+        second = stub.ListTenants(again, timeout=DEADLINE_SECONDS)
+    assert [each.name for page in (first, second) for each in page.tenants] == ["tenants/blue", "tenants/red"]
+    assert not second.next_page_token
+    assert [books.used_bytes for books in second.tenants[0].books] == [0]
+
+
+def test_where_each_user_is_a_tenant_the_list_begins_empty() -> None:
+    """`default_limit` holds for each of them; a user who only looks is listed while it does, with no session."""
+    with running({"tenants": {}, "default_limit": "32MiB"}) as daemon:
+        assert good(daemon, "tenants") == "no tenant is configured, and no user has a session\n"
+        assert json.loads(good(daemon, "tenants", "--json")) == []
+        with membroker.connect(daemon.endpoint("default")) as client:
+            kept = client.register_model("m").allocate("2MiB")
+            (row,) = good(daemon, "tenants").splitlines()[1:]
+            uid = f"uid-{os.geteuid()}"
+            assert re.split(r"\s{2,}", row) == [uid, "device", "2.0 MiB", "32.0 MiB", "1", "1"]
+            with pytest.raises(membroker.OutOfMemory) as caught:
+                client.register_model("m").allocate("32MiB")
+            assert (caught.value.level, caught.value.limit) == ("tenant", 32 * MIB)
+            kept.close()

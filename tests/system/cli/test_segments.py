@@ -1,0 +1,523 @@
+"""`membroker segments`, as people and scripts use it: files in, tables out, and nothing left behind by what failed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.daemons import Daemon, running, until
+from tests.support.sizes import MIB
+
+import membroker
+from membroker.cli import main as cli
+from membroker.cli.segments import Name
+from membroker.safetensors import write_index
+from membroker.segment import MAX_HEADER_BYTES
+from membroker.v1 import broker_pb2, resources_pb2
+
+COMMAND = [sys.executable, "-m", "membroker.cli.main", "segments"]
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    """Run `membroker segments` as a shell would; return its exit status and what it wrote."""
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, env=environment())
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "MEMBROKER_ENDPOINT"}
+
+
+def good(*arguments: str) -> str:
+    status, out, err = run(*arguments)
+    assert status == 0, err
+    return out
+
+
+def refused(*arguments: str, status: int = 1) -> str:
+    """Run what must fail with one sentence, and return that."""
+    found, out, err = run(*arguments)
+    assert (found, out) == (status, ""), err
+    assert status == 2 or len(err.splitlines()) == 1, err
+    return err.splitlines()[-1]
+
+
+def at(daemon: Daemon, tenant: str = "red") -> tuple[str, str]:
+    return "--endpoint", str(daemon.endpoint(tenant))
+
+
+def rows(out: str) -> list[list[str]]:
+    return [re.split(r"\s{2,}", line) for line in out.splitlines()]
+
+
+def write_file(path: Path, tensors: Mapping[str, tuple[str, Sequence[int]]], **metadata: str) -> bytes:
+    """Write a safetensors file, each tensor of a byte of its own, and return what is in it."""
+    header, index = write_index(tensors, metadata or None)
+    content = bytearray(header.ljust(index.size, b"\0"))
+    for number, info in enumerate(index.values(), 1):
+        content[info.offset : info.offset + info.size] = bytes([number]) * info.size
+    path.write_bytes(content)
+    return bytes(content)
+
+
+def write_hollow(path: Path, size: int) -> None:
+    """Write a well-formed file of `size` bytes of zeros that takes no room on the disk."""
+    header, index = write_index({"x": ("U8", (size,))})
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(index.size)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A file of 3 MiB and a little, with two tensors and metadata."""
+    path = tmp_path / "model.safetensors"
+    write_file(path, {"embed": ("F32", (512, 1024)), "norm": ("BF16", (512, 1024))}, format="pt", made_by="a test")
+    return path
+
+
+def states(daemon: Daemon) -> list[str]:
+    """Return the state of each segment, as the operator sees it."""
+    with daemon.admin_stub() as stub:
+        listed = stub.ListSegments(broker_pb2.ListSegmentsRequest()).segments
+    return [resources_pb2.Segment.State.Name(one.state) for one in listed]
+
+
+def is_clean(daemon: Daemon) -> bool:
+    """Say whether nothing is charged, held or open, and the device shows the anchor alone."""
+    books = daemon.books()
+    return not (states(daemon) or daemon.sessions() or books.lent_bytes) and books.device_used_bytes == 2 * MIB
+
+
+# --- Each command ---
+
+
+def test_a_file_is_loaded_listed_shown_attached_and_deleted(daemon: Daemon, model: Path) -> None:
+    """The whole way. What a worker attaches is the file, byte for byte, and the loader need not be there any more."""
+    assert good(*at(daemon)) == "there are no segments\n"
+    out = good("load", str(model), "llama-7b/weights", *at(daemon))
+    assert out.splitlines()[0].startswith("red/llama-7b/weights: 4.0 MiB at the device, 2 tensors, in ")
+    assert 'client.attach("llama-7b/weights") as segment' in out
+    assert daemon.sessions() == []
+    header, row = rows(good(*at(daemon)))
+    assert header == ["tenant", "model", "segment", "where", "state", "size", "extents", "sessions", "since"]
+    assert row[:-1] == ["red", "llama-7b", "weights", "device", "sealed", "4.0 MiB", "1", "0"]
+    shown = good("show", "llama-7b/weights", *at(daemon))
+    assert shown.splitlines()[0] == "red/llama-7b/weights: 4.0 MiB at the device, 2 tensors"
+    assert re.search(r"^format +pt$\n^made_by +a test$", shown, re.MULTILINE)
+    assert re.search(r"^embed +F32 +\[512, 1024\] +2.0 MiB +\d+$\n^norm +BF16 +\[512, 1024\]", shown, re.MULTILINE)
+    with membroker.connect(daemon.endpoint()) as client, client.attach("weights") as segment:
+        content = model.read_bytes()
+        assert segment.read(0, len(content)) == content
+        told = good("delete", "weights", *at(daemon))
+        assert told.splitlines() == [
+            "red/llama-7b/weights is deleted: nobody can attach it any more",
+            "its 4.0 MiB come back when the last has left it that holds it: 1 session now",
+        ]
+        assert rows(good(*at(daemon)))[1][4] == "ending"
+        assert segment.read(0, len(content)) == content, "it stays mapped where it is"
+    until(lambda: is_clean(daemon))
+    good("load", str(model), "llama-7b/weights", *at(daemon))
+    assert len(good("delete", "red/llama-7b/weights", *at(daemon)).splitlines()) == 1, "nobody holds it"
+    until(lambda: is_clean(daemon))
+
+
+def test_what_python_is_told_to_type_works(daemon: Daemon, model: Path) -> None:
+    out = good("load", str(model), "m/weights", *at(daemon))
+    code = "import membroker\n" + "".join(f"{line[2:]}\n" for line in out.splitlines() if line.startswith("  "))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**environment(), "MEMBROKER_ENDPOINT": str(daemon.endpoint())},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "embed" in done.stdout
+
+
+def test_json_has_bytes_for_programs(daemon: Daemon, model: Path) -> None:
+    more = ("--json", *at(daemon))
+    loaded = json.loads(good("load", str(model), "weights", "--model", "m", *more))
+    name, size = "tenants/red/models/m/segments/weights", 4 * MIB
+    assert (loaded["name"], loaded["size"], loaded["tensors"], loaded["location"]) == (name, size, 2, "device")
+    assert loaded["rate"] > 0
+    (listed,) = json.loads(good(*more))
+    assert (listed["name"], listed["state"], listed["size"], listed["sessions"]) == (name, "sealed", size, 0)
+    assert listed["generation"] == loaded["generation"]
+    shown = json.loads(good("show", "m/weights", *more))
+    assert (shown["generation"], shown["metadata"]) == (loaded["generation"], {"format": "pt", "made_by": "a test"})
+    first, second = shown["tensors"]
+    assert (first["name"], first["dtype"], first["shape"], first["size"]) == ("embed", "F32", [512, 1024], 2 * MIB)
+    assert second["offset"] == first["offset"] + first["size"]
+    assert json.loads(good("delete", "m/weights", *more)) == {"name": name, "size": size, "sessions": 0}
+    assert json.loads(good(*more)) == []
+
+
+def test_the_operator_sees_and_deletes_what_a_tenant_cannot(daemon: Daemon, model: Path) -> None:
+    """Blue's endpoint knows nothing of red's segment, by whatever name; the admin endpoint knows all."""
+    good("load", str(model), "m/weights", *at(daemon))
+    blue, admin = at(daemon, "blue"), ("--endpoint", str(daemon.admin))
+    assert good(*blue) == "there are no segments\n"
+    for name in ("weights", "m/weights", "red/m/weights", "tenants/red/models/m/segments/weights"):
+        assert "there is no segment" in refused("show", name, *blue)
+        assert "there is no segment" in refused("delete", name, *blue)
+    assert states(daemon) == ["SEALED"]
+    assert rows(good("--admin", *blue))[1][:3] == ["red", "m", "weights"]
+    assert "TENANT/MODEL/SEGMENT" in refused("delete", "m/weights", "--admin", *admin, status=2)
+    assert "there is no segment" in refused("delete", "red/m/other", "--admin", *admin)
+    assert "red/m/weights is deleted" in good("delete", "red/m/weights", "--admin", *admin)
+    until(lambda: is_clean(daemon))
+    good("load", str(model), "m/weights", *at(daemon))
+    assert good("--admin", *at(daemon), "delete", "tenants/red/models/m/segments/weights"), "options go before too"
+    until(lambda: is_clean(daemon))
+
+
+def test_at_the_host_and_with_the_models_own_numbers(model: Path) -> None:
+    """The first to register a model says its numbers, and here that is the loader: its workers must fit."""
+    with running({"host_capacity": "64MiB"}) as daemon:
+        sizes = ("--limit", "128MiB", "--virtual-capacity", "64GiB")
+        good("load", str(model), "m/weights", "--location", "host", *sizes, *at(daemon))
+        assert rows(good(*at(daemon)))[1][3] == "host"
+        with membroker.connect(daemon.endpoint()) as client:
+            worker = client.register_model("m", virtual_capacity="64GiB", limit="128MiB")
+            books = worker.stats().books["host"]
+            assert (books.used, books.segments) == (4 * MIB, 4 * MIB)
+
+
+def test_models_and_sessions_show_segments(daemon: Daemon, model: Path) -> None:
+    good("load", str(model), "m/weights", *at(daemon))
+    with membroker.connect(daemon.endpoint(), client="w") as client, client.attach("weights"):
+        out = io_of("models", *at(daemon))
+        header, row = rows(out)
+        assert row[header.index("in segments")] == row[header.index("used")] == "4.0 MiB"
+        header, row, *_ = rows(io_of("sessions", *at(daemon)))
+        assert row[header.index("segments")] == "m/weights"
+        assert row[header.index("used")] == "0 B", "charged to the model, not to who maps it"
+
+
+def io_of(*arguments: str) -> str:
+    """Run another command of `membroker`."""
+    done = subprocess.run([*COMMAND[:-1], *arguments], capture_output=True, text=True, check=True, env=environment())
+    return done.stdout
+
+
+# --- What cannot be loaded ---
+
+
+def test_a_file_that_is_no_safetensors_file_is_refused_before_the_broker_is_asked(tmp_path: Path) -> None:
+    """There is no broker here at all: the file is looked at first."""
+    nowhere = ("m/weights", "--endpoint", str(tmp_path))
+
+    def complaint(content: bytes | None, name: str = "x.safetensors") -> str:
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        err = refused("load", str(path), *nowhere)
+        assert err.startswith(f"membroker: {path} ")
+        return err
+
+    assert "No such file or directory: name a safetensors file" in complaint(None, "missing")
+    assert "it is empty" in complaint(b"")
+    assert "too short" in complaint(b"hello")
+    assert "header's length is" in complaint(b"PK\3\4" + bytes(range(200)))
+    header, index = write_index({"x": ("F32", (1000,))})
+    assert "ends at byte" in complaint(header + bytes(3999)), "a download that broke off"
+    assert "4 bytes follow its last tensor" in complaint(header + bytes(4004))
+    os.mkfifo(tmp_path / "pipe")
+    assert "no regular file" in complaint(None, "pipe"), "it does not wait for a writer"
+    (tmp_path / "directory").mkdir()
+    assert "no regular file" in complaint(None, "directory")
+    (tmp_path / "private").write_bytes(header)
+    (tmp_path / "private").chmod(0)
+    if os.geteuid():
+        assert "Permission denied" in complaint(None, "private")
+    assert index.size == len(header) + 4000
+
+
+def test_a_header_that_no_reader_would_read_is_refused(tmp_path: Path) -> None:
+    """Who attaches reads at most 16 MiB of header: a file with more would be a segment that says nothing."""
+    header, _ = write_index({}, {"text": "x" * MAX_HEADER_BYTES})
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(header)
+    assert "is no safetensors file: the header's length is" in refused("load", str(path), "m/w", "--endpoint", "/nope")
+
+
+def test_a_control_character_in_a_files_name_is_not_obeyed(tmp_path: Path) -> None:
+    assert "\x1b" not in refused("load", f"{tmp_path}/\x1b[2Jx", "m/w", "--endpoint", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("load", "x", "weights"), "name the segment and its model once"),
+        (("load", "x", "a/weights", "--model", "b"), "name the segment and its model once"),
+        (("load", "x", "red/a/weights", "--model", "a"), "name the segment and its model once"),
+        (("load", "x"), "NAME"),
+        (("load", "x", "a/-b"), "is not SEGMENT"),
+        (("load", "x", "m/é"), "are letters, digits and ._-"),
+        (("load", "x", "a/b/c/d/e"), "is not SEGMENT"),
+        (("load", "x", "a/b", "--location", "moon"), "invalid choice"),
+        (("load", "x", "a/b", "--limit", "much"), "cannot read 'much' as a size"),
+        (("--admin", "load", "x", "a/b"), "at its tenant's endpoint"),
+        (("--admin", "show", "a/b"), "at its tenant's endpoint"),
+        (("load", "x", "a/b", "--admin"), "unrecognized arguments"),
+        (("delete", "b", "--admin"), "TENANT/MODEL/SEGMENT"),
+        (("list",), "invalid choice"),
+    ],
+)
+def test_a_wrong_command_line_is_status_2(
+    arguments: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(("segments", *arguments))
+    assert caught.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_load_offers_only_the_names_that_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """A segment is loaded at its tenant's endpoint, so no tenant belongs to its name there."""
+    with pytest.raises(SystemExit):
+        cli.main(("segments", "load", "--help"))
+    text = " ".join(capsys.readouterr().out.split())
+    assert "MODEL/SEGMENT, or SEGMENT with --model" in text
+    assert "TENANT" not in text
+
+
+def test_names_are_read_as_people_write_them() -> None:
+    assert str(Name.parse("weights")) == "weights"
+    assert str(Name.parse("llama-7b/weights.v2")) == "llama-7b/weights.v2"
+    whole = "tenants/uid-1000/models/m/segments/w"
+    assert str(Name.parse("uid-1000/m/w")) == str(Name.parse(whole)) == whole
+    assert Name.parse("models/segments") == Name("", "models", "segments")
+    for text in ("", "/", "a/", "/b", "a//b", "A/b/c/d", "a/b/c/d/e", "x" * 97, "a b", "a\n"):
+        with pytest.raises(ValueError, match="is not SEGMENT"):
+            Name.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "at_red"),
+    [
+        ("Qwen/Qwen3-8B/weights", "Qwen/Qwen3-8B/weights"),
+        ("meta/llama/weights", "meta/llama/weights"),
+        ("red/llama/weights", "tenants/red/models/llama/segments/weights"),
+        ("red/Qwen/Qwen3-8B/weights", "tenants/red/models/Qwen/Qwen3-8B/segments/weights"),
+        ("blue/Qwen/Qwen3-8B/weights", "tenants/blue/models/Qwen/Qwen3-8B/segments/weights"),
+        ("tenants/blue/models/m/segments/w", "tenants/blue/models/m/segments/w"),
+        ("tenants/red/models/a/segments/segments/w", "tenants/red/models/a/segments/segments/w"),
+    ],
+)
+def test_three_parts_begin_with_the_tenant_of_the_endpoint_or_with_the_models_name(text: str, at_red: str) -> None:
+    """What `membroker segments` prints can be pasted, and so can what Hugging Face calls a model."""
+    assert str(Name.parse(text).within("tenants/red")) == at_red
+
+
+def test_the_brokers_refusals_are_sentences(model: Path) -> None:
+    """A limit, a name that is taken, a segment that is written or says nothing: status 1, and nothing changes."""
+    with running({"tenants": {"red": {"models": {"small": {"limit": "2MiB"}}}, "blue": {}}}) as daemon:
+        good("load", str(model), "m/weights", "--limit", "64MiB", *at(daemon))
+        err = refused("load", str(model), "m/weights", *at(daemon))
+        assert "segments/weights exists and is sealed: attach it, or delete it" in err
+        assert "may hold 2.0 MiB" in refused("load", str(model), "small/weights", *at(daemon))
+        assert "lends no host memory" in refused("load", str(model), "m/w", "--location", "host", *at(daemon))
+        assert "is registered with" in refused("load", str(model), "m/w", "--limit", "8MiB", *at(daemon))
+        assert "is not a valid name" in refused("load", str(model), "w", "--model", "a/b/c", *at(daemon))
+        assert states(daemon) == ["SEALED"]
+        assert daemon.books().lent_bytes == 4 * MIB
+        with membroker.connect(daemon.endpoint()) as client:
+            segment = client.register_model("m").create_segment("raw", "2MiB")
+            assert "is still being written" in refused("show", "raw", *at(daemon))
+            segment.seal()
+            assert "says nothing of what is in it: the header's length is 0" in refused("show", "raw", *at(daemon))
+            client.register_model("n").create_segment("raw", "2MiB").seal()
+            for action in ("show", "delete"):
+                assert "as in m/raw or n/raw" in refused(action, "raw", *at(daemon))
+            good("delete", "n/raw", *at(daemon))
+
+
+def test_a_load_that_is_refused_leaves_no_model_behind(daemon: Daemon, model: Path) -> None:
+    """Too small a limit, and then the right one: the first try's must not stand in the second one's way."""
+    assert "may hold 2.0 MiB" in refused("load", str(model), "m/weights", "--limit", "2MiB", *at(daemon))
+    good("load", str(model), "m/weights", "--limit", "64MiB", *at(daemon))
+    # A model that was there before is others': it keeps its numbers.
+    refused("load", str(model), "m/weights", *at(daemon))
+    assert "is registered with" in refused("load", str(model), "m/w", "--limit", "8MiB", *at(daemon))
+    good("delete", "m/weights", *at(daemon))
+
+
+def test_no_broker_is_one_sentence_and_status_1(tmp_path: Path, model: Path) -> None:
+    nowhere = ("--endpoint", str(tmp_path / "tenants" / "acme"))
+    for arguments in (
+        (),
+        ("load", str(model), "m/w"),
+        ("show", "m/w"),
+        ("delete", "m/w"),
+        ("delete", "a/m/w", "--admin"),
+    ):
+        err = refused(*arguments, *nowhere)
+        assert err.startswith("membroker: ")
+        assert "membrokerd" in err
+
+
+# --- How far it is, and what a failure leaves ---
+
+
+def test_lines_tell_how_far_it_is_where_no_bar_can(daemon: Daemon, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write_hollow(path, 200 * MIB)
+    status, out, err = run("load", str(path), "m/w", *at(daemon))
+    assert status == 0
+    assert len(out.splitlines()) == 4
+    *begun, last = err.splitlines()
+    assert len(begun) == 3, "one for each 64 MiB here, and never more than ten"
+    assert re.fullmatch(r"m/w: +31%, 64\.0 MiB of 200\.0 MiB, [\d.]+ .iB/s", begun[0])
+    assert re.fullmatch(r"m/w: 100%, 200\.0 MiB of 200\.0 MiB, [\d.]+ .iB/s", last)
+
+
+def read_all(terminal: int) -> bytes:
+    found = bytearray()
+    while True:
+        try:
+            some = os.read(terminal, 65_536)
+        except OSError:  # EIO: the last writer has closed it
+            return bytes(found)
+        if not some:
+            return bytes(found)
+        found += some
+
+
+def on_a_terminal(*arguments: str) -> tuple[subprocess.Popen[bytes], int]:
+    terminal, other = pty.openpty()
+    fcntl.ioctl(other, 0x5414, b"\x28\0\x78\0\0\0\0\0")  # TIOCSWINSZ: 40 lines of 120
+    env = {**environment(), "TERM": "xterm-256color"}
+    process = subprocess.Popen([*COMMAND, *arguments], stdin=other, stdout=other, stderr=other, env=env)
+    os.close(other)
+    return process, terminal
+
+
+def test_a_terminal_gets_a_bar(daemon: Daemon, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write_hollow(path, 130 * MIB)
+    process, terminal = on_a_terminal("load", str(path), "m/w", *at(daemon))
+    shown = read_all(terminal).decode()
+    os.close(terminal)
+    assert process.wait() == 0
+    assert "━━━" in shown
+    assert re.search(r"130\.0 MiB of 130\.0 MiB, [\d.]+ .iB/s", shown)
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is back"
+    assert shown.index("red/m/w: 132.0 MiB at the device") > shown.rindex("\x1b[?25h")
+
+
+def test_the_file_is_not_copied_into_memory(daemon: Daemon, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.safetensors"
+    write_hollow(path, 130 * MIB)
+    tracemalloc.start()
+    try:
+        assert cli.main(("segments", "load", str(path), "m/w", *at(daemon))) == 0
+        assert tracemalloc.get_traced_memory()[1] < 16 * MIB
+    finally:
+        tracemalloc.stop()
+    capsys.readouterr()
+    assert states(daemon) == ["SEALED"]
+
+
+def stuffed_pipe() -> tuple[int, int]:
+    """A pipe that takes nothing more: whoever writes to it waits."""
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    try:
+        while True:
+            os.write(writable, b"." * 4096)
+    except BlockingIOError:
+        os.set_blocking(writable, True)
+    return readable, writable
+
+
+def test_ctrl_c_in_mid_load_leaves_nothing(daemon: Daemon, tmp_path: Path) -> None:
+    """It cannot tell how far it is, since nobody reads, and so it stands in the middle when Ctrl-C comes."""
+    path = tmp_path / "x.safetensors"
+    write_hollow(path, 200 * MIB)
+    readable, writable = stuffed_pipe()
+    command = [*COMMAND, "load", str(path), "m/w", *at(daemon)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writable, env=environment()) as process:
+        os.close(writable)
+        until(lambda: states(daemon) == ["WRITING"])
+        until(lambda: asleep(process))
+        process.send_signal(signal.SIGINT)
+        with os.fdopen(readable) as stream:
+            err = stream.read().lstrip(".")
+        assert process.wait() == 130
+        assert process.stdout is not None
+        assert process.stdout.read() == b""
+    assert err.splitlines()[-1].endswith("membroker: interrupted: no segment was made")
+    assert "Traceback" not in err
+    assert daemon.models() == []
+    until(lambda: is_clean(daemon))
+
+
+def asleep(process: subprocess.Popen[Any]) -> bool:
+    """Say whether its main thread waits for something, which a copy never does."""
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
+def test_ctrl_c_gives_the_terminal_back(tmp_path: Path) -> None:
+    """Ctrl-C under a bar: the cursor is shown again, and the last line says what became of it."""
+    path = tmp_path / "x.safetensors"
+    write_hollow(path, 1024 * MIB)
+    with running({"capacity": "2GiB"}) as daemon:
+        process, terminal = on_a_terminal("load", str(path), "m/w", *at(daemon))
+        shown = b""
+        while b"\x1b[?25l" not in shown:
+            assert select.select([terminal], [], [], 30)[0]
+            shown += os.read(terminal, 65_536)
+        process.send_signal(signal.SIGINT)
+        rest = read_all(terminal).decode()
+        os.close(terminal)
+        assert process.wait() == 130
+        # The bar's line may be wiped behind that.
+        assert rest.rpartition("\x1b[?25h")[2].strip().endswith("membroker: interrupted: no segment was made")
+        assert "\x1b[?25l" not in rest.rpartition("\x1b[?25h")[2], "the cursor is back"
+        until(lambda: is_clean(daemon))
+
+
+def test_a_loader_that_is_killed_leaves_nothing(daemon: Daemon, tmp_path: Path) -> None:
+    """SIGKILL in mid-load, while somebody waits to attach: that one is told, and the name is free again."""
+    path = tmp_path / "x.safetensors"
+    write_hollow(path, 200 * MIB)
+    readable, writable = stuffed_pipe()
+    command = [*COMMAND, "load", str(path), "m/w", *at(daemon)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=writable, env=environment()) as process:
+        os.close(writable)
+        until(lambda: states(daemon) == ["WRITING"])
+        process.kill()
+    os.close(readable)
+    until(lambda: is_clean(daemon))
+    good("load", str(path), "m/w", *at(daemon))
+
+
+def test_a_daemon_that_goes_in_mid_load_is_a_sentence(daemon: Daemon, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write_hollow(path, 200 * MIB)
+    readable, writable = stuffed_pipe()
+    command = [*COMMAND, "load", str(path), "m/w", *at(daemon)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=writable, env=environment()) as process:
+        os.close(writable)
+        until(lambda: states(daemon) == ["WRITING"])
+        daemon.kill()
+        with os.fdopen(readable) as stream:
+            err = stream.read().lstrip(".")
+        assert process.wait() == 1
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].startswith("membroker: ")

@@ -1,0 +1,770 @@
+"""The library against a real daemon: real sockets, descriptors, processes and signals, over both transports."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import threading
+from typing import Any
+
+import pytest
+from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.processes import (
+    descriptors,
+    ends,
+    heard,
+    is_settled,
+    is_waiting,
+    mapped_extents,
+    tell,
+    worker,
+)
+from tests.support.sizes import MIB
+
+import membroker
+from membroker import client as client_module
+from membroker.session import transport as transport_module
+
+PAGE = 2 * MIB
+
+
+class TestMainJob:
+    def test_pool_and_buffer(self, daemon: Daemon, transport: str) -> None:
+        """A worker's day: register, grow, write, be refused, shrink, borrow one piece, leave."""
+        before = descriptors()
+        with membroker.connect(daemon.endpoint(), transport=transport) as client:
+            model = client.register_model("llama-7b", virtual_capacity="64GiB", limit="64MiB")
+            assert (model.name, model.resource_name) == ("llama-7b", "tenants/red/models/llama-7b")
+            assert (model.virtual_capacity, model.limit) == (64 << 30, 64 * MIB)
+            with model.pool(page_size="2MiB") as pool:
+                assert pool.allocate(0, 40 * MIB) == pool.base_address
+                pool.view(0, 40 * MIB)[:] = b"\xa5" * 40 * MIB
+                assert daemon.books().lent_bytes == 40 * MIB
+                with pytest.raises(membroker.OutOfMemory) as refused:
+                    pool.grow("40MiB")
+                assert refused.value.level == "model"
+                assert refused.value.available_bytes == 24 * MIB
+                assert daemon.books().lent_bytes == 40 * MIB
+                pool.deallocate(0, 40 * MIB)
+                with model.allocate("48MiB") as buffer:
+                    buffer.view()[:5] = b"hello"
+                    assert bytes(buffer.view()[:6]) == b"hello\0"
+        until(lambda: is_settled(daemon))
+        assert daemon.sessions() == []
+        assert mapped_extents() == 0
+        gc.collect()
+        until(lambda: descriptors() <= before + (transport == "grpc") * 8)
+
+    def test_many_packets(self, daemon: Daemon, transport: str) -> None:
+        """128 pages are two packets of the window; each page is its own memory, in order."""
+        with (
+            membroker.connect(daemon.endpoint(), transport=transport) as client,
+            client.register_model("m").pool(page_size=PAGE) as pool,
+        ):
+            pool.allocate(0, 128 * PAGE)
+            for page in range(128):
+                pool.view(page * PAGE, 8)[:] = page.to_bytes(8, "little")
+            assert [int.from_bytes(pool.view(page * PAGE, 8), "little") for page in range(128)] == [*range(128)]
+            pool.deallocate(PAGE, 126 * PAGE)
+            until(lambda: daemon.books().lent_bytes == 2 * PAGE)
+
+    def test_more_extents_than_a_request_may_have(self, daemon: Daemon, transport: str) -> None:
+        """A page size that is much too small is refused in words, without asking the broker."""
+        with membroker.connect(daemon.endpoint(), transport=transport) as client:
+            pool = client.register_model("m", virtual_capacity="1TiB").pool(page_size=PAGE)
+            with pytest.raises(membroker.InvalidRequest, match="take larger pages"):
+                pool.allocate(0, "512GiB")
+
+    @pytest.mark.parametrize("size", [0, -1, 2**63 - 1, 2**63, "0", "-1", "everything", None])
+    def test_buffers_of_no_size(self, daemon: Daemon, size: int | str) -> None:
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("m")
+            with pytest.raises(membroker.InvalidRequest):
+                model.allocate(size)
+            with pytest.raises(membroker.InvalidRequest, match="location"):
+                model.allocate(1, location="moon")
+
+    def test_a_buffer_is_rounded_up_and_says_so(self, daemon: Daemon, transport: str) -> None:
+        with membroker.connect(daemon.endpoint(), transport=transport) as client:
+            buffer = client.register_model("m").allocate("3MiB")
+            assert (buffer.size, buffer.extent_size, buffer.location) == (3 * MIB, 4 * MIB, "device")
+            assert buffer.address % PAGE == 0
+            assert len(buffer.view()) == 3 * MIB
+            with pytest.raises(AttributeError):
+                buffer.__cuda_array_interface__
+            buffer.close()
+            buffer.close()
+            assert buffer.closed
+            with pytest.raises(membroker.ClosedError):
+                buffer.view()
+            with pytest.raises(membroker.ClosedError):
+                buffer.address
+
+    def test_declarations(self, daemon: Daemon, transport: str) -> None:
+        """A CUDA context that the worker made itself is charged, and replaced, and taken back."""
+        with membroker.connect(daemon.endpoint(), transport=transport) as client:
+            model = client.register_model("m", limit="64MiB")
+            model.declare("10MiB")
+            model.declare(20 * MIB + 1)
+            assert model.stats().books["device"].declared_bytes == 20 * MIB + 1
+            with pytest.raises(membroker.OutOfMemory):
+                model.declare("65MiB")
+            assert model.stats().books["device"].declared_bytes == 20 * MIB + 1
+            model.declare(0)
+            assert model.stats().books["device"].used_bytes == 0
+
+    def test_models(self, daemon: Daemon, transport: str) -> None:
+        """Joining, lowering, conflicting, leaving: each refusal has a class of its own."""
+        with (
+            membroker.connect(daemon.endpoint(), transport=transport) as one,
+            membroker.connect(daemon.endpoint(), transport=transport) as two,
+        ):
+            model = one.register_model("m", virtual_capacity="1GiB", limit="16MiB", exclusive=True)
+            joined = two.register_model("m")
+            assert (joined.virtual_capacity, joined.limit) == (1 << 30, 16 * MIB)
+            with pytest.raises(membroker.ModelConflict):
+                two.register_model("m", limit="32MiB")
+            with pytest.raises(membroker.ModelAlreadyExists):
+                two.register_model("m", exclusive=True)
+            with pytest.raises(membroker.InvalidRequest):
+                two.register_model("No Such Name")
+            with pytest.raises(membroker.InvalidRequest, match="limit"):
+                two.register_model("other", limit="lots")
+            buffer = model.allocate(1)
+            with pytest.raises(membroker.ModelInUse):
+                model.unregister()
+            buffer.close()
+            joined.unregister()
+            with pytest.raises(membroker.ModelNotFound):
+                joined.allocate(1)
+            model.unregister()
+            assert one.models() == []
+            with pytest.raises(membroker.ModelNotFound):
+                model.stats()
+
+    def test_an_observer_only_reads(self, daemon: Daemon) -> None:
+        with membroker.connect(daemon.endpoint(), observer=True, client="a person") as client:
+            assert client.device().locations["device"].capacity_bytes == 256 * MIB
+            assert [session.client for session in client.sessions() if session.observer] == ["a person"]
+            with pytest.raises(membroker.AccessDenied):
+                client.register_model("m")
+
+    def test_a_program_whose_name_is_no_text(self, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A file named in Latin-1, as Python tells it: people see what can be shown of it."""
+        monkeypatch.setattr("sys.argv", ["/srv/caf\udce9.py"])
+        with membroker.connect(daemon.endpoint()) as client:
+            assert [session.client for session in client.sessions()] == ["caf?.py"]
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            ({"client": 5}, "name of a client is text"),
+            ({"client": "caf\udce9"}, "name of a client is text"),
+            ({"driver": "host"}, "a driver is one that is open, not 'host'"),
+        ],
+    )
+    def test_what_is_no_name_and_no_driver(self, daemon: Daemon, words: dict[str, Any], message: str) -> None:
+        with pytest.raises(membroker.InvalidRequest, match=message):
+            membroker.connect(daemon.endpoint(), **words)
+
+    def test_listings_in_pages(self, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+        """More models than one answer may have; the user sees one list."""
+        monkeypatch.setattr(client_module, "PAGE", 2)
+        with membroker.connect(daemon.endpoint()) as client, membroker.connect(daemon.endpoint()) as other:
+            names = [client.register_model(f"m{number}").resource_name for number in range(5)]
+            assert [model.name for model in client.models()] == names
+            assert [session.name for session in client.sessions()] == [client.session, other.session]
+            assert client.sessions()[0].models == tuple(names)
+
+    def test_another_tenant_sees_nothing(self, daemon: Daemon) -> None:
+        with membroker.connect(daemon.endpoint("red")) as red, membroker.connect(daemon.endpoint("blue")) as blue:
+            red.register_model("m")
+            assert (red.tenant, blue.tenant) == ("tenants/red", "tenants/blue")
+            assert blue.models() == []
+            assert [session.tenant for session in blue.sessions()] == ["tenants/blue"]
+
+
+class TestThreads:
+    def test_one_client_many_threads(self, daemon: Daemon, transport: str) -> None:
+        """Eight threads of an engine share one client: each writes its own pages, checks them, and gives them back."""
+        errors: list[BaseException] = []
+
+        def work(model: membroker.Model, number: int) -> None:
+            try:
+                with model.pool(page_size=PAGE, virtual_capacity="64MiB") as pool:
+                    for turn in range(15):
+                        pool.allocate(0, 3 * PAGE)
+                        mark = bytes([number, turn]) * 8
+                        for page in range(3):
+                            pool.view(page * PAGE, 16)[:] = mark
+                        with model.allocate(1) as buffer:
+                            buffer.view()[:] = bytes([number])
+                        for page in range(3):
+                            assert bytes(pool.view(page * PAGE, 16)) == mark
+                        pool.deallocate(0, 3 * PAGE)
+            except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
+                errors.append(error)
+
+        with membroker.connect(daemon.endpoint(), transport=transport) as client:
+            model = client.register_model("m")
+            threads = [threading.Thread(target=work, args=(model, number)) for number in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert errors == []
+            until(lambda: is_settled(daemon))
+            assert model.stats().allocations_total == 8 * 15 * 4
+        assert mapped_extents() == 0
+
+    def test_racing_for_the_last_bytes(self, daemon: Daemon, transport: str) -> None:
+        """Ten threads ask for 48 MiB of 256: five get it, five are told that the capacity is out, nobody gets half."""
+        results: list[object] = []
+
+        def work(model: membroker.Model) -> None:
+            pool = model.pool(page_size=PAGE, virtual_capacity="48MiB")
+            try:
+                pool.allocate(0, "48MiB")
+                results.append(pool)
+            except membroker.OutOfMemory as error:
+                results.append(error.level)
+
+        with membroker.connect(daemon.endpoint(), transport=transport) as client:
+            model = client.register_model("m")
+            threads = [threading.Thread(target=work, args=(model,)) for _ in range(10)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert results.count("capacity") == 5
+            assert daemon.books().lent_bytes == 5 * 48 * MIB
+        until(lambda: is_settled(daemon))
+
+    def test_closed_while_others_work(self, daemon: Daemon, transport: str) -> None:
+        """The server shuts down with requests under way: they raise, and nothing stays mapped."""
+        client = membroker.connect(daemon.endpoint(), transport=transport)
+        model = client.register_model("m")
+        at_work = threading.Barrier(5)
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                at_work.wait(30)
+                while True:
+                    model.allocate(1).close()
+            except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
+                errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        at_work.wait(30)
+        until(lambda: model.stats().allocations_total > 20)
+        client.close()
+        for thread in threads:
+            thread.join(30)
+        assert [type(error) for error in errors] == [membroker.ClosedError] * 4
+        until(lambda: is_settled(daemon) and not daemon.sessions())
+        assert mapped_extents() == 0
+
+
+class TestGarbage:
+    def test_forgotten_buffers(self, daemon: Daemon, transport: str) -> None:
+        """Tensors go out of scope: their memory is the device's again, without a word from the program."""
+        with membroker.connect(daemon.endpoint(), transport=transport) as client:
+            model = client.register_model("m")
+            buffers = [model.allocate(PAGE) for _ in range(20)]
+            assert daemon.books().lent_bytes == 20 * PAGE
+            del buffers
+            gc.collect()
+            until(lambda: is_settled(daemon))
+            until(lambda: mapped_extents() == 0)
+
+    def test_a_view_keeps_a_closed_buffer(self, daemon: Daemon, transport: str) -> None:
+        with membroker.connect(daemon.endpoint(), transport=transport) as client:
+            buffer = client.register_model("m").allocate(PAGE)
+            view = buffer.view()[:5]
+            buffer.close()
+            view[:] = b"hello"
+            assert daemon.books().lent_bytes == PAGE
+            del view
+            until(lambda: is_settled(daemon))
+
+    def test_a_view_keeps_a_forgotten_client(self, daemon: Daemon, transport: str) -> None:
+        """A function returns an array over borrowed memory, and everything else of its own is garbage."""
+
+        def borrow() -> memoryview:
+            client = membroker.connect(daemon.endpoint(), transport=transport)
+            return client.register_model("m").allocate(PAGE).view()
+
+        view = borrow()
+        gc.collect()
+        view[:5] = b"hello"
+        assert daemon.books().lent_bytes == PAGE
+        assert len(daemon.sessions()) == 1
+        del view
+        gc.collect()
+        until(lambda: is_settled(daemon) and not daemon.sessions())
+        until(lambda: mapped_extents() == 0)
+
+    def test_a_view_keeps_a_closed_client(self, daemon: Daemon, transport: str) -> None:
+        """Results are read after the `with`: the session ends, and says so, when they are gone."""
+        with membroker.connect(daemon.endpoint(), transport=transport) as client:
+            model = client.register_model("m")
+            view = model.allocate(PAGE).view()
+        with pytest.raises(membroker.ClosedError):
+            model.allocate(1)
+        view[:5] = b"hello"
+        assert daemon.books().lent_bytes == PAGE
+        assert [session.name for session in daemon.sessions()] == [client.session]
+        del view
+        until(lambda: is_settled(daemon) and not daemon.sessions())
+
+    def test_a_forgotten_client(self, daemon: Daemon, transport: str) -> None:
+        """A program that loses its client without closing it ends its session, and its descriptors are closed."""
+        before = descriptors()
+        for _ in range(3):
+            membroker.connect(daemon.endpoint(), transport=transport).register_model("m").allocate(1)
+        gc.collect()
+        until(lambda: not daemon.sessions())
+        until(lambda: descriptors() <= before + 8)
+
+    def test_no_descriptor_is_left_behind(self, daemon: Daemon, transport: str) -> None:
+        """A leak of one descriptor a call killed another broker's clients at call 1,007."""
+        with membroker.connect(daemon.endpoint(), transport=transport) as client:
+            model = client.register_model("m", limit="16MiB")
+            pool = model.pool(page_size=PAGE, virtual_capacity="64MiB")
+            pool.allocate(0, 1)
+            pool.deallocate(0, 1)
+            before = descriptors()
+            for _ in range(100):
+                pool.allocate(0, 2 * PAGE)
+                with pytest.raises(membroker.OutOfMemory):
+                    pool.grow("16MiB")
+                pool.deallocate(0, 2 * PAGE)
+            assert descriptors() == before
+
+
+class TestDescriptorLimit:
+    def test_a_packet_is_cut_short(self, daemon: Daemon, transport: str) -> None:
+        """`ulimit -n` is nearly used up: the kernel drops descriptors on the floor; nothing may stay lent for it."""
+        script = """
+client = connect()
+model = client.register_model("m")
+with model.pool(page_size=PAGE) as pool:
+    pool.allocate(0, PAGE)
+    model.stats()  # its gRPC channel stays open from here on
+    opened = len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for spare in (1, 10, 40, 60):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (opened + spare, hard))
+        try:
+            pool.allocate(PAGE, 100 * PAGE)
+            raise SystemExit("it did not raise")
+        except membroker.DescriptorLimit as error:
+            assert "ulimit -n" in str(error), error
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert len(os.listdir("/proc/self/fd")) == opened
+        assert pool.stats().mapped_pages == 1
+        assert model.stats().books["device"].used_bytes == PAGE, model.stats()
+    pool.allocate(PAGE, 100 * PAGE)
+client.close()
+say("well")
+"""
+        with worker(script, daemon, transport) as process:
+            assert heard(process) == "well"
+            ends(process)
+        until(lambda: is_settled(daemon))
+
+    def test_no_descriptor_for_the_welcome(self, daemon: Daemon) -> None:
+        script = """
+opened = len(os.listdir("/proc/self/fd")) - 1
+membroker.MembrokerError, membroker.connect
+import membroker.client
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+for spare in range(1, 8):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + spare, hard))
+    try:
+        client = connect()
+    except membroker.DescriptorLimit as error:
+        assert "ulimit -n" in str(error)
+    else:
+        client.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(os.listdir("/proc/self/fd")) - 1 == opened
+say("well")
+"""
+        with worker(script, daemon, "handoff") as process:
+            assert heard(process) == "well"
+            ends(process)
+        until(lambda: not daemon.sessions())
+
+
+class TestInterrupt:
+    def test_ctrl_c_while_the_broker_is_silent(self, daemon: Daemon, transport: str) -> None:
+        """A person presses Ctrl-C on a program that waits; it goes on, and what comes late is given back."""
+        script = """
+client = connect()
+model = client.register_model("m")
+pool = model.pool(page_size=PAGE, virtual_capacity="256MiB")
+pool.allocate(0, PAGE)
+say("before")
+wait()
+say("calls")
+try:
+    pool.allocate(PAGE, 100 * PAGE)
+    raise SystemExit("it was not interrupted")
+except KeyboardInterrupt:
+    pass
+assert pool.stats().mapped_pages == 1
+say("interrupted")
+wait()
+pool.allocate(PAGE, 100 * PAGE)
+assert pool.stats().mapped_pages == 101
+say(model.stats().books["device"].used_bytes // PAGE)
+client.close()
+"""
+        with worker(script, daemon, transport) as process:
+            assert heard(process) == "before"
+            daemon.process.send_signal(signal.SIGSTOP)
+            try:
+                tell(process)
+                assert heard(process) == "calls"
+                until(lambda: is_waiting(process.pid))
+                process.send_signal(signal.SIGINT)
+                assert heard(process) == "interrupted"
+            finally:
+                daemon.process.send_signal(signal.SIGCONT)
+            until(lambda: daemon.books().lent_bytes == PAGE and daemon.models()[0].allocations_total == 101)
+            tell(process)
+            assert heard(process) == "101"
+            ends(process)
+        until(lambda: is_settled(daemon))
+
+    def test_ctrl_c_before_a_declaration_is_taken_back(self, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It strikes while pinned memory is freed: the broker is told all the same, or it would be charged for good."""
+        with (
+            running({"host_capacity": "64MiB"}) as daemon,
+            membroker.connect(daemon.endpoint(), transport=transport) as client,
+        ):
+            model = client.register_model("m")
+            pool = model.pool(page_size=PAGE, virtual_capacity="64MiB")
+            pool.allocate(0, PAGE)
+            pool.offload()
+            unpin = model.driver.unpin
+
+            def interrupted(address: int) -> None:
+                signal.raise_signal(signal.SIGINT)
+                unpin(address)
+
+            monkeypatch.setattr(model.driver, "unpin", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pool.close()
+            until(lambda: daemon.device().locations[1].lent_bytes == 0)
+
+    def test_ctrl_c_at_any_moment(self, daemon: Daemon, transport: str) -> None:
+        """Interrupts rain on a loop that borrows and gives back; whatever they hit, nothing is left mapped or lent."""
+        script = """
+client = connect()
+model = client.register_model("m")
+pool = model.pool(page_size=PAGE, virtual_capacity="256MiB")
+hits, armed, buffers = 0, False, []
+signal.signal(signal.SIGALRM, lambda *_: armed and signal.raise_signal(signal.SIGINT))
+for turn in range(150):
+    try:
+        armed = True
+        signal.setitimer(signal.ITIMER_REAL, 0.0001 + 0.0001 * (turn % 60))
+        try:
+            pool.allocate(0, 20 * PAGE)
+            pool.deallocate(0, 20 * PAGE)
+            buffers.append(model.allocate(1))
+            buffers[-1].close()
+        except membroker.OutOfMemory:
+            pass  # calls given up before this one are still being given back
+        armed = False
+    except KeyboardInterrupt:
+        armed = False
+        hits += 1
+    mapped = pool.stats().mapped_pages
+    assert mapped in (0, 20), mapped
+    if mapped:
+        pool.deallocate(0, 20 * PAGE)
+buffers.clear()
+gc.collect()
+say(hits)
+wait()
+assert "membroker-extent" not in open("/proc/self/maps").read()
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+say(len(os.listdir("/proc/self/fd")))
+client.close()
+"""
+        with worker(script, daemon, transport) as process:
+            assert int(heard(process)) > 0
+            until(lambda: is_settled(daemon))
+            tell(process)
+            assert int(heard(process)) < 40
+            ends(process)
+
+
+class TestFork:
+    def test_a_child_holds_nothing(self, daemon: Daemon, transport: str) -> None:
+        """A data loader forks: the child can't use the parent's client, and holds neither memory nor sockets of it."""
+        script = """
+client = connect()
+model = client.register_model("m")
+pool = model.pool(page_size=PAGE)
+pool.allocate(0, 4 * PAGE)
+buffer = model.allocate(1)
+def open_sockets():
+    links = {os.readlink(entry) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry)}
+    return {name for name in links if name.startswith("socket:")}
+sockets = open_sockets()
+def refuses(call):
+    try:
+        call()
+    except membroker.ClosedError as error:
+        assert "forked" in str(error), error
+        return True
+child = os.fork()
+if not child:
+    try:
+        calls = [lambda: pool.allocate(4 * PAGE, 1), lambda: pool.deallocate(0, 1), lambda: pool.grow(1), pool.stats,
+                 lambda: pool.is_mapped(0), lambda: pool.view(0, 1), lambda: pool.base_address,
+                 buffer.view, lambda: buffer.address, lambda: model.allocate(1), model.pool, model.stats,
+                 lambda: model.declare(0), model.unregister, client.models, client.sessions, client.device,
+                 lambda: client.register_model("x")]
+        assert all(refuses(call) for call in calls)
+        buffer.close(); pool.close(); client.close()
+        assert "membroker-extent" not in open("/proc/self/maps").read()
+        if sys.argv[2] == "handoff":
+            assert not open_sockets() & sockets
+        del buffer, pool, model, client
+        gc.collect()
+        own = connect()
+        assert own.register_model("own").allocate(1).extent_size == PAGE
+        own.close()
+    except BaseException as error:
+        import traceback
+        traceback.print_exc()
+        os._exit(1)
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+pool.allocate(4 * PAGE, PAGE)
+pool.view(0, 5)[:] = b"hello"
+say(model.stats().books["device"].used_bytes // PAGE)
+wait()
+client.close()
+"""
+        with worker(script, daemon, transport) as process:
+            assert heard(process) == "6"
+            tell(process)
+            ends(process)
+        until(lambda: is_settled(daemon))
+
+    def test_a_child_does_not_keep_a_dead_parents_memory(self, daemon: Daemon, transport: str) -> None:
+        """The rank is killed and its data loaders live on: the memory is free all the same."""
+        script = """
+client = connect()
+pool = client.register_model("m").pool(page_size=PAGE)
+pool.allocate(0, 4 * PAGE)
+child = os.fork()
+if not child:
+    say(os.getpid())
+    signal.pause()
+signal.pause()
+"""
+        with worker(script, daemon, transport) as process:
+            child = int(heard(process))
+            try:
+                assert daemon.books().lent_bytes == 4 * PAGE
+                process.kill()
+                until(lambda: is_settled(daemon) and not daemon.sessions())
+                assert mapped_extents(child) == 0
+            finally:
+                os.kill(child, signal.SIGKILL)
+
+    def test_fork_while_other_threads_hold_locks(self, daemon: Daemon, transport: str) -> None:
+        """Fork in the middle of other threads' calls: the child must not wait for a lock that nobody will open."""
+        script = """
+client = connect()
+model = client.register_model("m")
+pools = [model.pool(page_size=PAGE, virtual_capacity="8MiB") for _ in range(4)]
+stop = threading.Event()
+def work(pool):
+    while not stop.is_set():
+        pool.allocate(0, PAGE)
+        pool.deallocate(0, PAGE)
+threads = [threading.Thread(target=work, args=(pool,)) for pool in pools]
+for thread in threads: thread.start()
+for _ in range(20):
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        for pool in pools:
+            try:
+                pool.allocate(0, 1)
+            except membroker.ClosedError:
+                continue
+            os._exit(1)
+        client.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+stop.set()
+for thread in threads: thread.join()
+client.close()
+say("well")
+"""
+        with worker(script, daemon, transport) as process:
+            assert heard(process) == "well"
+            ends(process)
+        until(lambda: is_settled(daemon))
+
+
+class TestExit:
+    @pytest.mark.parametrize("keeps", ["buffer.view()", "None"])
+    def test_exit_without_close(self, daemon: Daemon, transport: str, keeps: str) -> None:
+        """A script just ends, with pools, buffers and views in its globals: no noise, no hang, nothing lent."""
+        script = f"""
+import atexit
+atexit.register(lambda: say("closed:", client.closed))  # runs after the library's own, which comes later
+client = connect()
+model = client.register_model("m")
+pool = model.pool(page_size=PAGE)
+pool.allocate(0, 4 * PAGE)
+buffer = model.allocate(1)
+view = {keeps}
+client.device()
+say("end")
+"""
+        with worker(script, daemon, transport) as process:
+            assert heard(process) == "end"
+            assert heard(process) == "closed: True"
+            ends(process)
+        until(lambda: is_settled(daemon) and not daemon.sessions())
+
+    def test_exit_with_threads_in_a_call(self, daemon: Daemon, transport: str) -> None:
+        """Daemon threads still borrow while the interpreter ends."""
+        script = """
+client = connect()
+model = client.register_model("m")
+started = threading.Barrier(4)
+def work():
+    started.wait()
+    while True:
+        try:
+            model.allocate(1).close()
+        except membroker.ClosedError:
+            return
+for _ in range(3): threading.Thread(target=work, daemon=True).start()
+started.wait()
+model.allocate(1).close()
+say("end")
+"""
+        with worker(script, daemon, transport) as process:
+            assert heard(process) == "end"
+            ends(process)
+        until(lambda: is_settled(daemon) and not daemon.sessions())
+
+    def test_killed(self, daemon: Daemon, transport: str) -> None:
+        script = """
+client = connect()
+pool = client.register_model("m").pool(page_size=PAGE)
+pool.allocate(0, 4 * PAGE)
+say("holds")
+wait()
+"""
+        with worker(script, daemon, transport) as process:
+            assert heard(process) == "holds"
+            assert daemon.books().lent_bytes == 4 * PAGE
+            process.kill()
+            until(lambda: is_settled(daemon) and not daemon.sessions())
+
+
+class TestBrokerGone:
+    def test_killed(self, daemon: Daemon, transport: str) -> None:
+        """The daemon dies for good: the worker computes on, is told when it asks for more, and closes well."""
+        client = membroker.connect(daemon.endpoint(), transport=transport, outage=0)
+        model = client.register_model("m")
+        pool = model.pool(page_size=PAGE, virtual_capacity="64MiB")
+        pool.allocate(0, 4 * PAGE)
+        buffer = model.allocate(1)
+        daemon.kill()
+        pool.view(0, 5)[:] = b"hello"
+        for call in (lambda: pool.grow(1), lambda: model.allocate(1), lambda: model.declare(1), client.device):
+            with pytest.raises(membroker.BrokerUnavailable, match="`membrokerd`"):
+                call()
+        pool.deallocate(0, PAGE)
+        assert pool.stats().mapped_pages == 3
+        assert mapped_extents() == 4
+        buffer.close()
+        pool.close()
+        assert mapped_extents() == 0
+        client.close()
+        with pytest.raises(membroker.BrokerUnavailable, match="the broker is dead"):
+            membroker.connect(daemon.endpoint(), timeout=0.01)
+
+    def test_stopped_with_a_word(self, daemon: Daemon) -> None:
+        """An upgrade: the daemon said that it stops, and the error of the next call says so too."""
+        with membroker.connect(daemon.endpoint(), outage=0) as client:
+            model = client.register_model("m")
+            assert daemon.stop() == 0
+            with pytest.raises(membroker.BrokerUnavailable):
+                model.allocate(1)
+
+    def test_silent_for_too_long(
+        self, transport: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It is stopped while memory goes back, and nobody waits for it any longer: it hears of it when it goes on."""
+        with (
+            running({"host_capacity": "64MiB"}) as daemon,
+            membroker.connect(daemon.endpoint(), transport=transport) as client,
+        ):
+            model = client.register_model("m")
+            buffer, pool = model.allocate(PAGE), model.pool(page_size=PAGE, virtual_capacity="64MiB")
+            pool.allocate(0, PAGE)
+            pool.offload(0, PAGE)
+            segment = model.create_segment("weights", PAGE)
+            segment.seal()
+            again = client.attach("m/weights")
+            monkeypatch.setattr(transport_module, "CONTROL_SECONDS", 0.2)
+            with hold_still(daemon):
+                buffer.close()
+                pool.close()
+                segment.close()
+            until(lambda: daemon.device().locations[1].lent_bytes == 0)
+            again.delete()
+            assert daemon.books().lent_bytes == PAGE
+            again.close()
+            until(lambda: daemon.books().lent_bytes == 0)
+        assert not caplog.records, "what comes late is no fault of the broker"
+
+    def test_killed_while_threads_wait(self, daemon: Daemon, transport: str) -> None:
+        """Every thread that waits for an answer is told; none hangs."""
+        client = membroker.connect(daemon.endpoint(), transport=transport, outage=0)
+        model = client.register_model("m")
+        model.allocate(1).close()
+        daemon.process.send_signal(signal.SIGSTOP)
+        errors: list[type[BaseException]] = []
+
+        def work() -> None:
+            try:
+                model.allocate(1)
+            except membroker.MembrokerError as error:
+                errors.append(type(error))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        daemon.kill()
+        for thread in threads:
+            thread.join(30)
+        assert errors == [membroker.BrokerUnavailable] * 4
+        client.close()
+        assert mapped_extents() == 0
+
+
+def test_limits_of_this_test_process() -> None:
+    """The tests above need some descriptors; a shell with fewer would fail them for no reason of theirs."""
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 512
