@@ -1,4 +1,4 @@
-"""A daemon that counts the Python calls of each frame: `python -m tests.support.counting_daemon` in the place of `membrokerd`.
+"""A daemon that counts the Python calls of each frame: `python -m tests.support.counting_daemon`.
 
 For each frame it appends a line to a file: the calls from the read of the frame until its answer is noted, by function,
 as JSON. What follows the answer, as the refill of the stock, is not counted: no client waits for it.
