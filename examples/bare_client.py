@@ -1,4 +1,4 @@
-"""A client from nothing but the generated stubs and recvmsg: the handoff of docs/protocol.md, on the host twin.
+"""A client made of the generated stubs and recvmsg alone: the handoff of docs/protocol.md, on the host driver.
 
 python examples/bare_client.py ENDPOINT     (the directory of a tenant: <runtime>/host/tenants/default)
 """
@@ -18,7 +18,7 @@ CONTROL_BYTES = socket.CMSG_SPACE(64 * 4)  # one packet brings at most 64 descri
 
 
 def receive(broker: socket.socket) -> tuple[Frame, list[int]]:
-    """Return the next frame and the descriptors that came with it, which are the caller's to close."""
+    """Return the next frame and the descriptors that came with it, which the caller must close."""
     data, control, flags, _ = broker.recvmsg(65_536, CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC)
     descriptors = array.array("i", b"".join(payload for _, _, payload in control))
     frame = Frame.FromString(data)
@@ -30,7 +30,7 @@ def receive(broker: socket.socket) -> tuple[Frame, list[int]]:
 
 
 def borrow(broker: socket.socket, request: Frame) -> tuple[list[int], list[mmap.mmap], int]:
-    """Ask for extents; return their ids, their mappings, and how many packets of this connection were taken by now.
+    """Ask for extents; return their ids, their mappings, and how many packets of this connection were taken so far.
 
     `request.acknowledged` is how many were taken before.
     """
@@ -46,13 +46,13 @@ def borrow(broker: socket.socket, request: Frame) -> tuple[list[int], list[mmap.
             os.close(descriptor)
             ids.append(extent_id)
         taken += 1
-        if delivery.HasField("reply"):  # the last delivery of the call: the next frame says that it was taken
+        if delivery.HasField("reply"):  # the call's last delivery: the next frame acknowledges it
             return ids, mappings, taken
-        broker.send(Frame(acknowledged=taken, ack=Ack()).SerializeToString())  # the next one may wait for that
+        broker.send(Frame(acknowledged=taken, ack=Ack()).SerializeToString())  # the broker may wait for it
 
 
 def main(endpoint: str) -> None:
-    """Open a session, register a model, borrow two pages, write to them, and give everything back."""
+    """Open a session, register a model, borrow two pages, write to them, and release everything."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as broker:
         broker.connect(f"{endpoint}/handoff.sock")
         broker.send(Frame(request_id=1, hello=Hello(protocol_version=1, client="bare")).SerializeToString())
@@ -67,7 +67,7 @@ def main(endpoint: str) -> None:
         for number, page in enumerate(pages):
             page[:6] = b"page %d" % number
         print(f"borrowed {len(ids)} pages for {model}: {', '.join(page[:6].decode() for page in pages)}")
-        for page in pages:  # unmapped first: a release is this session's word that it has let go
+        for page in pages:  # unmap first: a release says that nothing is mapped any more
             page.close()
         release = broker_pb2.ReleaseExtentsRequest(extent_ids=ids)
         broker.send(Frame(request_id=4, acknowledged=taken, release=release).SerializeToString())

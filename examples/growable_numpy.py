@@ -1,6 +1,6 @@
-"""A column of measurements that is appended to for as long as it takes, and never copied.
+"""A column of measurements that grows by appending, and is never copied.
 
-python examples/growable_numpy.py        (MEMBROKER_ENDPOINT, or the default endpoint; the host twin)
+python examples/growable_numpy.py        (MEMBROKER_ENDPOINT, or the default endpoint; the host driver)
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def column(buffer: membroker.GrowableBuffer) -> numpy.ndarray:
 
 
 def main() -> None:
-    """Append, look at the beginning all the while, and keep the best."""
+    """Append while the first array stays in use, then keep the best."""
     random = numpy.random.default_rng(7)
     with (
         membroker.connect() as client,
         client.register_model("measurements").growable_buffer(0, capacity="1TiB", page_size="2MiB") as buffer,
     ):
         buffer.grow(BATCH * 8)
-        first = column(buffer)  # stays valid, whatever comes behind it
+        first = column(buffer)  # stays valid while the column grows
         first[:] = random.normal(size=BATCH)
         for _ in range(BATCHES - 1):
             offset = buffer.grow(BATCH * 8)
@@ -41,7 +41,7 @@ def main() -> None:
         print(f"{len(every)} measurements in {buffer.size} bytes; {buffer.physical_usage_bytes} are charged")
         print(f"their mean is {every.mean():.4f}, and the first is where it was: {first[0] == every[0]}")
         every.sort()
-        del first, every  # an array keeps its bytes from going
+        del first, every  # an array keeps its bytes mapped
         buffer.resize(BATCH * 8)
         print(
             f"the least {BATCH} are kept, up to {column(buffer).max():.4f}; {buffer.physical_usage_bytes} are charged"
@@ -51,5 +51,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except membroker.MembrokerError as error:  # no broker, no room, or one that is drained
+    except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
         raise SystemExit(f"not to the end: {error}") from None

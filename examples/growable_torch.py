@@ -1,6 +1,6 @@
-"""A conversation's cache of keys and values: it grows by the token, in place, and is cut back to where it forks.
+"""A conversation's cache of keys and values: it grows in place, token by token, and is cut back at a fork.
 
-python examples/growable_torch.py        (MEMBROKER_ENDPOINT, or the default endpoint; a card or the twin)
+python examples/growable_torch.py        (MEMBROKER_ENDPOINT, or the default endpoint; a GPU or the host driver)
 
 The usual cache is a new tensor for each token, `torch.cat` of the old one and the token. This one copies the token.
 """
@@ -46,7 +46,7 @@ class Cache:
         return torch.nn.functional.scaled_dot_product_attention(query, keys, values)
 
     def forget(self, tokens: int) -> None:
-        """Keep the first `tokens`, and give back the memory of the others."""
+        """Keep the first `tokens`, and release the memory of the others."""
         self.buffer.resize(tokens * ENTRY * 2)
         self.tokens = tokens
 
@@ -79,5 +79,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except membroker.MembrokerError as error:  # no broker, no room, or one that is drained
+    except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
         raise SystemExit(f"not to the end: {error}") from None

@@ -1,9 +1,9 @@
-"""NCCL over borrowed memory: one rank a card, each at its own card's broker; or both cards in one process.
+"""NCCL over borrowed memory: one rank for each GPU, at that GPU's broker, or both GPUs in one process.
 
 torchrun --nproc-per-node 2 examples/nccl_all_reduce.py ENDPOINT ENDPOINT     rank N borrows at the Nth endpoint
 python examples/nccl_all_reduce.py --one-process ENDPOINT ENDPOINT            one process at both endpoints
 
-With --own the same is done in torch's own memory: what fails there too is not the broker's doing.
+With --own the same runs in torch's own memory: a failure there too is not caused by the broker.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Memory:
         self.many = torch.as_tensor(Bytes(self.pool.allocate(0, SIZE), SIZE), device=self.card).view(torch.float32)
 
     def close(self) -> None:
-        """Give everything back: no tensor of it is used any more."""
+        """Release everything; no tensor of it may be in use."""
         torch.cuda.synchronize(self.card)
         del self.one, self.many
         self.client.close()
 
 
 def step(name: str, work: Callable[[], None]) -> None:
-    """Do one thing, and say so before and after."""
+    """Do one thing, and print a line before and after."""
     print(f"doing {name}", flush=True)
     work()
     print(f"done {name}", flush=True)
@@ -74,7 +74,7 @@ def expect(numbers: Any, value: float) -> None:
 
 
 def as_a_rank(endpoints: list[str], own: bool) -> None:
-    """Be one of several processes, with a card and a broker of its own."""
+    """Be one of several processes, each with a GPU and a broker of its own."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     memory = Memory(endpoints[rank], own)
     total = ranks * (ranks + 1) / 2
@@ -122,7 +122,7 @@ def as_a_rank(endpoints: list[str], own: bool) -> None:
 
 
 def in_one_process(endpoints: list[str], own: bool) -> None:
-    """Be one process with every card, at every broker."""
+    """Be one process with all GPUs, at all brokers."""
     memories = [Memory(endpoint, own) for endpoint in endpoints]
     total = len(memories) * (len(memories) + 1) / 2
 
@@ -138,7 +138,7 @@ def in_one_process(endpoints: list[str], own: bool) -> None:
         source.fill_(5)
         target.fill_(0)
         torch.cuda.synchronize(target.device)
-        # By way of the host: borrowed memory is mapped for its own card alone, and a copy from card to card is
+        # Through the host: borrowed memory is mapped for its own GPU only, and a copy from GPU to GPU is
         # cudaErrorInvalidValue (seen on two H200s, driver 580.159). NCCL needs no such mapping.
         target.copy_(source.cpu())
         torch.cuda.synchronize(source.device)
@@ -148,7 +148,7 @@ def in_one_process(endpoints: list[str], own: bool) -> None:
     step("all-reduce of one extent", lambda: all_reduce([memory.one for memory in memories]))
     step("all-reduce of four extents", lambda: all_reduce([memory.many for memory in memories]))
     if len(memories) > 1:
-        step("copy from card to card by the host", lambda: copy(memories[0].one, memories[1].many))
+        step("copy from GPU to GPU through the host", lambda: copy(memories[0].one, memories[1].many))
     with ExitStack() as closing:
         for memory in memories:
             closing.callback(memory.close)
@@ -157,13 +157,13 @@ def in_one_process(endpoints: list[str], own: bool) -> None:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("endpoints", nargs="+", metavar="ENDPOINT", help="a tenant's endpoint at each card's broker")
-    parser.add_argument("--one-process", action="store_true", help="all cards in this process")
+    parser.add_argument("endpoints", nargs="+", metavar="ENDPOINT", help="a tenant's endpoint at each GPU's broker")
+    parser.add_argument("--one-process", action="store_true", help="all GPUs in this process")
     parser.add_argument("--own", action="store_true", help="torch's own memory, to compare with")
     options = parser.parse_args()
     try:
         (in_one_process if options.one_process else as_a_rank)(options.endpoints, options.own)
-    except membroker.MembrokerError as error:  # no broker, no room, or one that is drained
+    except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
         sys.exit(str(error))
     print("all done", flush=True)
 

@@ -1,4 +1,4 @@
-"""A model that goes to sleep and wakes: its memory is everybody's meanwhile, and a bar says how far the copying is.
+"""A model that sleeps and wakes up. Meanwhile others can borrow its memory; a bar shows the progress of the copy.
 
 python examples/offload.py [SIZE]     (MEMBROKER_ENDPOINT, or the default endpoint; the broker needs host_capacity)
 """
@@ -19,7 +19,7 @@ STEP = 1 << 20
 
 
 def bar(what: str) -> Callable[[int, int], None]:
-    """Return a callback that draws a line on stderr: over itself on a terminal, and once at the end elsewhere."""
+    """Return a callback that draws a line on stderr: again and again on a terminal, and once at the end elsewhere."""
     begun, terminal = time.monotonic(), sys.stderr.isatty()
 
     def draw(done: int, total: int) -> None:
@@ -34,7 +34,7 @@ def bar(what: str) -> Callable[[int, int], None]:
 
 
 def checksum(driver: membroker.vmm.Driver, address: int, size: int) -> int:
-    """Return the CRC of mapped bytes, on a card or on the host twin."""
+    """Return the CRC of mapped bytes, on a GPU or with the host driver."""
     total = 0
     for offset in range(0, size, STEP):
         total = zlib.crc32(driver.read(address + offset, min(STEP, size - offset)), total)

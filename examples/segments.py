@@ -2,7 +2,7 @@
 
 python examples/segments.py [SECONDS]     (MEMBROKER_ENDPOINT, or the default endpoint; start as many as you like)
 
-It says which of the two it did, and the sum of what it sees; SECONDS is how long the loading is made to last.
+It prints which of the two it did, and a sum of the weights. SECONDS is how long the loading takes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import membroker
 from membroker.segment import segment_size
 
 TENSORS = {"embed": ("F32", (1000, 256)), "norm": ("F32", (256,))}
-"""What the weights are made of, in safetensors' words."""
+"""The dtype of the weights, in safetensors' words."""
 
 
 def create_or_attach(
@@ -39,13 +39,13 @@ def create_or_attach(
             except (membroker.WriterDied, membroker.SegmentNotFound):
                 if time.monotonic() > end:
                     raise
-                time.sleep(0.1)  # it will not be sealed, or is deleted: its name is free once its memory is
+                time.sleep(0.1)  # its writer died, or it is deleted: its name is free when its memory is
         else:
             try:
                 fill(segment)
                 segment.seal()
             except BaseException:
-                segment.close()  # given up: who waits for it gets WriterDied, and one of them makes it anew
+                segment.close()  # the waiting workers get WriterDied, and one of them creates it again
                 raise
             return segment, True
 
@@ -88,5 +88,5 @@ if __name__ == "__main__":
     parser.add_argument("seconds", nargs="?", metavar="SECONDS", type=seconds_of, default=0.0, help="how long it loads")
     try:
         main(parser.parse_args().seconds)
-    except membroker.MembrokerError as error:  # no broker, no room, or one that is drained
+    except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
         raise SystemExit(f"neither made nor attached: {error}") from None

@@ -1,6 +1,6 @@
-"""A table with a row for every id there may be, and memory for the ids that there were.
+"""A table with a row for every possible id, and memory only for the ids that occurred.
 
-python examples/sparse_numpy.py        (MEMBROKER_ENDPOINT, or the default endpoint; the host twin)
+python examples/sparse_numpy.py        (MEMBROKER_ENDPOINT, or the default endpoint; the host driver)
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ except ImportError as error:
 IDS = 1 << 30
 WIDTH = 256
 FAMILIES, MEMBERS = 12, 200
-"""Ids come in families, numbers side by side: what is near was made at the same time."""
+"""Ids come in runs of neighbours, such as ids that were made at the same time."""
 
 
 def main() -> None:
-    """Learn a row for each id that comes by; ask for one that never did."""
+    """Write a row for each id that occurs, and read one that never did."""
     random = numpy.random.default_rng(7)
     with (
         membroker.connect() as client,
@@ -37,9 +37,9 @@ def main() -> None:
         stranger = next(number for number in range(IDS) if number // table.tile_rows not in table.tiles())
         print(f"id {stranger} never came: {table[stranger].any()}")
         oldest = table.tiles()[0]
-        view = numpy.from_dlpack(table.tensor(oldest))  # no copy: the host twin's memory itself
+        view = numpy.from_dlpack(table.tensor(oldest))  # no copy: the host driver's memory itself
         print(f"the first tile has {int(view.any(axis=1).sum())} rows that are not zero")
-        del view  # an array keeps its tile from going
+        del view  # an array keeps its tile mapped
         table.drop(oldest)
         print(f"without it {table.physical_usage_bytes >> 20} MiB are charged")
 
@@ -47,5 +47,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except membroker.MembrokerError as error:  # no broker, no room, or one that is drained
+    except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
         raise SystemExit(f"not to the end: {error}") from None

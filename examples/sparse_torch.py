@@ -1,6 +1,6 @@
-"""A paged cache: blocks have addresses for good, and memory from the request that takes them to its end.
+"""A paged cache: blocks keep their addresses, and have memory only while a request uses them.
 
-python examples/sparse_torch.py        (MEMBROKER_ENDPOINT, or the default endpoint; a card or the twin)
+python examples/sparse_torch.py        (MEMBROKER_ENDPOINT, or the default endpoint; a GPU or the host driver)
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ except ImportError as error:
 
 BLOCKS = 4096
 TOKENS, HEADS, WIDTH = 1024, 8, 128
-"""Of a block: 4 MiB with its keys and values, a tile of its own."""
+"""Tokens of a block: 4 MiB with keys and values, which is one tile."""
 
 
 class PagedCache:
-    """Keys and values by the block. What kernels have to know is a block's number: the stride never changes."""
+    """Keys and values by the block. Kernels need only a block's number, since the stride is constant."""
 
     def __init__(self, model: membroker.Model) -> None:
         self.array = model.sparse_array((BLOCKS, 2, TOKENS, HEADS, WIDTH), "BF16", tile_rows=1)
@@ -38,7 +38,7 @@ class PagedCache:
 
 
 def main() -> None:
-    """Serve three requests within a limit that is good for two."""
+    """Serve three requests within a limit that is enough for two."""
     with membroker.connect() as client:
         model = client.register_model("paged", limit="32MiB")
         cache = PagedCache(model)
@@ -64,5 +64,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except membroker.MembrokerError as error:  # no broker, no room, or one that is drained
+    except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
         raise SystemExit(f"not to the end: {error}") from None

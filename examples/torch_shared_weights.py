@@ -1,9 +1,9 @@
-"""N torch workers with one transformers model, whose weights stand in memory once: they answer alike.
+"""N torch workers with one transformers model, whose weights are in memory once: all answer the same.
 
-python examples/torch_shared_weights.py [WORKERS]     (MEMBROKER_ENDPOINT, or the default endpoint; a card or the twin)
+python examples/torch_shared_weights.py [WORKERS]     (MEMBROKER_ENDPOINT, or the default endpoint; GPU or host driver)
 
-The model is a tiny Llama with random weights, so nothing is downloaded. Without transformers a small model of torch's
-own stands in for it.
+The model is a tiny Llama with random weights, so nothing is downloaded. Without transformers, a small
+model made with torch alone is used.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def answer(module: Any, device: Any) -> list[int]:
 
 
 def worker(number: int, answers: Any) -> None:
-    """Attach the weights, answer, and say which tokens it were."""
+    """Attach the weights, answer, and print the tokens."""
     with membroker.connect(client=f"worker-{number}") as client:
         with without_weights():
             module = build()
@@ -120,5 +120,5 @@ if __name__ == "__main__":
     parser.add_argument("workers", nargs="?", metavar="WORKERS", type=int, default=3, help="3 unless told")
     try:
         main(parser.parse_args().workers)
-    except membroker.MembrokerError as error:  # no broker, no room, or one that is drained
+    except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
         raise SystemExit(f"not to the end: {error}") from None

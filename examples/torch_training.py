@@ -1,9 +1,9 @@
-"""A torch worker that trains a small model inside a limit, and meets it.
+"""A torch worker that trains a small model within a limit, and reaches it.
 
 python examples/torch_training.py [STEPS]     (MEMBROKER_ENDPOINT, or the default endpoint)
 
-On a card all that torch allocates is the broker's: weights, activations, gradients, workspaces. On the host twin,
-where torch has no pools, the weights and gradients stand in a borrowed buffer.
+On a GPU torch borrows all that it allocates: weights, activations, gradients and workspaces. With the host driver,
+where torch has no pools, the weights and gradients are in a borrowed buffer.
 """
 
 from __future__ import annotations
@@ -96,5 +96,5 @@ if __name__ == "__main__":
     parser.add_argument("steps", nargs="?", metavar="STEPS", type=int, default=200, help="200 unless told")
     try:
         main(parser.parse_args().steps)
-    except membroker.MembrokerError as error:  # no broker, no room, or one that is drained
+    except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
         raise SystemExit(f"not to the end: {error}") from None

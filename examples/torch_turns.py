@@ -1,9 +1,9 @@
 """Two torch workers that serve in turns, one growing while the other shrinks, inside one limit for both.
 
-python examples/torch_turns.py     (MEMBROKER_ENDPOINT, or the default endpoint; a card or the host twin)
+python examples/torch_turns.py     (MEMBROKER_ENDPOINT, or the default endpoint; a GPU or the host driver)
 
-Each keeps its cache in a pool: its addresses stay the same, the memory behind them comes and goes. No memory is
-promised to a worker; it goes where the work is.
+Each has its cache in a pool: the addresses stay, and the memory behind them comes and goes. No memory is reserved for
+a worker; it goes where the work is.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ STEP = 4 * PAGE
 
 
 def worker(number: int, orders: Connection) -> None:
-    """Do as the conductor says: grow, shrink, serve; and say what came of it."""
+    """Follow the conductor's orders (grow, shrink, serve), and answer each with its result."""
     try:
         with membroker.connect(client=f"worker-{number}") as client:
             model = client.register_model("turns", virtual_capacity=LIMIT, limit=LIMIT)
             with model.pool(page_size=PAGE) as pool:
                 for order in iter(orders.recv, "end"):
                     orders.send(obey(order, number, pool))
-    except membroker.MembrokerError as error:  # no broker, no room, or one that is drained
+    except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
         sys.exit(f"worker {number}: {error}")
     except EOFError:
         sys.exit(1)  # the conductor is gone
@@ -65,7 +65,7 @@ def serve(number: int, pool: membroker.VirtualMemoryPool) -> int:
 
 
 def main() -> None:
-    """Conduct two workers: the first grows, the second is refused, then they pass the memory on, step by step."""
+    """Conduct two workers: the first grows, the second is refused, then the memory moves to it step by step."""
     context = multiprocessing.get_context("spawn")  # neither CUDA nor a session survives a fork
     ends, workers = [], []
     for number in (1, 2):
@@ -80,7 +80,7 @@ def main() -> None:
             ends[number - 1].send(order)
             print(ends[number - 1].recv(), flush=True)
         except (EOFError, BrokenPipeError):
-            sys.exit(1)  # the worker has said why it ended
+            sys.exit(1)  # the worker has printed why it ended
 
     for number, order in ((1, "grow"), (1, "grow"), (1, "serve"), (2, "grow")):
         say(number, order)

@@ -1,36 +1,39 @@
-"""The command `membrokerd`: read the configuration, open the device, serve until SIGTERM."""
+"""The command `membrokerd`: read the configuration, open the device, serve until SIGTERM.
+
+Nothing slow is imported before `main` runs: Ctrl-C is quiet from then on, and `--help` needs no package of the extra.
+"""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from membroker.vmm import DriverError
+from membroker.wire.standard import import_quietly, open_standard_descriptors
 
 from . import __version__
-from .config import descriptor_limits as limits
-from .config import quotas
-from .config.config import Config, ConfigError, load
-from .observe import logs
-from .reload import Reloader
+
+if TYPE_CHECKING:
+    import argparse
+
+    from .config.config import Config
+    from .reload import Reloader
 
 SWITCH_SECONDS = 0.0005
 
 _EPILOG = """\
 examples:
   membrokerd                                   a usable GPU, else the host driver; one endpoint, each uid a tenant
-  membrokerd --driver host --capacity 8GiB     no GPU: the host twin, for trying things out
+  membrokerd --driver host --capacity 8GiB     no GPU: the host driver, for trying things out
   membrokerd --config /etc/membroker/membrokerd.toml
-  membrokerd --config FILE --device 1          the second GPU's daemon, by the same file
-  membrokerd --config FILE --check-config      say what is wrong with FILE, and start nothing
+  membrokerd --config FILE --device 1          the second GPU's daemon, from the same file
+  membrokerd --config FILE --check-config      report what is wrong with FILE; start nothing
   kill -HUP PID                                read FILE again; the log says what has changed and what needs a restart
 
-Workers find the endpoint by MEMBROKER_ENDPOINT, or where it is by default. `membroker doctor` says whether this
-machine can run a broker; `membroker status` shows what a running one lends."""
+Workers find the endpoint through MEMBROKER_ENDPOINT, or at its default place. `membroker doctor` says whether this
+machine can run a broker. `membroker status` shows what a running broker lends."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,8 +41,27 @@ def main(arguments: list[str] | None = None) -> int:
 
     0 after SIGTERM or SIGINT, 1 when it cannot start, 2 for a wrong command line, 130 after a SIGINT during the start.
     """
-    parser = _parser()
-    options = vars(parser.parse_args(arguments))
+    open_standard_descriptors()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it reloads the configuration, which is not read yet
+    try:
+        return _run(vars(_parser().parse_args(arguments)))
+    except KeyboardInterrupt:
+        return 130
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("membroker"):
+            raise
+        missing = f"the Python module {error.name} is missing: pip install 'membroker[broker]'"
+        print(f"membrokerd: {missing}", file=sys.stderr)
+        return 1
+
+
+def _run(options: dict[str, Any]) -> int:
+    # A wrong configuration is reported before gRPC and a driver are imported.
+    import_quietly("membrokerd.reload")
+    from .config.config import ConfigError, load
+    from .observe import logs
+    from .reload import Reloader
+
     path: Path | None = options.pop("config")
     only_check: bool = options.pop("check_config")
     try:
@@ -57,7 +79,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _troubles(config: Config) -> Iterator[str]:
-    """Yield what is no mistake in the file and would be wrong here: perhaps another user's daemon may, or is to."""
+    """Yield what is not wrong in the file but would be here and now, for this user."""
+    from .config import descriptor_limits as limits
+    from .config import quotas
+
     if config.state_directory and (why := quotas.trouble(config.state_directory)):
         yield f"state_directory: {why}"
     if config.max_sessions and (
@@ -72,21 +97,18 @@ def _troubles(config: Config) -> Iterator[str]:
 
 def _serve(config: Config, reloader: Reloader) -> int:
     signal.signal(signal.SIGHUP, lambda *_: reloader.ask())
-    # Imported late: a wrong configuration is told without gRPC and a driver.
-    try:
-        from .daemon import Daemon
-        from .device import DeviceError, plan
-        from .home import HomeError
-        from .turns import Turns, TurnSelector
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("membroker"):
-            raise
-        print(
-            f"membrokerd: the Python module {error.name} is missing: pip install 'membroker[broker]'", file=sys.stderr
-        )
-        return 1
+    import_quietly("membrokerd.daemon")
+    import asyncio
 
-    # A scrape formats for as long as it may keep the interpreter: 5 ms by default, for which lending would wait.
+    from membroker.vmm import DriverError
+
+    from .daemon import Daemon
+    from .device import DeviceError, plan
+    from .home import HomeError
+    from .observe import logs
+    from .turns import Turns, TurnSelector
+
+    # A thread that renders a scrape may keep the interpreter for 5 ms by default, and lending would wait that long.
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         made = plan(config)
@@ -105,12 +127,12 @@ def _serve(config: Config, reloader: Reloader) -> int:
         logs.flush()  # this sentence is the last one
         print(f"membrokerd: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
+    import argparse
+
     parser = argparse.ArgumentParser(
         prog="membrokerd",
         description="Own the memory of one GPU and lend it to the processes of many tenants.",
@@ -118,14 +140,18 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"membrokerd {__version__}")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; what stands here goes before it")
-    parser.add_argument("--check-config", action="store_true", help="read the configuration, say what is wrong, exit")
-    parser.add_argument("--driver", choices=("auto", "host", "cuda"), help="auto: a usable GPU, else the host twin")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; options given here override it")
+    parser.add_argument(
+        "--check-config", action="store_true", help="read the configuration, report what is wrong, exit"
+    )
+    parser.add_argument("--driver", choices=("auto", "host", "cuda"), help="auto: a usable GPU, else the host driver")
     parser.add_argument("--device", type=_device, metavar="N|UUID", help="which GPU: its number or its UUID")
-    parser.add_argument("--capacity", metavar="SIZE", help='what may be lent, as in "64GiB"; default: all but headroom')
-    parser.add_argument("--headroom", metavar="SIZE", help="what of the device is never lent")
+    parser.add_argument(
+        "--capacity", metavar="SIZE", help='how much may be lent, as in "64GiB"; default: all but the headroom'
+    )
+    parser.add_argument("--headroom", metavar="SIZE", help="how much of the device is never lent")
     parser.add_argument("--runtime-directory", metavar="DIR", help="where the endpoints' sockets are")
-    parser.add_argument("--metrics-port", type=int, dest="metrics.port", metavar="PORT", help="0: a free one")
+    parser.add_argument("--metrics-port", type=int, dest="metrics.port", metavar="PORT", help="0: any free port")
     parser.add_argument("--log-format", choices=("text", "json"), dest="log.format")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), dest="log.level")
     return parser

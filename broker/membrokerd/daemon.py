@@ -44,6 +44,7 @@ from .edge.handoff.outbox import Traffic
 from .edge.listings import Views
 from .edge.rpc.admin_service import AdminService
 from .edge.rpc.broker_service import BrokerService
+from .edge.rpc.interceptor import Calls
 from .edge.rpc.server import serve
 from .executor import Executor
 from .home import Home, HomeError, Ownership, clear_private
@@ -96,6 +97,7 @@ class Daemon:
         self._plan = plan
         self._reloader = reloader
         self._doors: dict[str, _Door] = {}
+        self._calls = Calls(lambda: len(self._doors) + 1)  # the operator's endpoint is not among the doors
         self._traffic = Traffic()
         self._endpoints: list[Path] = []
         self._metrics = Metrics(self, plan.driver.device.uuid)
@@ -327,7 +329,7 @@ class Daemon:
             self._observe_request,
             self._loop.broker.rules.max_sessions,
             self._turns,
-            self._endpoint_count(),
+            self._calls,
         )
         stack.push_async_callback(server.stop, 1.0)
 
@@ -351,7 +353,7 @@ class Daemon:
                 self._observe_request,
                 self._loop.broker.rules.max_sessions,
                 self._turns,
-                self._endpoint_count(),
+                self._calls,
             )
             stack.push_async_callback(server.stop, 1.0)
             sock = self._home.listen(directory / "handoff.sock", ownership)
@@ -360,10 +362,6 @@ class Daemon:
             stack.callback(listener.close)
             self._doors[name] = _Door(directory, listener, stack.pop_all())
         logs.log("endpoint open", tenant=tenant or "each uid", directory=str(directory))
-
-    def _endpoint_count(self) -> int:
-        """Return how many endpoints share the bound of gRPC calls: the operator's, the tenants', and the next one."""
-        return max(len(self._config.tenants), len(self._doors) + 1) + 1
 
     async def _close_doors(self) -> None:
         """Close the endpoints of all tenants, the last that was opened first."""

@@ -137,7 +137,7 @@ class Loop:
         self._observe_step(time.perf_counter() - start)
         is_written = self._write(facts) if facts or broker.books.cannot_write else True
         for fact in facts:
-            if type(fact) not in logs.unsaid:
+            if type(fact) not in logs.not_logged:
                 logs.log_fact(fact)
         for effect in effects:
             try:

@@ -1,7 +1,7 @@
-"""SIGHUP: the configuration is read again, and what may change while the daemon runs is changed.
+"""SIGHUP: read the configuration again, and change what may change while the daemon runs.
 
-Owns which keys those are, and what is said of all others. It must never end the daemon: where the file is wrong, the
-log says so and everything stays as it is.
+Owns the list of keys that may change, and the comparison of two configurations. It must never end the daemon: if the
+file is wrong, the log says so and everything stays as it is.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ CHANGEABLE = frozenset(
         "tenants",
     )
 )
-"""Keys that are in force from a reload on; besides these `log.level`. All others are decided at the start."""
+"""Keys that a reload changes, besides `log.level`. All others are fixed at the start."""
 _CHANGEABLE_OF_TENANT = frozenset(("limit", "host_limit", "uids", "models"))
 UNCHANGED = "the configuration was not reloaded and stays as it is"
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What a reload comes to. `config` is the one in force afterwards: `fixed` keys have the values of before."""
+    """The result of a reload. `config` is in force afterwards; the keys in `fixed` have their old values in it."""
 
     config: Config
     fixed: tuple[str, ...]
@@ -43,7 +43,7 @@ class Changes:
 
 
 def compare(before: Config, after: Config) -> Changes:
-    """Return what changes from one configuration to the next, and which keys cannot."""
+    """Return what changes from one configuration to the next, and which changed keys cannot."""
     fixed = [key for key in _changed(before, after) if key not in CHANGEABLE | {"log", "metrics"}]
     fixed += [f"metrics.{key}" for key in _changed(before.metrics, after.metrics)]
     fixed += ["log.format"] * (before.log.format != after.log.format)
@@ -65,7 +65,7 @@ def _changed(before: Any, after: Any) -> Iterator[str]:
 
 
 def _merged(before: TenantConfig | None, after: TenantConfig, name: str, fixed: list[str]) -> TenantConfig:
-    """Return a tenant as it can be now: its sockets keep the owner and the mode that they have."""
+    """Return the tenant with its new limits; its sockets keep their owner, group and mode."""
     if before is None:
         return after
     fixed += [f"tenants.{name}.{key}" for key in _changed(before, after) if key not in _CHANGEABLE_OF_TENANT]
@@ -73,7 +73,7 @@ def _merged(before: TenantConfig | None, after: TenantConfig, name: str, fixed: 
 
 
 class Reloader:
-    """Reads the configuration again when it is asked to, one time after another; `read` may take its time."""
+    """Reads the configuration again when asked, one reload at a time; `read` may block."""
 
     def __init__(self, path: Path | None, read: Callable[[], Config]) -> None:
         self._path = path
@@ -83,19 +83,19 @@ class Reloader:
         self._task: asyncio.Task[None] | None = None
 
     def ask(self) -> None:
-        """Reload as soon as the daemon runs, and once more where a reload is under way."""
+        """Reload as soon as the daemon runs; if a reload is under way, reload once more after it."""
         self._asked = True
         if self._apply is not None and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(self._apply))
 
     def begin(self, apply: Callable[[Config], Awaitable[None]]) -> None:
-        """The daemon runs: `apply` puts a configuration into force."""
+        """Start to obey: the daemon runs, and `apply` puts a configuration into force."""
         self._apply = apply
         if self._asked:
             self.ask()
 
     def close(self) -> None:
-        """Reload no more."""
+        """Stop reloading."""
         self._apply = None
         if self._task is not None:
             self._task.cancel()
@@ -111,7 +111,7 @@ class Reloader:
                 except ConfigError as error:
                     for problem in error.problems:
                         logs.warn(UNCHANGED, problem=problem)
-                except Exception as error:  # noqa: BLE001 - whatever went wrong, the daemon goes on
+                except Exception as error:  # noqa: BLE001 - the daemon must go on
                     logs.fault(error, doing="reload")
         finally:
             self._task = None

@@ -150,7 +150,7 @@ class TestTheEndOfTheAddresses:
         with pytest.raises(OutOfVirtualMemory) as caught:
             pool.grow(1)
         assert caught.value.available_bytes == 0
-        assert pickle.loads(pickle.dumps(caught.value)).requested == 1
+        assert pickle.loads(pickle.dumps(caught.value)).requested_bytes == 1
 
     def test_a_growable_buffer(self, lender: Lender) -> None:
         with GrowableBuffer(lender, PAGE, 4 * PAGE, PAGE) as buffer:
@@ -181,7 +181,7 @@ class TestRefusals:
                 numbers = (caught.value.asked_bytes, caught.value.requested_bytes, caught.value.available_bytes)
                 assert numbers == (20 * MIB, 64 * MIB, 32 * MIB)
                 copy = pickle.loads(pickle.dumps(caught.value))
-                assert (str(copy), copy.asked) == (str(caught.value), 20 * MIB)
+                assert (str(copy), copy.asked_bytes) == (str(caught.value), 20 * MIB)
 
     def test_of_a_buffer_and_of_one_that_grows(self) -> None:
         with membroker.LocalSource("host", limit="6MiB") as source:

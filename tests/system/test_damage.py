@@ -40,7 +40,7 @@ def state(daemon: Daemon) -> Path:
 
 
 def command(daemon: Daemon) -> list[str]:
-    return [sys.executable, "-m", "membrokerd.start", "--config", str(daemon.directory / "membrokerd.toml")]
+    return [sys.executable, "-m", "membrokerd.cli", "--config", str(daemon.directory / "membrokerd.toml")]
 
 
 def refused(daemon: Daemon) -> str:
@@ -406,5 +406,15 @@ def test_a_keeper_and_a_command_without_standard_descriptors(tmp_path: Path) -> 
         finally:
             keeper.terminate()
             assert keeper.wait(DEADLINE_SECONDS) == 0
-    done = subprocess.run([*closed, "-m", "membroker.cli.start", "status", "--endpoint", str(tmp_path)], timeout=60)
+    done = subprocess.run(
+        [
+            *closed,
+            "-c",
+            "import sys; from membroker.cli import run; sys.exit(run())",
+            "status",
+            "--endpoint",
+            str(tmp_path),
+        ],
+        timeout=60,
+    )
     assert done.returncode == 1

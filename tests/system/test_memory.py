@@ -14,13 +14,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.support.daemons import Daemon, hold_still, running, until
-from tests.support.honest_worker import State, check_turns
+from tests.support.honest_worker import Honest, State, check_turns
+from tests.support.http2 import Peer
 from tests.support.sizes import KIB, MIB
 from tests.support.workers import worker
+from tests.system.test_reload import reload
 from tests.system.test_turns import BEGIN
 
-from membrokerd.edge.rpc.interceptor import MAX_WATCHES
-from membrokerd.edge.rpc.server import CONNECTIONS_BESIDE, MAX_CALLS, MAX_PENDING, MAX_STREAMS
+from membrokerd.edge.rpc.interceptor import MAX_CALLS, MAX_STREAMS, MAX_WATCHES
+from membrokerd.edge.rpc.server import CONNECTIONS_BESIDE, MAX_PENDING
 
 SERVED = "membroker.v1.BrokerService"
 MAX_SESSIONS, ENDPOINTS, EXTENTS, MODELS, SEGMENTS = 64, 3, 65_536, 240, 16
@@ -171,6 +173,57 @@ for peer in peers[16:]:
         )
         assert max(peak, calls) < BOUND
         check_turns(daemon, state, "the worst mix")
+
+
+def test_tenants_that_a_reload_adds_share_one_bound_of_calls(state: State) -> None:
+    """Each tenant begins calls and never ends them, the new ones too: all together get no more than the bound.
+
+    A worker of another tenant goes on meanwhile, and gRPC serves again once the calls are gone.
+    """
+    with running({"tenants": {"red": {}, "blue": {}}, "max_sessions": MAX_SESSIONS}) as daemon, ExitStack() as stack:
+        honest = Honest(stack.enter_context(worker()), daemon, "handoff")
+        peers = _begin_calls(daemon, stack, ["red"], MAX_CALLS // 3)
+        until(lambda: _running(peers) == MAX_CALLS // 3)
+        names = [f"new-{number}" for number in range(8)]
+        reload(daemon, tenants={name: {} for name in ("red", "blue", *names[:2])})
+        peers += _begin_calls(daemon, stack, names[:2], MAX_CALLS // 5)
+        until(lambda: _running(peers) == MAX_CALLS // 3 + 2 * (MAX_CALLS // 5))
+        reload(daemon, tenants={name: {} for name in ("red", "blue", *names)})
+        peers += _begin_calls(daemon, stack, names[2:], MAX_CALLS // 11)  # the earlier ones keep their larger shares
+        begun = len(peers) * MAX_STREAMS
+        until(lambda: _running(peers) == MAX_CALLS)
+        honest.beside(state, f"{begun} gRPC calls that nothing ends")
+        for peer in peers:
+            peer.close()
+        until(lambda: _serves(daemon))
+        Honest(stack.enter_context(worker()), daemon, "grpc").turns(10)
+
+
+def _begin_calls(daemon: Daemon, stack: ExitStack, tenants: list[str], share: int) -> list[Peer]:
+    """Begin more than `share` calls of each tenant, and send no request of them."""
+    peers = [Peer(daemon.endpoint(tenant)) for tenant in tenants for _ in range(share // MAX_STREAMS + 2)]
+    for peer in peers:
+        stack.callback(peer.close)
+        peer.hear(1)
+        for _ in range(MAX_STREAMS):
+            peer.begin("/membroker.v1.BrokerService/RegisterModel", 100)
+    return peers
+
+
+def _running(peers: list[Peer]) -> int:
+    """Return how many of their calls the daemon has not ended."""
+    for peer in peers:
+        peer.hear(0)
+    return len(peers) * MAX_STREAMS - sum(len(peer.ended) for peer in peers)
+
+
+def _serves(daemon: Daemon) -> bool:
+    with grpc.insecure_channel(f"unix:{daemon.endpoint('blue')}/grpc.sock") as channel:
+        try:
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        except grpc.RpcError:
+            return False
+    return True
 
 
 def _resident_while(daemon: Daemon, calls: int) -> Iterator[int]:

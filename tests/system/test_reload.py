@@ -203,7 +203,7 @@ def test_many_at_once_and_during_the_start(daemon: Daemon, engine: Worker) -> No
         daemon.process.send_signal(signal.SIGHUP)
     until(lambda: lent_to(engine, 64 + 2 * 29 - 32))
     with subprocess.Popen(
-        [sys.executable, "-m", "membrokerd.start", "--config", str(Path("/nonexistent/membrokerd.toml"))],
+        [sys.executable, "-m", "membrokerd.cli", "--config", str(Path("/nonexistent/membrokerd.toml"))],
         stderr=subprocess.PIPE,
     ) as starting:
         until(lambda: b"SigIgn:\t0000000000000001" in status(starting.pid) or starting.poll() is not None)

@@ -24,6 +24,8 @@ from tests.support.workers import ANCHOR_BYTES, PAGE, Worker
 pytestmark = [pytest.mark.root, pytest.mark.timeout(1_000)]
 
 ALICE, BOB = 1_001, 1_002
+CONFIGURED: Mapping[str, Any] = {"driver": "host", "capacity": "256MiB"}
+TENANTS: Mapping[str, Any] = {"red": {"owner": ALICE}, "blue": {"owner": BOB}}
 PRESERVES = 254
 """The first systemd that says how many descriptors it keeps, and that keeps them over stop and start."""
 FDSTORE_MAX = 8_192
@@ -45,8 +47,7 @@ def configure(machine: Machine, room: int = FDSTORE_MAX) -> None:
     """Write a configuration of two tenants, whose sockets are two users'."""
     # As the annotated one has it: an older systemd does not say how many descriptors it keeps.
     kept = {} if machine.version >= PRESERVES else {"systemd_descriptors": room}
-    tenants = {"red": {"owner": ALICE}, "blue": {"owner": BOB}}
-    machine.configure({"driver": "host", "capacity": "256MiB", **kept, "tenants": tenants})
+    machine.configure({**CONFIGURED, **kept, "tenants": TENANTS})
 
 
 @pytest.fixture
@@ -312,6 +313,26 @@ def test_a_commanded_limit_outlives_the_daemon(machine: Machine) -> None:
         machine.run("systemctl", "start", UNIT)
         (row,) = operator.tell("quota", "list")
         assert (row["name"], row["limit"]) == ("tenants/red/models/m", 64 * MIB)
+
+
+def test_systemctl_reload_changes_limits_of_the_running_daemon(machine: Machine) -> None:
+    """By the unit's ExecReload: the same process goes on, with the new file, or with the old one if that is wrong."""
+    with closing(Operator(machine)) as operator, closing(Inside(machine, ALICE)) as worker:
+        worker.borrow("red").do("kept = model.allocate(PAGE)")
+        daemon = machine.daemon()
+
+        def limits() -> dict[str, int | None]:
+            return {row["name"]: row["books"]["device"]["limit"] for row in operator.tell("tenants")}
+
+        machine.configure({**CONFIGURED, "tenants": {**TENANTS, "red": {"owner": ALICE, "limit": "64MiB"}, "new": {}}})
+        machine.run("systemctl", "reload", UNIT)
+        until(lambda: limits() == {"tenants/red": 64 * MIB, "tenants/blue": None, "tenants/new": None})
+        machine.configure({**CONFIGURED, "tenants": {**TENANTS, "red": {"limt": "32MiB"}}})
+        machine.run("systemctl", "reload", UNIT)
+        until(lambda: "tenants.red.limt: is not a known key; did you mean 'limit'?" in machine.log())
+        assert limits()["tenants/red"] == 64 * MIB
+        assert machine.daemon() == daemon
+        worker.do("model.allocate(PAGE).close(); kept.close()")
 
 
 def test_a_segment_for_which_systemd_has_no_room_is_refused(machine: Machine) -> None:

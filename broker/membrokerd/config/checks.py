@@ -1,114 +1,74 @@
-"""What a value of the configuration may be: one check for each kind, and the table of keys that uses them.
+"""What a value in a configuration file may be, and the sentence for everything that is wrong in one.
 
-A check returns the value as the daemon wants it, or raises `ValueError` with what to write instead. It sees one
-value alone; what must fit together is checked in `config`.
+pydantic checks a document against annotated dataclasses. Owns the kinds of values that pydantic does not have (sizes,
+owners, modes, names) and the translation of its errors. It sees one value at a time; what must fit together is
+checked in `config`.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import grp
+import json
 import pwd
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, Strict, TypeAdapter, ValidationError
 
 from membroker.vmm.sizes import MIB, format_size, parse_size
+from membroker.wire.names import valid_model, valid_tenant
 
 CAPACITY_STEP = 2 * MIB
-"""The granularity of every card so far, and of the twin: capacity is a multiple of it."""
-
-MODEL_NAME = (
-    "a model's name is letters, digits and ._-, begins with a letter, a digit or _, may have one slash inside, and has "
-    "at most 96 characters; quote dots and slashes in TOML"
-)
-"""What to write instead of a name that no model may have."""
+"""The granularity of every GPU so far, and of the host driver: capacity is a multiple of it."""
 MAX_DEVICE = 9_999
 
 _UUID = re.compile(r"(GPU-|MIG-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_Table = TypeVar("_Table")
+KeyPath = tuple[str, ...]
 
-Check = Callable[[Any], Any]
+
+class Table:
+    """A dataclass of keys: a key that it does not have is an error."""
+
+    __slots__ = ()
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+
+# --- Kinds of values ---
 
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def size(value: Any) -> int:
-    """Bytes, as a number or as text."""
+def _size(value: Any) -> int:
     try:
         return parse_size(value)
     except TypeError as error:
         raise ValueError(str(error)) from error
 
 
-def capacity(value: Any) -> int:
-    """Bytes that can be lent: a multiple of the granularity."""
-    found = size(value)
+def _capacity(value: Any) -> int:
+    found = _size(value)
     if found % CAPACITY_STEP:
         fitting = max(1, round(found / CAPACITY_STEP)) * CAPACITY_STEP
         raise ValueError(f"{value!r} is not a multiple of 2MiB; the nearest that fits is {size_text(fitting)}")
     return found
 
 
-def positive_capacity(value: Any) -> int:
-    """As `capacity`, and more than nothing."""
-    if not (found := capacity(value)):
+def _positive(size: int) -> int:
+    if not size:
         raise ValueError('0 bytes are nothing to lend; write a size, such as "8GiB", or leave the key out')
-    return found
+    return size
 
 
-def choice(*choices: str) -> Check:
-    """One of these words."""
-
-    def check(value: Any) -> str:
-        if value not in choices:
-            raise ValueError(f"write one of {', '.join(map(repr, choices))}, not {value!r}")
-        return str(value)
-
-    return check
-
-
-def integer(low: int, high: int) -> Check:
-    """A whole number in [low, high]."""
-
-    def check(value: Any) -> int:
-        if not _is_int(value) or not low <= value <= high:
-            raise ValueError(f"write a whole number from {low} to {high:,}, not {value!r}")
-        return int(value)
-
-    return check
-
-
-def seconds(low: float) -> Check:
-    """Seconds, from `low` to a day."""
-
-    def check(value: Any) -> float:
-        number = _is_int(value) or isinstance(value, float)
-        if not number or not low <= value <= 86_400:
-            raise ValueError(f"write a number of seconds from {low:g} to 86400, not {value!r}")
-        return float(value)
-
-    return check
-
-
-def boolean(value: Any) -> bool:
-    """True or false."""
-    if isinstance(value, bool):
-        return value
-    raise ValueError(f"write true or false, not {value!r}")
-
-
-def text(value: Any) -> str:
-    """Text that is not empty."""
-    if not isinstance(value, str) or not value:
-        raise ValueError(f'write text, such as "127.0.0.1", not {value!r}')
-    return value
-
-
-def device(value: Any) -> int | str:
-    """A device's number, or its UUID; the host driver's are `host`, `host-1` and so on."""
+def _device(value: Any) -> int | str:
     if isinstance(value, str) and (match := re.fullmatch(r"host(?:-([1-9][0-9]{0,3}))?", value)):
         return int(match[1] or 0)
     if isinstance(value, str) and value.isdecimal() and len(value) <= len(str(MAX_DEVICE)):
@@ -117,42 +77,28 @@ def device(value: Any) -> int | str:
         return value
     if _is_int(value) and 0 <= value <= MAX_DEVICE:
         return int(value)
-    raise ValueError(f'write a card\'s number from 0 or its UUID, such as "GPU-…" from `nvidia-smi -L`, not {value!r}')
+    raise ValueError(f'write a GPU\'s number from 0 or its UUID, such as "GPU-…" from `nvidia-smi -L`, not {value!r}')
 
 
-def directory(value: Any) -> Path:
-    """An absolute path."""
+def _directory(value: Any) -> Path:
     if not isinstance(value, str | Path) or not Path(value).is_absolute():
         raise ValueError(f'write an absolute path, such as "/run/membroker", not {value!r}')
     return Path(value)
 
 
-def keeper_socket(value: Any) -> Path:
-    """An absolute path, in which {device} and {index} stand for the daemon's device."""
-    found = directory(value)
-    if re.search("[{}]", re.sub(r"\{(device|index)\}", "", str(found))):
-        raise ValueError(f"{{device}} and {{index}} are all that may stand in braces, not as in {value!r}")
-    return found
+def _keeper_socket(path: Path) -> Path:
+    if re.search("[{}]", re.sub(r"\{(device|index)\}", "", str(path))):
+        raise ValueError(f"only {{device}} and {{index}} may stand in braces, not as in '{path}'")
+    return path
 
 
-def uids(value: Any) -> frozenset[int]:
-    """A list of user ids."""
+def _uids(value: Any) -> frozenset[int]:
     if not isinstance(value, list) or not all(_is_int(uid) and 0 <= uid < 2**32 - 1 for uid in value):
         raise ValueError(f"write a list of user ids, such as [1000, 1001], not {value!r}")
     return frozenset(value)
 
 
-def owner(value: Any) -> int:
-    """The id of a user that is given by id or name."""
-    return _named_id(value, "user", lambda name: pwd.getpwnam(name).pw_uid)
-
-
-def group(value: Any) -> int:
-    """The id of a group that is given by id or name."""
-    return _named_id(value, "group", lambda name: grp.getgrnam(name).gr_gid)
-
-
-def _named_id(value: Any, kind: str, find: Callable[[str], int]) -> int:
+def _named_id(kind: str, find: Callable[[str], int], value: Any) -> int:
     if _is_int(value) and 0 <= value < 2**32 - 1:
         return int(value)
     try:
@@ -161,56 +107,115 @@ def _named_id(value: Any, kind: str, find: Callable[[str], int]) -> int:
         raise ValueError(f"this machine has no {kind} {value!r}; write an id, or create the {kind} first") from None
 
 
-def mode(value: Any) -> int:
-    """A file's mode, as octal text."""
+def _mode(value: Any) -> int:
     if not isinstance(value, str) or not re.fullmatch(r"0?[0-7]{3}", value):
         raise ValueError(f'write the mode as octal text, such as "0660", not {value!r}')
     return int(value, 8)
 
 
-KEYS: Mapping[str, Mapping[str, Check]] = {
-    "": {
-        "driver": choice("auto", "host", "cuda"),
-        "device": device,
-        "runtime_directory": directory,
-        "capacity": positive_capacity,
-        "host_capacity": capacity,
-        "headroom": size,
-        "gate_reserve": size,
-        "host_driver_total": positive_capacity,
-        "default_limit": size,
-        "default_host_limit": size,
-        "settle_seconds": seconds(0),
-        "audit_seconds": seconds(0.01),
-        "model_grace_seconds": seconds(0),
-        "max_sessions": integer(1, 100_000),
-        "max_models_per_tenant": integer(1, 100_000),
-        "stock": size,
-        "stock_extents": integer(0, 4_096),
-        "descriptor_store": choice("auto", "systemd", "keeper", "memory"),
-        "systemd_descriptors": integer(0, 1_000_000),
-        "keeper_socket": keeper_socket,
-        "state_directory": directory,
-    },
-    "metrics": {"enabled": boolean, "address": text, "port": integer(0, 65_535)},
-    "log": {"format": choice("text", "json"), "level": choice("debug", "info", "warning", "error")},
-    "tenants.NAME": {
-        "limit": size,
-        "host_limit": size,
-        "uids": uids,
-        "owner": owner,
-        "group": group,
-        "mode": mode,
-    },
-    "tenants.NAME.models.MODEL": {"limit": size, "host_limit": size},
-}
-"""Every key by its table, with its check. The defaults are the dataclasses'."""
+def _tenant_name(name: str) -> str:
+    if valid_tenant(name):
+        return name
+    raise ValueError("a tenant's name is [a-z0-9] and then at most 23 of [a-z0-9-], because it names a directory too")
 
 
-def nearest(key: Any, known: Iterable[str]) -> str:
+def _model_name(name: str) -> str:
+    if valid_model(name):
+        return name
+    raise ValueError(
+        "a model's name is letters, digits and ._-, begins with a letter, a digit or _, may have one slash inside, and "
+        "has at most 96 characters; quote dots and slashes in TOML"
+    )
+
+
+Size = Annotated[int, PlainValidator(_size)]
+"""Bytes, as a number or as text."""
+Capacity = Annotated[int, PlainValidator(_capacity)]
+"""A size that is a multiple of the granularity."""
+PositiveCapacity = Annotated[int, PlainValidator(_capacity), AfterValidator(_positive)]
+Seconds = Annotated[float, Strict(), Field(ge=0, le=86_400, allow_inf_nan=False)]
+Count = Annotated[int, Strict(), Field(ge=1, le=100_000)]
+Device = Annotated[int | str, PlainValidator(_device)]
+"""A device's number, or its UUID; the host driver's are `host`, `host-1` and so on."""
+Directory = Annotated[Path, PlainValidator(_directory)]
+KeeperSocket = Annotated[Path, PlainValidator(_directory), AfterValidator(_keeper_socket)]
+"""An absolute path, in which {device} and {index} stand for the daemon's device."""
+Uids = Annotated[frozenset[int], PlainValidator(_uids)]
+Owner = Annotated[int, PlainValidator(functools.partial(_named_id, "user", lambda name: pwd.getpwnam(name).pw_uid))]
+"""The id of a user, given by id or name."""
+Group = Annotated[int, PlainValidator(functools.partial(_named_id, "group", lambda name: grp.getgrnam(name).gr_gid))]
+Mode = Annotated[int, PlainValidator(_mode)]
+"""A file's mode, as octal text."""
+TenantName = Annotated[str, AfterValidator(_tenant_name)]
+ModelName = Annotated[str, AfterValidator(_model_name)]
+
+
+# --- A document ---
+
+
+def check(kind: type[_Table], document: dict[str, Any]) -> tuple[_Table, dict[str, str]]:
+    """Return the document as `kind` without its wrong values, and a sentence for each of those, by key.
+
+    Wrong values are removed from `document`. `kind` has a default for each key.
+    """
+    adapter, problems = TypeAdapter(kind), dict[str, str]()
+    try:
+        return adapter.validate_python(document), problems
+    except ValidationError as error:
+        for path, sentence in _problems(kind, error):
+            problems[joined(path)] = sentence
+            table = document
+            for key in path[:-1]:
+                table = table.get(key, {})
+            table.pop(path[-1], None)
+    return adapter.validate_python(document), problems
+
+
+def _problems(kind: type, error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
+    """Yield key path and sentence of each error: keys that do not exist first."""
+    found = error.errors(include_url=False)
+    for each in sorted(found, key=lambda each: each["type"] != "unexpected_keyword_argument"):
+        path = tuple(map(str, each["loc"]))
+        match each["type"]:
+            case "value_error" if path[-1] == "[key]":  # pydantic's mark for an error in the key itself
+                yield path[:-1], str(each["ctx"]["error"])
+            case "unexpected_keyword_argument":
+                yield path, "is not a known key" + _nearest(path[-1], _keys(kind, path[:-1]))
+            case "value_error":
+                yield path, str(each["ctx"]["error"])
+            case "dataclass_type":
+                yield path, f"is a table: write [{joined(path)}] and its keys below"
+            case "dict_type" | "mapping_type":
+                yield path, f"is a table of tables: write [{joined(path)}.NAME] and its keys below"
+            case "bool_type":
+                yield path, "should be true or false" + _but_found(each["input"])
+            case _:
+                yield path, each["msg"].partition(" ")[2] + _but_found(each["input"])  # without its "Input"
+
+
+def _but_found(value: Any) -> str:
+    try:
+        return f", not {value!r}"
+    except ValueError:  # a number of more digits than Python shows
+        return ""
+
+
+def _keys(kind: Any, path: KeyPath) -> list[str]:
+    """Return the keys of the table at a key path."""
+    for key in path:
+        kind = get_type_hints(kind)[key] if is_dataclass(kind) else get_args(kind)[1]
+    return [each.name for each in fields(kind)]
+
+
+def _nearest(key: str, known: list[str]) -> str:
     """Return the end of a sentence about an unknown key: the known one that was probably meant, or all."""
-    found = difflib.get_close_matches(str(key), list(known), n=1)
+    found = difflib.get_close_matches(key, known, n=1)
     return f"; did you mean {found[0]!r}?" if found else f"; known are {', '.join(sorted(known))}"
+
+
+def joined(path: KeyPath) -> str:
+    """Return the key path as TOML writes it: a key that is not bare is quoted."""
+    return ".".join(key if _BARE_KEY.fullmatch(key) else json.dumps(key) for key in path)
 
 
 def size_text(size: int) -> str:

@@ -1,27 +1,24 @@
-"""What the operator decided: one TOML file, checked as a whole, as frozen values in bytes, seconds and paths.
+"""The operator's configuration: one TOML file, checked as a whole, as frozen values in bytes, seconds and paths.
 
-Owns the keys, their defaults and the sentence for everything that can be wrong with them; all problems are shown at
-once. It must never look at a device: what depends on the driver stays None here and is decided where it is known.
+Owns the keys, their defaults, and the sizes that must fit each other; all problems are shown at once. It must never
+look at a device: a value that depends on the driver stays None here and is decided where the driver is known.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import os
-import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from membroker.wire.names import valid_model, valid_tenant
+from pydantic import Field, Strict
 
 from .. import files
-from .checks import CAPACITY_STEP, KEYS, MODEL_NAME, Check, nearest, size_text
-
-_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+from . import checks
+from .checks import Size, Table, joined, size_text
 
 
 class ConfigError(ValueError):
@@ -33,74 +30,83 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class MetricsConfig:
-    """Where Prometheus finds the figures. `port` 0 is any free one, None 9710 and the number of the card."""
+class MetricsConfig(Table):
+    """Where Prometheus finds the figures. `port` 0 is any free one, None 9710 and the number of the GPU."""
 
-    enabled: bool = True
-    address: str = "127.0.0.1"
-    port: int | None = None
+    enabled: Annotated[bool, Strict()] = True
+    address: Annotated[str, Strict(), Field(min_length=1)] = "127.0.0.1"
+    port: Annotated[int, Strict(), Field(ge=0, le=65_535)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class LogConfig:
+class LogConfig(Table):
     """How the log is written: `text` or `json`, from this level on."""
 
-    format: str = "text"
-    level: str = "info"
+    format: Literal["text", "json"] = "text"
+    level: Literal["debug", "info", "warning", "error"] = "info"
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """What a tenant's model may be charged, in bytes; None leaves it to the tenant's limit."""
+class ModelConfig(Table):
+    """The most that a tenant's model may be charged, in bytes; None leaves it to the tenant's limit."""
 
-    limit: int | None = None
-    host_limit: int | None = None
+    limit: Size | None = None
+    host_limit: Size | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class TenantConfig:
+class TenantLimits(Table):
+    """The most that a tenant and each of its models may be charged; these keys are in the file of quotas too."""
+
+    limit: Size | None = None
+    host_limit: Size | None = None
+    models: Mapping[checks.ModelName, ModelConfig] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantConfig(TenantLimits):
     """A tenant and its endpoint. `owner`, `group` and `mode` are those of its sockets; None leaves the daemon's.
 
-    `uids` may open sessions; empty admits whom the sockets' mode admits.
+    Only users in `uids` may open sessions; where it is empty, the sockets' mode decides.
     """
 
-    limit: int | None = None
-    host_limit: int | None = None
-    uids: frozenset[int] = frozenset()
-    owner: int | None = None
-    group: int | None = None
-    mode: int | None = None
-    models: Mapping[str, ModelConfig] = field(default_factory=dict)
+    uids: checks.Uids = frozenset()
+    owner: checks.Owner | None = None
+    group: checks.Group | None = None
+    mode: checks.Mode | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
-    """All of it. Sizes in bytes; what is None is decided by the driver, or by what the device has."""
+class Config(Table):
+    """All keys. Sizes in bytes; where it is None, the driver decides, or the memory that the device has.
 
-    runtime_directory: Path
-    driver: str = "auto"
-    device: int | str = 0
-    capacity: int | None = None
-    host_capacity: int = 0
-    headroom: int | None = None
-    gate_reserve: int | None = None
-    host_driver_total: int | None = None
-    default_limit: int | None = None
-    default_host_limit: int | None = None
-    settle_seconds: float = 10.0
-    audit_seconds: float = 0.1
-    model_grace_seconds: float = 60.0
-    max_sessions: int | None = None
-    max_models_per_tenant: int = 256
-    stock: int | None = None
-    stock_extents: int = 64
-    descriptor_store: str = "auto"
-    systemd_descriptors: int = 0
-    keeper_socket: Path | None = None
-    state_directory: Path | None = None
+    `load` replaces an empty `runtime_directory` by the one of this user.
+    """
+
+    runtime_directory: checks.Directory = Path()
+    driver: Literal["auto", "host", "cuda"] = "auto"
+    device: checks.Device = 0
+    capacity: checks.PositiveCapacity | None = None
+    host_capacity: checks.Capacity = 0
+    headroom: Size | None = None
+    gate_reserve: Size | None = None
+    host_driver_total: checks.PositiveCapacity | None = None
+    default_limit: Size | None = None
+    default_host_limit: Size | None = None
+    settle_seconds: checks.Seconds = 10.0
+    audit_seconds: Annotated[checks.Seconds, Field(ge=0.01)] = 0.1
+    model_grace_seconds: checks.Seconds = 60.0
+    max_sessions: checks.Count | None = None
+    max_models_per_tenant: checks.Count = 256
+    stock: Size | None = None
+    stock_extents: Annotated[int, Strict(), Field(ge=0, le=4_096)] = 64
+    descriptor_store: Literal["auto", "systemd", "keeper", "memory"] = "auto"
+    systemd_descriptors: Annotated[int, Strict(), Field(ge=0, le=1_000_000)] = 0
+    keeper_socket: checks.KeeperSocket | None = None
+    state_directory: checks.Directory | None = None
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
+    tenants: Mapping[checks.TenantName, TenantConfig] = field(default_factory=dict)
 
     @property
     def uid_tenants(self) -> bool:
@@ -119,15 +125,19 @@ def load(
     `overrides` has key paths (`"metrics.port"`); a None in it was not given. `env` and `uid` (None: this process's)
     choose the runtime directory where none is configured. Raises `ConfigError` with everything that is wrong.
     """
-    document = _read(path) if path else {}
     given = {key: value for key, value in overrides.items() if value is not None}
-    problems = _Problems(str(path) if path else "configuration", frozenset(given))
-    values = _check(_merge(document, given), problems)
-    if "runtime_directory" not in values:
-        values["runtime_directory"] = _default_runtime_directory(env, os.geteuid() if uid is None else uid, problems)
-    config = Config(**values)
-    _check_fit(config, problems)
-    problems.raise_if_any()
+    document = _merge(_read(path) if path else {}, given)
+    config, problems = checks.check(Config, document)
+    if "runtime_directory" not in document:
+        directory = _default_runtime_directory(env, os.geteuid() if uid is None else uid)
+        config = replace(config, runtime_directory=directory or Path())
+        if directory is None:
+            where = 'XDG_RUNTIME_DIR is not set; write where, as in "/tmp/membroker-me"'
+            problems.setdefault("runtime_directory", where)
+    problems |= dict(_misfits(config, problems))
+    if problems:
+        origins = {key: "command line" if key in given else path or "configuration" for key in problems}
+        raise ConfigError([f"{origins[key]}: {key}: {sentence}" for key, sentence in problems.items()])
     return config
 
 
@@ -161,123 +171,25 @@ def _merge(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
     return merged
 
 
-def _default_runtime_directory(env: Mapping[str, str], uid: int, problems: _Problems) -> Path:
+def _default_runtime_directory(env: Mapping[str, str], uid: int) -> Path | None:
     if uid == 0:
         return Path("/run/membroker")
-    if own := env.get("XDG_RUNTIME_DIR", ""):
-        return Path(own, "membroker")
-    if not problems.has("runtime_directory"):
-        problems.add("runtime_directory", 'XDG_RUNTIME_DIR is not set; write where, as in "/tmp/membroker-me"')
-    return Path()
+    own = env.get("XDG_RUNTIME_DIR", "")
+    return Path(own, "membroker") if own else None
 
 
-class _Problems:
-    """What is wrong so far, by key path; each sentence begins with where the value was written."""
-
-    def __init__(self, file: str, overridden: frozenset[str]) -> None:
-        self._file, self._overridden = file, overridden
-        self._found: list[tuple[str, str]] = []
-
-    def add(self, key: str, sentence: str) -> None:
-        origin = "command line" if key in self._overridden else self._file
-        self._found.append((key, f"{origin}: {key}: {sentence}"))
-
-    def has(self, key: str) -> bool:
-        return any(found == key for found, _ in self._found)
-
-    def raise_if_any(self) -> None:
-        if self._found:
-            raise ConfigError([sentence for _, sentence in self._found])
+# --- What must fit together ---
 
 
-# --- Checking ---
-
-
-def _check(document: Mapping[str, Any], problems: _Problems) -> dict[str, Any]:
-    """Return the arguments of `Config` that the document gives."""
-    values = _check_table(document, "", KEYS[""], problems, ("metrics", "log", "tenants"))
-    values["metrics"] = MetricsConfig(**_check_section(document, "metrics", problems))
-    values["log"] = LogConfig(**_check_section(document, "log", problems))
-    values["tenants"] = {
-        name: _check_tenant(table, path, problems)
-        for name, path, table in _tables(document, "", "tenants", problems)
-        if _known_tenant_name(name, path, problems)
-    }
-    return values
-
-
-def _check_section(document: Mapping[str, Any], name: str, problems: _Problems) -> dict[str, Any]:
-    table = document.get(name, {})
-    if not isinstance(table, Mapping):
-        problems.add(name, f"is a table: write [{name}] and its keys below")
-        return {}
-    return _check_table(table, name, KEYS[name], problems)
-
-
-def _check_tenant(table: Mapping[str, Any], path: str, problems: _Problems) -> TenantConfig:
-    values = _check_table(table, path, KEYS["tenants.NAME"], problems, ("models",))
-    models = {}
-    for name, model_path, model in _tables(table, path, "models", problems):
-        if not valid_model(name):
-            problems.add(model_path, MODEL_NAME)
-        models[name] = ModelConfig(**_check_table(model, model_path, KEYS["tenants.NAME.models.MODEL"], problems))
-    return TenantConfig(**values, models=models)
-
-
-def _known_tenant_name(name: str, path: str, problems: _Problems) -> bool:
-    if valid_tenant(name):
-        return True
-    problems.add(
-        path, "a tenant's name is [a-z0-9] and then at most 23 of [a-z0-9-]: it is a directory's too; rename it"
-    )
-    return False
-
-
-def _tables(
-    parent: Mapping[str, Any], path: str, name: str, problems: _Problems
-) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield name, key path and table of each table in `parent`'s table of tables `name`."""
-    where = _join(path, name)
-    tables = parent.get(name, {})
-    if not isinstance(tables, Mapping):
-        problems.add(where, f"is a table of tables: write [{where}.NAME] and its keys below")
-        return
-    for key, table in tables.items():
-        if isinstance(table, Mapping):
-            yield key, _join(where, key), table
-        else:
-            problems.add(_join(where, key), f"is a table: write [{_join(where, key)}] and its keys below")
-
-
-def _check_table(
-    table: Mapping[str, Any],
-    path: str,
-    checks: Mapping[str, Check],
-    problems: _Problems,
-    inner: tuple[str, ...] = (),
-) -> dict[str, Any]:
-    """Return the values of the known keys that pass their checks; `inner` names the tables that others check."""
-    values = {}
-    for key, value in table.items():
-        if key in checks:
-            try:
-                values[key] = checks[key](value)
-            except ValueError as error:
-                problems.add(_join(path, key), str(error))
-        elif key not in inner:
-            problems.add(_join(path, key), "is not a key that membrokerd knows" + nearest(key, (*checks, *inner)))
-    return values
-
-
-def _check_fit(config: Config, problems: _Problems) -> None:
-    """Find sizes that are fine alone and do not fit each other."""
+def _misfits(config: Config, wrong: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield key and sentence of each value that is fine alone and does not fit another; `wrong` keys bound nothing."""
     for key, size, limit_key, limit in _bounds(config):
-        if size is not None and limit is not None and size > limit and not problems.has(limit_key):
-            problems.add(key, f"{size_text(size)} is more than {limit_key}, {size_text(limit)}; write at most that")
+        if size is not None and limit is not None and size > limit and limit_key not in wrong:
+            yield key, f"{size_text(size)} is more than {limit_key}, {size_text(limit)}; write at most that"
     if config.keeper_socket is not None and config.keeper_socket.parent == config.runtime_directory:
-        problems.add(
+        yield (
             "keeper_socket",
-            "is in the runtime directory itself, which tenants pass through, and the keeper lets nobody else into "
+            "is in the runtime directory itself, which tenants pass through, and the keeper lets no other user into "
             'its directory; name one of its own, such as "/run/membroker-keeper/fdstore.sock"',
         )
 
@@ -287,42 +199,19 @@ def _bounds(config: Config) -> Iterator[tuple[str, int | None, str, int | None]]
     headroom = 0 if config.headroom is None and config.driver == "host" else config.headroom
     yield "gate_reserve", config.gate_reserve, "headroom", headroom
     if config.driver != "cuda" and config.host_driver_total is not None:
-        most = max(0, config.host_driver_total - 2 * CAPACITY_STEP)
+        most = max(0, config.host_driver_total - 2 * checks.CAPACITY_STEP)
         yield "headroom", config.headroom, "host_driver_total less anchor and one granule", most
-        if (left := config.host_driver_total - (headroom or 0) - CAPACITY_STEP) > 0:
+        if (left := config.host_driver_total - (headroom or 0) - checks.CAPACITY_STEP) > 0:
             yield "capacity", config.capacity, "host_driver_total less headroom and anchor", left
-    yield "default_limit", config.default_limit, "capacity", config.capacity
-    yield "default_host_limit", config.default_host_limit, "host_capacity", config.host_capacity
-    for name, tenant in config.tenants.items():
-        path = _join("tenants", name)
-        yield f"{path}.limit", tenant.limit, "capacity", config.capacity
-        yield f"{path}.host_limit", tenant.host_limit, "host_capacity", config.host_capacity
-        for own, model in tenant.models.items():
-            own_path = _join(f"{path}.models", own)
-            above = (
-                (f"{path}.limit", tenant.limit),
-                ("default_limit", config.default_limit),
-                ("capacity", config.capacity),
-            )
-            yield f"{own_path}.limit", model.limit, *_first_set(above)
-            host_above = (
-                (f"{path}.host_limit", tenant.host_limit),
-                ("default_host_limit", config.default_host_limit),
-                ("host_capacity", config.host_capacity),
-            )
-            yield f"{own_path}.host_limit", model.host_limit, *_first_set(host_above)
-
-
-def _first_set(bounds: Iterable[tuple[str, int | None]]) -> tuple[str, int | None]:
-    """Return the first (key, size) that has a size, else the last."""
-    bound: tuple[str, int | None] = ("", None)
-    for bound in bounds:
-        if bound[1] is not None:
-            break
-    return bound
-
-
-def _join(path: str, key: str) -> str:
-    """Return the key path as TOML writes it: what is no bare key is quoted."""
-    quoted = key if _BARE_KEY.fullmatch(key) else json.dumps(key)
-    return f"{path}.{quoted}" if path else quoted
+    for limit, default, whole in (
+        ("limit", "default_limit", "capacity"),
+        ("host_limit", "default_host_limit", "host_capacity"),
+    ):
+        capacity, of_each = (whole, getattr(config, whole)), (default, getattr(config, default))
+        yield *of_each, *capacity
+        for name, tenant in config.tenants.items():
+            own = (joined(("tenants", name, limit)), getattr(tenant, limit))
+            yield *own, *capacity
+            above = next((bound for bound in (own, of_each) if bound[1] is not None), capacity)
+            for called, model in tenant.models.items():
+                yield joined(("tenants", name, "models", called, limit)), getattr(model, limit), *above

@@ -11,11 +11,11 @@ from membroker.wire.names import DESCRIPTORS_IN_FLIGHT
 OPEN_PER_SESSION = 5
 """A session's connection and notices, its pidfd and the copy for the descriptor store, and a gRPC connection."""
 OPEN_BESIDE = 64
-"""The daemon's own: listeners, gRPC, the lock, the anchor, logs."""
+"""The daemon's own: listeners, gRPC, the lock, the anchor and logs."""
 IN_FLIGHT_PER_SESSION = DESCRIPTORS_IN_FLIGHT + 1
 """The kernel counts descriptors in flight per user of the sender, against the same limit (unix(7), ETOOMANYREFS)."""
 _EXEMPT = 1 << 21 | 1 << 24
-"""CAP_SYS_ADMIN and CAP_SYS_RESOURCE: who has one of them, in the first user namespace, may have more in flight."""
+"""CAP_SYS_ADMIN and CAP_SYS_RESOURCE: a process with one of them, in the first user namespace, may have more."""
 
 
 MAX_SEGMENT_EXTENTS = 4_096
@@ -23,7 +23,7 @@ MAX_SEGMENT_EXTENTS = 4_096
 
 
 def raise_descriptor_limit() -> int:
-    """Raise RLIMIT_NOFILE as far as this process may, and return what it is now."""
+    """Raise RLIMIT_NOFILE as far as this process may, and return the new limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard
     if os.geteuid() == 0:
@@ -36,28 +36,28 @@ def raise_descriptor_limit() -> int:
 
 
 def in_flight_is_bounded() -> bool:
-    """Say whether the kernel bounds this process's descriptors in flight: it spares two capabilities."""
+    """Return whether the kernel bounds this process's descriptors in flight: two capabilities exempt it."""
     if Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]:
-        return True  # capabilities of another user namespace spare nobody
+        return True  # capabilities of another user namespace do not count
     status = Path("/proc/self/status").read_text()
     effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
     return not int(effective, 16) & _EXEMPT
 
 
 def sessions_for(descriptors: int, *, bounded: bool = True) -> int:
-    """Return how many sessions this many descriptors are enough for; `bounded`: in flight as well as open."""
+    """Return how many sessions this many descriptors allow; `bounded`: those in flight are limited too."""
     kept_open = max(0, (descriptors - OPEN_BESIDE - 1) // OPEN_PER_SESSION)
     return min(kept_open, (descriptors - 1) // IN_FLIGHT_PER_SESSION) if bounded else kept_open
 
 
 def descriptors_for(sessions: int, *, bounded: bool = True) -> int:
-    """Return how many descriptors so many sessions need."""
+    """Return how many descriptors this many sessions need."""
     kept_open = OPEN_BESIDE + OPEN_PER_SESSION * sessions + 1
     return max(kept_open, sessions * IN_FLIGHT_PER_SESSION + 1) if bounded else kept_open
 
 
 def trouble(sessions: int, descriptors: int, *, bounded: bool) -> str:
-    """Return why this process cannot have so many sessions, with what to do about it; "" when it can."""
+    """Return why this process cannot have this many sessions, and what to do about it; "" if it can."""
     possible = sessions_for(descriptors, bounded=bounded)
     if sessions <= possible:
         return ""
@@ -68,9 +68,10 @@ def trouble(sessions: int, descriptors: int, *, bounded: bool) -> str:
 
 
 def segment_extents_for(descriptors: int, sessions: int, stock: int) -> int:
-    """Return how many extents of segments may be kept open beside so many sessions and so large a stock.
+    """Return how many extents of segments may be kept open, with this many sessions and a stock of this size.
 
-    Half of what is left: the rest is for packets that wait for a full socket, which are open until it takes them.
+    It is half of the descriptors that are left: the rest is for packets that wait for a full socket, and stay open
+    until the socket takes them.
     """
     left = descriptors - OPEN_BESIDE - OPEN_PER_SESSION * sessions - stock - 1
     return max(0, min(MAX_SEGMENT_EXTENTS, left // 2))

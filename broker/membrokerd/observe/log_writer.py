@@ -1,4 +1,4 @@
-"""Lines to a descriptor, from a thread of their own: the event loop never waits for the reader.
+"""Writes log lines to a descriptor on a thread of its own: the event loop never waits for the reader.
 
 Owns the queue of lines and its bounds. It must never wait in `emit`.
 """
@@ -12,19 +12,19 @@ import threading
 from collections import deque
 
 QUEUE_BYTES = 1 << 20
-"""What may wait to be written: some 7,000 lines."""
+"""How much may wait to be written: about 7,000 lines."""
 LINE_BYTES = 64 << 10
-"""The longest line: a traceback is some KiB."""
+"""The longest line: a traceback has some KiB."""
 FLUSH_SECONDS = 1.0
-"""How long an exit waits for the lines that are not written."""
+"""How long an exit waits for lines that are not yet written."""
 
 
 class Writer(logging.Handler):
-    """Queues lines, and writes them on a thread of its own: a pipe that nobody reads stops that thread alone.
+    """Queues lines and writes them on a thread of its own: a pipe that nobody reads blocks only that thread.
 
-    QUEUE_BYTES of lines wait at most, and a line has LINE_BYTES. Lines beyond that are dropped and counted, and the
-    log says how many once half of the queue is free. The descriptor is written to directly: the thread may be
-    stopped in it when the process ends, and must not hold the lock of sys.stderr then.
+    At most QUEUE_BYTES of lines wait, and a line has at most LINE_BYTES. Lines beyond that are dropped and counted, and
+    the log says how many once half of the queue is free. It writes to the descriptor directly: the thread may be
+    blocked when the process ends, and must not hold the lock of sys.stderr then.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -34,7 +34,7 @@ class Writer(logging.Handler):
         self._untold = 0
         self._lines: deque[bytes] = deque()
         self._bytes = 0
-        """Of the lines that wait, and of the one that is being written."""
+        """Size of the waiting lines, and of the line that is being written."""
         self._changed = threading.Condition()
         threading.Thread(target=self._write_all, name="log", daemon=True).start()
 
@@ -54,12 +54,12 @@ class Writer(logging.Handler):
         self._untold += 1
 
     def flush(self) -> None:
-        """Wait until every line so far is written; FLUSH_SECONDS at most. `logging` calls it at the exit, too."""
+        """Wait until every line so far is written; FLUSH_SECONDS at most. `logging` calls it at exit too."""
         with self._changed:
             self._changed.wait_for(lambda: not self._bytes, FLUSH_SECONDS)
 
     def close(self) -> None:
-        """End the thread once it has written what is queued."""
+        """End the thread once it has written the queued lines."""
         with self._changed:
             self._lines.append(b"")
             self._changed.notify_all()
@@ -90,7 +90,7 @@ def _encoded(line: str) -> bytes:
 
 
 def _write(descriptor: int, line: bytes) -> bool:
-    """Write a line, and wait for its reader; False if it cannot be written: a full disk, or no reader any more."""
+    """Write a line, and wait for its reader. Return False if it cannot be written: a full disk, or no reader left."""
     while line:
         try:
             line = line[os.write(descriptor, line) :]

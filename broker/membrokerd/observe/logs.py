@@ -1,7 +1,7 @@
-"""What the daemon says: one line for each event, its data in fields, as text for people or JSON for programs.
+"""The log: one line for each event, its data in fields, as text for people or JSON for programs.
 
-Owns the format of a line and the one table from the core's facts to lines. It must never print a token: no fact
-has one, and a field that is named for one is a bug. Lines are written by `log_writer`.
+Owns the format of a line and the rule that turns the core's facts into lines. It must never print a token: no fact
+has one, and a field that is named for one is a bug. `log_writer` writes the lines.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import logging
 import re
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, get_args
 
 from membroker.wire.names import session_name
 
 from ..config.config import LogConfig
 from ..core import facts as ft
 from ..core.denied import Denied
+from ..core.events import ModelName
 from .log_writer import Writer
 
 _LOGGER = logging.getLogger("membrokerd")
@@ -30,7 +32,8 @@ _SECRET = re.compile(r"token|secret|password")
 Fields = Mapping[str, Any]
 
 BURST_LINES, LINES_A_SECOND = 5_000, 100
-"""Lines about lifecycles at INFO: a thousand workers may come at once; nobody may fill the log by coming and going."""
+"""Bounds of INFO lines about lifecycles: a thousand workers may connect at once, but no worker may fill the log by
+connecting again and again."""
 
 
 class Allowance:
@@ -41,10 +44,10 @@ class Allowance:
         self._at = now()
         self._lines = float(BURST_LINES)
         self.unsaid = 0
-        """How many were refused since the last that was not."""
+        """How many were refused since the last one that was allowed."""
 
     def take(self) -> bool:
-        """Say whether one more may be written."""
+        """Return whether one more line may be written."""
         now = self._now()
         self._lines = min(BURST_LINES, self._lines + (now - self._at) * LINES_A_SECOND)
         self._at = now
@@ -57,14 +60,14 @@ class Allowance:
 
 _allowance = Allowance()
 _writer: Writer | None = None
-unsaid: set[type[ft.Fact]] = set()
-"""The kinds of facts that get no line at the level that is set."""
+not_logged: set[type[ft.Fact]] = set()
+"""The kinds of facts that have no line at the level that is set."""
 
 
 def configure(config: LogConfig, descriptor: int = 2) -> None:
     """Send every log line of this process to `descriptor` (stderr), as configured.
 
-    What other libraries log comes from WARNING on: their chatter has no fields.
+    Other libraries' lines are logged from WARNING on.
     """
     global _writer
     if _writer is not None:
@@ -80,16 +83,16 @@ def configure(config: LogConfig, descriptor: int = 2) -> None:
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Leave out what gRPC says of a call that was cancelled when the daemon stopped: an error with a traceback."""
+    """Leave out gRPC's error, with a traceback, about a call that was cancelled because the daemon stopped."""
     error = record.exc_info[1] if record.exc_info else None
     return not (record.name.startswith("grpc") and isinstance(error, asyncio.CancelledError))
 
 
 def set_level(level: str) -> None:
-    """Say events from this level on: `debug`, `info`, `warning` or `error`."""
+    """Log events from this level on: `debug`, `info`, `warning` or `error`."""
     _LOGGER.setLevel(level.upper())
-    unsaid.clear()
-    unsaid.update(kind for kind, (at, _, _) in _FACTS.items() if not _LOGGER.isEnabledFor(at))
+    not_logged.clear()
+    not_logged.update(kind for kind in get_args(ft.Fact) if not _LOGGER.isEnabledFor(_level_of(kind)))
 
 
 def flush() -> None:
@@ -104,27 +107,27 @@ def dropped() -> int:
 
 
 def log(event: str, /, **fields: Any) -> None:
-    """Say that something happened."""
+    """Log an event."""
     _emit(logging.INFO, event, fields)
 
 
 def debug(event: str, /, **fields: Any) -> None:
-    """Say what only somebody who looks for a fault wants to know."""
+    """Log a detail that helps to find a fault."""
     _emit(logging.DEBUG, event, fields)
 
 
 def warn(event: str, /, **fields: Any) -> None:
-    """Say what an operator should know and may have to act on."""
+    """Log what an operator should know and may have to act on."""
     _emit(logging.WARNING, event, fields)
 
 
 def fault(error: BaseException, /, **fields: Any) -> None:
-    """Say that the daemon itself is at fault, with where."""
+    """Log a bug of the daemon itself, with its traceback."""
     _emit(logging.ERROR, "a fault of the broker", {**fields, "error": repr(error), "traceback": _trace(error)})
 
 
 def log_denied(session: int, method: str, denied: Denied) -> None:
-    """Say that a session's request was refused, with the numbers. For a tenant it is an answer, not an event: DEBUG."""
+    """Log a refused request with its numbers, at DEBUG: to a tenant a refusal is an ordinary answer."""
     if _LOGGER.isEnabledFor(logging.DEBUG):
         numbers = {name: value for name, value in denied.numbers.items() if not _SECRET.search(name)}
         fields = {"session": session_name(session), "method": method, "reason": denied.reason.value}
@@ -132,11 +135,11 @@ def log_denied(session: int, method: str, denied: Denied) -> None:
 
 
 def log_fact(fact: ft.Fact) -> None:
-    """Say what changed in the books: lifecycles at INFO, as far as the allowance goes, the rest at DEBUG.
+    """Log a change in the books: lifecycles at INFO, as far as the allowance goes, the rest at DEBUG.
 
-    Whoever wants to have it all looks for a fault, by DEBUG.
+    At DEBUG every fact is logged: somebody is looking for a fault.
     """
-    level, event, fields = _FACTS[type(fact)]
+    level = _level_of(type(fact))
     if not _LOGGER.isEnabledFor(level):
         return
     if not _LOGGER.isEnabledFor(logging.DEBUG):
@@ -144,8 +147,8 @@ def log_fact(fact: ft.Fact) -> None:
             return
         if _allowance.unsaid:
             unsaid, _allowance.unsaid = _allowance.unsaid, 0
-            warn("more came and went than is told: sessions, models and segments", lines=unsaid)
-    _emit(level, event, fields(fact))
+            warn("lines about sessions, models and segments were left out: too many came and went", lines=unsaid)
+    _emit(level, _event_of(type(fact)), dict(_fields_of(fact)))
 
 
 def _emit(level: int, event: str, fields: Fields) -> None:
@@ -156,151 +159,51 @@ def _emit(level: int, event: str, fields: Fields) -> None:
 
 # --- Facts ---
 
-
-def _session_began(fact: ft.SessionBegan) -> Fields:
-    who = {"session": session_name(fact.session), "tenant": fact.tenant, "pid": fact.pid, "uid": fact.uid}
-    return {**who, "observer": fact.observer, "client": fact.client}
-
-
-def _session_moved(fact: ft.SessionMoved) -> Fields:
-    return {"session": session_name(fact.session), "cause": fact.cause}
-
-
-def _session_ended(fact: ft.SessionEnded) -> Fields:
-    return {"session": session_name(fact.session)}
-
-
-def _model_began(fact: ft.ModelBegan) -> Fields:
-    limits = {f"{location}_limit_bytes": limit for location, limit in fact.limits.items()}
-    return {"model": str(fact.name), "virtual_capacity_bytes": fact.virtual_capacity, **limits}
+_LIFECYCLES = frozenset(
+    (
+        *(ft.SessionBegan, ft.SessionMoved, ft.SessionEnded, ft.LocationSettled, ft.QuotaSet),
+        *(ft.ModelBegan, ft.ModelAsked, ft.ModelJoined, ft.ModelLeft, ft.ModelEnded),
+        *(ft.SegmentBegan, ft.SegmentMoved, ft.SegmentEnded),
+    )
+)
+"""The facts that are logged at INFO; all others at DEBUG."""
+_NOT_SHOWN = frozenset(("at", "process", "endpoint", "token_hash", "idle_since"))
+_BYTES = frozenset(("virtual_capacity", "limit", "unaccounted"))
+_RENAMED = {"name": "model", "segment": "generation", "label": "segment"}
 
 
-def _model_asked(fact: ft.ModelAsked) -> Fields:
-    limits = {f"{location}_limit_bytes": limit for location, limit in fact.limits.items()}
-    return {"model": str(fact.name), "virtual_capacity_bytes": fact.virtual_capacity, **limits}
+def _level_of(kind: type[ft.Fact]) -> int:
+    return logging.INFO if kind in _LIFECYCLES else logging.DEBUG
 
 
-def _model_and_session(fact: ft.ModelJoined | ft.ModelLeft) -> Fields:
-    return {"model": str(fact.name), "session": session_name(fact.session)}
+def _event_of(kind: type[ft.Fact]) -> str:
+    """Return `session began` for `SessionBegan`."""
+    return re.sub(r"\B([A-Z])", r" \1", kind.__name__).lower()
 
 
-def _model_ended(fact: ft.ModelEnded) -> Fields:
-    return {"model": str(fact.name)}
-
-
-def _model_carried(fact: ft.ModelCarried) -> Fields:
-    peaks = {f"{location}_peak_bytes": peak for location, peak in fact.peaks.items()}
-    return {"model": str(fact.name), **peaks, "allocations": fact.allocations, "releases": fact.releases}
-
-
-def _debited(fact: ft.Debited) -> Fields:
-    return {
-        "session": session_name(fact.session),
-        "model": str(fact.name),
-        "location": fact.location,
-        "extent_bytes": fact.extent_bytes,
-        "count": fact.count,
-        "first": fact.first,
-    }
-
-
-def _credited(fact: ft.Credited) -> Fields:
-    return {"session": session_name(fact.session), "count": len(fact.ids), "cause": fact.cause}
-
-
-def _declared(fact: ft.DeclarationSet) -> Fields:
-    where = {"session": session_name(fact.session), "model": str(fact.name), "location": fact.location}
-    return {**where, "declared_bytes": fact.declared_bytes}
-
-
-def _settled(fact: ft.LocationSettled) -> Fields:
-    return {"session": session_name(fact.session), "location": fact.location, "proven": fact.proven}
-
-
-def _segment_began(fact: ft.SegmentBegan) -> Fields:
-    return {
-        "segment": f"{fact.name}/segments/{fact.label}",
-        "generation": fact.segment,
-        "location": fact.location,
-        "size_bytes": fact.extent_bytes * (fact.count - 1) + fact.last_bytes,
-        "writer": session_name(fact.writer),
-    }
-
-
-def _segment_and_cause(fact: ft.SegmentMoved) -> Fields:
-    return {"generation": fact.segment, "cause": fact.cause}
-
-
-def _segment_held(fact: ft.SegmentHeld) -> Fields:
-    return {"generation": fact.segment, "session": session_name(fact.session)}
-
-
-def _segment_held_again(fact: ft.SegmentHeldAgain) -> Fields:
-    return {"generation": fact.segment, "session": session_name(fact.session), "times": fact.times}
-
-
-def _segment_left(fact: ft.SegmentLeft) -> Fields:
-    return {"generation": fact.segment, "session": session_name(fact.session), "cause": fact.cause}
-
-
-def _segment_doubted(fact: ft.SegmentDoubted) -> Fields:
-    return {"generation": fact.segment}
-
-
-def _segment_credited(fact: ft.SegmentCredited) -> Fields:
-    return {"generation": fact.segment, "count": len(fact.ids)}
-
-
-def _segment_ended(fact: ft.SegmentEnded) -> Fields:
-    return {"generation": fact.segment, "proven": fact.proven}
-
-
-def _unaccounted_seen(fact: ft.UnaccountedSeen) -> Fields:
-    return {"location": fact.location, "unaccounted_bytes": fact.unaccounted}
-
-
-def _stock_changed(fact: ft.StockChanged) -> Fields:
-    return {"location": fact.location, "extent_bytes": fact.extent_bytes, "change": fact.change, "cause": fact.cause}
-
-
-def _quota_set(fact: ft.QuotaSet) -> Fields:
-    name = f"tenants/{fact.tenant}" + (f"/models/{fact.model}" if fact.model else "")
-    return {"name": name, "location": fact.location, "limit_bytes": fact.limit}
-
-
-_FACTS: dict[type, tuple[int, str, Callable[[Any], Fields]]] = {
-    ft.SessionBegan: (logging.INFO, "session began", _session_began),
-    ft.SessionMoved: (logging.INFO, "session moved", _session_moved),
-    ft.SessionEnded: (logging.INFO, "session ended", _session_ended),
-    ft.ModelBegan: (logging.INFO, "model began", _model_began),
-    ft.ModelAsked: (logging.INFO, "model asked for more numbers", _model_asked),
-    ft.ModelJoined: (logging.INFO, "model joined", _model_and_session),
-    ft.ModelLeft: (logging.INFO, "model left", _model_and_session),
-    ft.ModelEnded: (logging.INFO, "model ended", _model_ended),
-    ft.LocationSettled: (logging.INFO, "session settled", _settled),
-    ft.SegmentBegan: (logging.INFO, "segment began", _segment_began),
-    ft.SegmentMoved: (logging.INFO, "segment moved", _segment_and_cause),
-    ft.SegmentEnded: (logging.INFO, "segment ended", _segment_ended),
-    ft.SegmentHeld: (logging.DEBUG, "segment held", _segment_held),
-    ft.SegmentHeldAgain: (logging.DEBUG, "segment held again", _segment_held_again),
-    ft.SegmentLeft: (logging.DEBUG, "segment left", _segment_left),
-    ft.SegmentDoubted: (logging.DEBUG, "segment doubted", _segment_doubted),
-    ft.SegmentCredited: (logging.DEBUG, "segment credited", _segment_credited),
-    ft.ModelCarried: (logging.DEBUG, "model carried", _model_carried),
-    ft.StockChanged: (logging.DEBUG, "stock changed", _stock_changed),
-    ft.UnaccountedSeen: (logging.DEBUG, "unaccounted seen", _unaccounted_seen),
-    ft.QuotaSet: (logging.INFO, "quota set", _quota_set),
-    ft.Debited: (logging.DEBUG, "debited", _debited),
-    ft.Credited: (logging.DEBUG, "credited", _credited),
-    ft.DeclarationSet: (logging.DEBUG, "declared", _declared),
-}
+def _fields_of(fact: ft.Fact) -> Iterator[tuple[str, Any]]:
+    """Yield a fact's fields as a line shows them: resource names, sizes that say so, and how many ids."""
+    for name in (each.name for each in fields(fact)):
+        value = getattr(fact, name)
+        if name in _NOT_SHOWN:
+            continue
+        if name == "ids":
+            yield "count", len(value)
+        elif isinstance(value, Mapping):  # `limits`, by location
+            yield from ((f"{location}_{name[:-1]}_bytes", size) for location, size in value.items())
+        elif name in ("session", "writer"):
+            yield name, session_name(value)
+        elif name in _BYTES:
+            yield f"{name}_bytes", value
+        else:
+            yield _RENAMED.get(name, name), str(value) if isinstance(value, ModelName) else value
 
 
 # --- Lines ---
 
 
 class _Formatter(logging.Formatter):
-    """One line a record, whoever made it: other libraries' records have a message and no fields."""
+    """One line for each record; other libraries' records have a message and no fields."""
 
     def __init__(self, line: Callable[[str, str, str, Fields], str]) -> None:
         super().__init__()
@@ -322,7 +225,7 @@ def _json_line(time: str, level: str, event: str, fields: Fields) -> str:
 
 
 def _text_line(time: str, level: str, event: str, fields: Fields) -> str:
-    """Return the line for people. An event of several lines becomes one: no peer's text can forge a line."""
+    """Return the line for people. It is always one line: a peer's text cannot forge another."""
     shown = event if event.isprintable() else json.dumps(event)
     return " ".join([time, level.upper(), shown, *(f"{name}={_shown(value)}" for name, value in fields.items())])
 

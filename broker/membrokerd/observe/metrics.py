@@ -1,7 +1,7 @@
-"""What Prometheus sees: every figure of one scrape comes from one look at the books, so that none can drift.
+"""The metrics: all figures of one scrape come from one view of the books, so they always agree.
 
-Owns the names, helps and labels, the histograms, and the text of the last scrape. It must never keep a figure of its
-own that the books have, and never change anything. The HTTP side is `metrics_server`.
+Owns the names, helps and labels, the histograms, and the text of the last scrape. It must never keep a copy of a figure
+that the books have, and never change anything. The HTTP side is `metrics_server`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..core.lifecycles import SEGMENT, SESSION
 from ..core.snapshot import LocationView, ModelView, TenantView
 
 KEPT_SECONDS = 1.0
-"""How long the text of a scrape is kept. All that ask meanwhile share it."""
+"""How long the text of a scrape is kept and shared by all scrapers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ SCRAPE_TIME = Spec(
 )
 
 BUCKETS = (5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
-"""Seconds: a handoff takes 11 µs, gRPC 500, a create of 1 GiB some ms; what takes a second is a fault."""
+"""Seconds: a handoff takes 11 µs, a gRPC call 500, a create of 1 GiB some ms; a call of a second is a fault."""
 
 ALL: Mapping[str, Spec] = {spec.name: spec for spec in globals().values() if isinstance(spec, Spec)}
 
@@ -203,10 +203,10 @@ STOCK_CHANGES = ("made", "used", "dropped")
 
 @dataclass(frozen=True, slots=True)
 class MetricsView:
-    """All that a scrape needs, of one moment.
+    """All figures of a scrape, of one moment.
 
-    `sessions` counts workers' sessions by state; `memory` is what each location shows, None where it cannot tell;
-    `refused` counts by reason, connections and calls alike; `headroom` and `gate_reserve` are bytes.
+    `sessions` counts workers' sessions by state. `memory` is the device's figure by location, None if it cannot tell.
+    `refused` counts connections and calls by reason. `headroom` and `gate_reserve` are bytes.
     """
 
     locations: tuple[LocationView, ...]
@@ -237,10 +237,10 @@ class MetricsView:
 
 
 class MetricsSource(Protocol):
-    """Where a scrape gets its view."""
+    """The daemon, as a scrape sees it."""
 
     def view(self) -> MetricsView:
-        """Return a consistent view; called on a thread of the HTTP server. Raises `TimeoutError` when it can't."""
+        """Return a consistent view; called on a thread of the HTTP server. Raises `TimeoutError`."""
         ...
 
 
@@ -292,10 +292,10 @@ class Metrics:
         return Histogram(spec.name, spec.help, ("gpu_uuid", *spec.labels), buckets=BUCKETS, registry=self.registry)
 
     def render(self) -> bytes:
-        """Return the text of a scrape, at most KEPT_SECONDS old; raises `TimeoutError` when there is no view.
+        """Return the text of a scrape, at most KEPT_SECONDS old. Raises `TimeoutError` if there is no view.
 
-        One thread renders; others that ask meanwhile wait for its text. Rendering keeps the interpreter from the
-        event loop's thread, so its share of the time must not depend on how many ask.
+        One thread renders, and the others wait for its text. Rendering keeps the interpreter from the event loop's
+        thread, so the time it takes must not depend on the number of scrapers.
         """
         with self._rendering:
             if time.monotonic() >= self._render_again_at:
@@ -309,7 +309,7 @@ class Metrics:
             return self._rendered
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: names are unique by the table, and a view may not be there yet."""
+        """Return nothing: the table keeps names unique, and there may be no view yet."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -331,14 +331,14 @@ class Metrics:
 
 
 class _Families:
-    """The families of one scrape, each made at its first use or empty at the end."""
+    """The families of one scrape; one without a series is empty."""
 
     def __init__(self, gpu_uuid: str) -> None:
         self._gpu_uuid = gpu_uuid
         self._families = {spec.name: _family(spec) for spec in ALL.values() if spec.kind != "histogram"}
 
     def add(self, spec: Spec, value: float | None, *labels: str) -> None:
-        """Add a series; None is a figure that does not exist, and so no series."""
+        """Add a series, unless the value is None: then the figure does not exist."""
         assert len(labels) == len(spec.labels)
         if value is not None:
             self._families[spec.name].add_metric((self._gpu_uuid, *labels), value)
@@ -424,7 +424,7 @@ def _add_model(families: _Families, model: ModelView) -> None:
 def _add_segments(families: _Families, segments: Iterable[SegmentView]) -> None:
     """Add every state's count for the models that have segments, and each segment's attachments.
 
-    One that is deleted can live on beside its successor of the same name: a name is one series, their sum.
+    A deleted segment can still exist beside its successor of the same name: a name is one series, their sum.
     """
     states: dict[tuple[str, str], Counter[str]] = {}
     attachments: Counter[tuple[str, str, str]] = Counter()

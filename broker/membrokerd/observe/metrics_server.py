@@ -1,9 +1,9 @@
 """/metrics, /healthz and /readyz over HTTP: the standard library's server, with bounds.
 
-prometheus_client's own server is the same one without them: it renders for each request, on as many threads as ask.
+prometheus_client's own server is the same one without bounds: it renders for each request, on a thread for each client.
 
-Owns the listening socket and its few connections, each on a thread of its own. It must never touch the books: it asks
-the callables that it was given.
+Owns the listening socket and its few connections, each on a thread of its own. It must never touch the books: it calls
+the functions that it was given.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from urllib.parse import urlsplit
 from . import logs
 
 MAX_CONNECTIONS = 16
-"""Served at a time. Above it the oldest client that has not yet sent its request is cut, or clients that connect and
-say nothing would shut out the scrapes and the probes."""
+"""Served at a time. Above it the oldest client that has not sent its request is cut; otherwise clients that connect
+and send nothing would shut out the scrapes and the probes."""
 MAX_SCRAPES = 8
-"""Of these, how many may be scrapes. They can wait and be long, and must leave room for the probes: those that read
-nothing of what they asked for would else have a liveness probe end the daemon."""
+"""How many of these may be scrapes. A scrape can be long, and a client that does not read its answer keeps it open;
+that must not make a liveness probe fail, which would end the daemon."""
 DEADLINE_SECONDS = 5.0
 """How long a client may take to send its request, and again to read the answer."""
 HEAD_BYTES = 8192
 """Most bytes of a request."""
 REST_SECONDS = 0.004
-"""How long accepting rests after each connection: 250 a second are enough, and each keeps the interpreter
-from the event loop's thread for some 0.4 ms."""
+"""How long accepting pauses after each connection: 250 a second are enough, and each keeps the interpreter from the
+event loop's thread for about 0.4 ms."""
 PAUSE_SECONDS = 0.1
-"""How long accepting rests when the process has no descriptor left."""
+"""How long accepting pauses when the process has no descriptor left."""
 
 State = Callable[[], tuple[bool, str]]
-"""Returns whether all is well, and a sentence."""
+"""Returns whether the daemon is healthy or ready, and a sentence."""
 
 
 class MetricsServer:
@@ -73,13 +73,13 @@ class MetricsServer:
 
 
 class _Server(ThreadingHTTPServer):
-    request_queue_size = 512  # all of them are heard within two seconds, in time for a probe
+    request_queue_size = 512  # with the default backlog of 5, a burst is retried after 1 s, and probes time out
 
     def __init__(self, address: str, port: int, render: Callable[[], bytes], states: Mapping[str, State]) -> None:
         self.render, self.states = render, states
         self._connections: set[socket.socket] = set()
         self._silent: dict[socket.socket, None] = {}
-        """Those of them that have not sent their request, and are not cut; the oldest first."""
+        """The connections that have not sent their request and were not cut, the oldest first."""
         self._lock = threading.Lock()
         self.scrapes = threading.BoundedSemaphore(MAX_SCRAPES)
         self.address_family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
@@ -93,7 +93,7 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def get_request(self) -> Any:
-        """Accept; without a descriptor for it, rest first: the serving loop would try again at once, for ever."""
+        """Accept a connection; without a descriptor for it, pause first: the serving loop retries at once."""
         try:
             return super().get_request()
         except OSError:
@@ -101,7 +101,7 @@ class _Server(ThreadingHTTPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve on a thread, or close at once when as many as allowed are being served."""
+        """Serve on a thread, or close at once if the bound is reached."""
         with self._lock:
             full = not self._make_room()
             if not full:
@@ -114,7 +114,7 @@ class _Server(ThreadingHTTPServer):
         time.sleep(REST_SECONDS)
 
     def _make_room(self) -> bool:
-        """Cut a silent client if necessary. Its thread lasts a moment longer, so these are bounded too."""
+        """Cut a silent client if necessary. Its thread lives a moment longer, so such threads are bounded too."""
         if len(self._connections) < MAX_CONNECTIONS:
             return True
         if not self._silent or len(self._connections) >= 2 * MAX_CONNECTIONS:
@@ -125,7 +125,7 @@ class _Server(ThreadingHTTPServer):
         return True
 
     def heard(self, request: socket.socket) -> None:
-        """A client has sent its request: it is answered, however many others come."""
+        """Note that a client has sent its request: from now on it is not cut for others."""
         with self._lock:
             self._silent.pop(request, None)
 
@@ -137,13 +137,13 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def cut_all(self) -> None:
-        """Wake every thread with an end of file. Each closes its connection."""
+        """Shut down every connection: its thread reads an end of file and closes it."""
         with self._lock:
             for connection in self._connections:
                 _shut(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a failed request as one event. A client that went away or was too slow is no event."""
+        """Log a failed request as one event. A client that left or was too slow is not logged."""
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, ConnectionError | TimeoutError):
             logs.fault(error)
@@ -153,13 +153,13 @@ def _shut(connection: socket.socket) -> None:
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
-        return  # the client was faster
+        return  # the client has closed it already
 
 
 class _Head(io.RawIOBase):
     """The bytes of a request: HEAD_BYTES at most, and all of them before the deadline.
 
-    A timeout of each single read would never end a client that sends a byte a second.
+    A timeout for each read would never end a client that sends one byte a second.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -189,7 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile = io.BufferedReader(_Head(self.connection))
 
     def do_GET(self) -> None:
-        """Answer a path. From now on the deadline is of the answer: sendall() takes no longer."""
+        """Answer a path. The deadline is now that of the answer, which sendall() keeps."""
         self.server.heard(self.connection)
         self.connection.settimeout(DEADLINE_SECONDS)
         path = urlsplit(self.path).path
@@ -222,4 +222,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: a scrape every few seconds is no event."""
+        """Log nothing: scrapes and probes come every few seconds."""

@@ -1,4 +1,4 @@
-"""Signs of life: what systemd is told on its socket (sd_notify(3)), and what the probes of /healthz ask."""
+"""Signs of life: notifications to systemd's socket (sd_notify(3)), and the state that /healthz shows."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from . import logs
 
 BEAT_SECONDS = 1.0
 STALE_SECONDS = 5.0
-"""A loop that has not beaten for so long hangs: no turn of it should take a tenth of a second."""
+"""An event loop without a beat for this long hangs: no turn should take a tenth of a second."""
 
 
 def connect() -> socket.socket | None:
-    """Return a socket connected to systemd's, or None where it has given none; raises OSError."""
+    """Return a socket that is connected to systemd's, or None if it gave none. Raises `OSError`."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return None
@@ -29,20 +29,20 @@ def connect() -> socket.socket | None:
 
 
 def notify(state: str) -> None:
-    """Tell systemd, if it started us."""
+    """Notify systemd, if it started this process."""
     try:
         connection = connect()
         if connection is not None:
             with connection:
                 connection.send(state.encode())
-    except OSError as error:  # with no descriptor left too: what it tells of must happen all the same
+    except OSError as error:  # even without a descriptor left, the daemon must go on
         logs.warn("cannot notify systemd", error=error.strerror)
 
 
 class Heartbeat:
-    """Shows that the event loop turns: by a stamp that any thread may ask for, and to systemd's watchdog if it is on.
+    """Shows that the event loop turns, to any thread that asks and to systemd's watchdog if it is on.
 
-    Both beat from the loop itself, so that neither outlives it.
+    The beats come from the loop itself, so they end when it hangs.
     """
 
     def __init__(self, io: asyncio.AbstractEventLoop) -> None:
@@ -61,7 +61,7 @@ class Heartbeat:
         self._io.call_later(self._seconds, self._beat)
 
     def health(self) -> tuple[bool, str]:
-        """Return whether the loop has turned lately, and a sentence; called on any thread."""
+        """Return whether the loop has turned lately, and a sentence; may be called on any thread."""
         silent = time.monotonic() - self._beat_at
         if silent < STALE_SECONDS:
             return True, "ok"

@@ -1,7 +1,8 @@
-"""Who uses more of the device than the books say: what the driver sees of each process, beside its sessions' charges.
+"""Suspects: processes that use more of the device than the books say.
 
-Owns the comparison, which is pure, and what a suspect is called in the log. It names suspects for an operator: the
-driver's figures of processes are never booked, and nobody is refused anything for them.
+Owns the comparison of the driver's figure of each process with its sessions' charges, which is pure, and the fields of
+a suspect in the log. Suspects are named for the operator only: the driver's figures are never booked, and no request
+is refused because of them.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ class Process:
 
     @property
     def known(self) -> int:
-        """What the books know that it may use."""
+        """Bytes that it may use, by the books."""
         return self.charged + self.segments
 
     @property
     def excess(self) -> int:
-        """What it uses beyond that; 0 where it uses less."""
+        """Bytes that it uses beyond that; 0 if it uses less."""
         return max(0, self.used - self.known)
 
 
@@ -68,7 +69,7 @@ def _process(pid: int, used: int, *holders: HolderView) -> Process:
 
 
 def fields(process: Process) -> dict[str, Any]:
-    """Return what a log line says of a suspect."""
+    """Return the fields of a suspect's log line."""
     return {
         "pid": process.pid,
         "command": command_of(process.pid),
@@ -81,7 +82,7 @@ def fields(process: Process) -> dict[str, Any]:
 
 
 def command_of(pid: int) -> str:
-    """Return the command of a process as the kernel shortens it; nothing where it has ended, or cannot be read."""
+    """Return the command of a process, as the kernel shortens it; "" if it has ended or cannot be read."""
     try:
         with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as comm:
             return comm.read().strip()

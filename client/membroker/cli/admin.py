@@ -1,4 +1,4 @@
-"""Where a command reads the books: a tenant's own at its endpoint, everybody's at the admin endpoint.
+"""The endpoint at which a command reads the books: a tenant's own, or the admin endpoint for those of all tenants.
 
 Owns the choice between the two and the calls of AdminService. It must never print.
 """
@@ -30,7 +30,7 @@ CALL_SECONDS = 10.0
 
 
 class Books(Protocol):
-    """What both endpoints show."""
+    """The calls that both kinds of endpoint answer."""
 
     def device(self) -> DeviceStatus:
         """Return the device and its books."""
@@ -49,7 +49,7 @@ class Books(Protocol):
         ...
 
     def close(self) -> None:
-        """Let the endpoint go."""
+        """Disconnect."""
         ...
 
 
@@ -76,7 +76,7 @@ class TenantBooks:
 
 @dataclass(frozen=True, slots=True)
 class TenantStatus:
-    """A tenant: what it is charged by location, and how many models and sessions it has (observers left out)."""
+    """A tenant: what it is charged by location, and how many models and sessions it has, without observers."""
 
     name: str
     books: Mapping[str, TenantBooks]
@@ -116,49 +116,51 @@ class Admin:
         return messages.device(self._call("GetDevice", broker_pb2.GetDeviceRequest()))
 
     def models(self) -> list[ModelStatus]:
-        """Return everybody's models, by tenant and name."""
+        """Return the models of all tenants, by tenant and name."""
         return messages.models(self._pages("ListModels", broker_pb2.ListModelsRequest, lambda page: page.models))
 
     def sessions(self) -> list[SessionStatus]:
-        """Return everybody's sessions, in the order they began."""
+        """Return the sessions of all tenants, in the order in which they began."""
         return messages.sessions(
             self._pages("ListSessions", broker_pb2.ListSessionsRequest, lambda page: page.sessions)
         )
 
     def segments(self) -> list[SegmentStatus]:
-        """Return everybody's segments, in the order they began."""
+        """Return the segments of all tenants, in the order in which they began."""
         return messages.segments(
             self._pages("ListSegments", broker_pb2.ListSegmentsRequest, lambda page: page.segments)
         )
 
     def tenants(self) -> list[TenantStatus]:
-        """Return the tenants by name: the configured ones, and every other that has something."""
+        """Return the tenants by name: the configured ones, and others that have a session or are charged."""
         pages = self._pages("ListTenants", admin_pb2.ListTenantsRequest, lambda page: page.tenants)
         return list(map(_tenant, pages))
 
     def delete_segment(self, name: str) -> None:
-        """End a segment of whomever, by its resource name."""
+        """End a segment of any tenant, by its resource name."""
         self._call("DeleteSegment", broker_pb2.DeleteSegmentRequest(name=name))
 
     def set_quota(self, name: str, location: Location, limit: int | None) -> Quota:
-        """Command a limit in bytes for `tenants/…` or `tenants/…/models/…`; None ends the command."""
+        """Set a limit in bytes for `tenants/…` or `tenants/…/models/…`; None removes it."""
         request = admin_pb2.SetQuotaRequest(name=name, location=messages.location_to_wire(location), limit_bytes=limit)
-        return _quota(self._call("SetQuota", request))
+        return messages.value(Quota, self._call("SetQuota", request))
 
     def quotas(self) -> list[Quota]:
-        """Return the limits in force by command."""
-        return [_quota(quota) for quota in self._call("ListQuotas", admin_pb2.ListQuotasRequest()).quotas]
+        """Return the limits that were set by command."""
+        quotas = self._call("ListQuotas", admin_pb2.ListQuotasRequest()).quotas
+        return [messages.value(Quota, quota) for quota in quotas]
 
     def processes(self) -> list[ProcessStatus]:
         """Return the processes that the driver sees using the device, largest excess first."""
-        return list(map(_process, self._call("ListProcesses", admin_pb2.ListProcessesRequest()).processes))
+        processes = self._call("ListProcesses", admin_pb2.ListProcessesRequest()).processes
+        return [messages.value(ProcessStatus, process) for process in processes]
 
     def forget(self, name: str) -> SessionStatus:
-        """End a detached session, `sessions/…`, and return it as it was."""
+        """End a detached session, `sessions/…`, and return its last state."""
         return next(iter(messages.sessions([self._call("ForgetSession", admin_pb2.ForgetSessionRequest(name=name))])))
 
     def drain(self, deadline: datetime | None, *, exits: bool) -> DeviceStatus:
-        """Lend nothing more; `exits`: the daemon does, once nothing is charged, or at the deadline."""
+        """Stop lending; with `exits` the daemon exits once nothing is charged, or at the deadline."""
         request = admin_pb2.DrainRequest(exit=exits)
         if deadline is not None:
             request.deadline.FromDatetime(deadline)
@@ -176,7 +178,7 @@ class Admin:
         try:
             return self._calls.call(method, request, CALL_SECONDS)
         except BrokerUnavailable as error:
-            if not error.reason:  # it said nothing: gRPC cannot tell a broker that is stopped from one that is gone
+            if not error.reason:  # no answer: gRPC cannot tell a stopped broker from a dead one
                 _knock(self._path)
                 raise BrokerUnavailable(not_answering(self._path)) from error
             raise
@@ -190,41 +192,15 @@ class Admin:
                 return
 
 
-def _quota(message: admin_pb2.Quota) -> Quota:
-    limit = message.limit_bytes if message.HasField("limit_bytes") else None
-    return Quota(message.name, messages.location_name(message.location), limit, message.used_bytes)
-
-
 def _tenant(message: admin_pb2.Tenant) -> TenantStatus:
-    books = (
-        TenantBooks(
-            messages.location_name(each.location),
-            each.used_bytes,
-            each.limit_bytes if each.HasField("limit_bytes") else None,
-        )
-        for each in message.books
-    )
-    return TenantStatus(message.name, {each.location: each for each in books}, message.models, message.sessions)
-
-
-def _process(message: admin_pb2.Process) -> ProcessStatus:
-    return ProcessStatus(
-        message.pid,
-        message.command,
-        message.used_bytes,
-        message.charged_bytes,
-        message.segment_bytes,
-        message.excess_bytes,
-        tuple(message.sessions),
-        tuple(message.models),
-    )
+    return messages.value(TenantStatus, message, books=messages.by_location(TenantBooks, message.books))
 
 
 @contextmanager
 def open_books(endpoint: str | None, admin: bool, env: Mapping[str, str] = os.environ) -> Iterator[Books]:
-    """Yield the books of a tenant's endpoint, or with `admin`, or at an admin endpoint, the whole device's.
+    """Yield the books of a tenant's endpoint; with `admin`, or at an admin endpoint, those of the whole device.
 
-    An operator who can enter the admin endpoint and no tenant's gets the admin's. Raises the library's errors.
+    A user that can enter the admin endpoint and no tenant's gets the admin's. Raises the library's errors.
     """
     found = Admin(admin_socket(endpoint, env)) if is_admin(endpoint, admin, env) else _enter(endpoint, env)
     with closing(found):
@@ -232,13 +208,13 @@ def open_books(endpoint: str | None, admin: bool, env: Mapping[str, str] = os.en
 
 
 def is_admin(endpoint: str | None, admin: bool, env: Mapping[str, str] = os.environ) -> bool:
-    """Say whether the admin endpoint was asked for: by the option, or by its own name."""
+    """Return whether the admin endpoint was chosen: by --admin, or by its directory."""
     chosen = _chosen(endpoint, env)
     return admin or (chosen is not None and chosen.name == "admin")
 
 
 def _chosen(endpoint: str | None, env: Mapping[str, str]) -> Path | None:
-    """Return the directory that was named, by option or variable."""
+    """Return the directory that was given, by option or variable."""
     chosen = endpoint or env.get(VARIABLE, "")
     return Path(chosen).absolute() if chosen else None
 
@@ -255,9 +231,9 @@ def _enter(endpoint: str | None, env: Mapping[str, str]) -> Client | Admin:
         try:
             return Admin(admin_socket(endpoint, env))
         except AccessDenied:
-            pass  # an ordinary user's: what is wrong is what was said first
+            pass  # an ordinary user: report the first error
         except BrokerUnavailable:
-            if not directory.exists():  # tenants have names here, and the broker is dead or stopped
+            if not directory.exists():  # there are named tenants, and the broker is dead or stopped
                 raise
         raise
 
@@ -271,12 +247,12 @@ def open_admin(endpoint: str | None, env: Mapping[str, str] = os.environ) -> Ite
 
 @contextmanager
 def open_device(endpoint: str | None, env: Mapping[str, str] = os.environ) -> Iterator[Admin]:
-    """As `open_admin`, for what concerns the whole device: a tenant's endpoint is refused."""
+    """As `open_admin`, for commands about the whole device: a tenant's endpoint is refused."""
     chosen = _chosen(endpoint, env)
     if chosen is not None and chosen.parent.name == "tenants":
         raise InvalidRequest(
-            f"{chosen} is the endpoint of one tenant, and this concerns the whole device: give the admin endpoint, "
-            f"--endpoint {chosen.parent.with_name('admin')}"
+            f"{chosen} is the endpoint of one tenant, and this command is about the whole device: give the admin "
+            f"endpoint, --endpoint {chosen.parent.with_name('admin')}"
         )
     with open_admin(endpoint, env) as found:
         yield found
@@ -290,7 +266,7 @@ def admin_socket(endpoint: str | None, env: Mapping[str, str] = os.environ) -> P
     if directory.name != "admin":
         if directory.parent.name != "tenants":
             raise InvalidRequest(
-                f"{directory} is no endpoint of a device's directory, so its admin endpoint cannot be found from it: "
+                f"{directory} is not an endpoint in a device's directory, so its admin endpoint is unknown: "
                 "name that with --endpoint, as in /run/membroker/gpu-12345678/admin"
             )
         directory = directory.parent.parent / "admin"
@@ -298,7 +274,7 @@ def admin_socket(endpoint: str | None, env: Mapping[str, str] = os.environ) -> P
 
 
 def _knock(path: Path) -> None:
-    """Raise what is wrong with a socket, by what the file system shows; gRPC would say UNAVAILABLE for all of it."""
+    """Try to connect, and raise an error that says what is wrong; gRPC would report UNAVAILABLE for everything."""
     check_path(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.setblocking(False)  # a stopped broker's queue may be full

@@ -1,7 +1,7 @@
-"""`membroker doctor`: whether this machine can run a broker, by trying what a broker does.
+"""`membroker doctor`: check whether this machine can run a broker, by trying what a broker does.
 
-Owns the checks. Each tries the thing itself where it can, instead of guessing from a version, says what it found,
-and what to do when that is not good. It must never leave anything behind.
+Owns the checks. Each tries the thing itself where it can, instead of guessing from a version, and reports what it found
+and what to do about it. It must never leave anything behind.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ BROKER_PACKAGES = {
     "prometheus_client": "prometheus-client",
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
+    "pydantic": "pydantic",
 }
 
 Status = Literal["ok", "warn", "fail"]
@@ -46,7 +47,7 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at. `advice` is empty when it is good."""
+    """One check. `advice` is empty when `status` is ok."""
 
     name: str
     status: Status
@@ -67,7 +68,7 @@ def run_doctor(endpoint: str | None, *, as_json: bool) -> int:
 
 
 def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[Check]:
-    """Return every check of this machine, as this user."""
+    """Run every check on this machine, as this user."""
     if sys.platform != "linux":
         return [Check("system", "fail", sys.platform, "membroker needs Linux: memfd, pidfd and SCM_RIGHTS")]
     looks: tuple[tuple[str, Callable[[], Check]], ...] = (
@@ -81,7 +82,7 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[C
             lambda: check_inotify(_sysctl("fs/inotify/max_user_watches"), _sysctl("fs/inotify/max_user_instances")),
         ),
         ("sealed memory", check_memfd),
-        ("host twin", check_host_twin),
+        ("host driver", check_host_driver),
         ("gpu", check_gpu),
         ("packages", check_packages),
         ("runtime directory", lambda: check_runtime_directory(env, os.geteuid())),
@@ -91,11 +92,11 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[C
 
 
 def _look(name: str, look: Callable[[], Check]) -> Check:
-    """Return the check, also when it could not be made."""
+    """Return the check; one that cannot be made fails."""
     try:
         return look()
     except OSError as error:
-        return Check(name, "fail", f"could not be looked at: {error}", "run the doctor outside of this sandbox")
+        return Check(name, "fail", f"could not be checked: {error}", "run the doctor outside this sandbox")
 
 
 # --- This process and this kernel ---
@@ -110,7 +111,7 @@ def check_python(version: tuple[int, int, int]) -> Check:
 
 
 def check_peers() -> Check:
-    """SO_PEERPIDFD (Linux 6.5): who is at the other end, free of pid reuse, across pid namespaces."""
+    """SO_PEERPIDFD (Linux 6.5) names the process at the other end, without pid reuse and across pid namespaces."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         try:
@@ -120,13 +121,13 @@ def check_peers() -> Check:
                 "peers",
                 "warn",
                 f"kernel {platform.release()} has no SO_PEERPIDFD",
-                "Linux 6.5 has it; below, the broker knows peers by pid and start time, in its own pid namespace only",
+                "Linux 6.5 has it; before it the broker knows peers by pid and start time, in its own pid namespace",
             )
     return Check("peers", "ok", f"kernel {platform.release()} has SO_PEERPIDFD")
 
 
 def check_process_identity() -> Check:
-    """Linux 6.9 gives each process's pidfd an inode of its own; before, all such descriptors share one."""
+    """Since Linux 6.9 each process's pidfd has an inode of its own; before, all pidfds share one."""
     process, other = os.pidfd_open(os.getpid()), os.eventfd(0)
     try:
         own = os.fstat(process).st_dev != os.fstat(other).st_dev
@@ -135,7 +136,7 @@ def check_process_identity() -> Check:
         os.close(other)
     if own:
         return Check("processes", "ok", "a pidfd's inode names its process")
-    advice = "Linux 6.9 has it; below, the broker tells processes apart by pid and start time"
+    advice = "Linux 6.9 has them; before it the broker tells processes apart by pid and start time"
     return Check("processes", "warn", f"kernel {platform.release()}: pidfds have no inode of their own", advice)
 
 
@@ -146,7 +147,7 @@ def descriptor_limit() -> int:
 
 
 def check_descriptors(limit: int) -> Check:
-    """The kernel counts descriptors in flight, 128 a session, against the broker's RLIMIT_NOFILE."""
+    """The kernel counts descriptors in flight, 128 for each session, against the broker's RLIMIT_NOFILE."""
     sessions = max(0, limit - 1) // DESCRIPTORS_PER_SESSION
     found = f"a limit of {limit:,} is enough for {sessions:,} sessions"
     advice = f"raise it: LimitNOFILE= in the unit, `ulimit -n` in a shell; {DESCRIPTORS_PER_SESSION} for each session"
@@ -155,24 +156,24 @@ def check_descriptors(limit: int) -> Check:
 
 
 def check_mappings(limit: int) -> Check:
-    """On the host twin each extent that a worker maps is one of its process's mappings."""
-    found = f"a process may map {limit:,} extents of the host twin"
+    """On the host driver each extent that a worker maps is one of its process's mappings."""
+    found = f"a process may map {limit:,} extents of the host driver"
     if limit >= DEFAULT_MAPPINGS:
         return Check("mappings", "ok", found)
     return Check("mappings", "warn", found, f"sysctl vm.max_map_count={DEFAULT_MAPPINGS}, or use larger pages")
 
 
 def check_inotify(watches: int, instances: int) -> Check:
-    """The host twin watches each extent that it made, to see it die: one watch each, one instance a daemon."""
-    found = f"the host twin may have {watches:,} extents, this user {instances:,} daemons of it"
+    """The host driver watches each of its extents to see it end: a watch for each, an instance for each daemon."""
+    found = f"the host driver may have {watches:,} extents, and this user {instances:,} daemons with it"
     if watches >= FEW_WATCHES and instances >= FEW_INSTANCES:
         return Check("inotify", "ok", found)
-    advice = "sysctl fs.inotify.max_user_watches=65536 fs.inotify.max_user_instances=128 (a card needs none)"
+    advice = "sysctl fs.inotify.max_user_watches=65536 fs.inotify.max_user_instances=128 (a GPU needs none)"
     return Check("inotify", "warn", found, advice)
 
 
 def check_memfd() -> Check:
-    """Sealed memory files: what the host twin's extents are."""
+    """The host driver's extents are sealed memory files."""
     descriptor = os.memfd_create("membroker-doctor", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, 4096)
@@ -187,8 +188,8 @@ def check_memfd() -> Check:
     )
 
 
-def check_host_twin() -> Check:
-    """One extent, from birth to death, as the daemon would make it."""
+def check_host_driver() -> Check:
+    """Make an extent and release it, as the daemon would."""
     try:
         driver = open_driver("host", total_bytes=64 * MIB)
         try:
@@ -199,17 +200,17 @@ def check_host_twin() -> Check:
         finally:
             driver.close()
     except DriverError as error:
-        return Check("host twin", "fail", str(error), error.hint or "see the call's manual page for this error")
+        return Check("host driver", "fail", str(error), error.hint or "see the call's manual page for this error")
     if held is None or freed is None or held.used - freed.used != 2 * MIB:
-        return Check("host twin", "fail", f"an extent of 2 MiB shows as {held} and {freed}", "report this as a bug")
-    return Check("host twin", "ok", "an extent was made, seen and freed")
+        return Check("host driver", "fail", f"an extent of 2 MiB shows as {held} and {freed}", "report this as a bug")
+    return Check("host driver", "ok", "an extent was made, seen and freed")
 
 
-# --- The card, the packages, the place, the broker ---
+# --- The GPU, the packages, the runtime directory, the broker ---
 
 
 def check_gpu() -> Check:
-    """A card is used where there is a usable one; none is no fault."""
+    """Check the GPU, if there is one: a machine without a GPU can run the host driver."""
     try:
         driver = open_driver("cuda")
     except DriverUnavailable as error:
@@ -223,16 +224,16 @@ def check_gpu() -> Check:
     finally:
         driver.close()
     if memory is None:
-        return Check("gpu", "warn", f"{device.name} does not say its memory", "install the driver's NVML library")
+        return Check("gpu", "warn", f"{device.name} does not report its memory", "install the driver's NVML library")
     return Check(
         "gpu", "ok", f"{device.name} {device.uuid}, {format_size(memory.free)} of {format_size(memory.total)} free"
     )
 
 
 def check_packages() -> Check:
-    """A daemon needs more than the library does."""
+    """The daemon needs more packages than the library."""
     if not (missing := missing_packages()):
-        return Check("packages", "ok", "all that membrokerd imports is installed")
+        return Check("packages", "ok", "all packages that membrokerd imports are installed")
     return Check("packages", "fail", f"missing: {', '.join(missing)}", "pip install 'membroker[broker]'")
 
 
@@ -242,10 +243,10 @@ def missing_packages() -> list[str]:
 
 
 def check_runtime_directory(env: Mapping[str, str], uid: int) -> Check:
-    """A daemon makes its sockets there; a socket's path ends at 107 bytes."""
+    """The daemon makes its sockets there, and a socket's path has at most 107 bytes."""
     own = env.get("XDG_RUNTIME_DIR", "")
     if uid and not own:
-        advice = "set XDG_RUNTIME_DIR to a directory of yours, or start membrokerd with --runtime-directory DIR"
+        advice = "set XDG_RUNTIME_DIR to a directory of your own, or start membrokerd with --runtime-directory DIR"
         return Check("runtime directory", "fail", "XDG_RUNTIME_DIR is not set", advice)
     directory = Path(own, "membroker") if uid else Path("/run/membroker")
     if len(os.fsencode(directory / SHORTEST_ENDPOINT)) > MAX_SOCKET_PATH_BYTES:
@@ -263,14 +264,16 @@ def check_runtime_directory(env: Mapping[str, str], uid: int) -> Check:
 
 
 def check_broker(endpoint: str | None, env: Mapping[str, str]) -> Check:
-    """Whether one runs and lets this user in. None at all is no fault, unless it was asked for by name."""
+    """Check whether a broker runs and lets this user in. It fails only for a broker that was named."""
     try:
         with open_books(endpoint, False, env) as books:
             device = books.device()
     except (BrokerUnavailable, AccessDenied) as error:
         if endpoint or env.get(VARIABLE):
-            return Check("broker", "fail", str(error), "see the sentence above; `membrokerd --help` starts a broker")
-        return Check("broker", "ok", "none can be entered yet; start one with `membrokerd`")
+            return Check(
+                "broker", "fail", str(error), "see the sentence above; `membrokerd --help` says how to start a broker"
+            )
+        return Check("broker", "ok", "this user can enter none yet; start one with `membrokerd`")
     except MembrokerError as error:
         return Check("broker", "warn", str(error), "name the endpoint with --endpoint DIR")
     capacity = ", ".join(f"{format_size(books.capacity_bytes)} ({where})" for where, books in device.locations.items())

@@ -1,13 +1,14 @@
-"""The books as aligned tables: with lines and colour on a terminal, plain text for everything else.
+"""The books as aligned tables: with lines and colour on a terminal, plain text elsewhere.
 
-Owns what a column is called and how a number is written. Other people's text (a session's own name) is shown
-without markup and without control characters: it could paint the operator's terminal.
+Owns the names of columns and the format of numbers. Text from other users (a client's name) is shown without markup and
+without control characters, which could control the operator's terminal.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
@@ -40,7 +41,7 @@ class Table:
 
 
 def models_table(models: Iterable[ModelStatus]) -> Table:
-    """Return a row for each model and location; locations that it never used and has no limit for are left out."""
+    """Return a row for each model and location, except for locations that it never used and has no limit for."""
     columns = (
         *("tenant", "model", "where", ">virtual", ">used", ">in segments", ">peak", ">limit", ">extents", ">sessions"),
         ">refusals",
@@ -113,7 +114,7 @@ def _segment_row(segment: SegmentStatus) -> list[str]:
 
 
 def tensors_table(tensors: Iterable[TensorInfo]) -> Table:
-    """Return a row for each tensor of a segment, in the order of their bytes."""
+    """Return a row for each tensor of a segment, in the order of their offsets."""
     rows = [
         [each.name, each.dtype, str(list(each.shape)), format_size(each.size), str(each.offset)] for each in tensors
     ]
@@ -121,12 +122,12 @@ def tensors_table(tensors: Iterable[TensorInfo]) -> Table:
 
 
 def metadata_table(metadata: Mapping[str, str]) -> Table:
-    """Return what a segment says of itself, by name."""
+    """Return the metadata of a segment, by name."""
     return Table(("metadata", ""), [[key, value] for key, value in sorted(metadata.items())])
 
 
 def device_table(device: DeviceStatus) -> Table:
-    """Return what the device is, one thing a row."""
+    """Return the properties of the device, one in each row."""
     sessions = str(device.sessions) + (f", {device.detached_sessions} detached" if device.detached_sessions else "")
     return Table(
         ("device", ""),
@@ -144,7 +145,7 @@ def device_table(device: DeviceStatus) -> Table:
 
 
 def locations_table(locations: Iterable[LocationBooks]) -> Table:
-    """Return the books of each location, and what the device itself shows."""
+    """Return the books of each location, and the device's own figures."""
     columns = ("where", ">capacity", ">lent", ">releasing", ">free", ">unaccounted", ">headroom", ">used of total")
     return Table(columns, [_location_row(books) for books in locations])
 
@@ -182,12 +183,14 @@ def tenants_table(tenants: Iterable[TenantStatus]) -> Table:
 
 
 def quotas_table(quotas: Iterable[Quota]) -> Table:
-    """Return the commanded limits."""
+    """Return the limits that were set by command."""
     rows = [
         [short_name(quota.name), quota.location, _size(quota.limit_bytes), format_size(quota.used_bytes)]
         for quota in quotas
     ]
-    return Table(("name", "where", ">limit", ">used"), rows, "no limit is commanded; what is configured holds")
+    return Table(
+        ("name", "where", ">limit", ">used"), rows, "no limit was set by command; the configured limits are in force"
+    )
 
 
 def processes_table(processes: Iterable[ProcessStatus]) -> Table:
@@ -231,8 +234,24 @@ def print_tables(tables: Iterable[Table], stream: TextIO) -> None:
     stream.flush()
 
 
+def answer(as_json: bool, value: Any, *parts: Table | str) -> int:
+    """Print the answer of a command, as JSON or as tables and lines, and return its exit status.
+
+    A table has an empty line before and after it.
+    """
+    if as_json:
+        print_json(value, sys.stdout)
+        return 0
+    for before, part in zip((None, *parts), parts, strict=False):
+        if before is not None and (isinstance(before, Table) or isinstance(part, Table)):
+            print()
+        sys.stdout.write(render(part, sys.stdout) if isinstance(part, Table) else f"{part}\n")
+    sys.stdout.flush()
+    return 0
+
+
 def render(table: Table, stream: TextIO) -> str:
-    """Return a table as `stream` should show it, each line ended."""
+    """Return a table as text for `stream`, each line ended."""
     if not table.rows and table.empty:
         return table.empty + "\n"
     terminal = stream.isatty()
@@ -253,7 +272,7 @@ def _rich(table: Table, terminal: bool) -> RichTable:
 
 
 def printable(text: str) -> str:
-    """Return text that a terminal shows and does not obey."""
+    """Return the text without control characters."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 

@@ -1,12 +1,17 @@
-"""Messages of the wire as the values that users see, and locations in both forms.
+"""Messages of the wire as status values, and locations in both forms.
 
-It translates and decides nothing.
+Status values have the wire's names, so one function translates them all. It decides nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from datetime import UTC
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from ..types import (
     Available,
@@ -26,6 +31,10 @@ from ..v1 import broker_pb2, handoff_pb2
 from ..v1 import resources_pb2 as pb
 from ..vmm.driver import Location
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_T = TypeVar("_T", bound="DataclassInstance")
 _TO_WIRE = {Location.DEVICE: pb.LOCATION_DEVICE, Location.HOST: pb.LOCATION_HOST}
 
 
@@ -44,38 +53,37 @@ def limit(location: Location, size: int) -> pb.Limit:
     return pb.Limit(location=_TO_WIRE[location], limit_bytes=size)
 
 
+def value(kind: type[_T], message: Message, **special: Any) -> _T:
+    """Return a status value with what `message` has under the same names; `special` gives the other fields.
+
+    Absent fields are None, times are in UTC, enums are words, and lists are tuples.
+    """
+    found = {field.name: _plain(message, field.name) for field in fields(kind) if field.name not in special}
+    return kind(**found, **special)
+
+
+def _plain(message: Message, name: str) -> Any:
+    field, found = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)
+    if field.has_presence and not message.HasField(name):
+        return None
+    if field.enum_type is not None:
+        known = field.enum_type.values_by_number.get(found)  # a newer broker may send others
+        return known.name.removeprefix("LOCATION_").lower() if known else str(found)
+    if isinstance(found, Timestamp):
+        return found.ToDatetime(UTC)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return dict(found)
+    return found if isinstance(found, str | int) else tuple(found)
+
+
+def by_location(kind: type[_T], books: Iterable[Any]) -> dict[str, _T]:
+    """Return books by the name of their location."""
+    return {location_name(each.location): value(kind, each) for each in books}
+
+
 def device(message: pb.Device) -> DeviceStatus:
     """Return a device and its books."""
-    return DeviceStatus(
-        uuid=message.uuid,
-        product=message.product,
-        driver=message.driver,
-        granularity_bytes=message.granularity_bytes,
-        locations={books.location: books for books in map(_location_books, message.locations)},
-        revision=message.revision,
-        version=message.version,
-        pid=message.pid,
-        start_time=message.start_time.ToDatetime(UTC),
-        sessions=message.sessions,
-        detached_sessions=message.detached_sessions,
-        metrics_url=message.metrics_url,
-        draining=message.draining,
-    )
-
-
-def _location_books(message: pb.LocationBooks) -> LocationBooks:
-    return LocationBooks(
-        location=location_name(message.location),
-        capacity_bytes=message.capacity_bytes,
-        lent_bytes=message.lent_bytes,
-        releasing_bytes=message.releasing_bytes,
-        stock_bytes=message.stock_bytes,
-        free_bytes=message.free_bytes,
-        headroom_bytes=message.headroom_bytes,
-        unaccounted_bytes=message.unaccounted_bytes if message.HasField("unaccounted_bytes") else None,
-        device_total_bytes=message.device_total_bytes if message.HasField("device_total_bytes") else None,
-        device_used_bytes=message.device_used_bytes if message.HasField("device_used_bytes") else None,
-    )
+    return value(DeviceStatus, message, locations=by_location(LocationBooks, message.locations))
 
 
 def models(messages: Iterable[pb.Model]) -> list[ModelStatus]:
@@ -85,35 +93,12 @@ def models(messages: Iterable[pb.Model]) -> list[ModelStatus]:
 
 def model(message: pb.Model) -> ModelStatus:
     """Return a model and its books."""
-    return ModelStatus(
-        name=message.name,
-        virtual_capacity_bytes=message.virtual_capacity_bytes,
-        books={books.location: books for books in map(_model_books, message.books)},
-        sessions=message.sessions,
-        allocations_total=message.allocations_total,
-        releases_total=message.releases_total,
-        denials_total=dict(message.denials_total),
-    )
-
-
-def _model_books(message: pb.ModelBooks) -> ModelBooks:
-    return ModelBooks(
-        location=location_name(message.location),
-        used_bytes=message.used_bytes,
-        peak_bytes=message.peak_bytes,
-        releasing_bytes=message.releasing_bytes,
-        declared_bytes=message.declared_bytes,
-        limit_bytes=message.limit_bytes if message.HasField("limit_bytes") else None,
-        extents=message.extents,
-        segment_bytes=message.segment_bytes,
-    )
+    return value(ModelStatus, message, books=by_location(ModelBooks, message.books))
 
 
 def available(message: broker_pb2.Available) -> Available:
     """Return what could be borrowed."""
-    return Available(
-        now_bytes=message.now_bytes, limit_bytes=message.limit_bytes if message.HasField("limit_bytes") else None
-    )
+    return value(Available, message)
 
 
 def segments(messages: Iterable[pb.Segment]) -> list[SegmentStatus]:
@@ -123,17 +108,7 @@ def segments(messages: Iterable[pb.Segment]) -> list[SegmentStatus]:
 
 def segment(message: pb.Segment) -> SegmentStatus:
     """Return a segment."""
-    return SegmentStatus(
-        name=message.name,
-        generation=message.generation,
-        state=pb.Segment.State.Name(message.state).lower(),
-        location=location_name(message.location),
-        size_bytes=message.size_bytes,
-        extents=message.extents,
-        sessions=message.sessions,
-        writer=message.writer,
-        create_time=message.create_time.ToDatetime(UTC),
-    )
+    return value(SegmentStatus, message)
 
 
 def sessions(messages: Iterable[pb.Session]) -> list[SessionStatus]:
@@ -143,23 +118,7 @@ def sessions(messages: Iterable[pb.Session]) -> list[SessionStatus]:
 
 def session(message: pb.Session) -> SessionStatus:
     """Return a session and its books."""
-    return SessionStatus(
-        name=message.name,
-        tenant=message.tenant,
-        state=pb.Session.State.Name(message.state).lower(),
-        pid=message.pid,
-        uid=message.uid,
-        observer=message.observer,
-        client=message.client,
-        models=tuple(message.models),
-        books={books.location: books for books in map(_session_books, message.books)},
-        create_time=message.create_time.ToDatetime(UTC),
-        segments=tuple(message.segments),
-    )
-
-
-def _session_books(message: pb.SessionBooks) -> SessionBooks:
-    return SessionBooks(location_name(message.location), message.used_bytes, message.extents)
+    return value(SessionStatus, message, books=by_location(SessionBooks, message.books))
 
 
 def notice(message: handoff_pb2.Notice) -> Notice | None:

@@ -19,11 +19,11 @@ from .two_devices import TWO_DEVICE_CHECKS
 
 __all__ = ["CHECKS", "TWO_DEVICE_CHECKS", "MakeDriver", "check_driver", "check_two_devices", "wait_until"]
 
-CHECKS: tuple[Callable[[MakeDriver], None], ...] = (
-    *mappings.CHECKS,
-    *descriptors.CHECKS,
-    *batches.CHECKS,
-    *device.CHECKS,
+CHECKS: tuple[Callable[[MakeDriver], None], ...] = tuple(
+    check
+    for module in (mappings, descriptors, batches, device)
+    for check in vars(module).values()
+    if callable(check) and check.__module__ == module.__name__
 )
 """Every promise; each is called with `make_driver` and raises `AssertionError` if it is broken."""
 

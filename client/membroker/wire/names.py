@@ -2,7 +2,7 @@
 
 Owns the grammar of names, the bounds that both sides check, and the keys of gRPC metadata. It imports nothing but `re`,
 because the pure core and the keeper, which must start fast, use it too. docs/protocol.md tells other clients the same
-numbers; tests/client/test_golden_frames.py compares the two.
+numbers; tests/system/library/test_golden_frames.py compares the two.
 """
 
 from __future__ import annotations

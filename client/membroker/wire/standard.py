@@ -1,16 +1,30 @@
-"""Descriptors 0 to 2, with which a program may be started closed. It must import nothing slow.
-
-If they stay closed, the next socket or file gets one of these numbers, and a C library writes its stderr into it.
-"""
+"""How a program starts: its descriptors 0 to 2, and Ctrl-C while it imports. It must import nothing that is slow."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from importlib import import_module
+from types import ModuleType
+
+
+def import_quietly(name: str) -> ModuleType:
+    """Return the module `name`. Ctrl-C during its import ends the process without a word: nothing was begun yet."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        return import_module(name)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def open_standard_descriptors() -> None:
-    """Open /dev/null at each of the descriptors 0 to 2 that is closed. Call this before anything else is opened."""
+    """Open those of the descriptors 0 to 2 that are closed on /dev/null. To be called before anything is opened.
+
+    Otherwise the next socket or file gets one of these numbers, and a C library's messages on stderr go into it.
+    """
     for number in range(3):
         try:
             os.fstat(number)

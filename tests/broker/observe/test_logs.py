@@ -108,11 +108,11 @@ def test_every_fact_is_one_line_and_lifecycles_are_info(capture: Capture) -> Non
         "session moved",
         "session ended",
         "model began",
-        "model asked for more numbers",
+        "model asked",
         "model joined",
         "model left",
         "model ended",
-        "session settled",
+        "location settled",
         "segment began",
         "segment moved",
         "segment ended",
@@ -160,6 +160,24 @@ def test_json_has_the_data_in_fields(capture: Capture) -> None:
         "observer": False,
         "client": "vllm 0.9",
     }
+
+
+def test_sizes_names_and_ids_are_shown_by_one_rule(capture: Capture) -> None:
+    """Resource names as the API has them, sizes with their unit, and the number of extents instead of their ids."""
+    out = capture("text")
+    for fact in FACTS:
+        logs.log_fact(fact)
+    lines = [line.split(" ", 2)[2] for line in out.getvalue().splitlines()]
+    for line in (
+        "model began model=tenants/acme/models/llama-7b virtual_capacity_bytes=null device_limit_bytes=1073741824",
+        "model joined model=tenants/acme/models/llama-7b session=sessions/1a",
+        "credited session=sessions/1a count=4 cause=released",
+        "segment began generation=40 model=tenants/acme/models/llama-7b segment=weights location=device "
+        "extent_bytes=1073741824 last_bytes=2097152 first=41 count=3 writer=sessions/1a",
+        "unaccounted seen location=device unaccounted_bytes=-4096",
+        "quota set tenant=acme model=null location=device limit_bytes=null",
+    ):
+        assert line in lines
 
 
 def test_text_is_for_people(capture: Capture) -> None:

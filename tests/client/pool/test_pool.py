@@ -102,7 +102,11 @@ class TestSeed:
         assert pool.stats().fragmentation_ratio == 0.0
         pool.allocate(16 * PAGE, 16 * PAGE)
         stats = pool.stats()
-        assert (stats.virtual_capacity, stats.physical_usage, stats.mapped_pages) == (64 * PAGE, 16 * PAGE, 16)
+        assert (stats.virtual_capacity_bytes, stats.physical_usage_bytes, stats.mapped_pages) == (
+            64 * PAGE,
+            16 * PAGE,
+            16,
+        )
         assert stats.fragmentation_ratio == pytest.approx(1 - 32 / 48)
         pool.allocate(0, 16 * PAGE)
         assert pool.stats().fragmentation_ratio == 0.0
@@ -447,7 +451,7 @@ class TestSpare:
         keeping.deallocate(2 * PAGE, 2 * PAGE)
         assert not keeping.is_mapped(2 * PAGE)
         stats = keeping.stats()
-        assert (stats.mapped_pages, stats.spare_pages, stats.physical_usage) == (2, 2, 2 * PAGE)
+        assert (stats.mapped_pages, stats.spare_pages, stats.physical_usage_bytes) == (2, 2, 2 * PAGE)
         assert keeping.physical_usage_bytes == lender.lent_bytes == lender.used_bytes == 2 * PAGE
         assert keeping.allocate(2 * PAGE, 2 * PAGE) == address
         assert keeping.is_mapped(3 * PAGE)
@@ -792,8 +796,8 @@ class TestSpare:
         together([partial(churn, seed) for seed in range(6)])
         stats = keeping.stats()
         assert stats.mapped_pages == stats.spare_pages <= 4
-        assert lender.lent_bytes == stats.physical_usage
-        assert keeping.trim() == stats.physical_usage
+        assert lender.lent_bytes == stats.physical_usage_bytes
+        assert keeping.trim() == stats.physical_usage_bytes
         assert lender.used_bytes == 0
 
 

@@ -136,7 +136,7 @@ def test_a_quota_is_set_listed_and_ended(daemon: Daemon, worker: membroker.Clien
     at = ("--endpoint", str(daemon.endpoint("red")))
     out = good("quota", "set", "red/llama-7b", "--limit", "2MiB", *at)
     assert out.splitlines()[0] == "red/llama-7b at the device: limit 2.0 MiB, used 4.0 MiB"
-    assert "nothing is taken away" in out
+    assert "it keeps what it has" in out
     assert worker.models()[0].books["device"].limit_bytes == 2 * MIB
     assert rows(good("quota", "list", *at))[1] == ["red/llama-7b", "device", "2.0 MiB", "4.0 MiB"]
     good("quota", "set", "tenants/red", "--limit", "128MiB", *at)
@@ -152,11 +152,11 @@ def test_a_quota_is_set_listed_and_ended(daemon: Daemon, worker: membroker.Clien
 def test_a_quota_for_nobody_yet_says_so(daemon: Daemon) -> None:
     """A limit may be there before who it is for; but so may a typing error, and a limit that limits nothing."""
     at = ("--endpoint", str(daemon.admin))
-    waits = "of that name is there now: the limit waits for its first session"
-    assert f"no model {waits}" in good("quota", "set", "red/lama-7b", "--limit", "2MiB", *at)
-    assert f"no tenant {waits}" in good("quota", "set", "blue", "--limit", "2MiB", *at)
+    waits = "of that name now: the limit waits for its first session"
+    assert f"there is no model {waits}" in good("quota", "set", "red/lama-7b", "--limit", "2MiB", *at)
+    assert f"there is no tenant {waits}" in good("quota", "set", "blue", "--limit", "2MiB", *at)
     out = good("quota", "set", "red", "--limit", "1GiB", *at)
-    assert out.splitlines()[1:] == ["that is more than the capacity, 256.0 MiB, which holds before it"]
+    assert out.splitlines()[1:] == ["that is more than the capacity, 256.0 MiB, which is in force as well"]
     assert len(good("quota", "set", "red", "--limit", "64MiB", *at).splitlines()) == 1
     assert len(good("quota", "set", "blue", "--limit", "none", *at).splitlines()) == 1
 
@@ -233,15 +233,16 @@ def test_a_peers_text_cannot_paint_the_terminal() -> None:
 
 def test_a_location_that_a_model_never_used_is_no_row() -> None:
     def model(**host: Any) -> ModelStatus:
-        empty = {"used": 0, "peak": 0, "releasing": 0, "declared": 0, "limit": None, "extents": 0, "segments": 0}
+        sizes = {f"{name}_bytes": 0 for name in ("used", "peak", "releasing", "declared", "segment")}
+        empty = {**sizes, "limit_bytes": None, "extents": 0}
         books = {
             where: ModelBooks(location=where, **{**empty, **more}) for where, more in (("device", {}), ("host", host))
         }
         return ModelStatus("tenants/a/models/m", 0, books, 0, 0, 0, {})
 
     assert [row[2] for row in tables.models_table([model()]).rows] == ["device"]
-    assert [row[2] for row in tables.models_table([model(peak=5)]).rows] == ["device", "host"]
-    assert [row[2] for row in tables.models_table([model(limit=0)]).rows] == ["device", "host"]
+    assert [row[2] for row in tables.models_table([model(peak_bytes=5)]).rows] == ["device", "host"]
+    assert [row[2] for row in tables.models_table([model(limit_bytes=0)]).rows] == ["device", "host"]
 
 
 # --- Without a daemon ---
@@ -279,8 +280,8 @@ def test_a_dead_brokers_socket_is_told_from_none(daemon: Daemon) -> None:
         ((), "COMMAND"),
         (("stat",), "invalid choice"),
         (("status", "--jso"), "unrecognized arguments"),
-        (("models", "--watch", "0"), "is no number of seconds"),
-        (("models", "--watch", "nan"), "is no number of seconds"),
+        (("models", "--watch", "0"), "is not a number of seconds"),
+        (("models", "--watch", "nan"), "is not a number of seconds"),
         (("quota", "set", "acme"), "--limit"),
         (("quota", "set", "acme", "--limit", "8 gigs"), "cannot read '8 gigs' as a size"),
         (("quota", "set", "acme", "--limit=-1"), "cannot read '-1' as a size"),
@@ -292,7 +293,7 @@ def test_a_dead_brokers_socket_is_told_from_none(daemon: Daemon) -> None:
         (("forget",), "SESSION"),
         (("status", "--device", "1", "--endpoint", "/run/x"), "not allowed with argument"),
         (("forget", "llama-7b"), "'llama-7b' is not a session, as in sessions/"),
-        (("drain", "--deadline", "0"), "is no number of seconds"),
+        (("drain", "--deadline", "0"), "is not a number of seconds"),
     ],
 )
 def test_a_wrong_command_line_is_status_2(

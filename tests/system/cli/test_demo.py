@@ -101,7 +101,7 @@ def test_a_worker_whose_demo_has_left_ends_without_a_word() -> None:
     [
         ("copies", "weights of 64.0 MiB are charged 128.0 MiB"),
         ("misreads", "the two workers read different weights"),
-        ("keeps", "a deleted segment's bytes did not come back"),
+        ("keeps", "a deleted segment's bytes did not become free"),
     ],
 )
 def test_it_fails_where_a_claim_of_its_sharing_does_not_hold(
@@ -211,4 +211,4 @@ class TestTheBrokersDeath:
             return 0.0
 
         monkeypatch.setattr(demo, "_death", dies)
-        fails(capsys, "a daemon ended that nobody had killed")
+        fails(capsys, "a daemon ended by itself")

@@ -22,7 +22,7 @@ from tests.support.sizes import MIB
 
 import membroker
 from membroker.cli import main as cli
-from membroker.cli.segments import Name
+from membroker.cli.segment_name import SegmentName
 from membroker.safetensors import write_index
 from membroker.segment import MAX_HEADER_BYTES
 from membroker.v1 import broker_pb2, resources_pb2
@@ -124,8 +124,8 @@ def test_a_file_is_loaded_listed_shown_attached_and_deleted(daemon: Daemon, mode
         assert segment.read(0, len(content)) == content
         told = good("delete", "weights", *at(daemon))
         assert told.splitlines() == [
-            "red/llama-7b/weights is deleted: nobody can attach it any more",
-            "its 4.0 MiB come back when the last has left it that holds it: 1 session now",
+            "red/llama-7b/weights is deleted: it can no longer be attached",
+            "its 4.0 MiB become free when the last session closes it: 1 session now",
         ]
         assert rows(good(*at(daemon)))[1][4] == "ending"
         assert segment.read(0, len(content)) == content, "it stays mapped where it is"
@@ -194,7 +194,7 @@ def test_at_the_host_and_with_the_models_own_numbers(model: Path) -> None:
         with membroker.connect(daemon.endpoint()) as client:
             worker = client.register_model("m", virtual_capacity="64GiB", limit="128MiB")
             books = worker.stats().books["host"]
-            assert (books.used, books.segments) == (4 * MIB, 4 * MIB)
+            assert (books.used_bytes, books.segment_bytes) == (4 * MIB, 4 * MIB)
 
 
 def test_models_and_sessions_show_segments(daemon: Daemon, model: Path) -> None:
@@ -237,9 +237,9 @@ def test_a_file_that_is_no_safetensors_file_is_refused_before_the_broker_is_aske
     assert "ends at byte" in complaint(header + bytes(3999)), "a download that broke off"
     assert "4 bytes follow its last tensor" in complaint(header + bytes(4004))
     os.mkfifo(tmp_path / "pipe")
-    assert "no regular file" in complaint(None, "pipe"), "it does not wait for a writer"
+    assert "not a regular file" in complaint(None, "pipe"), "it does not wait for a writer"
     (tmp_path / "directory").mkdir()
-    assert "no regular file" in complaint(None, "directory")
+    assert "not a regular file" in complaint(None, "directory")
     (tmp_path / "private").write_bytes(header)
     (tmp_path / "private").chmod(0)
     if os.geteuid():
@@ -252,7 +252,9 @@ def test_a_header_that_no_reader_would_read_is_refused(tmp_path: Path) -> None:
     header, _ = write_index({}, {"text": "x" * MAX_HEADER_BYTES})
     path = tmp_path / "x.safetensors"
     path.write_bytes(header)
-    assert "is no safetensors file: the header's length is" in refused("load", str(path), "m/w", "--endpoint", "/nope")
+    assert "is not a safetensors file: the header's length is" in refused(
+        "load", str(path), "m/w", "--endpoint", "/nope"
+    )
 
 
 def test_a_control_character_in_a_files_name_is_not_obeyed(tmp_path: Path) -> None:
@@ -297,14 +299,14 @@ def test_load_offers_only_the_names_that_it_takes(capsys: pytest.CaptureFixture[
 
 
 def test_names_are_read_as_people_write_them() -> None:
-    assert str(Name.parse("weights")) == "weights"
-    assert str(Name.parse("llama-7b/weights.v2")) == "llama-7b/weights.v2"
+    assert str(SegmentName.parse("weights")) == "weights"
+    assert str(SegmentName.parse("llama-7b/weights.v2")) == "llama-7b/weights.v2"
     whole = "tenants/uid-1000/models/m/segments/w"
-    assert str(Name.parse("uid-1000/m/w")) == str(Name.parse(whole)) == whole
-    assert Name.parse("models/segments") == Name("", "models", "segments")
+    assert str(SegmentName.parse("uid-1000/m/w")) == str(SegmentName.parse(whole)) == whole
+    assert SegmentName.parse("models/segments") == SegmentName("", "models", "segments")
     for text in ("", "/", "a/", "/b", "a//b", "A/b/c/d", "a/b/c/d/e", "x" * 97, "a b", "a\n"):
         with pytest.raises(ValueError, match="is not SEGMENT"):
-            Name.parse(text)
+            SegmentName.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +323,7 @@ def test_names_are_read_as_people_write_them() -> None:
 )
 def test_three_parts_begin_with_the_tenant_of_the_endpoint_or_with_the_models_name(text: str, at_red: str) -> None:
     """What `membroker segments` prints can be pasted, and so can what Hugging Face calls a model."""
-    assert str(Name.parse(text).within("tenants/red")) == at_red
+    assert str(SegmentName.parse(text).within("tenants/red")) == at_red
 
 
 def test_the_brokers_refusals_are_sentences(model: Path) -> None:
@@ -340,7 +342,7 @@ def test_the_brokers_refusals_are_sentences(model: Path) -> None:
             segment = client.register_model("m").create_segment("raw", "2MiB")
             assert "is still being written" in refused("show", "raw", *at(daemon))
             segment.seal()
-            assert "says nothing of what is in it: the header's length is 0" in refused("show", "raw", *at(daemon))
+            assert "has no readable header: the header's length is 0" in refused("show", "raw", *at(daemon))
             client.register_model("n").create_segment("raw", "2MiB").seal()
             for action in ("show", "delete"):
                 assert "as in m/raw or n/raw" in refused(action, "raw", *at(daemon))

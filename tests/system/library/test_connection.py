@@ -171,7 +171,7 @@ class TestMainJob:
 
     def test_listings_in_pages(self, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
         """More models than one answer may have; the user sees one list."""
-        monkeypatch.setattr(client_module, "PAGE", 2)
+        monkeypatch.setattr(client_module, "MAX_PAGE_ROWS", 2)
         with membroker.connect(daemon.endpoint()) as client, membroker.connect(daemon.endpoint()) as other:
             names = [client.register_model(f"m{number}").resource_name for number in range(5)]
             assert [model.name for model in client.models()] == names

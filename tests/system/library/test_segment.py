@@ -333,7 +333,7 @@ class TestNames:
     ) -> None:
         from membroker import client as client_module
 
-        monkeypatch.setattr(client_module, "PAGE", 2)
+        monkeypatch.setattr(client_module, "MAX_PAGE_ROWS", 2)
         kept = [model.create_segment(f"s{number}", 1) for number in range(5)]
         assert [one.name for one in client.segments()] == [one.resource_name for one in kept]
 
@@ -415,7 +415,7 @@ class TestArguments:
         with pytest.raises(membroker.OutOfMemory) as refused:
             model.create_segment("weights", "257MiB")
         assert (refused.value.level, refused.value.requested_bytes) == ("capacity", 258 * MIB)
-        assert (refused.value.available_bytes, refused.value.limit) == (256 * MIB, 256 * MIB)
+        assert (refused.value.available_bytes, refused.value.limit_bytes) == (256 * MIB, 256 * MIB)
         with pytest.raises(membroker.InvalidRequest, match="location"):
             model.create_segment("weights", 1, location="moon")
         with pytest.raises(membroker.MembrokerError, match="host_capacity"):
@@ -479,18 +479,22 @@ class TestArguments:
 
     def test_progress(self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch) -> None:
         """A loader shows how far it is; what raises in between ends the write there."""
-        told: list[int] = []
+        told: list[tuple[int, int]] = []
+
+        def tell(done: int, total: int) -> None:
+            told.append((done, total))
+
         segment = model.create_segment("weights", 2 * PAGE)
-        segment.write(0, bytes(3 * MIB), told.append)
-        assert told == [3 * MIB]
+        segment.write(0, bytes(3 * MIB), tell)
+        assert told == [(3 * MIB, 3 * MIB)]
         monkeypatch.setattr(segment_module, "CHUNK_BYTES", MIB)
         data = bytes(range(256)) * (5 * MIB // 512)
         told.clear()
-        segment.write(1, data, told.append)
-        assert told == [MIB, MIB, MIB // 2]
+        segment.write(1, data, tell)
+        assert told == [(done, len(data)) for done in (MIB, 2 * MIB, len(data))]
         assert segment.read(1, len(data)) == data
         with pytest.raises(ZeroDivisionError):
-            segment.write(0, bytes(MIB) * 2, lambda _: 1 / 0)
+            segment.write(0, bytes(MIB) * 2, lambda *_: 1 / 0)
         assert segment.read(MIB + 1, 255) == data[MIB : MIB + 255]
 
 

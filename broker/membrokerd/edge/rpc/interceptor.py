@@ -1,6 +1,6 @@
-"""What stands before every gRPC call: refusals become rich statuses, faults become INTERNAL, and both are counted.
+"""Wraps every gRPC call: refusals become rich statuses, faults become INTERNAL, and both are counted.
 
-It also bounds what calls may use: of each turn of the event loop, and as streams that nothing ends.
+It also bounds the calls: their number, their share of each turn of the event loop, and streams that never end.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -26,15 +27,42 @@ from ..errors import to_status
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 MAX_WATCHES = 16
 """Streams of health and reflection that one endpoint serves at a time: the peer decides how long they last."""
+MAX_STREAMS = 32
+"""Calls of one connection at a time."""
+MAX_CALLS = 1_024
+"""Calls at a time of all endpoints together. Each endpoint has an equal part, at least one connection's."""
 _NO_DESCRIPTOR = -1
+
+
+class Calls:
+    """Counts the calls of all endpoints. A call counts from its first frame on, and until its task ends.
+
+    `endpoints` says how many share the bound now: a reload adds some.
+    """
+
+    def __init__(self, endpoints: Callable[[], int]) -> None:
+        self._endpoints = endpoints
+        self._running: Counter[str] = Counter()
+
+    def begin(self, endpoint: str) -> bool:
+        """Count the call of the running task, or return False where the endpoint or all of them have too many."""
+        share = max(MAX_STREAMS, MAX_CALLS // self._endpoints())
+        if self._running[endpoint] >= share or self._running.total() >= MAX_CALLS:
+            return False
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[endpoint] += 1
+        task.add_done_callback(lambda _: self._running.subtract([endpoint]))
+        return True
 
 
 class Guard(grpc.aio.ServerInterceptor):
     """Wraps one endpoint's calls. Those of health and reflection are not counted, but their streams are bounded."""
 
-    def __init__(self, observe: Callable[[str, str, float], None], turns: Turns, endpoint: str) -> None:
+    def __init__(self, observe: Callable[[str, str, float], None], turns: Turns, calls: Calls, endpoint: str) -> None:
         self._observe = observe
         self._turns = turns
+        self._calls = calls
         self._endpoint = endpoint
         self._watches = 0
 
@@ -42,6 +70,8 @@ class Guard(grpc.aio.ServerInterceptor):
         self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
         """Return the method's handler, guarded."""
+        if not self._calls.begin(self._endpoint):
+            return grpc.stream_stream_rpc_method_handler(_refuse)  # of any kind: this one waits for no request
         handler = await continuation(details)
         method: str = details.method
         if handler is not None and handler.response_streaming:
@@ -106,6 +136,10 @@ class Guard(grpc.aio.ServerInterceptor):
 
         kind = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_stream_rpc_method_handler
         return kind(bounded, handler.request_deserializer, handler.response_serializer)
+
+
+async def _refuse(_requests: Any, context: Any) -> None:
+    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the broker has too many gRPC calls at a time")
 
 
 async def _abort(context: Any, status: Status) -> None:

@@ -12,21 +12,18 @@ from grpc_reflection.v1alpha import reflection
 from ...home import Home, Ownership
 from ...turns import Turns
 from .health import Health
-from .interceptor import Guard
+from .interceptor import MAX_STREAMS, Calls, Guard
 
 CONNECTIONS_BESIDE = 16
-"""Connections of an endpoint above one for each session: health checks, and those that are just going."""
+"""Connections of an endpoint above one for each session: health checks, and connections that are just closing."""
 MAX_MESSAGE_BYTES = 64 * 1024
-MAX_STREAMS = 32
-"""Calls of one connection at a time. Both are far above what a worker needs (its largest request has 4,096 ids,
-41 KiB), and both bound the memory that a peer takes which begins a request and never ends it."""
+"""As MAX_STREAMS, it is far above what a worker needs (its largest request has 4,096 ids, 41 KiB), and bounds the
+memory that a peer can take by beginning requests that it never ends."""
 WINDOW_BYTES = 16 * 1024
 """What a peer may send of a call before the broker reads it; gRPC would let it grow with the peer's speed."""
 MAX_PENDING = 1_024
-"""Calls of an endpoint that have arrived and that the event loop has not taken yet; from half of it on, gRPC refuses
-some of them, by lot."""
-MAX_CALLS = 1_024
-"""Calls at a time of all endpoints together. Each endpoint has an equal part, at least one connection's."""
+"""Calls of an endpoint that have arrived and that the event loop has not taken yet; above half of it, gRPC refuses
+some of them at random."""
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -51,18 +48,17 @@ async def serve(
     observe: Callable[[str, str, float], None],
     max_sessions: int,
     turns: Turns,
-    endpoints: int,
+    calls: Calls,
 ) -> grpc.aio.Server:
     """Start a server at `public` with one of our services, health and reflection.
 
-    Connections are bounded: one tenant's idle ones could otherwise take every descriptor from all others. So are calls
-    in all, of which each of `endpoints` has its part: one that is begun and never ended keeps memory.
+    Connections are bounded: one tenant's idle ones could otherwise take every descriptor from all others. `calls`
+    bounds the calls of all endpoints: one that is begun and never ended keeps memory.
     """
     bound = ("grpc.max_allowed_incoming_connections", max_sessions + CONNECTIONS_BESIDE)
     server = grpc.aio.server(
-        interceptors=[Guard(observe, turns, public.parent.name)],
+        interceptors=[Guard(observe, turns, calls, public.parent.name)],
         options=[*_OPTIONS, bound],
-        maximum_concurrent_rpcs=max(MAX_STREAMS, MAX_CALLS // endpoints),
     )
     register(server)
     status = Health([service])

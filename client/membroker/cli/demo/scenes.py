@@ -1,7 +1,7 @@
-"""`membroker demo`: the main job on this machine in under a minute, with no GPU: sharing, trade, refusal, death.
+"""`membroker demo`: the main job on this machine in under a minute, without a GPU: sharing, trade, refusal, death.
 
-Starts a real daemon on the host driver and real workers of two tenants, and checks all that it claims: what does not
-hold ends it with status 1. Its processes are in `demo_processes`.
+Starts a real daemon on the host driver and real workers of two tenants, and checks all that it claims: a claim that is
+not true ends it with status 1. Its processes are in `processes`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SEED = 7
 
 
 class Stage:
-    """Where the demo speaks, and shows the table: live on a terminal, once a scene elsewhere."""
+    """Prints the demo's text and its table: live on a terminal, once in each scene elsewhere."""
 
     def __init__(self, broker: Broker) -> None:
         self.console = Console(highlight=False)
@@ -46,13 +46,13 @@ class Stage:
         self.console.print(text)
 
     def show_moment(self) -> None:
-        """Print the table where it cannot be live: a moment of a scene that its end does not show."""
+        """Print the table now if it is not live: the end of the scene does not show this moment."""
         if not self.console.is_terminal:
             self.console.print(self.table())
 
     @contextmanager
     def scene(self, title: str) -> Iterator[Callable[[], None]]:
-        """Show the table while a scene runs; yields what to call for a fresh one."""
+        """Show the table while a scene runs; yields a function that refreshes it."""
         self.console.print(f"\n[bold]{title}[/bold]")
         live = self.console.is_terminal
         with Live(self.table(), console=self.console, auto_refresh=False, transient=not live) as display:
@@ -82,9 +82,9 @@ def main() -> int:
             stack.callback(broker.close)
             broker.start()
             with ExitStack() as workers:
-                # They leave before it stops: afterwards they would wait for another one.
+                # The workers end before the broker stops: otherwise they would wait for the next one.
                 proof = _play(broker, workers)
-            claim(broker.starts == 2, "a daemon ended that nobody had killed")
+            claim(broker.starts == 2, "a daemon ended by itself")
             claim(broker.stop() == 0, "the daemon did not stop cleanly")
     except (Disproved, grpc.RpcError, OSError) as error:
         print(f"\nthe demo failed: {error}", file=sys.stderr)
@@ -100,7 +100,7 @@ def _play(broker: Broker, stack: ExitStack) -> str:
     stage.say(
         f"One broker lends {format_size(CAPACITY)} of one device in pages of {format_size(PAGE)}. Two tenants, red and "
         "blue, enter by a directory each, and run one model each, in processes of their own. (The device is the host "
-        "twin: real processes, real descriptors, no GPU.)"
+        "driver's: real processes, real descriptors, no GPU.)"
     )
     red = Worker(broker.endpoint("red"), "chat", "64GiB")
     stack.callback(red.close)
@@ -144,31 +144,31 @@ def _sharing(stage: Stage, writer: Worker, reader: Worker) -> None:
         claim_soon(lambda: stage.broker.memory().device_used_bytes == WEIGHTS + PAGE, in_use)
         written = writer.tell("sum")["sum"]
         claim(reader.tell("sum")["sum"] == written, "the two workers read different weights")
-        time.sleep(0.5)  # for the eye
+        time.sleep(0.5)  # so that a person can read the table
         writer.tell("let go")
-        claim(reader.tell("sum")["sum"] == written, "the weights went with their writer")
+        claim(reader.tell("sum")["sum"] == written, "the weights ended with their writer")
         stage.say(
             f"One worker of red wrote {format_size(WEIGHTS)} as a segment and sealed it, another attached it by name. "
             f"Mapped, that is {format_size(2 * WEIGHTS)}; charged, and in use on the device: {format_size(used)}. Both "
             f"find the tensor in it by name and sum it up to {written:08x}. It stays when its writer lets go; deleted, "
-            "its bytes come back with its last reader."
+            "its bytes become free with its last reader."
         )
         reader.tell("delete")
-        claim(reader.tell("sum")["sum"] == written, "a deleted segment went from under its reader")
+        claim(reader.tell("sum")["sum"] == written, "a deleted segment ended under its reader")
         reader.tell("let go")
-        claim_soon(lambda: not stage.broker.segments(), "a deleted segment's bytes did not come back")
+        claim_soon(lambda: not stage.broker.segments(), "a deleted segment's bytes did not become free")
     location = stage.broker.memory()
     claim(location.lent_bytes == 0 == location.releasing_bytes, "a deleted segment is still charged")
     claim_soon(lambda: stage.broker.memory().device_used_bytes == PAGE, "the device still holds a deleted segment")
 
 
 def _trade(stage: Stage, red: Worker, blue: Worker) -> int:
-    """Replay two bursts of requests, one after the other's peak; returns the sum of both peaks in bytes."""
+    """Replay two bursts of requests with their peaks one after the other; returns the sum of both peaks in bytes."""
     numbers = random.Random(SEED)
-    with stage.scene("Trade: what one gives back, the other takes") as show:
+    with stage.scene("Trade: one takes what the other releases") as show:
         stage.say(
             "Each reserves 64 GiB of addresses. Requests come in bursts; each holds pages of the cache, writes a "
-            "pattern into every page, and checks it before the page goes back."
+            "pattern into every page, and checks it before it releases the page."
         )
         running: dict[Worker, list[tuple[int, int]]] = {red: [], blue: []}
         for step in range(STEPS):
@@ -177,10 +177,10 @@ def _trade(stage: Stage, red: Worker, blue: Worker) -> int:
             show()
             if step in (STEPS // 4, 3 * STEPS // 4):
                 stage.show_moment()
-            time.sleep(0.02)  # for the eye: so that a person can follow the table
+            time.sleep(0.02)  # so that a person can follow the table
         checked = sum(worker.tell("finish all")["checked"] for worker in (red, blue))
-    # Who gives back does not wait for the broker to hear it.
-    claim_soon(lambda: not stage.broker.memory().lent_bytes, "something was not given back")
+    # A worker does not wait for the broker to read its release.
+    claim_soon(lambda: not stage.broker.memory().lent_bytes, "something was not released")
     peaks: int = sum(row.books[0].peak_bytes for row in stage.broker.models().values())
     claim(peaks > CAPACITY, f"the peaks add up to {format_size(peaks)}, which proves no trade")
     stage.say(f"{checked} pages were checked. Their peaks add up to {format_size(peaks)}, on {format_size(CAPACITY)}.")
@@ -194,7 +194,7 @@ def _load(moment: float) -> int:
 
 
 def _serve(worker: Worker, running: list[tuple[int, int]], wanted: int, step: int, numbers: random.Random) -> None:
-    """Let requests come and go until the worker holds about the pages that it wants."""
+    """Begin and finish requests until the worker holds about as many pages as it wants."""
     request = step * 100
     while sum(pages for _, pages in running) + 8 <= wanted:
         request += 1
@@ -239,7 +239,7 @@ def _death_of_the_broker(stage: Stage, red: Worker, blue: Worker) -> tuple[int, 
         in_use = sum(held) + PAGE  # the broker's own, its anchor
         claim_soon(lambda: broker.memory().device_used_bytes == in_use, "the device and the workers' memory differ")
         stage.say(
-            f"red and blue compute on {COMPUTED_PAGES} pages each, and borrow another and give it back, over and over. "
+            f"red and blue compute on {COMPUTED_PAGES} pages each, and borrow and release another, over and over. "
             f"In the middle of it the broker got a SIGKILL. For {(ready - dead) * 1000:.0f} ms there was none: red "
             f"computed {rounds[0]} rounds, blue {rounds[1]}. Another was started in its place, and {away:.0f} ms after "
             "the death both could borrow again. No call failed: they waited."
@@ -255,13 +255,15 @@ def _death_of_the_broker(stage: Stage, red: Worker, blue: Worker) -> tuple[int, 
             f"attached them by name, and sums them up to {written:08x}, as red does. Then red and blue finished: every "
             "page held what was written into it last."
         )
-        claim_soon(lambda: not broker.segments(), "a deleted segment's bytes did not come back")
-        claim_soon(lambda: not broker.used("chat"), "what red gave back after the broker's death is still charged")
+        claim_soon(lambda: not broker.segments(), "a deleted segment's bytes did not become free")
+        claim_soon(
+            lambda: not broker.used("chat"), "memory that red released after the broker's death is still charged"
+        )
     return sum(rounds), away
 
 
 def _claim_agreement(broker: Broker, model: str, held: int) -> None:
-    """Compare what a model is charged with what its worker has mapped; what it gave back last may be on its way."""
+    """Compare what a model is charged with what its worker has mapped; its last release may still be on its way."""
     claim_soon(lambda: broker.used(model) == held, f"{model} holds {held} bytes, and is not charged just that")
 
 
@@ -289,7 +291,7 @@ def _death(stage: Stage, red: Worker, blue: Worker) -> float:
         show()
         killed = time.monotonic()
         red.kill()
-        claim_soon(lambda: not stage.broker.used("chat"), "a dead worker's bytes did not come back", show)
+        claim_soon(lambda: not stage.broker.used("chat"), "a dead worker's bytes did not become free", show)
         back = (time.monotonic() - killed) * 1000
     location = stage.broker.memory()
     claim(location.unaccounted_bytes == 0, "the device holds memory that the books do not know")

@@ -62,7 +62,7 @@ class Cache:
             self._pool.view(page * PAGE, PAGE)[:] = _pattern(request, page)
 
     def finish(self, request: int) -> None:
-        """End a request: check its pages and give them back."""
+        """End a request: check its pages and release them."""
         for page in self._requests.pop(request):
             self._check(request, page)
             self.pages_checked += 1

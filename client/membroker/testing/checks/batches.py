@@ -195,13 +195,3 @@ def all_is_moved_or_nothing(make_driver: MakeDriver) -> None:
         expect(used_bytes(driver) - used < TRUTH_BYTES // 2, "a refused move took memory")
         driver.unmap(first, 2 * size)
         driver.unmap(address, size)
-
-
-CHECKS: tuple[Callable[[MakeDriver], None], ...] = (
-    extents_are_lent_as_descriptors,
-    all_is_lent_or_nothing,
-    descriptors_are_mapped_side_by_side,
-    all_is_mapped_or_nothing,
-    extents_are_moved_without_a_copy,
-    all_is_moved_or_nothing,
-)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack
 
 from ...vmm.driver import AccessFlags
@@ -122,13 +121,3 @@ def a_foreign_descriptor_is_refused(make_driver: MakeDriver) -> None:
         address = stack.enter_context(reserved(driver, size))
         for descriptor in (ends[0], file.fileno(), closed_descriptor()):
             refused("a foreign descriptor", import_and_map, driver, descriptor, size, address)
-
-
-CHECKS: tuple[Callable[[MakeDriver], None], ...] = (
-    a_mapping_keeps_the_memory,
-    a_descriptor_keeps_the_memory,
-    a_descriptor_outlives_its_creator,
-    what_is_sealed_is_only_read,
-    an_imported_extent_is_not_exported,
-    a_foreign_descriptor_is_refused,
-)

@@ -198,17 +198,3 @@ def a_closed_driver_refuses(make_driver: MakeDriver) -> None:
         refused("lend of a closed driver", driver.lend, handle.size, 1)
         refused("move of a closed driver", driver.move, 2 * handle.size, handle.size, handle.size)
         refused("map_descriptors of a closed driver", driver.map_descriptors, handle.size, [descriptor], handle.size)
-
-
-CHECKS: tuple[Callable[[MakeDriver], None], ...] = (
-    memory_follows_births_and_deaths,
-    a_successor_knows_what_was_lent,
-    too_much_is_out_of_memory,
-    errors_carry_the_drivers_names,
-    a_failure_leaves_nothing_behind,
-    threads_work_side_by_side,
-    one_of_two_releases_wins,
-    copies_arrive_when_they_are_waited_for,
-    copies_are_refused_where_access_is,
-    a_closed_driver_refuses,
-)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 
 from ...vmm.driver import AccessFlags, Location
@@ -174,18 +173,3 @@ def access_is_as_it_was_set(make_driver: MakeDriver) -> None:
         refused("access to a hole", driver.set_access, address, 3 * granule, AccessFlags.READ_WRITE)
         refused("write after a refused set_access", driver.write, address, b"x")
         driver.unmap(address, 2 * granule)
-
-
-CHECKS: tuple[Callable[[MakeDriver], None], ...] = (
-    sizes_are_granules,
-    fresh_memory_is_zero,
-    host_memory_works_like_the_devices,
-    reservations_are_aligned,
-    a_reservation_is_given_back_whole,
-    an_extent_is_mapped_whole_in_a_reservation,
-    addresses_are_the_processs,
-    nothing_is_mapped_over_a_mapping,
-    whole_mappings_are_unmapped,
-    one_extent_is_mapped_many_times,
-    access_is_as_it_was_set,
-)
