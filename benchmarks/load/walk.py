@@ -20,6 +20,7 @@ from membroker.session.rpc import CONTROL_SECONDS, GrpcCalls
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1.handoff_pb2 import Ack, Frame, Hello
 from membroker.wire import frames as handoff
+from membroker.wire.names import PROTOCOL_VERSION
 
 from .daemon import Daemon, running
 from .wire import CONNECT_SECONDS, allocate_frame
@@ -33,7 +34,7 @@ class Caller:
 
     def __init__(self, daemon: Daemon) -> None:
         endpoint = daemon.endpoint()
-        hello = Hello(protocol_version=handoff.PROTOCOL_VERSION, client="benchmarks")
+        hello = Hello(protocol_version=PROTOCOL_VERSION, client="benchmarks")
         self._daemon = daemon
         self._socket, self._notices, welcome = open_session(endpoint / "handoff.sock", hello, CONNECT_SECONDS)
         request = pb.RegisterModelRequest(request_id=2, model_id="walk")
