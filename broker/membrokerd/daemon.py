@@ -39,7 +39,8 @@ from .core.machine import Broker
 from .device import Plan, changed_rules
 from .drain import Drain
 from .edge.dispatch import Dispatcher
-from .edge.handoff.listener import Listener, Traffic
+from .edge.handoff.listener import Listener
+from .edge.handoff.outbox import Traffic
 from .edge.listings import Views
 from .edge.rpc.admin_service import AdminService
 from .edge.rpc.broker_service import BrokerService
@@ -154,8 +155,9 @@ class Daemon:
             self._metrics.journal.observe,
             self._turns,
         )
+        self._loop.on_audit = self._metrics.count
         self._loop.figures = executor.figures()
-        self._dispatcher = Dispatcher(self._loop, self._observe_request)
+        self._dispatcher = Dispatcher(self._loop, self._metrics.request)
         headroom = {str(where): size for where, size in plan.headroom.items()}
         self._views = Views(self._loop, plan.driver.device, headroom, __version__, plan.gate_reserve)
         self._drain = Drain(lambda: not any(total.charged for total in broker.ledger.totals.values()), stop)

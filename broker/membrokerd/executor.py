@@ -51,8 +51,10 @@ GATE_SECONDS = 0.2
 GATE_AMPLE = 1 << 30
 """Reading the device takes 15 us beside a worker (H200), half as long as a create. So what it showed, to an audit or
 the gate, stands for `GATE_SECONDS`, less what was made since, as long as that leaves `GATE_AMPLE` bytes more than are
-asked for. A stranger who takes it all meanwhile makes the create fail, as one does who comes between a reading and its
+asked for. If another process takes it all in the meantime, the create fails, as it does between a reading and its
 create."""
+
+_LOCATIONS = {location.value: location for location in Location}
 
 Observe = Callable[[str, float], None]
 """Told of each driver call: its name, and its seconds."""
@@ -110,7 +112,7 @@ class Executor:
         return size
 
     def make(self, make: Make, done: Callable[[list[int] | Failure], None]) -> None:
-        """Make a packet; `done` gets its descriptors, in the order of the ids, or why there are none."""
+        """Make a packet; `done` gets its descriptors, in the order of the ids, or the reason for the failure."""
         count = len(make.ids)
         quick = self._expected_seconds(count) <= INLINE_SECONDS and make.extent_bytes * count <= INLINE_BYTES
         if quick and not self._unreported:
@@ -123,7 +125,7 @@ class Executor:
         self._submit(lambda: self._seal(descriptors), done)
 
     def close(self, descriptors: Sequence[int], done: Callable[[None], None]) -> None:
-        """Close descriptors that may be the last of their memory: on a card that frees it, 5 ms for 8 GiB."""
+        """Close descriptors that may be the last of their memory: on a GPU that frees it, 5 ms for 8 GiB."""
         self._submit(lambda: self._close(descriptors), done)
 
     def look(self, done: Callable[[Figures], None]) -> None:
@@ -149,7 +151,7 @@ class Executor:
             figures, now = self.figures(), time.monotonic()
             self._rooms = {Location(where): (now, info.free) for where, info in figures.items() if info is not None}
             return figures
-        except Exception as error:  # noqa: BLE001 - a card that fell off the bus answers no question, and this thread lives on
+        except Exception as error:  # noqa: BLE001 - a GPU that fell off the bus must not end this thread
             logs.warn("the device does not say what it has", error=str(error))
             return {location.value: None for location in Location}
 
@@ -182,7 +184,7 @@ class Executor:
         self._jobs.put(job)
 
     def _make(self, make: Make) -> list[int] | Failure:
-        location = Location(make.location)
+        location = _LOCATIONS[make.location]
         size = make.extent_bytes * len(make.ids)
         try:
             refused = self._refuse(make, location, size)
@@ -271,10 +273,10 @@ class Executor:
             self._observe("lend", seconds)
 
     def _figure(self, location: Location) -> MemoryInfo | None:
-        return self._timed("memory", lambda: self._driver.memory(location))
+        return self._timed("memory", partial(self._driver.memory, location))
 
     def _free(self, location: Location) -> int | None:
-        """Return what the gate may count on: a card says nothing of the host, so there the kernel is asked."""
+        """Return what the gate may count on: a GPU does not report host memory, so the kernel is asked."""
         info = self._figure(location)
         if info is None and location is Location.HOST:
             return _available_host_bytes()

@@ -12,7 +12,8 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from membroker.v1.handoff_pb2 import Frame, Notice
 from membroker.vmm import MemoryInfo, format_size
@@ -37,7 +38,7 @@ Reply = Callable[[fx.Result | Denied], None]
 Holders = Mapping[int, snapshot.HolderView]
 RELEASING_AUDIT_SECONDS = 0.01
 HEARING_SECONDS = 0.02
-"""How long a refusal for want of room waits for others who do not fall silent."""
+"""How long a refusal for lack of room is deferred at most while other connections keep sending."""
 _DEBITS = frozenset((ft.Debited, ft.SegmentBegan))
 
 
@@ -88,6 +89,8 @@ class Loop:
         self.resuming: dict[int, Link] = {}
         """Connections on which a session is being taken up: nothing is delivered on them before that is done."""
         self.on_forget: list[Callable[[int], None]] = []
+        self.on_audit: Callable[[], None] = lambda: None
+        """Called ten times a second, or more often."""
         self.figures: Figures = {}
         self.drain: Notice | None = None
         """The drain that goes on, as a session is told of it that begins, or goes on, in the middle of it."""
@@ -110,7 +113,7 @@ class Loop:
         self._replies: dict[int, Reply] = {}
         self._making = 0
         self._idle = asyncio.Event()
-        self._idle.set()
+        """Set once nothing is being made any more, after the stop."""
         self._io = asyncio.get_running_loop()
         self._audit_timer: asyncio.TimerHandle | None = None
         self._look_pending = False
@@ -129,24 +132,26 @@ class Loop:
     def tell(self, event: ev.Event) -> None:
         """Give the core an event and carry out what follows."""
         start = time.perf_counter()
-        effects, facts = self.broker.step(event, clock())
+        broker = self.broker
+        effects, facts = broker.step(event, clock())
         self._observe_step(time.perf_counter() - start)
-        is_written = self._write(facts)
+        is_written = self._write(facts) if facts or broker.books.cannot_write else True
         for fact in facts:
-            logs.log_fact(fact)
+            if type(fact) not in logs.not_logged:
+                logs.log_fact(fact)
         for effect in effects:
             try:
                 if is_written or not isinstance(effect, fx.Make | fx.Send):
-                    self._carry_out(effect)
+                    _CARRY_OUT[type(effect)](self, effect)
                 else:
                     self._unwritten(effect)
             except Exception as error:  # noqa: BLE001 - the books have changed: the effects behind must happen
                 logs.fault(error, effect=type(effect).__name__)
         if self._sends and not self._sending:
             self._send_some()
-        if self.broker.settling.waiting:
+        if broker.settling.deaths:
             self._schedule_audit(RELEASING_AUDIT_SECONDS)
-        if self.broker.deadline != self._deadline:
+        if broker.segments.deadline != self._deadline:
             self._schedule_deadline()
 
     def _write(self, facts: list[ft.Fact]) -> bool:
@@ -161,7 +166,8 @@ class Loop:
         self._observe_write(time.perf_counter() - start)
         if journal.due:
             self.compact()
-        self._say_whether_full()
+        if journal.full or self.broker.books.cannot_write:
+            self._say_whether_full()
         reach("debited" if debits else "credited")
         return is_written
 
@@ -232,7 +238,8 @@ class Loop:
         self._look_pending = False
         self.figures = figures
         self.tell(ev.Audit(seen(figures)))
-        waiting = self.broker.settling.waiting
+        self.on_audit()
+        waiting = self.broker.settling.deaths
         self._schedule_audit(RELEASING_AUDIT_SECONDS if waiting else self._audit_seconds)
 
     def _schedule_audit(self, seconds: float) -> None:
@@ -259,44 +266,38 @@ class Loop:
 
     # --- effects out ---
 
-    def _carry_out(self, effect: fx.Effect) -> None:
-        match effect:
-            case fx.Answer():
-                self._replies.pop(effect.call)(effect.result)
-            case fx.DrainInputs():
-                self._hear_others(effect.call)
-            case fx.Make(stocked=True):
-                self._deliver(effect, self._take_stock(effect.location, effect.extent_bytes, len(effect.ids)))
-            case fx.Stock():
-                # What came in meanwhile goes first.
-                self._io.call_soon(self._make_stock, effect)
-            case fx.DropStock():
-                dropped = self._take_stock(effect.location, effect.extent_bytes, effect.count)
-                self.executor.close(dropped, lambda _: None)
-            case fx.Make():
-                self._making += 1
-                self._idle.clear()
-                self.executor.make(effect, lambda outcome: self._made(effect, outcome))
-            case fx.Send():
-                self._sends.append(effect)
-            case fx.Seal():
-                self._seal(effect.segment)
-            case fx.Drop():
-                descriptors = self.store.give_up(effect.segment)
-                ended = ev.Dropped(effect.segment)
-                self.executor.close(descriptors, lambda _: self.store.settle(lambda: self.tell(ended)))
-            case fx.NameSuspects():
-                self.list_processes(lambda found: self._name_suspects(effect, found))
-            case fx.Disconnect():
-                link = self.links.get(effect.session)
-                if link is not None:
-                    link.disconnect(effect.why)
-            case fx.Forget():
-                for forget in self.on_forget:
-                    forget(effect.session)
+    def _answer(self, answer: fx.Answer) -> None:
+        self._replies.pop(answer.call)(answer.result)
 
-    def _hear_others(self, call: int) -> None:
-        self._put_aside.append((call, self._turn, self._io.time()))
+    def _make(self, make: fx.Make) -> None:
+        if make.stocked:
+            self._deliver(make, self._take_stock(make.location, make.extent_bytes, len(make.ids)))
+        else:
+            self._making += 1
+            self.executor.make(make, lambda outcome: self._made(make, outcome))
+
+    def _stock_later(self, effect: fx.Stock) -> None:
+        self._io.call_soon(self._make_stock, effect)  # the frames that have come in meanwhile go first
+
+    def _drop_stock(self, effect: fx.DropStock) -> None:
+        dropped = self._take_stock(effect.location, effect.extent_bytes, effect.count)
+        self.executor.close(dropped, lambda _: None)
+
+    def _drop(self, effect: fx.Drop) -> None:
+        descriptors, ended = self.store.give_up(effect.segment), ev.Dropped(effect.segment)
+        self.executor.close(descriptors, lambda _: self.store.settle(lambda: self.tell(ended)))
+
+    def _disconnect(self, effect: fx.Disconnect) -> None:
+        link = self.links.get(effect.session)
+        if link is not None:
+            link.disconnect(effect.why)
+
+    def _forget(self, effect: fx.Forget) -> None:
+        for forget in self.on_forget:
+            forget(effect.session)
+
+    def _hear_others(self, effect: fx.DrainInputs) -> None:
+        self._put_aside.append((effect.call, self._turn, self._io.time()))
         if len(self._put_aside) == 1:
             self._io.call_soon(self._begin_turn)
 
@@ -342,7 +343,7 @@ class Loop:
 
     def _made(self, make: fx.Make, outcome: list[int] | Failure) -> None:
         self._making -= 1
-        if not self._making:
+        if self.broker.stopping and not self._making:
             self._idle.set()
         if isinstance(outcome, Failure):
             self._not_made(make, outcome)
@@ -400,10 +401,13 @@ class Loop:
         # The packet is queued before the core hears of it: the answer that may follow stands behind it, or in it. One
         # that has its answer already goes first: the worker maps while the books are done.
         link.deliver(packet, descriptors)
+        made = ev.Made(packet.session, packet.request_id, packet.part)
         if isinstance(packet, fx.Make) and packet.answer is not None:
             link.flush()
-        self.tell(ev.Made(packet.session, packet.request_id, packet.part))
-        link.flush()
+            self.tell(made)
+        else:
+            self.tell(made)
+            link.flush()
 
     def _not_made(self, packet: fx.Make | fx.Send, failure: Failure) -> None:
         if isinstance(packet, fx.Make) and packet.segment:
@@ -412,7 +416,8 @@ class Loop:
                 self.executor.close(kept, lambda _: None)
         self.tell(ev.NotMade(packet.session, packet.request_id, packet.part, failure.reason, failure.numbers))
 
-    def _seal(self, segment: int) -> None:
+    def _seal(self, effect: fx.Seal) -> None:
+        segment = effect.segment
         ids = self.broker.ledger.segments[segment].ids
 
         def sealed(failure: Failure | None) -> None:
@@ -440,6 +445,9 @@ class Loop:
 
         take_holders(list_then_compare)
 
+    def _look_for_suspects(self, rise: fx.NameSuspects) -> None:
+        self.list_processes(lambda found: self._name_suspects(rise, found))
+
     def _name_suspects(self, rise: fx.NameSuspects, found: list[Process] | Failure) -> None:
         if isinstance(found, Failure):
             return  # the executor has said so
@@ -449,8 +457,8 @@ class Loop:
         # Contexts are no suspects, and explain a rise all the same.
         if not named and sum(process.excess for process in found) < rise.risen:
             logs.warn(
-                "more of the device is used beyond the books, and nobody can be named: who has it holds it without a "
-                "context, by a descriptor alone, or in a namespace that the driver cannot see",
+                "more of the device is used beyond the books, and no process can be named: its holder has a descriptor "
+                "and no context, or is in a namespace that the driver cannot see",
                 risen=format_size(rise.risen),
                 unaccounted=format_size(rise.unaccounted),
             )
@@ -466,7 +474,8 @@ class Loop:
         if self._compacting is not None:
             self._compacting.close()
         try:
-            await asyncio.wait_for(self._idle.wait(), seconds)
+            if self._making:
+                await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
             logs.log("stopping with packets unmade", packets=self._making)
         for kept in self._stock.values():
@@ -474,9 +483,23 @@ class Loop:
         self._stock.clear()
 
 
-def clock() -> int:
-    """Return CLOCK_BOOTTIME in nanoseconds: it never goes back, and counts while the machine sleeps."""
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+_CARRY_OUT: dict[type[fx.Effect], Callable[[Loop, Any], None]] = {
+    fx.Answer: Loop._answer,
+    fx.DrainInputs: Loop._hear_others,
+    fx.Make: Loop._make,
+    fx.Send: lambda loop, send: loop._sends.append(send),
+    fx.Stock: Loop._stock_later,
+    fx.DropStock: Loop._drop_stock,
+    fx.Seal: Loop._seal,
+    fx.Drop: Loop._drop,
+    fx.NameSuspects: Loop._look_for_suspects,
+    fx.Disconnect: Loop._disconnect,
+    fx.Forget: Loop._forget,
+}
+
+
+clock = partial(time.clock_gettime_ns, time.CLOCK_BOOTTIME)
+"""Return CLOCK_BOOTTIME in nanoseconds: it never goes back, and counts while the machine sleeps."""
 
 
 def seen(figures: Figures) -> dict[ev.Location, int | None]:

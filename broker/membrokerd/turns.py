@@ -106,7 +106,7 @@ class Turns:
         self._shares[whose] = self._shares.get(whose, 0.0) + seconds
 
     def passed_over(self, descriptor: int) -> int:
-        """Return since which turn a descriptor waits, or the number of this turn."""
+        """Return the turn since which a descriptor waits, or this one."""
         return self._late.get(descriptor, self.number)
 
     @property
@@ -115,7 +115,7 @@ class Turns:
         return bool(self._late)
 
     def forget(self, descriptor: int) -> None:
-        """A descriptor is not looked at any more."""
+        """Forget a descriptor that is no longer watched."""
         self._late.pop(descriptor, None)
 
 

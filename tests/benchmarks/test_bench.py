@@ -143,3 +143,15 @@ def test_help_teaches() -> None:
     for word in ("scenes:", "how to read it:", "examples:", "--quick", "--json FILE"):
         assert word in done.stdout
     assert all(len(line) <= 120 for line in done.stdout.splitlines())
+
+
+def test_the_walk_of_a_page_is_measured() -> None:
+    """`python -m benchmarks.load.walk` in small: one daemon, with a stock, and its line."""
+    command = [sys.executable, "-m", "benchmarks.load.walk", "--turns", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    tree, *figures = done.stdout.splitlines()[-1].split()
+    assert tree == "new"
+    cpu, p50, p99 = map(float, figures)
+    assert cpu > 0
+    assert 0 < p50 <= p99

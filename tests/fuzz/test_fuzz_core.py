@@ -38,6 +38,7 @@ from membrokerd.core import policy
 from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied
 from membrokerd.core.machine import Broker
+from membrokerd.core.recount import recount
 from membrokerd.edge import convert, errors
 
 RULES = policy.Rules(
@@ -116,7 +117,7 @@ class Bench:
                 if isinstance(effect, fx.Make) and effect.stocked:
                     self.ready[effect.location, effect.extent_bytes] -= len(effect.ids)
         assert all(count >= 0 for count in self.ready.values()), "what is not in the stock goes out of it"
-        self.broker.ledger.recount()
+        recount(self.broker.ledger)
         return step
 
     def hear(self, *, fails: bool = False) -> None:

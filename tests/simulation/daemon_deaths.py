@@ -22,6 +22,7 @@ from membrokerd.core import policy
 from membrokerd.core.books import Step
 from membrokerd.core.ledger import Ledger, SegmentRow
 from membrokerd.core.machine import Broker
+from membrokerd.core.recount import check
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -100,7 +101,7 @@ class DaemonDeaths:
     def die_in(self, step: Step) -> Step:
         """Let the daemon die in a step: its facts are on file, and the first of its effects happen, or none."""
         world = self.world
-        world.broker.ledger.check()
+        check(world.broker.ledger)
         happen = world.random.choice((0, world.random.randint(0, len(step.effects))))
         self.torn = world.random.randint(0, len(step.facts)) if not happen and world.random.random() < 0.7 else 0
         self.torn_facts = tuple(step.facts[: len(step.facts) - self.torn])

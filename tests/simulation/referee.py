@@ -26,6 +26,7 @@ from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied, Reason
 from membrokerd.core.ledger import SegmentRow, SessionRow, replay
 from membrokerd.core.machine import Broker
+from membrokerd.core.recount import check, recount
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -131,10 +132,10 @@ class Referee:
         """Hold one step to all that must be true after it."""
         world = self.world
         ledger = world.broker.ledger
-        ledger.check()
+        check(ledger)
         self.judged += 1
         if self.judged % RECOUNT_EVERY == 0:
-            ledger.recount()
+            recount(ledger)
         changes = [fact for fact in step.facts if not isinstance(fact, ft.UnaccountedSeen)]
         assert ledger.revision == before + len(changes)
         if step.facts and self._refused(event, step) and not self._replaces(event, step):
@@ -280,7 +281,7 @@ class Referee:
     def inherit(self, dead: Broker, *, torn: bool) -> None:
         """A daemon begins with the books on file: those of the dead one, but for what its last step did not write."""
         world, ledger = self.world, self.world.broker.ledger
-        ledger.recount()
+        recount(ledger)
         for name in ("sessions", "models", "segments", "labels", "tenants", "quotas"):
             assert torn or getattr(ledger, name) == getattr(dead.ledger, name), f"other {name} are on file"
         self.judged += 1
@@ -346,7 +347,7 @@ class Referee:
         """Everybody is gone: nothing is charged, nothing exists, nobody waits, and the facts tell the same books."""
         world = self.world
         broker = world.broker
-        broker.ledger.recount()
+        recount(broker.ledger)
         for where, total in broker.ledger.totals.items():
             assert (total.lent, total.releasing, total.free) == (0, 0, total.capacity), where
             assert broker.books.making[where] == 0
@@ -354,7 +355,7 @@ class Referee:
         assert not broker.ledger.models
         assert not broker.ledger.tenants
         assert not broker.denials
-        assert not broker.settling.waiting
+        assert not broker.settling.deaths
         assert not world.unanswered, "somebody waits for an answer"
         assert not world.workers
         assert not world.exists

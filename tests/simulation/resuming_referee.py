@@ -194,7 +194,7 @@ class ResumingReferee:
 
     def at_the_end(self) -> None:
         """Nobody is left in the middle."""
-        assert not self.world.broker.resuming._stated
+        assert not self.world.broker.resuming.stated
         assert not self.world.broker.resuming._expected
         assert not self.world.broker.resuming._answers
 

@@ -216,7 +216,7 @@ def _ids_of_another_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
 def _the_dead_are_forgotten_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     def forget(self: Any, seen: ev.Seen, now: int) -> None:
         restarted(self, seen, now)
-        self._deaths.clear()
+        self.deaths.clear()
 
     restarted = settling.Settling.restarted
     monkeypatch.setattr(settling.Settling, "restarted", forget)

@@ -79,7 +79,16 @@ def _no_tenant_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _no_commanded_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "_ruled", lambda ledger, rules, *key: rules.limits.get(key))
+    levels = policy._levels
+
+    def lax(ledger: Any, *arguments: Any) -> Any:
+        quotas, ledger.quotas = ledger.quotas, {}
+        try:
+            return levels(ledger, *arguments)
+        finally:
+            ledger.quotas = quotas
+
+    monkeypatch.setattr(policy, "_levels", lax)
 
 
 def _no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,13 +340,15 @@ def _used_and_still_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _still_to_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    made_or_not = lending.Lending._made_or_not
+    emit = lending.Lending._emit
 
-    def later(self: Any, call: Any, part: int) -> None:
-        if call.states[part] != "making":
-            made_or_not(self, call, part)
+    def later(self: Any, session: int, call: Any, part: int) -> None:
+        emit(self, session, call, part)
+        if part in call.stocked:
+            ids, size = call.packet(part)
+            self._books.making[call.location] += size * len(ids)
 
-    monkeypatch.setattr(lending.Lending, "_made_or_not", later)
+    monkeypatch.setattr(lending.Lending, "_emit", later)
 
 
 def _refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

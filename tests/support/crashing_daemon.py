@@ -12,10 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from membrokerd import daemon
 from membrokerd import failpoints as points
-from membrokerd.cli import main
-from membrokerd.restart.journal import Journal
 
 FILE = "MEMBROKER_TEST_CRASH"
 
@@ -49,7 +46,11 @@ def _crash(point: str) -> None:
 
 
 if __name__ == "__main__":
-    points.hook = _crash
+    points.reach = _crash  # before the daemon's modules are imported, which take it from there
+    from membrokerd import daemon
+    from membrokerd.cli import main
+    from membrokerd.restart.journal import Journal
+
     # Small enough for a test to fill.
     daemon.Journal = partial(Journal, compact_bytes=1_024)  # type: ignore[assignment, misc]
     sys.exit(main())

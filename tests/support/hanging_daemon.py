@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 from membrokerd import failpoints as points
-from membrokerd.cli import main
 
 FILE = "MEMBROKER_TEST_HANG"
 
@@ -22,5 +21,7 @@ def _hang(point: str) -> None:
 
 
 if __name__ == "__main__":
-    points.hook = _hang
+    points.reach = _hang  # before the daemon's modules are imported, which take it from there
+    from membrokerd.cli import main
+
     sys.exit(main())

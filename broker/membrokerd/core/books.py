@@ -7,7 +7,7 @@ know a part that stands above it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from . import effects as fx
@@ -15,7 +15,7 @@ from . import events as ev
 from . import facts as ft
 from . import policy
 from .denied import Denied, Reason, deny
-from .ledger import ModelRow, replay
+from .ledger import replay
 
 COUNTER_BITS = 40
 """The low bits of an id are a counter; those above it are the epoch."""
@@ -47,17 +47,15 @@ class Books:
         self.making: dict[ev.Location, int] = dict.fromkeys(rules.capacities, 0)
         """Bytes that are debited but may not exist on the device yet."""
         self._next_id = epoch << COUNTER_BITS
-        self._effects: list[fx.Effect] = []
-        self._facts: list[ft.Fact] = []
+        self.begin_step()
 
     def begin_step(self) -> Step:
         """Return the step that effects and facts are added to from now on."""
-        self._effects, self._facts = [], []
-        return Step(self._effects, self._facts)
-
-    def emit(self, effect: fx.Effect) -> None:
-        """Ask the daemon to carry out `effect`."""
-        self._effects.append(effect)
+        step = Step([], [])
+        self._facts = step.facts
+        self.emit: Callable[[fx.Effect], None] = step.effects.append
+        """Ask the daemon to carry out an effect."""
+        return step
 
     def record(self, fact: ft.Fact) -> None:
         """Change the ledger."""
@@ -88,10 +86,3 @@ class Books:
         if self.cannot_write:
             return deny(Reason.JOURNAL_FULL, driver_says=self.cannot_write)
         return deny(Reason.DRAINING) if self.draining else None
-
-    def find_model(self, session: int, name: ev.ModelName) -> ModelRow | Denied:
-        """Return the model if this session registered it. Another tenant's model looks like one that does not exist."""
-        row = self.ledger.sessions[session]
-        if name not in row.models:
-            return deny(Reason.MODEL_NOT_FOUND, model=str(name))
-        return self.ledger.models[name]

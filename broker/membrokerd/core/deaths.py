@@ -20,9 +20,9 @@ from . import effects as fx
 from . import events as ev
 from . import facts as ft
 from .books import Books
-from .ledger import SegmentRow, SessionRow
 from .lending import Lending
 from .resuming import Resuming
+from .rows import SegmentRow, SessionRow
 from .segments import Segments
 from .sessions import Sessions
 
@@ -57,7 +57,8 @@ class Settling:
         self._segments = segments
         self._sessions = sessions
         self._resuming = resuming
-        self._deaths: list[Death] = []
+        self.deaths: list[Death] = []
+        """While there are any, the device must be audited often."""
         self._used: dict[ev.Location, int | None] = dict.fromkeys(books.rules.capacities)
         self._at_audit: dict[ev.Location, int | None] = dict.fromkeys(books.rules.capacities)
         self._at_look = self._at_audit
@@ -66,11 +67,6 @@ class Settling:
         self._baseline: int | None = None
         """The part of the device's `unaccounted` that was there from the start, or whose suspects were named."""
         self._name_again_at = 0
-
-    @property
-    def waiting(self) -> bool:
-        """Whether bytes are releasing, so that the device must be audited often."""
-        return bool(self._deaths)
 
     def shown(self, location: ev.Location) -> int | None:
         """Return `unaccounted` as of the last audit, for listings: figures of one moment."""
@@ -101,7 +97,7 @@ class Settling:
         self._segments.give_up(row.session)
         self._segments.leave_all(row, "holder died")
         for location, reference in references.items():
-            self._deaths.append(Death(row.session, location, now, reference))
+            self.deaths.append(Death(row.session, location, now, reference))
         self._settle(now)
         self._at_look = self._unaccounted_everywhere()
 
@@ -112,7 +108,7 @@ class Settling:
         is in the books but not in that figure, and would pass for this segment's memory: the next audit decides.
         """
         self._books.record(ft.SegmentMoved(row.segment, "dropped after a death"))
-        self._deaths.append(Death(row.segment, row.location, now, self._at_look[row.location]))
+        self.deaths.append(Death(row.segment, row.location, now, self._at_look[row.location]))
 
     def restarted(self, seen: ev.Seen, now: int) -> None:
         """Take over the deaths of an earlier daemon; later ones are measured from the last figure that it recorded.
@@ -129,7 +125,7 @@ class Settling:
             owner = row.session if isinstance(row, SessionRow) else row.segment
             locations = list(self._used) if isinstance(row, SessionRow) else [row.location]
             for location in locations:
-                self._deaths.append(Death(owner, location, now, self._reference(location, now)))
+                self.deaths.append(Death(owner, location, now, self._reference(location, now)))
 
     def _note(self) -> None:
         """Record the current figure for a later daemon, when it has changed by a granule or more."""
@@ -181,7 +177,7 @@ class Settling:
     def _settle(self, now: int) -> None:
         """Credit the deaths that are due, newest first, up to the bound of one step."""
         for _ in range(CREDITS_AT_ONCE):
-            due = next((death for death in reversed(self._deaths) if self._is_due(death, now)), None)
+            due = next((death for death in reversed(self.deaths) if self._is_due(death, now)), None)
             if due is None:
                 return
             self._credit(due, now)
@@ -212,7 +208,7 @@ class Settling:
         row = self._row(death)
         charged = row.charged(death.location)
         proven = self._proven(death, charged)
-        self._deaths.remove(death)
+        self.deaths.remove(death)
         if charged and not proven:
             self.unproven[death.location] += 1
         if isinstance(row, SegmentRow):
@@ -220,7 +216,7 @@ class Settling:
             return
         if charged:
             self._books.record(ft.LocationSettled(row.session, death.location, proven))
-        if not any(other.owner == row.session for other in self._deaths):
+        if not any(other.owner == row.session for other in self.deaths):
             self._end(row, now)
 
     def _end(self, row: SessionRow, now: int) -> None:

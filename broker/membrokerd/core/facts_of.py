@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 
 from . import facts as ft
 from . import lifecycles
-from .ledger import Ledger, Loan, ModelRow, SegmentRow, SessionRow
+from .ledger import Ledger
+from .rows import Loan, ModelRow, SegmentRow, SessionRow
 
 
 def story(ledger: Ledger) -> Iterator[ft.Fact]:
@@ -74,8 +75,8 @@ def _begin_session(row: SessionRow) -> Iterator[ft.Fact]:
     )
     for name in sorted(row.models):
         yield ft.ModelJoined(name, row.session)
-    for first, count, loan in _runs(row.extents.items()):
-        yield ft.Debited(row.session, loan.name, loan.location, loan.extent_bytes, first, count)
+    for first, count, (name, location, size) in _runs(row.extents.items()):
+        yield ft.Debited(row.session, name, location, size, first, count)
     for (name, location), charge in row.charges.items():
         yield ft.DeclarationSet(row.session, name, location, charge.declared)
 
@@ -84,7 +85,7 @@ def _runs(extents: Iterable[tuple[int, Loan]]) -> Iterator[tuple[int, int, Loan]
     """Yield (first id, count, loan) of extents that follow each other with equal loans."""
     first, count, last = 0, 0, None
     for extent, loan in extents:
-        if last is not None and extent == first + count and loan == last:
+        if extent == first + count and loan == last:
             count += 1
             continue
         if last is not None:

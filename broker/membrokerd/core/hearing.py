@@ -23,7 +23,7 @@ class Hearing:
 
     def __init__(self, books: Books) -> None:
         self._books = books
-        self._asked: dict[int, dict[int, Debit]] = {}
+        self.deferred: dict[int, dict[int, Debit]] = {}
         """By session, then by call. Sessions without deferred requests have no entry."""
         self._whose: dict[int, int] = {}
         """By call: the session."""
@@ -32,19 +32,18 @@ class Hearing:
 
     def has(self, session: int, request_id: int) -> bool:
         """Say whether a request with this id is deferred."""
-        asked = self._asked.get(session)
-        return asked is not None and any(one.request_id == request_id for one in asked.values())
+        return any(one.request_id == request_id for one in self.deferred.get(session, {}).values())
 
     def refuse(self, event: Debit, denied: Denied, name: ev.ModelName) -> None:
         """Refuse a request; for lack of room, only if it was deferred before.
 
         A session can have as many deferred requests as it can have calls; one more is refused at once.
         """
-        books, asked = self._books, self._asked.get(event.session, {})
+        books, asked = self._books, self.deferred.get(event.session, {})
         waits = denied.reason in policy.WANTS_OF_ROOM and event.call != self._decided
         if waits and len(asked) < books.rules.max_calls_per_session:
             asked[event.call] = event
-            self._asked[event.session], self._whose[event.call] = asked, event.session
+            self.deferred[event.session], self._whose[event.call] = asked, event.session
             books.emit(fx.DrainInputs(event.call))
         else:
             books.refuse(event.call, denied, event.session, name)
@@ -55,14 +54,14 @@ class Hearing:
 
     def take_older(self, event: ev.Declare) -> Iterator[ev.Declare]:
         """Yield the deferred declarations that `event` replaces: each must be decided before the newer one."""
-        asked, what = self._asked.get(event.session, {}).values(), (event.name, event.location)
+        asked, what = self.deferred.get(event.session, {}).values(), (event.name, event.location)
         for one in [one for one in asked if isinstance(one, ev.Declare) and (one.name, one.location) == what]:
             self._take_decided(one.call)
             yield one
 
     def give_up(self, session: int) -> None:
         """Answer all deferred requests of a session: its connection is lost, or it has ended."""
-        for call in list(self._asked.get(session, ())):
+        for call in list(self.deferred.get(session, ())):
             self._take(call)
             self._books.answer(call, deny(Reason.DELIVERY_FAILED))
 
@@ -72,7 +71,7 @@ class Hearing:
 
     def _take(self, call: int) -> Debit:
         session = self._whose.pop(call)
-        asked = self._asked[session]
+        asked = self.deferred[session]
         if len(asked) == 1:
-            del self._asked[session]
+            del self.deferred[session]
         return asked.pop(call)

@@ -1,152 +1,18 @@
 """The ledger: which session and model is charged for what, at which location. Changed by facts alone.
 
-A row for each session, model and tenant, and totals for each location, all running sums; `check` compares them with
-each other, `recount` with every single extent. Holds no rule: whether a debit is allowed is `policy`'s business.
+A row for each session, segment and model, and totals for each tenant and location, all running sums; `recount` checks
+them. Holds no rule: whether a debit is allowed is `policy`'s business.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from . import facts, lifecycles
-from .events import LOCATIONS, Location, ModelName, SegmentName
-
-
-@dataclass(slots=True)
-class Loan:
-    """What all extents of one debit have in common."""
-
-    name: ModelName
-    location: Location
-    extent_bytes: int
-
-
-@dataclass(slots=True)
-class Charge:
-    """Charged bytes and extents; `declared` is part of `bytes`."""
-
-    bytes: int = 0
-    extents: int = 0
-    declared: int = 0
-
-
-@dataclass(slots=True)
-class SessionRow:
-    """One session. `extents` are lent to it one by one.
-
-    `charges` are their sums, declarations included, without entries of zero bytes.
-    """
-
-    session: int
-    tenant: str
-    pid: int
-    uid: int
-    process: str
-    observer: bool
-    client: str
-    began_at: int
-    endpoint: str = ""
-    token_hash: str = ""
-    state: str = "open"
-    models: set[ModelName] = field(default_factory=set)
-    extents: dict[int, Loan] = field(default_factory=dict)
-    charges: dict[tuple[ModelName, Location], Charge] = field(default_factory=dict)
-    sums: dict[Location, tuple[int, int]] = field(default_factory=dict)
-    """Charged bytes and extents at each location, over all models, without entries of zero bytes."""
-    segments: dict[int, int] = field(default_factory=dict)
-    """How many times it holds each segment. It is not charged for them: their models are."""
-
-    def charged(self, location: Location) -> int:
-        """Return the bytes charged at a location. Called for every dead session at every audit."""
-        return self.sums.get(location, (0, 0))[0]
-
-
-@dataclass(slots=True)
-class SegmentRow:
-    """One segment. `ids` are its extents, as it began; `bytes` and `extents` what is charged of them.
-
-    `holders` are the sessions that have it mapped, and how many times. `uncertain`: one of them died, so only the
-    device can say when its memory is gone.
-    """
-
-    segment: int
-    name: ModelName
-    label: str
-    location: Location
-    extent_bytes: int
-    last_bytes: int
-    ids: range
-    writer: int
-    began_at: int
-    bytes: int
-    extents: int
-    state: str = "writing"
-    holders: dict[int, int] = field(default_factory=dict)
-    uncertain: bool = False
-
-    def full_name(self) -> SegmentName:
-        """Return its resource name."""
-        return SegmentName(self.name.tenant, self.name.model, self.label)
-
-    def size_of(self, ids: range) -> int:
-        """Return the bytes of some of its extents, which follow each other."""
-        last = self.ids[-1] in ids
-        return self.extent_bytes * (len(ids) - last) + self.last_bytes * last
-
-    def charged(self, location: Location) -> int:
-        """Return the bytes charged at a location."""
-        return self.bytes if location == self.location else 0
-
-
-@dataclass(slots=True)
-class ModelCharge(Charge):
-    """A model's charge at one location, with its history. `segments` is the part of `bytes` in segments."""
-
-    peak: int = 0
-    releasing: int = 0
-    segments: int = 0
-
-
-@dataclass(slots=True)
-class ModelRow:
-    """One model: the numbers its workers asked for (the first request counts), its sessions and its charges."""
-
-    name: ModelName
-    virtual_capacity: int | None
-    limits: Mapping[Location, int]
-    sessions: set[int] = field(default_factory=set)
-    charges: dict[Location, ModelCharge] = field(default_factory=dict)
-    allocations: int = 0
-    releases: int = 0
-    idle_since: int = 0
-
-    def used(self) -> int:
-        """Bytes that the model is charged at all locations together."""
-        return sum(charge.bytes for charge in self.charges.values())
-
-
-@dataclass(slots=True)
-class Total:
-    """A location: capacity = lent + releasing + free. `unaccounted` was last recorded for a later daemon."""
-
-    capacity: int
-    lent: int = 0
-    releasing: int = 0
-    stock: int = 0
-    unaccounted: int | None = None
-
-    @property
-    def charged(self) -> int:
-        """The bytes that limits apply to."""
-        return self.lent + self.releasing
-
-    @property
-    def free(self) -> int:
-        """Capacity that is neither lent nor releasing."""
-        return self.capacity - self.lent - self.releasing
+from .events import Location, ModelName, SegmentName
+from .rows import Charge, Loan, ModelCharge, ModelRow, SegmentRow, SessionRow, Total
 
 
 class Ledger:
@@ -245,15 +111,15 @@ class Ledger:
         row = self.sessions[fact.session]
         loan = Loan(fact.name, fact.location, fact.extent_bytes)
         row.extents.update(dict.fromkeys(range(fact.first, fact.first + fact.count), loan))
-        self._charge(row, loan.name, loan.location, loan.extent_bytes * fact.count, fact.count)
+        self._charge(row, fact.name, fact.location, fact.extent_bytes * fact.count, fact.count)
         self.models[fact.name].allocations += fact.count
 
     def _credited(self, fact: facts.Credited) -> None:
         row = self.sessions[fact.session]
         lifecycles.move(lifecycles.EXTENT, "releasing" if row.state == "releasing" else "lent", fact.cause)
-        for loan, some in itertools.groupby(map(row.extents.pop, fact.ids)):
-            count = sum(1 for _ in some)
-            self._credit_extents(row, loan.name, loan.location, loan.extent_bytes * count, count)
+        for (name, location, size), alike in itertools.groupby(map(row.extents.pop, fact.ids)):
+            count = len(list(alike))
+            self._credit_extents(row, name, location, size * count, count)
 
     def _declaration_set(self, fact: facts.DeclarationSet) -> None:
         row = self.sessions[fact.session]
@@ -412,79 +278,6 @@ class Ledger:
         if not model.sessions:
             model.idle_since = at
 
-    # --- the invariants ---
-
-    def check(self) -> None:
-        """Assert that the running sums agree with each other. Cost grows with models and tenants, not extents."""
-        for location, total in self.totals.items():
-            models = [model.charges[location] for model in self.models.values()]
-            tenants = sum(size for (_, where), size in self.tenants.items() if where == location)
-            _same("lent + releasing, by model", total.charged, sum(charge.bytes for charge in models))
-            _same("releasing, by model", total.releasing, sum(charge.releasing for charge in models))
-            _same("lent + releasing, by tenant", total.charged, tenants)
-            segments = sum(row.charged(location) for row in self.segments.values())
-            _same("segments, by model", sum(charge.segments for charge in models), segments)
-            assert total.lent >= 0, total
-            assert total.releasing >= 0, total
-            assert total.stock >= 0, total
-            assert total.charged + total.stock <= total.capacity, total
-
-    def recount(self) -> None:
-        """Assert that every running sum is what its single extents and declarations add up to."""
-        self.check()
-        seen: set[int] = set()
-        for row in self.sessions.values():
-            assert seen.isdisjoint(row.extents), "an extent has two owners"
-            seen.update(row.extents)
-            _recount_session(row)
-            for (name, _), charge in row.charges.items():
-                assert name in self.models, f"{name} ended and is charged"
-                assert charge.bytes, f"session {row.session} has a charge of nothing"
-        for segment in self.segments.values():
-            assert seen.isdisjoint(segment.ids), "an extent has two owners"
-            seen.update(segment.ids)
-            self._recount_holders(segment)
-        owners: list[SessionRow | SegmentRow] = [*self.sessions.values(), *self.segments.values()]
-        for location, total in self.totals.items():
-            charged = sum(row.charged(location) for row in owners)
-            dead = sum(row.charged(location) for row in owners if row.state == "releasing")
-            _same("lent + releasing, by owner", total.charged, charged)
-            _same("releasing, by owner", total.releasing, dead)
-            extents = sum(row.sums.get(location, (0, 0))[1] for row in self.sessions.values())
-            extents += sum(row.extents for row in self.segments.values() if row.location == location)
-            _same("extents, by model", sum(row.charges[location].extents for row in self.models.values()), extents)
-
-    def _recount_holders(self, segment: SegmentRow) -> None:
-        assert self.labels[segment.full_name()] == segment.segment, "a segment's name is another's"
-        times = {
-            session: row.segments[segment.segment]
-            for session, row in self.sessions.items()
-            if segment.segment in row.segments
-        }
-        assert times == segment.holders, f"segment {segment.segment}: {times} != {segment.holders}"
-
-
-def _recount_session(row: SessionRow) -> None:
-    by_charge: dict[tuple[ModelName, Location], Charge] = {}
-    for loan in row.extents.values():
-        sums = by_charge.setdefault((loan.name, loan.location), Charge())
-        sums.bytes += loan.extent_bytes
-        sums.extents += 1
-    for key, charge in row.charges.items():
-        sums = by_charge.pop(key, Charge())
-        _same(f"session {row.session}'s bytes", charge.bytes, sums.bytes + charge.declared)
-        _same(f"session {row.session}'s extents", charge.extents, sums.extents)
-    assert not by_charge, "extents without a charge"
-    by_location: dict[Location, tuple[int, int]] = {}
-    for (_, where), charge in row.charges.items():
-        size, extents = by_location.get(where, (0, 0))
-        by_location[where] = size + charge.bytes, extents + charge.extents
-    assert row.sums == by_location, f"session {row.session}: {row.sums} != {by_location}"
-
-
-def _same(what: str, left: int, right: int) -> None:
-    assert left == right, f"{what}: {left} != {right}"
-
 
 _APPLY: dict[type, Callable[[Ledger, Any], None]] = {
     facts.SessionBegan: Ledger._session_began,
@@ -520,17 +313,3 @@ def replay(capacities: Mapping[Location, int], story: Iterable[facts.Fact]) -> L
     for fact in story:
         ledger.apply(fact)
     return ledger
-
-
-__all__ = [
-    "LOCATIONS",
-    "Charge",
-    "Ledger",
-    "Loan",
-    "ModelCharge",
-    "ModelRow",
-    "SegmentRow",
-    "SessionRow",
-    "Total",
-    "replay",
-]

@@ -3,111 +3,25 @@
 Segments' extents travel in the same packets, through the same window: made once, for their writer, and then sent.
 
 Debit first, credit last: the books are charged for a whole Allocate before the first create, and credited for what
-was not made. A call goes out in packets of 64 extents, at most two of a session unacknowledged; what a session has
-in flight is kept here, not in the ledger, because none of it outlives the daemon.
+was not made. A call goes out in packets of 64 extents, at most two of a session unacknowledged.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from . import effects as fx
 from . import events as ev
 from . import facts as ft
-from . import lifecycles, policy
+from . import policy
 from .books import Books
 from .denied import Denied, Reason, deny
 from .hearing import Hearing
-from .ledger import ModelRow, SessionRow
+from .rows import SessionRow
 from .stock import Stock
+from .traffic import Call, Traffic
 
 _NOT_SENT = "it acknowledged a packet that it was not sent"
-
-
-@dataclass(slots=True)
-class Call:
-    """One call in flight that brings descriptors: its extents in packets, by part.
-
-    The last extent, where it has a size of its own (`last_bytes`), is a packet of its own. `segment` is 0 for an
-    Allocate; `sends` says that the segment exists, and is attached.
-    """
-
-    call: int
-    request_id: int
-    name: ev.ModelName
-    location: ev.Location
-    extent_bytes: int
-    last_bytes: int
-    ids: range
-    segment: int = 0
-    sends: bool = False
-    states: list[str] = field(init=False)
-    stocked: set[int] = field(default_factory=set)
-    issued: int = 0
-    failure: Denied | None = None
-    on_done: Callable[[int, Call], None] | None = None
-    """Answers the call, given its session, once every packet is decided."""
-    _last_alone: bool = field(init=False)
-    _alike: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._last_alone = self.last_bytes != self.extent_bytes
-        self._alike = len(self.ids) - self._last_alone
-        self.states = ["waiting"] * (-(-self._alike // policy.PACKET_EXTENTS) + self._last_alone)
-
-    def packet(self, part: int) -> range:
-        """Return the ids of a part."""
-        if len(self.states) == 1:
-            return self.ids
-        if self._last_alone and part == len(self.states) - 1:
-            return self.ids[-1:]
-        first = part * policy.PACKET_EXTENTS
-        return self.ids[first : min(first + policy.PACKET_EXTENTS, self._alike)]
-
-    def size_of(self, part: int) -> int:
-        """Return how large each extent of a part is."""
-        return self.last_bytes if self._last_alone and part == len(self.states) - 1 else self.extent_bytes
-
-    def is_made(self, extent: int) -> bool:
-        """Say whether this extent of the call, an Allocate, exists already."""
-        return self.states[(extent - self.ids.start) // policy.PACKET_EXTENTS] not in ("waiting", "making")
-
-    @property
-    def any_sent(self) -> bool:
-        """Whether the session may have seen a packet of it."""
-        return "unacknowledged" in self.states or "delivered" in self.states
-
-    def move(self, part: int, cause: str) -> None:
-        """Take a packet one step along its lifecycle."""
-        self.states[part] = lifecycles.move(lifecycles.PACKET, self.states[part], cause)
-
-    @property
-    def done(self) -> bool:
-        """Every packet has been made or given up."""
-        return self.issued == len(self.states) and "making" not in self.states
-
-    @property
-    def settled(self) -> bool:
-        """Done, and every packet is acknowledged or credited."""
-        return self.done and "unacknowledged" not in self.states
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What one session has in flight. `calls` keeps answered calls until their last packet is acknowledged.
-
-    `sent` counts the packets that were sent on this connection. `unacknowledged` holds those of them that are not
-    acknowledged yet, by their number in that order; the window bounds it.
-    """
-
-    calls: dict[int, Call] = field(default_factory=dict)
-    queue: deque[Call] = field(default_factory=deque)
-    window: int = 0
-    unanswered: set[int] = field(default_factory=set)
-    sent: int = 0
-    unacknowledged: dict[int, tuple[Call, int]] = field(default_factory=dict)
 
 
 class Lending:
@@ -129,9 +43,13 @@ class Lending:
         del self._traffic[session]
 
     def in_flight(self, session: int, request_id: int) -> bool:
-        """Say whether a request of this id is unanswered, or its packets are still unacknowledged."""
+        """Say whether a request of this id is deferred or unanswered, or its packets are still unacknowledged."""
         traffic = self._traffic[session]
-        return request_id in traffic.calls or request_id in traffic.unanswered
+        return (
+            request_id in traffic.calls
+            or request_id in traffic.unanswered
+            or (session in self._hearing.deferred and self._hearing.has(session, request_id))
+        )
 
     def making_of(self, session: int) -> bool:
         """Say whether packets of the session are being made."""
@@ -192,8 +110,11 @@ class Lending:
         fact = ft.Debited(event.session, event.name, event.location, event.extent_bytes, ids.start, event.count)
         self._books.record(fact)
         size = event.extent_bytes
-        call = Call(event.call, event.request_id, event.name, event.location, size, size, ids)
-        if not self._is_in_stock(event.session, call):
+        result = fx.Allocated(event.count, size)
+        call = Call(event.call, event.request_id, event.name, event.location, size, size, ids, result=result)
+        traffic = self._traffic[event.session]
+        at_once = len(call.states) == 1 and not traffic.queue and traffic.window < policy.WINDOW
+        if not (at_once and self._stock.has(event.location, size, event.count)):
             self._stock.make_room(event.location)
         self._stock.asked(event.location, size, event.count, now)
         self.begin_call(event.session, call, self._allocated)
@@ -203,31 +124,25 @@ class Lending:
         if call.failure:
             self._books.refuse(call.call, call.failure, session, call.name)
         else:
-            self._books.answer(call.call, fx.Allocated(len(call.ids), call.extent_bytes))
-
-    def _is_in_stock(self, session: int, call: Call) -> bool:
-        """Say whether the stock serves the whole call, so that no room has to be made."""
-        traffic = self._traffic[session]
-        at_once = len(call.states) == 1 and not traffic.queue and traffic.window < policy.WINDOW
-        return at_once and self._stock.has(call.location, call.extent_bytes, len(call.ids))
+            assert call.result is not None
+            self._books.emit(fx.Answer(call.call, call.result))
 
     def _refuse_allocate(self, event: ev.Allocate) -> Denied | None:
         books = self._books
-        found = self.find(event.session, event.name)
-        if isinstance(found, Denied):
-            return found
         return (
-            self.refuse_call(event.session)
+            self.refuse_borrower(event.session, event.name)
+            or self.refuse_call(event.session)
             or books.refuse_debit()
             or policy.check_extents(books.rules, event.location, event.extent_bytes, event.count)
             or policy.admit(books.ledger, books.rules, event.name, event.location, event.extent_bytes * event.count)
         )
 
-    def find(self, session: int, name: ev.ModelName) -> ModelRow | Denied:
-        """Return a model under which this session may be charged, or why it may not."""
-        if self._books.ledger.sessions[session].observer:
-            return deny(Reason.OBSERVER)
-        return self._books.find_model(session, name)
+    def refuse_borrower(self, session: int, name: ev.ModelName) -> Denied | None:
+        """Return why this session may not be charged under a model, or None: an observer has no models."""
+        row = self._books.ledger.sessions[session]
+        if name in row.models:
+            return None
+        return deny(Reason.OBSERVER) if row.observer else deny(Reason.MODEL_NOT_FOUND, model=str(name))
 
     def _issue(self, session: int) -> None:
         """Send packets out while the session's window is open, call by call."""
@@ -244,12 +159,17 @@ class Lending:
 
     def _emit(self, session: int, call: Call, part: int) -> None:
         """Ask for a packet: from the stock, if that has it, or to be made, or sent."""
-        ids, size = call.packet(part), call.size_of(part)
+        ids, size = call.packet(part)
+        number, parts = call.request_id, len(call.states)
+        if call.sends:
+            self._books.emit(fx.Send(session, number, part, parts, ids, size, call.segment))
+            return
         stocked = not call.segment and self._stock.take(call.location, size, len(ids))
         if stocked:
-            self._made_or_not(call, part)  # it exists
+            self._books.making[call.location] -= size * len(ids)  # it exists
             call.stocked.add(part)
-        self._books.emit(_packet(session, call, part))
+        answer = call.result if parts == 1 else None
+        self._books.emit(fx.Make(session, number, part, parts, ids, size, call.location, call.segment, stocked, answer))
 
     # --- outcomes ---
 
@@ -260,7 +180,8 @@ class Lending:
         call.move(event.part, "made")
         traffic.sent += 1
         traffic.unacknowledged[traffic.sent] = (call, event.part)
-        self._made_or_not(call, event.part)
+        if event.part not in call.stocked:
+            self._made_or_not(call, event.part)
         self._conclude(event.session, call)
 
     def not_made(self, event: ev.NotMade) -> None:
@@ -268,13 +189,14 @@ class Lending:
         traffic = self._traffic[event.session]
         call = traffic.calls[event.request_id]
         if event.reason == Reason.DEVICE_FULL and self._stock.drop_all(call.location):
-            self._books.emit(_packet(event.session, call, event.part))  # try again: the stock was using memory
+            self._emit(event.session, call, event.part)  # try again: the stock was using memory
             return
         call.move(event.part, "not made")
         traffic.window -= 1
         call.failure = call.failure or Denied(Reason(event.reason), {"model": str(call.name), **event.numbers})
         self._made_or_not(call, event.part)
-        self._credit_unmade(event.session, call, call.packet(event.part))
+        ids, _ = call.packet(event.part)
+        self._credit_unmade(event.session, call, ids)
         self._abandon(event.session, call)
         self._conclude(event.session, call)
 
@@ -285,9 +207,9 @@ class Lending:
         if traffic is None or call is None:
             return
         call.move(event.part, "not delivered")
-        _take_off(traffic, call, event.part)
+        traffic.take_off(call, event.part)
         row = self._books.ledger.sessions[event.session]
-        ids = tuple(extent for extent in call.packet(event.part) if extent in row.extents)
+        ids = tuple(extent for extent in call.packet(event.part)[0] if extent in row.extents)
         if ids:  # a segment's are kept by the broker
             self._books.record(ft.Credited(event.session, ids, "not delivered"))
         call.failure = call.failure or deny(Reason.DELIVERY_FAILED, model=str(call.name))
@@ -302,8 +224,8 @@ class Lending:
             self._books.emit(fx.Disconnect(event.session, _NOT_SENT))
             return
         call.move(event.part, "acknowledged")
-        _take_off(traffic, call, event.part)
-        self._drop_if_settled(traffic, call)
+        traffic.take_off(call, event.part)
+        traffic.drop_if_settled(call)
         self._issue(event.session)
 
     @staticmethod
@@ -316,12 +238,13 @@ class Lending:
         if traffic is None or event.count > traffic.sent:
             self._books.emit(fx.Disconnect(event.session, _NOT_SENT))
             return
-        for number in [number for number in traffic.unacknowledged if number <= event.count]:
+        while traffic.unacknowledged and (number := next(iter(traffic.unacknowledged))) <= event.count:
             call, part = traffic.unacknowledged.pop(number)
             call.move(part, "acknowledged")
             traffic.window -= 1
-            self._drop_if_settled(traffic, call)
-        self._issue(event.session)
+            traffic.drop_if_settled(call)
+        if traffic.queue:
+            self._issue(event.session)
 
     def give_up(self, row: SessionRow) -> None:
         """Give up the calls of a session that is disconnected, leaving or dead; credit packets not yet begun."""
@@ -330,7 +253,8 @@ class Lending:
             if call.request_id in traffic.unanswered:
                 call.failure = call.failure or deny(Reason.DELIVERY_FAILED, model=str(call.name))
                 self._abandon(row.session, call)
-                self._answer_if_done(row.session, call)
+                if call.done:
+                    self._answer(traffic, row.session, call)
         self._hearing.give_up(row.session)
 
     def _abandon(self, session: int, call: Call) -> None:
@@ -344,11 +268,12 @@ class Lending:
         if call in traffic.queue:
             traffic.queue.remove(call)
         if waiting:
-            self._credit_unmade(session, call, range(call.packet(waiting.start).start, call.ids.stop))
+            self._credit_unmade(session, call, range(call.packet(waiting.start)[0].start, call.ids.stop))
 
     def _made_or_not(self, call: Call, part: int) -> None:
         if not call.sends and part not in call.stocked:
-            self._books.making[call.location] -= call.size_of(part) * len(call.packet(part))
+            ids, size = call.packet(part)
+            self._books.making[call.location] -= size * len(ids)
 
     def _credit_unmade(self, session: int, call: Call, ids: range) -> None:
         """Credit extents that will never exist."""
@@ -360,23 +285,20 @@ class Lending:
     def _conclude(self, session: int, call: Call) -> None:
         """Answer a call if all its packets are decided, and send the next packets."""
         traffic = self._traffic[session]
-        self._answer_if_done(session, call)
-        self._drop_if_settled(traffic, call)
-        if self._books.ledger.sessions[session].state in ("open", "detached"):
+        if call.done:
+            self._answer(traffic, session, call)
+            if "unacknowledged" not in call.states:
+                traffic.calls.pop(call.request_id, None)
+        if traffic.queue and self._books.ledger.sessions[session].state in ("open", "detached"):
             self._issue(session)
 
-    def _answer_if_done(self, session: int, call: Call) -> None:
-        unanswered = self._traffic[session].unanswered
-        if not call.done or call.request_id not in unanswered:
-            return
-        unanswered.discard(call.request_id)
-        assert call.on_done is not None, "a call in flight was never begun"
-        call.on_done(session, call)
-
     @staticmethod
-    def _drop_if_settled(traffic: Traffic, call: Call) -> None:
-        if call.settled:
-            traffic.calls.pop(call.request_id, None)
+    def _answer(traffic: Traffic, session: int, call: Call) -> None:
+        """Answer a call that is done, unless it was answered before."""
+        if call.request_id in traffic.unanswered:
+            traffic.unanswered.discard(call.request_id)
+            assert call.on_done is not None, "a call in flight was never begun"
+            call.on_done(session, call)
 
     # --- release and declare ---
 
@@ -387,7 +309,7 @@ class Lending:
             self._books.answer(event.call, denied)
             return
         extents = self._books.ledger.sessions[event.session].extents
-        size = sum(extents[extent].extent_bytes for extent in event.ids)
+        size = sum([extents[extent].extent_bytes for extent in event.ids])
         self._books.record(ft.Credited(event.session, event.ids, "released"))
         self._books.answer(event.call, fx.Released(size))
 
@@ -420,9 +342,9 @@ class Lending:
 
     def _refuse_declare(self, event: ev.Declare) -> Denied | None:
         books = self._books
-        found = self.find(event.session, event.name)
-        if isinstance(found, Denied):
-            return found
+        denied = self.refuse_borrower(event.session, event.name)
+        if denied:
+            return denied
         if not books.rules.capacities.get(event.location):
             return deny(Reason.LOCATION_UNAVAILABLE, location=event.location)
         if not 0 <= event.declared_bytes <= policy.MAX_BYTES:
@@ -432,19 +354,3 @@ class Lending:
         if more <= 0:
             return None
         return books.refuse_debit() or policy.admit(books.ledger, books.rules, event.name, event.location, more)
-
-
-def _take_off(traffic: Traffic, call: Call, part: int) -> None:
-    """Remove a sent packet from the window."""
-    traffic.window -= 1
-    number = next(number for number, (of, at) in traffic.unacknowledged.items() if of is call and at == part)
-    del traffic.unacknowledged[number]
-
-
-def _packet(session: int, call: Call, part: int) -> fx.Make | fx.Send:
-    number, parts, ids, size = call.request_id, len(call.states), call.packet(part), call.size_of(part)
-    if call.sends:
-        return fx.Send(session, number, part, parts, ids, size, call.segment)
-    answer = None if call.segment or parts > 1 else fx.Allocated(len(ids), size)
-    stocked = part in call.stocked
-    return fx.Make(session, number, part, parts, ids, size, call.location, call.segment, stocked, answer)

@@ -40,8 +40,8 @@ _Request = (
     | ev.DeleteSegment
 )
 """What a session asks for, by a request id of its own. (An operator may delete a segment, too.)"""
-_REQUESTS = frozenset(get_args(_Request))
-_GIVES_BACK = (ev.Goodbye, ev.Release, ev.DetachSegment, ev.DeleteSegment)
+_REQUESTS = get_args(_Request)
+_RELEASES = (ev.Goodbye, ev.Release, ev.DetachSegment, ev.DeleteSegment)
 """Requests that are taken while the daemon stops."""
 
 
@@ -57,23 +57,56 @@ class Broker:
         hearing = self.hearing = Hearing(books)
         lending = self.lending = Lending(books, stock, hearing)
         segments = self.segments = Segments(books, stock, hearing, lending)
-        self.models = Models(books)
+        models = self.models = Models(books)
         sessions = self.sessions = Sessions(books, lending, segments)
         resuming = self.resuming = Resuming(books, lending, segments, sessions)
-        self.settling = Settling(books, lending, segments, sessions, resuming)
+        settling = self.settling = Settling(books, lending, segments, sessions, resuming)
+        self._handlers: dict[type, Callable[[Any, int], None]] = {
+            ev.OpenSession: sessions.open,
+            ev.ResumeSession: resuming.resume,
+            ev.StateHolds: resuming.state_holds,
+            ev.ForgetSession: resuming.forget,
+            ev.Restarted: self._restarted,
+            ev.SetDraining: self._set_draining,
+            ev.ConnectionLost: self._connection_lost,
+            ev.ProcessDied: settling.process_died,
+            ev.Goodbye: sessions.goodbye,
+            ev.RegisterModel: lambda event, _: models.register(event),
+            ev.UnregisterModel: models.unregister,
+            ev.Allocate: lending.allocate,
+            ev.Release: lambda event, _: lending.release(event),
+            ev.Declare: lambda event, _: lending.declare(event),
+            ev.CreateSegment: segments.create,
+            ev.SealSegment: lambda event, _: segments.seal(event),
+            ev.AttachSegment: segments.attach,
+            ev.DetachSegment: lambda event, _: segments.detach(event),
+            ev.DeleteSegment: lambda event, _: segments.delete(event),
+            ev.Sealed: lambda event, _: segments.sealed(event),
+            ev.NotSealed: lambda event, _: segments.not_sealed(event),
+            ev.Stocked: lambda event, _: stock.stocked(event),
+            ev.Dropped: self._dropped,
+            ev.Elapsed: lambda _, now: segments.elapsed(now),
+            ev.Acknowledge: lambda event, _: lending.acknowledge(event),
+            ev.AcknowledgeUpTo: lambda event, _: lending.acknowledge_up_to(event),
+            ev.Made: self._made,
+            ev.NotMade: self._not_made,
+            ev.NotDelivered: self._not_delivered,
+            ev.Audit: self._audit,
+            ev.SetQuota: lambda event, _: models.set_quota(event),
+        }
 
     def step(self, event: ev.Event, now: int) -> Step:
         """Take one event at `now` (nanoseconds of CLOCK_BOOTTIME) and return what follows from it."""
         step = self.books.begin_step()
-        self._route(event, now)
-        return step
-
-    def _route(self, event: Any, now: int) -> None:
-        denied = self._refuse_request(event) if type(event) in _REQUESTS else None
+        taken: Any = event
+        if isinstance(event, ev.InputsDrained):  # a request that was deferred
+            taken = self.hearing.inputs_drained(event)
+        denied = self._refuse_request(taken) if isinstance(taken, _REQUESTS) else None
         if denied:
-            self._answer_refused(event, denied)
-        else:
-            _HANDLERS[type(event)](self, event, now)
+            self._answer_refused(taken, denied)
+        elif taken is not None:
+            self._handlers[type(taken)](taken, now)
+        return step
 
     @property
     def deadline(self) -> int | None:
@@ -135,9 +168,9 @@ class Broker:
             return deny(Reason.TOKEN_REJECTED)
         if self.resuming.under_way(session):
             return deny(Reason.DELIVERY_FAILED)
-        if self.books.stopping and not isinstance(event, _GIVES_BACK):
+        if self.books.stopping and not isinstance(event, _RELEASES):
             return deny(Reason.STOPPING)
-        if self.lending.in_flight(session, event.request_id) or self.hearing.has(session, event.request_id):
+        if self.lending.in_flight(session, event.request_id):
             return deny(Reason.REQUEST_ID_IN_USE, request_id=event.request_id)
         return None
 
@@ -153,11 +186,6 @@ class Broker:
                 self.books.answer(event.call, denied)
 
     # --- events that concern several parts ---
-
-    def _inputs_drained(self, event: ev.InputsDrained, now: int) -> None:
-        request = self.hearing.inputs_drained(event)
-        if request is not None:
-            self._route(request, now)
 
     def _made(self, event: ev.Made, now: int) -> None:
         self.lending.made(event)
@@ -177,7 +205,7 @@ class Broker:
         row = self.books.ledger.sessions.get(session)
         if row is not None and row.state == "leaving":
             self.sessions.finish_leaving(row, now)
-        elif row is not None:
+        elif session in self.resuming.stated:
             self.resuming.proceed(session, now)
 
     def _connection_lost(self, event: ev.ConnectionLost, now: int) -> None:
@@ -208,39 +236,3 @@ class Broker:
             for location in self.books.rules.capacities:
                 self.stock.drop_all(location)
         self.books.answer(event.call, fx.Done())
-
-
-_HANDLERS: dict[type, Callable[[Broker, Any, int], None]] = {
-    ev.OpenSession: lambda broker, event, now: broker.sessions.open(event, now),
-    ev.ResumeSession: lambda broker, event, now: broker.resuming.resume(event, now),
-    ev.StateHolds: lambda broker, event, now: broker.resuming.state_holds(event, now),
-    ev.ForgetSession: lambda broker, event, now: broker.resuming.forget(event, now),
-    ev.Restarted: Broker._restarted,
-    ev.SetDraining: Broker._set_draining,
-    ev.ConnectionLost: Broker._connection_lost,
-    ev.ProcessDied: lambda broker, event, now: broker.settling.process_died(event, now),
-    ev.Goodbye: lambda broker, event, now: broker.sessions.goodbye(event, now),
-    ev.RegisterModel: lambda broker, event, now: broker.models.register(event),
-    ev.UnregisterModel: lambda broker, event, now: broker.models.unregister(event, now),
-    ev.Allocate: lambda broker, event, now: broker.lending.allocate(event, now),
-    ev.Release: lambda broker, event, now: broker.lending.release(event),
-    ev.Declare: lambda broker, event, now: broker.lending.declare(event),
-    ev.CreateSegment: lambda broker, event, now: broker.segments.create(event, now),
-    ev.SealSegment: lambda broker, event, now: broker.segments.seal(event),
-    ev.AttachSegment: lambda broker, event, now: broker.segments.attach(event, now),
-    ev.DetachSegment: lambda broker, event, now: broker.segments.detach(event),
-    ev.DeleteSegment: lambda broker, event, now: broker.segments.delete(event),
-    ev.Sealed: lambda broker, event, now: broker.segments.sealed(event),
-    ev.NotSealed: lambda broker, event, now: broker.segments.not_sealed(event),
-    ev.Stocked: lambda broker, event, now: broker.stock.stocked(event),
-    ev.Dropped: Broker._dropped,
-    ev.Elapsed: lambda broker, event, now: broker.segments.elapsed(now),
-    ev.Acknowledge: lambda broker, event, now: broker.lending.acknowledge(event),
-    ev.AcknowledgeUpTo: lambda broker, event, now: broker.lending.acknowledge_up_to(event),
-    ev.Made: Broker._made,
-    ev.NotMade: Broker._not_made,
-    ev.NotDelivered: Broker._not_delivered,
-    ev.Audit: Broker._audit,
-    ev.InputsDrained: Broker._inputs_drained,
-    ev.SetQuota: lambda broker, event, now: broker.models.set_quota(event),
-}

@@ -15,7 +15,7 @@ from . import facts as ft
 from . import policy
 from .books import Books
 from .denied import Denied, Reason, deny
-from .ledger import ModelRow
+from .rows import ModelRow
 
 
 class Models:
@@ -87,10 +87,9 @@ class Models:
         self._books.answer(event.call, fx.Done())
 
     def _refuse_leaving(self, event: ev.UnregisterModel) -> Denied | None:
-        found = self._books.find_model(event.session, event.name)
-        if isinstance(found, Denied):
-            return found
         row = self._books.ledger.sessions[event.session]
+        if event.name not in row.models:  # another tenant's model looks like one that does not exist
+            return deny(Reason.MODEL_NOT_FOUND, model=str(event.name))
         used = sum(charge.bytes for (name, _), charge in row.charges.items() if name == event.name)
         return deny(Reason.MODEL_IN_USE, model=str(event.name), used_bytes=used) if used else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from membroker.wire import names
@@ -78,9 +78,9 @@ def shape_of_segment(rules: Rules, size: int) -> tuple[int, int, int]:
 
 def model_limit(ledger: Ledger, rules: Rules, name: ModelName, location: Location) -> int | None:
     """Return the model's limit in force: the smaller of what was asked and what is commanded, or else configured."""
-    row = ledger.models.get(name)
+    row, key = ledger.models.get(name), (*name, location)
     asked = row.limits.get(location) if row else None
-    ruled = _ruled(ledger, rules, name.tenant, name.model, location)
+    ruled = ledger.quotas.get(key, rules.limits.get(key))
     if asked is None or ruled is None:
         return ruled if asked is None else asked
     return min(asked, ruled)
@@ -88,13 +88,9 @@ def model_limit(ledger: Ledger, rules: Rules, name: ModelName, location: Locatio
 
 def tenant_limit(ledger: Ledger, rules: Rules, tenant: str, location: Location) -> int | None:
     """Return the tenant's limit in force: what is commanded, or else configured, or else every tenant's default."""
-    own = _ruled(ledger, rules, tenant, None, location)
+    key = (tenant, None, location)
+    own = ledger.quotas.get(key, rules.limits.get(key))
     return rules.default_limits.get(location) if own is None else own
-
-
-def _ruled(ledger: Ledger, rules: Rules, tenant: str, model: str | None, location: Location) -> int | None:
-    key = (tenant, model, location)
-    return ledger.quotas.get(key, rules.limits.get(key))
 
 
 def admit(ledger: Ledger, rules: Rules, name: ModelName, location: Location, size: int) -> Denied | None:
@@ -116,18 +112,18 @@ def available(ledger: Ledger, rules: Rules, name: ModelName, location: Location,
     return max(0, min(rooms)) // rules.granularity * rules.granularity
 
 
-def _levels(
-    ledger: Ledger, rules: Rules, name: ModelName, location: Location
-) -> Iterator[tuple[Reason, str, int, int]]:
-    """Yield each level that has a limit, the lowest first: (reason of a refusal, its word, bytes used, limit)."""
+def _levels(ledger: Ledger, rules: Rules, name: ModelName, location: Location) -> list[tuple[Reason, str, int, int]]:
+    """Return each level that has a limit, the lowest first: (reason of a refusal, its word, bytes used, limit)."""
+    levels = []
     limit = model_limit(ledger, rules, name, location)
     if limit is not None:
-        yield Reason.MODEL_LIMIT, "model", ledger.models[name].charges[location].bytes, limit
+        levels.append((Reason.MODEL_LIMIT, "model", ledger.models[name].charges[location].bytes, limit))
     limit = tenant_limit(ledger, rules, name.tenant, location)
     if limit is not None:
-        yield Reason.TENANT_LIMIT, "tenant", ledger.tenant_charged(name.tenant, location), limit
+        levels.append((Reason.TENANT_LIMIT, "tenant", ledger.tenant_charged(name.tenant, location), limit))
     total = ledger.totals[location]
-    yield Reason.CAPACITY, "capacity", total.charged, total.capacity
+    levels.append((Reason.CAPACITY, "capacity", total.lent + total.releasing, total.capacity))
+    return levels
 
 
 def _over(

@@ -15,8 +15,8 @@ from . import facts as ft
 from . import policy
 from .books import Books
 from .denied import Denied, Reason, deny
-from .ledger import SegmentRow, SessionRow
 from .lending import Lending
+from .rows import SegmentRow, SessionRow
 from .segments import Segments
 from .sessions import Sessions
 
@@ -51,7 +51,7 @@ class Resuming:
         self._lending = lending
         self._segments = segments
         self._sessions = sessions
-        self._stated: dict[int, ev.StateHolds] = {}
+        self.stated: dict[int, ev.StateHolds] = {}
         """By session: Holds that wait until no packet of the session is being made."""
         self._expected: set[int] = set()
         """Sessions that said Hello again and have not stated their Holds yet."""
@@ -79,15 +79,15 @@ class Resuming:
             self._books.answer(event.call, deny(Reason.PROTOCOL_VIOLATION, what="it did not resume, and states Holds"))
             return
         self._expected.discard(event.session)
-        self._stated[event.session] = event
+        self.stated[event.session] = event
         self.proceed(event.session, now)
 
     def proceed(self, session: int, now: int) -> None:
         """Reconcile a session that has stated its Holds, once none of its packets is being made."""
-        event = self._stated.get(session)
+        event = self.stated.get(session)
         if event is None or self._lending.making_of(session):
             return
-        del self._stated[session]
+        del self.stated[session]
         row = self._books.ledger.sessions[session]
         self._segments.give_up_seals(session)
         self._lending.forget(session)
@@ -105,14 +105,14 @@ class Resuming:
 
     def under_way(self, session: int) -> bool:
         """Say whether a resume is under way: the result of a request now would not be in the Holds."""
-        if session in self._expected or session in self._stated:
+        if session in self._expected or session in self.stated:
             return True
         return bool(self._answers) and any(one.session == session for one in self._answers)
 
     def give_up(self, session: int) -> None:
         """Give up a resume: its connection is lost, too."""
         self._expected.discard(session)
-        stated = self._stated.pop(session, None)
+        stated = self.stated.pop(session, None)
         if stated is not None:
             self._books.answer(stated.call, deny(Reason.DELIVERY_FAILED))
         for one in [one for one in self._answers if one.session == session]:

@@ -20,9 +20,10 @@ from . import policy
 from .books import Books
 from .denied import Denied, Reason, deny
 from .hearing import Hearing
-from .ledger import SegmentRow, SessionRow
-from .lending import Call, Lending
+from .lending import Lending
+from .rows import SegmentRow, SessionRow
 from .stock import Stock
+from .traffic import Call
 
 _WRITING = ("writing", "sealing")
 _TOLD = {"sealing": "writing", "dropping": "ending"}
@@ -76,9 +77,9 @@ class Segments:
 
     def _refuse_create(self, event: ev.CreateSegment, name: ev.ModelName) -> Denied | None:
         books = self._books
-        found = self._lending.find(event.session, name)
-        if isinstance(found, Denied):
-            return found
+        denied = self._lending.refuse_borrower(event.session, name)
+        if denied:
+            return denied
         if not valid_segment(event.name.label):
             return deny(Reason.INVALID_NAME, name=event.name.label)
         there = books.ledger.labels.get(event.name)

@@ -11,8 +11,8 @@ from . import events as ev
 from . import facts as ft
 from .books import Books
 from .denied import Denied, Reason, deny
-from .ledger import SessionRow
 from .lending import Lending
+from .rows import SessionRow
 from .segments import Segments
 
 

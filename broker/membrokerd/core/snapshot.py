@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from . import policy
 from .effects import SegmentView
 from .events import Location, ModelName, SegmentName
-from .ledger import ModelRow, SessionRow
 from .machine import Broker
+from .rows import ModelRow, SessionRow
 from .values import value
 
 MOST_MODELS = 64
@@ -131,7 +131,7 @@ def count_sessions(broker: Broker) -> Counter[str]:
 
 
 def take_model(broker: Broker, name: ModelName) -> ModelView:
-    """Return one model that there is."""
+    """Return one model, which must exist."""
     row = broker.ledger.models[name]
     return ModelView(
         row.name,

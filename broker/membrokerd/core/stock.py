@@ -41,6 +41,8 @@ class Stock:
     def __init__(self, books: Books) -> None:
         self._books = books
         self._ready: dict[Kind, int] = {}
+        self._extents = self._bytes = 0
+        """What is ready, all kinds together."""
         self._wishes: OrderedDict[Kind, Wish] = OrderedDict()
         """The kind that was requested last stands last."""
         self._making = False
@@ -54,10 +56,15 @@ class Stock:
             return
         most = min(rules.stock_extents, rules.stock_bytes // extent_bytes, policy.PACKET_EXTENTS)
         if most:
-            kind = (location, extent_bytes)
-            self._wishes[kind] = Wish(min(most, 2 * count), now)
-            self._wishes.move_to_end(kind)
-            self._give_way(kind, now)
+            kind, count = (location, extent_bytes), min(most, 2 * count)
+            wish = self._wishes.get(kind)
+            if wish is None:
+                self._wishes[kind] = Wish(count, now)
+            else:
+                wish.count, wish.asked_at = count, now
+            if len(self._wishes) > 1:
+                self._wishes.move_to_end(kind)
+                self._give_way(kind, now)
             if len(self._wishes) > SIZES:
                 self._drop_kind(self._wishes.popitem(last=False)[0])
 
@@ -69,9 +76,9 @@ class Stock:
         rules, wish = self._books.rules, self._wishes[kind]
         for other in [one for one, its in self._wishes.items() if now - its.asked_at > JUST_NOW_NS]:
             missing = wish.count - self._ready.get(kind, 0)
-            extents = sum(self._ready.values()) + missing - rules.stock_extents
-            excess = sum(size * count for (_, size), count in self._ready.items()) + missing * kind[1]
-            surplus = max(extents, -(-(excess - rules.stock_bytes) // other[1]))
+            extents = self._extents + missing - rules.stock_extents
+            excess = self._bytes + missing * kind[1] - rules.stock_bytes
+            surplus = max(extents, -(-excess // other[1]))
             if surplus <= 0:
                 return
             if self._ready.get(other):
@@ -118,10 +125,11 @@ class Stock:
         """Ask for one more extent, if one is wanted and no packet is being made."""
         if self._making or not self._wishes or self._unwanted or any(self._books.making.values()):
             return
-        kind = next((kind for kind in reversed(self._wishes) if self._wants(kind)), None)
-        if kind is not None:
-            self._making = True
-            self._books.emit(fx.Stock(*kind))
+        for kind in reversed(self._wishes):
+            if self._wants(kind):
+                self._making = True
+                self._books.emit(fx.Stock(*kind))
+                return
 
     @property
     def _unwanted(self) -> bool:
@@ -133,9 +141,9 @@ class Stock:
         rules, total = self._books.rules, self._books.ledger.totals[location]
         return (
             self._ready.get(kind, 0) < self._wishes[kind].count
-            and sum(self._ready.values()) < rules.stock_extents
-            and sum(where_size[1] * count for where_size, count in self._ready.items()) + size <= rules.stock_bytes
-            and total.charged + total.stock + size <= total.capacity
+            and self._extents < rules.stock_extents
+            and self._bytes + size <= rules.stock_bytes
+            and total.lent + total.releasing + total.stock + size <= total.capacity
         )
 
     def stocked(self, event: ev.Stocked) -> None:
@@ -164,5 +172,7 @@ class Stock:
         self._ready[kind] = self._ready.get(kind, 0) + change
         if not self._ready[kind]:
             del self._ready[kind]
+        self._extents += change
+        self._bytes += change * kind[1]
         self.changes[cause] += abs(change)
         self._books.record(ft.StockChanged(*kind, change, cause))

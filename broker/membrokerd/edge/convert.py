@@ -24,7 +24,7 @@ from ..core.denied import Denied, Reason, deny
 from ..core.snapshot import DeviceView, LocationView, ModelView, SessionView, TenantView
 
 _SHOWN_NAME = 100
-"""Of a malformed name, so much is shown: an error travels in gRPC metadata, of which a client takes 8 KiB."""
+"""How much of a malformed name is shown: an error is sent in gRPC metadata, which clients limit to 8 KiB."""
 _LOCATIONS: Mapping[int, ev.Location] = {
     rpb.LOCATION_UNSPECIFIED: "device",
     rpb.LOCATION_DEVICE: "device",
@@ -94,6 +94,7 @@ def parse_session(name: str) -> int:
     return session
 
 
+@lru_cache(8)
 def parse_location(number: int) -> ev.Location:
     """Return the location of this number, or raise `Refused`; unspecified is the device."""
     location = _LOCATIONS.get(number)
@@ -103,7 +104,7 @@ def parse_location(number: int) -> ev.Location:
 
 
 def to_event(session: int, tenant: str, request_id: int, request: Message) -> MakeEvent:
-    """Return the event of a session's request, wanting only the number of its call; raises `Refused`."""
+    """Return what makes the event of a session's request from the number of its call; raises `Refused`."""
     match request:
         case bpb.AllocateExtentsRequest():
             name, location = parse_model(request.model), parse_location(request.location)

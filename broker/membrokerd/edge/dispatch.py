@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +18,12 @@ from ..core import effects as fx
 from ..core import snapshot
 from ..core.denied import Denied, Reason, deny
 from ..loop import Loop
-from ..observe import logs
+from ..observe.metrics import Times
 from . import convert
 
 Respond = Callable[[fx.Result | Denied], None]
-ObserveRequest = Callable[[str, str, float], None]
-"""Told of each answered request: its method, its transport, and its seconds."""
+TimesOf = Callable[[str, str], Times]
+"""Return where the seconds of a request are noted, given its method and its transport."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +36,11 @@ class Ticket:
 
 
 class Dispatcher:
-    """Turns requests into questions to the core."""
+    """Hands the requests of both transports to the core."""
 
-    def __init__(self, loop: Loop, observe: ObserveRequest) -> None:
+    def __init__(self, loop: Loop, times_of: TimesOf) -> None:
         self.loop = loop
-        self._observe = observe
+        self.times_of = times_of
         self._tickets: dict[str, Ticket] = {}
         self._hashes: dict[int, str] = {}
         loop.on_forget.append(self._forget)
@@ -49,7 +48,7 @@ class Dispatcher:
             self.admit(row.token_hash, Ticket(row.session, row.tenant, row.endpoint))
 
     def admit(self, token_hash: str, ticket: Ticket) -> None:
-        """Let a token speak for a session."""
+        """Accept a token for a session."""
         self._tickets[token_hash] = ticket
         self._hashes[ticket.session] = token_hash
 
@@ -62,33 +61,21 @@ class Dispatcher:
             raise convert.Refused(deny(Reason.TOKEN_REJECTED))
         return ticket
 
-    def request(
-        self, session: int, tenant: str, request_id: int, message: Message, transport: str, respond: Respond
-    ) -> None:
+    def request(self, session: int, tenant: str, request_id: int, message: Message, respond: Respond) -> None:
         """Put a request to the core; `respond` gets its result or refusal, now or later."""
-        start = time.perf_counter()
-        method = type(message).__name__.removesuffix("Request")
-
-        def reply(result: fx.Result | Denied) -> None:
-            if transport == "handoff":  # a gRPC call is timed whole, by its guard
-                self._observe(method, transport, time.perf_counter() - start)
-            if isinstance(result, Denied):
-                logs.log_denied(session, method, result)
-            respond(result)
-
         try:
             make_event = convert.to_event(session, tenant, request_id, message)
         except convert.Refused as refused:
-            reply(refused.denied)
-            return
-        self.loop.ask(make_event, reply)
+            respond(refused.denied)
+        else:
+            self.loop.ask(make_event, respond)
 
     def response(self, result: fx.Result) -> tuple[str, Any]:
         """Return the response of a request, and the name of its field in a handoff Reply; raises `Refused`."""
         if not isinstance(result, fx.Registered):
             return convert.from_result(result)
         broker = self.loop.broker
-        if result.name not in broker.ledger.models:  # its session has gone since it was answered
+        if result.name not in broker.ledger.models:  # its session ended after the answer
             raise convert.Refused(deny(Reason.MODEL_NOT_FOUND, model=str(result.name)))
         return "model", convert.from_model(snapshot.take_model(broker, result.name))
 
@@ -105,5 +92,5 @@ def new_token() -> tuple[str, str]:
 
 
 def hash_of(token: str) -> str:
-    """Return what is kept of a token."""
+    """Return the hash by which a token is stored."""
     return hashlib.sha256(token.encode()).hexdigest()

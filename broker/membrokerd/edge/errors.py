@@ -16,7 +16,7 @@ from ..core.denied import Denied, Reason
 
 DOMAIN = "membroker"
 RETRY_SECONDS = 1
-"""What RetryInfo suggests where a retry can help: long enough not to hammer, short enough to be of use."""
+"""What RetryInfo suggests if a retry can help: not so short that clients hammer, not so long that they give up."""
 
 
 class _Row(NamedTuple):
@@ -54,7 +54,7 @@ _TABLE: Mapping[Reason, _Row] = {
     ),
     Reason.INVALID_SIZE: _Row(
         Code.INVALID_ARGUMENT,
-        "{size_bytes} bytes is no size here: it must be at least {least}, less than 2^63 bytes "
+        "{size_bytes} bytes is not a valid size: it must be at least {least}, less than 2^63 bytes "
         "and a multiple of {granularity}",
     ),
     Reason.INVALID_COUNT: _Row(Code.INVALID_ARGUMENT, "a count must be between 1 and {max_count}, not {count}"),
@@ -75,7 +75,7 @@ _TABLE: Mapping[Reason, _Row] = {
     ),
     Reason.MODEL_EXISTS: _Row(Code.ALREADY_EXISTS, "{of} is registered already"),
     Reason.MODEL_IN_USE: _Row(
-        Code.FAILED_PRECONDITION, "{of} is still charged {used} through this session: give that back first"
+        Code.FAILED_PRECONDITION, "{of} is still charged {used} through this session: release that first"
     ),
     Reason.EXTENT_NOT_FOUND: _Row(Code.NOT_FOUND, "extent {extent} is not lent to this session"),
     Reason.SESSION_NOT_DETACHED: _Row(
@@ -86,7 +86,7 @@ _TABLE: Mapping[Reason, _Row] = {
     Reason.SEGMENT_NOT_FOUND: _Row(Code.NOT_FOUND, "{missing}"),
     Reason.SEGMENT_EXISTS: _Row(Code.ALREADY_EXISTS, "{segment} exists and is {state}: {advice}", retry=True),
     Reason.SEGMENT_NOT_SEALED: _Row(
-        Code.DEADLINE_EXCEEDED, "{segment} is still being written: attach it with more patience", retry=True
+        Code.DEADLINE_EXCEEDED, "{segment} is still being written: attach it with a longer wait", retry=True
     ),
     Reason.SEGMENT_NOT_WRITABLE: _Row(
         Code.FAILED_PRECONDITION, "{segment} is {state}, and only the session that writes a segment seals it, once"
@@ -148,7 +148,7 @@ _WAIT = "its name is free again once its memory is, so wait and try again"
 _ADVICE = {
     "writing": f"{_ATTACH}; an attach waits for the seal",
     "sealed": _ATTACH,
-    "ending": f"it is deleted, or was never sealed, and somebody still has it mapped; {_WAIT}",
+    "ending": f"it is deleted, or was never sealed, and a session still has it mapped; {_WAIT}",
     "releasing": f"it is deleted, and its memory is not free yet; {_WAIT}",
 }
 """What to do about a segment that has the name already, by its state."""
@@ -210,7 +210,7 @@ class _Words(dict[str, object]):
 
 
 def _missing(segment: int | str) -> str:
-    """Say that a segment is not there: by its generation, by its name, or by its own name in whichever model."""
+    """Say that a segment does not exist: by its generation, by its name, or by its own name in any model."""
     if isinstance(segment, int):
         return f"this session holds no segment of the generation {segment}: it has not attached it, or has left it"
     where, _, label = segment.rpartition("/segments/")

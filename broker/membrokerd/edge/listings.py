@@ -20,7 +20,7 @@ from membroker.wire import names
 from ..core import policy, snapshot
 from ..core.denied import Reason, deny
 from ..core.events import Location, ModelName
-from ..core.ledger import SegmentRow, SessionRow
+from ..core.rows import SegmentRow, SessionRow
 from ..loop import Loop, clock
 from . import convert
 
@@ -72,7 +72,7 @@ class Views:
         return pb.Available(now_bytes=now, limit_bytes=limit)
 
     def _device_room(self, location: Location) -> int | None:
-        """Return what the device had for more extents when it was last asked; the stock is let go before a refusal."""
+        """Return the room for more extents at the last look. Stock counts as room: it is dropped before a refusal."""
         info = self.loop.figures.get(location)
         if info is None:
             return None
@@ -90,7 +90,7 @@ class Views:
         return found
 
     def list_models(self, request: pb.ListModelsRequest, tenant: str | None = None) -> pb.ListModelsResponse:
-        """Return a page of models, by name; `tenant` None is everybody's."""
+        """Return a page of models, by name; `tenant` None means all tenants."""
         broker = self.loop.broker
         found = [name for name in broker.ledger.models if tenant in (None, name.tenant)]
 
@@ -101,7 +101,7 @@ class Views:
         return pb.ListModelsResponse(models=models, next_page_token=token)
 
     def list_sessions(self, request: pb.ListSessionsRequest, tenant: str | None = None) -> pb.ListSessionsResponse:
-        """Return a page of sessions, in the order they began; `tenant` None is everybody's."""
+        """Return a page of sessions, in the order they began; `tenant` None means all tenants."""
         broker, now_ns = self.loop.broker, clock()
         rows = [row for row in broker.ledger.sessions.values() if tenant in (None, row.tenant)]
 
@@ -112,13 +112,13 @@ class Views:
         return pb.ListSessionsResponse(sessions=sessions, next_page_token=token)
 
     def list_tenants(self, request: apb.ListTenantsRequest, configured: Iterable[str]) -> apb.ListTenantsResponse:
-        """Return a page of tenants, by name: the configured ones, and all that have something."""
+        """Return a page of tenants, by name: the configured ones, and all that hold something."""
         rows = snapshot.take_tenants(self.loop.broker, configured)
         tenants, token = _page(rows, lambda row: row.tenant, names.valid_tenant, request, convert.from_tenant)
         return apb.ListTenantsResponse(tenants=tenants, next_page_token=token)
 
     def list_segments(self, request: pb.ListSegmentsRequest, tenant: str | None = None) -> pb.ListSegmentsResponse:
-        """Return a page of segments, in the order they began; `tenant` None is everybody's."""
+        """Return a page of segments, in the order they began; `tenant` None means all tenants."""
         broker, now_ns = self.loop.broker, clock()
         rows = [row for row in broker.ledger.segments.values() if tenant in (None, row.name.tenant)]
 

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, get_args
 
 from membroker.wire.names import session_name
 
@@ -60,6 +60,8 @@ class Allowance:
 
 _allowance = Allowance()
 _writer: Writer | None = None
+not_logged: set[type[ft.Fact]] = set()
+"""The kinds of facts that have no line at the level that is set."""
 
 
 def configure(config: LogConfig, descriptor: int = 2) -> None:
@@ -89,6 +91,8 @@ def _is_worth_a_line(record: logging.LogRecord) -> bool:
 def set_level(level: str) -> None:
     """Log events from this level on: `debug`, `info`, `warning` or `error`."""
     _LOGGER.setLevel(level.upper())
+    not_logged.clear()
+    not_logged.update(kind for kind in get_args(ft.Fact) if not _LOGGER.isEnabledFor(_level_of(kind)))
 
 
 def flush() -> None:
@@ -135,7 +139,7 @@ def log_fact(fact: ft.Fact) -> None:
 
     At DEBUG every fact is logged: somebody is looking for a fault.
     """
-    level = logging.INFO if type(fact) in _LIFECYCLES else logging.DEBUG
+    level = _level_of(type(fact))
     if not _LOGGER.isEnabledFor(level):
         return
     if not _LOGGER.isEnabledFor(logging.DEBUG):
@@ -166,6 +170,10 @@ _LIFECYCLES = frozenset(
 _NOT_SHOWN = frozenset(("at", "process", "endpoint", "token_hash", "idle_since"))
 _BYTES = frozenset(("virtual_capacity", "limit", "unaccounted"))
 _RENAMED = {"name": "model", "segment": "generation", "label": "segment"}
+
+
+def _level_of(kind: type[ft.Fact]) -> int:
+    return logging.INFO if kind in _LIFECYCLES else logging.DEBUG
 
 
 def _event_of(kind: type[ft.Fact]) -> str:

@@ -6,6 +6,7 @@ know for certain is `Unusable`: never guessed. Opens no file.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import reprlib
@@ -13,6 +14,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from types import NoneType
 from typing import Any, NamedTuple, get_type_hints
 
@@ -38,6 +40,8 @@ class Unusable(Exception):
 
 
 to_json = json.JSONEncoder(separators=(",", ":")).encode
+_quoted = json.encoder.encode_basestring_ascii
+"""A string as JSON."""
 
 
 def frame(content: str) -> bytes:
@@ -211,8 +215,9 @@ def _ids(told: Any) -> tuple[int, ...] | range:
     return tuple(extent for run in runs for extent in run)
 
 
+@lru_cache(4096)
 def _from_name(name: ModelName) -> str:
-    return f"[{to_json(name.tenant)},{to_json(name.model)}]"
+    return f"[{_quoted(name.tenant)},{_quoted(name.model)}]"
 
 
 def _from_run(ids: range) -> str:
@@ -232,15 +237,15 @@ def _from_ids(ids: tuple[int, ...] | range) -> str:
         else:
             runs.append([extent, 1])
         following = extent + 1
-    return f"[{','.join(f'[{first},{count}]' for first, count in runs)}]"
+    return str(runs).replace(" ", "")
 
 
 _TYPES: Mapping[Any, _Type] = {
     int | None: _Type(_size_or_none),
-    str: _plain(str),
+    str: _Type(_text, _quoted),
     bool: _plain(bool),
     bool | None: _plain(bool, NoneType),
-    Location: _Type(_location),
+    Location: _Type(_location, _quoted),
     ModelName: _Type(_model_name, _from_name),
     Mapping[Location, int]: _Type(_sizes),
     range: _Type(_run, _from_run),
@@ -267,7 +272,7 @@ class _Form:
         self._text = f"[{tag},{','.join(places)}]"
 
     def encode(self, fact: ft.Fact) -> str:
-        told = [getattr(fact, name) for name in self._names]
+        told = list(map(getattr, itertools.repeat(fact), self._names))
         for place, encode in self._others:
             told[place] = encode(told[place])
         return self._text % tuple(told)

@@ -19,6 +19,7 @@ from ..core.books import COUNTER_BITS
 from ..core.events import LOCATIONS, Location
 from ..core.facts_of import story
 from ..core.ledger import Ledger
+from ..core.recount import recount
 from ..executor import Executor
 from ..observe import logs
 from ..observe.suspects import MOST_NAMED, command_of
@@ -49,7 +50,7 @@ def condense(told: Iterable[ft.Fact]) -> Books:
     ledger = Ledger(dict.fromkeys(LOCATIONS, MAX_BYTES))
     for fact in _bounded(told, ledger):
         ledger.apply(fact)
-    ledger.recount()
+    recount(ledger)
     segments = {row.location for row in ledger.segments.values()}
     charged = {where: total.charged for where, total in ledger.totals.items() if total.charged or where in segments}
     by_pid: Counter[int] = Counter()

@@ -19,6 +19,8 @@ class Location(enum.Enum):
     DEVICE = "device"
     HOST = "host"
 
+    __hash__ = object.__hash__  # an Enum's own hashes the name, by a call of Python
+
 
 class AccessFlags(enum.Enum):
     """What a device may do with a mapping (`CUmemAccess_flags`); NONE until access is granted.

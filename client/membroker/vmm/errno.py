@@ -7,8 +7,6 @@ used for CUDA, whose errors are named in `cuda`.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from .driver import DriverError, DriverLimit, DriverOutOfMemory
 from .mappings import MARGIN, limit_hint, mapping_count, mapping_limit
@@ -29,13 +27,18 @@ def invalid(call: str, why: str) -> DriverError:
     return DriverError(call, "EINVAL", errno.EINVAL, why)
 
 
-@contextmanager
-def driver_call(call: str) -> Iterator[None]:
+class driver_call:
     """Turn an `OSError` of the block into the `DriverError` of the system call named `call`."""
-    try:
-        yield
-    except OSError as error:
-        raise _translate(call, error) from error
+
+    def __init__(self, call: str) -> None:
+        self._call = call
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise _translate(self._call, error) from error
 
 
 def _translate(call: str, error: OSError) -> DriverError:

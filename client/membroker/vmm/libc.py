@@ -111,7 +111,7 @@ def inotify_init() -> int:
 
 def inotify_add_watch(inotify: int, path: str, mask: int) -> int:
     """Watch the file at `path` for the events of `mask` and return the watch's number."""
-    watch: int = _libc.inotify_add_watch(inotify, os.fsencode(path), mask)
+    watch: int = _libc.inotify_add_watch(inotify, path.encode(), mask)
     if watch < 0:
         _raise_errno()
     return watch

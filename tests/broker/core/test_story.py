@@ -15,6 +15,7 @@ from membrokerd.core import facts as ft
 from membrokerd.core.events import ModelName
 from membrokerd.core.facts_of import story
 from membrokerd.core.ledger import Ledger, replay
+from membrokerd.core.recount import recount
 
 NAME = ModelName("acme", "llama")
 SEEDS = range(31, 35)
@@ -32,7 +33,7 @@ def books(ledger: Ledger) -> dict[str, Any]:
 def told(facts: Iterable[ft.Fact]) -> Ledger:
     """Return the ledger that a story makes, with its sums counted anew."""
     ledger = replay(CAPACITIES, facts)
-    ledger.recount()
+    recount(ledger)
     return ledger
 
 
@@ -143,7 +144,7 @@ def test_what_a_worker_attaches_again_and_again_is_told_once() -> None:
     facts = list(story(ledger))
     assert len(facts) < 10
     assert books(told(facts)) == books(ledger)
-    told([*facts, ft.SegmentLeft(2, 1, 1_000, "detached")]).recount()
+    recount(told([*facts, ft.SegmentLeft(2, 1, 1_000, "detached")]))
 
 
 def test_extents_side_by_side_of_different_sizes_are_told_apart() -> None:

@@ -23,6 +23,7 @@ from membrokerd.core import policy
 from membrokerd.core.denied import Denied
 from membrokerd.core.ledger import replay
 from membrokerd.core.machine import Broker
+from membrokerd.core.recount import recount
 
 SECOND = 1_000_000_000
 EPOCH_BITS = 40
@@ -284,7 +285,7 @@ class Script:
                 whole = effect.parts == 1 and not effect.segment
                 answer = fx.Allocated(len(effect.ids), effect.extent_bytes) if whole else None
                 assert effect.answer == answer, "only what a packet brings whole may be answered with it"
-        self.broker.ledger.recount()
+        recount(self.broker.ledger)
         changes = [fact for fact in step.facts if not isinstance(fact, ft.UnaccountedSeen)]
         assert self.broker.ledger.revision == before[0] + len(changes)
         answers = {effect.call: effect.result for effect in step.effects if isinstance(effect, fx.Answer)}

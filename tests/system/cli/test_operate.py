@@ -273,7 +273,7 @@ def test_programs_get_the_same_as_json(daemon: Daemon, engine: Worker) -> None:
 
 def test_a_deadline_that_is_no_time_drains_nothing(daemon: Daemon, engine: Worker) -> None:
     """The library would fail at it in every worker."""
-    with daemon.admin_stub() as stub, pytest.raises(Exception, match="the deadline is no time"):
+    with daemon.admin_stub() as stub, pytest.raises(Exception, match="the deadline is not a valid time"):
         stub.Drain(admin_pb2.DrainRequest(deadline=Timestamp(seconds=1 << 60)), timeout=DEADLINE_SECONDS)
     engine.do("model.allocate(PAGE).close()")
     assert told(engine) == []

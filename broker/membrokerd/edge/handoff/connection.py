@@ -1,21 +1,17 @@
 """One handoff connection: frames in, frames and descriptors out.
 
-Owns the socket, the queue of packets that the socket would not take yet, and the pidfd until there is a session. While
-that queue is not empty nothing is read, so a peer that does not read cannot make the broker work or grow. Decides
-nothing about memory.
+Owns the socket, and the pidfd until there is a session. While packets wait to be sent nothing is read, so a peer that
+does not read cannot make the broker work or grow. Must never decide anything about memory.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import socket
 import time
-from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
-
-from google.protobuf.message import Message
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
@@ -30,6 +26,7 @@ from ..convert import LOCATION_NUMBERS, Refused
 from ..dispatch import Ticket, new_token
 from ..errors import to_status
 from .holds import Holds
+from .outbox import Outbox
 from .peer import Peer, hang_up
 
 if TYPE_CHECKING:
@@ -37,33 +34,26 @@ if TYPE_CHECKING:
     from .listener import Listener
 
 FRAMES_PER_TURN = 8
-"""Frames that are taken from one connection before the others have their turn."""
+"""Frames that are read from one connection before the others are served."""
 LINGER_SECONDS = 5.0
 """How long the last answer of a connection may wait for a peer that does not read."""
 HOLDS_SECONDS = 10.0
 """How long a process that resumes may take from its Welcome to its last Holds."""
-IN_FLIGHT_SECONDS = 0.05
-"""How long a delivery rests when as many descriptors of this user are under way as the kernel allows."""
-_REQUESTS = frozenset(
-    [
-        *("allocate", "release", "declare", "register_model", "unregister_model"),
-        *("create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment"),
-    ]
-)
+_METHODS: Mapping[str, str] = {
+    name: field.message_type.name.removesuffix("Request")
+    for name, field in pb.Frame.DESCRIPTOR.fields_by_name.items()
+    if field.message_type is not None and field.message_type.name.endswith("Request")
+}
+"""The requests that a frame may carry, and the methods of BrokerService that they are."""
 _QUIET = frozenset(("release", "detach_segment"))
-"""Requests that may want no answer (`no_reply`)."""
+"""Requests that may be sent without asking for an answer (`no_reply`)."""
 
 
 _Pair = tuple[socket.socket, socket.socket]
 
 
-class _Outgoing(NamedTuple):
-    frame: pb.Frame
-    descriptors: list[int]
-
-
 class Connection:
-    """A connection, from its accept to its end; it has a session once its Hello was answered."""
+    """A connection, from its accept to its end. It has a session from the answer to its Hello on."""
 
     def __init__(self, listener: Listener, sock: socket.socket, peer: Peer) -> None:
         self._listener = listener
@@ -75,19 +65,20 @@ class Connection:
         self._notices: socket.socket | None = None
         self._session: int | None = None
         self._tenant = ""
-        self._outgoing: deque[_Outgoing] = deque()
+        self._outbox = Outbox(sock, self._readable, listener.traffic, self.close)
+        self._outgoing = self._outbox.packets
+        self.flush = self._outbox.flush
+        """Send what is queued, unless the socket is full."""
         self._asked: set[int] = set()
-        """Allocations asked for here that are unanswered: the others' answers go by gRPC."""
+        """Unanswered allocations that were requested on this connection; others are answered by gRPC."""
         self._told: int | None = None
-        """An allocation whose answer has gone with its delivery, until the core gives it."""
-        self._blocked = False
+        """An allocation whose answer was sent with its delivery, before the core has answered."""
         self._closed = False
-        self._closing = False
         self._pidfd: int | None = peer.pidfd
         self._holds: Holds | None = None
         self._holds_timer: asyncio.TimerHandle | None = None
         self._acknowledged = 0
-        """How many deliveries the client has said that it took, by count."""
+        """How many deliveries the client has acknowledged by their count."""
         self._waiting = False
         self._turns = self._loop.turns
         self._whose = listener.tenant_of(peer)
@@ -96,18 +87,18 @@ class Connection:
 
     @property
     def session(self) -> int | None:
-        """The session that this connection is of, if it has said Hello."""
+        """The session of this connection, if it has one yet."""
         return self._session
 
     # --- in ---
 
     def _readable(self) -> None:
-        """Take frames, as many as this connection and its tenant may have in one turn."""
+        """Read frames, as many as this connection and its tenant may send in one turn."""
         for _ in range(FRAMES_PER_TURN):
             if self._closed or self._outgoing or self._waiting:
                 return
             if not self._turns.may(self._whose, self._descriptor):
-                break  # what is left makes the socket readable in the next turn too
+                break  # the socket stays readable in the next turn
             began = time.perf_counter()
             went_on = self._read()
             self._turns.charge(self._whose, time.perf_counter() - began)
@@ -116,13 +107,13 @@ class Connection:
         self._loop.cut_short += 1
 
     def _read(self) -> bool:
-        """Take one frame. Return False when nothing is queued, or the connection has ended."""
+        """Read and handle one frame. Return False when nothing is queued, or the connection has ended."""
         try:
             frame = handoff.receive_without_descriptors(self._sock, self._listener.buffer)
         except BlockingIOError:
             return False
         except handoff.EndOfConnection:
-            self.close("the other end closed it")
+            self.close("the peer closed it")
             return False
         except handoff.BrokenPacket as error:
             self._violated(0, str(error))
@@ -138,45 +129,53 @@ class Connection:
         return True
 
     def hear(self) -> None:
-        """Take the next frame if it is there already, whatever is left of this turn."""
+        """Read the next frame if it has arrived, even if this tenant has used up its turn."""
         if not (self._closed or self._outgoing or self._waiting):
             self._read()
 
     def _take(self, frame: pb.Frame) -> None:
-        kind = frame.WhichOneof("kind")
+        kind: str = frame.WhichOneof("kind") or ""
         if kind == "hello":
             self._hello(frame)
         elif self._session is None:
             self._violated(frame.request_id, f"the first frame must be a Hello, not {kind}")
         elif self._holds is not None or kind == "holds":
             self._hold(frame, self._session)
-        elif self._acknowledge(frame, self._session) or self._closing:
-            return
-        elif kind in _REQUESTS:
-            self._request(frame.request_id, self._session, kind, getattr(frame, kind))
-        elif kind == "goodbye":
-            self._goodbye(frame.request_id, self._session)
         else:
-            self._violated(frame.request_id, f"a client does not send {kind}")
+            if kind == "ack" or frame.acknowledged > self._acknowledged:
+                self._acknowledge(frame, self._session)
+            if kind != "ack" and not self._outbox.is_ending:
+                self._request(frame, kind, self._session)
 
-    def _acknowledge(self, frame: pb.Frame, session: int) -> bool:
-        """Take what a frame acknowledges; say whether that is all that it is for."""
-        count, is_ack = frame.acknowledged, frame.HasField("ack")
+    def _acknowledge(self, frame: pb.Frame, session: int) -> None:
+        """Acknowledge what a frame says: deliveries by their count, or one by its request and part."""
+        count = frame.acknowledged
         if count > self._acknowledged:
             reach("acknowledge")
             self._acknowledged = count
             self._loop.tell(ev.AcknowledgeUpTo(session, count))
-        elif is_ack and not count:
+        elif not count:
             reach("acknowledge")
             self._loop.tell(ev.Acknowledge(session, frame.request_id, frame.ack.part))
-        return is_ack
 
-    def _request(self, request_id: int, session: int, kind: str, message: Message) -> None:
-        quiet = kind in _QUIET and getattr(message, "no_reply", False)
+    def _request(self, frame: pb.Frame, kind: str, session: int) -> None:
+        request_id, method = frame.request_id, _METHODS.get(kind)
+        if method is None:
+            if kind == "goodbye":
+                self._goodbye(request_id, session)
+            else:
+                self._violated(request_id, f"a client does not send {kind}")
+            return
+        began = time.perf_counter()
+        message = getattr(frame, kind)
+        quiet = kind in _QUIET and message.no_reply
         if kind == "allocate":
             self._asked.add(request_id)
 
         def respond(result: fx.Result | Denied) -> None:
+            self._dispatcher.times_of(method, "handoff").observe(time.perf_counter() - began)
+            if isinstance(result, Denied):
+                logs.log_denied(session, method, result)
             self._asked.discard(request_id)
             if self._told == request_id:
                 self._told = None
@@ -185,7 +184,7 @@ class Connection:
             elif isinstance(result, Denied):
                 self.notify(pb.Frame(request_id=request_id, notice=pb.Notice(release_refused=to_status(result))))
 
-        self._dispatcher.request(session, self._tenant, request_id, message, "handoff", respond)
+        self._dispatcher.request(session, self._tenant, request_id, message, respond)
 
     def _hello(self, frame: pb.Frame) -> None:
         hello, request_id = frame.hello, frame.request_id
@@ -198,7 +197,7 @@ class Connection:
             return
         try:
             pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        except OSError as error:  # before there is a session, which would outlive a connection that ends without a word
+        except OSError as error:  # now, because a session would outlive this connection
             self._refuse(request_id, deny(Reason.DESCRIPTORS_EXHAUSTED, driver_says=f"socketpair: {error.strerror}"))
             return
         if hello.resume_token:
@@ -242,12 +241,12 @@ class Connection:
             assert isinstance(result, fx.SessionResumed)
             for connections in (self._loop.links, self._loop.resuming):
                 before = connections.pop(ticket.session, None)
-                if before is not None:  # no longer the session's: its end changes nothing
-                    before.close("its process connected anew")
+                if before is not None:  # it is no longer registered, so its end detaches nothing
+                    before.close("its process opened another connection")
             self._begin(ticket.session, ticket.tenant, self._loop.resuming)
             self._holds = Holds(self._loop.broker.ledger.sessions[ticket.session])
             self._holds_timer = self._io.call_later(HOLDS_SECONDS, self._no_holds)
-            # What the old connection did not deliver is told before anything is read of this one.
+            # The core must learn what the old connection did not deliver before anything is read from this one.
             self._waiting = True
             self._io.call_soon(self._go_on)
             reach("resume")
@@ -266,7 +265,7 @@ class Connection:
         self._refuse(request_id, denied)
 
     def _begin(self, session: int, tenant: str, connections: dict[int, Link]) -> None:
-        """The connection is this session's from now on, and its process is watched beyond it."""
+        """Register this connection for a session, whose process is watched from now on."""
         self._session, self._tenant = session, tenant
         connections[session] = self
         self._listener.greeted(self)
@@ -275,7 +274,7 @@ class Connection:
         self._listener.watch.add(session, pidfd, self._peer.pid)
 
     def _hold(self, frame: pb.Frame, session: int) -> None:
-        """Take what the process has of a session that it takes up again; nothing else before the last of it."""
+        """Take one frame of Holds of a session that resumes; until the last one, no other frame is allowed."""
         request_id, kind = frame.request_id, frame.WhichOneof("kind")
         if kind != "holds" or self._holds is None:
             what = "Holds come once, after a resumed Welcome" if self._holds is None else f"first the Holds, not {kind}"
@@ -350,8 +349,8 @@ class Connection:
         self._last(_refusal(request_id, denied))
 
     def _last(self, frame: pb.Frame) -> None:
-        """End the connection with this frame; a peer that never takes it loses it."""
-        self._closing = True
+        """End the connection after this frame, even if the peer never reads it."""
+        self._outbox.is_ending = True
         self._send(frame)
         if not self._closed:
             self._io.call_later(LINGER_SECONDS, self.close, "it did not take the last answer")
@@ -368,32 +367,28 @@ class Connection:
         """
         frame = pb.Frame(request_id=packet.request_id)
         delivery = frame.delivery
-        delivery.part = packet.part
-        delivery.parts = packet.parts
+        delivery.part, delivery.parts = packet.part, packet.parts
         delivery.extent_bytes = packet.extent_bytes
         delivery.extent_ids.extend(packet.ids)
-        delivery.segment = packet.segment
-        row = self._loop.broker.ledger.segments.get(packet.segment) if packet.segment and not packet.part else None
-        if row is not None:
-            delivery.segment_bytes, delivery.segment_extents = row.size_of(row.ids), len(row.ids)
-        if isinstance(packet, fx.Make) and packet.answer is not None and packet.request_id in self._asked:
-            self._put(packet.answer, delivery.reply)
+        if packet.segment:
+            self._describe_segment(packet, delivery)
+        elif isinstance(packet, fx.Make) and packet.answer is not None and packet.request_id in self._asked:
+            answer = delivery.reply.allocate
+            answer.count, answer.extent_bytes = packet.answer.count, packet.answer.extent_bytes
             self._told = packet.request_id
-        self._listener.count_descriptors(len(descriptors))
-        outgoing = _Outgoing(frame, descriptors)
+        self._outbox.put(frame, descriptors)
         if self._closed:
-            self._drop(outgoing)
-        else:
-            self._outgoing.append(outgoing)
+            self._drop_all()
 
-    def flush(self) -> None:
-        """Send what is queued, unless the socket is full."""
-        if self._outgoing and not self._blocked:
-            self._flush()
+    def _describe_segment(self, packet: fx.Make | fx.Send, delivery: pb.Delivery) -> None:
+        delivery.segment = packet.segment
+        row = self._loop.broker.ledger.segments.get(packet.segment)
+        if row is not None and not packet.part:
+            delivery.segment_bytes, delivery.segment_extents = row.size_of(row.ids), len(row.ids)
 
     def _answer(self, request_id: int, result: fx.Result | Denied) -> None:
-        """Answer a request, in its last delivery where that is still here."""
-        last = self._outgoing[-1].frame if self._outgoing else None
+        """Answer a request, in its last delivery if that is still queued."""
+        last = self._outgoing[-1][0] if self._outgoing else None
         joins = last is not None and last.request_id == request_id and last.HasField("delivery")
         if last is not None and joins and not isinstance(result, Denied):
             self._put(result, last.delivery.reply)
@@ -409,88 +404,36 @@ class Connection:
         getattr(reply, field).CopyFrom(message)
 
     def notify(self, frame: pb.Frame) -> None:
-        """Say something on the broker's own account; what a full socket does not take is dropped and counted."""
+        """Send a notice. If the socket is full, the notice is dropped and counted."""
         if self._notices is None:
             return
         try:
             handoff.send(self._notices, handoff.encode(frame))
         except OSError:
-            self._listener.count_dropped_notice()
+            self._listener.traffic.notices_dropped += 1
 
     def disconnect(self, why: str) -> None:
         """End the connection because its peer broke the protocol."""
         self._violated(0, why)
 
     def _send(self, frame: pb.Frame, descriptors: list[int] | None = None) -> None:
-        outgoing = _Outgoing(frame, descriptors or [])
+        self._outbox.put(frame, descriptors or [])
         if self._closed:
-            self._drop(outgoing)
-            return
-        self._outgoing.append(outgoing)
-        if len(self._outgoing) == 1:
-            self._flush()
+            self._drop_all()
+        elif len(self._outgoing) == 1:
+            self._outbox.flush()
 
-    def _flush(self) -> None:
-        """Send what is queued; wait for the socket when it is full, and read nothing until it is not."""
-        while self._outgoing and not self._closed:
-            outgoing = self._outgoing[0]
-            if outgoing.descriptors:
-                reach("deliver")
-            try:
-                data = handoff.encode(outgoing.frame)
-            except Exception as error:  # noqa: BLE001 - what can never be sent must not stand before all else for ever
-                logs.fault(error, endpoint=self._listener.endpoint, pid=self._peer.pid)
-                self.close("what it was to be told is no frame")
-                return
-            try:
-                handoff.send(self._sock, data, outgoing.descriptors)
-            except BlockingIOError:
-                self._wait_for_room()
-                self._io.add_writer(self._sock, self._flush)
-                return
-            except OSError as error:
-                if error.errno == errno.ETOOMANYREFS:
-                    # Counted for every process of this user: whoever it is, this peer is not to blame.
-                    self._wait_for_room()
-                    self._io.remove_writer(self._sock)
-                    self._io.call_later(IN_FLIGHT_SECONDS, self._flush)
-                    return
-                self.close(error.strerror or "broken")
-                return
-            if outgoing.descriptors:
-                reach("delivered")
-            self._outgoing.popleft()
-            self._close_descriptors(outgoing)
-        if self._closed:
-            return
-        if self._closing:
-            self.close("done")
-        elif self._blocked:
-            self._blocked = False
-            self._io.remove_writer(self._sock)
-            self._io.add_reader(self._sock, self._readable)
-
-    def _wait_for_room(self) -> None:
-        if not self._blocked:
-            self._blocked = True
-            self._io.remove_reader(self._sock)
-
-    def _close_descriptors(self, outgoing: _Outgoing) -> None:
-        handoff.close_all(outgoing.descriptors)
-        if outgoing.frame.HasField("delivery"):
-            self._listener.count_descriptors(-len(outgoing.descriptors))
-
-    def _drop(self, outgoing: _Outgoing) -> None:
-        """Close a packet that will never be sent; the core credits what was in it."""
-        self._close_descriptors(outgoing)
-        if outgoing.frame.HasField("delivery") and self._session is not None:
-            event = ev.NotDelivered(self._session, outgoing.frame.request_id, outgoing.frame.delivery.part)
-            self._io.call_soon(self._loop.tell, event)
+    def _drop_all(self) -> None:
+        """Close what is queued and will never be sent; the core credits the extents in it."""
+        for frame in self._outbox.drop_all():
+            if frame.HasField("delivery") and self._session is not None:
+                event = ev.NotDelivered(self._session, frame.request_id, frame.delivery.part)
+                self._io.call_soon(self._loop.tell, event)
 
     # --- the end ---
 
     def close(self, why: str) -> None:
-        """End the connection. The session, if there is one, is charged on: its process may live."""
+        """End the connection. Its session stays charged, because its process may be alive."""
         if self._closed:
             return
         self._closed = True
@@ -500,8 +443,7 @@ class Connection:
         hang_up(self._sock)
         if self._notices is not None:
             self._notices.close()
-        while self._outgoing:
-            self._drop(self._outgoing.popleft())
+        self._drop_all()
         self._listener.ended(self)
         if self._pidfd is not None:
             os.close(self._pidfd)

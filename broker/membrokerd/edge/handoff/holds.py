@@ -1,4 +1,4 @@
-"""What a process states that it has of a session which it takes up again: several frames, one event."""
+"""Holds: what a process says it still has of the session it resumes. Several frames make one event."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from membroker.wire.names import DESCRIPTORS_IN_FLIGHT, MAX_IDS_PER_FRAME
 
 from ...core import events as ev
 from ...core.denied import Denied, Reason, deny
-from ...core.ledger import SessionRow
+from ...core.rows import SessionRow
 from ..convert import Refused, parse_location, parse_model
 
 UNBOOKED = DESCRIPTORS_IN_FLIGHT
-"""How many entries a process may state beyond what the books have: what one delivery window can have brought it."""
+"""How many entries a process may state beyond the books: as many as one window of deliveries can hold."""
 
 
 class Holds:
-    """The frames so far. All of them together are bounded by what the books have of the session.
+    """The frames so far. Their total size is bounded by what the books have of the session.
 
     Each frame but the last must state something, and nothing may be stated twice: so the frames are bounded too.
     """
@@ -48,7 +48,7 @@ class Holds:
         return len(self._extents) + len(self._segments) + len(self._declarations)
 
     def to_event(self, call: int) -> ev.StateHolds:
-        """Return all of it, as the core takes it."""
+        """Return the event for the core."""
         return ev.StateHolds(call, self._session, frozenset(self._extents), self._segments, self._declarations)
 
 

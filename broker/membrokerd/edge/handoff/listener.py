@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections import Counter
 
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm import DeviceInfo
@@ -21,6 +20,7 @@ from ...restart.process_watch import Watch
 from ..dispatch import Dispatcher
 from ..errors import to_status
 from .connection import Connection
+from .outbox import Traffic
 from .peer import Peer, Unattested, attest, hang_up
 
 ACCEPTS_PER_TURN = 32
@@ -29,20 +29,11 @@ MAX_SILENT = 64
 HELLO_SECONDS = 5.0
 REFUSED_LINE_SECONDS = 1.0
 PAUSE_SECONDS = 0.1
-"""How long accepting rests when the process has no descriptor left."""
-
-
-class Traffic:
-    """What all listeners count together."""
-
-    def __init__(self) -> None:
-        self.refused: Counter[str] = Counter()
-        self.notices_dropped = 0
-        self.descriptors = 0
+"""How long to wait before accepting again when the process has no descriptor left."""
 
 
 class Listener:
-    """One endpoint's door."""
+    """The listening socket of one endpoint, and its connections."""
 
     def __init__(
         self,
@@ -63,7 +54,7 @@ class Listener:
         self._sock = sock
         self._tenant = tenant
         self._uids = uids
-        self._traffic = traffic
+        self.traffic = traffic
         self._unsaid = 0
         self._silent_until = 0.0
         self._silent: dict[Connection, asyncio.TimerHandle] = {}
@@ -72,11 +63,11 @@ class Listener:
         self._io.add_reader(sock, self._acceptable)
 
     def tenant_of(self, peer: Peer) -> str:
-        """Return who is charged: the endpoint's tenant, or where it has none, one for each uid."""
+        """Return the tenant to charge: the endpoint's, or one for each uid if it has none."""
         return self._tenant or f"uid-{peer.uid}"
 
     def admit(self, uids: frozenset[int]) -> None:
-        """Let these users open sessions from now on; sessions that are open stay."""
+        """Let only these users open sessions from now on. Open sessions stay."""
         self._uids = uids
 
     def _acceptable(self) -> None:
@@ -91,7 +82,7 @@ class Listener:
                 return
 
     def _accept_one(self) -> bool:
-        """Accept a connection. Return False when nobody is waiting, or no descriptor is left."""
+        """Accept a connection. Return False when none is waiting, or no descriptor is left."""
         try:
             connection, _ = self._sock.accept()
         except BlockingIOError:
@@ -120,12 +111,12 @@ class Listener:
             sock.close()
             return
         connection = Connection(self, sock, peer)
-        self._silent[connection] = self._io.call_later(HELLO_SECONDS, self._give_up, connection, "it said no Hello")
+        self._silent[connection] = self._io.call_later(HELLO_SECONDS, self._give_up, connection, "it sent no Hello")
         if len(self._silent) > MAX_SILENT:
-            self._give_up(next(iter(self._silent)), "too many connections said no Hello")
+            self._give_up(next(iter(self._silent)), "too many connections sent no Hello")
 
     def _give_up(self, connection: Connection, why: str) -> None:
-        """Close a connection, unless its Hello is there unread: the broker itself may have been stopped."""
+        """Close a connection, unless its Hello has arrived unread because the broker itself was suspended."""
         connection.hear()
         if connection.session is None:
             connection.close(why)
@@ -142,20 +133,20 @@ class Listener:
     # --- what connections report ---
 
     def greeted(self, connection: Connection) -> None:
-        """A connection has a session."""
+        """Note that a connection has a session."""
         self._silent.pop(connection).cancel()
         self._greeted.add(connection)
 
     def ended(self, connection: Connection) -> None:
-        """A connection is closed."""
+        """Note that a connection is closed."""
         self._greeted.discard(connection)
         timer = self._silent.pop(connection, None)
         if timer is not None:
             timer.cancel()
 
     def refused(self, reason: Reason, **fields: object) -> None:
-        """Count a connection that was refused, and say so once a second: nobody may fill the log by connecting."""
-        self._traffic.refused[reason.value] += 1
+        """Count a refused connection. It is logged at most once a second, so that no peer can fill the log."""
+        self.traffic.refused[reason.value] += 1
         self._unsaid += 1
         if self._io.time() < self._silent_until:
             return
@@ -163,16 +154,8 @@ class Listener:
         self._unsaid = 0
         self._silent_until = self._io.time() + REFUSED_LINE_SECONDS
 
-    def count_dropped_notice(self) -> None:
-        """Count a notice that its session did not make room for."""
-        self._traffic.notices_dropped += 1
-
-    def count_descriptors(self, change: int) -> None:
-        """Count memory descriptors that are open while they are being delivered."""
-        self._traffic.descriptors += change
-
     def close(self) -> None:
-        """Accept nobody any more, and end every connection."""
+        """Stop accepting, and end every connection."""
         self._io.remove_reader(self._sock)
         self._sock.close()
         for connection in [*self._silent, *self._greeted]:

@@ -1,4 +1,4 @@
-"""Who is at the other end of a socket: the process and the user that the kernel reports, and whether it lives.
+"""The process at the other end of a socket, and its user, as the kernel reports them; and whether it is alive.
 
 Owns the pidfd, which is free of pid reuse and readable when the process is dead. On kernels without SO_PEERPIDFD
 (before 6.5) it opens one by pid and compares start times, inside one pid namespace only.
@@ -22,7 +22,7 @@ _DRAINED_PACKETS = 64
 
 
 class Unattested(Exception):
-    """The peer cannot be told, may not enter, or is dead."""
+    """The peer cannot be identified, is not admitted, or is dead."""
 
     def __init__(self, denied: Denied) -> None:
         super().__init__(denied.reason)
@@ -42,17 +42,17 @@ class Peer:
     identity: str
 
     def is_alive(self) -> bool:
-        """Say whether the process lives: its pidfd is readable once it is dead."""
+        """Say whether the process is alive: its pidfd is readable once it is dead."""
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         return not poll.poll(0)
 
 
 def attest(connection: socket.socket, uids: frozenset[int]) -> Peer:
-    """Return who is at the other end, if it may enter and lives; raises `Unattested`.
+    """Return the process at the other end, if it is admitted and alive; raises `Unattested`.
 
-    `uids` are the users that the endpoint admits; none means whomever its socket's mode let connect. The facts are
-    taken first and the liveness last: a pid that was reused in between would show as dead.
+    `uids` are the users that the endpoint admits; without any, every user that the socket's mode admits. The facts are
+    read first and the liveness last: a pid that was reused in between shows as dead.
     """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
@@ -71,7 +71,7 @@ def attest(connection: socket.socket, uids: frozenset[int]) -> Peer:
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Close a peer's socket so that it still reads what was said last.
+    """Close a peer's socket so that it can still read the last frame.
 
     Closing with packets unread makes the peer's next read fail with ECONNRESET, before the answer that is queued
     for it. So what it sent is taken first, as far as is reasonable, and dropped.
@@ -99,7 +99,7 @@ def _identify(connection: socket.socket, pid: int) -> tuple[int, str]:
 
 
 def _identify_by_pid(pid: int) -> tuple[int, str]:
-    """The way of older kernels: the pid's start time before and after the pidfd says that it is one process."""
+    """For older kernels: equal start times before and after opening the pidfd show that it is the same process."""
     if pid <= 0:
         raise Unattested(
             deny(Reason.PEER_UNKNOWN, what="it is in another pid namespace, and this kernel (before 6.5) has no pidfds")

@@ -1,4 +1,4 @@
-"""AdminService: what an operator asks. Who can open the admin endpoint's socket is one."""
+"""AdminService: the operator's calls. Every process that can open the admin endpoint's socket is an operator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UID_TENANT = re.compile("uid-(0|[1-9][0-9]{0,9})")
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """The whole device's service. `tenants` returns the configured ones: none where each uid is a tenant."""
+    """The service of the whole device. `tenants` returns the configured tenants, or nothing if each uid is one."""
 
     def __init__(
         self,
@@ -51,19 +51,19 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return self._views.get_device()
 
     async def ListModels(self, request: broker_pb2.ListModelsRequest, context: Any) -> broker_pb2.ListModelsResponse:
-        """Return a page of everybody's models."""
+        """Return a page of the models of all tenants."""
         return self._views.list_models(request)
 
     async def ListSessions(
         self, request: broker_pb2.ListSessionsRequest, context: Any
     ) -> broker_pb2.ListSessionsResponse:
-        """Return a page of everybody's sessions."""
+        """Return a page of the sessions of all tenants."""
         return self._views.list_sessions(request)
 
     async def ListSegments(
         self, request: broker_pb2.ListSegmentsRequest, context: Any
     ) -> broker_pb2.ListSegmentsResponse:
-        """Return a page of everybody's segments."""
+        """Return a page of the segments of all tenants."""
         return self._views.list_segments(request)
 
     async def ListTenants(self, request: pb.ListTenantsRequest, context: Any) -> pb.ListTenantsResponse:
@@ -71,35 +71,35 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return self._views.list_tenants(request, self._tenants())
 
     async def DeleteSegment(self, request: broker_pb2.DeleteSegmentRequest, context: Any) -> resources_pb2.Segment:
-        """End a segment of whomever."""
+        """End a segment of any tenant."""
         name, generation = convert.parse_segment(request.name), request.generation
         result = await self._ask(lambda call: ev.DeleteSegment(call, None, request.request_id, name, generation))
         _, response = convert.from_result(result)
         return response  # type: ignore[no-any-return]
 
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Any) -> pb.Quota:
-        """Command a limit, or end a command."""
+        """Set a limit, or remove one that was set."""
         tenant, model = convert.parse_quota_name(request.name)
         location = convert.parse_location(request.location)
         limit = request.limit_bytes if request.HasField("limit_bytes") else None
         before = self._loop.broker.ledger.quotas.get((tenant, model, location))
-        if limit is not None or before is None:  # what is commanded for one who is none any more can be ended
+        if limit is not None or before is None:  # a limit of a removed tenant can still be removed
             self._check_tenant(tenant)
         await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, limit))
         try:
             self._keep_quotas()
-        except OSError as error:  # nothing ran since the step before: nobody was lent anything by that limit
+        except OSError as error:  # nothing was lent under that limit: no other event was handled since the step
             await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, before))
             raise Refused(deny(Reason.INTERNAL, fault=_unkept(error))) from error
         return self._quota(tenant, model, location)
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
-        """Return what is commanded."""
+        """Return the limits that were set."""
         keys = sorted(self._loop.broker.ledger.quotas, key=lambda key: (key[0], key[1] or "", key[2]))
         return pb.ListQuotasResponse(quotas=[self._quota(*key) for key in keys])
 
     async def ForgetSession(self, request: pb.ForgetSessionRequest, context: Any) -> resources_pb2.Session:
-        """End a detached session on the operator's word, and return it as it was."""
+        """End a detached session, and return its last state."""
         session = convert.parse_session(request.name)
         row = self._loop.broker.ledger.sessions.get(session)
         before = None if row is None else snapshot.take_session(self._loop.broker, row)
@@ -113,7 +113,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         try:
             by = None if deadline is None else deadline.ToDatetime(UTC)
         except (ValueError, OverflowError) as error:
-            raise Refused(deny(Reason.INVALID_ARGUMENT, what=f"the deadline is no time: {error}")) from error
+            raise Refused(deny(Reason.INVALID_ARGUMENT, what=f"the deadline is not a valid time: {error}")) from error
         await self._ask(lambda call: ev.SetDraining(call, True))
         self._loop.drain = Notice(draining=Draining(deadline=deadline))
         self._loop.say(self._loop.drain)
@@ -130,11 +130,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return self._views.get_device()
 
     async def ListProcesses(self, request: pb.ListProcessesRequest, context: Any) -> pb.ListProcessesResponse:
-        """Return who uses the device, as the driver sees it."""
+        """Return the processes that use the device, as the driver sees them."""
         answer: asyncio.Future[list[Process] | Failure] = asyncio.get_running_loop().create_future()
 
         def listed(found: list[Process] | Failure) -> None:
-            if not answer.cancelled():  # who asked may have left before the driver answered
+            if not answer.cancelled():  # the caller may be gone before the driver answers
                 answer.set_result(found)
 
         self._loop.list_processes(listed)
@@ -144,7 +144,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return pb.ListProcessesResponse(processes=map(_from_process, found))
 
     def _check_tenant(self, tenant: str) -> None:
-        """Refuse a tenant that there can't be; one that has not come yet is none of these."""
+        """Refuse a name that cannot be a tenant. A tenant without sessions is fine."""
         if tenants := self._tenants():
             if tenant not in tenants:
                 raise Refused(deny(Reason.TENANT_NOT_FOUND, tenant=tenant))

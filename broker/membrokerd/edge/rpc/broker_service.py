@@ -11,6 +11,7 @@ from membroker.wire.names import TOKEN_METADATA
 
 from ...core import effects as fx
 from ...core.denied import Denied
+from ...observe import logs
 from ..convert import Refused
 from ..dispatch import Dispatcher, Ticket
 from ..listings import Views
@@ -37,27 +38,27 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         return await self._move(request, context)  # type: ignore[no-any-return]
 
     async def ReleaseExtents(self, request: pb.ReleaseExtentsRequest, context: Any) -> pb.ReleaseExtentsResponse:
-        """Give extents back."""
+        """Release extents."""
         return await self._move(request, context)  # type: ignore[no-any-return]
 
     async def DeclareMemory(self, request: pb.DeclareMemoryRequest, context: Any) -> pb.DeclareMemoryResponse:
-        """Say what the session allocates itself."""
+        """Declare what the session allocates itself."""
         return await self._move(request, context)  # type: ignore[no-any-return]
 
     async def CreateSegment(self, request: pb.CreateSegmentRequest, context: Any) -> resources_pb2.Segment:
-        """Make a segment; its descriptors went to the session's handoff socket before this returns."""
+        """Create a segment; its descriptors went to the session's handoff socket before this returns."""
         return await self._move(request, context)  # type: ignore[no-any-return]
 
     async def SealSegment(self, request: pb.SealSegmentRequest, context: Any) -> resources_pb2.Segment:
-        """End the writing of a segment."""
+        """Seal a segment."""
         return await self._move(request, context)  # type: ignore[no-any-return]
 
     async def AttachSegment(self, request: pb.AttachSegmentRequest, context: Any) -> resources_pb2.Segment:
-        """Take hold of a segment; its descriptors went to the session's handoff socket before this returns."""
+        """Attach a segment; its descriptors went to the session's handoff socket before this returns."""
         return await self._move(request, context)  # type: ignore[no-any-return]
 
     async def DetachSegment(self, request: pb.DetachSegmentRequest, context: Any) -> pb.DetachSegmentResponse:
-        """Let go of a segment."""
+        """Detach from a segment."""
         return await self._move(request, context)  # type: ignore[no-any-return]
 
     async def DeleteSegment(self, request: pb.DeleteSegmentRequest, context: Any) -> resources_pb2.Segment:
@@ -103,12 +104,13 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         answer: asyncio.Future[fx.Result | Denied] = asyncio.get_running_loop().create_future()
 
         def respond(result: fx.Result | Denied) -> None:
-            # A caller that gave up has cancelled the future; what it asked for is done all the same.
+            # A caller that gave up has cancelled the future. Its request is still carried out.
             if not answer.done():
                 answer.set_result(result)
 
-        self._dispatcher.request(ticket.session, ticket.tenant, request.request_id, request, "grpc", respond)
+        self._dispatcher.request(ticket.session, ticket.tenant, request.request_id, request, respond)
         result = await answer
         if isinstance(result, Denied):
+            logs.log_denied(ticket.session, type(request).__name__.removesuffix("Request"), result)
             raise Refused(result)
         return result

@@ -10,14 +10,14 @@ from grpc_health.v1 import health, health_pb2
 
 
 class Health(health.aio.HealthServicer):  # type: ignore[misc]
-    """Says SERVING of what is served here, and of nothing else."""
+    """Reports SERVING for the services of this endpoint, and refuses every other name."""
 
     def __init__(self, served: Iterable[str]) -> None:
         super().__init__()
         self._served = frozenset(("", *served))
 
     async def start(self) -> None:
-        """Begin to say that all of it is served."""
+        """Start to report all services as serving."""
         for name in self._served:
             await self.set(name, health_pb2.HealthCheckResponse.SERVING)
 

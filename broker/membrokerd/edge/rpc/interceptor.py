@@ -26,7 +26,7 @@ from ..errors import to_status
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 MAX_WATCHES = 16
-"""Streams of health and reflection that one endpoint serves at a time: they last as long as their peer likes."""
+"""Streams of health and reflection that one endpoint serves at a time: the peer decides how long they last."""
 MAX_STREAMS = 32
 """Calls of one connection at a time."""
 MAX_CALLS = 1_024
@@ -97,7 +97,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 self._observe(name, "grpc", time.perf_counter() - start)
 
         def deserialize(body: bytes) -> Any:
-            # What is raised here gRPC logs as a fault of ours, with a traceback, and a stranger could fill the log.
+            # gRPC logs an exception from here as our fault, with a traceback: a hostile client could fill the log.
             try:
                 return handler.request_deserializer(body)
             except DecodeError:
@@ -117,7 +117,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 self._turns.charge(self._endpoint, time.perf_counter() - began)
 
     def _bound(self, handler: Any) -> Any:
-        """Return the handler of a stream that is refused where the endpoint has enough of them."""
+        """Return the handler of a stream that is refused if the endpoint has too many."""
         serve = handler.stream_stream or handler.unary_stream
 
         async def bounded(request: Any, context: Any) -> None:

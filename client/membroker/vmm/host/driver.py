@@ -135,22 +135,30 @@ class HostDriver:
 
         Raises `DriverOutOfMemory` if the location has less than `size` left, as a GPU does.
         """
+        with ExitStack() as undo:
+            descriptor = self._create(size, location, sealable=sealable)
+            undo.callback(os.close, descriptor)
+            handle = self._book(descriptor, size, location, imported=False)
+            undo.pop_all()
+        return handle
+
+    def _create(self, size: int, location: Location, *, sealable: bool) -> int:
+        """Return the descriptor of a new extent, which the watch counts from now on."""
         self._check_usable("memfd_create")
         _check_granules(size, "memfd_create")
-        with ExitStack() as undo:
-            with driver_call("memfd_create"):
-                descriptor = os.memfd_create(_NAMES[location], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            undo.callback(os.close, descriptor)
+        with driver_call("memfd_create"):
+            descriptor = os.memfd_create(_NAMES[location], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
             with driver_call("ftruncate"):
                 os.ftruncate(descriptor, size)
-            with driver_call("fcntl"):
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE if sealable else _PRIVATE_SEALS)
             with self._birth_lock:
                 self._check_room(size, location)
                 self._watch.add(descriptor, size, location)
-            handle = self._book(descriptor, size, location, imported=False)
-            undo.pop_all()
-        return handle
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def export(self, handle: Handle) -> int:
         """Return a new descriptor of the extent. An imported extent cannot be exported again, as with CUDA."""
@@ -166,11 +174,7 @@ class HostDriver:
         descriptors: list[int] = []
         try:
             for _ in range(count):
-                handle = self.create(size, location, sealable=sealable)
-                try:
-                    descriptors.append(self.export(handle))
-                finally:
-                    self.release(handle)
+                descriptors.append(self._create(size, location, sealable=sealable))
         except BaseException:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -410,6 +414,9 @@ class HostDriver:
             return holders(os.geteuid() or None)
 
     def _check_room(self, size: int, location: Location) -> None:
+        strangers = self.stranger_bytes if location is Location.DEVICE else 0
+        if size <= self._totals[location] - strangers - self._watch.counted[location]:
+            return  # what was freed since the last look makes more room, not less
         free = self._memory(location).free
         if size > free:
             hint = f"{size} bytes were requested of the {location.value}, {free} are free"

@@ -41,7 +41,8 @@ class ExtentWatch:
         self._granularity = granularity
         self._descriptors: _Descriptors | None = None
         self._entries: dict[int, tuple[int, Location]] = {}
-        self._used = dict.fromkeys(Location, 0)
+        self.counted = dict.fromkeys(Location, 0)
+        """Bytes by location, those included whose end was not read yet: see `used`."""
         if survivors:
             self._take_over(survivors)
 
@@ -51,25 +52,28 @@ class ExtentWatch:
 
     def add(self, extent: int, size: int, location: Location) -> None:
         """Start to count the memfd `extent`. The caller still holds it open, so its end cannot be missed."""
-        with ExitStack() as undo:
-            if self._descriptors is None:
-                undo.callback(self.close)
+        first = self._descriptors is None
+        try:
             descriptors = self._made()
             with driver_call("inotify_add_watch"):
                 path = f"/proc/self/fd/{extent}"
                 number = _libc.inotify_add_watch(descriptors.watches, path, _libc.IN_DELETE_SELF)
             _table.write(descriptors.table, number, size, location)
-            undo.pop_all()
+        except BaseException:
+            if first:
+                self.close()
+            raise
         self._entries[number] = (size, location)
-        self._used[location] += size
+        self.counted[location] += size
         if number % _table.SWEEP_NUMBERS == 0:
+            self._drain(descriptors.watches)
             _table.sweep(descriptors.table, self._entries)
 
     def used(self, location: Location) -> int:
         """Return the bytes of `location` that are alive now, in any process."""
         if self._descriptors is not None:
             self._drain(self._descriptors.watches)
-        return self._used[location]
+        return self.counted[location]
 
     def close(self) -> None:
         """Close the descriptors and forget the counts. Freed extents are no longer noticed."""
@@ -79,7 +83,7 @@ class ExtentWatch:
             os.close(descriptors.watches)
             os.close(descriptors.table)
         self._entries.clear()
-        self._used = dict.fromkeys(Location, 0)
+        self.counted = dict.fromkeys(Location, 0)
 
     def _made(self) -> _Descriptors:
         if self._descriptors is None:
@@ -108,17 +112,18 @@ class ExtentWatch:
         os.set_blocking(descriptors.watches, False)
         self._descriptors, self._entries = descriptors, entries
         for size, location in entries.values():
-            self._used[location] += size
+            self.counted[location] += size
 
     def _drain(self, watches: int) -> None:
-        overflowed = False
-        while events := _read(watches):
-            for number, mask in events:
+        overflowed, data = False, _read(watches)
+        while data:
+            for number, mask, _, _ in _EVENT.iter_unpack(data):  # only a watched directory's events have names
                 overflowed |= bool(mask & _libc.IN_Q_OVERFLOW)
                 # A freed extent causes both events. The kernel lists the watch until the second, so a recount may run
                 # between them.
                 if mask & (_libc.IN_DELETE_SELF | _libc.IN_IGNORED):
                     self._forget(number)
+            data = _read(watches) if len(data) == _READ_BYTES else b""  # less than that was all
         if overflowed:
             self._recount(watches)
 
@@ -130,21 +135,15 @@ class ExtentWatch:
 
     def _forget(self, number: int) -> None:
         size, location = self._entries.pop(number, (0, Location.HOST))
-        self._used[location] -= size
+        self.counted[location] -= size
 
 
-def _read(watches: int) -> list[tuple[int, int]]:
-    """Return the queued events as (watch number, mask); an empty list if nothing is queued."""
+def _read(watches: int) -> bytes:
+    """Return the queued events, as many as fit into a read; empty if nothing is queued."""
     try:
-        data = os.read(watches, _READ_BYTES)
+        return os.read(watches, _READ_BYTES)
     except BlockingIOError:
-        return []
-    events, at = [], 0
-    while at < len(data):
-        number, mask, _cookie, name_bytes = _EVENT.unpack_from(data, at)
-        events.append((number, mask))
-        at += _EVENT.size + name_bytes
-    return events
+        return b""
 
 
 def _check_kind(descriptor: int, link: str, name: str) -> None:

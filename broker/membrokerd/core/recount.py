@@ -1,0 +1,84 @@
+"""The invariants of the ledger: its running sums agree with each other, and with what each row holds.
+
+For the tests and the simulator, and for the books that a daemon takes over. Must never change a ledger.
+"""
+
+from __future__ import annotations
+
+from .events import Location, ModelName
+from .ledger import Ledger
+from .rows import Charge, SegmentRow, SessionRow
+
+
+def check(ledger: Ledger) -> None:
+    """Assert that the running sums agree with each other. Cost grows with models and tenants, not extents."""
+    for location, total in ledger.totals.items():
+        models = [model.charges[location] for model in ledger.models.values()]
+        tenants = sum(size for (_, where), size in ledger.tenants.items() if where == location)
+        _same("lent + releasing, by model", total.charged, sum(charge.bytes for charge in models))
+        _same("releasing, by model", total.releasing, sum(charge.releasing for charge in models))
+        _same("lent + releasing, by tenant", total.charged, tenants)
+        segments = sum(row.charged(location) for row in ledger.segments.values())
+        _same("segments, by model", sum(charge.segments for charge in models), segments)
+        assert total.lent >= 0, total
+        assert total.releasing >= 0, total
+        assert total.stock >= 0, total
+        assert total.charged + total.stock <= total.capacity, total
+
+
+def recount(ledger: Ledger) -> None:
+    """Assert that every running sum is what its single extents and declarations add up to."""
+    check(ledger)
+    seen: set[int] = set()
+    for row in ledger.sessions.values():
+        assert seen.isdisjoint(row.extents), "an extent has two owners"
+        seen.update(row.extents)
+        _recount_session(row)
+        for (name, _), charge in row.charges.items():
+            assert name in ledger.models, f"{name} ended and is charged"
+            assert charge.bytes, f"session {row.session} has a charge of nothing"
+    for segment in ledger.segments.values():
+        assert seen.isdisjoint(segment.ids), "an extent has two owners"
+        seen.update(segment.ids)
+        _recount_holders(ledger, segment)
+    owners: list[SessionRow | SegmentRow] = [*ledger.sessions.values(), *ledger.segments.values()]
+    for location, total in ledger.totals.items():
+        charged = sum(row.charged(location) for row in owners)
+        dead = sum(row.charged(location) for row in owners if row.state == "releasing")
+        _same("lent + releasing, by owner", total.charged, charged)
+        _same("releasing, by owner", total.releasing, dead)
+        extents = sum(row.sums.get(location, (0, 0))[1] for row in ledger.sessions.values())
+        extents += sum(row.extents for row in ledger.segments.values() if row.location == location)
+        _same("extents, by model", sum(row.charges[location].extents for row in ledger.models.values()), extents)
+
+
+def _recount_holders(ledger: Ledger, segment: SegmentRow) -> None:
+    assert ledger.labels[segment.full_name()] == segment.segment, "a segment's name is another's"
+    times = {
+        session: row.segments[segment.segment]
+        for session, row in ledger.sessions.items()
+        if segment.segment in row.segments
+    }
+    assert times == segment.holders, f"segment {segment.segment}: {times} != {segment.holders}"
+
+
+def _recount_session(row: SessionRow) -> None:
+    by_charge: dict[tuple[ModelName, Location], Charge] = {}
+    for name, location, size in row.extents.values():
+        sums = by_charge.setdefault((name, location), Charge())
+        sums.bytes += size
+        sums.extents += 1
+    for key, charge in row.charges.items():
+        sums = by_charge.pop(key, Charge())
+        _same(f"session {row.session}'s bytes", charge.bytes, sums.bytes + charge.declared)
+        _same(f"session {row.session}'s extents", charge.extents, sums.extents)
+    assert not by_charge, "extents without a charge"
+    by_location: dict[Location, tuple[int, int]] = {}
+    for (_, where), charge in row.charges.items():
+        size, extents = by_location.get(where, (0, 0))
+        by_location[where] = size + charge.bytes, extents + charge.extents
+    assert row.sums == by_location, f"session {row.session}: {row.sums} != {by_location}"
+
+
+def _same(what: str, left: int, right: int) -> None:
+    assert left == right, f"{what}: {left} != {right}"
