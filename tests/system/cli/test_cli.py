@@ -146,7 +146,7 @@ def test_a_quota_is_set_listed_and_ended(daemon: Daemon, worker: membroker.Clien
     assert names == ["tenants/red", "tenants/red/models/llama-7b"]
     for name in ("red", "red/llama-7b"):
         assert "limit as configured" in good("quota", "set", name, "--limit", "none", *at)
-    assert "no limit is commanded" in good("quota", "list", *at)
+    assert "no limit was set by command" in good("quota", "list", *at)
     assert worker.models()[0].books["device"].limit_bytes == 8 * MIB
 
 

@@ -294,7 +294,7 @@ def test_a_tenants_endpoint_drains_nothing(
     done = subprocess.run([*COMMAND, *command, *where], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == (
-        f"membroker: {red} is the endpoint of one tenant, and this concerns the whole device: "
+        f"membroker: {red} is the endpoint of one tenant, and this command is about the whole device: "
         f"give the admin endpoint, --endpoint {daemon.admin}\n"
     )
     assert not daemon.device().draining
