@@ -88,7 +88,7 @@ class Slow:
     def close(self) -> None:
         self.closed = True
         while self.puts:
-            self.puts.pop(0)[1](ConnectionError("the broker stops"))
+            self.puts.pop(0)[1](ConnectionError("the broker is stopping"))
 
     def take(self) -> None:
         """Take the first put."""
@@ -157,7 +157,7 @@ def test_what_is_given_up_is_settled_when_the_mirror_has_done_it(mirror: Slow, m
     assert settled == ["mirrored"]
     mirrored.settle(lambda: settled.append("never"))
     (_, end) = mirror.puts.pop()
-    end(ConnectionError("the broker stops"))
+    end(ConnectionError("the broker is stopping"))
     mirrored.settle(lambda: settled.append("in vain"))
     (_, end) = mirror.puts.pop()
     end(TimeoutError("no answer"))

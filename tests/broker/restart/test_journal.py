@@ -291,7 +291,7 @@ def test_a_record_that_was_cut_short_is_left_out(path: Path) -> None:
             assert facts == whole, cut
             shows = bool(data[last:cut].strip(b"\0"))
             assert len(sentences) == shows, (cut, sentences)
-            assert not shows or "is not whole" in sentences[0]
+            assert not shows or "is incomplete" in sentences[0]
 
 
 @pytest.mark.parametrize("behind", [0, 50])
@@ -335,7 +335,7 @@ def test_damage_before_whole_records_is_never_a_torn_end(path: Path) -> None:
             )
             facts, (sentence,) = read(path)
             assert facts == []
-            assert f"is damaged at its byte {at}: the books begin empty" in sentence, (at, bit)
+            assert f"is damaged at its byte {at}: the books start empty" in sentence, (at, bit)
             assert not path.exists()
 
 
@@ -347,7 +347,7 @@ def test_text_that_a_tenant_chose_is_no_record(path: Path) -> None:
     path.write_bytes(data[:-4])
     facts, (sentence,) = read(path)
     assert facts == STEPS[0]
-    assert "is not whole" in sentence
+    assert "is incomplete" in sentence
 
 
 def test_the_search_behind_damage_ends(path: Path) -> None:
@@ -472,7 +472,7 @@ ASIDE = {
 
 @pytest.mark.parametrize("case", ASIDE)
 def test_what_cannot_be_used_is_set_aside(path: Path, case: str) -> None:
-    """It is there for whoever wants to know, under a name that says why, and the books begin empty."""
+    """It is there for whoever wants to know, under a name that says why, and the books start empty."""
     data, reason = ASIDE[case]
     path.write_bytes(data)
     facts, sentences = read(path)
@@ -481,7 +481,7 @@ def test_what_cannot_be_used_is_set_aside(path: Path, case: str) -> None:
     assert aside.read_bytes() == data
     assert list(path.parent.iterdir()) == [aside]
     (sentence,) = sentences
-    assert sentence.endswith(f"the books begin empty, and it is kept as {aside}")
+    assert sentence.endswith(f"the books start empty, and the file is kept as {aside}")
     assert len(sentence) < 400
     assert read(path) == ([], [])
 
@@ -608,7 +608,7 @@ os._exit(0)
     count = child(path, script)
     facts, (sentence,) = read(path)
     assert facts == steps(count - 2)
-    assert "is not whole" in sentence
+    assert "is incomplete" in sentence
 
 
 def test_a_journal_that_cannot_begin_anew_goes_on(path: Path) -> None:

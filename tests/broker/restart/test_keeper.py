@@ -124,7 +124,7 @@ def test_a_full_keeper_takes_all_of_a_packet_or_nothing(directory: Path) -> None
         refused = client.ask(9, files, put=["segment.2.1", "segment.2.2"])
         close_all(files)
         assert refused["number"] == 9
-        assert "4 descriptors are kept, of 5 that may be" in refused["error"]
+        assert "it has 4 descriptors and may have 5" in refused["error"]
         assert keeper.descriptors() == open_before
         client.put({"segment.1.1": b"anew", "segment.2.1": b"the fifth"})
         assert len(client.contents()) == 5
@@ -224,7 +224,7 @@ def test_a_keeper_refuses_a_second_owner_until_the_first_has_nothing_there(keepe
         "number": 1,
         "error": "it keeps the descriptors of /run/a: give each device a keeper of its own, "
         'as keeper_socket = "/run/membroker-keeper/{device}/fdstore.sock" does, '
-        f"or end this keeper (process {keeper.process.pid}) where that device's daemon is gone for good",
+        f"or end this keeper (process {keeper.process.pid}) if that device's daemon will not run again",
         "owner": "/run/a",
     }
     with Client(keeper.path) as first:
@@ -294,7 +294,7 @@ def test_there_is_one_keeper_in_a_directory(keeper: Keeper, client: Client) -> N
     with Keeper(keeper.path) as second:
         status, complaint = second.ended()
     assert status == 1
-    assert f"another keeper has {keeper.path.parent}" in complaint
+    assert f"another keeper uses {keeper.path.parent}" in complaint
     assert client.contents() == {"segment.1.1": b"kept"}
 
 

@@ -20,7 +20,7 @@ from membrokerd.core.machine import Broker
 from membrokerd.restart import takeover as inheritance
 from membrokerd.restart.descriptor_store import Kept, Store
 from membrokerd.restart.records import MAX_IDS
-from membrokerd.restart.takeover import condense, hold_what_is_lent, last_epoch, take_descriptors, warn_of_holders
+from membrokerd.restart.takeover import cover_lent, last_epoch, rebuild_books, take_descriptors, warn_of_holders
 
 MODEL = ev.ModelName("t", "m")
 
@@ -37,8 +37,8 @@ def test_a_location_that_is_no_more_has_a_segment_that_is_charged_nothing() -> N
     before.step(ev.RegisterModel(2, session, 1, MODEL, None, {}, False), 0)
     before.step(ev.CreateSegment(3, session, 2, ev.SegmentName("t", "m", "s"), "host", 4), 0)
     before.step(ev.NotMade(session, 2, 0, Reason.DEVICE_FULL, {}), 0)
-    told, charged, *_ = condense(story(before.ledger))
-    held = hold_what_is_lent({"device": 64}, charged)
+    told, charged, *_ = rebuild_books(story(before.ledger))
+    held = cover_lent({"device": 64}, charged)
     after = Broker(policy.Rules(granularity=2, capacities=held), 2, told)
     after.step(ev.Restarted(frozenset(), {}), 0)
     (segment,) = after.ledger.segments
@@ -50,8 +50,8 @@ def test_a_location_that_is_no_more_has_a_segment_that_is_charged_nothing() -> N
 def test_a_location_where_nothing_is_on_file_is_not_lent() -> None:
     """The daemon before lent host memory, and all of it is back: the configuration decides."""
     before = broker({"device": 64, "host": 64})
-    _, charged, *_ = condense(story(before.ledger))
-    assert hold_what_is_lent({"device": 64}, charged) == {"device": 64}
+    _, charged, *_ = rebuild_books(story(before.ledger))
+    assert cover_lent({"device": 64}, charged) == {"device": 64}
 
 
 def test_what_is_lent_stays_where_the_configuration_has_less() -> None:
@@ -62,9 +62,9 @@ def test_what_is_lent_stays_where_the_configuration_has_less() -> None:
     before.step(ev.RegisterModel(2, session, 1, MODEL, None, {}, False), 0)
     before.step(ev.Allocate(3, session, 2, MODEL, "device", 2, 4), 0)
     before.step(ev.Allocate(4, session, 3, MODEL, "host", 2, 3), 0)
-    _, charged, *_ = condense(story(before.ledger))
-    assert hold_what_is_lent({"device": 4}, charged) == {"device": 8, "host": 6}
-    assert hold_what_is_lent({"device": 9, "host": 6}, charged) == {"device": 9, "host": 6}
+    _, charged, *_ = rebuild_books(story(before.ledger))
+    assert cover_lent({"device": 4}, charged) == {"device": 8, "host": 6}
+    assert cover_lent({"device": 9, "host": 6}, charged) == {"device": 9, "host": 6}
 
 
 SESSION = ft.SessionBegan(7 << 40, "t", 5, 1, "p", False, "", 1)
@@ -77,13 +77,13 @@ def debit(first: int, count: int, size: int = 2) -> ft.Debited:
 
 def test_the_epoch_of_the_books_is_that_of_their_last_id() -> None:
     """Each daemon's ids begin above all of those that an earlier one gave, and that are still on file."""
-    assert condense([]).epoch == 0
-    assert condense(BEGAN).epoch == 7
+    assert rebuild_books([]).epoch == 0
+    assert rebuild_books(BEGAN).epoch == 7
     lent = [*BEGAN, debit((8 << 40) + 1, 3)]
-    assert condense(lent).epoch == 8
-    assert condense(lent).by_pid == {5: 6}
+    assert rebuild_books(lent).epoch == 8
+    assert rebuild_books(lent).by_pid == {5: 6}
     segment = ft.SegmentBegan(9 << 40, MODEL, "s", "device", 2, 2, (9 << 40) + 1, 1, SESSION.session, 1)
-    assert condense([*lent, segment]).epoch == 9
+    assert rebuild_books([*lent, segment]).epoch == 9
     assert last_epoch(Kept()) == 0
     assert last_epoch(Kept({9 << 40: {(10 << 40) + 1: 0}}, {3 << 40: 0})) == 10
 
@@ -100,7 +100,7 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_what_makes_no_books_is_told(case: str) -> None:
     with pytest.raises((AssertionError, KeyError)):
-        condense(CONTRADICTIONS[case])
+        rebuild_books(CONTRADICTIONS[case])
 
 
 def test_what_was_lent_and_given_back_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,9 +110,9 @@ def test_what_was_lent_and_given_back_is_not_counted(monkeypatch: pytest.MonkeyP
     for round_ in range(20):
         ids = range(1 + 8 * round_, 9 + 8 * round_)
         churn += [debit(ids.start, 8), ft.Credited(SESSION.session, ids, "released")]
-    assert not condense([*BEGAN, *churn]).charged
+    assert not rebuild_books([*BEGAN, *churn]).charged
     with pytest.raises(AssertionError, match="lent at once"):
-        condense([*BEGAN, *churn, debit(1000, 6), debit(2000, 6)])
+        rebuild_books([*BEGAN, *churn, debit(1000, 6), debit(2000, 6)])
 
 
 def test_who_may_hold_memory_is_named(caplog: pytest.LogCaptureFixture) -> None:
