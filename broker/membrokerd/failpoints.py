@@ -1,4 +1,4 @@
-"""Named points in the daemon's work at which tests end a process. Outside the tests nothing happens at them."""
+"""Failpoints: named points in the daemon's work at which tests end a process. Outside tests they do nothing."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ POINTS = (
     "reconcile",
     "reconciled",
 )
-"""Before and after: a debit is journaled, extents are created and exported, a segment's descriptors are stored, a
-packet is sent, a credit is journaled, a segment is sealed, the journal is compacted, a resume is reconciled."""
+"""The points lie before and after these steps: a debit is journaled, extents are created and exported, a segment's
+descriptors are stored, a packet is sent, a credit is journaled, a segment is sealed, the journal is compacted, a resume
+is reconciled."""
 
 
 def _nothing(point: str) -> None:
-    """Do nothing: this is no test."""
+    """Do nothing."""
 
 
 hook: Callable[[str], None] = _nothing
-"""What the tests' entry point replaces."""
+"""Called at each point. The tests' entry point replaces it."""
 
 
 def reach(point: str) -> None:
-    """Say that a point is reached."""
+    """Call the hook: the daemon has reached this point."""
     hook(point)
