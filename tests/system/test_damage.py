@@ -101,7 +101,7 @@ def test_an_epoch_that_is_no_number_is_a_sentence(daemon: Daemon, text: str) -> 
         daemon.kill()
         (state(daemon) / "epoch").write_text(text)
         said = refused(daemon)
-        assert f"{state(daemon) / 'epoch'} holds" in said
+        assert f"{state(daemon) / 'epoch'} contains" in said
         assert "remove it" in said
         assert "reboot" not in said
         (state(daemon) / "epoch").unlink()
