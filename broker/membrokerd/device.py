@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from membroker.vmm import Driver, DriverUnavailable, Location, format_size, open_driver
 from membroker.vmm.sizes import GIB, MIB
 
-from .config.config import Config
+from .config.config import Config, ModelConfig, TenantConfig
 from .core import policy
 from .core.events import Location as CoreLocation
 from .observe import logs
@@ -74,15 +74,14 @@ def changed_rules(rules: policy.Rules, config: Config) -> policy.Rules:
     """Return the rules with the values that a reload of the configuration may change."""
     limits: dict[tuple[str, str | None, CoreLocation], int] = {}
     for tenant, row in config.tenants.items():
-        _put(limits, tenant, None, row.limit, row.host_limit)
-        for model, one in row.models.items():
-            _put(limits, tenant, model, one.limit, one.host_limit)
-    defaults: Mapping[CoreLocation, int | None]
-    defaults = {"device": config.default_limit, "host": config.default_host_limit}
+        rows: list[tuple[str | None, TenantConfig | ModelConfig]] = [(None, row), *row.models.items()]
+        for model, one in rows:
+            for where, limit in _by_location(one.limit, one.host_limit).items():
+                limits[tenant, model, where] = limit
     return replace(
         rules,
         limits=limits,
-        default_limits={where: limit for where, limit in defaults.items() if limit is not None},
+        default_limits=_by_location(config.default_limit, config.default_host_limit),
         settle_ns=int(config.settle_seconds * 1e9),
         model_grace_ns=int(config.model_grace_seconds * 1e9),
         max_sessions_per_tenant=_share(rules.max_sessions, len(config.tenants)),
@@ -102,17 +101,9 @@ def _share(sessions: int, tenants: int) -> int | None:
     return max(1, sessions - kept)
 
 
-def _put(
-    limits: dict[tuple[str, str | None, CoreLocation], int],
-    tenant: str,
-    model: str | None,
-    device: int | None,
-    host: int | None,
-) -> None:
-    if device is not None:
-        limits[tenant, model, "device"] = device
-    if host is not None:
-        limits[tenant, model, "host"] = host
+def _by_location(device: int | None, host: int | None) -> dict[CoreLocation, int]:
+    both: dict[CoreLocation, int | None] = {"device": device, "host": host}
+    return {where: limit for where, limit in both.items() if limit is not None}
 
 
 def plan(config: Config) -> Plan:

@@ -26,33 +26,6 @@ _PROCESS = re.compile(r"process\.([1-9a-f][0-9a-f]*)")
 _DRIVER = re.compile(r"driver\.([A-Za-z0-9._-]{1,64})")
 
 
-class DescriptorStore(Protocol):
-    """Keeps descriptors of extents by segment and id. Not thread-safe: call it on the event loop's thread."""
-
-    def keep(self, segment: int, ids: Sequence[int], descriptors: Sequence[int], done: Done) -> None:
-        """Take ownership of these descriptors, and call `done` with None once they are safe.
-
-        If they cannot be kept, `done` gets the error and the caller still owns them.
-        """
-        ...
-
-    def lend(self, segment: int, ids: Sequence[int]) -> list[int]:
-        """Return the descriptors of these extents, which the store still owns; KeyError if it does not have them."""
-        ...
-
-    def give_up(self, segment: int, ids: Sequence[int] | None = None) -> list[int]:
-        """Forget a segment, or these extents of it. Return the descriptors; the caller must close them."""
-        ...
-
-    def settle(self, done: Callable[[], None]) -> None:
-        """Call `done` once no other process has copies of what was given up: the caller then has the last ones."""
-        ...
-
-    def __len__(self) -> int:
-        """Return how many descriptors of extents are kept."""
-        ...
-
-
 class Mirror(Protocol):
     """The broker's side of a second process that has copies by name. Runs on the event loop's thread; never blocks."""
 
@@ -88,7 +61,10 @@ class Kept:
 
 
 class Store:
-    """Keeps descriptors in this process and copies in the mirror. Without a mirror, they end with this process."""
+    """Keeps descriptors of extents by segment and id, and copies of them in the mirror. Not thread-safe.
+
+    Without a mirror, the descriptors end with this process.
+    """
 
     def __init__(self, mirror: Mirror | None = None) -> None:
         self._mirror = mirror
@@ -109,7 +85,10 @@ class Store:
     # --- extents ---
 
     def keep(self, segment: int, ids: Sequence[int], descriptors: Sequence[int], done: Done) -> None:
-        """Take ownership of these descriptors once the mirror has copies. Until then, the caller owns them."""
+        """Take ownership of these descriptors, and call `done` with None, once the mirror has copies.
+
+        If they cannot be kept, `done` gets the error and the caller still owns them.
+        """
         if self._mirror is None:
             self._take(segment, ids, descriptors)
             done(None)
@@ -130,12 +109,12 @@ class Store:
         self._segments.setdefault(segment, {}).update(zip(ids, descriptors, strict=True))
 
     def lend(self, segment: int, ids: Sequence[int]) -> list[int]:
-        """Return the descriptors of these extents."""
+        """Return the descriptors of these extents, which the store still owns; KeyError if it does not have them."""
         kept = self._segments[segment]
         return [kept[extent] for extent in ids]
 
     def give_up(self, segment: int, ids: Sequence[int] | None = None) -> list[int]:
-        """Forget a segment, or these extents of it, here and in the mirror. Return the descriptors."""
+        """Forget a segment, or these extents of it, here and in the mirror. The caller must close what is returned."""
         if ids is None:
             given = self._segments.pop(segment, {})
         else:
@@ -147,7 +126,8 @@ class Store:
     def settle(self, done: Callable[[], None]) -> None:
         """Call `done` once the mirror has dropped what was given up, or does not answer.
 
-        `done` is never called if this daemon ends first: its successor then gives up the same descriptors.
+        The caller then has the last descriptors of it. `done` is never called if this daemon ends first: its successor
+        then gives up the same descriptors.
         """
         if self._mirror is None:
             done()

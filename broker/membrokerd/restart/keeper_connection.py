@@ -138,15 +138,13 @@ class KeeperConnection:
         """Complete the future of a request, unless the caller has cancelled it."""
         names = message.get("names", [])
         try:
-            if "owner" in message:
-                raise Owned(message["error"])
             if "error" in message:
                 raise fdstore.Refused(message["error"])
             packet.check_descriptors(len(names))
-        except (fdstore.Refused, Owned) as error:
+        except fdstore.Refused as error:
             close_all(packet.descriptors)
             if not answer.done():
-                kind = Owned if isinstance(error, Owned) else OSError
+                kind = Owned if "owner" in message else OSError
                 answer.set_exception(kind(f"the keeper of descriptors: {error}"))
             return
         if answer.done():

@@ -11,11 +11,11 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from ..observe import logs
 from ..process import NO_DESCRIPTOR, identity_of, image_of
 from ..turns import Turns
+from .descriptor_store import Store
 
 EXEC_SECONDS = 0.2
 """The delay between the end of a connection and the check for an exec(), which closes descriptors before it maps the
@@ -25,22 +25,10 @@ _DEATHS = "the dead"
 """The name under which deaths use a share of a turn. It is not a valid tenant's name."""
 
 
-class Pidfds(Protocol):
-    """Keeps copies of pidfds that outlive this daemon (`Store`)."""
-
-    def keep_process(self, session: int, pidfd: int) -> None:
-        """Copy a session's pidfd."""
-        ...
-
-    def forget_process(self, session: int) -> None:
-        """Drop a session's pidfd."""
-        ...
-
-
 class Watch:
     """Calls `died` once for each session whose process is dead."""
 
-    def __init__(self, store: Pidfds, died: Callable[[int], None], turns: Turns) -> None:
+    def __init__(self, store: Store, died: Callable[[int], None], turns: Turns) -> None:
         self._store = store
         self._died = died
         self._turns = turns
@@ -107,11 +95,10 @@ class Watch:
         except OSError as error:
             if error.errno in NO_DESCRIPTOR:
                 raise
-            self._io.call_soon(self._died, session)
-            return None
-        if identity_of(pidfd, pid) == process:
-            return pidfd
-        os.close(pidfd)  # another process has this pid now
+        else:
+            if identity_of(pidfd, pid) == process:
+                return pidfd
+            os.close(pidfd)  # another process has this pid now
         self._io.call_soon(self._died, session)
         return None
 

@@ -117,11 +117,9 @@ def decode(record: bytes) -> Iterator[ft.Fact]:
 def parse(record: bytes) -> list[Any]:
     """Return the list in the content of a record; raises `Unusable`."""
     try:
-        content = json.loads(record)
-    except (ValueError, RecursionError) as error:
+        content: list[Any] = _list(json.loads(record))
+    except (TypeError, ValueError, RecursionError) as error:
         raise Unusable("other-format", "has a record that this version cannot read") from error
-    if not isinstance(content, list):
-        raise Unusable("other-format", "has a record that this version cannot read")
     return content
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.keepers import content_of, memfd
 
 from membroker.wire.descriptors import close_all
-from membrokerd.restart.descriptor_store import DescriptorStore, Done, Kept, Store, sort
+from membrokerd.restart.descriptor_store import Done, Kept, Store, sort
 
 
 @pytest.fixture
@@ -17,13 +17,13 @@ def store() -> Store:
     return Store()
 
 
-def keep(store: DescriptorStore, segment: int, first: int, *descriptors: int) -> None:
+def keep(store: Store, segment: int, first: int, *descriptors: int) -> None:
     told: list[OSError | None] = []
     store.keep(segment, range(first, first + len(descriptors)), descriptors, told.append)
     assert told == [None], "this store keeps them at once"
 
 
-def test_descriptors_are_lent_by_id_and_stay(store: DescriptorStore) -> None:
+def test_descriptors_are_lent_by_id_and_stay(store: Store) -> None:
     """A segment is kept and lent in packets, in the order of the ids that are asked for."""
     keep(store, 1, 10, 100, 101)
     keep(store, 1, 12, 102)
@@ -32,7 +32,7 @@ def test_descriptors_are_lent_by_id_and_stay(store: DescriptorStore) -> None:
     assert len(store) == 3
 
 
-def test_segments_are_kept_apart(store: DescriptorStore) -> None:
+def test_segments_are_kept_apart(store: Store) -> None:
     """Asking one segment for another's extents is a bug, and fails."""
     keep(store, 1, 10, 100)
     keep(store, 2, 20, 200)
@@ -43,7 +43,7 @@ def test_segments_are_kept_apart(store: DescriptorStore) -> None:
     assert store.lend(2, [20]) == [200]
 
 
-def test_the_caller_owns_what_was_given_up(store: DescriptorStore) -> None:
+def test_the_caller_owns_what_was_given_up(store: Store) -> None:
     """Each descriptor is returned once. A segment that was never kept, or was given up, has none."""
     keep(store, 1, 10, 100, 101)
     keep(store, 1, 12, 102)
