@@ -1,6 +1,6 @@
-"""Builds all parts of the daemon, starts them in order, and stops them in the other.
+"""Builds all parts of the daemon, starts them in order, and stops them in reverse order.
 
-The only module that knows every other. It decides nothing about memory.
+This is the only module that knows every other. It must never decide about memory.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ from .observe.suspects import CONTEXT_BYTES
 from .reload import Reloader, compare
 from .restart.descriptor_store import Kept, Mirror, Store
 from .restart.journal import Binding, Journal, boot_id
-from .restart.keeper_client import Owned, open_keeper
+from .restart.keeper_client import open_keeper
+from .restart.keeper_connection import Owned
 from .restart.process_watch import Watch
 from .restart.systemd import open_systemd, started_by_systemd, systemd_available
 from .restart.takeover import (
     Books,
-    condense,
-    hold_what_is_lent,
+    cover_lent,
     last_epoch,
+    rebuild_books,
     take_descriptors,
     warn_of_holders,
     watch_processes,
@@ -114,7 +115,7 @@ class Daemon:
             notify(f"READY=1\nSTATUS=lending {format_size(self._plan.capacities['device'])}")
             logs.log("ready", pid=os.getpid(), metrics=self._views.metrics_url or "off")
             spare_collections()
-            self._turns.begin()  # what the start took is nobody's turn
+            self._turns.begin()  # do not count the start as a turn
             await stop.wait()
             self._reloader.close()
             notify("STOPPING=1")
@@ -122,14 +123,14 @@ class Daemon:
             await self._loop.stop(STOP_SECONDS)
         logs.log("stopped")
 
-    # --- start, in order; the stack stops in the other ---
+    # --- start, in order; the stack stops the parts in reverse order ---
 
     async def _start(self, stack: AsyncExitStack, stop: Callable[[], None]) -> None:
         config = self._config
         self._home = Home(config.runtime_directory, self._plan.directory)
         clear_private(self._home)
-        self._home.tell_index(self._plan.driver.device.index)
-        for name in self._config.tenants or ("default",):  # a path that no socket can have is told before all else
+        self._home.write_index(self._plan.driver.device.index)
+        for name in self._config.tenants or ("default",):  # report a path that is too long for a socket first
             self._home.endpoint("tenants", name)
         journal = Journal(self._home.state / "journal", Binding(boot_id(), self._plan.driver.device.uuid))
         stack.callback(journal.close)
@@ -140,7 +141,7 @@ class Daemon:
         stack.callback(executor.stop)
         anchor = executor.drop_anchor()
         self._store.keep_driver(plan.driver.survivors())
-        rules = plan.rules(config, anchor, *self._bounds(), hold_what_is_lent(plan.capacities, books.charged))
+        rules = plan.rules(config, anchor, *self._bounds(), cover_lent(plan.capacities, books.charged))
         journal.epoch = self._home.next_epoch(max(journal.epoch, books.epoch, last_epoch(kept)))
         broker = Broker(rules, journal.epoch, [*books.story, *self._commanded()])
         self._begin_journal(journal, broker)
@@ -174,12 +175,12 @@ class Daemon:
         try:
             await self._open_endpoints(stack)
         except BaseException:
-            await self._loop.stop(0)  # else it asks a closed driver
+            await self._loop.stop(0)  # else it would use a closed driver
             raise
         stack.callback(Lookout(self._home, journal, self._loop.compact).close)
 
     def _commanded(self) -> list[ft.Fact]:
-        """Return the limits that an operator commanded, at whatever daemon of this device."""
+        """Return the limits that an operator set by command, at any daemon of this device."""
         configured, device = self._config.state_directory, self._plan.directory
         directory = configured / device if configured else quotas.state_directory(device)
         if trouble := quotas.trouble(directory):
@@ -188,12 +189,13 @@ class Daemon:
         return [ft.QuotaSet(*key, limit) for key, limit in quotas.read(self._quotas_path).items()]
 
     def _read_journal(self, journal: Journal) -> Books:
-        """Return the books of the daemon before this one; where something is missing, say who may hold memory."""
+        """Return the predecessor's books. If some are missing, log the processes that may still hold memory."""
         try:
-            books, notes = journal.read(condense)
+            books, notes = journal.read(rebuild_books)
         except OSError as error:
             raise HomeError(
-                f"cannot read {error.filename}: {error.strerror}; mend that, or move it away: then nothing is booked"
+                f"cannot read {error.filename}: {error.strerror}; fix that, or move the file away: "
+                "the books then start empty"
             ) from error
         for note in notes:
             logs.warn(note)
@@ -207,8 +209,8 @@ class Daemon:
             journal.begin(story(broker.ledger))
         except OSError as error:
             raise HomeError(
-                f"cannot write the journal in {self._home.state}: {error.strerror}; make room there. "
-                "What is lent stays with its workers meanwhile"
+                f"cannot write the journal in {self._home.state}: {error.strerror}; free some disk space. "
+                "Workers keep the memory they have meanwhile"
             ) from error
 
     async def _open_store(self, stack: AsyncExitStack) -> Kept:
@@ -219,9 +221,9 @@ class Daemon:
             kind = "systemd" if systemd_available(most) else "keeper"
             if kind == "keeper" and started_by_systemd():
                 logs.warn(
-                    "systemd started this daemon and does not say that it keeps descriptors: a keeper ends together "
-                    "with the service, and so would segments; set FileDescriptorStoreMax= in the unit and, before "
-                    "systemd 254, systemd_descriptors to the same"
+                    "systemd started this daemon but does not say that it keeps descriptors, and a keeper would end "
+                    "with the service and lose all segments; set FileDescriptorStoreMax= in the unit and, before "
+                    "systemd 254, systemd_descriptors to the same number"
                 )
         try:
             if kind == "systemd":
@@ -232,7 +234,9 @@ class Daemon:
             raise HomeError(f"keeper_socket = {self._keeper_socket()}: {error}") from error
         except OSError as error:
             key = "keeper_socket" if kind == "keeper" and self._config.keeper_socket else "descriptor_store"
-            raise HomeError(f"there is no descriptor store ({kind}): {error}; choose another with `{key}`") from error
+            raise HomeError(
+                f"cannot open the descriptor store ({kind}): {error}; choose another with `{key}`"
+            ) from error
         self._store = Store(mirror)
         stack.callback(lambda: close_all(self._store.close()))
         self._store.adopt(kept)
@@ -247,12 +251,12 @@ class Daemon:
         return Path(str(configured).replace("{device}", self._plan.directory).replace("{index}", index))
 
     def _take_driver(self, kept: Kept, charged: Mapping[Location, int]) -> Plan:
-        """Return the plan with a driver that knows what an earlier daemon's has lent."""
+        """Return the plan with a driver that knows what an earlier daemon's driver has lent."""
         if not kept.driver:
             return self._plan
         if kept.driver.keys() != self._plan.driver.survivors().keys():
             logs.warn(
-                "the descriptor store has only some of the driver's descriptors, or another driver's: they are let go",
+                "the descriptor store has only some of the driver's descriptors, or another driver's: dropping them",
                 names=" ".join(sorted(kept.driver)),
             )
             self._store.forget_driver()
@@ -262,7 +266,7 @@ class Daemon:
         return replace(self._plan, driver=self._plan.reopen(survivors, charged))
 
     def _take_over(self, executor: Executor, kept: Kept) -> None:
-        """Go on with the books of the daemon before this one."""
+        """Continue with the predecessor's books."""
         ledger = self._loop.broker.ledger
         lost = take_descriptors(ledger, self._store, executor, kept)
         self._loop.tell(ev.Restarted(lost, seen(self._loop.figures)))
@@ -272,7 +276,7 @@ class Daemon:
             logs.log("taken over", sessions=len(ledger.sessions), segments=len(ledger.segments), charged_bytes=charged)
 
     def _bounds(self) -> tuple[int, int]:
-        """Return how many sessions there may be, and how many extents segments may have together."""
+        """Return the maximum number of sessions, and of extents that all segments have together."""
         descriptors = raise_descriptor_limit()
         bounded = in_flight_is_bounded()
         wanted = self._config.max_sessions
@@ -295,7 +299,7 @@ class Daemon:
         except OSError as error:
             other = "port with --metrics-port (0 for a free one)"
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                other = "metrics.address, of this machine"
+                other = "metrics.address that this machine has"
             raise HomeError(
                 f"cannot serve metrics on {_authority(metrics.address, port)}: {error.strerror}; "
                 f"choose another {other}, or metrics.enabled = false"
@@ -364,7 +368,7 @@ class Daemon:
         logs.log("endpoint open", tenant=tenant or "each uid", directory=str(directory))
 
     async def _close_doors(self) -> None:
-        """Close the endpoints of all tenants, the last that was opened first."""
+        """Close the endpoints of all tenants, the latest first."""
         while self._doors:
             _, door = self._doors.popitem()
             await door.parts.aclose()
@@ -372,23 +376,25 @@ class Daemon:
     # --- reload ---
 
     async def _reload(self, config: Config) -> None:
-        """Put into force what may change while the daemon runs, and say what cannot."""
+        """Apply the changes that need no restart, and log those that do."""
         changes = compare(self._config, config)
         tenants = dict(changes.config.tenants)
         for name in changes.removed:
             holds = self._holdings(name)
             if holds:
                 tenants[name] = self._config.tenants[name]
-                logs.warn("a tenant that holds something goes on as it was: remove it when that is gone", **holds)
+                logs.warn(
+                    "a removed tenant stays while it has sessions or memory: end them, then reload again", **holds
+                )
             else:
                 await self._doors.pop(name).parts.aclose()
                 logs.log("endpoint closed", tenant=name)
         for name in changes.added:
             try:
                 await self._open_tenant(name, name, tenants[name])
-            except (HomeError, OSError, RuntimeError) as error:  # the last is gRPC's
+            except (HomeError, OSError, RuntimeError) as error:  # gRPC raises RuntimeError
                 del tenants[name]
-                logs.warn("a tenant's endpoint cannot be opened: it is not added", tenant=name, error=str(error))
+                logs.warn("a tenant is not added: its endpoint cannot be opened", tenant=name, error=str(error))
         self._config = replace(changes.config, tenants=tenants)
         for name, tenant in tenants.items():
             self._doors[name].listener.admit(tenant.uids)
@@ -399,7 +405,7 @@ class Daemon:
         logs.log("configuration reloaded", tenants=list(tenants))
 
     def _holdings(self, tenant: str) -> dict[str, str | int]:
-        """Return what keeps a tenant from being removed; nothing, when nothing does."""
+        """Return the sessions and memory that keep a tenant from being removed, or {}."""
         ledger = self._loop.broker.ledger
         sessions = sum(row.tenant == tenant for row in ledger.sessions.values())
         charged = sum(ledger.tenant_charged(tenant, where) for where in ledger.totals)
@@ -410,13 +416,13 @@ class Daemon:
     # --- metrics ---
 
     def view(self) -> MetricsView:
-        """Return what a scrape shows; called on the HTTP server's threads, so the event loop is asked for it."""
+        """Return the values for a scrape. Runs on the HTTP server's threads and gets them from the event loop."""
         answer: concurrent.futures.Future[MetricsView] = concurrent.futures.Future()
         self._loop.call_threadsafe(lambda: in_portions(self._take_view(), answer.set_result))
         return answer.result(VIEW_SECONDS)
 
     def _take_view(self) -> Generator[None, None, MetricsView]:
-        """Return the view, taken in portions: the sums are those of its last moment."""
+        """Return the view, as work for `in_portions`. The sums are as of its last step."""
         broker = self._loop.broker
         models = yield from gather(snapshot.each_model(broker))
         segments = yield from gather(snapshot.each_segment(broker))
@@ -467,5 +473,5 @@ class Daemon:
 
 
 def _authority(address: str, port: int) -> str:
-    """Return address and port as a URL has them."""
+    """Return address and port as they are written in a URL."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -1,6 +1,6 @@
-"""Which device this daemon owns, and how much of it may be lent: the driver, its sizes, the rules they lead to.
+"""Opens the driver of the device that this daemon owns, and works out how much may be lent and by which rules.
 
-Opens the driver; decides sizes once, at the start. Must never be asked again while the daemon runs.
+Sizes are decided once, at the start. Only `changed_rules` may be called again while the daemon runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from membroker.vmm import Driver, DriverUnavailable, Location, format_size, open_driver
 from membroker.vmm.sizes import GIB, MIB
 
-from .config.config import Config
+from .config.config import Config, ModelConfig, TenantConfig
 from .core import policy
 from .core.events import Location as CoreLocation
 from .observe import logs
@@ -20,10 +20,10 @@ from .observe import logs
 HOST_GRANULARITY = 2 * MIB
 HOST_DEFAULT_CAPACITY = GIB
 CUDA_HEADROOM = 2 * GIB
-"""For the contexts of workers (some 500 MiB each on an H200), the gate's reserve and the anchor."""
+"""Room for the CUDA contexts of workers (about 500 MiB each on an H200), the gate's reserve and the anchor."""
 CUDA_GATE_RESERVE = 256 * MIB
 CUDA_STOCK = GIB
-"""What is kept ready of a card. The host twin makes an extent in 30 us, and keeps none."""
+"""The size of a GPU's warm pool. The host driver has no warm pool: it creates an extent in 30 µs."""
 
 
 class DeviceError(Exception):
@@ -32,13 +32,13 @@ class DeviceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The driver, and what may be lent of its device; sizes in bytes."""
+    """The driver, and how much of its device may be lent. Sizes are in bytes."""
 
     driver: Driver
     reopen: Callable[[Mapping[str, int], Mapping[CoreLocation, int]], Driver]
-    """Opens the same driver with the descriptors that an earlier daemon's has left (`Driver.survivors`).
+    """Opens the same driver with the descriptors of an earlier daemon's driver (`Driver.survivors`).
 
-    The second argument is what is lent already: a twin has room for that, whatever is configured now.
+    The second argument is what is lent already. The host driver gets room for that, even if less is configured now.
     """
     directory: str
     capacities: Mapping[CoreLocation, int]
@@ -47,7 +47,7 @@ class Plan:
     stock_extents: int
     stock_bytes: int
     fell_back: bool = False
-    """Whether `driver = "auto"` found no usable GPU and took the host driver: what is lent is ordinary memory."""
+    """Whether `driver = "auto"` found no usable GPU and took the host driver, which lends ordinary memory."""
 
     def rules(
         self,
@@ -57,7 +57,7 @@ class Plan:
         max_segment_extents: int,
         capacities: Mapping[CoreLocation, int] | None = None,
     ) -> policy.Rules:
-        """Return the core's rules; `capacities` are the plan's, or more where more is lent already."""
+        """Return the core's rules. `capacities` replace the plan's if more than those is lent already."""
         fixed = policy.Rules(
             granularity=self.driver.device.granularity,
             capacities=capacities or self.capacities,
@@ -71,18 +71,17 @@ class Plan:
 
 
 def changed_rules(rules: policy.Rules, config: Config) -> policy.Rules:
-    """Return the rules with all that a configuration may change while a daemon runs."""
+    """Return the rules with the values that a reload of the configuration may change."""
     limits: dict[tuple[str, str | None, CoreLocation], int] = {}
     for tenant, row in config.tenants.items():
-        _put(limits, tenant, None, row.limit, row.host_limit)
-        for model, one in row.models.items():
-            _put(limits, tenant, model, one.limit, one.host_limit)
-    defaults: Mapping[CoreLocation, int | None]
-    defaults = {"device": config.default_limit, "host": config.default_host_limit}
+        rows: list[tuple[str | None, TenantConfig | ModelConfig]] = [(None, row), *row.models.items()]
+        for model, one in rows:
+            for where, limit in _by_location(one.limit, one.host_limit).items():
+                limits[tenant, model, where] = limit
     return replace(
         rules,
         limits=limits,
-        default_limits={where: limit for where, limit in defaults.items() if limit is not None},
+        default_limits=_by_location(config.default_limit, config.default_host_limit),
         settle_ns=int(config.settle_seconds * 1e9),
         model_grace_ns=int(config.model_grace_seconds * 1e9),
         max_sessions_per_tenant=_share(rules.max_sessions, len(config.tenants)),
@@ -91,9 +90,10 @@ def changed_rules(rules: policy.Rules, config: Config) -> policy.Rules:
 
 
 def _share(sessions: int, tenants: int) -> int | None:
-    """Return how many sessions one tenant may have, so that it cannot shut the others out.
+    """Return how many sessions one tenant may have, so that it cannot use up all of them.
 
-    Each other configured tenant keeps half of an equal share; where each uid is a tenant, the others keep a quarter.
+    Half of an equal share is reserved for each other configured tenant. If each uid is a tenant, a quarter is reserved
+    for the others.
     """
     if tenants == 1:
         return None
@@ -101,21 +101,13 @@ def _share(sessions: int, tenants: int) -> int | None:
     return max(1, sessions - kept)
 
 
-def _put(
-    limits: dict[tuple[str, str | None, CoreLocation], int],
-    tenant: str,
-    model: str | None,
-    device: int | None,
-    host: int | None,
-) -> None:
-    if device is not None:
-        limits[tenant, model, "device"] = device
-    if host is not None:
-        limits[tenant, model, "host"] = host
+def _by_location(device: int | None, host: int | None) -> dict[CoreLocation, int]:
+    both: dict[CoreLocation, int | None] = {"device": device, "host": host}
+    return {where: limit for where, limit in both.items() if limit is not None}
 
 
 def plan(config: Config) -> Plan:
-    """Open the driver and say what may be lent; raises `DeviceError` or `DriverUnavailable`."""
+    """Open the driver and return what may be lent; raises `DeviceError` or `DriverUnavailable`."""
     if config.driver == "host":
         return _plan_host(config)
     if config.driver == "cuda":
@@ -124,37 +116,37 @@ def plan(config: Config) -> Plan:
         return _plan_cuda(config)
     except DriverUnavailable as error:
         logs.warn(
-            'no GPU is usable, so that the host driver lends ordinary memory: set driver = "cuda" to have the daemon '
-            'fail instead, or driver = "host" if this is meant; `membroker doctor` says what is wrong with the GPU',
+            'no GPU is usable, so the host driver lends ordinary memory: set driver = "cuda" to make the daemon '
+            'fail instead, or driver = "host" if this is intended; `membroker doctor` says what is wrong with the GPU',
             error=str(error),
         )
         return replace(_plan_host(config), fell_back=True)
 
 
 def _plan_host(config: Config) -> Plan:
-    beside = (config.headroom or 0) + HOST_GRANULARITY
+    reserved = (config.headroom or 0) + HOST_GRANULARITY
     total = config.host_driver_total
     if total is None:
-        total = (config.capacity or HOST_DEFAULT_CAPACITY) + beside
-    capacity = config.capacity if config.capacity is not None else total - beside
-    _check_capacity(capacity, total, beside)
+        total = (config.capacity or HOST_DEFAULT_CAPACITY) + reserved
+    capacity = config.capacity if config.capacity is not None else total - reserved
+    _check_capacity(capacity, total, reserved)
     _check_reserve(config.gate_reserve or 0, config.headroom or 0)
     host_bytes = max(config.host_capacity, HOST_GRANULARITY)
     ordinal = config.device if isinstance(config.device, int) else 0
 
-    def open_twin(survivors: Mapping[str, int] | None, charged: Mapping[CoreLocation, int]) -> Driver:
+    def open_host(survivors: Mapping[str, int] | None, charged: Mapping[CoreLocation, int]) -> Driver:
         return open_driver(
             "host",
-            total_bytes=max(total, charged.get("device", 0) + beside),
+            total_bytes=max(total, charged.get("device", 0) + reserved),
             host_bytes=max(host_bytes, charged.get("host", 0)),
             ordinal=ordinal,
             survivors=survivors,
         )
 
-    driver = open_twin(None, {})
+    driver = open_host(None, {})
     return Plan(
         driver,
-        open_twin,
+        open_host,
         driver.device.uuid,
         _capacities(capacity, config),
         {"device": config.headroom or 0},
@@ -165,7 +157,7 @@ def _plan_host(config: Config) -> Plan:
 
 
 def _plan_cuda(config: Config) -> Plan:
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # a card's number is the one that nvidia-smi shows
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # number GPUs as nvidia-smi does
     driver = open_driver("cuda", config.device)
     try:
         info = driver.memory(Location.DEVICE)
@@ -173,11 +165,11 @@ def _plan_cuda(config: Config) -> Plan:
             raise DeviceError("NVML does not say how much memory the device has: install the driver's NVML library")
         granularity = driver.device.granularity
         headroom = CUDA_HEADROOM if config.headroom is None else config.headroom
-        beside = headroom + granularity
+        reserved = headroom + granularity
         capacity = config.capacity
         if capacity is None:
-            capacity = (info.total - beside) // granularity * granularity
-        _check_capacity(capacity, info.total, beside)
+            capacity = (info.total - reserved) // granularity * granularity
+        _check_capacity(capacity, info.total, reserved)
         if config.gate_reserve is not None:
             _check_reserve(config.gate_reserve, headroom)
     except BaseException:
@@ -200,21 +192,21 @@ def _capacities(capacity: int, config: Config) -> dict[CoreLocation, int]:
 def _check_reserve(reserve: int, headroom: int) -> None:
     if reserve > headroom:
         raise DeviceError(
-            f"a gate_reserve of {format_size(reserve)} is more than the headroom of {format_size(headroom)}, and what "
-            "is lent would use it up; lower `gate_reserve`, or raise `headroom`"
+            f"a gate_reserve of {format_size(reserve)} is more than the headroom of {format_size(headroom)}, so lent "
+            "memory would use it up; lower `gate_reserve`, or raise `headroom`"
         )
 
 
-def _check_capacity(capacity: int, total: int, beside: int) -> None:
-    if total <= beside:
+def _check_capacity(capacity: int, total: int, reserved: int) -> None:
+    if total <= reserved:
         raise DeviceError(
-            f"the device has {format_size(total)} and headroom and anchor take {format_size(beside)}, so that "
+            f"the device has {format_size(total)}, and headroom and anchor take {format_size(reserved)}, so "
             "nothing is left to lend; lower `headroom`"
         )
-    if not 0 < capacity <= total - beside:
+    if not 0 < capacity <= total - reserved:
         raise DeviceError(
             f"a capacity of {format_size(capacity)} does not fit: the device has {format_size(total)}, of which "
-            f"{format_size(beside)} are headroom and anchor; lower `capacity` or `headroom`"
+            f"{format_size(reserved)} are headroom and anchor; lower `capacity` or `headroom`"
         )
 
 

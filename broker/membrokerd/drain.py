@@ -1,6 +1,6 @@
-"""The wait for a drained device: once nothing is charged, or the operator's time is over, the daemon exits.
+"""The wait of a drain: the daemon exits once nothing is charged, or at the operator's deadline.
 
-Owns that one timer. It decides nothing about lending: that nothing more is lent is the core's state.
+Owns that one timer. It must never decide about lending: the core refuses new loans during a drain.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LOOK_SECONDS = 0.05
 
 
 class Drain:
-    """Calls `stop` once, if it was asked to, when `is_empty` says so or the deadline has come."""
+    """Calls `stop` once, when `is_empty` returns True or the deadline has passed, if the drain is to exit."""
 
     def __init__(self, is_empty: Callable[[], bool], stop: Callable[[], None]) -> None:
         self._is_empty = is_empty
@@ -24,7 +24,7 @@ class Drain:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, deadline: datetime | None, *, exits: bool) -> None:
-        """Begin to wait, or wait by these terms from now on."""
+        """Start waiting, or replace the deadline and `exits` of the current wait."""
         self.end()
         self._deadline = deadline
         by = "none" if deadline is None else deadline.isoformat(timespec="seconds")
@@ -33,7 +33,7 @@ class Drain:
             self._look()
 
     def end(self) -> None:
-        """Wait no more."""
+        """Stop waiting."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -42,7 +42,7 @@ class Drain:
         is_late = self._deadline is not None and datetime.now(UTC) >= self._deadline
         if is_late or self._is_empty():
             logs.log(
-                "drained" if self._is_empty() else "the drain's deadline has come: what is lent stays with its workers"
+                "drained" if self._is_empty() else "the drain's deadline has passed: workers keep the memory they have"
             )
             self._stop()
         else:

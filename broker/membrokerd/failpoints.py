@@ -1,4 +1,4 @@
-"""Named points in the daemon's work at which tests end a process. Outside the tests nothing happens at them."""
+"""Failpoints: named points in the daemon's work at which tests end a process. Outside tests they do nothing."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ POINTS = (
     "reconcile",
     "reconciled",
 )
-"""Before and after: a debit is journaled, extents are created and exported, a segment's descriptors are stored, a
-packet is sent, a credit is journaled, a segment is sealed, the journal is compacted, a resume is reconciled."""
+"""The points lie before and after these steps: a debit is journaled, extents are created and exported, a segment's
+descriptors are stored, a packet is sent, a credit is journaled, a segment is sealed, the journal is compacted, a resume
+is reconciled."""
 
 
 def reach(point: str) -> None:

@@ -1,8 +1,8 @@
-"""Small files that other daemons, operators and accidents leave: what is there is checked before it is believed.
+"""Opens, reads and replaces the daemon's own small files, and checks what is at the path first.
 
-Owns how the daemon opens, reads and replaces a file of its own. A FIFO would block an ordinary `open` for ever, and a
-device could hand out bytes without end; both are refused, as directories and sockets are. The message of the `OSError`
-says what was found.
+Other daemons, operators and accidents may have left something else there. A FIFO would block an ordinary `open`
+forever, and a device could return endless bytes; both are refused, as are directories and sockets. The message of the
+`OSError` says what was found.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 
 MAX_TEXT_BYTES = 16 << 20
-"""The longest file of TOML that is read: each of the most models there may be takes some 100 bytes."""
+"""The longest TOML file that is read. Each model takes about 100 bytes, and their number is bounded."""
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a FIFO",
@@ -26,10 +26,10 @@ _OPEN = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
 def open_file(path: Path, flags: int, *, follow: bool = False) -> int:
-    """Open a regular file and return its descriptor; a file that is made has mode 0600.
+    """Open a regular file and return its descriptor. A new file has mode 0600.
 
-    `follow`: the last part of the path may be a symbolic link. Raises `OSError` for anything but a regular file, and
-    never waits for the other end of a FIFO.
+    With `follow`, the last part of the path may be a symbolic link. Raises `OSError` for anything but a regular file,
+    and never waits for the other end of a FIFO.
     """
     try:
         descriptor = os.open(path, flags | _OPEN | (0 if follow else os.O_NOFOLLOW), 0o600)
@@ -46,11 +46,11 @@ def open_file(path: Path, flags: int, *, follow: bool = False) -> int:
 
 def _wrong_kind(path: Path, mode: int) -> OSError:
     kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-    return OSError(errno.EINVAL, f"it is {kind}, and must be a regular file", str(path))
+    return OSError(errno.EINVAL, f"it is {kind} and must be a regular file", str(path))
 
 
 def read_file(path: Path, max_bytes: int, *, follow: bool = False) -> bytes:
-    """Return the content of a regular file; raises `OSError`, also where it is longer than `max_bytes`."""
+    """Return the content of a regular file; raises `OSError`, also if it is longer than `max_bytes`."""
     with open(open_file(path, os.O_RDONLY, follow=follow), "rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -59,13 +59,13 @@ def read_file(path: Path, max_bytes: int, *, follow: bool = False) -> bytes:
 
 
 def make_fresh(path: Path) -> int:
-    """Return a new, empty file at `path`, open for reading and writing, in place of what a crash left there."""
+    """Create an empty file at `path`, replacing one that a crash left there. Return its descriptor, open read-write."""
     path.unlink(missing_ok=True)
     return open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Put this content in place of a file's: whole and on the disk, or not at all. Raises `OSError`."""
+    """Replace a file's content atomically and sync it to disk. Raises `OSError`."""
     fresh = path.with_name(f"{path.name}.new")
     with open(make_fresh(fresh), "wb") as file:
         file.write(data)

@@ -1,7 +1,7 @@
-"""The look after the daemon's files while it runs: a cleaner of the runtime directory, or a person, may remove them.
+"""Watches the daemon's files while it runs, because a cleaner of the runtime directory or a person may remove them.
 
-What is in `state/` is written again, since no other daemon can own the device's directory meanwhile. What cannot be
-made again is told once, with what to do.
+Files in `state/` are rewritten: the daemon still holds the lock on the device's directory. A loss that cannot be
+repaired is logged once, with what to do.
 """
 
 from __future__ import annotations
@@ -19,41 +19,43 @@ LOOK_SECONDS = 2.0
 
 
 class Lookout:
-    """Looks every LOOK_SECONDS, on the event loop's thread. `compact` begins to write the journal again."""
+    """Checks every LOOK_SECONDS, on the event loop's thread. `compact` starts to rewrite the journal."""
 
     def __init__(self, home: Home, journal: Journal, compact: Callable[[], None]) -> None:
         self._home = home
         self._journal = journal
         self._compact = compact
-        self._told: set[Path] = set()
+        self._reported: set[Path] = set()
         self._journal_lost = False
         self._io = asyncio.get_running_loop()
         self._timer = self._io.call_later(LOOK_SECONDS, self._look)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         self._timer.cancel()
 
     def _look(self) -> None:
         self._timer = self._io.call_later(LOOK_SECONDS, self._look)
         if not self._home.is_in_place():
-            self._tell(
+            self._warn_once(
                 self._home.root,
-                "the daemon's directory was removed or replaced: nobody can connect, another daemon could start on "
-                "this device, and these books end with this process; end the workers, stop it, and start it again",
+                "the daemon's directory was removed or replaced: workers cannot connect, another daemon could start "
+                "on this device, and a restart would lose the books; end the workers, then restart this daemon",
             )
             return
         try:
             self._restore()
         except (OSError, HomeError) as error:
-            self._tell(self._home.state, f"what was removed there cannot be written again: {error}; mend that")
+            self._warn_once(self._home.state, f"files that were removed there cannot be rewritten: {error}; fix that")
         for path in self._home.lost_sockets():
-            self._tell(
-                path, "a socket was removed or replaced: nobody can connect to it; restart the daemon, workers go on"
+            self._warn_once(
+                path,
+                "a socket was removed or replaced, so workers cannot connect to it; restart the daemon: "
+                "running workers are not disturbed",
             )
 
     def _restore(self) -> None:
-        """Write again what is gone of `state/`."""
+        """Rewrite the files that are missing in `state/`."""
         restored = self._home.restore(self._journal.epoch)
         if not self._journal.is_in_place():
             self._journal_lost = True
@@ -63,12 +65,12 @@ class Lookout:
             restored.append("journal")
         if restored:
             logs.warn(
-                "the daemon's files were removed while it runs, and are written again: find out who removes them",
+                "files of the running daemon were removed and have been rewritten: find out what removes them",
                 directory=str(self._home.state),
                 files=" ".join(restored),
             )
 
-    def _tell(self, path: Path, what: str) -> None:
-        if path not in self._told:
-            self._told.add(path)
-            logs.warn(what, path=str(path), pid=os.getpid())
+    def _warn_once(self, path: Path, message: str) -> None:
+        if path not in self._reported:
+            self._reported.add(path)
+            logs.warn(message, path=str(path), pid=os.getpid())

@@ -30,7 +30,7 @@ from .executor import Executor, Failure, Figures
 from .failpoints import reach
 from .observe import logs, suspects
 from .observe.suspects import Process
-from .restart.descriptor_store import DescriptorStore
+from .restart.descriptor_store import Store
 from .restart.journal import Journal
 from .turns import SHARE_SECONDS, Turns, gather, in_portions
 
@@ -73,7 +73,7 @@ class Loop:
         self,
         broker: Broker,
         executor: Executor,
-        store: DescriptorStore,
+        store: Store,
         audit_seconds: float,
         observe_step: Callable[[float], None] = lambda seconds: None,
         context_bytes: int = 0,

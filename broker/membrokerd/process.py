@@ -1,6 +1,6 @@
-"""What the kernel tells of a process: an identity that survives reconnecting, and what an exec changes.
+"""Facts about a process from the kernel: an identity that stays the same over reconnects, and what an exec() changes.
 
-Owns the reading of /proc and of pidfds' inodes. It must never decide who may enter.
+Owns the reading of /proc and of pidfds' inodes. It must never decide which processes may connect.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
 def identity_of(pidfd: int, pid: int) -> str:
-    """Return what is equal for all connections of one process, at every daemon of this boot, and for no other's."""
+    """Return an identity that all connections of a process share until the next boot, and no other process has."""
     if _inodes_identify():
         return f"pidfd:{os.fstat(pidfd).st_ino}"
-    # Two containers' processes both have pid 0 here: what cannot be told apart must not count as one.
+    # Processes of other pid namespaces all have pid 0 here. They must not count as one process.
     return f"pid:{pid}:{start_time(pid)}" if pid else f"unseen:{secrets.token_hex(8)}"
 
 
 def image_of(pid: int) -> tuple[str, ...] | None:
-    """Return what an exec changes of a process: where its program and its stack lie. Both are random.
+    """Return the addresses of a process's program and stack, which an exec() changes because both are random.
 
-    None where this broker may not see that, or cannot see the process. It is equal for all of a process's life up to
-    an exec; after one it may be equal too, where address space randomization is turned off.
+    Returns None if the broker cannot see the process or may not see its addresses. The addresses change only by an
+    exec(). Without address space randomization they may stay the same even then.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text() if pid > 0 else ""
@@ -38,7 +38,7 @@ def image_of(pid: int) -> tuple[str, ...] | None:
 
 
 def start_time(pid: int) -> int | None:
-    """Return the 22nd field of /proc/PID/stat, in clock ticks since boot, or None when there is no such process."""
+    """Return when a process started, in clock ticks since boot (/proc/PID/stat), or None if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError as error:
@@ -50,9 +50,9 @@ def start_time(pid: int) -> int | None:
 
 @cache
 def _inodes_identify() -> bool:
-    """Say whether this kernel (6.9 on) gives each process's pidfds an inode of their own.
+    """Return whether this kernel gives each process's pidfds an inode of their own, as Linux 6.9 and later do.
 
-    Before, all anonymous descriptors share one inode, an eventfd's among them.
+    On older kernels a pidfd has the same inode as every other anonymous descriptor, for example an eventfd.
     """
     with ExitStack() as opened:
         pidfd = os.pidfd_open(os.getpid())

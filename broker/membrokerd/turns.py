@@ -1,8 +1,8 @@
 """The turns of the event loop: how long each one takes, and how much of one turn each tenant may use.
 
-A turn is what the loop does between two looks at its descriptors. All peers share it, so a peer that sends more than
-its share of work waits for the next turn. `Turns` measures and decides; `TurnSelector` tells it when a turn begins and
-ends. It does no work of its own.
+A turn is what the loop does between two polls of its descriptors. All peers share it, so a peer that sends more than
+its share of work waits for the next turn. `Turns` measures turns and enforces the shares; `TurnSelector` tells it when
+a turn begins and ends.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 SLOW_SECONDS = 0.05
-"""A turn that takes longer is counted: nothing that a peer sends may cause one."""
+"""Longer turns are counted as slow. Nothing that a peer sends may cause one."""
 READING_SECONDS = 0.016
-"""After so long, no more of what peers have sent is taken in this turn."""
+"""How long one turn may spend on messages from peers."""
 SHARE_SECONDS = 0.004
-"""How much of that one tenant may use, however many connections it has."""
+"""How much of READING_SECONDS one tenant may use, however many connections it has."""
 
 
 def spare_collections() -> None:
-    """Let the garbage collector leave out what lives as long as the daemon: a full collection took 25 ms of a turn."""
+    """Exclude the objects that live as long as the daemon from garbage collection: a full one took 25 ms of a turn."""
     gc.collect()
     gc.freeze()
 
 
 def in_portions(work: Generator[None, None, _T], done: Callable[[_T], None]) -> None:
-    """Run `work` for SHARE_SECONDS of each turn, and give `done` what it returns.
+    """Run `work` for SHARE_SECONDS of each turn, and pass its result to `done`.
 
-    For work that grows with the books, such as a view of all models. `work` yields where the loop may go on with
-    other things, so the books can change between two of its steps.
+    For work that grows with the books, such as a view of all models. Each `yield` in `work` lets the loop do other
+    things, so the books can change between two steps.
     """
     end = time.perf_counter() + SHARE_SECONDS
     try:
@@ -50,7 +50,7 @@ def in_portions(work: Generator[None, None, _T], done: Callable[[_T], None]) -> 
 
 
 def gather(rows: Iterable[_T]) -> Generator[None, None, list[_T]]:
-    """Return the rows in a list, as work that is done in portions: one row in each step."""
+    """Return the rows in a list, as work for `in_portions`: one row per step."""
     gathered = []
     for row in rows:
         gathered.append(row)
@@ -59,31 +59,31 @@ def gather(rows: Iterable[_T]) -> Generator[None, None, list[_T]]:
 
 
 class Turns:
-    """What the turns of one event loop have cost, and what is left of the one that runs."""
+    """The cost of one event loop's turns, and the shares that are left of the current turn."""
 
     def __init__(self) -> None:
         self.number = 0
         self.longest = 0.0
-        """Seconds of the longest turn since the start."""
+        """The longest turn since the start, in seconds."""
         self.longest_cpu = 0.0
-        """The most CPU time that this thread used in a turn, in seconds: other processes cannot make it longer."""
+        """The most CPU time of this thread in one turn, in seconds. Load from other processes does not raise it."""
         self.slow = 0
         """How many turns took longer than `SLOW_SECONDS`."""
         self._began: tuple[float, float] | None = None
         self._used = 0.0
         self._shares: dict[str, float] = {}
         self._late: dict[int, int] = {}
-        """By descriptor: in which turn it was first passed over."""
+        """The number of the turn in which each waiting descriptor was first passed over."""
 
     def begin(self) -> None:
-        """Say that a turn begins."""
+        """Start a turn."""
         self.number += 1
         self._used = 0.0
         self._shares.clear()
         self._began = time.perf_counter(), time.thread_time()
 
     def end(self) -> None:
-        """Say that the turn is over, and how long it took."""
+        """End the turn and record how long it took."""
         if self._began is None:
             return
         began, began_cpu = self._began
@@ -93,7 +93,7 @@ class Turns:
         self.slow += seconds > SLOW_SECONDS
 
     def may(self, whose: str, descriptor: int) -> bool:
-        """Say whether this tenant may use more of this turn. If not, its descriptor goes first in a later turn."""
+        """Return whether this tenant may use more of this turn. If not, its descriptor goes first in a later turn."""
         if self._used < READING_SECONDS and self._shares.get(whose, 0.0) < SHARE_SECONDS:
             self._late.pop(descriptor, None)
             return True
@@ -101,33 +101,36 @@ class Turns:
         return False
 
     def charge(self, whose: str, seconds: float) -> None:
-        """Count time that was used for a tenant in this turn."""
+        """Charge a tenant's share of this turn."""
         self._used += seconds
         self._shares[whose] = self._shares.get(whose, 0.0) + seconds
 
     def passed_over(self, descriptor: int) -> int:
-        """Return the turn since which a descriptor waits, or this one."""
+        """Return the number of the turn since which a descriptor has waited; this turn's if it has not."""
         return self._late.get(descriptor, self.number)
 
     @property
     def anybody_late(self) -> bool:
-        """Say whether a descriptor was passed over."""
+        """Whether any descriptor was passed over and still waits."""
         return bool(self._late)
 
     def forget(self, descriptor: int) -> None:
-        """Forget a descriptor that is no longer watched."""
+        """Forget a descriptor that is not polled any more."""
         self._late.pop(descriptor, None)
 
 
 class TurnSelector(selectors.EpollSelector):
-    """The selector of an event loop. What was passed over longest comes first: the kernel's order never changes."""
+    """An event loop's selector that returns the descriptor that has waited longest first.
+
+    The kernel's order never changes, so without this the same descriptors would be passed over in every turn.
+    """
 
     def __init__(self, turns: Turns) -> None:
         super().__init__()
         self._turns = turns
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Return what is ready. A turn ends when this is called, and the next one begins when it returns."""
+        """Return the ready descriptors. A turn ends when this is called, and the next one begins when it returns."""
         turns = self._turns
         turns.end()
         ready = super().select(timeout)
@@ -137,7 +140,7 @@ class TurnSelector(selectors.EpollSelector):
         return ready
 
     def unregister(self, fileobj: FileDescriptorLike) -> selectors.SelectorKey:
-        """Stop looking at a descriptor."""
+        """Stop polling a descriptor."""
         key = super().unregister(fileobj)
         self._turns.forget(key.fd)
         return key

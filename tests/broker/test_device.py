@@ -61,7 +61,7 @@ def test_the_host_twin_keeps_a_stock_only_where_one_is_configured(
         ({"gate_reserve": 64 * MIB}, "a gate_reserve of 64.0 MiB is more than the headroom of 0 B"),
         (
             {"host_driver_total": 64 * MIB, "headroom": 128 * MIB},
-            "the device has 64.0 MiB and headroom and anchor take",
+            "the device has 64.0 MiB, and headroom and anchor take",
         ),
     ],
     ids=str,

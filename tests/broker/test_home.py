@@ -135,7 +135,7 @@ def test_the_epoch_is_above_all_that_is_known(tmp_path: Path) -> None:
 def test_an_epoch_that_is_no_epoch_says_what_to_do(tmp_path: Path, text: str) -> None:
     home = Home(tmp_path, "host")
     (home.state / "epoch").write_text(text)
-    with pytest.raises(HomeError, match=r"epoch; remove it|to 16777215; remove it") as caught:
+    with pytest.raises(HomeError, match=r"epoch; remove it|(is|to) 16777215; remove it") as caught:
         home.next_epoch()
     assert str(home.state / "epoch") in str(caught.value)
     assert (home.state / "epoch").read_text() == text
@@ -176,7 +176,7 @@ def test_what_is_no_file_is_named(tmp_path: Path, name: str, make: Callable[[Pat
     state = tmp_path / "host" / "state"
     state.mkdir(parents=True)
     make(state / name)
-    with pytest.raises(HomeError, match=rf"{name}.*: it is a (FIFO|directory|symbolic link), and must be a regular"):
+    with pytest.raises(HomeError, match=rf"{name}.*: it is a (FIFO|directory|symbolic link) and must be a regular"):
         Home(tmp_path, "host").next_epoch()
 
 

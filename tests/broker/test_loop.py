@@ -33,7 +33,7 @@ from membrokerd.edge.convert import Refused
 from membrokerd.edge.rpc.admin_service import AdminService
 from membrokerd.executor import Executor
 from membrokerd.loop import Loop
-from membrokerd.restart.descriptor_store import DescriptorStore, Store
+from membrokerd.restart.descriptor_store import Store
 
 MODEL = ev.ModelName("t", "m")
 WEIGHTS = ev.SegmentName("t", "m", "weights")
@@ -217,7 +217,7 @@ class World:
 
 def play(
     story: Callable[[World], Awaitable[_T]],
-    store: DescriptorStore | None = None,
+    store: Store | None = None,
     stock: int = 0,
     context_bytes: int = 0,
 ) -> _T:

@@ -25,7 +25,7 @@ from membrokerd.config.config import ConfigError, load
 from membrokerd.edge import convert
 from membrokerd.home import HomeError
 from membrokerd.restart.journal import Binding, Journal
-from membrokerd.restart.takeover import condense
+from membrokerd.restart.takeover import rebuild_books
 
 # --- handoff.decode ---
 
@@ -281,7 +281,7 @@ def test_flipped_bits_are_told_and_kept(tmp_path: Path) -> None:
         assert journal.append(world.history[seen:])
     journal.close()
     data = whole.read_bytes().rstrip(b"\0") + bytes(200)
-    books, sentences = Journal(whole, BINDING).read(condense)
+    books, sentences = Journal(whole, BINDING).read(rebuild_books)
     assert books.story
     assert not sentences
     path = tmp_path / "state" / "journal"
@@ -299,7 +299,7 @@ def test_flipped_bits_are_told_and_kept(tmp_path: Path) -> None:
             bent[bit // 8] ^= 1 << bit % 8
         path.unlink(missing_ok=True)
         path.write_bytes(bent)
-        found, sentences = Journal(path, BINDING).read(condense)
+        found, sentences = Journal(path, BINDING).read(rebuild_books)
         if sentences:
             (sentence,) = sentences
             assert Path(sentence.rpartition(" ")[2]).read_bytes() == bent

@@ -22,8 +22,8 @@ LOOK_SECONDS = 0.05
 _RUN = f"""
 import resource, signal, sys
 from membrokerd.restart import keeper as fdstore
-looking, is_of_use = [], fdstore.Keeper._is_of_use
-fdstore.Keeper._is_of_use = lambda keeper: not looking or is_of_use(keeper)
+looking, is_needed = [], fdstore.Keeper._is_needed
+fdstore.Keeper._is_needed = lambda keeper: not looking or is_needed(keeper)
 fdstore.LOOK_SECONDS = {LOOK_SECONDS}
 signal.signal(signal.SIGUSR1, lambda *_: looking.append(True))
 most = int(sys.argv[2])

@@ -223,7 +223,7 @@ def test_ctrl_c_is_quiet_while_it_waits_for_its_keeper(tmp_path: Path) -> None:
     try:
         with subprocess.Popen(program, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
-            assert any("no keeper of descriptors" in line for line in process.stderr)
+            assert any("cannot reach or start a keeper of descriptors" in line for line in process.stderr)
             process.send_signal(signal.SIGINT)
             _, complained = process.communicate(timeout=30)
         assert process.returncode == 130, complained
@@ -301,7 +301,7 @@ def test_an_owner_that_the_daemon_may_not_give_is_told_in_a_sentence(key: str) -
         path.write_text(to_toml({**DEFAULTS, **places, "tenants": {"red": {key: 0}}}))
         said = refuse_to_start("--config", str(path), user=user)
         assert said.startswith(f"membrokerd: tenants.red.{key} = 0: ")
-        assert "start it as root, or leave that key out" in said
+        assert "start it as root, or omit that key" in said
         assert list((runtime / "run" / "host" / "tenants" / "red").iterdir()) == []
     finally:
         shutil.rmtree(runtime, ignore_errors=True)

@@ -101,7 +101,7 @@ def test_an_epoch_that_is_no_number_is_a_sentence(daemon: Daemon, text: str) -> 
         daemon.kill()
         (state(daemon) / "epoch").write_text(text)
         said = refused(daemon)
-        assert f"{state(daemon) / 'epoch'} holds" in said
+        assert f"{state(daemon) / 'epoch'} contains" in said
         assert "remove it" in said
         assert "reboot" not in said
         (state(daemon) / "epoch").unlink()
@@ -151,7 +151,7 @@ def test_a_torn_end_is_left_out_and_kept(daemon: Daemon) -> None:
         daemon.start_again()
         (aside,) = state(daemon).glob("journal.torn-*")
         assert aside.read_bytes() == torn
-        assert "last record is not whole" in daemon.log()
+        assert "last record is incomplete" in daemon.log()
         assert f"may still hold memory; until it ends it counts as unaccounted pid={one.pid}" in daemon.log()
         until(lambda: daemon.books().lent_bytes == PAGE)
 
@@ -193,7 +193,7 @@ def test_half_of_what_a_driver_needs_is_let_go(daemon: Daemon) -> None:
         client.sock.close()
         os.close(file)
         daemon.start_again()
-        assert "has only some of the driver's descriptors, or another driver's: they are let go" in daemon.log()
+        assert "has only some of the driver's descriptors, or another driver's: dropping them" in daemon.log()
         with worker() as one:
             one.connect(daemon)
             one.do("buffer = client.register_model('m').allocate('16MiB')")
@@ -220,7 +220,7 @@ def test_what_is_removed_of_the_state_is_written_again(daemon: Daemon, removed: 
         said = refused(daemon)
         assert "a membrokerd already owns this device" in said
         names = ["lock", "epoch", "journal"] if removed == "everything" else [removed]
-        until(lambda: "are written again" in daemon.log())
+        until(lambda: "have been rewritten" in daemon.log())
         assert all((state(daemon) / name).exists() for name in names)
         assert str(daemon.process.pid) in refused(daemon)
         daemon.kill()
@@ -328,14 +328,14 @@ def test_a_worker_that_starts_itself_anew_leaves_no_charge(daemon: Daemon) -> No
         assert process.stdout.readline() == "done\n"
         until(lambda: daemon.books().lent_bytes == 8 * MIB and daemon.books().releasing_bytes == 0)
         assert len(daemon.sessions()) == 1
-        assert daemon.log().count("a process began another program by exec()") == 3
+        assert daemon.log().count("a process started another program by exec()") == 3
     until(lambda: daemon.books().lent_bytes + daemon.books().releasing_bytes == 0)
 
 
 def test_a_worker_that_becomes_another_program_is_charged_nothing(daemon: Daemon) -> None:
     """It does not come back to the broker: the end of its connection is the moment to look."""
     with engine(daemon, 0, "cat") as process:
-        until(lambda: "a process began another program by exec()" in daemon.log())
+        until(lambda: "a process started another program by exec()" in daemon.log())
         until(lambda: daemon.books().lent_bytes + daemon.books().releasing_bytes == 0)
         assert process.poll() is None
 

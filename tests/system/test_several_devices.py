@@ -92,7 +92,7 @@ def test_segments_of_two_devices_outlive_both_daemons(place: Path, keeper: str |
                 assert (published(first, 5), published(second, 6)) == (b"first", b"second")
         assert [daemon.books().lent_bytes for daemon in (first, second)] == [PAGE, PAGE]
         for daemon in (first, second):
-            assert "the keeper of descriptors is gone" not in daemon.log()
+            assert "the connection to the keeper of descriptors is lost" not in daemon.log()
 
 
 def test_one_keeper_for_two_devices_is_refused_and_harms_nobody(place: Path) -> None:
@@ -105,7 +105,7 @@ def test_one_keeper_for_two_devices_is_refused_and_harms_nobody(place: Path) -> 
         assert_refused(first, place)
         first.start_again()
         assert published(first, 5) == b"first"
-        assert "the keeper of descriptors is gone" not in first.log()
+        assert "the connection to the keeper of descriptors is lost" not in first.log()
 
 
 def assert_refused(first: Daemon, place: Path) -> None:
@@ -125,7 +125,7 @@ def test_the_second_daemon_of_a_device_names_the_first(place: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 1
         assert f"process {first.process.pid}; " in done.stderr
-        assert "own another device with --device" in done.stderr
+        assert "choose another device with --device" in done.stderr
 
 
 def test_two_devices_lend_apart(place: Path) -> None:

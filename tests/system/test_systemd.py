@@ -58,7 +58,7 @@ def machine(debian: Path) -> Iterator[Machine]:
         one.run("systemctl", "enable", "--quiet", "--now", UNIT)
         yield one
         one.run("systemctl", "stop", UNIT)
-        for wrong in ("Traceback", "a fault of the broker", "not every descriptor"):
+        for wrong in ("Traceback", "a fault of the broker", "some descriptors of a segment were not kept"):
             assert wrong not in one.log(), one.log()
 
 
@@ -346,7 +346,10 @@ def test_a_segment_for_which_systemd_has_no_room_is_refused(machine: Machine) ->
         writer.do("kept = model.create_segment('kept', PAGE); kept.write(0, b'kept'); kept.seal(); kept.close()")
         refused = writer.refused("model.create_segment('refused', PAGE)")
         assert refused.error == "DescriptorLimit"
-        assert f"systemd keeps {room} descriptors of {room}: raise FileDescriptorStoreMax=" in refused.message
+        assert (
+            f"systemd has {room} descriptors of this service and keeps at most {room}: raise FileDescriptorStoreMax="
+            in refused.message
+        )
         comer.borrow("blue").do("mine = model.allocate(PAGE); mine.view()[:4] = b'mine'")
         before = machine.daemon()
         kill(machine)

@@ -1,4 +1,4 @@
-"""What lets a successor go on: the journal, the descriptor store and its keeper, and the takeover at a start.
+"""How a daemon takes over from its predecessor: the journal, the descriptor store, its keeper, and the takeover.
 
-It must never decide what a tenant may have; it writes down facts and keeps descriptors.
+It writes down facts and keeps descriptors. It must never decide what a tenant may have.
 """

@@ -1,8 +1,9 @@
-"""The descriptor store: what must outlive the broker's process is kept here, and copied to a second process.
+"""The descriptor store: keeps the descriptors that must outlive the broker, and copies them to a second process.
 
-Segments' descriptors, so that segments outlive whoever wrote them; with a mirror, a pidfd for each session and a few of
-the driver's too. `keep` is over when the mirror has the copies, and nothing of a segment is delivered before. Owns the
-names by which a second process knows them, and those descriptors; decides nothing about memory.
+It keeps the descriptors of segments, so that a segment outlives the process that wrote it. With a mirror, it also
+copies a pidfd for each session and a few descriptors of the driver. `keep` completes when the mirror has the copies;
+nothing of a segment is delivered before that. Owns those descriptors, and the names that the second process has for
+them. It must never decide about memory.
 """
 
 from __future__ import annotations
@@ -25,60 +26,34 @@ _PROCESS = re.compile(r"process\.([1-9a-f][0-9a-f]*)")
 _DRIVER = re.compile(r"driver\.([A-Za-z0-9._-]{1,64})")
 
 
-class DescriptorStore(Protocol):
-    """Keeps descriptors of extents by segment and id. Not thread-safe: it belongs to the event loop's thread."""
-
-    def keep(self, segment: int, ids: Sequence[int], descriptors: Sequence[int], done: Done) -> None:
-        """Take these descriptors over, and call `done` once they are safe, or with why they cannot be.
-
-        In the latter case they are still the caller's.
-        """
-        ...
-
-    def lend(self, segment: int, ids: Sequence[int]) -> list[int]:
-        """Return the descriptors of these extents. They stay the store's; KeyError where it has none."""
-        ...
-
-    def give_up(self, segment: int, ids: Sequence[int] | None = None) -> list[int]:
-        """Forget a segment, or these extents of it; return the descriptors there were, the caller's to close."""
-        ...
-
-    def settle(self, done: Callable[[], None]) -> None:
-        """Call `done` once nobody else has what was given up before: then the caller's descriptors are the last."""
-        ...
-
-    def __len__(self) -> int:
-        """Return how many descriptors of extents are kept."""
-        ...
-
-
 class Mirror(Protocol):
-    """A second process that has copies by name. It takes part on the event loop's thread, and blocks it never."""
+    """The broker's side of a second process that has copies by name. Runs on the event loop's thread; never blocks."""
 
     def put(self, items: Sequence[tuple[str, int]], done: Done) -> None:
-        """Copy descriptors under these names, in place of what has them; the descriptors stay the caller's.
+        """Copy descriptors under these names, replacing what has them now. The caller still owns the descriptors.
 
-        `done` is called later, once: when the other process has them all, or with why it may not have them. Then it may
-        have some: drop them. What is put or dropped first is done first, so a put of nothing tells of what was before.
+        `done` is called once, later: with None when the other process has all of them, else with the error. After an
+        error it may have some of them: drop those names. Puts and drops take effect in order, so an empty put
+        completes after everything before it.
         """
         ...
 
     def drop(self, names: Sequence[str]) -> None:
-        """Let go of these names, and of puts of them that are under way."""
+        """Remove these names, including those in puts that are under way."""
         ...
 
     def fill_from(self, contents: Callable[[], Iterable[tuple[str, int]]]) -> None:
-        """Say who knows all that should be there: a second process that dies begins anew with that."""
+        """Set the function that returns everything that should be there. It fills a replacement if the process dies."""
         ...
 
     def close(self) -> None:
-        """Leave the other process with what it has; what is under way fails."""
+        """Disconnect. The other process keeps what it has; puts that are under way fail."""
         ...
 
 
 @dataclass(slots=True)
 class Kept:
-    """What a predecessor left: descriptors of extents by segment and id, pidfds by session, the driver's by name."""
+    """Descriptors that a predecessor left: of extents by segment and id, pidfds by session, the driver's by name."""
 
     segments: dict[int, dict[int, int]] = field(default_factory=dict)
     processes: dict[int, int] = field(default_factory=dict)
@@ -86,18 +61,21 @@ class Kept:
 
 
 class Store:
-    """Keeps descriptors in this process, and copies of them in the mirror's; without a mirror they end with it."""
+    """Keeps descriptors of extents by segment and id, and copies of them in the mirror. Not thread-safe.
+
+    Without a mirror, the descriptors end with this process.
+    """
 
     def __init__(self, mirror: Mirror | None = None) -> None:
         self._mirror = mirror
-        self._ends = False
+        self._closed = False
         self._segments: dict[int, dict[int, int]] = {}
         self._copies: dict[str, int] = {}
         if mirror is not None:
             mirror.fill_from(self._contents)
 
     def adopt(self, kept: Kept) -> None:
-        """Take over what a predecessor left, which the mirror has already. To be called before anything is kept."""
+        """Take over what a predecessor left, which the mirror already has. Call it before anything is kept."""
         assert not self._segments
         assert not self._copies
         self._segments = {segment: dict(extents) for segment, extents in kept.segments.items()}
@@ -107,7 +85,10 @@ class Store:
     # --- extents ---
 
     def keep(self, segment: int, ids: Sequence[int], descriptors: Sequence[int], done: Done) -> None:
-        """Take these descriptors over when the mirror has copies; before, and if it fails, they are the caller's."""
+        """Take ownership of these descriptors, and call `done` with None, once the mirror has copies.
+
+        If they cannot be kept, `done` gets the error and the caller still owns them.
+        """
         if self._mirror is None:
             self._take(segment, ids, descriptors)
             done(None)
@@ -128,12 +109,12 @@ class Store:
         self._segments.setdefault(segment, {}).update(zip(ids, descriptors, strict=True))
 
     def lend(self, segment: int, ids: Sequence[int]) -> list[int]:
-        """Return the descriptors of these extents."""
+        """Return the descriptors of these extents, which the store still owns; KeyError if it does not have them."""
         kept = self._segments[segment]
         return [kept[extent] for extent in ids]
 
     def give_up(self, segment: int, ids: Sequence[int] | None = None) -> list[int]:
-        """Forget a segment, or these extents of it, here and in the mirror; return the descriptors there were."""
+        """Forget a segment, or these extents of it, here and in the mirror. The caller must close what is returned."""
         if ids is None:
             given = self._segments.pop(segment, {})
         else:
@@ -143,9 +124,10 @@ class Store:
         return list(given.values())
 
     def settle(self, done: Callable[[], None]) -> None:
-        """Call `done` once the mirror has let go of what was given up, or does not answer.
+        """Call `done` once the mirror has dropped what was given up, or does not answer.
 
-        Never where this daemon ends first: then its successor gives it up.
+        The caller then has the last descriptors of it. `done` is never called if this daemon ends first: its successor
+        then gives up the same descriptors.
         """
         if self._mirror is None:
             done()
@@ -161,25 +143,25 @@ class Store:
         """Return how many descriptors of extents are kept."""
         return sum(map(len, self._segments.values()))
 
-    # --- what else a successor needs ---
+    # --- pidfds and the driver's descriptors ---
 
     def keep_process(self, session: int, pidfd: int) -> None:
-        """Copy a session's pidfd, which stays the caller's, for a mirror. Nobody waits: a failure is logged."""
+        """Copy a session's pidfd to the mirror. The caller still owns it. A failure is only logged."""
         self._copy({_process_name(session): pidfd})
 
     def forget_process(self, session: int) -> None:
-        """Let go of a session's pidfd."""
+        """Drop a session's pidfd."""
         self._forget([_process_name(session)])
 
     def keep_driver(self, survivors: Mapping[str, int]) -> None:
-        """Copy the driver's descriptors, which stay the caller's, for a mirror: all in one put, since some are no use.
+        """Copy the driver's descriptors to the mirror in one put: only the whole set is useful.
 
-        Nobody waits, as above.
+        The caller still owns them. A failure is only logged.
         """
         self._copy({_driver_name(name): descriptor for name, descriptor in survivors.items()})
 
     def forget_driver(self) -> None:
-        """Let go of all that is a driver's."""
+        """Drop all descriptors of the driver."""
         self._forget([name for name in self._copies if _DRIVER.fullmatch(name)])
 
     def _forget(self, names: Sequence[str]) -> None:
@@ -188,15 +170,15 @@ class Store:
         self._drop(there)
 
     def _copy(self, descriptors: Mapping[str, int]) -> None:
-        # A name stands for one thing for ever. What a predecessor left stays where it is: put again it would be gone
-        # from the mirror for a moment, and a death in that moment would lose it.
+        # A name always means the same descriptor. What a predecessor left is not put again: a put removes the old copy
+        # for a moment, and a daemon that died in that moment would lose it.
         fresh = {name: descriptor for name, descriptor in descriptors.items() if name not in self._copies}
         if self._mirror is None or not fresh:
             return
 
         def put(error: OSError | None) -> None:
-            # What is the driver's was put at the start: a daemon that ends before that is over has lent nothing.
-            if error is not None and not (self._ends and all(map(_DRIVER.fullmatch, fresh))):
+            # The driver's descriptors are put at the start. A daemon that ends before that completes has lent nothing.
+            if error is not None and not (self._closed and all(map(_DRIVER.fullmatch, fresh))):
                 logs.warn("a restart would lose descriptors", names=" ".join(fresh), error=str(error))
 
         copies: dict[str, int] = {}
@@ -224,7 +206,7 @@ class Store:
 
     def close(self) -> list[int]:
         """Forget everything, and return every descriptor. The mirror's process keeps its copies."""
-        self._ends = True
+        self._closed = True
         if self._mirror is not None:
             self._mirror.close()
         descriptors = [descriptor for _, descriptor in self._contents()]
@@ -233,9 +215,9 @@ class Store:
 
 
 def sort(items: Iterable[tuple[str, int]]) -> tuple[Kept, list[str]]:
-    """Sort what a second process had by its names; of two with one name the later counts.
+    """Sort by name what a second process had. If a name occurs twice, the later descriptor counts.
 
-    Returns besides the names that no broker gives: their descriptors are closed.
+    Also returns the names that no broker uses; their descriptors are closed.
     """
     kept, unknown = Kept(), []
     for name, descriptor in items:
@@ -250,7 +232,7 @@ def sort(items: Iterable[tuple[str, int]]) -> tuple[Kept, list[str]]:
             unknown.append(name)
             os.close(descriptor)
     if unknown:
-        logs.warn("dropping descriptors that are none of the broker's", names=unknown)
+        logs.warn("dropping descriptors whose names no broker uses", names=unknown)
     return kept, unknown
 
 

@@ -1,14 +1,13 @@
-"""The journal: the facts of this daemon in a file, so that its successor has the same books.
+"""The journal: a file with the facts of this daemon, from which its successor rebuilds the books.
 
-A header, and then a record for each step that changed the books, appended as it happens. A record is its length, its
-checksum and its facts as compact JSON; a length of 0 is the end, since the file is allocated ahead of its records.
-So when the disk is full there is still room for what is given back: only new debits must stop (`Journal.full`).
+The file is a header and then one record for each step that changed the books, appended as it happens. A record is its
+length, its checksum and its facts as compact JSON. The file is allocated ahead of its records, so a length of 0 is the
+end, and a full disk still leaves room to record releases: only new debits must stop (`Journal.full`).
 
-Nothing is synced. A killed daemon leaves what it wrote in the page cache, and what ends the page cache ends the
-device's memory, too: the journal of another boot is void.
+Nothing is synced. What a killed daemon wrote stays in the page cache, and a reboot that ends the page cache also ends
+the device's memory: a journal of another boot is not used.
 
-Owns the file, and what becomes of one that cannot be used: it is set aside. What a record may hold is `records`'
-business.
+Owns the file, and sets it aside when it cannot be used. `records` defines what a record may contain.
 """
 
 from __future__ import annotations
@@ -26,64 +25,65 @@ from typing import TypeVar
 from .. import files
 from ..core import facts as ft
 from ..home import MAX_EPOCH
-from .records import Unusable, decode, frame, header_of, is_record_behind, parse, record_of, split, to_json
+from .records import Unusable, decode, frame, has_record_after, header_of, parse, record_of, split, to_json
 
 _Books = TypeVar("_Books")
 
 MIB = 1 << 20
 RESERVE_BYTES = MIB
-"""Room for records that the disk can't refuse, twice so much at most; with less, nothing more is to be debited."""
+"""The least room to keep allocated for records, which a full disk cannot take away. With less, new debits must stop.
+Twice as much is allocated at a time."""
 MAX_FILE_BYTES = 512 * MIB
-"""A longer file is not read. Records are ASCII text, and no four characters of it make a length this small: text that
-a tenant chose is never taken for the head of a record."""
+"""A longer file is not read. Records are ASCII text, and no four ASCII characters make a length this small: text that
+a tenant chose cannot be mistaken for the head of a record."""
 _MAGIC = "membroker journal"
 _VERSION = 1
 _PORTION = 64
-"""How many facts of a story are written in one step: they take 0.6 ms."""
+"""How many facts a compaction writes in one step. That takes 0.6 ms."""
 _KEPT = 4
-"""How many files that were set aside are kept, for an operator to look at."""
+"""How many files that were set aside are kept for an operator to look at."""
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What a journal is true for: one boot of the machine, and one device by its UUID."""
+    """The boot and the device (its UUID) for which a journal is valid."""
 
     boot: str
     device: str
 
 
 def boot_id() -> str:
-    """Return what the kernel calls this boot."""
+    """Return the kernel's id of this boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 class Journal:
-    """The journal at `path`. Below `compact_bytes` bytes it is never due for compaction."""
+    """The journal at `path`. A file below `compact_bytes` is never due for compaction."""
 
     def __init__(self, path: Path, binding: Binding, compact_bytes: int = 4 * MIB) -> None:
         self._path = path
         self._binding = binding
         self._compact_bytes = compact_bytes
         self.epoch = 0
-        """In the header: the predecessor's, once that was read, until the daemon sets its own; 0: not known."""
+        """The epoch in the header: the predecessor's after `read`, then the one that the daemon sets; 0 if unknown."""
         self._descriptor = -1
         self._end = 0
-        """Where the records end that are whole in the file."""
+        """The offset at which the whole records end."""
         self._room = 0
-        """Up to where the file is allocated."""
+        """The offset up to which the file is allocated."""
         self._due_at = 0
         self._unwritten = bytearray()
         self._appended: bytearray | None = None
-        """While the file is compacted: the records that were appended since that began."""
+        """During a compaction: the records that were appended since it began."""
 
-    # --- the predecessor's ---
+    # --- the predecessor's file ---
 
     def read(self, take: Callable[[Iterable[ft.Fact]], _Books]) -> tuple[_Books, list[str]]:
-        """Return what `take` makes of the predecessor's facts, in their order, and sentences for people.
+        """Return what `take` makes of the predecessor's facts, in order, and sentences for the log.
 
-        There are no facts without a predecessor, nor when its journal can't be used and is set aside: because it is
-        damaged, or because `take` raises `AssertionError` or `KeyError`, since the facts contradict each other. A last
-        record that is not whole is left out, and a copy of the file is kept. Raises `OSError`.
+        `take` gets no facts if there was no predecessor, or if its journal is unusable and is set aside. A journal is
+        unusable if it is damaged, or if `take` raises `AssertionError` or `KeyError` because its facts contradict each
+        other. An incomplete last record is ignored, and a copy of the file is kept. Raises `OSError`.
         """
         try:
             data = files.read_file(self._path, MAX_FILE_BYTES).rstrip(b"\0")
@@ -92,7 +92,7 @@ class Journal:
         try:
             records, end = split(data)
             self._check_header(header_of(data, records[:1]))
-            if end < len(data) and is_record_behind(data, end):
+            if end < len(data) and has_record_after(data, end):
                 raise Unusable("broken", f"is damaged at its byte {end}")
             books = take(fact for record in records[1:] for fact in decode(data[record.begin : record.end]))
         except Unusable as unusable:
@@ -102,37 +102,37 @@ class Journal:
         else:
             return books, self._keep_torn(len(data) - end) if end < len(data) else []
         aside = self.set_aside(reason)
-        return take(()), [f"the journal {why}: the books begin empty, and it is kept as {aside}"]
+        return take(()), [f"the journal {why}: the books start empty, and the file is kept as {aside}"]
 
     def _check_header(self, record: bytes) -> None:
         magic, version, boot, device, epoch, *_ = [*parse(record), None, None, None, None, None]
         if magic != _MAGIC:
-            raise Unusable("broken", "is not one of membrokerd")
+            raise Unusable("broken", "was not written by membrokerd")
         if version != _VERSION:
             raise Unusable("other-format", f"has the format {reprlib.repr(version)}, which this version does not know")
         if device != self._binding.device:
-            raise Unusable("other-device", f"is of another device, {reprlib.repr(device)}")
+            raise Unusable("other-device", f"belongs to another device, {reprlib.repr(device)}")
         if boot != self._binding.boot:
-            raise Unusable("other-boot", "is of another boot, whose memory is gone")
-        if epoch is not None:  # older journals have none
+            raise Unusable("other-boot", "was written before the last reboot, which freed all memory")
+        if epoch is not None:  # older journals have no epoch
             if type(epoch) is not int or not 0 <= epoch <= MAX_EPOCH:
-                raise Unusable("other-format", f"has the epoch {reprlib.repr(epoch)}, which cannot be")
+                raise Unusable("other-format", f"has the invalid epoch {reprlib.repr(epoch)}")
             self.epoch = epoch
 
     def _keep_torn(self, torn_bytes: int) -> list[str]:
-        """Keep the file under a second name before it is replaced; return what to say of it."""
-        told = f"the journal's last record is not whole: its {torn_bytes} bytes are left out"
+        """Keep the file under a second name before it is replaced. Return a sentence for the log."""
+        torn = f"the journal's last record is incomplete: its {torn_bytes} bytes are ignored"
         try:
-            if self._path.stat().st_nlink > 1:  # a start before this one kept it, and got no further
-                return [f"{told}, and a copy of the file is kept already"]
+            if self._path.stat().st_nlink > 1:  # an earlier start linked it and then failed
+                return [f"{torn}, and a copy of the file is kept already"]
             aside = self._name_aside("torn")
             os.link(self._path, aside)
         except OSError as error:
-            return [f"{told}, and no copy could be kept: {error.strerror}"]
-        return [f"{told}, and the file is kept as {aside}"]
+            return [f"{torn}, and no copy could be kept: {error.strerror}"]
+        return [f"{torn}, and the file is kept as {aside}"]
 
     def set_aside(self, reason: str) -> Path:
-        """Rename the file to `journal.<reason>-<n>` and return its new path; the last few of these stay.
+        """Rename the file to `journal.<reason>-<n>` and return the new path. The last few such files are kept.
 
         Raises `OSError`.
         """
@@ -141,7 +141,7 @@ class Journal:
         return aside
 
     def _name_aside(self, reason: str) -> Path:
-        """Return the next free name for what is set aside, once there is room for it among the last few."""
+        """Return the next free name for a file that is set aside, after removing the oldest ones."""
         name = re.compile(re.escape(self._path.name) + r"\.[a-z-]+-(\d{1,9})")
         found = [(name.fullmatch(path.name), path) for path in self._path.parent.iterdir()]
         others = sorted((int(match[1]), path) for match, path in found if match)
@@ -150,18 +150,18 @@ class Journal:
         number = others[-1][0] + 1 if others else 1
         return self._path.with_name(f"{self._path.name}.{reason}-{number}")
 
-    # --- this daemon's ---
+    # --- this daemon's file ---
 
     def begin(self, story: Iterable[ft.Fact]) -> None:
-        """Start a new file with the story of the books as they are. Raises `OSError`, as `compact` does."""
+        """Start a new file with the facts of the books as they are now. Raises `OSError`, as `compact` does."""
         for _ in self.compact(story):
             pass
 
     def compact(self, story: Iterable[ft.Fact]) -> Generator[None, None, None]:
-        """Replace the file by a short one, in steps: the story of the books as they are now, and what comes meanwhile.
+        """Replace the file, in steps, by a shorter one: the facts of the books as they are, and what is appended since.
 
-        Until the last step the old file is the journal, and is appended to as before. So a crash, an `OSError` or the
-        end of the generator before its last step leaves the old file in place. Raises `OSError`.
+        The old file stays the journal, and is appended to, until the last step. A crash, an `OSError` or closing the
+        generator before that leaves the old file in place. Raises `OSError`.
         """
         fresh = self._path.with_name(f"{self._path.name}.new")
         self._appended = appended = bytearray()
@@ -176,7 +176,7 @@ class Journal:
                     yield
                 end = _write_all(descriptor, appended, end)
                 room = _allocate(descriptor, end)
-                if self._descriptor >= 0 and room == end:  # the old file may have a reserve
+                if self._descriptor >= 0 and room == end:  # no room for a reserve, which the old file may have
                     raise _disk_full()
                 fresh.rename(self._path)
             except BaseException:
@@ -184,19 +184,19 @@ class Journal:
                 fresh.unlink(missing_ok=True)
                 raise
         except OSError:
-            self._due_at = self._end + self._compact_bytes  # or it would be tried at every step
+            self._due_at = self._end + self._compact_bytes  # else every step would try again
             raise
         finally:
             self._appended = None
-        self._let_go()
+        self._release()
         self._descriptor, self._end, self._room = descriptor, end, room
         self._due_at = max(self._compact_bytes, 4 * end)
 
     def append(self, facts: Sequence[ft.Fact]) -> bool:
-        """Write the facts of one step as one record, without those that no successor needs.
+        """Write the facts of one step as one record, without the facts that no successor needs.
 
-        False: the disk is full or broken, and they are not in the file. They are kept, in order with all that comes,
-        and written as soon as there is room: each call tries, and a call without facts does nothing else.
+        Returns False if the disk is full or broken and the record is not in the file. It is kept in memory, in order
+        with later ones. Each call tries to write what is pending; a call without facts does only that.
         """
         record = record_of(facts)
         self._unwritten += record
@@ -209,9 +209,9 @@ class Journal:
         return not self._unwritten
 
     def _write(self) -> None:
-        """Write what is unwritten: all of it, or none; a part that is there all the same will be written over.
+        """Write all pending records, or none: the next attempt overwrites a partial write.
 
-        A limit of the file's size is a full disk as well: Python ignores SIGXFSZ.
+        A limit on the file's size looks like a full disk, because Python ignores SIGXFSZ.
         """
         size = len(self._unwritten)
         try:
@@ -224,16 +224,16 @@ class Journal:
 
     @property
     def full(self) -> bool:
-        """Say that nothing more is to be debited: there is no reserve for its credit, or something is unwritten."""
+        """Whether new debits must stop: no room is reserved to record their release, or a record is pending."""
         return bool(self._unwritten) or self._room - self._end < RESERVE_BYTES
 
     @property
     def due(self) -> bool:
-        """Say that the file has grown so much that it should be compacted, unless it is being compacted."""
+        """Whether the file has grown enough to be compacted, and is not being compacted now."""
         return self._end > self._due_at and self._appended is None
 
     def is_in_place(self) -> bool:
-        """Say whether the file that is written is the one that a successor would find."""
+        """Return whether the open file is the one that a successor would find at the path."""
         try:
             found, own = os.lstat(self._path), os.fstat(self._descriptor)
         except OSError:
@@ -241,12 +241,12 @@ class Journal:
         return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
 
     def close(self) -> None:
-        """Close the file. It stays, for the successor."""
+        """Close the file. It stays on disk for the successor."""
         if self._descriptor >= 0:
             self.append(())
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -254,7 +254,7 @@ class Journal:
 
 
 def _write_all(descriptor: int, data: bytes | bytearray, at: int) -> int:
-    """Write the data at an offset, and return where it ends; raises `OSError` when it does not fit."""
+    """Write the data at an offset and return the offset of its end; raises `OSError` if it does not fit."""
     if os.pwrite(descriptor, data, at) < len(data):
         raise _disk_full()
     return at + len(data)
@@ -265,7 +265,7 @@ def _disk_full() -> OSError:
 
 
 def _allocate(descriptor: int, end: int) -> int:
-    """Have room for records behind `end`, and return up to where it goes: `end` when the disk is full."""
+    """Allocate room for records after `end`. Return the offset up to which it reaches: `end` if the disk is full."""
     try:
         os.posix_fallocate(descriptor, end, 2 * RESERVE_BYTES)
     except OSError:

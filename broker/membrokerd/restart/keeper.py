@@ -1,23 +1,24 @@
 """The command `membroker-fdstore`: keeps named descriptors for a daemon that may die, and does nothing else.
 
-One packet on its SOCK_SEQPACKET socket is one JSON object, with at most 64 descriptors beside it. A request has a
-number and one more key, and is answered in its turn with that number:
+Each packet on its SOCK_SEQPACKET socket is one JSON object with at most 64 descriptors. A request has a number and one
+more key. Requests are answered in order, each with its number:
 
-    {"number": 1, "put": [NAME, …]}     and a descriptor for each; a name that is there already is replaced
-    {"number": 2, "drop": [NAME, …]}    a name that is not there is no error
-    {"number": 3, "list": FIRST}        the names from this place on, 0 for the first
-    {"number": 4, "own": OWNER}         this connection is the daemon's of OWNER, `<runtime>/<device>`
+    {"number": 1, "put": [NAME, …]}     with a descriptor for each name; a name that exists is replaced
+    {"number": 2, "drop": [NAME, …]}    names that do not exist are ignored
+    {"number": 3, "list": FIRST}        list names from this index on; the first is 0
+    {"number": 4, "own": OWNER}         this connection belongs to the daemon of OWNER, `<runtime>/<device>`
 
     {"number": 1}                                       done
-    {"number": 3, "names": [NAME, …], "count": COUNT}   with their descriptors; there are COUNT names in all
-    {"number": 1, "error": SENTENCE}                    nothing was done; number null where the packet has none
-    {"number": 4, "error": SENTENCE, "owner": OWNER}    it keeps for this owner, and for no other
+    {"number": 3, "names": [NAME, …], "count": COUNT}   with their descriptors; COUNT is the number of all names
+    {"number": 1, "error": SENTENCE}                    refused, nothing was changed; number null if the packet had none
+    {"number": 4, "error": SENTENCE, "owner": OWNER}    refused: the keeper belongs to this other owner
 
-It serves one daemon: a newer connection replaces the older with its first request. While the owner is connected, or
-something of it is worth keeping, every other owner is refused and changes nothing. It ends on SIGTERM, when its
-socket's path leads no longer to it, and when no daemon is connected and nothing is left that is worth keeping. What
-makes a daemon fail must not reach it, and it must start fast: it imports a little of the standard library, and never
-touches CUDA.
+It serves one daemon: the first request of a newer connection closes the older connection. While the owner is connected
+or has something there that is worth keeping, requests of every other owner are refused and change nothing.
+
+It ends on SIGTERM, when another file is at its socket's path, and when no daemon is connected and nothing is left that
+is worth keeping. A fault of the daemon must not affect it, and it must start fast: it imports only a little of the
+standard library and never touches CUDA.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ from membroker.wire.names import MAX_DESCRIPTORS
 from membroker.wire.standard import open_standard_descriptors
 
 LISTENING = "listening"
-"""What it says on its standard output once it can be connected to."""
+"""The line on its standard output that says that it accepts connections."""
 SEGMENT, PROCESS = "segment.", "process."
-"""How the names begin of what is worth keeping: of memory always, of a process's pidfd while it lives."""
+"""Prefixes of names that are worth keeping: a segment's always, a process's pidfd while the process lives."""
 MAX_PACKET_BYTES = 32_768
 LOOK_SECONDS = 2.0
-"""How often it looks whether it is of use, so also how long it waits for its first connection."""
+"""How often it checks whether it is still needed, and so how long it waits for its first connection."""
 PAUSE_SECONDS = 0.1
-"""How long accepting rests when the machine has no descriptor left."""
+"""How long it stops accepting when the machine is out of descriptors."""
 RESERVED = MAX_DESCRIPTORS + 16
-"""Descriptors that are not for names: a packet's, before it is accepted, and the keeper's own."""
+"""Descriptors that it needs for itself and for one packet before that is accepted."""
 
 MAX_OWNER_LENGTH = 255
 
@@ -67,30 +68,30 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Refused(Exception):
-    """A packet that nothing is done about. The message is a sentence for its sender."""
+    """A packet is refused and changes nothing. The message is a sentence for the sender."""
 
 
 class Owned(Refused):
-    """The keeper is another owner's."""
+    """The keeper belongs to another owner."""
 
     def __init__(self, owner: str) -> None:
         super().__init__(
             f"it keeps the descriptors of {owner}: give each device a keeper of its own, "
             'as keeper_socket = "/run/membroker-keeper/{device}/fdstore.sock" does, '
-            f"or end this keeper (process {os.getpid()}) where that device's daemon is gone for good"
+            f"or end this keeper (process {os.getpid()}) if that device's daemon will not run again"
         )
         self.owner = owner
 
 
 class Packet(NamedTuple):
-    """One packet as it was received. The descriptors are the receiver's to close."""
+    """One packet as it was received. The receiver must close the descriptors."""
 
     data: bytes
     descriptors: list[int]
     flags: int
 
     def message(self) -> dict[str, Any]:
-        """Return the object in it; raises `Refused`."""
+        """Return the JSON object in the packet; raises `Refused`."""
         if self.flags & socket.MSG_TRUNC:
             raise Refused(f"the packet is longer than {MAX_PACKET_BYTES} bytes")
         try:
@@ -102,20 +103,20 @@ class Packet(NamedTuple):
         return message
 
     def check_descriptors(self, count: int) -> None:
-        """Raise `Refused` unless it came with so many descriptors."""
+        """Raise `Refused` unless the packet came with this many descriptors."""
         if self.flags & socket.MSG_CTRUNC:
-            raise Refused(f"descriptors were lost: more than {MAX_DESCRIPTORS} were sent, or no more may be open here")
+            raise Refused(f"descriptors were lost: more than {MAX_DESCRIPTORS} were sent, or the receiver has too many")
         if len(self.descriptors) != count:
             raise Refused(f"the packet has {len(self.descriptors)} descriptors and needs {count}")
 
 
 def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-    """Send one packet. The descriptors stay open and the caller's; raises what `sendmsg` raises."""
+    """Send one packet. The caller still owns the descriptors. Raises what `sendmsg` raises."""
     passing.send(connection, json.dumps(message).encode(), descriptors)
 
 
 def receive(connection: socket.socket) -> Packet:
-    """Receive one packet; no bytes mean that the other end is gone. Raises what `recvmsg` raises."""
+    """Receive one packet. An empty packet means that the other end has closed. Raises what `recvmsg` raises."""
     return Packet(*passing.receive(connection, MAX_PACKET_BYTES))
 
 
@@ -127,22 +128,22 @@ class Keeper:
         self._most = _raise_descriptor_limit() - RESERVED
         self._directory = _take_directory(os.path.dirname(path))
         with suppress(FileNotFoundError):
-            os.unlink(path)  # a dead keeper's: a living one has the directory
+            os.unlink(path)  # left by a dead keeper: a living one would hold the directory's lock
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         os.umask(0o177)
         self._listener.bind(path)
         self._listener.listen()
-        self._place = _place(path)
+        self._identity = _identity(path)
         self._daemon: socket.socket | None = None
         self._newcomer: socket.socket | None = None
-        """The latest connection that has not asked for anything yet."""
+        """The latest connection, until its first request."""
         self._owner = ""
         self._kept: dict[str, int] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Serve until it is of no use."""
+        """Serve until the keeper is not needed any more."""
         look = time.monotonic() + LOOK_SECONDS
         while True:
             ready = [key.fileobj for key, _ in self._selector.select(max(0.0, look - time.monotonic()))]
@@ -152,17 +153,17 @@ class Keeper:
             if self._listener in ready:
                 self._accept()
             if time.monotonic() >= look:
-                if not self._is_of_use():
+                if not self._is_needed():
                     return
                 look = time.monotonic() + LOOK_SECONDS
 
     def leave(self) -> None:
-        """Take the socket away, if it is still this keeper's."""
-        if _place(self._path) == self._place:
+        """Remove the socket, unless another file has replaced it."""
+        if _identity(self._path) == self._identity:
             os.unlink(self._path)
 
-    def _is_of_use(self) -> bool:
-        if _place(self._path) != self._place:
+    def _is_needed(self) -> bool:
+        if _identity(self._path) != self._identity:
             return False
         return self._daemon is not None or self._newcomer is not None or self._keeps_something()
 
@@ -206,11 +207,11 @@ class Keeper:
             self._newcomer = None
 
     def _admit(self, connection: socket.socket, owner: str) -> None:
-        """Make a connection the daemon's, in the place of the one before; raises `Owned`."""
+        """Make this the daemon's connection, and close the one before it; raises `Owned`."""
         if self._owner not in ("", owner):
             if self._daemon is not None or self._keeps_something():
                 raise Owned(self._owner)
-            close_all(self._kept.values())  # nothing that another daemon could use
+            close_all(self._kept.values())  # nothing in it is of use to another daemon
             self._kept.clear()
         self._owner = owner
         if connection is not self._daemon:
@@ -218,7 +219,7 @@ class Keeper:
             self._daemon, self._newcomer = connection, None
 
     def _serve(self, connection: socket.socket) -> None:
-        """Answer one packet. A connection that takes no answers is ended, and so is one that has been closed."""
+        """Answer one packet. Close a connection that the other end has closed, or that does not read its answers."""
         try:
             packet = receive(connection)
             answer, descriptors = self._answer(packet, connection)
@@ -236,7 +237,7 @@ class Keeper:
             self._hang_up(connection)
 
     def _answer(self, packet: Packet, connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-        """Carry a request out; what is left in the packet's descriptors was not taken."""
+        """Carry out a request and return the answer. Descriptors that stay in the packet were not taken."""
         answer: dict[str, Any] = {"number": None}
         try:
             message = packet.message()
@@ -259,7 +260,7 @@ class Keeper:
                     names = list(itertools.islice(self._kept, first, first + MAX_DESCRIPTORS))
                     return answer | {"names": names, "count": len(self._kept)}, [self._kept[name] for name in names]
                 case _:
-                    raise Refused("the request is none of own, put, drop and list")
+                    raise Refused("the request is not own, put, drop or list")
         except Owned as error:
             answer |= {"error": str(error), "owner": error.owner}
         except Refused as error:
@@ -269,43 +270,43 @@ class Keeper:
     def _put(self, names: list[str], packet: Packet) -> None:
         packet.check_descriptors(len(names))
         if len(self._kept.keys() | names) > self._most:
-            raise Refused(f"{len(self._kept)} descriptors are kept, of {self._most} that may be: raise ulimit -n")
+            raise Refused(f"it has {len(self._kept)} descriptors and may have {self._most}: raise ulimit -n")
         close_all(self._kept[name] for name in names if name in self._kept)
         self._kept.update(zip(names, packet.descriptors, strict=True))
         packet.descriptors.clear()
 
 
 def _checked_owner(owner: Any) -> str:
-    """Return an owner's name, if that is what it is."""
+    """Return `owner` if it is a valid owner's name; raises `Refused`."""
     if not isinstance(owner, str) or len(owner) > MAX_OWNER_LENGTH:
         raise Refused(f"an owner is a string of at most {MAX_OWNER_LENGTH} characters")
     return owner
 
 
 def _checked(names: Any) -> list[str]:
-    """Return the names, if that is what they are."""
+    """Return `names` if they are valid; raises `Refused`."""
     if not isinstance(names, list) or not all(isinstance(name, str) and _NAME.fullmatch(name) for name in names):
-        raise Refused("names are a list of strings of 1 to 255 of [A-Za-z0-9._-]")
+        raise Refused("names must be a list of strings of 1 to 255 characters of [A-Za-z0-9._-]")
     if len(names) > MAX_DESCRIPTORS or len(set(names)) < len(names):
-        raise Refused(f"names are at most {MAX_DESCRIPTORS}, each once")
+        raise Refused(f"a request has at most {MAX_DESCRIPTORS} names, all different")
     return names
 
 
 def _take_directory(directory: str) -> int:
-    """Return the directory, locked until this process ends: there is one keeper in it, and nobody else gets in."""
+    """Open and lock the directory until this process ends. It holds one keeper, and only this user can enter it."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     status = os.fstat(descriptor)
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise OSError(f"{directory} is not this user's alone: name a directory that only the keeper uses; one is made")
+        raise OSError(f"{directory} is not this user's alone: name another directory for it, created if missing")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise OSError(f"another keeper has {directory}") from error
+        raise OSError(f"another keeper uses {directory}") from error
     return descriptor
 
 
-def _place(path: str) -> tuple[int, int] | None:
-    """Return what tells the file at a path from every other."""
+def _identity(path: str) -> tuple[int, int] | None:
+    """Return the device and inode of the file at a path, or None if there is no such file."""
     try:
         status = os.stat(path)
     except OSError:
@@ -320,14 +321,17 @@ def _raise_descriptor_limit() -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Keep descriptors until it is of no use; returns its exit status: 0, or 1 when it cannot listen."""
+    """Run the keeper until it is not needed any more. Return the exit status: 0, or 1 if it cannot listen."""
     open_standard_descriptors()
     parser = argparse.ArgumentParser(
         prog="membroker-fdstore",
-        description="Keep descriptors for a membrokerd that may die. Where systemd keeps none, it starts this itself.",
+        description="Keep descriptors for a membrokerd that may die. The daemon starts this command itself "
+        "where systemd does not keep them.",
     )
     parser.add_argument(
-        "socket", metavar="SOCKET", help="where to listen, in a directory of mode 0700; made where it is missing"
+        "socket",
+        metavar="SOCKET",
+        help="path to listen at, in a directory of mode 0700 that is created if missing",
     )
     path = os.path.abspath(parser.parse_args(arguments).socket)
     for number in (signal.SIGTERM, signal.SIGINT):

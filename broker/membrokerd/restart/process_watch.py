@@ -1,8 +1,8 @@
-"""The watch on sessions' processes: one pidfd for each session, from its Hello until it is forgotten.
+"""Watches the processes of sessions: one pidfd for each session, from its Hello until the session is forgotten.
 
-A session outlives its connection, and this daemon: so the pidfd belongs to neither, and a copy is in the descriptor
-store. Decides nothing: it tells of deaths. A process that began another program by exec() is dead to its sessions: the
-kernel has unmapped their memory and closed their descriptors.
+A session outlives its connection and this daemon, so the pidfd does not belong to the connection, and the descriptor
+store has a copy. A process that starts another program by exec() counts as dead: the kernel has unmapped its memory and
+closed its descriptors. It reports deaths and must never decide what follows from one.
 """
 
 from __future__ import annotations
@@ -11,47 +11,36 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from ..observe import logs
 from ..process import NO_DESCRIPTOR, identity_of, image_of
 from ..turns import Turns
+from .descriptor_store import Store
 
 EXEC_SECONDS = 0.2
-"""How long after a connection's end its process is looked at: an exec() closes it before the new program is mapped."""
+"""The delay between the end of a connection and the check for an exec(), which closes descriptors before it maps the
+new program."""
 
 _DEATHS = "the dead"
-"""Whose share of a turn deaths use: no tenant has such a name."""
-
-
-class Pidfds(Protocol):
-    """Where copies of pidfds outlive this daemon (`Store`)."""
-
-    def keep_process(self, session: int, pidfd: int) -> None:
-        """Copy a session's pidfd."""
-        ...
-
-    def forget_process(self, session: int) -> None:
-        """Let go of a session's pidfd."""
-        ...
+"""The name under which deaths use a share of a turn. It is not a valid tenant's name."""
 
 
 class Watch:
-    """Tells `died` of each session whose process is dead, once."""
+    """Calls `died` once for each session whose process is dead."""
 
-    def __init__(self, store: Pidfds, died: Callable[[int], None], turns: Turns) -> None:
+    def __init__(self, store: Store, died: Callable[[int], None], turns: Turns) -> None:
         self._store = store
         self._died = died
         self._turns = turns
         self._pidfds: dict[int, int] = {}
         self._images: dict[int, tuple[int, tuple[str, ...]]] = {}
-        """The pid and the image of each session's process, where the broker can see them."""
+        """The pid and the image of each session's process, if the broker can see them."""
         self._io = asyncio.get_running_loop()
 
     def add(self, session: int, pidfd: int, pid: int) -> None:
-        """Watch a session's process; the pidfd is the watch's from now on. One that is watched already stays so.
+        """Watch a session's process, and take ownership of the pidfd. A session that is watched keeps its first pidfd.
 
-        The sessions that the process had before an exec() end.
+        Sessions that the same process had before an exec() end.
         """
         image = image_of(pid)
         if image is not None:
@@ -67,13 +56,13 @@ class Watch:
         self._io.add_reader(pidfd, self._ended, session)
 
     def inherit(self, session: int, pid: int, process: str, kept: int | None) -> None:
-        """Watch the process of a session of an earlier daemon, by the pidfd that was kept or by its number."""
+        """Watch the process of an earlier daemon's session, by the kept pidfd or else by its pid."""
         pidfd = os.dup(kept) if kept is not None else self._find(session, pid, process)
         if pidfd is not None:
             self.add(session, pidfd, pid)
 
     def look(self, session: int) -> None:
-        """Find out, in a moment, whether the session's connection ended by an exec() of its process."""
+        """Check, after EXEC_SECONDS, whether an exec() of the process ended the session's connection."""
         if session in self._images:
             self._io.call_later(EXEC_SECONDS, self._look, session)
 
@@ -85,19 +74,19 @@ class Watch:
 
     def _replaced(self, session: int) -> None:
         logs.log(
-            "a process began another program by exec(): its session ends as if it had died",
+            "a process started another program by exec(): its session ends as if the process had died",
             session=f"sessions/{session:x}",
             pid=self._images[session][0],
         )
         self._drop(session)
-        self._io.call_soon(self._died, session)  # another session may be beginning just now
+        self._io.call_soon(self._died, session)  # later: the caller may be in the middle of beginning another session
 
     def _find(self, session: int, pid: int, process: str) -> int | None:
-        """Return a pidfd of a process that was seen before, or None: it is dead, or nobody can say."""
+        """Return a pidfd of a process that was seen before, or None if it is dead or cannot be found."""
         if pid <= 0:
             logs.warn(
-                "nobody can say whether the process of this session lives: it is in another pid namespace, and its "
-                "pidfd was lost with the descriptor store; once it is gone, `membroker forget` ends the session",
+                "the broker cannot tell whether the process of this session is alive: it is in another pid namespace, "
+                "and its pidfd was lost with the descriptor store; when it has ended, use `membroker forget`",
                 session=f"sessions/{session:x}",
             )
             return None
@@ -106,16 +95,15 @@ class Watch:
         except OSError as error:
             if error.errno in NO_DESCRIPTOR:
                 raise
-            self._io.call_soon(self._died, session)
-            return None
-        if identity_of(pidfd, pid) == process:
-            return pidfd
-        os.close(pidfd)  # the number is another process's by now
+        else:
+            if identity_of(pidfd, pid) == process:
+                return pidfd
+            os.close(pidfd)  # another process has this pid now
         self._io.call_soon(self._died, session)
         return None
 
     def _ended(self, session: int) -> None:
-        """Tell of a death, unless this turn has had its share of them: a pidfd stays readable."""
+        """Report a death, unless deaths have used up their share of this turn: a pidfd stays readable."""
         if not self._turns.may(_DEATHS, self._pidfds[session]):
             return
         began = time.perf_counter()
@@ -124,7 +112,7 @@ class Watch:
         self._turns.charge(_DEATHS, time.perf_counter() - began)
 
     def forget(self, session: int) -> None:
-        """Watch a session's process no more."""
+        """Stop watching a session's process."""
         self._drop(session)
         self._store.forget_process(session)
 
@@ -136,6 +124,6 @@ class Watch:
             os.close(pidfd)
 
     def close(self) -> None:
-        """Watch nobody any more; the store keeps what a later daemon watches."""
+        """Stop watching. The store keeps the pidfds for the next daemon."""
         for session in list(self._pidfds):
             self._drop(session)

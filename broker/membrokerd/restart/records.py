@@ -1,7 +1,7 @@
-"""What stands in the journal's file: frames with a length and a checksum, and in them facts as compact JSON.
+"""The format of the journal's file: frames with a length and a checksum, which contain facts as compact JSON.
 
-Owns the format. Each number, size and name is checked before anything is made of it, and what this version does not
-know for certain is `Unusable`: never guessed. Opens no file.
+Each number, size and name is checked before it is used. Anything that this version does not know makes the journal
+`Unusable`; nothing is guessed. It must never open a file.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ..core import facts as ft
 from ..core.events import LOCATIONS, Location, ModelName
 
 _FRAME = struct.Struct("<II")
-"""Length and checksum of what follows."""
+"""Length and checksum of the content that follows."""
 _BEGINS = re.compile(rb"\[\[\d{1,3},")
-"""How the content of each record begins, but the header's."""
+"""The first bytes of every record's content, except the header's."""
 MAX_IDS = 1 << 22
-"""Extents that one fact may name one by one: 8 TiB of the smallest."""
+"""The most extents that one fact may list, and that may be lent at once: 8 TiB of the smallest."""
 
 
 class Unusable(Exception):
-    """A journal that can't be used. Says why, behind "the journal"; `reason` is for the name of its file."""
+    """A journal that cannot be used. The message continues "the journal …"; `reason` goes into the file's new name."""
 
     def __init__(self, reason: str, why: str) -> None:
         super().__init__(why)
@@ -45,27 +45,27 @@ _quoted = json.encoder.encode_basestring_ascii
 
 
 def frame(content: str) -> bytes:
-    """Return a record of this content."""
+    """Return the record with this content."""
     data = content.encode()
     return _FRAME.pack(len(data), zlib.crc32(data)) + data
 
 
 class _Span(NamedTuple):
-    """Where the content of a record is in the file."""
+    """The offsets in the file between which the content of a record lies."""
 
     begin: int
     end: int
 
 
 def header_of(data: bytes, records: Sequence[_Span]) -> bytes:
-    """Return the content of the first record, the header; raises `Unusable` where not even that is whole."""
+    """Return the content of the first record, the header; raises `Unusable` if even that is incomplete."""
     if not records:
-        raise Unusable("broken", "does not begin as one of membrokerd")
+        raise Unusable("broken", "does not start with a header of membrokerd")
     return data[records[0].begin : records[0].end]
 
 
 def _span(data: bytes, at: int) -> _Span | None:
-    """Return the record whose head is at `at`, if there is a whole one with the right checksum."""
+    """Return the record whose head is at `at`, or None if it is incomplete or its checksum is wrong."""
     begin = at + _FRAME.size
     if begin >= len(data):
         return None
@@ -76,7 +76,7 @@ def _span(data: bytes, at: int) -> _Span | None:
 
 
 def split(data: bytes) -> tuple[list[_Span], int]:
-    """Return the whole records from the first on, the header's, and where they end."""
+    """Return the complete records from the header on, and the offset at which they end."""
     records, at = [], 0
     while record := _span(data, at):
         records.append(record)
@@ -84,11 +84,11 @@ def split(data: bytes) -> tuple[list[_Span], int]:
     return records, at
 
 
-def is_record_behind(data: bytes, at: int) -> bool:
-    """Say whether a whole record lies behind the broken one at `at`: then the file is damaged, and was not cut short.
+def has_record_after(data: bytes, at: int) -> bool:
+    """Return whether a complete record follows the broken one at `at`: then the file is damaged, not just cut short.
 
-    Lengths say nothing any more, so records are looked for by how they begin. The search reads the file once. It may
-    compute checksums of four times as much, for lengths that are wrong; a file that needs more is damaged.
+    The broken record's length cannot be trusted, so the search looks for the first bytes of a record. It reads the
+    file once. Wrong lengths can make it compute checksums of four times as much; a file that needs more is damaged.
     """
     left = 4 * len(data)
     for found in _BEGINS.finditer(data, at + _FRAME.size + 1):
@@ -101,32 +101,30 @@ def is_record_behind(data: bytes, at: int) -> bool:
 
 
 def record_of(facts: Sequence[ft.Fact]) -> bytes:
-    """Return the record of these facts: nothing, when no successor needs any of them."""
-    told = [_FORMS[type(fact)].encode(fact) for fact in facts if type(fact) not in _LEFT_OUT]
-    return frame(f"[{','.join(told)}]") if told else b""
+    """Return the record of these facts. It is empty if no successor needs any of them."""
+    encoded = [_FORMS[type(fact)].encode(fact) for fact in facts if type(fact) not in _LEFT_OUT]
+    return frame(f"[{','.join(encoded)}]") if encoded else b""
 
 
 def decode(record: bytes) -> Iterator[ft.Fact]:
     """Yield the facts in the content of a record; raises `Unusable`."""
-    for told in parse(record):
+    for item in parse(record):
         try:
-            tag, *values = told
+            tag, *values = item
             yield _TAGGED[_int(tag)].decode(values)
         except (TypeError, ValueError, KeyError) as error:
             raise Unusable(
-                "other-format", f"has a fact that this version does not know: {reprlib.repr(told)}"
+                "other-format", f"has a fact that this version does not know: {reprlib.repr(item)}"
             ) from error
 
 
 def parse(record: bytes) -> list[Any]:
-    """Return the list that the content of a record is; raises `Unusable`."""
+    """Return the list in the content of a record; raises `Unusable`."""
     try:
-        told = json.loads(record)
-    except (ValueError, RecursionError) as error:
-        raise Unusable("other-format", "has a record that this version can't read") from error
-    if not isinstance(told, list):
-        raise Unusable("other-format", "has a record that this version can't read")
-    return told
+        content: list[Any] = _list(json.loads(record))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Unusable("other-format", "has a record that this version cannot read") from error
+    return content
 
 
 # --- Facts ---
@@ -134,10 +132,10 @@ def parse(record: bytes) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Type:
-    """How values of a type stand in JSON. `decode` raises `ValueError` or `TypeError` for what is none.
+    """How values of one type are written as JSON. `decode` raises `ValueError` or `TypeError` for any other value.
 
-    `encode` returns the text: json makes an encoder anew for each value that is no string, which takes as long as the
-    rest of an append. Plain numbers need none.
+    `encode` returns the text itself, because json creates a new encoder for each value that is not a string, which
+    takes as long as the rest of an append. Plain numbers need no `encode`.
     """
 
     decode: Callable[[Any], Any]
@@ -145,10 +143,10 @@ class _Type:
 
 
 def _plain(*kinds: type) -> _Type:
-    def decode(told: Any) -> Any:
-        if type(told) not in kinds:
+    def decode(value: Any) -> Any:
+        if type(value) not in kinds:
             raise TypeError
-        return told
+        return value
 
     return _Type(decode)
 
@@ -165,14 +163,14 @@ _BOUNDS: Mapping[str, tuple[int, int]] = {
     "pid": (0, (1 << 31) - 1),
     "uid": (0, (1 << 32) - 1),
 }
-"""The least and the most that each plain number of a fact may be, by the name of its field."""
+"""The smallest and largest value of each plain number in a fact, by the name of its field."""
 
 
 def _within(least: int, most: int) -> Callable[[Any], int]:
-    def decode(told: Any) -> int:
-        if not least <= _int(told) <= most:
+    def decode(value: Any) -> int:
+        if not least <= _int(value) <= most:
             raise ValueError
-        return told  # type: ignore[no-any-return]
+        return value  # type: ignore[no-any-return]
 
     return decode
 
@@ -180,36 +178,36 @@ def _within(least: int, most: int) -> Callable[[Any], int]:
 _id, _size = _within(0, _MAX_ID), _within(0, MAX_BYTES)
 
 
-def _size_or_none(told: Any) -> int | None:
-    return None if told is None else _size(told)
+def _size_or_none(value: Any) -> int | None:
+    return None if value is None else _size(value)
 
 
-def _location(told: Any) -> Location:
-    if told not in LOCATIONS:
+def _location(value: Any) -> Location:
+    if value not in LOCATIONS:
         raise ValueError
-    return told  # type: ignore[no-any-return]
+    return value  # type: ignore[no-any-return]
 
 
-def _model_name(told: Any) -> ModelName:
-    tenant, model = _list(told)
+def _model_name(value: Any) -> ModelName:
+    tenant, model = _list(value)
     return ModelName(_text(tenant), _text(model))
 
 
-def _sizes(told: Any) -> dict[Location, int]:
-    return {_location(location): _size(size) for location, size in _table(told).items()}
+def _sizes(value: Any) -> dict[Location, int]:
+    return {_location(location): _size(size) for location, size in _table(value).items()}
 
 
-def _run(told: Any) -> range:
-    first, count = _list(told)
+def _run(value: Any) -> range:
+    first, count = _list(value)
     if not 0 <= _int(count) <= MAX_IDS:
         raise ValueError
     return range(_id(first), first + count)
 
 
-def _ids(told: Any) -> tuple[int, ...] | range:
-    if told and type(_list(told)[0]) is int:
-        return _run(told)
-    runs = [_run(run) for run in _list(told)]
+def _ids(value: Any) -> tuple[int, ...] | range:
+    if value and type(_list(value)[0]) is int:
+        return _run(value)
+    runs = [_run(run) for run in _list(value)]
     if sum(map(len, runs)) > MAX_IDS:
         raise ValueError
     return tuple(extent for run in runs for extent in run)
@@ -226,7 +224,7 @@ def _from_run(ids: range) -> str:
 
 
 def _from_ids(ids: tuple[int, ...] | range) -> str:
-    """Return a range as its first and how many, and single ids as a list of such runs."""
+    """Return a range as its first id and its length, and separate ids as a list of such runs."""
     if isinstance(ids, range):
         return _from_run(ids)
     runs: list[list[int]] = []
@@ -251,7 +249,7 @@ _TYPES: Mapping[Any, _Type] = {
     range: _Type(_run, _from_run),
     tuple[int, ...] | range: _Type(_ids, _from_ids),
 }
-"""By the annotations of the facts. How a plain number is checked depends on its name."""
+"""By the annotation of a field. Plain numbers are checked by the name of the field instead."""
 
 
 def _type_of(name: str, hint: Any) -> _Type:
@@ -259,7 +257,7 @@ def _type_of(name: str, hint: Any) -> _Type:
 
 
 class _Form:
-    """How the facts of a class stand in JSON: as a list of the class's tag and their fields."""
+    """How the facts of one class are written as JSON: a list of the class's tag and the fields."""
 
     def __init__(self, tag: int, kind: type[ft.Fact]) -> None:
         hints = get_type_hints(kind)
@@ -272,18 +270,18 @@ class _Form:
         self._text = f"[{tag},{','.join(places)}]"
 
     def encode(self, fact: ft.Fact) -> str:
-        told = list(map(getattr, itertools.repeat(fact), self._names))
+        values = list(map(getattr, itertools.repeat(fact), self._names))
         for place, encode in self._others:
-            told[place] = encode(told[place])
-        return self._text % tuple(told)
+            values[place] = encode(values[place])
+        return self._text % tuple(values)
 
     def decode(self, values: list[Any]) -> ft.Fact:
-        """Return the fact; raises `ValueError` or `TypeError` for the values of no fact of this class."""
+        """Return the fact; raises `ValueError` or `TypeError` if these are not the values of this class."""
         return self.kind(*(form.decode(value) for (_, form), value in zip(self._fields, values, strict=True)))
 
 
 _LEFT_OUT = (ft.StockChanged, ft.QuotaSet)
-"""The stock dies with who made it; quotas are kept in a file of their own."""
+"""The warm pool ends with the daemon that made it, and quotas have their own file."""
 _TAGGED: Mapping[int, _Form] = {
     tag: _Form(tag, kind)
     for tag, kind in {
@@ -311,5 +309,5 @@ _TAGGED: Mapping[int, _Form] = {
         22: ft.SegmentHeldAgain,
     }.items()
 }
-"""A tag never gets another meaning: a fact that is told otherwise, once there are journals of it, gets a new one."""
+"""A tag never changes its meaning. If the fields of a fact change after a release, it gets a new tag."""
 _FORMS: Mapping[type, _Form] = {form.kind: form for form in _TAGGED.values()}

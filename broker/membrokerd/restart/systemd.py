@@ -1,8 +1,8 @@
-"""The mirror where systemd started the daemon: copies of descriptors in systemd's descriptor store (sd_notify(3)).
+"""The mirror for a daemon that systemd started: copies of descriptors in systemd's descriptor store (sd_notify(3)).
 
-A message for each descriptor, since a name is for a whole message; then a barrier, the end of a pipe that systemd
-closes when it has come so far. What is beyond its maximum systemd drops without a word, so what it has is counted here.
-All of it runs on the event loop's thread.
+Each descriptor has its own message, because a name applies to a whole message. Then comes a barrier: one end of a pipe,
+which systemd closes when it has handled everything before it. systemd silently drops descriptors beyond its maximum, so
+this module counts what systemd has. Everything here runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from membroker.wire.frames import close_all, send
 
 from ..observe import sd_notify as notify
 from .descriptor_store import Done, Kept, sort
-from .keeper_client import IN_FLIGHT_SECONDS, Put
+from .keeper_client import Put
+from .keeper_connection import IN_FLIGHT_SECONDS
 
 _FIRST_INHERITED = 3
 _BARRIER = "BARRIER=1"
 
 
 class _BarredPut(Put):
-    """A put, and the pipe of its barrier."""
+    """A put with the pipe of its barrier."""
 
     def __init__(self, items: Sequence[tuple[str, int]], done: Done, late: Callable[[], None]) -> None:
         self.reader, self.writer = os.pipe()
@@ -37,7 +38,7 @@ class _BarredPut(Put):
             raise
 
     def close_writer(self) -> None:
-        """Leave this end to systemd alone."""
+        """Close this process's copy of the writing end, so that only systemd has it."""
         if self.writer >= 0:
             os.close(self.writer)
             self.writer = -1
@@ -55,7 +56,7 @@ class _Message(NamedTuple):
 
 
 class SystemdMirror:
-    """Copies in systemd's store, at most `maximum` of them; `names` are those that are there already."""
+    """Copies in systemd's store, at most `maximum`; `names` are already there."""
 
     def __init__(self, connection: socket.socket, maximum: int, names: Iterable[str]) -> None:
         self._io = asyncio.get_running_loop()
@@ -67,9 +68,12 @@ class SystemdMirror:
         self._puts: dict[_BarredPut, None] = {}
 
     def put(self, items: Sequence[tuple[str, int]], done: Done) -> None:
-        """Copy descriptors; fails when they would be more than systemd keeps, or when it does not answer."""
+        """Copy descriptors. Fails if systemd's store would be too full, or if systemd does not answer."""
         if len(self._names.union(name for name, _ in items)) > self._maximum:
-            full = f"systemd keeps {len(self._names)} descriptors of {self._maximum}: raise FileDescriptorStoreMax="
+            full = (
+                f"systemd has {len(self._names)} descriptors of this service and keeps at most {self._maximum}: "
+                "raise FileDescriptorStoreMax="
+            )
             self._io.call_soon(done, OSError(full))
             return
         try:
@@ -78,7 +82,7 @@ class SystemdMirror:
             self._io.call_soon(done, error)
             return
         self._puts[put] = None
-        self.drop(list(put.copies))  # systemd would keep both of one name
+        self.drop(list(put.copies))  # else systemd would keep two descriptors of one name
         self._names.update(put.copies)
         for name, copy in put.copies.items():
             self._unsent.append(_Message(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", [copy], put))
@@ -87,7 +91,7 @@ class SystemdMirror:
         self._flush()
 
     def drop(self, names: Sequence[str]) -> None:
-        """Let go of names."""
+        """Remove these names."""
         for name in names:
             if name in self._names:
                 self._names.remove(name)
@@ -95,14 +99,14 @@ class SystemdMirror:
         self._flush()
 
     def fill_from(self, contents: Callable[[], Iterable[tuple[str, int]]]) -> None:
-        """Nothing: a systemd that is begun anew has lost the daemon too."""
+        """Do nothing: the daemon does not outlive systemd."""
 
     def close(self) -> None:
-        """Leave systemd with what it has."""
+        """Disconnect. systemd keeps what it has."""
         self._io.remove_writer(self._sock)
         self._names.clear()
         self._unsent.clear()
-        self._fail(ConnectionError("the broker stops"))
+        self._fail(ConnectionError("the broker is stopping"))
         self._sock.close()
 
     def _flush(self) -> None:
@@ -124,7 +128,7 @@ class SystemdMirror:
                 message.put.close_writer()
         self._io.remove_writer(self._sock)
 
-    # --- puts: systemd comes to their barriers in order, so only the first is watched ---
+    # --- puts: systemd handles their barriers in order, so only the first is watched ---
 
     def _watch(self) -> None:
         for put in self._puts:
@@ -145,20 +149,23 @@ class SystemdMirror:
 
 
 def systemd_available(configured_maximum: int = 0) -> bool:
-    """Say whether systemd keeps descriptors of this service. `configured_maximum`: where it does not say how many."""
+    """Return whether systemd keeps descriptors of this service.
+
+    `configured_maximum` is used by systemd before version 254, which does not say how many it keeps.
+    """
     return bool(os.environ.get("NOTIFY_SOCKET")) and _maximum(configured_maximum) > 0
 
 
 def started_by_systemd() -> bool:
-    """Say whether this process is the main one of a systemd service (248 and later say so)."""
+    """Return whether this is the main process of a systemd service. systemd says so from version 248 on."""
     return os.environ.get("SYSTEMD_EXEC_PID") == str(os.getpid())
 
 
 def open_systemd(configured_maximum: int = 0) -> tuple[SystemdMirror, Kept]:
-    """Return a mirror in systemd's store, and what it has of a predecessor; raises OSError.
+    """Return a mirror in systemd's store, and the descriptors that a predecessor left there; raises OSError.
 
-    systemd says how many it keeps from version 254 on, and before that `configured_maximum` does: it must be no more
-    than FileDescriptorStoreMax=.
+    From version 254 on, systemd says how many descriptors it keeps. Before that, `configured_maximum` says so; it must
+    not exceed FileDescriptorStoreMax=.
     """
     connection = notify.connect()
     if connection is None:
@@ -172,12 +179,15 @@ def open_systemd(configured_maximum: int = 0) -> tuple[SystemdMirror, Kept]:
 
 
 def _maximum(configured: int) -> int:
-    told = os.environ.get("FDSTORE", "")
-    return int(told) if told.isdecimal() else configured
+    announced = os.environ.get("FDSTORE", "")
+    return int(announced) if announced.isdecimal() else configured
 
 
 def _inherited() -> list[tuple[str, int]]:
-    """Return what systemd passed to this process, by name. Its children get neither it nor the word of it."""
+    """Return the descriptors that systemd passed to this process, with their names.
+
+    Child processes do not inherit them, nor the environment variables that announce them.
+    """
     pid, count, names = (os.environ.pop(key, "") for key in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"))
     if pid != str(os.getpid()) or not count.isdecimal():
         return []

@@ -1,6 +1,6 @@
-"""What a daemon takes over from the one before it: the books, the descriptors, and the processes to watch.
+"""The takeover: a daemon continues with its predecessor's books, descriptors and processes to watch.
 
-Nothing is decided here that the core decides: it learns what there is, and goes on.
+It tells the core what was found. It must never decide what the core decides.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .records import MAX_IDS
 
 
 class Books(NamedTuple):
-    """What the daemon before this one has left, as this one needs it.
+    """The predecessor's books.
 
-    `charged` has each location that has anything on file. That may be nothing: a segment whose create has failed has a
-    row until its name is free. `by_pid` is what the sessions of each process are charged at the device. No id on file
-    is of a later epoch than `epoch`.
+    `charged` has the bytes of each location that is in use. They may be 0: a segment whose create failed has a row
+    until its name is free. `by_pid` is what the sessions of each process are charged on the device. `epoch` is the
+    latest epoch of all ids in the books.
     """
 
     story: list[ft.Fact]
@@ -42,13 +42,13 @@ class Books(NamedTuple):
     epoch: int
 
 
-def condense(told: Iterable[ft.Fact]) -> Books:
-    """Return the books that these facts make, as the shortest story of them.
+def rebuild_books(facts: Iterable[ft.Fact]) -> Books:
+    """Return the books that result from these facts, with the fewest facts that make them.
 
-    Raises `AssertionError` or `KeyError` where the facts contradict each other.
+    Raises `AssertionError` or `KeyError` if the facts contradict each other.
     """
     ledger = Ledger(dict.fromkeys(LOCATIONS, MAX_BYTES))
-    for fact in _bounded(told, ledger):
+    for fact in _bounded(facts, ledger):
         ledger.apply(fact)
     recount(ledger)
     segments = {row.location for row in ledger.segments.values()}
@@ -59,23 +59,23 @@ def condense(told: Iterable[ft.Fact]) -> Books:
     return Books(list(story(ledger)), charged, by_pid, max(_ids(ledger), default=0) >> COUNTER_BITS)
 
 
-def _bounded(told: Iterable[ft.Fact], ledger: Ledger) -> Iterator[ft.Fact]:
-    """Yield the facts while the ledger has at most MAX_IDS extents: it has a row for each.
+def _bounded(facts: Iterable[ft.Fact], ledger: Ledger) -> Iterator[ft.Fact]:
+    """Yield the facts, and fail if the ledger, which has a row for each extent, would have more than MAX_IDS of them.
 
-    What is credited meanwhile is counted only when that may matter.
+    Credits are taken into account only once the debits alone exceed the bound.
     """
     extents = 0
-    for fact in told:
+    for fact in facts:
         if isinstance(fact, ft.Debited):
             extents += fact.count
             if extents > MAX_IDS:
                 extents = fact.count + sum(len(row.extents) for row in ledger.sessions.values())
-                assert extents <= MAX_IDS, f"{extents} extents are lent at once, and {MAX_IDS} may be"
+                assert extents <= MAX_IDS, f"{extents} extents are lent at once, more than {MAX_IDS}"
         yield fact
 
 
 def _ids(ledger: Ledger) -> Iterator[int]:
-    """Yield the largest ids on file."""
+    """Yield all ids in the books; of a segment's, only the largest."""
     yield from chain(ledger.sessions, ledger.segments)
     for row in ledger.sessions.values():
         yield from row.extents
@@ -84,15 +84,15 @@ def _ids(ledger: Ledger) -> Iterator[int]:
 
 
 def last_epoch(kept: Kept) -> int:
-    """Return the latest epoch of the ids that a descriptor store knows."""
+    """Return the latest epoch of the ids in a descriptor store."""
     ids = chain(kept.processes, kept.segments, *kept.segments.values())
     return max(ids, default=0) >> COUNTER_BITS
 
 
 def warn_of_holders(listed: Iterable[tuple[int, int]], by_pid: Mapping[int, int]) -> None:
-    """Name the processes that use more of the device than these books, from which something is missing, charge them.
+    """Log the processes that use more of the device than these incomplete books charge them.
 
-    `listed` are the driver's (pid, bytes). The largest are named.
+    `listed` are (pid, bytes) from the driver. Only the largest are named.
     """
     holders = sorted(((size, pid) for pid, size in listed if size > by_pid.get(pid, 0)), reverse=True)
     for size, pid in holders[:MOST_NAMED]:
@@ -106,30 +106,30 @@ def warn_of_holders(listed: Iterable[tuple[int, int]], by_pid: Mapping[int, int]
         logs.warn("more processes may hold memory: `membroker processes` lists them", count=len(holders) - MOST_NAMED)
 
 
-def hold_what_is_lent(capacities: Mapping[Location, int], charged: Mapping[Location, int]) -> dict[Location, int]:
-    """Return the capacities, each at least what is lent already: that is out, whatever the configuration says now."""
-    held = dict(capacities)
+def cover_lent(capacities: Mapping[Location, int], charged: Mapping[Location, int]) -> dict[Location, int]:
+    """Return the capacities, each raised to at least what is lent already: workers have that memory."""
+    raised = dict(capacities)
     for where, size in charged.items():
-        if size > held.get(where, -1):
+        if size > raised.get(where, -1):
             logs.warn(
-                "more is lent than the configuration allows now: the capacity stays at that until the next start",
+                "more is lent than the configured capacity: until the next start, the capacity is what is lent now",
                 location=where,
-                capacity_bytes=held.get(where, 0),
+                capacity_bytes=raised.get(where, 0),
                 lent_bytes=size,
             )
-            held[where] = size
-    return held
+            raised[where] = size
+    return raised
 
 
 def take_descriptors(ledger: Ledger, store: Store, executor: Executor, kept: Kept) -> frozenset[int]:
-    """Make the store agree with the books; return the segments of which it has not every descriptor."""
+    """Make the store agree with the books. Return the segments with missing descriptors."""
     for session in kept.processes.keys() - ledger.sessions.keys():
         store.forget_process(session)
-    strangers = [segment for segment in kept.segments if segment not in ledger.segments]
-    for segment in strangers:
+    unknown = [segment for segment in kept.segments if segment not in ledger.segments]
+    for segment in unknown:
         executor.close(store.give_up(segment), lambda _: None)
-    if strangers:
-        logs.log("descriptors of segments that the books do not know are closed", segments=len(strangers))
+    if unknown:
+        logs.log("closing descriptors of segments that are not in the books", segments=len(unknown))
     lost = [
         row
         for row in ledger.segments.values()
@@ -138,8 +138,8 @@ def take_descriptors(ledger: Ledger, store: Store, executor: Executor, kept: Kep
     ]
     for row in lost:
         logs.warn(
-            "not every descriptor of a segment was kept: it was still being made, or the descriptor store lost it; "
-            "nobody can attach it any more",
+            "some descriptors of a segment were not kept: it was still being created, or the descriptor store lost "
+            "them; it cannot be attached any more",
             segment=str(row.full_name()),
             state=row.state,
         )
@@ -147,7 +147,7 @@ def take_descriptors(ledger: Ledger, store: Store, executor: Executor, kept: Kep
 
 
 def watch_processes(ledger: Ledger, watch: Watch, kept: Kept) -> None:
-    """Watch the processes of the sessions that go on."""
+    """Watch the processes of the sessions that are taken over."""
     for row in list(ledger.sessions.values()):
         if row.state != "releasing":
             watch.inherit(row.session, row.pid, row.process, kept.processes.get(row.session))

@@ -1,4 +1,4 @@
-"""The descriptor store: what is held can be lent, in any order, until the segment is given up; and nothing is lost."""
+"""The descriptor store: descriptors can be lent in any order until the segment is given up, and none is lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.support.keepers import content_of, memfd
 
 from membroker.wire.descriptors import close_all
-from membrokerd.restart.descriptor_store import DescriptorStore, Done, Kept, Store, sort
+from membrokerd.restart.descriptor_store import Done, Kept, Store, sort
 
 
 @pytest.fixture
@@ -17,14 +17,14 @@ def store() -> Store:
     return Store()
 
 
-def keep(store: DescriptorStore, segment: int, first: int, *descriptors: int) -> None:
+def keep(store: Store, segment: int, first: int, *descriptors: int) -> None:
     told: list[OSError | None] = []
     store.keep(segment, range(first, first + len(descriptors)), descriptors, told.append)
-    assert told == [None], "this store has them at once"
+    assert told == [None], "this store keeps them at once"
 
 
-def test_descriptors_are_lent_by_id_and_stay(store: DescriptorStore) -> None:
-    """A segment comes in packets, and goes out in packets: in the order of the ids that are asked for."""
+def test_descriptors_are_lent_by_id_and_stay(store: Store) -> None:
+    """A segment is kept and lent in packets, in the order of the ids that are asked for."""
     keep(store, 1, 10, 100, 101)
     keep(store, 1, 12, 102)
     assert store.lend(1, range(10, 13)) == [100, 101, 102]
@@ -32,8 +32,8 @@ def test_descriptors_are_lent_by_id_and_stay(store: DescriptorStore) -> None:
     assert len(store) == 3
 
 
-def test_segments_are_apart(store: DescriptorStore) -> None:
-    """Who asks one segment for another's extents has a bug, and is not served."""
+def test_segments_are_kept_apart(store: Store) -> None:
+    """Asking one segment for another's extents is a bug, and fails."""
     keep(store, 1, 10, 100)
     keep(store, 2, 20, 200)
     for segment, extent in ((1, 20), (2, 10), (3, 10)):
@@ -43,8 +43,8 @@ def test_segments_are_apart(store: DescriptorStore) -> None:
     assert store.lend(2, [20]) == [200]
 
 
-def test_what_is_given_up_is_gone_and_the_callers(store: DescriptorStore) -> None:
-    """Every descriptor comes back once; a segment of which nothing was made, or that was given up, has none."""
+def test_the_caller_owns_what_was_given_up(store: Store) -> None:
+    """Each descriptor is returned once. A segment that was never kept, or was given up, has none."""
     keep(store, 1, 10, 100, 101)
     keep(store, 1, 12, 102)
     assert sorted(store.give_up(1)) == [100, 101, 102]
@@ -68,7 +68,7 @@ def test_the_end_returns_everything() -> None:
 
 
 class Slow:
-    """A second process that has what it is given when the test lets it."""
+    """A second process that handles a put only when the test says so."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -88,7 +88,7 @@ class Slow:
     def close(self) -> None:
         self.closed = True
         while self.puts:
-            self.puts.pop(0)[1](ConnectionError("the broker stops"))
+            self.puts.pop(0)[1](ConnectionError("the broker is stopping"))
 
     def take(self) -> None:
         """Take the first put."""
@@ -97,7 +97,7 @@ class Slow:
         done(None)
 
     def fail(self) -> None:
-        """Take half of the first put, and say that it is full."""
+        """Take half of the first put, and fail because it is full."""
         items, done = self.puts.pop(0)
         self.names |= {name for name, _ in items[: len(items) // 2]}
         done(OSError("full"))
@@ -110,14 +110,14 @@ def mirror() -> Slow:
 
 @pytest.fixture
 def mirrored(mirror: Slow) -> Iterator[Store]:
-    """A store whose own copies are closed at the end; extents have numbers here that nobody opened."""
+    """A store whose own copies are closed at the end. The extents' descriptors are numbers that were never opened."""
     store = Store(mirror)
     yield store
     close_all(descriptor for descriptor in store.close() if descriptor < 1000)
 
 
 def test_nothing_is_lent_before_the_mirror_has_it(mirror: Slow, mirrored: Store) -> None:
-    """A reader attaches while a segment's packet is on its way: it has no descriptor that a crash could lose."""
+    """A reader attaches during a put of the segment: it must not get a descriptor that a crash could lose."""
     told: list[OSError | None] = []
     mirrored.keep(0x1F, [10, 11], [1010, 1011], told.append)
     assert told == []
@@ -134,8 +134,8 @@ def test_nothing_is_lent_before_the_mirror_has_it(mirror: Slow, mirrored: Store)
     assert mirror.names == set()
 
 
-def test_what_the_mirror_refuses_is_the_callers_again(mirror: Slow, mirrored: Store) -> None:
-    """The second packet does not fit: the first stays, and of the second nothing is left, here or there."""
+def test_the_caller_owns_what_the_mirror_refuses(mirror: Slow, mirrored: Store) -> None:
+    """The second packet does not fit: the first stays, and nothing of the second is left, here or in the mirror."""
     told: list[OSError | None] = []
     mirrored.keep(1, [10], [1010], told.append)
     mirrored.keep(1, [11, 12], [1011, 1012], told.append)
@@ -147,8 +147,8 @@ def test_what_the_mirror_refuses_is_the_callers_again(mirror: Slow, mirrored: St
     assert mirror.names == {"segment.1.a"}
 
 
-def test_what_is_given_up_is_settled_when_the_mirror_has_done_it(mirror: Slow, mirrored: Store, store: Store) -> None:
-    """A segment is paid for until its memory is free. A daemon that ends first leaves that to its successor."""
+def test_what_was_given_up_is_settled_when_the_mirror_dropped_it(mirror: Slow, mirrored: Store, store: Store) -> None:
+    """A segment is charged until its memory is free. If the daemon ends first, its successor frees it."""
     settled: list[str] = []
     mirrored.give_up(1)
     mirrored.settle(lambda: settled.append("mirrored"))
@@ -157,7 +157,7 @@ def test_what_is_given_up_is_settled_when_the_mirror_has_done_it(mirror: Slow, m
     assert settled == ["mirrored"]
     mirrored.settle(lambda: settled.append("never"))
     (_, end) = mirror.puts.pop()
-    end(ConnectionError("the broker stops"))
+    end(ConnectionError("the broker is stopping"))
     mirrored.settle(lambda: settled.append("in vain"))
     (_, end) = mirror.puts.pop()
     end(TimeoutError("no answer"))
@@ -165,8 +165,8 @@ def test_what_is_given_up_is_settled_when_the_mirror_has_done_it(mirror: Slow, m
     assert settled == ["mirrored", "in vain", "alone"]
 
 
-def test_a_mirror_that_begins_anew_is_told_everything(mirror: Slow, mirrored: Store) -> None:
-    """What is kept and what is copied; a session's pidfd is a copy, so the connection may close its own."""
+def test_a_new_mirror_process_gets_everything(mirror: Slow, mirrored: Store) -> None:
+    """Both kept and copied descriptors. A session's pidfd is a copy, so the connection may close its own."""
     mirrored.keep(1, [10], [1010], lambda error: None)
     mirror.take()
     pidfd, watch = memfd(b"pidfd"), memfd(b"watch")
@@ -189,7 +189,7 @@ def test_a_mirror_that_begins_anew_is_told_everything(mirror: Slow, mirrored: St
 
 
 def test_a_copy_that_fails_is_only_logged(mirror: Slow, mirrored: Store, caplog: pytest.LogCaptureFixture) -> None:
-    """Lending goes on without it; a mirror that begins anew gets it after all."""
+    """Lending continues without the copy, and a mirror that is filled again gets it."""
     file = memfd(b"pidfd")
     mirrored.keep_process(1, file)
     mirror.fail()
@@ -199,8 +199,8 @@ def test_a_copy_that_fails_is_only_logged(mirror: Slow, mirrored: Store, caplog:
     assert [name for name, _ in mirror.contents()] == ["process.1"]
 
 
-def test_what_a_driver_needs_is_put_at_once_and_let_go_together(mirror: Slow, mirrored: Store) -> None:
-    """Half of a driver's descriptors are of no use: one put has all, so that a death leaves all of them or nothing."""
+def test_the_drivers_descriptors_are_put_and_dropped_together(mirror: Slow, mirrored: Store) -> None:
+    """Half of a driver's descriptors are useless: one put has all, so that a death leaves all of them or none."""
     file = memfd(b"")
     mirrored.keep_driver({"watches": file, "table": file})
     (put,) = mirror.puts
@@ -211,8 +211,8 @@ def test_what_a_driver_needs_is_put_at_once_and_let_go_together(mirror: Slow, mi
     close_all([*mirrored.close(), file])
 
 
-def test_a_daemon_that_ends_at_its_start_complains_of_nothing(mirror: Slow, caplog: pytest.LogCaptureFixture) -> None:
-    """Its port is taken. Of what it has lent nothing is lost, and a session that it took over is another matter."""
+def test_a_daemon_that_fails_at_its_start_does_not_warn(mirror: Slow, caplog: pytest.LogCaptureFixture) -> None:
+    """Its port is taken. Nothing that it lent is lost, but a session's pidfd that it took over is worth a warning."""
     store = Store(mirror)
     file = memfd(b"")
     store.keep_driver({"watches": file})
@@ -224,14 +224,14 @@ def test_a_daemon_that_ends_at_its_start_complains_of_nothing(mirror: Slow, capl
     assert [record.getMessage() for record in caplog.records] == ["a restart would lose descriptors"]
 
 
-def test_what_a_predecessor_left_is_the_stores(mirror: Slow, mirrored: Store) -> None:
-    """A restarted daemon lends, drops and closes it as its own, and puts none of it again."""
+def test_the_store_owns_what_a_predecessor_left(mirror: Slow, mirrored: Store) -> None:
+    """A restarted daemon lends, drops and closes them as its own, and puts none of them again."""
     mirror.names = {"segment.1.a", "segment.1.b", "process.5", "driver.watch"}
     pidfd, watch = memfd(b""), memfd(b"")
     mirrored.adopt(Kept({1: {10: 1010, 11: 1011}}, {5: pidfd}, {"watch": watch}))
     mirrored.keep_process(5, pidfd)
     mirrored.keep_driver({"watch": watch})
-    assert mirror.puts == [], "put again it would be gone from the other process for a moment"
+    assert mirror.puts == [], "a put removes the old copy for a moment"
     assert mirrored.lend(1, [10, 11]) == [1010, 1011]
     assert dict(mirror.contents()).keys() == mirror.names
     assert mirrored.give_up(1, [10]) == [1010]
@@ -253,7 +253,10 @@ def test_without_a_mirror_nothing_is_copied(store: Store) -> None:
 
 
 def test_names_are_read_strictly() -> None:
-    """One name for one thing: what could be a second name of it is nobody's, and is closed. The later of two counts."""
+    """Each descriptor has one valid name; other spellings are unknown and closed.
+
+    If a name occurs twice, the later counts.
+    """
     names = ["segment.1f.a", "segment.1f.b", "process.1f", "driver.watch-2", "process.1f", "segment.1f.a"]
     strange = ["segment.1F.a", "segment.0x1.a", "segment.01.a", "segment.1.", "segment.1", "process.", "process.0"]
     strange += ["process.1 ", "process.1\n", "process.\u0661", "driver.", "driver.a/b", "Driver.a", "", "stored"]

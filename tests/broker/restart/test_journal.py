@@ -1,4 +1,4 @@
-"""The journal: what a daemon wrote its successor reads, whatever became of the daemon, the disk or the file."""
+"""The journal: a successor reads what a daemon wrote, even if the daemon died or the disk or the file is damaged."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def write(path: Path, *steps: list[ft.Fact], story: list[ft.Fact] | None = None) -> None:
-    """Be a daemon that began with a story, saw these steps, and was killed."""
+    """Act as a daemon that began with a story, recorded these steps, and was killed."""
     journal = Journal(path, BINDING)
     journal.begin(story or [])
     assert all(journal.append(step) for step in steps)
@@ -58,7 +58,7 @@ def read(path: Path, binding: Binding = BINDING) -> tuple[list[ft.Fact], list[st
 
 
 def record(content: Any) -> bytes:
-    """Return a record as the format has it, stated here once more."""
+    """Return a record, with the format written out a second time."""
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
     return struct.pack("<II", len(data), zlib.crc32(data)) + data
 
@@ -67,14 +67,14 @@ HEADER = record(["membroker journal", 1, "boot-1", "GPU-1", 0])
 
 
 def ends(data: bytes) -> Iterator[int]:
-    """Yield where each record ends."""
+    """Yield the offset at which each record ends."""
     at = 0
     while data[at : at + 4].strip(b"\0"):
         at += 8 + int.from_bytes(data[at : at + 4], "little")
         yield at
 
 
-# --- what is written is what is read ---
+# --- writing and reading back ---
 
 SIZES = st.integers(0, MAX_BYTES)
 TEXTS = st.text(st.characters(exclude_categories=[]), max_size=20)
@@ -99,7 +99,7 @@ def any_of(kind: type) -> st.SearchStrategy[Any]:
 
 
 def any_value(name: str, hint: Any) -> st.SearchStrategy[Any]:
-    """A plain number is anything within its bounds, these included."""
+    """A plain number may have any value within its bounds, the bounds included."""
     if hint is not int:
         return FIELDS[hint]
     least, most = records._BOUNDS[name]
@@ -107,8 +107,8 @@ def any_value(name: str, hint: Any) -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in typing.get_args(ft.Fact) if kind not in LEFT_OUT])
-def test_every_fact_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, kind: type) -> None:
-    """Each field of each fact, whatever is in it: a process may call itself anything."""
+def test_every_fact_is_read_back_unchanged(tmp_path_factory: pytest.TempPathFactory, kind: type) -> None:
+    """Every field of every fact is read back unchanged, whatever its value: a process may choose any name."""
     path = tmp_path_factory.mktemp("state") / "journal"
 
     @settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
@@ -120,8 +120,8 @@ def test_every_fact_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFactor
     come_back()
 
 
-def test_a_fact_keeps_its_number_for_ever() -> None:
-    """A journal that another version wrote is read by these: a number may be added, and none ever changed."""
+def test_the_number_of_a_fact_never_changes() -> None:
+    """Another version may have written the journal: a number may be added, and must never change its meaning."""
     tags = {tag: form.kind.__name__ for tag, form in records._TAGGED.items()}
     names = (
         "SessionBegan SessionMoved SessionEnded ModelBegan ModelAsked ModelJoined ModelLeft ModelEnded ModelCarried "
@@ -133,8 +133,8 @@ def test_a_fact_keeps_its_number_for_ever() -> None:
     assert journaled | set(LEFT_OUT) == set(typing.get_args(ft.Fact)), "a fact is neither journaled nor left out"
 
 
-def test_the_format_is_as_it_is_told(path: Path) -> None:
-    """By hand, to the byte: a header, the story, a record for each step, and zeros."""
+def test_the_format_to_the_byte(path: Path) -> None:
+    """The bytes, written by hand: a header, the story, a record for each step, and zeros."""
     step = [ft.Credited(7, (1, 2, 3, 9), "released"), ft.Credited(7, range(20, 25), "not made")]
     write(path, step, story=[ft.SessionMoved(7, "goodbye", 5)])
     records = [[[2, 7, "goodbye", 5]], [[11, 7, [[1, 3], [9, 1]], "released"], [11, 7, [20, 5], "not made"]]]
@@ -144,20 +144,20 @@ def test_the_format_is_as_it_is_told(path: Path) -> None:
 
 
 def test_what_no_successor_needs_is_not_written(path: Path) -> None:
-    """Stock dies with the daemon and quotas have a file of their own: a step of these alone leaves no record."""
+    """The warm pool ends with the daemon and quotas have their own file. A step of only these leaves no record."""
     stock, quota = ft.StockChanged("device", 2 << 20, 3, "made"), ft.QuotaSet("acme", None, "device", 5)
     write(path, [stock], [quota, *STEPS[0], stock], [], story=[quota])
     assert read(path) == (STEPS[0], [])
     assert len(list(ends(path.read_bytes()))) == 2
 
 
-def test_nobody_was_here_before(path: Path) -> None:
+def test_without_a_predecessor_there_are_no_facts(path: Path) -> None:
     journal = Journal(path, BINDING)
     assert journal.read(list) == ([], [])
     assert list(path.parent.iterdir()) == [], "reading made something"
 
 
-def test_a_journal_is_its_owners_alone(path: Path) -> None:
+def test_only_the_owner_can_read_a_journal(path: Path) -> None:
     write(path)
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -170,8 +170,8 @@ def test_boots_have_names() -> None:
 # --- a daemon's life ---
 
 
-def test_a_world_is_written_down_and_read(path: Path) -> None:
-    """Every step of a world is journaled, and compacted while the world goes on; a successor has the same books."""
+def test_a_successor_has_the_books_of_a_whole_world(path: Path) -> None:
+    """Every step is journaled, with compactions in between. A successor rebuilds the same books."""
     world = World(41)
     journal = Journal(path, BINDING, compact_bytes=20_000)
     journal.begin(story(world.broker.ledger))
@@ -195,8 +195,8 @@ def test_a_world_is_written_down_and_read(path: Path) -> None:
     journal.close()
 
 
-def test_a_compaction_takes_in_what_is_appended_meanwhile(path: Path) -> None:
-    """Until its last step the old file is the journal, whole; with the last step the short one is, whole too."""
+def test_a_compaction_keeps_what_is_appended_during_it(path: Path) -> None:
+    """The old file is the whole journal until the last step. From then on the new, shorter one is."""
     journal = Journal(path, BINDING, compact_bytes=1_000)
     journal.begin(BEGAN)
     inode = path.stat().st_ino
@@ -217,8 +217,8 @@ def test_a_compaction_takes_in_what_is_appended_meanwhile(path: Path) -> None:
     journal.close()
 
 
-def test_a_compaction_that_is_abandoned_leaves_the_journal(path: Path) -> None:
-    """As when the daemon stops: the old file has all, and the next compaction can begin."""
+def test_an_abandoned_compaction_leaves_the_journal(path: Path) -> None:
+    """The daemon stops during a compaction: the old file has everything, and the next compaction can start."""
     journal = Journal(path, BINDING, compact_bytes=1_000)
     journal.begin(BEGAN)
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -233,8 +233,8 @@ def test_a_compaction_that_is_abandoned_leaves_the_journal(path: Path) -> None:
     journal.close()
 
 
-def test_a_journal_grows_to_four_times_its_beginning(path: Path) -> None:
-    """Large books would else be told at every step, and small ones for a few bytes."""
+def test_a_journal_grows_to_four_times_its_first_size(path: Path) -> None:
+    """Otherwise large books would be rewritten at every step, and small ones to save a few bytes."""
     for story_facts, due_at in (([], 1_000), (BEGAN * 100, None)):
         journal = Journal(path, BINDING, compact_bytes=1_000)
         journal.begin(story_facts)
@@ -263,8 +263,8 @@ while True:
 """
 
 
-def test_a_killed_daemon_has_written_what_it_did(path: Path) -> None:
-    """It is killed in the midst of its work: nothing that it did is missing, and no step is there in part."""
+def test_a_killed_daemon_has_written_every_finished_step(path: Path) -> None:
+    """The daemon is killed while it works: every step it finished is in the file, and none is there in part."""
     with subprocess.Popen([sys.executable, "-c", _LIFE, path], stdout=subprocess.PIPE, text=True) as daemon:
         assert daemon.stdout
         for _ in range(20):
@@ -275,11 +275,11 @@ def test_a_killed_daemon_has_written_what_it_did(path: Path) -> None:
     assert facts == [ft.SessionEnded(at, 0) for step in range(1, len(facts) // 2 + 1) for at in (step, step + 1)]
 
 
-# --- files that are not as they were written ---
+# --- damaged files ---
 
 
-def test_a_record_that_was_cut_short_is_left_out(path: Path) -> None:
-    """At each of its bytes, with nothing behind it or with zeros: the steps before it stand, and it is told."""
+def test_a_record_that_was_cut_short_is_ignored(path: Path) -> None:
+    """Cut at every byte, with nothing or with zeros after it: the earlier steps are read, and the log says so."""
     write(path, *STEPS)
     data = path.read_bytes()
     *_, last, end = ends(data)
@@ -291,12 +291,12 @@ def test_a_record_that_was_cut_short_is_left_out(path: Path) -> None:
             assert facts == whole, cut
             shows = bool(data[last:cut].strip(b"\0"))
             assert len(sentences) == shows, (cut, sentences)
-            assert not shows or "is not whole" in sentences[0]
+            assert not shows or "is incomplete" in sentences[0]
 
 
 @pytest.mark.parametrize("behind", [0, 50])
-def test_a_flipped_byte_is_never_believed(path: Path, behind: int) -> None:
-    """Wherever it is, in a header, a length, a checksum, a fact or behind them: what is read is told to be less."""
+def test_a_flipped_byte_is_noticed(path: Path, behind: int) -> None:
+    """In a header, a length, a checksum, a fact or after them: fewer facts are read, and the log says so."""
     write(path, *STEPS, story=BEGAN)
     data = path.read_bytes()
     data = data[: len(data.rstrip(b"\0")) + behind]
@@ -324,7 +324,10 @@ def test_a_flipped_byte_is_never_believed(path: Path, behind: int) -> None:
 
 
 def test_damage_before_whole_records_is_never_a_torn_end(path: Path) -> None:
-    """A length with one bit flipped hides where the next record is: all that follow would be overwritten."""
+    """One flipped bit in a length hides the next record.
+
+    Taken for a torn end, all later records would be overwritten.
+    """
     write(path, *STEPS, story=BEGAN)
     data = path.read_bytes()
     *starts, _last, _end = (0, *ends(data))
@@ -335,23 +338,23 @@ def test_damage_before_whole_records_is_never_a_torn_end(path: Path) -> None:
             )
             facts, (sentence,) = read(path)
             assert facts == []
-            assert f"is damaged at its byte {at}: the books begin empty" in sentence, (at, bit)
+            assert f"is damaged at its byte {at}: the books start empty" in sentence, (at, bit)
             assert not path.exists()
 
 
-def test_text_that_a_tenant_chose_is_no_record(path: Path) -> None:
-    """A client calls itself like a record, and its session's record is cut short: that is all that is lost."""
+def test_text_that_a_tenant_chose_is_not_a_record(path: Path) -> None:
+    """A client's name looks like a record, and its session's record is cut short: only that record is lost."""
     name = "\x02\0\0\0xxxx[[3,1,2]]" + record([[3, 1, 2]]).decode("latin-1") * 3
     write(path, STEPS[0], [ft.SessionBegan(1, "red", 1, 1, "p", False, name, 1)])
     data = path.read_bytes().rstrip(b"\0")
     path.write_bytes(data[:-4])
     facts, (sentence,) = read(path)
     assert facts == STEPS[0]
-    assert "is not whole" in sentence
+    assert "is incomplete" in sentence
 
 
-def test_the_search_behind_damage_ends(path: Path) -> None:
-    """Whatever the rest looks like: heads of records that reach to the end of the file, one behind the other."""
+def test_the_search_after_damage_is_bounded(path: Path) -> None:
+    """The worst case: heads of records that each reach to the end of the file, one after the other."""
     size = 4 << 20
     head = struct.pack("<II", size // 2, 1) + b"[[3,"
     path.write_bytes(HEADER + b"\xff" * 8 + head * (size // len(head)))
@@ -363,7 +366,7 @@ def test_the_search_behind_damage_ends(path: Path) -> None:
 
 
 def test_a_torn_end_is_kept_once(path: Path) -> None:
-    """The daemon that left it out does not come far, again and again: what was kept before stays."""
+    """The daemon that ignored the torn end fails at its start again and again: the first copy stays."""
     write(path, *STEPS)
     torn = path.read_bytes().rstrip(b"\0")[:-3]
     path.write_bytes(torn)
@@ -380,7 +383,7 @@ def test_a_torn_end_is_kept_once(path: Path) -> None:
 
 
 def test_the_last_epoch_is_in_the_header(path: Path) -> None:
-    """The books may have no id any more, and the file of the epoch may be gone."""
+    """The books may have no ids any more, and the epoch's file may be missing."""
     journal = Journal(path, BINDING)
     journal.epoch = 41
     journal.begin([])
@@ -394,8 +397,8 @@ def test_the_last_epoch_is_in_the_header(path: Path) -> None:
     assert older.epoch == 0
 
 
-def test_facts_that_make_no_books_are_set_aside(path: Path) -> None:
-    """Each is one, and together they contradict each other: the reader says so, and gets nothing instead."""
+def test_contradicting_facts_are_set_aside(path: Path) -> None:
+    """Each fact is valid, but together they contradict each other. The log says so, and the books start empty."""
     write(path, *STEPS)
 
     def take(told: Iterable[ft.Fact]) -> int:
@@ -410,8 +413,11 @@ def test_facts_that_make_no_books_are_set_aside(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
-def test_a_journal_that_is_no_file(path: Path, kind: Callable[[Path], None]) -> None:
-    """It is not waited for and not followed. It may be the books of workers that live: nothing goes on without."""
+def test_a_journal_that_is_not_a_regular_file(path: Path, kind: Callable[[Path], None]) -> None:
+    """It is not waited for or followed.
+
+    It may be the books of living workers, so the daemon must not start without it.
+    """
     kind(path)
     with pytest.raises(OSError, match="must be a regular file") as caught:
         read(path)
@@ -419,7 +425,7 @@ def test_a_journal_that_is_no_file(path: Path, kind: Callable[[Path], None]) -> 
     assert os.path.lexists(path)
 
 
-def test_a_journal_without_end_is_not_read(path: Path) -> None:
+def test_a_journal_that_is_too_long_is_not_read(path: Path) -> None:
     path.touch()
     os.truncate(path, MAX_FILE_BYTES + 1)
     with pytest.raises(OSError, match="longer than"):
@@ -427,52 +433,55 @@ def test_a_journal_without_end_is_not_read(path: Path) -> None:
 
 
 ASIDE = {
-    "a header of an epoch that cannot be": (
+    "an epoch that is too large": (
         record(["membroker journal", 1, "boot-1", "GPU-1", 1 << 24]),
         "other-format",
     ),
-    "more extents than a card has": (HEADER + record([[10, 1, ["a", "m"], "device", 2, 1, 1 << 40]]), "other-format"),
+    "more extents than a GPU has": (HEADER + record([[10, 1, ["a", "m"], "device", 2, 1, 1 << 40]]), "other-format"),
     "an extent without a size": (HEADER + record([[10, 1, ["a", "m"], "device", 0, 1, 1]]), "other-format"),
-    "an extent larger than all": (HEADER + record([[10, 1, ["a", "m"], "device", 1 << 63, 1, 1]]), "other-format"),
-    "an id that none is": (HEADER + record([[10, 1, ["a", "m"], "device", 2, -1, 1]]), "other-format"),
-    "a segment of no extent": (HEADER + record([[14, 1, ["a", "m"], "s", "device", 2, 2, 1, 0, 1, 1]]), "other-format"),
+    "an extent that is too large": (HEADER + record([[10, 1, ["a", "m"], "device", 1 << 63, 1, 1]]), "other-format"),
+    "a negative id": (HEADER + record([[10, 1, ["a", "m"], "device", 2, -1, 1]]), "other-format"),
+    "a segment without extents": (
+        HEADER + record([[14, 1, ["a", "m"], "s", "device", 2, 2, 1, 0, 1, 1]]),
+        "other-format",
+    ),
     "a time before the boot": (HEADER + record([[3, 1, -1]]), "other-format"),
     "a limit below zero": (HEADER + record([[4, ["a", "m"], None, {"device": -1}]]), "other-format"),
-    "a pid that none is": (HEADER + record([[1, 1, "a", 1 << 31, 0, "p", False, "c", 1, "", ""]]), "other-format"),
+    "a pid above 2^31": (HEADER + record([[1, 1, "a", 1 << 31, 0, "p", False, "c", 1, "", ""]]), "other-format"),
     "another boot": (record(["membroker journal", 1, "boot-0", "GPU-1"]), "other-boot"),
     "another device": (record(["membroker journal", 1, "boot-1", "GPU-2"]), "other-device"),
     "another version": (record(["membroker journal", 2, {"boot": "boot-1"}]), "other-format"),
     "no journal": (record(["dear diary", 1, "boot-1", "GPU-1"]), "broken"),
-    "a header that is no list": (record({"membroker journal": 1}), "other-format"),
+    "a header that is not a list": (record({"membroker journal": 1}), "other-format"),
     "a text file": (b"Dear diary,\n", "broken"),
     "nothing": (b"", "broken"),
     "zeros": (bytes(5_000), "broken"),
     "half a header": (HEADER[:-5], "broken"),
-    "damage in the midst": (HEADER + b"\5\0\0\0xxxxxxxxx" + record([[3, 1, 2]]), "broken"),
+    "damage in the middle": (HEADER + b"\5\0\0\0xxxxxxxxx" + record([[3, 1, 2]]), "broken"),
     "a fact of another version": (HEADER + record([[3, 1, 2]]) + record([[99, 1]]), "other-format"),
-    "a field more": (HEADER + record([[3, 1, 2, 3]]), "other-format"),
-    "a field less": (HEADER + record([[3, 1]]), "other-format"),
+    "an extra field": (HEADER + record([[3, 1, 2, 3]]), "other-format"),
+    "a missing field": (HEADER + record([[3, 1]]), "other-format"),
     "a field of another type": (HEADER + record([[3, 1, "2"]]), "other-format"),
     "a number that is true": (HEADER + record([[3, 1, True]]), "other-format"),
-    "a number that is no tag": (HEADER + record([[3.0, 1, 2]]), "other-format"),
-    "a place that there is none of": (HEADER + record([[13, 1, "moon", True]]), "other-format"),
-    "a name that is a text": (HEADER + record([[8, "ab"]]), "other-format"),
-    "more extents than there can be": (HEADER + record([[11, 1, [[1, 1 << 50]], "released"]]), "other-format"),
-    "a range of more": (HEADER + record([[19, 1, [1, 1 << 50]]]), "other-format"),
+    "a tag that is a float": (HEADER + record([[3.0, 1, 2]]), "other-format"),
+    "an unknown location": (HEADER + record([[13, 1, "moon", True]]), "other-format"),
+    "a model name that is text": (HEADER + record([[8, "ab"]]), "other-format"),
+    "too many extents": (HEADER + record([[11, 1, [[1, 1 << 50]], "released"]]), "other-format"),
+    "a range that is too long": (HEADER + record([[19, 1, [1, 1 << 50]]]), "other-format"),
     "many ranges": (HEADER + record([[11, 1, [[1, 1 << 22], [1 << 22, 1]], "released"]]), "other-format"),
-    "extents less than none": (HEADER + record([[19, 1, [1, -1]]]), "other-format"),
-    "a record that is no JSON": (HEADER + record(b"\xff\xfe"), "other-format"),
+    "a negative number of extents": (HEADER + record([[19, 1, [1, -1]]]), "other-format"),
+    "a record that is not JSON": (HEADER + record(b"\xff\xfe"), "other-format"),
     "a record in 100,000 lists": (HEADER + record(b"[" * 100_000), "other-format"),
     "facts in 900 lists": (HEADER + record(b"[" * 900 + b"]" * 900), "other-format"),
     "a number of 5,000 digits": (HEADER + record(b"[[3,1," + b"9" * 5_000 + b"]]"), "other-format"),
     "no fact": (HEADER + record([[]]), "other-format"),
-    "facts that are no lists": (HEADER + record([7]), "other-format"),
+    "facts that are not lists": (HEADER + record([7]), "other-format"),
 }
 
 
 @pytest.mark.parametrize("case", ASIDE)
-def test_what_cannot_be_used_is_set_aside(path: Path, case: str) -> None:
-    """It is there for whoever wants to know, under a name that says why, and the books begin empty."""
+def test_an_unusable_journal_is_set_aside(path: Path, case: str) -> None:
+    """An operator finds the file under a name that says why, and the books start empty."""
     data, reason = ASIDE[case]
     path.write_bytes(data)
     facts, sentences = read(path)
@@ -481,13 +490,13 @@ def test_what_cannot_be_used_is_set_aside(path: Path, case: str) -> None:
     assert aside.read_bytes() == data
     assert list(path.parent.iterdir()) == [aside]
     (sentence,) = sentences
-    assert sentence.endswith(f"the books begin empty, and it is kept as {aside}")
+    assert sentence.endswith(f"the books start empty, and the file is kept as {aside}")
     assert len(sentence) < 400
     assert read(path) == ([], [])
 
 
-def test_only_the_last_few_are_kept(path: Path) -> None:
-    """A daemon that can't read what it writes must not fill the disk; others' files are not its own to remove."""
+def test_only_the_last_few_unusable_journals_are_kept(path: Path) -> None:
+    """A daemon that cannot read what it writes must not fill the disk. It must not remove files of others either."""
     stranger = path.with_name("journal.of-mine")
     stranger.touch()
     for number in range(1, 13):
@@ -503,7 +512,7 @@ def test_only_the_last_few_are_kept(path: Path) -> None:
     assert path.with_name("journal.broken-11").read_bytes() == b"11"
 
 
-# --- a disk that is full ---
+# --- a full disk ---
 
 _FULL = """
 import os, resource, sys
@@ -530,7 +539,7 @@ def size():
 
 
 def child(path: Path, script: str) -> int:
-    """Run a daemon whose files may not grow beyond a limit, and return how many steps it took."""
+    """Run a daemon with a limit on the size of its files, and return how many steps it took."""
     done = subprocess.run([sys.executable, "-c", _FULL + script, path], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
@@ -540,8 +549,8 @@ def steps(count: int) -> list[ft.Fact]:
     return [ft.SessionMoved(number, "x" * 1_000, 0) for number in range(1, count + 1)]
 
 
-def test_on_a_full_disk_what_is_given_back_is_written(path: Path) -> None:
-    """The disk is full while there is a reserve: that is said at once, and a megabyte of credits still is written."""
+def test_releases_are_written_on_a_full_disk(path: Path) -> None:
+    """The disk is full, the reserve is left: that is reported at once, and a megabyte of credits is still written."""
     script = """
 limit(path.stat().st_size)
 while not journal.full:
@@ -559,8 +568,8 @@ os._exit(0)
     assert read(path) == (steps(count), [])
 
 
-def test_what_did_not_get_onto_the_disk_gets_there_later(path: Path) -> None:
-    """Even the reserve is used up: all later steps are kept in their order, and written when there is room again."""
+def test_pending_records_are_written_when_there_is_room(path: Path) -> None:
+    """Even the reserve is used up: later steps are kept in order, and written when there is room again."""
     script = """
 limit(path.stat().st_size)
 while append():
@@ -579,8 +588,8 @@ os._exit(0)
     assert read(path) == (steps(count), [])
 
 
-def test_a_disk_that_takes_nothing(path: Path) -> None:
-    """There is a reserve, and still nothing can be written: no debit is made. A new beginning has all of it."""
+def test_a_disk_that_fails_every_write(path: Path) -> None:
+    """There is a reserve, but no write succeeds: no debit is made. A compaction then writes everything."""
     script = """
 assert append()
 limit(size() + 100)
@@ -596,7 +605,7 @@ print(number, flush=True)
 
 
 def test_a_daemon_that_dies_with_a_full_disk(path: Path) -> None:
-    """What was written in part is a record that was cut short: the steps before it stand."""
+    """A partial write looks like a record that was cut short: the steps before it are read."""
     script = """
 limit(path.stat().st_size)
 while append():
@@ -608,11 +617,11 @@ os._exit(0)
     count = child(path, script)
     facts, (sentence,) = read(path)
     assert facts == steps(count - 2)
-    assert "is not whole" in sentence
+    assert "is incomplete" in sentence
 
 
-def test_a_journal_that_cannot_begin_anew_goes_on(path: Path) -> None:
-    """There is no room for a story, or none for its reserve: the file is the one before, and is tried again later."""
+def test_a_compaction_without_room_leaves_the_journal(path: Path) -> None:
+    """No room for the story or for its reserve: the old file stays, and the compaction is tried again later."""
     script = """
 journal.close()
 journal = Journal(path, Binding("boot-1", "GPU-1"), compact_bytes=10_000)
@@ -638,8 +647,8 @@ print(number, flush=True)
     assert read(path) == (steps(count), [])
 
 
-def test_a_beginning_without_a_reserve(path: Path) -> None:
-    """A successor on a full disk has its books, and lends nothing until there is room; but whole they must be."""
+def test_a_new_file_without_a_reserve(path: Path) -> None:
+    """A successor on a full disk has its books, and lends nothing until there is room. The books must be complete."""
     script = """
 journal.close()
 limit(RESERVE_BYTES)
@@ -661,8 +670,8 @@ print(number, flush=True)
     assert read(path) == (steps(2), [])
 
 
-def test_room_that_a_new_beginning_makes_is_known_at_once(path: Path) -> None:
-    """A file may not grow, and begins anew as it is full: who comes next is let in, though nobody else says a word."""
+def test_room_that_a_compaction_makes_is_used_at_once(path: Path) -> None:
+    """A full file that may not grow is compacted: the next request is admitted at once, without another event."""
     script = """
 import asyncio
 from membrokerd.core import events as ev, policy
@@ -672,11 +681,11 @@ from membrokerd.restart.descriptor_store import Store
 
 async def main():
     journal.close()
-    anew = Journal(path, Binding("boot-1", "GPU-1"), compact_bytes=RESERVE_BYTES + 2_000)
-    anew.begin([])
+    fresh = Journal(path, Binding("boot-1", "GPU-1"), compact_bytes=RESERVE_BYTES + 2_000)
+    fresh.begin([])
     limit(path.stat().st_size + 100_000)
     broker = Broker(policy.Rules(2, {"device": 64}, max_sessions_per_process=100), epoch=1)
-    loop = Loop(broker, None, Store(), 1.0, journal=anew)
+    loop = Loop(broker, None, Store(), 1.0, journal=fresh)
 
     def come():
         loop.ask(lambda call: ev.OpenSession(call, "t", 1, 1, "p", False, "x" * 1_000), lambda answer: None)
@@ -690,7 +699,7 @@ async def main():
     while not broker.cannot_write:
         go()
         come()
-    while anew.full:
+    while fresh.full:
         go()
     loop.tell(ev.Elapsed())
     print(len(broker.cannot_write))
@@ -701,7 +710,7 @@ asyncio.run(main())
 
 
 def test_nothing_stays_open(path: Path) -> None:
-    """A journal has one descriptor, which no program inherits that the daemon starts."""
+    """A journal has one descriptor, which programs that the daemon starts do not inherit."""
     before = set(os.listdir("/proc/self/fd"))
     journal = Journal(path, BINDING)
     assert journal.read(list) == ([], [])

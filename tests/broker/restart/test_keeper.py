@@ -1,4 +1,4 @@
-"""The keeper of descriptors: it holds what it was given while daemons come and go, and ends when nobody needs it."""
+"""The keeper of descriptors: it keeps what it was given over daemons' restarts, and ends when it is not needed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def client(keeper: Keeper) -> Iterator[Client]:
 
 
 def test_a_daemon_is_killed_and_the_next_finds_everything(keeper: Keeper) -> None:
-    """The first daemon puts 64 files and gets kill -9; the second reads in each what the first wrote."""
+    """The first daemon puts 64 files and is killed with SIGKILL. The second reads in each what the first wrote."""
     command = [sys.executable, "-c", _DAEMON, str(keeper.path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as daemon:
         assert daemon.stdout is not None
@@ -86,7 +86,7 @@ def test_a_daemon_is_killed_and_the_next_finds_everything(keeper: Keeper) -> Non
 
 
 def test_a_name_is_replaced_and_its_old_descriptor_closed(keeper: Keeper, client: Client) -> None:
-    """A restarted daemon puts a name again: there is one file under it, the new one, and nothing is lost."""
+    """A restarted daemon puts a name again: the new file has the name, and nothing else is lost."""
     client.put({"driver.watch": b"old", "segment.1.1": b"stays"})
     before = keeper.descriptors()
     client.put({"driver.watch": b"new"})
@@ -95,7 +95,10 @@ def test_a_name_is_replaced_and_its_old_descriptor_closed(keeper: Keeper, client
 
 
 def test_what_is_dropped_is_closed(keeper: Keeper, client: Client) -> None:
-    """A deleted segment's memory is free only when the keeper has let go too; dropping twice is no error."""
+    """A deleted segment's memory is free only when the keeper has closed it too.
+
+    Dropping a name twice is not an error.
+    """
     before = keeper.descriptors()
     client.put({"segment.1.1": b"one", "segment.1.2": b"two", "segment.2.1": b"three"})
     for _ in range(2):
@@ -105,7 +108,7 @@ def test_what_is_dropped_is_closed(keeper: Keeper, client: Client) -> None:
 
 
 def test_five_thousand_names(keeper: Keeper, client: Client) -> None:
-    """More than the segments that a daemon may have: they go in and come out in packets of 64, each its own."""
+    """More than the segments that a daemon may have. They go in and come out in packets of 64, with the right files."""
     names = [f"segment.{number // 100 + 1:x}.{number + 1:x}" for number in range(5_000)]
     for first in range(0, len(names), 64):
         client.put({name: name.encode() for name in names[first : first + 64]})
@@ -124,21 +127,21 @@ def test_a_full_keeper_takes_all_of_a_packet_or_nothing(directory: Path) -> None
         refused = client.ask(9, files, put=["segment.2.1", "segment.2.2"])
         close_all(files)
         assert refused["number"] == 9
-        assert "4 descriptors are kept, of 5 that may be" in refused["error"]
+        assert "it has 4 descriptors and may have 5" in refused["error"]
         assert keeper.descriptors() == open_before
-        client.put({"segment.1.1": b"anew", "segment.2.1": b"the fifth"})
+        client.put({"segment.1.1": b"again", "segment.2.1": b"the fifth"})
         assert len(client.contents()) == 5
 
 
-# --- who speaks to it ---
+# --- clients ---
 
 JUNK = {
-    "no JSON": b"\xff\x00junk",
-    "no object": b"[1, 2]",
+    "not JSON": b"\xff\x00junk",
+    "not an object": b"[1, 2]",
     "deep": b"[" * 30_000,
     "a long number": b'{"number": ' + b"9" * 10_000 + b', "list": 0}',
     "no number": b'{"list": 0}',
-    "a number that is none": b'{"number": true, "list": 0}',
+    "a boolean as the number": b'{"number": true, "list": 0}',
     "a negative number": b'{"number": -1, "list": 0}',
     "no request": b'{"number": 5}',
     "two requests": b'{"number": 5, "list": 0, "drop": []}',
@@ -159,7 +162,7 @@ JUNK = {
 
 
 def test_junk_is_refused_and_changes_nothing(keeper: Keeper, client: Client) -> None:
-    """A daemon with a bug says nonsense, with a descriptor or without: it is told so, and nothing leaks or is lost."""
+    """A daemon with a bug sends junk, with a descriptor or without: it gets an error, and nothing leaks or is lost."""
     client.put({"segment.1.1": b"kept"})
     before = keeper.descriptors()
     for what, junk in JUNK.items():
@@ -177,7 +180,7 @@ def test_junk_is_refused_and_changes_nothing(keeper: Keeper, client: Client) -> 
 def test_a_put_without_a_descriptor_for_each_name_is_refused_whole(
     keeper: Keeper, client: Client, names: int, descriptors: int
 ) -> None:
-    """What the kernel cut off, or a daemon forgot, would leave the wrong file under a name."""
+    """If the kernel cut off descriptors, or a daemon forgot one, a name would get the wrong file."""
     before = keeper.descriptors()
     put = [f"segment.1.{extent:x}" for extent in range(1, names + 1)]
     answer = client.ask(6, [0] * descriptors, put=put)
@@ -197,7 +200,7 @@ def test_only_a_put_has_descriptors(keeper: Keeper, client: Client, request_: di
 
 
 def test_an_empty_packet_with_a_descriptor_is_the_end_of_a_connection(keeper: Keeper) -> None:
-    """SEQPACKET cannot tell a packet of no bytes from the end; what came with it is closed."""
+    """SEQPACKET cannot tell an empty packet from the end of the connection. Its descriptor is closed."""
     with Client(keeper.path) as client:
         client.put({"segment.1.1": b"kept"})
         before = keeper.descriptors()
@@ -210,7 +213,7 @@ def test_an_empty_packet_with_a_descriptor_is_the_end_of_a_connection(keeper: Ke
 
 
 def test_a_newer_connection_replaces_the_older(keeper: Keeper) -> None:
-    """A child that a daemon forked still has its connection: the next daemon does not wait for it."""
+    """A child that the daemon forked still has its connection: the next daemon does not wait for it."""
     with Client(keeper.path) as older, Client(keeper.path) as newer:
         newer.put({"segment.1.1": b"kept"})
         with pytest.raises((EOFError, ConnectionError)):
@@ -219,22 +222,25 @@ def test_a_newer_connection_replaces_the_older(keeper: Keeper) -> None:
 
 
 def test_a_keeper_refuses_a_second_owner_until_the_first_has_nothing_there(keeper: Keeper) -> None:
-    """Another device's daemon would list what is not its own, and drop it. Being refused, it changes nothing."""
+    """Another device's daemon would list and drop descriptors that are not its own.
+
+    It is refused and changes nothing.
+    """
     refusal = {
         "number": 1,
         "error": "it keeps the descriptors of /run/a: give each device a keeper of its own, "
         'as keeper_socket = "/run/membroker-keeper/{device}/fdstore.sock" does, '
-        f"or end this keeper (process {keeper.process.pid}) where that device's daemon is gone for good",
+        f"or end this keeper (process {keeper.process.pid}) if that device's daemon will not run again",
         "owner": "/run/a",
     }
     with Client(keeper.path) as first:
         assert first.ask(1, own="/run/a") == {"number": 1}
-        first.put({"segment.1.1": b"kept", "driver.x": b"the twin's"})
+        first.put({"segment.1.1": b"kept", "driver.x": b"the host driver's"})
         with Client(keeper.path) as second:
             assert second.ask(1, own="/run/b") == refusal
-            assert second.ask(1, list=0) == refusal, "an owner that says nothing is another, too"
+            assert second.ask(1, list=0) == refusal, "an unnamed owner is another owner"
             assert second.ask(1, drop=["segment.1.1"]) == refusal
-        assert first.contents() == {"segment.1.1": b"kept", "driver.x": b"the twin's"}
+        assert first.contents() == {"segment.1.1": b"kept", "driver.x": b"the host driver's"}
     with Client(keeper.path) as second:
         assert second.ask(1, own="/run/b") == refusal, "a dead daemon's segment is worth keeping"
     with Client(keeper.path) as first:
@@ -242,17 +248,17 @@ def test_a_keeper_refuses_a_second_owner_until_the_first_has_nothing_there(keepe
         assert first.ask(1, drop=["segment.1.1"]) == {"number": 1}
     with Client(keeper.path) as second:
         assert second.ask(1, own="/run/b") == {"number": 1}
-        assert second.contents() == {}, "the first one's driver is of no use to it"
+        assert second.contents() == {}, "the first owner's driver is of no use to it"
 
 
 @pytest.mark.parametrize("owner", [5, None, ["a"], "x" * 256], ids=lambda owner: str(owner)[:8])
-def test_what_is_no_owner(keeper: Keeper, owner: Any) -> None:
+def test_an_invalid_owner_is_refused(keeper: Keeper, owner: Any) -> None:
     with Client(keeper.path) as client:
         assert "an owner is a string" in client.ask(1, own=owner)["error"]
 
 
-def test_who_takes_no_answers_is_hung_up_on(keeper: Keeper) -> None:
-    """A daemon that is stopped in a debugger while it asks must not stop the keeper for its successor."""
+def test_a_client_that_reads_no_answers_is_disconnected(keeper: Keeper) -> None:
+    """A daemon that is stopped in a debugger before it reads answers must not block the keeper for its successor."""
     with Client(keeper.path) as deaf:
         deaf.put({"segment.1.1": b"kept"})
         with suppress(ConnectionError):
@@ -264,7 +270,7 @@ def test_who_takes_no_answers_is_hung_up_on(keeper: Keeper) -> None:
 
 @pytest.mark.root
 def test_another_user_is_turned_away(keeper: Keeper) -> None:
-    """Modes keep others out; where an operator opened them, the keeper itself does, and its daemon stays connected."""
+    """Modes keep other users out. If an operator opened them, the keeper refuses other users, and its daemon stays."""
     with Client(keeper.path) as client:
         client.put({"segment.1.1": b"kept"})
         keeper.path.parent.chmod(0o755)
@@ -274,12 +280,12 @@ def test_another_user_is_turned_away(keeper: Keeper) -> None:
         assert client.contents() == {"segment.1.1": b"kept"}
 
 
-def test_the_socket_is_its_users_alone(keeper: Keeper) -> None:
+def test_only_its_user_can_open_the_socket(keeper: Keeper) -> None:
     assert keeper.path.stat().st_mode & 0o777 == 0o600
 
 
 def test_an_open_directory_is_refused(directory: Path) -> None:
-    """Who could rename in it could put a keeper of their own in its place."""
+    """Another user that can rename files in it could replace the keeper."""
     directory.chmod(0o750)
     with Keeper(directory / "keeper.sock") as keeper:
         status, complaint = keeper.ended()
@@ -289,12 +295,12 @@ def test_an_open_directory_is_refused(directory: Path) -> None:
 
 
 def test_there_is_one_keeper_in_a_directory(keeper: Keeper, client: Client) -> None:
-    """Two would each have half of it; the second says so and leaves the first in its place."""
+    """Two keepers would each have half of the descriptors. The second says so, and the first stays."""
     client.put({"segment.1.1": b"kept"})
     with Keeper(keeper.path) as second:
         status, complaint = second.ended()
     assert status == 1
-    assert f"another keeper has {keeper.path.parent}" in complaint
+    assert f"another keeper uses {keeper.path.parent}" in complaint
     assert client.contents() == {"segment.1.1": b"kept"}
 
 
@@ -305,26 +311,26 @@ def test_a_killed_keepers_socket_is_replaced(keeper: Keeper) -> None:
         assert client.contents() == {}
 
 
-# --- how it ends ---
+# --- the end of a keeper ---
 
 
-def test_it_ends_when_it_is_told_to(keeper: Keeper, client: Client) -> None:
+def test_it_ends_on_sigterm(keeper: Keeper, client: Client) -> None:
     client.put({"segment.1.1": b"kept"})
     keeper.process.send_signal(signal.SIGTERM)
     assert keeper.ended() == (0, "")
     assert not keeper.path.exists()
 
 
-def test_it_ends_when_its_directory_is_gone(keeper: Keeper, client: Client) -> None:
-    """An operator removes the runtime directory: nobody will ever find it again, so its memory goes."""
+def test_it_ends_when_its_directory_is_removed(keeper: Keeper, client: Client) -> None:
+    """An operator removes the runtime directory: the keeper cannot be found any more, so it ends."""
     client.put({"segment.1.1": b"kept"})
     shutil.rmtree(keeper.path.parent)
     keeper.look()
     assert keeper.ended() == (0, "")
 
 
-def test_it_ends_when_another_has_its_place(keeper: Keeper, client: Client) -> None:
-    """The directory was moved away and made anew: the newcomer keeps its socket when the first one goes."""
+def test_it_ends_when_another_keeper_has_its_path(keeper: Keeper, client: Client) -> None:
+    """The directory was moved away and created again: the new keeper's socket stays when the old keeper ends."""
     client.put({"segment.1.1": b"kept"})
     aside = keeper.path.parent.with_suffix(".aside")
     keeper.path.parent.rename(aside)
@@ -341,7 +347,7 @@ def test_it_ends_when_another_has_its_place(keeper: Keeper, client: Client) -> N
 
 
 def test_it_ends_when_nothing_is_worth_keeping(keeper: Keeper) -> None:
-    """The daemon is gone, and so is the last worker: the driver's descriptors alone are of no use to anybody."""
+    """The daemon and the last worker are dead: the driver's descriptors alone are of no use."""
     with subprocess.Popen(["sleep", "60"]) as dead, subprocess.Popen(["sleep", "60"]) as alive:
         pidfds = [os.pidfd_open(dead.pid), os.pidfd_open(alive.pid)]
         with Client(keeper.path) as client:
@@ -351,7 +357,7 @@ def test_it_ends_when_nothing_is_worth_keeping(keeper: Keeper) -> None:
         keeper.look()
         dead.kill()
         assert select.select([pidfds[0]], [], [], DEADLINE_SECONDS)[0]
-        with pytest.raises(subprocess.TimeoutExpired):  # it looked several times, and one worker lives
+        with pytest.raises(subprocess.TimeoutExpired):  # it has checked several times, and one worker lives
             keeper.process.wait(10 * LOOK_SECONDS)
         alive.kill()
         assert keeper.ended() == (0, "")
@@ -360,7 +366,7 @@ def test_it_ends_when_nothing_is_worth_keeping(keeper: Keeper) -> None:
 
 
 def test_it_stays_for_a_segment_and_for_a_daemon(keeper: Keeper) -> None:
-    """A sealed segment outlives every worker and the daemon; a daemon that has nothing yet is connected."""
+    """A sealed segment outlives every worker and the daemon. A daemon without a segment is still connected."""
     with Client(keeper.path) as client:
         keeper.look()
         with pytest.raises(subprocess.TimeoutExpired):
@@ -373,13 +379,13 @@ def test_it_stays_for_a_segment_and_for_a_daemon(keeper: Keeper) -> None:
     assert keeper.ended() == (0, "")
 
 
-def test_nobody_comes(keeper: Keeper) -> None:
+def test_it_ends_when_no_daemon_connects(keeper: Keeper) -> None:
     """The daemon that started it died before it connected."""
     keeper.look()
     assert keeper.ended() == (0, "")
 
 
 def test_it_imports_little() -> None:
-    """What it does not import costs no start, and cannot fail in it."""
+    """Modules that it does not import cost no time at the start, and cannot fail."""
     told = subprocess.check_output([sys.executable, "-c", _IMPORTS], text=True)
     assert told.split() == ["membroker", "membrokerd"]

@@ -1,4 +1,4 @@
-"""The second process that has copies: a keeper that may be killed, and systemd as it behaves."""
+"""The second process that has copies: a keeper that may be killed, and systemd."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from membrokerd.restart import keeper as fdstore
 from membrokerd.restart import keeper_client as mirrors
 from membrokerd.restart.descriptor_store import Kept, Store
 from membrokerd.restart.keeper_client import open_keeper
+from membrokerd.restart.keeper_connection import KeeperConnection, Owned
 from membrokerd.restart.systemd import SystemdMirror, open_systemd, systemd_available
 
 _T = TypeVar("_T")
@@ -36,7 +37,7 @@ OWNER = "/run/membroker/host"
 
 @pytest.fixture(autouse=True)
 def descriptor_limit() -> Iterator[None]:
-    """Stories here run the daemon's side in this process, and the daemon raises its soft limit when it starts."""
+    """The daemon's side runs in this process here, and the daemon raises its soft limit when it starts."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     yield
@@ -58,7 +59,7 @@ def path(directory: Path) -> Path:
 
 
 def play(story: Awaitable[_T]) -> _T:
-    """Tell a story on an event loop; every descriptor that it opened is closed at its end."""
+    """Run a coroutine, and check that it has closed every descriptor that it opened."""
 
     async def main() -> _T:
         return await asyncio.wait_for(story, DEADLINE_SECONDS)
@@ -70,18 +71,18 @@ def play(story: Awaitable[_T]) -> _T:
 
 
 async def until(true: Callable[[], object]) -> None:
-    """Wait for a state that nothing announces."""
+    """Wait for a state without an event of its own."""
     while not true():
         await asyncio.sleep(0.002)
 
 
 def keeping(store: Store, segment: int, contents: dict[int, bytes]) -> asyncio.Future[None]:
-    """Keep files as a segment's extents; the future is over when the store says so."""
+    """Keep files as a segment's extents. The future is done when the store calls back."""
     told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     files = [memfd(content) for content in contents.values()]
 
     def done(error: OSError | None) -> None:
-        assert not told.done(), "it was said twice"
+        assert not told.done(), "done was called twice"
         if error is None:
             told.set_result(None)
         else:
@@ -93,7 +94,7 @@ def keeping(store: Store, segment: int, contents: dict[int, bytes]) -> asyncio.F
 
 
 def read(kept: Kept) -> dict[int, dict[int, bytes]]:
-    """Return what is in the extents that a predecessor left, and close them all."""
+    """Return the contents of the extents that a predecessor left, and close them all."""
     contents = {
         segment: {extent: content_of(descriptor) for extent, descriptor in extents.items()}
         for segment, extents in kept.segments.items()
@@ -104,24 +105,24 @@ def read(kept: Kept) -> dict[int, dict[int, bytes]]:
 
 
 def keeping_not_long(store: Store, segment: int, contents: dict[int, bytes]) -> asyncio.Future[None]:
-    """Keep files, and wait for the mirror less than others do."""
+    """Keep files, with a shorter timeout for the mirror."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mirrors, "PUT_SECONDS", STUCK_SECONDS)
         return keeping(store, segment, contents)
 
 
 async def left_at(path: Path) -> Kept:
-    """Return what the keeper at this path has, as the next daemon finds it."""
+    """Return what the next daemon finds in the keeper at this path."""
     mirror, kept = await open_keeper(path, OWNER)
     mirror.close()
     return kept
 
 
 def files_of(pid: int) -> set[str]:
-    """Return what a process has open: a pipe or a socket is told from every other by its number."""
+    """Return the targets of a process's open descriptors. Each pipe and socket has a number of its own."""
     found = set()
     for number in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(FileNotFoundError):  # what this listing itself had open
+        with suppress(FileNotFoundError):  # the descriptor of this listing itself
             found.add(os.readlink(f"/proc/{pid}/fd/{number}"))
     return {name for name in found if not name.startswith("anon_inode:")}
 
@@ -134,7 +135,7 @@ def end(store: Store) -> None:
 
 
 def test_a_daemon_finds_what_its_predecessor_kept(path: Path) -> None:
-    """Segments, a worker's pidfd and a driver's descriptor outlive the daemon; the second lends and gives them up."""
+    """Segments, a worker's pidfd and a driver's descriptor outlive the daemon. The next one lends and gives them up."""
 
     async def first() -> int:
         mirror, kept = await open_keeper(path, OWNER)
@@ -177,8 +178,8 @@ def test_a_daemon_finds_what_its_predecessor_kept(path: Path) -> None:
     play(third())
 
 
-def test_a_daemon_that_ends_at_its_start_leaves_no_half(path: Path) -> None:
-    """Its port is taken, and it is gone before the keeper comes to what it put. Half of it stops every next start."""
+def test_a_daemon_that_fails_at_its_start_leaves_all_or_nothing(path: Path) -> None:
+    """Its port is taken, so it exits before the keeper handles its put. Half of a put would stop every later start."""
     with Keeper(path) as keeper:
 
         async def first() -> None:
@@ -200,8 +201,8 @@ def test_a_daemon_that_ends_at_its_start_leaves_no_half(path: Path) -> None:
         assert play(second()) in (set(), {"watches", "table"})
 
 
-def test_the_keeper_is_nobodys_child_to_kill(path: Path) -> None:
-    """Ctrl-C in the daemon's terminal and the end of its log's reader do not reach the keeper."""
+def test_signals_to_the_daemon_do_not_reach_the_keeper(path: Path) -> None:
+    """Ctrl-C in the daemon's terminal, or the end of its log's reader, does not reach the keeper."""
 
     async def story() -> None:
         mirror, _ = await open_keeper(path, OWNER)
@@ -214,8 +215,11 @@ def test_the_keeper_is_nobodys_child_to_kill(path: Path) -> None:
     play(story())
 
 
-def test_a_keeper_is_killed_while_puts_are_on_their_way(path: Path) -> None:
-    """The keeper stops, then dies with 30 packets unanswered: another gets what was there, then those, in order."""
+def test_a_keeper_is_killed_during_puts(path: Path) -> None:
+    """The keeper is stopped, then killed with 30 packets unanswered.
+
+    The next gets what was there, then those, in order.
+    """
 
     async def story() -> None:
         mirror, _ = await open_keeper(path, OWNER)
@@ -249,8 +253,8 @@ def test_a_keeper_is_killed_while_puts_are_on_their_way(path: Path) -> None:
     play(story())
 
 
-def test_what_was_dropped_meanwhile_is_not_put_again(path: Path) -> None:
-    """A session comes and goes, and a segment goes, while the keeper is dead: the next one never hears of them."""
+def test_what_was_dropped_without_a_keeper_is_not_put_again(path: Path) -> None:
+    """A session begins and ends, and a segment is given up, while the keeper is dead: the next one never gets them."""
 
     async def story() -> None:
         mirror, _ = await open_keeper(path, OWNER)
@@ -274,8 +278,8 @@ def test_what_was_dropped_meanwhile_is_not_put_again(path: Path) -> None:
     play(story())
 
 
-def test_another_daemon_took_the_keepers_ear(path: Path) -> None:
-    """The connection is lost while the keeper lives: it is told again what it should have, and lets go of the rest."""
+def test_another_daemon_took_the_connection(path: Path) -> None:
+    """The connection is lost but the keeper lives: it is filled again, and drops every other name."""
 
     async def story() -> None:
         mirror, _ = await open_keeper(path, OWNER)
@@ -298,14 +302,14 @@ def test_another_daemon_took_the_keepers_ear(path: Path) -> None:
 def test_no_keeper_can_be_started(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The directory was opened to others: puts fail in time and say why, attempts get rarer, and it heals by itself."""
+    """The directory is open to others: puts fail in time and say why, retries slow down, and it recovers by itself."""
     monkeypatch.setattr(mirrors, "MAX_PAUSE_SECONDS", 0.4)
 
     def pauses() -> list[float]:
         return [
             record.fields["pause_seconds"]  # type: ignore[attr-defined]
             for record in caplog.records
-            if record.getMessage() == "no keeper of descriptors"
+            if record.getMessage().startswith("cannot reach or start a keeper of descriptors")
         ]
 
     async def story() -> None:
@@ -315,7 +319,7 @@ def test_no_keeper_can_be_started(
         path.parent.chmod(0o755)
         assert mirror.pid is not None
         os.kill(mirror.pid, signal.SIGKILL)
-        with pytest.raises(OSError, match="none can be started"):
+        with pytest.raises(OSError, match="no keeper can be started"):
             await keeping_not_long(store, 2, {2: b"refused"})
         assert len(store) == 1
         await until(lambda: len(pauses()) >= 4)
@@ -330,7 +334,7 @@ def test_no_keeper_can_be_started(
 
 
 def test_a_keeper_that_does_not_answer(path: Path) -> None:
-    """It is stopped, not dead: a put fails in time, nothing half kept is left, and it serves again when it goes on."""
+    """The keeper is stopped, not dead: a put fails in time and leaves nothing behind, and the keeper serves again."""
 
     async def story() -> None:
         mirror, _ = await open_keeper(path, OWNER)
@@ -341,7 +345,7 @@ def test_a_keeper_that_does_not_answer(path: Path) -> None:
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(TimeoutError, match="does not answer"):
             await keeping_not_long(store, 2, dict.fromkeys(range(1000, 2000), b"refused"))
-        assert mirror.pid is None, "it would be sent the rest, whose copies are closed"
+        assert mirror.pid is None, "it would be sent the rest of the put, whose copies are closed"
         os.kill(pid, signal.SIGCONT)
         await until(lambda: mirror.pid is not None)
         await keeping(store, 3, {3: b"after"})
@@ -352,14 +356,14 @@ def test_a_keeper_that_does_not_answer(path: Path) -> None:
     play(story())
 
 
-def test_a_full_keeper_leaves_nothing_half_kept(path: Path) -> None:
-    """Two packets fit and the third does not: the segment is refused, and what was put of it is taken back."""
+def test_a_full_keeper_keeps_no_part_of_a_segment(path: Path) -> None:
+    """Two packets fit and the third does not: the segment is refused, and what was put of it is dropped."""
 
     async def story() -> None:
         mirror, _ = await open_keeper(path, OWNER)
         store = Store(mirror)
         await keeping(store, 1, {1: b"stays"})
-        with pytest.raises(OSError, match="129 descriptors are kept, of 150 that may be"):
+        with pytest.raises(OSError, match="it has 129 descriptors and may have 150"):
             await keeping(store, 2, dict.fromkeys(range(1000, 1190), b"refused"))
         assert len(store) == 1
         await keeping(store, 3, dict.fromkeys(range(2000, 2149), b"as many as fit"))
@@ -372,8 +376,8 @@ def test_a_full_keeper_leaves_nothing_half_kept(path: Path) -> None:
         play(story())
 
 
-def test_names_that_no_broker_gives_are_dropped(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Another version's names, or nobody's: the daemon says so and the keeper lets go of them."""
+def test_names_that_no_broker_uses_are_dropped(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Names of another version, or of no version: the daemon logs them and the keeper drops them."""
     names = ["junk", "segment.0.1", "segment.01.2", "segment.1.2.3", "segment.1.G", "process.A", "driver."]
 
     async def story() -> None:
@@ -384,12 +388,12 @@ def test_names_that_no_broker_gives_are_dropped(path: Path, caplog: pytest.LogCa
         with Client(path) as client:
             client.put({name: name.encode() for name in [*names, "segment.1.2"]})
         play(story())
-    said = [record.fields for record in caplog.records if "none of the broker's" in record.getMessage()]  # type: ignore[attr-defined]
+    said = [record.fields for record in caplog.records if "whose names no broker uses" in record.getMessage()]  # type: ignore[attr-defined]
     assert said == [{"names": names}]
 
 
-def test_the_daemon_stops_with_puts_on_their_way(path: Path) -> None:
-    """Who waits is told, once, and its descriptors are its own again."""
+def test_the_daemon_stops_during_puts(path: Path) -> None:
+    """The put fails exactly once, and the caller owns its descriptors again."""
 
     async def story() -> None:
         mirror, _ = await open_keeper(path, OWNER)
@@ -399,24 +403,24 @@ def test_the_daemon_stops_with_puts_on_their_way(path: Path) -> None:
         put = keeping(store, 1, {1: b"late"})
         os.kill(mirror.pid, signal.SIGCONT)
         end(store)
-        with pytest.raises(ConnectionError, match="the broker stops"):
+        with pytest.raises(ConnectionError, match="the broker is stopping"):
             await put
 
     play(story())
 
 
 def test_a_keeper_of_another_device_is_refused_at_once(path: Path) -> None:
-    """Two daemons with one keeper_socket: the second says what to do, and the first one's connection stays."""
+    """Two daemons have one keeper_socket: the second is told what to do, and the first stays connected."""
 
     async def story() -> None:
         mirror, _ = await open_keeper(path, OWNER)
         store = Store(mirror)
         await keeping(store, 1, {1: b"the first one's"})
-        with pytest.raises(mirrors.Owned, match=rf"keeps the descriptors of {OWNER}: give each device a keeper"):
+        with pytest.raises(Owned, match=rf"keeps the descriptors of {OWNER}: give each device a keeper"):
             await open_keeper(path, "/run/membroker/host-1")
         await keeping(store, 2, {2: b"more"})
         end(store)
-        with pytest.raises(mirrors.Owned):
+        with pytest.raises(Owned):
             await open_keeper(path, "/run/membroker/host-1")
         assert read(await left_at(path)) == {1: {1: b"the first one's"}, 2: {2: b"more"}}
 
@@ -424,7 +428,7 @@ def test_a_keeper_of_another_device_is_refused_at_once(path: Path) -> None:
 
 
 def test_a_keeper_that_an_older_daemon_started(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It knows no owners and serves the newest connection: an upgrade finds the segments of the daemon before."""
+    """The keeper does not know owners and serves the newest connection: an upgrade finds its predecessor's segments."""
 
     async def story() -> None:
         with Client(path) as older:
@@ -432,18 +436,18 @@ def test_a_keeper_that_an_older_daemon_started(path: Path, monkeypatch: pytest.M
         assert read(await left_at(path)) == {1: {1: b"kept"}}
 
     with Keeper(path):
-        # An unknown request is refused with a sentence and no owner, as every keeper has always done.
-        line_ask = mirrors._Line.ask
+        # An unknown request is refused with an error without an owner, as in every version.
+        line_ask = KeeperConnection.ask
 
         def ask(line: Any, message: Any, descriptors: Any = ()) -> Any:
             return line_ask(line, {"unknown": 1} if "own" in message else message, descriptors)
 
-        monkeypatch.setattr(mirrors._Line, "ask", ask)
+        monkeypatch.setattr(KeeperConnection, "ask", ask)
         play(story())
 
 
-def test_there_is_no_place_for_a_keeper(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the keeper complains of is what the daemon says when it cannot start."""
+def test_an_open_directory_is_an_error_of_the_daemon(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon's error includes the keeper's own complaint."""
     monkeypatch.setattr(mirrors, "FIRST_PAUSE_SECONDS", 0.0)
     path.parent.chmod(0o750)
     with pytest.raises(OSError, match=r"membroker-fdstore: cannot listen at .* is not this user's alone"):
@@ -454,7 +458,7 @@ def test_there_is_no_place_for_a_keeper(path: Path, monkeypatch: pytest.MonkeyPa
 
 
 class Systemd:
-    """What systemd does with the messages of a service: its descriptor store, as service.c and manager.c have it."""
+    """How systemd treats a service's messages: its descriptor store, as in service.c and manager.c."""
 
     def __init__(self, directory: Path, maximum: int) -> None:
         self.maximum = maximum
@@ -465,11 +469,11 @@ class Systemd:
         self._sock.bind(str(directory / "notify"))
 
     def work(self) -> None:
-        """Take messages as they come."""
+        """Handle messages as they come."""
         asyncio.get_running_loop().add_reader(self._sock, self._take)
 
     def rest(self) -> None:
-        """Take none."""
+        """Stop handling messages."""
         asyncio.get_running_loop().remove_reader(self._sock)
 
     def _take(self) -> None:
@@ -489,7 +493,7 @@ class Systemd:
         elif fields.get("FDSTORE") == "1":
             assert fields["FDPOLL"] == "0", "it would drop a pidfd when its process dies"
             self.said.append(f"store {name}")
-            if len(self.stored) + len(descriptors) <= self.maximum:  # else without a word
+            if len(self.stored) + len(descriptors) <= self.maximum:  # else systemd drops it silently
                 self.stored += [(name, os.dup(descriptor)) for descriptor in descriptors]
         close_all(descriptors)
 
@@ -498,7 +502,7 @@ class Systemd:
         return [(name, content_of(descriptor)) for name, descriptor in self.stored]
 
     def end(self) -> None:
-        """Let go of everything."""
+        """Close all descriptors."""
         if self._sock.fileno() >= 0:
             self.rest()
             self._sock.close()
@@ -508,7 +512,7 @@ class Systemd:
 def play_systemd(
     directory: Path, maximum: int, story: Callable[[Systemd, SystemdMirror, Store], Awaitable[None]]
 ) -> None:
-    """Tell a story of a daemon that systemd started."""
+    """Run a coroutine as a daemon that systemd started."""
 
     async def main() -> None:
         systemd = Systemd(directory, maximum)
@@ -527,8 +531,8 @@ def play_systemd(
     play(main())
 
 
-def test_systemd_has_it_before_anybody_gets_it(directory: Path) -> None:
-    """systemd is busy for a while: the store says nothing until it has come to the barrier, and then in order."""
+def test_nothing_is_lent_before_systemd_has_it(directory: Path) -> None:
+    """systemd is busy: the store reports nothing until systemd has reached the barrier, and then in order."""
 
     async def story(systemd: Systemd, mirror: SystemdMirror, store: Store) -> None:
         systemd.rest()
@@ -553,7 +557,7 @@ def test_systemd_has_it_before_anybody_gets_it(directory: Path) -> None:
 
 
 def test_barriers_count_in_the_order_of_the_puts(directory: Path) -> None:
-    """The loop was busy while three pipes were closed, and hears of the last one first."""
+    """The loop was busy while three pipes were closed, and sees the last one first."""
 
     async def story(systemd: Systemd, mirror: SystemdMirror, store: Store) -> None:
         systemd.barriers = []
@@ -569,8 +573,8 @@ def test_barriers_count_in_the_order_of_the_puts(directory: Path) -> None:
     play_systemd(directory, 5, story)
 
 
-def test_systemd_lets_go_of_what_is_dropped_or_replaced(directory: Path) -> None:
-    """systemd would keep both descriptors of one name: the old one goes first."""
+def test_systemd_drops_what_is_dropped_or_replaced(directory: Path) -> None:
+    """systemd would keep both descriptors of one name, so the old one is removed first."""
 
     async def story(systemd: Systemd, mirror: SystemdMirror, store: Store) -> None:
         await keeping(store, 1, {1: b"goes", 2: b"stays"})
@@ -588,13 +592,15 @@ def test_systemd_lets_go_of_what_is_dropped_or_replaced(directory: Path) -> None
     play_systemd(directory, 5, story)
 
 
-def test_systemds_maximum_is_counted_here(directory: Path) -> None:
-    """systemd would drop the sixth without a word, and a segment would be lost at the next start."""
+def test_systemds_maximum_is_respected(directory: Path) -> None:
+    """systemd would silently drop the sixth descriptor, and a segment would be lost at the next start."""
 
     async def story(systemd: Systemd, mirror: SystemdMirror, store: Store) -> None:
         await keeping(store, 1, dict.fromkeys(range(1, 5), b"kept"))
         said = list(systemd.said)
-        with pytest.raises(OSError, match="4 descriptors of 5: raise FileDescriptorStoreMax="):
+        with pytest.raises(
+            OSError, match="has 4 descriptors of this service and keeps at most 5: raise FileDescriptorStoreMax="
+        ):
             await keeping(store, 2, {1: b"one", 2: b"more"})
         assert systemd.said == said
         await keeping(store, 3, {1: b"the fifth"})
@@ -606,7 +612,7 @@ def test_systemds_maximum_is_counted_here(directory: Path) -> None:
 
 
 def test_systemd_does_not_answer(directory: Path) -> None:
-    """A put fails in time. What systemd takes of it later it is told to let go of."""
+    """A put fails in time. What systemd takes of it later is removed again."""
 
     async def story(systemd: Systemd, mirror: SystemdMirror, store: Store) -> None:
         systemd.rest()
@@ -621,7 +627,7 @@ def test_systemd_does_not_answer(directory: Path) -> None:
 
 
 def test_systemd_is_gone(directory: Path) -> None:
-    """Its socket answers no more: puts fail with what the kernel says."""
+    """systemd's socket is closed: puts fail with the kernel's error."""
 
     async def story(systemd: Systemd, mirror: SystemdMirror, store: Store) -> None:
         await keeping(store, 1, {1: b"stays"})
@@ -662,11 +668,14 @@ os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
 
 
 def started(directory: Path, names: list[str], pid: str = "") -> tuple[list[str], dict[str, object]]:
-    """Start a daemon as systemd does, with a file for each name; return what systemd heard, and what it found."""
+    """Start a daemon as systemd does, with one file per name.
+
+    Return what systemd received, and what the daemon found.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
         notified.bind(str(directory / "notify"))
         files = [memfd(name.encode()) for name in names]
-        high = [os.dup2(file, 200 + number) for number, file in enumerate(files)]  # not where they are to be
+        high = [os.dup2(file, 200 + number) for number, file in enumerate(files)]  # away from their final numbers
         told = subprocess.check_output(
             [sys.executable, "-c", _AS_SYSTEMD, _DAEMON, pid, *map(str, high)],
             pass_fds=high,
@@ -686,7 +695,7 @@ def started(directory: Path, names: list[str], pid: str = "") -> tuple[list[str]
 
 
 def test_a_daemon_inherits_what_systemd_kept(directory: Path) -> None:
-    """systemd starts it again with five files: four are its own, the stranger is closed and dropped."""
+    """systemd restarts it with five files: four belong to the daemon, and the unknown fifth is closed and dropped."""
     names = ["segment.1.a", "segment.1.b", "driver.watch", "process.2", "stored"]
     heard, found = started(directory, names)
     assert found == {
@@ -701,7 +710,7 @@ def test_a_daemon_inherits_what_systemd_kept(directory: Path) -> None:
 
 
 def test_a_descendant_of_a_daemon_inherits_nothing(directory: Path) -> None:
-    """LISTEN_PID is for one process: whoever finds the others' variables leaves the descriptors alone."""
+    """LISTEN_PID names one process: a child that finds these variables must not touch the descriptors."""
     heard, found = started(directory, ["segment.1.a"], pid="1")
     assert found["segments"] == {}
     assert found["environment"] == []
@@ -720,10 +729,13 @@ def test_a_descendant_of_a_daemon_inherits_nothing(directory: Path) -> None:
         ({"FDSTORE": "512"}, 0, False),
     ],
 )
-def test_who_says_that_systemd_keeps_descriptors(
+def test_systemd_or_the_configuration_says_how_many_are_kept(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], configured: int, available: bool
 ) -> None:
-    """systemd does from version 254 on; before, the configuration. A container's notify socket is no store."""
+    """systemd says so from version 254 on; before that, the configuration does.
+
+    A container's notify socket is no store.
+    """
     for key in ("NOTIFY_SOCKET", "FDSTORE"):
         monkeypatch.delenv(key, raising=False)
     for key, value in environment.items():

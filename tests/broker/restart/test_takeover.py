@@ -1,4 +1,4 @@
-"""What a daemon takes over from the one before it, where the configuration is another by now."""
+"""What a daemon takes over from its predecessor, when the configuration has changed since."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from membrokerd.core.machine import Broker
 from membrokerd.restart import takeover as inheritance
 from membrokerd.restart.descriptor_store import Kept, Store
 from membrokerd.restart.records import MAX_IDS
-from membrokerd.restart.takeover import condense, hold_what_is_lent, last_epoch, take_descriptors, warn_of_holders
+from membrokerd.restart.takeover import cover_lent, last_epoch, rebuild_books, take_descriptors, warn_of_holders
 
 MODEL = ev.ModelName("t", "m")
 
@@ -29,16 +29,16 @@ def broker(capacities: dict[Location, int]) -> Broker:
     return Broker(policy.Rules(granularity=2, capacities=capacities), epoch=1)
 
 
-def test_a_location_that_is_no_more_has_a_segment_that_is_charged_nothing() -> None:
-    """A create failed, and the daemon died before its keeper had let go; an operator took the location out."""
+def test_a_removed_location_can_have_a_segment_of_zero_bytes() -> None:
+    """A create failed, and the daemon died before the keeper dropped it. Then an operator removed the location."""
     before = broker({"device": 64, "host": 64})
     before.step(ev.OpenSession(1, "t", 1, 1, "p", False, ""), 0)
     (session,) = before.ledger.sessions
     before.step(ev.RegisterModel(2, session, 1, MODEL, None, {}, False), 0)
     before.step(ev.CreateSegment(3, session, 2, ev.SegmentName("t", "m", "s"), "host", 4), 0)
     before.step(ev.NotMade(session, 2, 0, Reason.DEVICE_FULL, {}), 0)
-    told, charged, *_ = condense(story(before.ledger))
-    held = hold_what_is_lent({"device": 64}, charged)
+    told, charged, *_ = rebuild_books(story(before.ledger))
+    held = cover_lent({"device": 64}, charged)
     after = Broker(policy.Rules(granularity=2, capacities=held), 2, told)
     after.step(ev.Restarted(frozenset(), {}), 0)
     (segment,) = after.ledger.segments
@@ -47,24 +47,24 @@ def test_a_location_that_is_no_more_has_a_segment_that_is_charged_nothing() -> N
     assert held == {"device": 64, "host": 0}
 
 
-def test_a_location_where_nothing_is_on_file_is_not_lent() -> None:
-    """The daemon before lent host memory, and all of it is back: the configuration decides."""
+def test_a_removed_location_without_entries_stays_removed() -> None:
+    """The predecessor lent host memory, and all of it was released: the new configuration decides."""
     before = broker({"device": 64, "host": 64})
-    _, charged, *_ = condense(story(before.ledger))
-    assert hold_what_is_lent({"device": 64}, charged) == {"device": 64}
+    _, charged, *_ = rebuild_books(story(before.ledger))
+    assert cover_lent({"device": 64}, charged) == {"device": 64}
 
 
-def test_what_is_lent_stays_where_the_configuration_has_less() -> None:
-    """An extent is out, at a location that is configured smaller by now, or not at all."""
+def test_capacities_are_raised_to_what_is_lent() -> None:
+    """An extent is lent at a location whose configured capacity is now smaller, or that is not configured any more."""
     before = broker({"device": 64, "host": 64})
     before.step(ev.OpenSession(1, "t", 1, 1, "p", False, ""), 0)
     (session,) = before.ledger.sessions
     before.step(ev.RegisterModel(2, session, 1, MODEL, None, {}, False), 0)
     before.step(ev.Allocate(3, session, 2, MODEL, "device", 2, 4), 0)
     before.step(ev.Allocate(4, session, 3, MODEL, "host", 2, 3), 0)
-    _, charged, *_ = condense(story(before.ledger))
-    assert hold_what_is_lent({"device": 4}, charged) == {"device": 8, "host": 6}
-    assert hold_what_is_lent({"device": 9, "host": 6}, charged) == {"device": 9, "host": 6}
+    _, charged, *_ = rebuild_books(story(before.ledger))
+    assert cover_lent({"device": 4}, charged) == {"device": 8, "host": 6}
+    assert cover_lent({"device": 9, "host": 6}, charged) == {"device": 9, "host": 6}
 
 
 SESSION = ft.SessionBegan(7 << 40, "t", 5, 1, "p", False, "", 1)
@@ -75,48 +75,52 @@ def debit(first: int, count: int, size: int = 2) -> ft.Debited:
     return ft.Debited(SESSION.session, MODEL, "device", size, first, count)
 
 
-def test_the_epoch_of_the_books_is_that_of_their_last_id() -> None:
-    """Each daemon's ids begin above all of those that an earlier one gave, and that are still on file."""
-    assert condense([]).epoch == 0
-    assert condense(BEGAN).epoch == 7
+def test_the_epoch_of_the_books_is_that_of_the_last_id() -> None:
+    """New ids must be above all ids that an earlier daemon issued and that are still in the books."""
+    assert rebuild_books([]).epoch == 0
+    assert rebuild_books(BEGAN).epoch == 7
     lent = [*BEGAN, debit((8 << 40) + 1, 3)]
-    assert condense(lent).epoch == 8
-    assert condense(lent).by_pid == {5: 6}
+    assert rebuild_books(lent).epoch == 8
+    assert rebuild_books(lent).by_pid == {5: 6}
     segment = ft.SegmentBegan(9 << 40, MODEL, "s", "device", 2, 2, (9 << 40) + 1, 1, SESSION.session, 1)
-    assert condense([*lent, segment]).epoch == 9
+    assert rebuild_books([*lent, segment]).epoch == 9
     assert last_epoch(Kept()) == 0
     assert last_epoch(Kept({9 << 40: {(10 << 40) + 1: 0}}, {3 << 40: 0})) == 10
 
 
 CONTRADICTIONS = {
-    "a debit of a session that nobody knows": [debit(1, 1)],
+    "a debit of an unknown session": [debit(1, 1)],
     "a second owner of an extent": [*BEGAN, debit(1, 3), debit(3, 1)],
-    "more bytes than can be": [*BEGAN, debit(1, 4, MAX_BYTES)],
-    "a credit of what was not lent": [*BEGAN, debit(1, 1), ft.Credited(SESSION.session, range(1, 3), "released")],
-    "more extents at once than may be": [*BEGAN, *(debit(1 + at * MAX_IDS, MAX_IDS) for at in range(1000))],
+    "too many bytes": [*BEGAN, debit(1, 4, MAX_BYTES)],
+    "a credit of an extent that was not lent": [
+        *BEGAN,
+        debit(1, 1),
+        ft.Credited(SESSION.session, range(1, 3), "released"),
+    ],
+    "too many extents at once": [*BEGAN, *(debit(1 + at * MAX_IDS, MAX_IDS) for at in range(1000))],
 }
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_what_makes_no_books_is_told(case: str) -> None:
+def test_contradicting_facts_are_an_error(case: str) -> None:
     with pytest.raises((AssertionError, KeyError)):
-        condense(CONTRADICTIONS[case])
+        rebuild_books(CONTRADICTIONS[case])
 
 
-def test_what_was_lent_and_given_back_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker churns for a night: more extents were lent than there may be, and never at once."""
+def test_released_extents_do_not_count_towards_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker allocates and releases all night. In total that exceeds the bound, but never at once."""
     monkeypatch.setattr(inheritance, "MAX_IDS", 10)
     churn: list[ft.Fact] = []
     for round_ in range(20):
         ids = range(1 + 8 * round_, 9 + 8 * round_)
         churn += [debit(ids.start, 8), ft.Credited(SESSION.session, ids, "released")]
-    assert not condense([*BEGAN, *churn]).charged
+    assert not rebuild_books([*BEGAN, *churn]).charged
     with pytest.raises(AssertionError, match="lent at once"):
-        condense([*BEGAN, *churn, debit(1000, 6), debit(2000, 6)])
+        rebuild_books([*BEGAN, *churn, debit(1000, 6), debit(2000, 6)])
 
 
-def test_who_may_hold_memory_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """Those that use more than they are charged, the largest first; a crowd is counted."""
+def test_processes_that_may_hold_memory_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """The log names processes that use more than they are charged, the largest first, and counts the rest."""
     warn_of_holders([(1, 10), (2, 20), (3, 30)], {1: 10, 2: 5, 3: 31})
     assert [record.fields["pid"] for record in caplog.records] == [2]
     caplog.clear()
@@ -126,7 +130,7 @@ def test_who_may_hold_memory_is_named(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_store_is_made_to_agree_with_the_books() -> None:
-    """Of two segments it has one whole, and of the other a half; and a third, and a process, that nobody knows."""
+    """The store has all of one segment, half of another, and a segment and a process that are not in the books."""
     rules = policy.Rules(granularity=2, capacities={"device": 64}, segment_extent_bytes=2)
     books = Broker(rules, epoch=1)
     books.step(ev.OpenSession(1, "t", 1, 1, "p", False, ""), 0)
