@@ -6,7 +6,6 @@ the deliveries that were taken. It must never touch a socket: the connection doe
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -19,6 +18,7 @@ from ..errors import DescriptorLimit, MembrokerError, ProtocolError, from_status
 from ..v1 import broker_pb2, resources_pb2
 from ..v1.handoff_pb2 import Delivery, Frame, Reply
 from ..wire import frames as handoff
+from ..wire.descriptors import close_each
 from .endpoint import DESCRIPTORS_SHORT
 
 Outcome = Message | MembrokerError
@@ -53,7 +53,7 @@ class Call:
 
     __slots__ = (
         *("beside", "deadline", "dry", "extent_ids", "inbox"),
-        *("keep", "note", "outcome", "request_id", "segment", "sent"),
+        *("keep", "note", "outcome", "request_id", "segment", "sent", "thread"),
     )
 
     def __init__(
@@ -75,6 +75,7 @@ class Call:
         self.sent: list[int] = []
         self.dry = False
         self.keep = False
+        self.thread = threading.get_ident()
 
     def is_waiting(self) -> bool:
         """Say whether there is no delivery to take, and not yet the answer with every delivery that precedes it."""
@@ -150,9 +151,7 @@ def check_whole(packet: handoff.Packet) -> None:
 
 def close_packet(packet: handoff.Packet) -> None:
     """Close the descriptors of a packet; each is forgotten first, so that none is closed twice."""
-    descriptors = packet.descriptors
-    while descriptors:
-        os.close(descriptors.pop())
+    close_each(packet.descriptors)
 
 
 def close_packets(packets: deque[handoff.Packet]) -> None:

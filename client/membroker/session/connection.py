@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from google.protobuf.message import Message
 
 from ..errors import BrokerUnavailable, ClosedError, MembrokerError, ProtocolError, from_status
-from ..interrupts import Condition, HeldOff, Waiting, is_held_off
+from ..interrupts import Condition, uninterrupted
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
 from ..wire import frames as handoff
@@ -66,6 +66,10 @@ class Connection:
         """Refused elsewhere, while deliveries that precede the answer may still be here."""
         self._changed = Condition()
         self._reader: int | None = None
+        self.dropped = False
+        """Whether an interrupt has ended it, and not the broker."""
+        self._landing: list[handoff.Received] = []
+        """What the reading thread has received, until its call has it: after Ctrl-C its descriptors are closed."""
         self._end: tuple[type[MembrokerError], str] | None = None
         self._stopping = ""
         self._nudged, self._nudge = socket.socketpair()
@@ -99,9 +103,8 @@ class Connection:
         frame.request_id = call.request_id
 
         def begin() -> None:
-            data = self._encode(frame)
-            with Waiting():
-                self._send(data, call.sent)
+            call.sent.append(1)
+            self._post(frame)
 
         return self._conduct(call, handler or Nothing(), begin)
 
@@ -185,8 +188,9 @@ class Connection:
                 poller.register(self._socket, select.POLLIN)
                 if not poller.poll(0):
                     raise handoff.EndOfConnection
-                packet = handoff.receive(self._socket)
+                packet = handoff.receive(self._socket, self._landing)
             except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
+                self._landing = []
                 self._lose(error)
             finally:
                 self._resign(packet)
@@ -252,7 +256,7 @@ class Connection:
                 self._changed.tell_all()
 
     def _conduct(self, call: Call, handler: DeliveryHandler, start: Callable[[], None]) -> Message:
-        with HeldOff():
+        try:
             try:
                 self._begin(call)
                 start()
@@ -260,25 +264,50 @@ class Connection:
                     self._take(call, handler)
                 if isinstance(call.outcome, MembrokerError):
                     raise call.outcome
+                self._note(call)
+                self._forget(call)
             except Exception:
                 try:
                     self._undo(call, handler)
                 finally:
                     self._abandon(call)
                 raise
-            except BaseException:
-                # An interrupted caller wants to go on at once: the rest comes when the broker answers. For an attach
-                # that can be a day, so it is nothing for the thread that does the finalizers' work.
-                self._resign(None)
-                try:
-                    self._undo(call, handler)
-                finally:
-                    threading.Thread(target=self._abandon, args=(call,), name="membroker-given-up", daemon=True).start()
-                raise
-            self._note(call)
-            self._forget(call)
-            assert call.outcome is not None
-            return call.outcome
+        except Exception:
+            raise
+        except BaseException:
+            # An interrupt left the call half done. What it mapped is unmapped before the session states what it holds.
+            handler.undo()
+            self.interrupted()
+            raise
+        assert call.outcome is not None
+        return call.outcome
+
+    def interrupted(self) -> None:
+        """Forget this thread's calls, and drop the connection: the session's next one agrees on what is held."""
+        me = threading.get_ident()
+        uninterrupted(lambda: self._drop(me))
+
+    def _drop(self, thread: int) -> None:
+        with self._changed.lock:
+            mine = [call for call in self._calls.values() if call.thread == thread]
+            for call in mine:
+                del self._calls[call.request_id]
+            if self._reader == thread:
+                self._drop_landed()
+            self.dropped = True
+        for call in mine:
+            close_packets(call.inbox)
+        self._lose(InterruptedError("a call was interrupted"))
+        with self._changed.lock:
+            if self._reader == thread:
+                self._reader = None
+            self._changed.tell_all()
+
+    def _drop_landed(self) -> None:
+        """Close what came for a reader that an interrupt ended."""
+        landed, self._landing = self._landing, []
+        for _, control, _, _ in landed:
+            handoff.close_all(handoff.descriptors_in(control))
 
     def _note(self, call: Call) -> None:
         """Enter what a call has brought, before it is forgotten: no Holds can miss it."""
@@ -367,15 +396,6 @@ class Connection:
             self._lose(error)
             self._check_open()
 
-    def _send(self, data: bytes, sent: list[int]) -> None:
-        """Send one packet; `sent` is no longer empty once the kernel has it."""
-        try:
-            # In one step of the interpreter: an interrupt comes before the packet is sent, or after it is noted.
-            sent.extend(map(self._socket.send, (data,), (_NOSIGNAL,)))
-        except OSError as error:
-            self._lose(error)
-            self._check_open()
-
     # Reading: one thread at a time, for all
 
     def _wait(self, call: Call) -> bool:
@@ -404,16 +424,13 @@ class Connection:
         return False
 
     def _read(self, call: Call) -> None:
-        """Read one packet and hand it to its call.
-
-        A call that waits for more than the socket polls first, and so does one that may be interrupted: a poll that
-        is interrupted has lost nothing, while a packet that was just received would be.
-        """
+        """Read one packet and hand it to its call. A call that waits for more than the socket polls first."""
         packet = None
         try:
-            if not (call.beside or call.deadline or is_held_off()) or self._readable(call):
-                packet = handoff.receive(self._socket)
+            if not (call.beside or call.deadline) or self._readable(call):
+                packet = handoff.receive(self._socket, self._landing)
         except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
+            self._landing = []
             self._lose(error)
         finally:
             self._resign(packet)
@@ -421,8 +438,7 @@ class Connection:
     def _readable(self, call: Call) -> bool:
         # Every one, not this call only: a reader that waits for long may never let another thread read.
         refused = tuple(self._refused_beside)
-        with Waiting():
-            ready = dict(self._poller.poll(0 if refused else call.patience()))
+        ready = dict(self._poller.poll(0 if refused else call.patience()))
         if self._nudged.fileno() in ready:
             self._nudged.recv(4096)
         if self._socket.fileno() in ready:
@@ -439,10 +455,13 @@ class Connection:
         with self._changed.lock:
             if self._reader != threading.get_ident():
                 return
+            if packet is None:
+                self._drop_landed()
             if packet is not None:
                 if packet.frame.HasField("delivery"):
                     self._taken.arrived(packet.frame)
                 if not self._route(packet):
+                    self._landing = []
                     stray = packet
             self._reader = None
             self._changed.tell_all()
@@ -457,11 +476,14 @@ class Connection:
         if call is None or kind not in ("delivery", "reply"):
             return False
         if kind == "delivery":
-            # In this order: who waits looks without the lock.
+            # The packet is in the landing or in the inbox: an interrupt comes before both statements, or after them.
+            self._landing = []
             call.inbox.append(packet)
+            # Last, because a thread that waits looks without the lock.
             if frame.delivery.HasField("reply"):
                 call.outcome = outcome_of(frame.delivery.reply)
         else:
+            self._landing = []
             call.outcome = outcome_of(frame.reply)
         return True
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..errors import InvalidRequest
-from ..interrupts import HeldOff
 from ..v1 import broker_pb2 as pb
 from ..vmm.driver import Location
 from ..vmm.sizes import MAX_BYTES
@@ -57,20 +56,18 @@ class Declarations:
         Nor for a thread that does: that one tells it behind what it declares.
         """
         key = (model, location)
-        with HeldOff():
-            with self._lock:
-                self._held[key] -= size
-            self._less.add(key)
-            self._tell_less()
+        with self._lock:
+            self._held[key] -= size
+        self._less.add(key)
+        self._tell_less()
 
     @contextmanager
     def _declaring(self) -> Iterator[None]:
-        with HeldOff():
-            try:
-                with self._turn:
-                    yield
-            finally:
-                self._tell_less()
+        try:
+            with self._turn:
+                yield
+        finally:
+            self._tell_less()
 
     def _declare(self, key: _Key, size: int, beside: int) -> None:
         if size > MAX_BYTES - beside:

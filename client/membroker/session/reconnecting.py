@@ -30,7 +30,7 @@ from ..errors import (
     SessionLost,
     from_status,
 )
-from ..interrupts import Condition, HeldOff
+from ..interrupts import Condition, let_through
 from ..types import Disconnected, Draining, Forgotten, Notice, Resumed, Undrained
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
@@ -193,6 +193,7 @@ class Line:
             except (BrokerUnavailable, AccessDenied) as error:
                 if error.reason not in ("", "STOPPING", "DELIVERY_FAILED", REJECTED):
                     raise
+                let_through()
                 connection, again = self._next(connection, error), True
 
     def give_back(self, extent_ids: Sequence[int]) -> tuple[Connection, Sequence[int]]:
@@ -217,7 +218,7 @@ class Line:
     def _next(self, connection: Connection, error: MembrokerError) -> Connection:
         """Return the connection after one that is lost; raise when that takes too long, or when it is not lost."""
         begun = time.monotonic()
-        with HeldOff(), self._changed.lock:
+        with self._changed.lock:
             while self.connection is connection:
                 if self._no_waiting:
                     raise ClosedError("this client is closed")
@@ -240,7 +241,7 @@ class Line:
 
     def on_notice(self, callback: Callable[[Notice], object]) -> None:
         """Call `callback` with each notice from now on, and with the drain that goes on."""
-        with HeldOff(), self._changed.lock:
+        with self._changed.lock:
             self._callbacks.append(callback)
             if self._draining is not None:
                 self.later(partial(_call, callback, self._draining))
@@ -281,7 +282,9 @@ class Line:
     def _reconnect(self, lost: Connection) -> None:
         begun = reminded = time.monotonic()
         self._trouble = ""
-        logger.warning("the broker at %s is gone: what is mapped stays valid, reconnecting", self._path)
+        level = logging.DEBUG if lost.dropped else logging.WARNING
+        why = "a call was interrupted" if lost.dropped else f"the broker at {self._path} is gone"
+        logger.log(level, "%s: what is mapped stays valid, reconnecting", why)
         self._tell(Disconnected())
         # Until then something is mapped that nobody will hold.
         lost.wait_until_idle()
@@ -295,7 +298,7 @@ class Line:
                 logger.warning("no broker for %.0f s, still reconnecting: %s", reminded - begun, self._trouble)
         if self._end is None:
             seconds = time.monotonic() - begun
-            logger.warning("the broker at %s is back after %.1f s, and the session goes on", self._path, seconds)
+            logger.log(level, "the broker at %s is back after %.1f s, and the session goes on", self._path, seconds)
             self._tell(Resumed(seconds))
         self._settle()
 
@@ -395,14 +398,14 @@ class Line:
 
     def end_waits(self, *, at_exit: bool) -> None:
         """Let no call wait for another connection any more. The session still gets one to end over, but not at exit."""
-        with HeldOff(), self._changed.lock:
+        with self._changed.lock:
             self._no_waiting, self._parting = True, at_exit
             self._changed.tell_all()
 
     def say_goodbye(self, *, wait: bool) -> None:
         """End the session at the broker; `wait` for one that is away as long as the goodbye, or a call, may take."""
         deadline = time.monotonic() + (min(self._timeout, self._outage) if wait else 0.0)
-        with HeldOff(), self._changed.lock:
+        with self._changed.lock:
             while self.connection.lost and self._reconnecting and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             self._parting = True
@@ -410,14 +413,13 @@ class Line:
 
     def close(self) -> None:
         """Close everything. Calls in flight, and later ones, raise `ClosedError`."""
-        with HeldOff(), self._changed.lock:
+        with self._changed.lock:
             self._end = self._end or (ClosedError, "the client is closed")
             attempt = self._attempt
             self._changed.tell_all()
         if attempt is not None:
             attempt.cut()
-        with HeldOff():
-            self.connection.close()
+        self.connection.close()
         self.calls.close()
         self._background.stop()
 

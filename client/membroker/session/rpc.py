@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc.status_pb2 import Status
 
 from ..errors import BrokerUnavailable, DescriptorLimit, MembrokerError, from_status
-from ..interrupts import HeldOff, Waiting, is_held_off
+from ..interrupts import uninterrupted
 from .endpoint import DESCRIPTORS_SHORT, check_path
 
 if TYPE_CHECKING:
@@ -77,40 +77,28 @@ class GrpcCalls:
 
         Raises the broker's refusal, typed, and `BrokerUnavailable` when no broker answers.
         """
-        with HeldOff():  # an interrupt in the import of gRPC's C code would leave it half done, for good
-            import grpc
+        # An interrupt inside gRPC's own code would leave its channel locked for every other thread, for ever.
+        return uninterrupted(lambda: self._call(method, request, timeout), patience=0)
 
-        nested = is_held_off()
+    def _call(self, method: str, request: Message, timeout: float | None) -> Any:
+        import grpc
+
         try:
-            # An interrupt inside gRPC's own code would leave its channel locked for every other thread, for ever.
-            with HeldOff():
-                ask = getattr(self._open(), method)
-                options: dict[str, Any] = {"metadata": self._metadata, "timeout": timeout}
-                if self.patient:
-                    options.update(wait_for_ready=True, timeout=PATIENT_SECONDS)
-                if nested or not is_held_off():
-                    response = ask(request, **options)
-                else:
-                    response = self._wait_for(ask.future(request, **options))
+            ask = getattr(self._open(), method)
+            options: dict[str, Any] = {"metadata": self._metadata, "timeout": timeout}
+            if self.patient:
+                options.update(wait_for_ready=True, timeout=PATIENT_SECONDS)
+            response = ask(request, **options)
         except grpc.RpcError as error:
             raise self._translate(error) from error
         self.patient = False
         return response
 
-    def _wait_for(self, future: Any) -> Any:
-        """Return the response, or raise; an interrupt is let through, and the call goes on without its caller."""
-        ended = threading.Lock()  # an Event is Python, and no place for an interrupt
-        ended.acquire()
-        future.add_done_callback(lambda _: ended.release())
-        with Waiting():
-            ended.acquire()
-        outcome = self._outcome(future)
-        if isinstance(outcome, MembrokerError):
-            raise outcome
-        return outcome
-
     def start(self, method: str, request: Message, finish: Callable[[Outcome], None]) -> None:
         """Begin the call; `finish` gets the response or the error, in a thread of gRPC's."""
+        uninterrupted(lambda: self._start(method, request, finish))
+
+    def _start(self, method: str, request: Message, finish: Callable[[Outcome], None]) -> None:
         future = getattr(self._open(), method).future(
             request, metadata=self._metadata, wait_for_ready=self.patient or None
         )

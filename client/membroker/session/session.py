@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..errors import ClosedError, InvalidRequest, ModelNotFound
-from ..interrupts import HeldOff
+from ..interrupts import uninterrupted
 from ..memory.lender import Tracked
 from ..memory.region import device_failures
 from ..v1 import broker_pb2, resources_pb2
@@ -207,6 +207,11 @@ class Session:
         if self._closed and not self._holdings:
             self.later(self._end)
 
+    def interrupted(self) -> None:
+        """Drop the connection that there is: an interrupt may have left a call of this thread half done."""
+        if not self._forked:
+            self.connection.interrupted()
+
     def close(self, *, at_exit: bool = False) -> None:
         """Give everything back and end the session; what has living views ends with the last of them.
 
@@ -215,18 +220,19 @@ class Session:
         """
         if self._forked or self._ended:  # and no lock is touched that another thread of a parent may have held
             return
-        # An interrupt waits until all are ended, but for what only waits: nobody would come back for the rest.
-        with HeldOff():
-            with self._lock:
-                self._closed = True
-            self.line.end_waits(at_exit=at_exit)
-            for holding in list(self._holdings):
-                try:
-                    holding.end()
-                except Exception:
-                    logger.exception("what a closed client held could not be given back")
-            if not self._holdings:
-                self._end(wait=not at_exit)
+        uninterrupted(lambda: self._close(at_exit=at_exit))
+
+    def _close(self, *, at_exit: bool) -> None:
+        with self._lock:
+            self._closed = True
+        self.line.end_waits(at_exit=at_exit)
+        for memory in list(self._holdings):
+            try:
+                memory.end()
+            except Exception:
+                logger.exception("memory of a closed client could not be released")
+        if not self._holdings:
+            self._end(wait=not at_exit)
 
     def _end(self, *, wait: bool = True) -> None:
         with self._lock:
@@ -240,8 +246,8 @@ class Session:
         """In a forked child: from now on everything of this session raises `ClosedError`."""
         self._forked = True
         self._forgotten.detach()
-        for holding in self._holdings:
-            holding.abandoned = True
+        for memory in self._holdings:
+            memory.abandon()
         self._link.abandon()
 
 
