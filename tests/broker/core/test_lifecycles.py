@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from membroker.memory.lifetime import LIFECYCLE
 from membrokerd.core import facts as ft
 from membrokerd.core import lifecycles
 from membrokerd.core.events import ModelName
@@ -14,17 +15,25 @@ from membrokerd.core.ledger import Ledger
 from membrokerd.core.lending import Call
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "lifecycles.md"
-FIRST = {"session": "open", "extent": "lent", "packet": "waiting", "segment": "writing"}
-LAST = {"session": {"ended"}, "extent": {"credited"}, "packet": {"delivered", "credited"}, "segment": {"ended"}}
+ALL = {**lifecycles.ALL, "mapped memory": LIFECYCLE}
+FIRST = {"mapped memory": "making", "session": "open", "extent": "lent", "packet": "waiting", "segment": "writing"}
+LAST = {
+    "mapped memory": {"ended", "abandoned"},
+    "session": {"ended"},
+    "extent": {"credited"},
+    "packet": {"delivered", "credited"},
+    "segment": {"ended"},
+}
 SENTENCES = {
     "session": "One `connect()` of one process. It outlives its connection and is charged until it ends.",
     "extent": "A piece of lent memory. It is charged until its borrower releases it or the device shows it free.",
     "packet": "Up to 64 extents of a call, sent together. A session has at most two made and not acknowledged.",
+    "mapped memory": "In a worker: what a pool, a buffer, an array or a segment has mapped, until nothing uses it.",
     "segment": "Memory with a name. Its model is charged until it is deleted and no process can have it mapped.",
 }
 MODEL = ModelName("t", "m")
 
-tables = pytest.mark.parametrize("table", lifecycles.ALL)
+tables = pytest.mark.parametrize("table", ALL)
 
 
 def draw() -> str:
@@ -32,10 +41,11 @@ def draw() -> str:
     parts = [
         "# Lifecycles",
         "",
-        "`tests/broker/core/test_lifecycles.py` checks this page against `broker/membrokerd/core/lifecycles.py`, and",
-        "writes it when `MEMBROKER_REWRITE=1` is set. Any other transition is a bug and raises an error.",
+        "`tests/broker/core/test_lifecycles.py` checks this page against `broker/membrokerd/core/lifecycles.py` and",
+        "`client/membroker/memory/lifetime.py`, and writes it when `MEMBROKER_REWRITE=1` is set. Any other transition",
+        "is a bug and raises an error.",
     ]
-    for name, table in lifecycles.ALL.items():
+    for name, table in ALL.items():
         arrows = [
             f"    {state} --> {following}: {cause}"
             for state, moves in table.items()
@@ -54,13 +64,13 @@ def test_the_document_is_what_the_tables_say(golden: Callable[[Path, str], None]
 @tables
 def test_a_table_is_closed(table: str) -> None:
     """Each move leads to a state that the table knows."""
-    states = lifecycles.ALL[table]
+    states = ALL[table]
     assert {following for moves in states.values() for following in moves.values()} <= set(states)
 
 
 @tables
 def test_every_state_is_reachable(table: str) -> None:
-    states = lifecycles.ALL[table]
+    states = ALL[table]
     reached, new = set(), {FIRST[table]}
     while new:
         reached |= new
@@ -71,7 +81,7 @@ def test_every_state_is_reachable(table: str) -> None:
 @tables
 def test_every_state_can_end_and_only_the_last_stay(table: str) -> None:
     """No state is a trap: from each there is a way to an end, and an end has no way out."""
-    states = lifecycles.ALL[table]
+    states = ALL[table]
     assert next(iter(states)) == FIRST[table]
     assert {state for state, moves in states.items() if not moves} == LAST[table]
     ending = set(LAST[table])
@@ -83,7 +93,7 @@ def test_every_state_can_end_and_only_the_last_stay(table: str) -> None:
 @tables
 def test_every_other_move_raises(table: str) -> None:
     """Every pair of state and cause: a move of the table, or IllegalMove."""
-    states = lifecycles.ALL[table]
+    states = ALL[table]
     causes = {cause for moves in states.values() for cause in moves} | {"no such cause"}
     for state, moves in states.items():
         for cause in causes:
