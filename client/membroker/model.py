@@ -154,12 +154,12 @@ class Model:
     def unregister(self) -> None:
         """Leave the model; it ends with the last session that leaves it. Raises `ModelInUse` while it is charged."""
         self._session.check_open()
-        self._session.control.unregister_model(self.resource_name)
+        self._session.unregister_model(self.resource_name)
 
     def _leave(self) -> None:
         """Take back the registration that made this object: as `unregister`, if this client has not made another."""
         self._session.check_open()
-        self._session.control.leave_model(self.resource_name)
+        self._session.leave_model(self.resource_name)
 
     def stats(self) -> ModelStatus:
         """Return the model's books as the broker has them now, those of all its sessions together."""
@@ -167,7 +167,7 @@ class Model:
         token = ""
         while True:
             request = pb.ListModelsRequest(page_size=1000, page_token=token)
-            page = self._session.control.ask("ListModels", request)
+            page = self._session.ask("ListModels", request)
             for model in page.models:
                 if model.name == self.resource_name:
                     return messages.model(model)
@@ -184,7 +184,7 @@ class Model:
         place = messages.location_to_wire(arguments.location_of(location))
         self._session.check_open()
         request = pb.GetAvailableRequest(model=self.resource_name, location=place)
-        return messages.available(self._session.control.ask("GetAvailable", request))
+        return messages.available(self._session.ask("GetAvailable", request))
 
     def __repr__(self) -> str:
         return f"<membroker.Model {self.resource_name}>"

@@ -24,7 +24,7 @@ from tests.daemons import Daemon, hold_still, running, until
 
 import membroker
 from membroker import client as client_module
-from membroker.session import transport as transport_module
+from membroker.session import reconnecting
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -728,7 +728,7 @@ class TestBrokerGone:
             segment = model.create_segment("weights", PAGE)
             segment.seal()
             again = client.attach("m/weights")
-            monkeypatch.setattr(transport_module, "CONTROL_SECONDS", 0.2)
+            monkeypatch.setattr(reconnecting, "CONTROL_SECONDS", 0.2)
             with hold_still(daemon):
                 buffer.close()
                 pool.close()

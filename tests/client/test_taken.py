@@ -18,7 +18,7 @@ from tests.daemons import Daemon, until
 
 import membroker
 from membroker.session.connection import Connection
-from membroker.session.inventory import Registry
+from membroker.session.inventory import Inventory
 from membroker.v1 import broker_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
@@ -31,7 +31,7 @@ LAST = pb.Reply(allocate=broker_pb2.AllocateExtentsResponse(count=1))
 def pair() -> Iterator[tuple[Connection, Broker]]:
     """A connection to a broker of revision 1, and that broker."""
     mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection = Connection(mine, "/test/handoff.sock", Registry(), revision=1)
+    connection = Connection(mine, "/test/handoff.sock", Inventory(), revision=1)
     yield connection, Broker(yours)
     connection.close()
     yours.close()
