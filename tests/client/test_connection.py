@@ -404,7 +404,7 @@ say("well")
 
 class TestInterrupt:
     def test_ctrl_c_while_the_broker_is_silent(self, daemon: Daemon, transport: str) -> None:
-        """A person presses Ctrl-C on a program that waits; it goes on, and what comes late is given back."""
+        """A person presses Ctrl-C on a program that waits; it goes on, and the broker keeps nothing of the call."""
         script = """
 client = connect()
 model = client.register_model("m")
@@ -437,7 +437,7 @@ client.close()
                 assert heard(process) == "interrupted"
             finally:
                 daemon.process.send_signal(signal.SIGCONT)
-            until(lambda: daemon.books().lent_bytes == PAGE and daemon.models()[0].allocations_total == 101)
+            until(lambda: daemon.books().lent_bytes == PAGE)
             tell(process)
             assert heard(process) == "101"
             ends(process)

@@ -19,6 +19,8 @@ from ..v1.handoff_pb2 import Delivery, Frame, Reply
 from ..wire import frames as handoff
 from .endpoint import DESCRIPTORS_SHORT
 
+LOOK_SECONDS = 1.0
+"""How long a thread waits for a lock at a time: a Ctrl-C that comes while it falls asleep does not wake it."""
 Outcome = Message | MembrokerError
 """The end of a call: the response, or the refusal as it will be raised."""
 

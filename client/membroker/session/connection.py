@@ -26,7 +26,7 @@ from ..interrupts import Condition, Waiting
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
 from ..wire import frames as handoff
-from .call import NOTHING, Call, DeliveryHandler, Outcome, Taken, close_packet, incomplete, outcome_of
+from .call import LOOK_SECONDS, NOTHING, Call, DeliveryHandler, Outcome, Taken, close_packet, incomplete, outcome_of
 from .inventory import Inventory
 from .rpc import GrpcCalls
 
@@ -400,7 +400,8 @@ class Connection:
                 if call.deadline is not None and time.monotonic() >= call.deadline:
                     raise BrokerUnavailable(f"the broker at {self._name} did not answer in time")
                 if self._reader is not None or call.by_grpc:
-                    self._changed.wait(call.seconds_left())
+                    left = call.seconds_left()
+                    self._changed.wait(LOOK_SECONDS if left is None else min(left, LOOK_SECONDS))
                     continue
                 self._reader = threading.get_ident()
             if call.deadline is None or self._readable(call.deadline - time.monotonic()):

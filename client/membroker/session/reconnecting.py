@@ -307,6 +307,7 @@ class ReconnectingConnection:
         # Calls in flight may still have memory mapped that the resume will not state.
         lost.wait_until_idle()
         lost.close()
+        self._grpc.cancel_frames()
         for pause in itertools.chain([0.0] if lost.interrupted else [], pauses()):
             if not self._pause(pause):
                 return

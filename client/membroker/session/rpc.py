@@ -22,12 +22,11 @@ from google.rpc.status_pb2 import Status
 from ..errors import BrokerUnavailable, DescriptorLimit, MembrokerError, from_status
 from ..interrupts import Condition
 from ..v1.handoff_pb2 import Frame
+from .call import LOOK_SECONDS, Outcome
 from .endpoint import DESCRIPTORS_SHORT, check_path
 
 if TYPE_CHECKING:
     import grpc
-
-    from .call import Outcome
 
 logger = logging.getLogger("membroker")
 
@@ -86,6 +85,8 @@ class GrpcCalls:
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
         self._stub: Any = None
+        self._frames: set[Any] = set()
+        """The calls of frames that have no answer yet."""
         self.patient = False
         """Whether a call waits until a broker is there: after a resume, up to the first answer."""
 
@@ -105,7 +106,7 @@ class GrpcCalls:
         self._start(method, request, finish, PATIENT_SECONDS if self.patient else timeout)
         with ended.lock:
             while not outcomes:
-                ended.wait()
+                ended.wait(LOOK_SECONDS)
         if isinstance(outcomes[0], MembrokerError):
             raise outcomes[0]
         return outcomes[0]
@@ -123,18 +124,42 @@ class GrpcCalls:
         def answered(outcome: Outcome) -> None:
             finish(outcome, 0 if isinstance(outcome, MembrokerError) or not count else getattr(outcome, count))
 
-        self._start(method, request, answered, timeout)
+        self._start(method, request, answered, timeout, cancellable=True)
 
-    def _start(self, method: str, request: Message, finish: Callable[[Outcome], None], timeout: float | None) -> None:
+    def cancel_frames(self) -> None:
+        """Cancel the calls of frames: a broker that reads them later would deliver to the session's next connection."""
+        for future in list(self._frames):
+            future.cancel()
+
+    def _start(
+        self,
+        method: str,
+        request: Message,
+        finish: Callable[[Outcome], None],
+        timeout: float | None,
+        *,
+        cancellable: bool = False,
+    ) -> None:
         """Begin a call, never in the main thread: Ctrl-C inside gRPC would leave its channel locked for all threads."""
-        arguments = (method, request, finish, timeout)
+        arguments = (method, request, finish, timeout, cancellable)
         if threading.current_thread() is threading.main_thread():
             with suppress(RuntimeError):  # the interpreter is ending, and starts no thread any more
                 _thread.start_new_thread(self._begin, arguments)
                 return
         self._begin(*arguments)
 
-    def _begin(self, method: str, request: Message, finish: Callable[[Outcome], None], timeout: float | None) -> None:
+    def _begin(
+        self,
+        method: str,
+        request: Message,
+        finish: Callable[[Outcome], None],
+        timeout: float | None,
+        cancellable: bool,
+    ) -> None:
+        def done(future: Any) -> None:
+            self._frames.discard(future)
+            finish(self._outcome(future))
+
         try:
             future = getattr(self._open(), method).future(
                 request, metadata=self._metadata, timeout=timeout, wait_for_ready=self.patient or None
@@ -144,7 +169,9 @@ class GrpcCalls:
         except Exception as error:  # noqa: BLE001 - the channel is closed; the caller waits for an answer in any case
             finish(BrokerUnavailable(f"the call at {self._path} could not begin: {error}"))
         else:
-            future.add_done_callback(lambda done: finish(self._outcome(done)))
+            if cancellable:
+                self._frames.add(future)
+            future.add_done_callback(done)
 
     def _outcome(self, future: Any) -> Outcome:
         import grpc
