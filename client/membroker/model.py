@@ -6,7 +6,7 @@ map anything: the descriptors go to a `Placement`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from . import arguments
@@ -14,11 +14,12 @@ from .errors import InvalidRequest, ModelNotFound
 from .memory.buffer import Buffer
 from .memory.growable import DEFAULT_PAGE_SIZE as GROWABLE_PAGE_SIZE
 from .memory.growable import GrowableBuffer
-from .memory.lender import Placement, Source, Tracked
+from .memory.lender import Placement, Source
 from .memory.sparse import SparseArray
 from .pool.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
 from .segment import Segment
 from .session import messages
+from .session.owner import SessionOwner
 from .session.session import Session
 from .session.transport import broker_may_be_gone
 from .types import Available, ModelStatus
@@ -190,29 +191,12 @@ class Model:
         return f"<membroker.Model {self.resource_name}>"
 
 
-class _ModelSource:
+class _ModelSource(SessionOwner):
     """What pools and buffers of a model borrow from (a `Source`): the broker, for this model."""
 
     def __init__(self, session: Session, name: str) -> None:
-        self._session = session
+        super().__init__(session)
         self._name = name
-
-    @property
-    def driver(self) -> Driver:
-        """The driver of the broker's device, in this process."""
-        return self._session.driver
-
-    def track(self, holding: Tracked) -> None:
-        """Let the client end this holding when it closes."""
-        self._session.track(holding)
-
-    def untrack(self, holding: Tracked) -> None:
-        """Forget a holding that was given back."""
-        self._session.untrack(holding)
-
-    def later(self, work: Callable[[], None]) -> None:
-        """Do `work` in the background thread; for finalizers."""
-        self._session.later(work)
 
     def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
         """Borrow extents from the broker and place them, part by part as they come. All or nothing."""
@@ -235,7 +219,7 @@ class _ModelSource:
         self._session.declarations.end(self._name, location, size)
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
-        """Release extents."""
+        """Release extents, those that the inventory has."""
         with broker_may_be_gone():
             self._session.transport.release(extent_ids)
 

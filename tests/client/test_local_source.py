@@ -9,11 +9,10 @@ import sys
 import threading
 import tracemalloc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
-from tests.client.interrupting import interrupted_everywhere
 from tests.client.lender import MIB, PAGE, FlakyDriver, put, text
 from tests.client.meeting import together
 from tests.daemons import until
@@ -178,22 +177,6 @@ class TestEnd:
         with pytest.raises(ClosedError):
             VirtualMemoryPool(source, PAGE, PAGE)
         driver.release(driver.create(PAGE))  # it stays the caller's
-
-    def test_ctrl_c_while_it_closes(self, driver: FlakyDriver) -> None:
-        """Wherever it strikes, everything is given back, now or by another close(): no pool keeps what nobody has."""
-        made: list[tuple[LocalSource, VirtualMemoryPool, VirtualMemoryPool]] = []
-
-        def prepare() -> Callable[[], object]:
-            source = LocalSource(driver)
-            made[:] = [(source, VirtualMemoryPool(source, PAGE, PAGE), VirtualMemoryPool(source, PAGE, PAGE))]
-            for pool in made[0][1:]:
-                pool.allocate(0, PAGE)
-            return source.close
-
-        for _ in interrupted_everywhere(prepare):
-            source = made[0][0]
-            source.close()
-            assert source.physical_memory_usage == 0
 
     def test_a_view_keeps_its_memory(self, driver: FlakyDriver) -> None:
         """Results are read after the end of the program's work; the last view's end is the source's."""

@@ -12,9 +12,9 @@ from itertools import groupby
 
 from ..arguments import access_of, bytes_of, check_page_size, location_of, whole_number
 from ..errors import InvalidOffset, InvalidRequest, NotMapped, OutOfVirtualMemory
-from ..interrupts import HeldOff
-from ..memory.holding import Held
-from ..memory.lender import Lender, Source
+from ..interrupts import Operation, in_caller, uninterrupted
+from ..memory.lender import Lender, Source, source_of
+from ..memory.lifetime import Resource
 from ..memory.region import device_failures
 from ..memory.views import Span
 from ..types import MemoryStats, Move, PoolMapping
@@ -28,7 +28,7 @@ DEFAULT_PAGE_SIZE = 64 * MIB
 _STATES = {SPARE: "spare", OFFLOADED: "offloaded"}
 
 
-class VirtualMemoryPool(Held):
+class VirtualMemoryPool(Resource):
     """Addresses for `virtual_capacity` bytes, backed page by page on demand. Thread-safe, and a context manager.
 
     Offsets and sizes are in bytes (sizes may be text, such as `"8GiB"`) and need no alignment: a call works on
@@ -57,10 +57,10 @@ class VirtualMemoryPool(Held):
         self._capacity = round_up(bytes_of("virtual_capacity", virtual_capacity, at_least=1), self._page_size)
         if self._capacity > MAX_BYTES:
             raise InvalidRequest(f"a virtual capacity of {virtual_capacity!r} rounds up to more than 2^63-1 bytes")
-        with HeldOff(), device_failures():
-            self._backing = Backing(source, self._capacity // self._page_size, self._page_size, where, spare_pages)
-            self._holding, self._table, self._lock = self._backing.holding, self._backing.table, self._backing.lock
-            self._holding.owned_by(self)
+        count = self._capacity // self._page_size
+        with device_failures():
+            self._backing = Backing(source_of(source), self, count, self._page_size, where, spare_pages)
+        self._holding, self._table, self._lock = self._backing.holding, self._backing.table, self._backing.lock
         self._on_host = source.driver.device.driver == "host"
 
     # What it is
@@ -84,7 +84,7 @@ class VirtualMemoryPool(Held):
     @property
     def physical_memory_usage(self) -> int:
         """Bytes of memory behind the addresses: whole pages."""
-        return len(self._holding.extents) * self._page_size
+        return len(self._holding.region.extents) * self._page_size
 
     def is_mapped(self, offset: int, size: int | str = 1) -> bool:
         """Say whether all pages that [offset, offset + size) touches are allocated, and their memory is there.
@@ -101,7 +101,7 @@ class VirtualMemoryPool(Held):
         """Return the pool's numbers at this moment; `MemoryStats` says what they do not tell."""
         self._holding.check_open()
         with self._lock:
-            mapped, spare = len(self._holding.extents), self._table.spare
+            mapped, spare = len(self._holding.region.extents), self._table.spare
             largest, free = self._table.largest_free_run()
             offloaded = self._backing.offloaded.size
         return MemoryStats(
@@ -119,7 +119,7 @@ class VirtualMemoryPool(Held):
         self._holding.check_open()
         with self._lock:
             runs, pins = list(self._table.runs()), self._backing.pinned()
-            extents, restricted = self._holding.extents.copy(), self._table.restricted.copy()
+            extents, restricted = self._holding.extents, self._table.restricted.copy()
         # The lock is held no longer: this takes its time with many pages, and allocations go on meanwhile.
         pinned = {page for pages in pins for page in pages}
         rows = []
@@ -154,10 +154,8 @@ class VirtualMemoryPool(Held):
         self._holding.check_open()
         offset = whole_number("an offset", offset, InvalidOffset)
         pages, within = self._touched(offset, size), offset % self._page_size
-        if self._table.spare:
-            with self._lock:
-                if self._table.take_spare(pages, within):
-                    return self._holding.region.address + offset
+        if self._table.spare and self._backing.take_spare(lambda: pages, within):
+            return self._holding.region.address + offset
         self._backing.back(lambda: pages, bytes_of("a size", size), within=within)
         return self._holding.region.address + offset
 
@@ -188,12 +186,9 @@ class VirtualMemoryPool(Held):
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        if self._table.spare:
-            with self._lock:
-                pages = self._above(length)
-                if self._table.take_spare(pages):
-                    return self._holding.region.address + pages.start * self._page_size
-        pages = self._backing.back(lambda: self._above(length), length)
+        pages = self._backing.take_spare(lambda: self._above(length)) if self._table.spare else None
+        if pages is None:
+            pages = self._backing.back(lambda: self._above(length), length)
         return self._holding.region.address + pages.start * self._page_size
 
     def shrink(self, size: int | str) -> None:
@@ -222,8 +217,8 @@ class VirtualMemoryPool(Held):
         Host memory that `restore` has kept pinned is freed as well.
         """
         self._holding.check_open()
-        with HeldOff(), device_failures(), self._holding.in_use():
-            self._backing.offloaded.trim()
+        with Operation(self._holding):
+            uninterrupted(self._backing.offloaded.trim)
         return self._backing.trim() * self._page_size
 
     def deallocate(self, offset: int, size: int | str) -> None:
@@ -285,7 +280,10 @@ class VirtualMemoryPool(Held):
         self._holding.check_open()
         if on_move is not None and not callable(on_move):
             raise InvalidRequest(f"on_move is a function that is called with each move, not {on_move!r}")
-        return self._backing.plan() if dry_run else self._backing.compact(on_move or (lambda move: None))
+        if dry_run:
+            return self._backing.plan()
+        tell = in_caller(on_move or (lambda move: None))
+        return uninterrupted(lambda: self._backing.compact(tell), self._holding.interrupted)
 
     # Offloading
 
@@ -319,7 +317,8 @@ class VirtualMemoryPool(Held):
         """
         self._holding.check_open()
         check_progress(progress)
-        return self._backing.offload(self._touched_or_all(offset, size), to, progress)
+        pages, tell = self._touched_or_all(offset, size), progress and in_caller(progress)
+        return uninterrupted(lambda: self._backing.offload(pages, to, tell), self._holding.interrupted)
 
     def offload_size(self, offset: int = 0, size: int | str | None = None) -> int:
         """Return how many bytes a segment needs for what `offload` of this range would copy now, and where it goes."""
@@ -350,7 +349,10 @@ class VirtualMemoryPool(Held):
         """
         self._holding.check_open()
         check_progress(progress)
-        return self._backing.restore(self._touched_or_all(offset, size), progress, keep_pinned=keep_pinned)
+        pages, tell = self._touched_or_all(offset, size), progress and in_caller(progress)
+        return uninterrupted(
+            lambda: self._backing.restore(pages, tell, keep_pinned=keep_pinned), self._holding.interrupted
+        )
 
     def restore_from(self, segment: PageStore, *, progress: Progress | None = None) -> int:
         """Bring pages here that another pool, maybe of another process, has offloaded to `segment`.
@@ -363,8 +365,8 @@ class VirtualMemoryPool(Held):
         self._holding.check_open()
         check_progress(progress)
         check_segment(segment, self._holding.source.driver)
-        found = runs_in(segment, self._page_size, self._capacity)
-        return self._backing.restore_from(segment, found, progress)
+        found, tell = runs_in(segment, self._page_size, self._capacity), progress and in_caller(progress)
+        return uninterrupted(lambda: self._backing.restore_from(segment, found, tell), self._holding.interrupted)
 
     # Using it
 
@@ -379,11 +381,11 @@ class VirtualMemoryPool(Held):
         self._holding.check_open()
         offset, length = whole_number("an offset", offset, InvalidOffset), bytes_of("a size", size)
         pages = self._touched(offset, length)
-        with self._holding.in_use(), self._lock:
+        with self._lock:
             access = self._check_access(pages)
             if access is AccessFlags.NONE:
                 raise InvalidRequest(f"[{offset}, {offset + length}) allows no access: protect() it otherwise")
-            view = self._holding.views.make(self, self._holding.region.address + offset, length)
+            view = self._holding.view(self, offset, length)
         return view if access is AccessFlags.READ_WRITE else view.toreadonly()
 
     def span(self, offset: int, size: int | str) -> Span:
@@ -396,7 +398,7 @@ class VirtualMemoryPool(Held):
         self._holding.check_open()
         offset, length = whole_number("an offset", offset, InvalidOffset), bytes_of("a size", size)
         pages = self._touched(offset, length or 1)
-        with self._holding.in_use(), self._lock:
+        with self._lock:
             writable = self._check_access(pages) is AccessFlags.READ_WRITE
             return self._holding.span(self, offset, length, writable=writable)
 

@@ -6,7 +6,6 @@ the deliveries that were taken. It must never touch a socket: the connection doe
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -128,10 +127,3 @@ def incomplete(packet: handoff.Packet) -> MembrokerError:
     if packet.truncated:
         return DescriptorLimit(f"{there} of {ids} descriptors arrived: {DESCRIPTORS_SHORT}")
     return ProtocolError(f"{there} descriptors came for {ids} extents")
-
-
-def close_packet(packet: handoff.Packet) -> None:
-    """Close the descriptors of a packet. May be called again."""
-    descriptors = packet.descriptors
-    while descriptors:
-        os.close(descriptors.pop())

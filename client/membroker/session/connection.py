@@ -22,11 +22,12 @@ from functools import partial
 from google.protobuf.message import Message
 
 from ..errors import BrokerUnavailable, ClosedError, MembrokerError, ProtocolError, from_status
-from ..interrupts import Condition, Waiting
+from ..interrupts import Condition
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
 from ..wire import frames as handoff
-from .call import LOOK_SECONDS, NOTHING, Call, DeliveryHandler, Outcome, Taken, close_packet, incomplete, outcome_of
+from ..wire.descriptors import close_each
+from .call import LOOK_SECONDS, NOTHING, Call, DeliveryHandler, Outcome, Taken, incomplete, outcome_of
 from .inventory import Inventory
 from .rpc import GrpcCalls
 
@@ -209,7 +210,7 @@ class Connection:
     def _close_all(self) -> None:
         self._socket.close()
         while self._unclosed:
-            close_packet(self._unclosed.pop())
+            close_each(self._unclosed.pop().descriptors)
 
     def _break(self, kind: type[MembrokerError], why: str, *, interrupted: bool = False) -> None:
         with self._changed.lock:
@@ -331,7 +332,7 @@ class Connection:
 
     def _close(self, packet: handoff.Packet) -> None:
         """Close the descriptors of a packet, and forget it. The lock is held."""
-        close_packet(packet)
+        close_each(packet.descriptors)
         self._unclosed.remove(packet)
 
     def _send(self, frame: pb.Frame) -> None:
@@ -413,16 +414,14 @@ class Connection:
         """Say whether a packet, or the end, arrives within `seconds`; None for any time."""
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
-        with Waiting():
-            return bool(poller.poll(None if seconds is None else max(0.0, seconds * 1000)))
+        return bool(poller.poll(None if seconds is None else max(0.0, seconds * 1000)))
 
     def _read(self) -> None:
         """As the reader, read one packet and hand it to its call; then another thread may read."""
         packet = None
         try:
-            with Waiting():
-                packet = handoff.receive(self._socket)
-                self._unclosed.append(packet)
+            packet = handoff.receive(self._socket)
+            self._unclosed.append(packet)
         except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
             self._lose(error)
         finally:

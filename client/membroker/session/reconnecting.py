@@ -30,7 +30,7 @@ from ..errors import (
     MembrokerError,
     SessionLost,
 )
-from ..interrupts import Condition
+from ..interrupts import Condition, let_through
 from ..types import Disconnected, Draining, Forgotten, Notice, Resumed, Undrained
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
@@ -227,6 +227,7 @@ class ReconnectingConnection:
         begun = time.monotonic()
         with self._changed.lock:
             while self.connection is connection:
+                let_through()
                 if self._closing or self._state in ("leaving", "closed"):
                     raise ClosedError("this client is closed")
                 if self._state == "unknown":

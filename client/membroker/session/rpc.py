@@ -7,12 +7,11 @@ finds the next broker by itself; a call that the last one did not answer is the 
 
 from __future__ import annotations
 
-import _thread
 import logging
 import os
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,9 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc.status_pb2 import Status
 
 from ..errors import BrokerUnavailable, DescriptorLimit, MembrokerError, from_status
-from ..interrupts import Condition
+from ..interrupts import uninterrupted
 from ..v1.handoff_pb2 import Frame
-from .call import LOOK_SECONDS, Outcome
+from .call import Outcome
 from .endpoint import DESCRIPTORS_SHORT, check_path
 
 if TYPE_CHECKING:
@@ -95,21 +94,14 @@ class GrpcCalls:
 
         Raises the broker's refusal, typed, and `BrokerUnavailable` when no broker answers.
         """
-        ended = Condition()
-        outcomes: list[Outcome] = []
+        # Ctrl-C inside gRPC would leave its channel locked for every other thread.
+        return uninterrupted(lambda: self._call(method, request, timeout), patience=0)
 
-        def finish(outcome: Outcome) -> None:
-            with ended.lock:
-                outcomes.append(outcome)
-                ended.tell_all()
-
-        self._start(method, request, finish, PATIENT_SECONDS if self.patient else timeout)
-        with ended.lock:
-            while not outcomes:
-                ended.wait(LOOK_SECONDS)
-        if isinstance(outcomes[0], MembrokerError):
-            raise outcomes[0]
-        return outcomes[0]
+    def _call(self, method: str, request: Message, timeout: float | None) -> Message:
+        outcome = self._outcome(self._begin(method, request, PATIENT_SECONDS if self.patient else timeout))
+        if isinstance(outcome, MembrokerError):
+            raise outcome
+        return outcome
 
     def start(self, frame: Frame, finish: Callable[[Outcome, int], None], timeout: float | None) -> None:
         """Send the request of a frame as a call.
@@ -121,57 +113,29 @@ class GrpcCalls:
         request = getattr(frame, kind)
         request.request_id = frame.request_id
 
-        def answered(outcome: Outcome) -> None:
+        def answered(future: Any) -> None:
+            self._frames.discard(future)
+            outcome = self._outcome(future)
             finish(outcome, 0 if isinstance(outcome, MembrokerError) or not count else getattr(outcome, count))
 
-        self._start(method, request, answered, timeout, cancellable=True)
+        def begin() -> None:
+            future = self._begin(method, request, timeout)
+            self._frames.add(future)
+            future.add_done_callback(answered)
+
+        uninterrupted(begin)
 
     def cancel_frames(self) -> None:
         """Cancel the calls of frames: a broker that reads them later would deliver to the session's next connection."""
         for future in list(self._frames):
             future.cancel()
 
-    def _start(
-        self,
-        method: str,
-        request: Message,
-        finish: Callable[[Outcome], None],
-        timeout: float | None,
-        *,
-        cancellable: bool = False,
-    ) -> None:
-        """Begin a call, never in the main thread: Ctrl-C inside gRPC would leave its channel locked for all threads."""
-        arguments = (method, request, finish, timeout, cancellable)
-        if threading.current_thread() is threading.main_thread():
-            with suppress(RuntimeError):  # the interpreter is ending, and starts no thread any more
-                _thread.start_new_thread(self._begin, arguments)
-                return
-        self._begin(*arguments)
-
-    def _begin(
-        self,
-        method: str,
-        request: Message,
-        finish: Callable[[Outcome], None],
-        timeout: float | None,
-        cancellable: bool,
-    ) -> None:
-        def done(future: Any) -> None:
-            self._frames.discard(future)
-            finish(self._outcome(future))
-
+    def _begin(self, method: str, request: Message, timeout: float | None) -> Any:
+        call = getattr(self._open(), method)
         try:
-            future = getattr(self._open(), method).future(
-                request, metadata=self._metadata, timeout=timeout, wait_for_ready=self.patient or None
-            )
-        except MembrokerError as error:
-            finish(error)
-        except Exception as error:  # noqa: BLE001 - the channel is closed; the caller waits for an answer in any case
-            finish(BrokerUnavailable(f"the call at {self._path} could not begin: {error}"))
-        else:
-            if cancellable:
-                self._frames.add(future)
-            future.add_done_callback(done)
+            return call.future(request, metadata=self._metadata, timeout=timeout, wait_for_ready=self.patient or None)
+        except ValueError as error:  # the channel is closed
+            raise BrokerUnavailable(f"the call at {self._path} could not begin: {error}") from error
 
     def _outcome(self, future: Any) -> Outcome:
         import grpc

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..errors import ClosedError, InvalidRequest, ModelNotFound
+from ..interrupts import device_failures, uninterrupted
 from ..memory.lender import Tracked
-from ..memory.region import device_failures
 from ..v1 import broker_pb2, resources_pb2
 from ..v1 import handoff_pb2 as pb
 from ..v1.handoff_pb2 import Frame
@@ -182,16 +182,16 @@ class Session:
 
     # What is mapped for it
 
-    def track(self, holding: Tracked) -> None:
+    def track(self, memory: Tracked) -> None:
         """Let `close` end this memory. Raises `ClosedError` when the client is closed."""
         self.check_open()
         with self._lock:
             self.check_open()
-            self._holdings.add(holding)
+            self._holdings.add(memory)
 
-    def untrack(self, holding: Tracked) -> None:
+    def untrack(self, memory: Tracked) -> None:
         """Forget memory that was released. The last one ends a session whose `close` waits for it."""
-        self._holdings.discard(holding)
+        self._holdings.discard(memory)
         if self._closed and not self._holdings:
             self.later(self._end)
 
@@ -199,43 +199,38 @@ class Session:
         """Release everything and end the session; memory with living views ends with the last of them.
 
         At exit it does not wait for a lost broker, which sees the process end. What the driver fails to unmap is
-        logged, and held until this is called again. After an interrupt the background thread does the rest.
+        logged, and held until this is called again. An interrupt is raised when the work is done.
         """
         if self._forked or self._ended:  # and no lock is touched that another thread of a parent may have held
             return
-        try:
-            with self._lock:
-                self._closed = True
-            self.reconnecting.end_waits(at_exit=at_exit)
-            for holding in list(self._holdings):
-                try:
-                    holding.end()
-                except Exception:
-                    logger.exception("memory of a closed client could not be released")
-            if not self._holdings:
-                self._end(wait=not at_exit)
-        except BaseException:
-            self.later(self.close)
-            raise
+        uninterrupted(lambda: self._close(at_exit=at_exit))
+
+    def _close(self, *, at_exit: bool) -> None:
+        with self._lock:
+            self._closed = True
+        self.reconnecting.end_waits(at_exit=at_exit)
+        for memory in list(self._holdings):
+            try:
+                memory.end()
+            except Exception:
+                logger.exception("memory of a closed client could not be released")
+        if not self._holdings:
+            self._end(wait=not at_exit)
 
     def _end(self, *, wait: bool = True) -> None:
         with self._lock:
             if self._ended or self._forked:
                 return
             self._ended = True
-        try:
-            self._link.end(wait=wait)
-        except BaseException:
-            self._ended = False  # so that another `close` does what is left
-            raise
         self._forgotten.detach()
+        self._link.end(wait=wait)
 
     def abandon(self) -> None:
         """In a forked child: from now on everything of this session raises `ClosedError`."""
         self._forked = True
         self._forgotten.detach()
-        for holding in self._holdings:
-            holding.abandoned = True
+        for memory in self._holdings:
+            memory.abandon()
         self._link.abandon()
 
 

@@ -35,10 +35,11 @@ def driver_call(call: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _translate(call, error) from error
+        raise translated(call, error) from error
 
 
-def _translate(call: str, error: OSError) -> DriverError:
+def translated(call: str, error: OSError) -> DriverError:
+    """Return the `DriverError` of an `OSError` in the system call named `call`."""
     code = error.errno or 0
     name = errno.errorcode.get(code, "UNKNOWN")
     hint = _LIMITS.get((call, code)) or (_map_count_hint() if code == errno.ENOMEM else "")

@@ -54,6 +54,14 @@ def _descriptors_in(control: list[tuple[int, int, bytes]]) -> list[int]:
     return found.tolist()
 
 
+def close_each(descriptors: list[int]) -> None:
+    """Close descriptors and remove them from the list: each once, even if Ctrl-C comes and this runs again."""
+    while descriptors:
+        descriptor = descriptors[-1]
+        del descriptors[-1]  # no call stands between this and the close, so no signal is handled there
+        os.close(descriptor)
+
+
 def close_all(descriptors: Iterable[int]) -> None:
     """Close each descriptor."""
     for descriptor in descriptors:
