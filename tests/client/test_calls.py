@@ -90,18 +90,18 @@ class Broker:
 
 
 class Taker:
-    """A delivery handler that notes what it took; `fails_at` extent it raises."""
+    """A placement that notes what it took; `fails_at` extent it raises."""
 
     def __init__(self, fails_at: int | None = None, failure: BaseException | None = None) -> None:
         self.taken: list[int] = []
         self.undone = 0
         self._fails_at, self._failure = fails_at, failure
 
-    def receive(self, delivery: pb.Delivery, descriptors: Sequence[int]) -> None:
+    def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
         assert [os.fstat(descriptor) for descriptor in descriptors]
-        if self._failure is not None and self._fails_at in delivery.extent_ids:
+        if self._failure is not None and self._fails_at in extent_ids:
             raise self._failure
-        self.taken += delivery.extent_ids
+        self.taken += extent_ids
 
     def undo(self) -> None:
         self.undone += 1
@@ -224,7 +224,7 @@ class TestCall:
         slow, go_on = threading.Event(), threading.Event()
 
         class Interrupted(Taker):
-            def receive(self, delivery: pb.Delivery, descriptors: Sequence[int]) -> None:
+            def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
                 slow.set()
                 assert go_on.wait(30)
                 raise KeyboardInterrupt
@@ -396,7 +396,7 @@ class TestThreads:
         entered, go_on = threading.Event(), threading.Event()
 
         class Slow(Taker):
-            def receive(self, delivery: pb.Delivery, descriptors: Sequence[int]) -> None:
+            def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
                 entered.set()
                 assert go_on.wait(30)
 

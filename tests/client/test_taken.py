@@ -50,11 +50,11 @@ class Slow(Taker):
         super().__init__()
         self.begun, self.go_on = threading.Event(), threading.Event()
 
-    def receive(self, delivery: pb.Delivery, descriptors: Sequence[int]) -> None:
+    def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
         """Wait, then take it."""
         self.begun.set()
         assert self.go_on.wait(30)
-        super().receive(delivery, descriptors)
+        super().place(extent_ids, descriptors, extent_bytes)
 
 
 def test_the_next_frame_says_it(pair: tuple[Connection, Broker]) -> None:

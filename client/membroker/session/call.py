@@ -1,7 +1,7 @@
 """A call in flight on the handoff connection: what has come of it, and when it is over.
 
-Owns the state of one call, what a packet means for it, the contract for what takes its descriptors, and the count of
-the deliveries that were taken. It must never touch a socket: the connection does, and keeps calls under its own lock.
+Owns the state of one call, what a packet means for it, and the count of the deliveries that were taken. It must never
+touch a socket: the connection does, and keeps calls under its own lock.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from google.protobuf.message import Message
 
 from ..errors import DescriptorLimit, MembrokerError, ProtocolError, from_status
-from ..v1.handoff_pb2 import Delivery, Frame, Reply
+from ..memory.lender import Placement
+from ..v1.handoff_pb2 import Frame, Reply
 from ..wire import frames as handoff
 from .endpoint import DESCRIPTORS_SHORT
 
@@ -24,27 +24,15 @@ Outcome = Message | MembrokerError
 """The end of a call: the response, or the refusal as it will be raised."""
 
 
-class DeliveryHandler(Protocol):
-    """Takes the descriptors of one call. When the call is repeated after `undo`, it starts with the first one again."""
-
-    def receive(self, delivery: Delivery, descriptors: Sequence[int]) -> None:
-        """Import the extents of one delivery. The descriptors are closed afterwards, whatever happens."""
-        ...
-
-    def undo(self) -> None:
-        """Drop all that was received: the call has failed, and its extents are released after this."""
-        ...
-
-
 class Nothing:
-    """The handler of a call that brings no descriptors."""
+    """The placement of a call that brings no descriptors."""
 
-    def receive(self, delivery: Delivery, descriptors: Sequence[int]) -> None:
+    def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
         """Refuse them."""
         raise ProtocolError(f"{len(descriptors)} descriptors came with an answer that should have none")
 
     def undo(self) -> None:
-        """Do nothing: nothing was received."""
+        """Do nothing: nothing was placed."""
 
 
 NOTHING = Nothing()
@@ -58,15 +46,15 @@ class Call:
     """
 
     __slots__ = (
-        *("by_grpc", "deadline", "expected", "extent_ids", "handler", "inbox"),
-        *("keep", "note", "outcome", "request_id", "segment", "sent"),
+        *("by_grpc", "deadline", "expected", "extent_ids", "inbox"),
+        *("keep", "note", "outcome", "placement", "request_id", "segment", "sent"),
     )
 
     def __init__(
-        self, request_id: int, handler: DeliveryHandler, timeout: float | None, note: Callable[[], None] | None
+        self, request_id: int, placement: Placement, timeout: float | None, note: Callable[[], None] | None
     ) -> None:
         self.request_id = request_id
-        self.handler = handler
+        self.placement = placement
         self.deadline = None if timeout is None else time.monotonic() + timeout
         self.note = note
         self.inbox: deque[handoff.Packet] = deque()
@@ -77,7 +65,7 @@ class Call:
         self.by_grpc = False
         self.sent = False
         self.keep = False
-        """The handler could not unmap what it took, so that is still held."""
+        """The placement could not unmap what it took, so that is still held."""
 
     def seconds_left(self) -> float | None:
         """Return how long the answer may still take; None for any time."""

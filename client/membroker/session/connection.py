@@ -23,11 +23,12 @@ from google.protobuf.message import Message
 
 from ..errors import BrokerUnavailable, ClosedError, MembrokerError, ProtocolError, from_status
 from ..interrupts import Condition
+from ..memory.lender import Placement
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
 from ..wire import frames as handoff
 from ..wire.descriptors import close_each
-from .call import LOOK_SECONDS, NOTHING, Call, DeliveryHandler, Outcome, Taken, incomplete, outcome_of
+from .call import LOOK_SECONDS, NOTHING, Call, Outcome, Taken, incomplete, outcome_of
 from .inventory import Inventory
 from .rpc import GrpcCalls
 
@@ -84,18 +85,18 @@ class Connection:
     def call(
         self,
         frame: pb.Frame,
-        handler: DeliveryHandler | None = None,
+        placement: Placement | None = None,
         *,
         timeout: float | None = None,
         note: Callable[[], None] | None = None,
     ) -> Message:
-        """Send `frame`, let `handler` take every delivery, call `note`, and return the response.
+        """Send `frame`, let `placement` take every delivery, call `note`, and return the response.
 
-        When this raises, `handler` has undone all it took, and all extents of the call are released, at the latest
+        When this raises, `placement` has undone all it took, and all extents of the call are released, at the latest
         when the broker answers. An interrupt ends the connection instead, and the resume settles what became of the
-        call. Raises the broker's refusal, `BrokerUnavailable`, `DescriptorLimit`, and what `handler` raises.
+        call. Raises the broker's refusal, `BrokerUnavailable`, `DescriptorLimit`, and what `placement` raises.
         """
-        call = Call(next(self._request_ids), handler or NOTHING, timeout, note)
+        call = Call(next(self._request_ids), placement or NOTHING, timeout, note)
         frame.request_id = call.request_id
         try:
             try:
@@ -267,9 +268,9 @@ class Connection:
             call.note()
 
     def _undo(self, call: Call) -> None:
-        """Let the handler unmap what it took. What it could not unmap is not released either, but held."""
+        """Let the placement unmap what it took. What it could not unmap is not released either, but held."""
         call.keep = True
-        call.handler.undo()
+        call.placement.undo()
         call.keep = False
 
     def _give_up(self, call: Call) -> None:
@@ -302,7 +303,7 @@ class Connection:
                 self._inventory.strike_call(call.request_id, call.extent_ids)
 
     def _take(self, call: Call, *, use: bool = True) -> None:
-        """Hand the oldest delivery of a call to its handler, or close it unused. Acknowledge it in any case."""
+        """Hand the oldest delivery of a call to its placement, or close it unused. Acknowledge it in any case."""
         packet = call.inbox[0]
         delivery = packet.frame.delivery
         call.extent_ids.extend(delivery.extent_ids)
@@ -311,7 +312,7 @@ class Connection:
             if use:
                 if packet.truncated or len(delivery.extent_ids) != len(packet.descriptors):
                     raise incomplete(packet)
-                call.handler.receive(delivery, packet.descriptors)
+                call.placement.place(delivery.extent_ids, packet.descriptors, delivery.extent_bytes)
         finally:
             call.inbox.popleft()
             self._close_and_acknowledge(packet, last=delivery.HasField("reply"))
@@ -323,7 +324,8 @@ class Connection:
         meanwhile is either seen here, or its own frame carries the count: it is entered before that is read.
         """
         with self._changed.lock:
-            self._close(packet)
+            close_each(packet.descriptors)
+            self._unclosed.remove(packet)
             if self.revision and (not self._taken.take(packet.frame) or (last and len(self._calls) == 1)):
                 return  # or the thread that takes an earlier delivery says so
         frame = pb.Frame(request_id=packet.frame.request_id)

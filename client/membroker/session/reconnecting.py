@@ -31,12 +31,12 @@ from ..errors import (
     SessionLost,
 )
 from ..interrupts import Condition, let_through
+from ..memory.lender import Placement
 from ..types import Disconnected, Draining, Forgotten, Notice, Resumed, Undrained
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
 from . import messages
 from .background import Background
-from .call import DeliveryHandler
 from .connection import Connection
 from .endpoint import DESCRIPTORS_SHORT
 from .handshake import REJECTED, Resume, open_session
@@ -101,6 +101,8 @@ class ReconnectingConnection:
         self._timeout = timeout
         self._outage = outage
         self._by_grpc = by_grpc
+        self._answer_within = CONTROL_SECONDS if by_grpc else None
+        """How long to wait for the answer to a release: a later call by gRPC could overtake it otherwise."""
         self._request_ids = itertools.count(2)  # 1 is the Hello
         self._changed = Condition()
         self._state = "connected"
@@ -153,7 +155,7 @@ class ReconnectingConnection:
     def call(
         self,
         frame: pb.Frame,
-        handler: DeliveryHandler | None = None,
+        placement: Placement | None = None,
         *,
         timeout: float | None = None,
         note: Callable[[], None] | None = None,
@@ -167,7 +169,7 @@ class ReconnectingConnection:
         connection = self.connection
         while True:
             try:
-                return connection.call(frame, handler, timeout=timeout, note=note)
+                return connection.call(frame, placement, timeout=timeout, note=note)
             except (BrokerUnavailable, AccessDenied) as error:
                 connection = self._next(connection, error)
             if before_repeat is not None:
@@ -210,11 +212,6 @@ class ReconnectingConnection:
             self.inventory.declared(request)
         with suppress(BrokerUnavailable, ClosedError):
             connection.call(pb.Frame(declare=request), timeout=CONTROL_SECONDS)
-
-    @property
-    def _answer_within(self) -> float | None:
-        """How long to wait for the answer to a release: a later call by gRPC could overtake it otherwise."""
-        return CONTROL_SECONDS if self._by_grpc else None
 
     def interrupted(self) -> None:
         """Drop the present connection, because an interrupt left a call half done: a resume agrees on what is held."""

@@ -7,38 +7,15 @@ over none.
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import cast
 
-from ..errors import BrokerUnavailable, ClosedError, SegmentNotFound
+from ..errors import SegmentNotFound
+from ..memory.lender import Placement
 from ..v1 import broker_pb2 as pb
 from ..v1.handoff_pb2 import Frame
 from ..v1.resources_pb2 import Location, Segment
-from .call import DeliveryHandler
 from .connection import Connection
 from .reconnecting import ReconnectingConnection
-
-
-class _BrokerMayBeGone:
-    """A block that suppresses the errors of a lost broker. A class, because a generator costs more."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        return isinstance(error, (BrokerUnavailable, ClosedError))
-
-
-_broker_may_be_gone = _BrokerMayBeGone()
-
-
-def broker_may_be_gone() -> _BrokerMayBeGone:
-    """Suppress the errors of a lost broker: a resume states only what is still held."""
-    return _broker_may_be_gone
 
 
 class Transport:
@@ -51,27 +28,27 @@ class Transport:
         self.declare_less = connection.declare_less
 
     def allocate(
-        self, model: str, location: Location.ValueType, extent_bytes: int, count: int, handler: DeliveryHandler
+        self, model: str, location: Location.ValueType, extent_bytes: int, count: int, placement: Placement
     ) -> None:
-        """Borrow `count` extents for a model, whose descriptors `handler` takes. All or nothing."""
+        """Borrow `count` extents for a model, whose descriptors `placement` takes. All or nothing."""
         frame = Frame()
         request = frame.allocate
         request.model, request.location = model, location
         request.extent_bytes, request.count = extent_bytes, count
-        self._connection.call(frame, handler)
+        self._connection.call(frame, placement)
 
     def declare(self, request: pb.DeclareMemoryRequest) -> None:
         """Declare memory that this process allocates itself."""
         inventory = self._connection.inventory
         self._connection.call(Frame(declare=request), note=lambda: inventory.declared(request))
 
-    def create_segment(self, request: pb.CreateSegmentRequest, handler: DeliveryHandler) -> Segment:
-        """Create a segment, whose descriptors `handler` takes. All or nothing."""
-        return cast("Segment", self._connection.call(Frame(create_segment=request), handler))
+    def create_segment(self, request: pb.CreateSegmentRequest, placement: Placement) -> Segment:
+        """Create a segment, whose descriptors `placement` takes. All or nothing."""
+        return cast("Segment", self._connection.call(Frame(create_segment=request), placement))
 
-    def attach_segment(self, request: pb.AttachSegmentRequest, handler: DeliveryHandler) -> Segment:
-        """Attach a segment, whose descriptors `handler` takes. All or nothing; waits as long as the writer writes."""
-        return cast("Segment", self._connection.call(Frame(attach_segment=request), handler))
+    def attach_segment(self, request: pb.AttachSegmentRequest, placement: Placement) -> Segment:
+        """Attach a segment, whose descriptors `placement` takes. All or nothing; waits as long as the writer writes."""
+        return cast("Segment", self._connection.call(Frame(attach_segment=request), placement))
 
     def seal_segment(self, generation: int) -> Segment:
         """End the writing of a segment."""

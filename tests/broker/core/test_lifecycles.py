@@ -39,7 +39,7 @@ SENTENCES = {
     "extent": "A piece of lent memory. It is charged until its borrower releases it or the device shows it free.",
     "packet": "Up to 64 extents of a call, sent together. A session has at most two made and not acknowledged.",
     "segment": "Memory with a name. Its model is charged until it is deleted and no process can have it mapped.",
-    "connection": "In the library: a session's connection to its broker. Any other cause comes too late: it is ignored.",
+    "connection": "In the library: a session's connection to its broker. Any other cause comes too late.",
     "mapped memory": "In the library: the memory of one pool, buffer, array or segment, in one process.",
 }
 MODEL = ModelName("t", "m")
