@@ -12,7 +12,6 @@ a function, after a call of C code, and when a loop repeats, and nowhere else.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
@@ -175,11 +174,8 @@ class _Task(Generic[_T]):
         self._started = self._done = False
         self._result: _T | None = None
         self._error: BaseException | None = None
-        self._callback: Step | None = None
-        self._answer: BaseException | None = None
-        self._told, self._answered = threading.Lock(), threading.Lock()
+        self._told = threading.Lock()
         self._told.acquire()
-        self._answered.acquire()
         self.interrupted = False
 
     def run(self) -> None:
@@ -190,24 +186,7 @@ class _Task(Generic[_T]):
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             self._error = error
         self._done = True
-        self._tell()
-
-    def call_back(self, callback: Step) -> None:
-        """Call `callback` in the waiting thread, and raise here what it raises."""
-        if self.interrupted:
-            raise KeyboardInterrupt
-        self._callback = callback
-        self._tell()
-        self._answered.acquire()
-        answer, self._answer = self._answer, None
-        if answer is not None:
-            raise answer
-
-    def _tell(self) -> None:
-        try:
-            self._told.release()
-        except RuntimeError:  # the waiting thread has not taken the last one yet, and looks at the attributes first
-            return
+        self._told.release()
 
     def result(self, on_interrupt: Step, patience: float) -> _T:
         """Start the work, and return its result or raise its error.
@@ -216,35 +195,24 @@ class _Task(Generic[_T]):
         """
         try:
             threading.Thread(target=self.run, name="membroker-call", daemon=True).start()
-            self._attend()
+            self._wait()
         except RuntimeError:
             if self._started:
                 raise
             return self._work()  # the interpreter is ending, and starts no thread any more
         except BaseException:
             self.interrupted = True
-            if self._callback is not None:
-                self._answer, self._callback = KeyboardInterrupt(), None
-                self._answered.release()
             on_interrupt()
-            self._attend(time.monotonic() + patience)
+            self._wait(patience)
             raise
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
 
-    def _attend(self, deadline: float | None = None) -> None:
-        while not self._done:
-            callback, self._callback = self._callback, None
-            if callback is None:
-                if not self._told.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
-                    return
-                continue
-            try:
-                callback()
-            except BaseException as error:  # noqa: BLE001 - raised in the work
-                self._answer = error
-            self._answered.release()
+    def _wait(self, seconds: float = -1) -> None:
+        # An interrupt can take the lock and not say so, and then the work is done.
+        if not self._done:
+            self._told.acquire(timeout=seconds)
 
 
 class _Here(threading.local):
@@ -269,19 +237,6 @@ def let_through() -> None:
     """End the work of `uninterrupted` here, between two of its steps, if an interrupt waits for that."""
     if _here.task is not None and _here.task.interrupted:
         raise KeyboardInterrupt
-
-
-def in_caller(callback: Callable[..., object]) -> Callable[..., None]:
-    """Return a function that calls the user's `callback` in the thread of the user's call."""
-
-    def call(*arguments: object) -> None:
-        task = _here.task
-        if task is None:
-            callback(*arguments)
-        else:
-            task.call_back(lambda: callback(*arguments))
-
-    return call
 
 
 class Condition:

@@ -22,7 +22,7 @@ from tests.daemons import Daemon, running, until
 import membroker
 from membroker import interrupts
 from membroker.adapters.blocks import Lending
-from membroker.interrupts import Operation, Turns, in_caller, let_through, uninterrupted
+from membroker.interrupts import Operation, Turns, let_through, uninterrupted
 from membroker.v1 import broker_pb2, resources_pb2
 
 PAGE = 2 << 20
@@ -225,19 +225,6 @@ class TestUninterrupted:
         assert uninterrupted(threading.current_thread) is not threading.main_thread()
         with pytest.raises(ZeroDivisionError):
             uninterrupted(lambda: 1 // 0)
-
-    def test_a_callback_runs_in_the_callers_thread(self) -> None:
-        """A user's `progress` may use what its thread has: the current GPU, a transaction, a lock."""
-        threads: list[threading.Thread] = []
-        tell = in_caller(lambda: threads.append(threading.current_thread()))
-        uninterrupted(tell)
-        tell()
-        assert threads == [threading.main_thread()] * 2
-
-    def test_what_a_callback_raises_ends_the_work(self) -> None:
-        tell = in_caller(lambda: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            uninterrupted(tell)
 
     def test_an_interrupt_stops_the_work_between_two_steps(self) -> None:
         steps: list[int] = []

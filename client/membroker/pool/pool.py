@@ -12,7 +12,7 @@ from itertools import groupby
 
 from ..arguments import access_of, bytes_of, check_page_size, location_of, whole_number
 from ..errors import InvalidOffset, InvalidRequest, NotMapped, OutOfVirtualMemory
-from ..interrupts import Operation, in_caller, uninterrupted
+from ..interrupts import Operation, uninterrupted
 from ..memory.lender import Lender, Source, source_of
 from ..memory.lifetime import Resource
 from ..memory.region import device_failures
@@ -272,7 +272,8 @@ class VirtualMemoryPool(Resource):
         that works in the pool pins its range first. What was aligned to more than a page (`allocate_anywhere`) may not
         be so afterwards: pin it. `on_move` is called after each move, while all other calls on the
         addresses that were left and reached are still refused, and no interrupt is raised in it: with it, pointers
-        are right before anybody can come upon them. What it raises ends the compaction; it was told of all that moved.
+        are right before anybody can come upon them. A call of the main thread calls it in another thread. What it
+        raises ends the compaction; it was told of all that moved.
 
         With `dry_run` nothing is changed, and what it would do now is returned. Raises `CompactionFailed`, which has
         the moves that were made before, `DeviceFailure`, `ClosedError`; each move happens whole or not at all.
@@ -282,7 +283,7 @@ class VirtualMemoryPool(Resource):
             raise InvalidRequest(f"on_move is a function that is called with each move, not {on_move!r}")
         if dry_run:
             return self._backing.plan()
-        tell = in_caller(on_move or (lambda move: None))
+        tell = on_move or (lambda move: None)
         return uninterrupted(lambda: self._backing.compact(tell), self._holding.interrupted)
 
     # Offloading
@@ -300,8 +301,8 @@ class VirtualMemoryPool(Resource):
         The whole pool, unless a range is given. Pages that are not allocated, or are offloaded already, are passed
         over; spare ones are given back as they are. The pages stay allocated and their addresses the pool's, but
         nothing is behind them until `restore`. Returns how many bytes were copied; `progress` is told how many are
-        done, of how many, and an exception of its own stops the copying. No interrupt is raised in it: Ctrl-C stops
-        the copying between two chunks.
+        done, of how many, and an exception of its own stops the copying. A call of the main thread calls it in
+        another thread, so no interrupt is raised in it: Ctrl-C stops the copying between two chunks.
 
         The bytes lie in pinned memory of this process, for which its model is charged at the location host (a
         declaration); or in `to`, a segment of that location that this process has made and not sealed. It is sealed
@@ -317,8 +318,8 @@ class VirtualMemoryPool(Resource):
         """
         self._holding.check_open()
         check_progress(progress)
-        pages, tell = self._touched_or_all(offset, size), progress and in_caller(progress)
-        return uninterrupted(lambda: self._backing.offload(pages, to, tell), self._holding.interrupted)
+        pages = self._touched_or_all(offset, size)
+        return uninterrupted(lambda: self._backing.offload(pages, to, progress), self._holding.interrupted)
 
     def offload_size(self, offset: int = 0, size: int | str | None = None) -> int:
         """Return how many bytes a segment needs for what `offload` of this range would copy now, and where it goes."""
@@ -349,9 +350,9 @@ class VirtualMemoryPool(Resource):
         """
         self._holding.check_open()
         check_progress(progress)
-        pages, tell = self._touched_or_all(offset, size), progress and in_caller(progress)
+        pages = self._touched_or_all(offset, size)
         return uninterrupted(
-            lambda: self._backing.restore(pages, tell, keep_pinned=keep_pinned), self._holding.interrupted
+            lambda: self._backing.restore(pages, progress, keep_pinned=keep_pinned), self._holding.interrupted
         )
 
     def restore_from(self, segment: PageStore, *, progress: Progress | None = None) -> int:
@@ -365,8 +366,8 @@ class VirtualMemoryPool(Resource):
         self._holding.check_open()
         check_progress(progress)
         check_segment(segment, self._holding.source.driver)
-        found, tell = runs_in(segment, self._page_size, self._capacity), progress and in_caller(progress)
-        return uninterrupted(lambda: self._backing.restore_from(segment, found, tell), self._holding.interrupted)
+        found = runs_in(segment, self._page_size, self._capacity)
+        return uninterrupted(lambda: self._backing.restore_from(segment, found, progress), self._holding.interrupted)
 
     # Using it
 
