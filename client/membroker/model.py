@@ -21,11 +21,9 @@ from .segment import Segment
 from .session import messages
 from .session.owner import SessionOwner
 from .session.session import Session
-from .session.transport import broker_may_be_gone
 from .types import Available, ModelStatus
 from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2
-from .v1.handoff_pb2 import Delivery
 from .vmm.driver import Driver, Location
 from .vmm.sizes import format_size
 from .wire.frames import MAX_EXTENTS_PER_CALL
@@ -155,12 +153,12 @@ class Model:
     def unregister(self) -> None:
         """Leave the model; it ends with the last session that leaves it. Raises `ModelInUse` while it is charged."""
         self._session.check_open()
-        self._session.control.unregister_model(self.resource_name)
+        self._session.unregister_model(self.resource_name)
 
     def _leave(self) -> None:
         """Take back the registration that made this object: as `unregister`, if this client has not made another."""
         self._session.check_open()
-        self._session.control.leave_model(self.resource_name)
+        self._session.leave_model(self.resource_name)
 
     def stats(self) -> ModelStatus:
         """Return the model's books as the broker has them now, those of all its sessions together."""
@@ -168,7 +166,7 @@ class Model:
         token = ""
         while True:
             request = pb.ListModelsRequest(page_size=1000, page_token=token)
-            page = self._session.control.ask("ListModels", request)
+            page = self._session.ask("ListModels", request)
             for model in page.models:
                 if model.name == self.resource_name:
                     return messages.model(model)
@@ -185,7 +183,7 @@ class Model:
         place = messages.location_to_wire(arguments.location_of(location))
         self._session.check_open()
         request = pb.GetAvailableRequest(model=self.resource_name, location=place)
-        return messages.available(self._session.control.ask("GetAvailable", request))
+        return messages.available(self._session.ask("GetAvailable", request))
 
     def __repr__(self) -> str:
         return f"<membroker.Model {self.resource_name}>"
@@ -206,8 +204,8 @@ class _ModelSource(SessionOwner):
                 f"({MAX_EXTENTS_PER_CALL}): take larger pages, or fewer at a time"
             )
         self._session.check_open()
-        place, placing = messages.location_to_wire(location), _Placing(placement, extent_bytes)
-        self._session.transport.allocate(self._name, place, extent_bytes, count, placing)
+        place = messages.location_to_wire(location)
+        self._session.transport.allocate(self._name, place, extent_bytes, count, placement)
 
     def charge(self, size: int, location: Location) -> None:
         """Declare `size` bytes more."""
@@ -220,21 +218,4 @@ class _ModelSource(SessionOwner):
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
         """Release extents, those that the inventory has."""
-        with broker_may_be_gone():
-            self._session.transport.release(extent_ids)
-
-
-class _Placing:
-    """Lets the placement map each delivery (a `DeliveryHandler`). The mappings alone keep the memory afterwards."""
-
-    def __init__(self, placement: Placement, extent_bytes: int) -> None:
-        self._placement = placement
-        self._extent_bytes = extent_bytes
-
-    def receive(self, delivery: Delivery, descriptors: Sequence[int]) -> None:
-        """Map one delivery."""
-        self._placement.place(delivery.extent_ids, descriptors, self._extent_bytes)
-
-    def undo(self) -> None:
-        """Unmap what was mapped."""
-        self._placement.undo()
+        self._session.transport.release(extent_ids)

@@ -25,11 +25,9 @@ from .session import messages
 from .session.messages import location_name, location_to_wire
 from .session.owner import SessionOwner
 from .session.session import Session
-from .session.transport import broker_may_be_gone
 from .types import SegmentStatus
 from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2
-from .v1.handoff_pb2 import Delivery
 from .vmm.driver import AccessFlags, Driver, Handle, Location
 from .vmm.sizes import MAX_BYTES, MIB, round_up
 
@@ -347,7 +345,7 @@ class _Hold(SessionOwner):
     """One hold of a segment: takes its descriptors, and is where its mapping comes from and goes back to.
 
     The handles are imported as they come and mapped when the answer has said how large the whole is. (A
-    `DeliveryHandler`, and the `Owner` of its `MappedMemory`.)
+    `Placement`, and the `Owner` of its `MappedMemory`.)
     """
 
     def __init__(self, session: Session) -> None:
@@ -356,11 +354,11 @@ class _Hold(SessionOwner):
         self._ids: list[int] = []
         self._handles: list[Handle] = []
 
-    def receive(self, delivery: Delivery, descriptors: Sequence[int]) -> None:
-        """Import one delivery."""
-        self._ids.extend(delivery.extent_ids)
+    def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
+        """Import the next extents."""
+        self._ids.extend(extent_ids)
         for descriptor in descriptors:
-            self._handles.append(self.driver.import_extent(descriptor, delivery.extent_bytes))
+            self._handles.append(self.driver.import_extent(descriptor, extent_bytes))
 
     def undo(self) -> None:
         """Release the handles: after a failure, and when the mapping keeps the memory."""
@@ -380,5 +378,4 @@ class _Hold(SessionOwner):
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
         """Detach from the segment, whatever is released of it."""
-        with broker_may_be_gone():
-            self._session.transport.detach_segment(self.generation)
+        self._session.transport.detach_segment(self.generation)

@@ -196,7 +196,7 @@ def test_a_segment_that_is_mapped_while_its_client_closes(
         attached = client.attach("m/weights")
         assert attached.closed
         until(lambda: [one.name for one in daemon.sessions()] == [writer.session])
-    assert "could not be given back" not in caplog.text
+    assert "could not be released" not in caplog.text
 
 
 def _is_closed(driver: Driver) -> bool:

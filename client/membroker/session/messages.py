@@ -1,4 +1,4 @@
-"""Messages of the wire as the values that users see, and locations in both forms.
+"""Protobuf messages converted to the values that users see, and locations in both forms.
 
 It translates and decides nothing.
 """

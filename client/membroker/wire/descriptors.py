@@ -10,14 +10,9 @@ import array
 import os
 import socket
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 MAX_DESCRIPTORS = 64
 """Descriptors in one packet. The kernel allows 253; a packet is also the unit in which the broker takes turns."""
-
-Control = list[tuple[int, int, bytes]]
-Received = tuple[bytes, Control, int, Any]
-"""What `recvmsg` returns."""
 
 # Plain ints: each operation on the enum of the socket module costs as much as a system call.
 _CLOEXEC, _NOSIGNAL = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_NOSIGNAL)
@@ -32,29 +27,31 @@ def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()
     connection.sendmsg([data], control, _NOSIGNAL)
 
 
-def receive(
-    connection: socket.socket, max_bytes: int, landing: list[Received] | None = None
-) -> tuple[bytes, list[int], int]:
+def receive(connection: socket.socket, max_bytes: int) -> tuple[bytes, list[int], int]:
     """Receive one packet: its bytes, its descriptors (CLOEXEC), which are the caller's to close, and the flags.
 
     MSG_TRUNC: there were more bytes. MSG_CTRUNC: there were more descriptors, or no more may be open in this process.
-    Whatever was received is in `landing` first: Ctrl-C may end this function. Raises what `recvmsg` raises.
+    Raises what `recvmsg` raises.
     """
-    if landing is None:
-        landing = []
-    # One step of the interpreter, so nothing is received that is not in the list.
-    landing.extend(map(connection.recvmsg, (max_bytes,), (_CONTROL_BYTES,), (_CLOEXEC,)))
-    data, control, flags, _ = landing[-1]
-    return data, descriptors_in(control), flags
+    received: list[tuple[bytes, list[tuple[int, int, bytes]], int, object]] = []
+    try:
+        # In one step of the interpreter: a signal is handled before the kernel installs descriptors, or when the list
+        # has them. In between they would be open, and no code would know their numbers.
+        received.extend(map(connection.recvmsg, (max_bytes,), (_CONTROL_BYTES,), (_CLOEXEC,)))
+        [(data, control, flags, _)] = received
+        return data, _descriptors_in(control), flags
+    except BaseException:
+        for _, control, _, _ in received:
+            close_all(_descriptors_in(control))
+        raise
 
 
-def descriptors_in(control: Control) -> list[int]:
-    """Return the descriptors in the control messages of a packet."""
+def _descriptors_in(control: list[tuple[int, int, bytes]]) -> list[int]:
     found = array.array("i")
     for level, kind, content in control:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             found.frombytes(content[: len(content) - len(content) % _DESCRIPTOR])
-    return list(found)
+    return found.tolist()
 
 
 def close_each(descriptors: list[int]) -> None:

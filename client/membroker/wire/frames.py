@@ -13,9 +13,7 @@ from google.protobuf.message import DecodeError
 
 from ..v1 import handoff_pb2 as pb
 from .descriptors import MAX_DESCRIPTORS as MAX_DESCRIPTORS
-from .descriptors import Received as Received
 from .descriptors import close_all as close_all
-from .descriptors import descriptors_in as descriptors_in
 from .descriptors import receive as receive_packet
 from .descriptors import send as send
 
@@ -67,20 +65,19 @@ def decode(data: bytes | memoryview) -> pb.Frame:
     return frame
 
 
-def receive(connection: socket.socket, landing: list[Received] | None = None) -> Packet:
+def receive(connection: socket.socket) -> Packet:
     """Receive one packet with its descriptors (CLOEXEC), which are the caller's to close.
 
-    Whatever was received is in `landing`, also if Ctrl-C ends this function.
     Raises `EndOfConnection`, `BrokenPacket` (what came with it is closed), and what `recvmsg` raises.
     """
-    data, descriptors, flags = receive_packet(connection, MAX_FRAME_BYTES, landing)
+    data, descriptors, flags = receive_packet(connection, MAX_FRAME_BYTES)
     try:
         if flags & _TRUNC:
             raise BrokenPacket(f"the packet is longer than {MAX_FRAME_BYTES} bytes")
         if not data:
             raise EndOfConnection
         return Packet(decode(data), descriptors, bool(flags & _CTRUNC))
-    except Exception:
+    except BaseException:
         close_all(descriptors)
         raise
 
