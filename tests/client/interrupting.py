@@ -16,10 +16,12 @@ def interrupted_at(point: int | None, call: Callable[[], object]) -> tuple[int, 
     Python looks for signals when a function of its own begins, and when one of C has returned.
     """
     passed = 0
+    # Ours, and where Python itself loses an interrupt: in a finalizer of its own, when a thread object is garbage.
+    elsewhere = (__name__, "threading", "_weakrefset")
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal passed
-        if event in ("call", "c_return") and frame.f_globals.get("__name__") not in (__name__, "threading"):
+        if event in ("call", "c_return") and frame.f_globals.get("__name__") not in elsewhere:
             passed += 1
             if passed == point:
                 sys.setprofile(None)
