@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import membroker
 from membroker import Buffer, Client, Model, VirtualMemoryPool
 from membroker.segment import Segment
-from membroker.v1.handoff_pb2 import Delivery
 
 from .bare import Bare, close_all
 from .figures import Times
@@ -223,14 +222,14 @@ class PoolOffload:
 
 
 class Keeper:
-    """Keeps a copy of each descriptor that a call delivers (a `DeliveryHandler`), with its size."""
+    """Keeps a copy of each descriptor that a call delivers (a `Placement`), with its size."""
 
     def __init__(self) -> None:
         self.descriptors: list[tuple[int, int]] = []
 
-    def receive(self, delivery: Delivery, descriptors: Sequence[int]) -> None:
-        """Copy one delivery's."""
-        self.descriptors += [(os.dup(descriptor), delivery.extent_bytes) for descriptor in descriptors]
+    def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
+        """Copy the next descriptors."""
+        self.descriptors += [(os.dup(descriptor), extent_bytes) for descriptor in descriptors]
 
     def undo(self) -> None:
         """Close all."""

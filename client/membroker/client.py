@@ -192,7 +192,7 @@ class Client(Closing):
         if virtual_capacity is not None:
             request.virtual_capacity_bytes = arguments.bytes_of("virtual_capacity", virtual_capacity, at_least=1)
         self._session.check_open()
-        return Model(self._session, self._session.control.register_model(request))
+        return Model(self._session, self._session.register_model(request))
 
     def attach(self, name: str, *, timeout: float = 60.0) -> Segment:
         """Attach a segment of this tenant, read-only.
@@ -261,7 +261,7 @@ class Client(Closing):
         if not callable(callback):
             raise InvalidRequest(f"on_notice takes a function of one notice, not {callback!r}")
         self._session.check_open()
-        self._session.line.on_notice(callback)
+        self._session.reconnecting.on_notice(callback)
 
     def close(self) -> None:
         """Release all that this client's pools and buffers hold, and end the session. Idempotent.
@@ -277,7 +277,7 @@ class Client(Closing):
 
     def _call(self, method: str, request: Any) -> Any:
         self._session.check_open()
-        return self._session.control.ask(method, request)
+        return self._session.ask(method, request)
 
     def _pages(self, method: str, request: Callable[..., Any]) -> Iterable[Any]:
         """Yield the pages of a listing."""

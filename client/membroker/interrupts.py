@@ -1,159 +1,275 @@
-"""Ctrl-C, held off while memory changes hands, and let through wherever a call only waits.
+"""Ctrl-C: the boundary of a call, work that no interrupt can reach, and the waits.
 
-Python raises KeyboardInterrupt between any two instructions of the main thread: between an extent's arrival and
-its note in the books, too. Owns SIGINT's handler for the moments of a borrow or a give-back, and only where it is
-Python's own; a program's own handler is left alone, and so is every other thread. It must never swallow an
-interrupt: one that was held off is raised at the end.
+Python raises KeyboardInterrupt between almost any two instructions of the main thread. The library never changes a
+signal handler. Instead, `Operation` cleans up after a call that an interrupt ended, and `uninterrupted` moves longer
+work to another thread, where Python raises none.
+
+Inside an operation three rules hold. A step is recorded before it is made, and forgotten after it is undone. Every
+undo may run twice. Statements without a call between them are one step: Python looks for signals at the beginning of
+a function, after a call of C code, and when a loop repeats, and nowhere else.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # typeshed has no stub of it
-import os
-import signal
 import threading
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from threading import get_ident
-from types import FrameType, TracebackType
+import weakref
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Generic, Protocol, Self, TypeVar
 
-# What `signal` wraps: its conversions between numbers and enums cost ten times as much as the calls, and a block stands
-# around each allocation and each free.
-_set_handler, _get_handler = _signal.signal, _signal.getsignal
-_SIGINT = int(signal.SIGINT)
+from .errors import DescriptorLimit, DeviceFailure
+from .vmm.driver import DriverError, DriverLimit
 
+STOPPING_SECONDS = 5.0
+"""How long an interrupt waits for work in another thread to stop. After that, the work ends without its caller."""
 
-class _State:
-    """Touched by the main thread only, but for `main`, its identifier."""
-
-    __slots__ = ("depth", "main", "pending", "waiting")
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.waiting = False
-        self.pending = False
-        self.main = threading.main_thread().ident
+_T = TypeVar("_T")
+Step = Callable[[], object]
 
 
-# An instance: each change of a class throws away what the interpreter has cached of it.
-_state = _State()
-
-
-def _handle(_number: int, _frame: FrameType | None) -> None:
-    # Outside of a block it is Python's own: a function of the program's found this in one, and set it again later.
-    if _state.waiting or not _state.depth:
-        _state.waiting = False
-        raise KeyboardInterrupt
-    _state.pending = True
-
-
-_OURS = (signal.default_int_handler, _handle)
-
-
-class HeldOff:
-    """A block in which an interrupt is raised only inside `Waiting`, or at the end of the outermost such block."""
-
-    __slots__ = ("_active",)
-
-    def __enter__(self) -> None:
-        self._active = get_ident() == _state.main and (_state.depth > 0 or _get_handler(_SIGINT) in _OURS)
-        if self._active:
-            if not _state.depth:
-                _state.pending = False
-                _set_handler(_SIGINT, _handle)
-            _state.depth += 1
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._active:
-            return
-        _state.depth -= 1
-        if _state.depth:
-            return
-        _give_handler_back()
-        pending, _state.pending = _state.pending, False
-        if pending and kind is not KeyboardInterrupt:
-            raise KeyboardInterrupt
-
-
-def _give_handler_back() -> None:
-    """Let the next interrupt be Python's again. One that comes meanwhile is pending."""
-    if _get_handler(_SIGINT) is not _handle:  # a function of the program's, called in the block, has set its own
-        return
-    try:
-        _set_handler(_SIGINT, signal.default_int_handler)
-    except BaseException:
-        # Before it sets anything it runs the handlers of signals that wait, and one of the program's own has raised.
-        _set_handler(_SIGINT, signal.default_int_handler)
-        raise
-
-
-class Waiting:
-    """A block of a `HeldOff` that only waits: an interrupt is raised at once. Nothing to lose may happen in it."""
+class _DeviceFailures:
+    """A block whose driver errors become errors of the library. A class, because a generator costs more."""
 
     __slots__ = ()
 
-    # `is_held_off`, written out: each call waits twice.
     def __enter__(self) -> None:
-        if _state.depth > 0 and get_ident() == _state.main:
-            _state.waiting = True
-            if _state.pending:
-                _state.waiting = _state.pending = False
-                raise KeyboardInterrupt
+        return
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if _state.depth > 0 and get_ident() == _state.main:
-            _state.waiting = False
+        if isinstance(error, DriverError):
+            raise _failure(error) from error
+
+
+_device_failures = _DeviceFailures()
+
+
+def device_failures() -> _DeviceFailures:
+    """Turn a driver's error into `DeviceFailure`, or into `DescriptorLimit` if no descriptor was left."""
+    return _device_failures
+
+
+def _failure(error: DriverError) -> DeviceFailure | DescriptorLimit:
+    out_of_descriptors = isinstance(error, DriverLimit) and error.name == "EMFILE"
+    return (DescriptorLimit if out_of_descriptors else DeviceFailure)(str(error))
+
+
+class Used(Protocol):
+    """What an operation works on: it does not end while the operation runs."""
+
+    def begin(self, operation: Operation) -> None:
+        """Delay the end until `finish`, or until the operation is garbage. Raises `ClosedError`."""
+        ...
+
+    def finish(self, operation: Operation) -> None:
+        """End if this was the last operation, and the end was requested meanwhile. May be called again."""
+        ...
+
+    def interrupted(self) -> None:
+        """Drop the connection that the call used: the session then agrees with the broker on what is held."""
+        ...
+
+
+class Operation:
+    """The boundary of one public call on `memory`: `with Operation(memory) as operation`.
+
+    It delays the end of the memory, and turns driver errors into errors of the library. `undo` are the steps that take
+    the call back if it fails, and `ends` the steps that run in any case, after those; the last step runs first. Each
+    must be safe to run twice: an interrupt can end the first run. The call clears `undo` when it is complete.
+    """
+
+    __slots__ = ("__weakref__", "_memory", "ends", "guard", "undo")
+
+    def __init__(self, memory: Used) -> None:
+        self._memory = memory
+        self.undo: list[Step] = []
+        self.ends: list[Step] = []
+        self.guard: weakref.ref[Operation] | None = None
+
+    def __enter__(self) -> Self:
+        self._memory.begin(self)
+        return self
+
+    def forward(self, step: Step) -> None:
+        """Run a step that an interrupt leads forward from: what was to be undone is not any more, unless it fails."""
+        before = self.undo[:]
+        self.undo[:] = [step]
+        try:
+            step()
+        except Exception:
+            self.undo[:] = before
+            raise
+        self.undo.clear()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None:
+                settle(self.undo, self.ends)
+            else:
+                for step in reversed(self.ends):
+                    step()
+            self._memory.finish(self)
+        except Exception as failure:
+            self._memory.finish(self)
+            if isinstance(failure, DriverError):
+                raise _failure(failure) from failure
+            raise
+        except BaseException:
+            self._leave()
+            raise
+        if isinstance(error, DriverError):
+            raise _failure(error) from error
+        if error is not None and not isinstance(error, Exception):
+            self._leave()
+
+    def _leave(self) -> None:
+        """End after an interrupt. The connection is dropped last: what the session states must be true by then."""
+        with ExitStack() as ends:
+            ends.callback(self._memory.interrupted)
+            ends.callback(self._memory.finish, self)
+            settle(self.undo, self.ends)
+
+
+def settle(undo: list[Step], ends: list[Step]) -> None:
+    """Run every step of `undo`, the last one first, then every step of `ends`. Safe to run again.
+
+    Raises the last error, as a `DeviceFailure` if it is the driver's.
+    """
+    failures: list[Exception] = []
+    for steps in (undo, ends):
+        for step in reversed(steps):
+            try:
+                step()
+            except Exception as error:  # noqa: BLE001 - raised below
+                failures.append(error)
+        undo.clear()  # what the ends release is not to be undone once more
+    if failures:
+        with device_failures():
+            raise failures[-1]
+
+
+def completed(step: Step, interrupted: Step) -> None:
+    """Run a step that may run twice to its end, although an interrupt comes; then call `interrupted` and raise it."""
+    try:
+        step()
+    except Exception:
+        raise
+    except BaseException:
+        try:
+            step()
+        finally:
+            interrupted()
+        raise
+
+
+class _Task(Generic[_T]):
+    """Work in another thread, for the thread that waits. Its state is in attributes, which no interrupt loses."""
+
+    def __init__(self, work: Callable[[], _T]) -> None:
+        self._work = work
+        self._started = self._done = False
+        self._result: _T | None = None
+        self._error: BaseException | None = None
+        self._told = threading.Lock()
+        self._told.acquire()
+        self.interrupted = False
+
+    def run(self) -> None:
+        self._started = True
+        _here.task = self
+        try:
+            self._result = self._work()
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            self._error = error
+        self._done = True
+        self._told.release()
+
+    def result(self, on_interrupt: Step, patience: float) -> _T:
+        """Start the work, and return its result or raise its error.
+
+        An interrupt asks the work to stop, and waits a little for that.
+        """
+        try:
+            threading.Thread(target=self.run, name="membroker-call", daemon=True).start()
+            self._wait()
+        except RuntimeError:
+            if self._started:
+                raise
+            return self._work()  # the interpreter is ending, and starts no thread any more
+        except BaseException:
+            self.interrupted = True
+            on_interrupt()
+            self._wait(patience)
+            raise
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def _wait(self, seconds: float = -1) -> None:
+        # An interrupt can take the lock and not say so, and then the work is done.
+        if not self._done:
+            self._told.acquire(timeout=seconds)
+
+
+class _Here(threading.local):
+    task: _Task[Any] | None = None
+
+
+_here = _Here()
+
+
+def uninterrupted(work: Callable[[], _T], on_interrupt: Step = lambda: None, patience: float = STOPPING_SECONDS) -> _T:
+    """Return what `work` returns; no interrupt is raised in it, because the main thread leaves it to another thread.
+
+    An interrupt calls `on_interrupt`, which may end a wait of the work, and makes `let_through` raise there. It is
+    raised here when the work has ended, or after `patience` seconds.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    return _Task(work).result(on_interrupt, patience)
 
 
 def let_through() -> None:
-    """Raise the interrupt that is held off, if there is one: between two steps, where nothing is lost by it."""
-    if is_held_off() and _state.pending:
-        _state.pending = False
+    """End the work of `uninterrupted` here, between two of its steps, if an interrupt waits for that."""
+    if _here.task is not None and _here.task.interrupted:
         raise KeyboardInterrupt
 
 
-def is_held_off() -> bool:
-    """Say whether this thread holds off interrupts now."""
-    return _state.depth > 0 and get_ident() == _state.main
-
-
-def _restore() -> None:
-    """In a forked child, whose main thread is this one: the block may have been another's, which did not come along."""
-    _state.main = get_ident()
-    if _state.depth:
-        _state.depth, _state.waiting, _state.pending = 0, False, False
-        _give_handler_back()
-
-
-os.register_at_fork(after_in_child=_restore)
-
-
 class Condition:
-    """A `lock`, held in a `with` block of its own: in it, `wait` lets it go until `tell_all`."""
+    """A `lock`, held in a `with` block of the caller: in the block, `wait` releases it until `tell_all`."""
 
     __slots__ = ("_waiting", "lock")
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        # It knows its owner, so a `with` block that an interrupt ended never releases another thread's lock.
+        self.lock = threading.RLock()
         self._waiting: list[threading.Lock] = []
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait for a change, at most so long; an interrupt that is held off is raised here. The lock is held."""
+        """Wait for a change, at most `seconds`. Ctrl-C ends the wait. The lock is held."""
         waiter = threading.Lock()
         waiter.acquire()
         self._waiting.append(waiter)
         self.lock.release()
         try:
-            with Waiting():
-                waiter.acquire(timeout=-1 if seconds is None else seconds)
+            waiter.acquire(timeout=-1 if seconds is None else seconds)
         finally:
-            self.lock.acquire()
-            if waiter in self._waiting:
-                self._waiting.remove(waiter)
+            interrupt: BaseException | None = None
+            while True:
+                try:
+                    if not self.lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
+                        self.lock.acquire()
+                    if waiter in self._waiting:
+                        self._waiting.remove(waiter)
+                    break
+                except BaseException as error:  # noqa: BLE001 - an interrupt: raised below, with the lock held
+                    interrupt = error
+            if interrupt is not None:
+                raise interrupt
 
     def tell_all(self) -> None:
         """Wake every thread that waits. The lock is held."""
@@ -162,37 +278,24 @@ class Condition:
 
 
 class Turns:
-    """Things are numbers. In a forked child it is of no use: its lock may have been another thread's."""
+    """A lock for each of many things, which are numbers. Useless in a forked child: another thread may have held it."""
 
     def __init__(self) -> None:
-        self._taken: set[int] = set()
-        self._given_up = threading.Event()
-        self._lock = threading.Lock()
+        self._owners: dict[int, object] = {}
+        self._changed = Condition()
 
-    @contextmanager
-    def taken(self, things: Collection[int]) -> Iterator[None]:
-        """Keep all others off `things` during a block; wait first, until nobody has any of them.
+    def take(self, things: Collection[int], owner: Operation) -> None:
+        """Keep all others off `things` until `owner` ends; wait first until all are free, unless Ctrl-C ends that."""
+        key = object()
+        owner.ends.append(lambda: self._give_up(things, key))
+        with self._changed.lock:
+            while not self._owners.keys().isdisjoint(things):
+                self._changed.wait()
+            self._owners.update(dict.fromkeys(things, key))
 
-        Ctrl-C ends the wait; from then on it is the caller who holds it off (`HeldOff`).
-        """
-        while (given_up := self._take(things)) is not None:
-            with Waiting():
-                given_up.wait()
-        try:
-            yield
-        finally:
-            self._give_up(things)
-
-    def _take(self, things: Collection[int]) -> threading.Event | None:
-        """Take them all, or return what tells that some were given up."""
-        with self._lock:
-            if not self._taken.isdisjoint(things):
-                return self._given_up
-            self._taken.update(things)
-            return None
-
-    def _give_up(self, things: Collection[int]) -> None:
-        with self._lock:
-            self._taken.difference_update(things)
-            self._given_up.set()
-            self._given_up = threading.Event()
+    def _give_up(self, things: Collection[int], key: object) -> None:
+        with self._changed.lock:
+            for thing in things:
+                if self._owners.get(thing) is key:
+                    del self._owners[thing]
+            self._changed.tell_all()

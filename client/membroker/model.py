@@ -6,7 +6,7 @@ map anything: the descriptors go to a `Placement`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from . import arguments
@@ -15,17 +15,16 @@ from .errors import InvalidRequest
 from .memory.buffer import Buffer
 from .memory.growable import DEFAULT_PAGE_SIZE as GROWABLE_PAGE_SIZE
 from .memory.growable import GrowableBuffer
-from .memory.lender import Placement, Source, Tracked
+from .memory.lender import Placement, Source
 from .memory.sparse import SparseArray
 from .pool.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
 from .segment import Segment
 from .session import messages
+from .session.owner import SessionOwner
 from .session.session import Session
-from .session.transport import broker_may_be_gone
 from .types import Available, ModelStatus
 from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2
-from .v1.handoff_pb2 import Delivery
 from .vmm.driver import Driver, Location
 from .vmm.sizes import format_size
 from .wire.names import MAX_EXTENTS_PER_CALL
@@ -157,12 +156,12 @@ class Model:
     def unregister(self) -> None:
         """Leave the model; it ends with the last session that leaves it. Raises `ModelInUse` while it is charged."""
         self._session.check_open()
-        self._session.control.unregister_model(self.resource_name)
+        self._session.unregister_model(self.resource_name)
 
     def _leave(self) -> None:
         """Take back the registration that made this object: as `unregister`, if this client has not made another."""
         self._session.check_open()
-        self._session.control.leave_model(self.resource_name)
+        self._session.leave_model(self.resource_name)
 
     def stats(self) -> ModelStatus:
         """Return the model's books as the broker has them now, all its sessions together.
@@ -170,7 +169,7 @@ class Model:
         Raises `ModelNotFound` once the model has ended, and `BrokerUnavailable`.
         """
         self._session.check_open()
-        return messages.model(self._session.control.ask("GetModel", pb.GetModelRequest(name=self.resource_name)))
+        return messages.model(self._session.ask("GetModel", pb.GetModelRequest(name=self.resource_name)))
 
     def available(self, location: Location | str = Location.DEVICE) -> Available:
         """Return how many bytes could be borrowed now at a location, by one request: a figure of this moment.
@@ -181,35 +180,18 @@ class Model:
         place = messages.location_to_wire(arguments.location_of(location))
         self._session.check_open()
         request = pb.GetAvailableRequest(model=self.resource_name, location=place)
-        return messages.available(self._session.control.ask("GetAvailable", request))
+        return messages.available(self._session.ask("GetAvailable", request))
 
     def __repr__(self) -> str:
         return f"<membroker.Model {self.resource_name}>"
 
 
-class _ModelSource:
+class _ModelSource(SessionOwner):
     """What pools and buffers of a model borrow from (a `Source`): the broker, for this model."""
 
     def __init__(self, session: Session, name: str) -> None:
-        self._session = session
+        super().__init__(session)
         self._name = name
-
-    @property
-    def driver(self) -> Driver:
-        """The driver of the broker's device, in this process."""
-        return self._session.driver
-
-    def track(self, holding: Tracked) -> None:
-        """Let the client end this holding when it closes."""
-        self._session.track(holding)
-
-    def untrack(self, holding: Tracked) -> None:
-        """Forget a holding that was given back."""
-        self._session.untrack(holding)
-
-    def later(self, work: Callable[[], None]) -> None:
-        """Do `work` in the background thread; for finalizers."""
-        self._session.later(work)
 
     def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
         """Borrow extents from the broker and place them, part by part as they come. All or nothing."""
@@ -219,8 +201,8 @@ class _ModelSource:
                 f"({MAX_EXTENTS_PER_CALL}): take larger pages, or fewer at a time"
             )
         self._session.check_open()
-        place, placing = messages.location_to_wire(location), _Placing(placement, extent_bytes)
-        self._session.transport.allocate(self._name, place, extent_bytes, count, placing)
+        place = messages.location_to_wire(location)
+        self._session.transport.allocate(self._name, place, extent_bytes, count, placement)
 
     def charge(self, size: int, location: Location) -> None:
         """Declare `size` bytes more."""
@@ -232,22 +214,5 @@ class _ModelSource:
         self._session.declarations.end(self._name, location, size)
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
-        """Release extents."""
-        with broker_may_be_gone():
-            self._session.transport.release(extent_ids)
-
-
-class _Placing:
-    """Lets the placement map each delivery (a `DeliveryHandler`). The mappings alone keep the memory afterwards."""
-
-    def __init__(self, placement: Placement, extent_bytes: int) -> None:
-        self._placement = placement
-        self._extent_bytes = extent_bytes
-
-    def receive(self, delivery: Delivery, descriptors: Sequence[int]) -> None:
-        """Map one delivery."""
-        self._placement.place(delivery.extent_ids, descriptors, self._extent_bytes)
-
-    def undo(self) -> None:
-        """Unmap what was mapped."""
-        self._placement.undo()
+        """Release extents, those that the inventory has."""
+        self._session.transport.release(extent_ids)

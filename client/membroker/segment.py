@@ -19,20 +19,17 @@ from .arguments import check_range, contiguous_bytes, location_of, rounded_up
 from .deprecated import two_numbers
 from .dtypes import dtype_of
 from .errors import BrokerUnavailable, InvalidRequest, SegmentNotWritable
-from .interrupts import HeldOff
-from .memory.holding import Held, Holding
-from .memory.lender import Placement, Tracked
-from .memory.region import device_failures
+from .interrupts import Operation, device_failures, uninterrupted
+from .memory.lifetime import MappedMemory, Resource
 from .memory.views import Span
 from .safetensors import ALIGNMENT, TensorIndex, numpy_array, read_index, segment_size, write_index
 from .session import messages
 from .session.messages import location_name, location_to_wire
+from .session.owner import SessionOwner
 from .session.session import Session
-from .session.transport import broker_may_be_gone
 from .types import SegmentStatus
 from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2
-from .v1.handoff_pb2 import Delivery
 from .vmm.driver import AccessFlags, Driver, Handle, Location
 from .vmm.sizes import MIB
 from .wire.names import MAX_ATTACH_SECONDS
@@ -46,7 +43,7 @@ CHUNK_BYTES = 64 * MIB
 """How much `write` copies at once: enough for a bus's full speed, little enough to tell how far it is."""
 
 
-class Segment(Held):
+class Segment(Resource):
     """`size` bytes at `address`, side by side. A context manager. `Model.create_segment`, `Client.attach` make it.
 
     Closing it unmaps it here, and the segment lives on; a writer that closes before it has sealed gives it up.
@@ -59,8 +56,7 @@ class Segment(Held):
         self._writable = writable
         self._unanswered = False
         self._on_host = session.driver.device.driver == "host"
-        self._holding = hold.map(answer.size_bytes, AccessFlags.READ_WRITE if writable else AccessFlags.READ)
-        self._holding.owned_by(self)
+        self._holding = hold.map(self, answer.size_bytes, AccessFlags.READ_WRITE if writable else AccessFlags.READ)
         self._filling = threading.Lock()
 
     @classmethod
@@ -85,15 +81,18 @@ class Segment(Held):
 
     @classmethod
     def _take(cls, session: Session, ask: Callable[[_Hold], resources_pb2.Segment], *, writable: bool) -> Segment:
-        with HeldOff(), device_failures(), ExitStack() as imported:
-            hold = _Hold(session)
-            imported.callback(hold.undo)
-            hold.generation = (answer := ask(hold)).generation
-            with ExitStack() as undo:
-                undo.callback(hold.give_back, ())
-                segment = cls(session, hold, answer, writable=writable)
-                undo.pop_all()
-            return segment
+        def take() -> Segment:
+            with device_failures(), ExitStack() as imported:
+                hold = _Hold(session)
+                imported.callback(hold.undo)
+                hold.generation = (answer := ask(hold)).generation
+                with ExitStack() as undo:
+                    undo.callback(hold.give_back, ())
+                    segment = cls(session, hold, answer, writable=writable)
+                    undo.pop_all()
+                return segment
+
+        return uninterrupted(take, session.interrupted)
 
     # What it is
 
@@ -171,8 +170,7 @@ class Segment(Held):
         """
         if not self._on_host:
             raise InvalidRequest("only the host driver's memory can be viewed: use read() and write() on a card")
-        with self._holding.in_use():
-            view = self._holding.views.make(self, self._holding.region.address, self.size)
+        view = self._holding.view(self, 0, self.size)
         return view if self._writable else view.toreadonly()
 
     def span(self, offset: int, size: int) -> Span:
@@ -187,7 +185,7 @@ class Segment(Held):
     def read(self, offset: int, size: int) -> bytes:
         """Return a copy of [offset, offset + size). Raises `InvalidRequest`, `ClosedError`, `DeviceFailure`."""
         offset, size = self._check_range(offset, size)
-        with self._holding.in_use(), device_failures():
+        with Operation(self._holding):
             return self._session.driver.read(self._holding.region.address + offset, size) if size else b""
 
     def write(self, offset: int, data: Any, progress: arguments.Progress | None = None) -> None:
@@ -201,7 +199,7 @@ class Segment(Held):
         arguments.check_progress(progress)
         tell = two_numbers(progress) if progress is not None else None
         offset, _ = self._check_range(offset, len(source))
-        with self._holding.in_use(), device_failures():
+        with Operation(self._holding):
             self._check_writable()
             for first in range(0, len(source), CHUNK_BYTES):
                 some = source[first : first + CHUNK_BYTES]
@@ -273,7 +271,10 @@ class Segment(Held):
         end took the answer, it may be sealed: it can only be read from then on, and `seal` asks again. After any other
         failure it can be written as before.
         """
-        with HeldOff(), self._holding.in_use(), device_failures(), ExitStack() as undo:
+        uninterrupted(self._seal, self._session.interrupted)
+
+    def _seal(self) -> None:
+        with Operation(self._holding), ExitStack() as undo:
             if not self._unanswered:
                 self._make_read_only(undo)
             there = not self._session.connection.lost
@@ -343,24 +344,24 @@ def publish_arrays(
     return segment
 
 
-class _Hold:
+class _Hold(SessionOwner):
     """One hold of a segment: takes its descriptors, and is where its mapping comes from and goes back to.
 
     The handles are imported as they come and mapped when the answer has said how large the whole is. (A
-    `DeliveryHandler`, and the `Source` of a `Holding`.)
+    `Placement`, and the `Owner` of its `MappedMemory`.)
     """
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        super().__init__(session)
         self.generation = 0
         self._ids: list[int] = []
         self._handles: list[Handle] = []
 
-    def receive(self, delivery: Delivery, descriptors: Sequence[int]) -> None:
-        """Import one delivery."""
-        self._ids.extend(delivery.extent_ids)
+    def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
+        """Import the next extents."""
+        self._ids.extend(extent_ids)
         for descriptor in descriptors:
-            self._handles.append(self.driver.import_extent(descriptor, delivery.extent_bytes))
+            self._handles.append(self.driver.import_extent(descriptor, extent_bytes))
 
     def undo(self) -> None:
         """Release the handles: after a failure, and when the mapping keeps the memory."""
@@ -368,52 +369,16 @@ class _Hold:
         while self._handles:
             self.driver.release(self._handles.pop())
 
-    def map(self, size: int, access: AccessFlags) -> Holding:
+    def map(self, segment: Segment, size: int, access: AccessFlags) -> MappedMemory:
         """Return all of it mapped, side by side."""
-        holding = Holding(self, size, "segment")
-        with ExitStack() as undo:
-            undo.callback(holding.end)
-            with holding.in_use():  # a client that closes meanwhile leaves the end to this
-                holding.region.bind(0, self._handles, access)
-                offset = 0
-                for extent, handle in zip(self._ids, self._handles, strict=True):
-                    holding.extents[offset] = extent
-                    offset += handle.size
-                self.undo()  # now, while there is a driver
-            undo.pop_all()
-        return holding
-
-    # The source of its holding
-
-    @property
-    def driver(self) -> Driver:
-        """The driver of the broker's device, in this process."""
-        return self._session.driver
-
-    def track(self, holding: Tracked) -> None:
-        """Let the client end this holding when it closes."""
-        self._session.track(holding)
-
-    def untrack(self, holding: Tracked) -> None:
-        """Forget a holding that was given back."""
-        self._session.untrack(holding)
-
-    def later(self, work: Callable[[], None]) -> None:
-        """Do `work` in the background thread; for finalizers."""
-        self._session.later(work)
-
-    def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
-        """Refuse: a segment is as large as it is."""
-        raise InvalidRequest("a segment does not grow")
-
-    def charge(self, size: int, location: Location) -> None:
-        """Refuse: nothing is allocated beside a segment."""
-        raise InvalidRequest("a segment declares nothing")
-
-    def credit(self, size: int, location: Location) -> None:
-        """Do nothing: nothing was charged."""
+        memory = MappedMemory(self, segment, size, "segment")
+        with Operation(memory) as operation:  # a client that closes meanwhile leaves the end to this
+            operation.undo.append(memory.end)
+            memory.region.bind(0, self._ids, self._handles, access)
+            self.undo()  # now, while there is a driver
+            operation.undo.clear()
+        return memory
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
-        """Let go of the segment."""
-        with broker_may_be_gone():
-            self._session.transport.detach_segment(self.generation)
+        """Detach from the segment, whatever is released of it."""
+        self._session.transport.detach_segment(self.generation)

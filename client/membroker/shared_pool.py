@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from .arguments import bytes_of, check_page_size, location_of
 from .closing import Closing
 from .errors import BrokerUnavailable, ClosedError, InvalidRequest, ModelAlreadyExists, ModelInUse, ModelNotFound
-from .interrupts import HeldOff
+from .interrupts import uninterrupted
 from .memory.lender import Lender, Placement, Source, Tracked, source_of
-from .memory.local_source import Budget, LocalSource
+from .memory.local_source import Budget, LocalSource, borrowing
 from .pool.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
 from .types import GlobalMemoryStats, MemoryStats
 from .vmm.driver import Driver, Location
@@ -64,25 +64,26 @@ class SharedMemoryPool(Closing):
         if not isinstance(model_id, str):
             raise InvalidRequest(f"a model's name is text, not {type(model_id).__name__}")
         self._check_open()
-        # What is registered at the broker, and under which name here, is one thing: an interrupt waits for both.
-        with HeldOff():
+        uninterrupted(lambda: self._register(model_id, virtual_capacity, limit))
+
+    def _register(self, model_id: str, virtual_capacity: int | str, limit: int | str | None) -> None:
+        with self._lock:
+            self._check_open()
+            if model_id in self._models:
+                raise ModelAlreadyExists(f"{model_id!r} is registered already: unregister_model() it first")
+            self._models[model_id] = None
+        try:
+            hosted = self._host(model_id, virtual_capacity, limit)
+        except BaseException:
             with self._lock:
-                self._check_open()
-                if model_id in self._models:
-                    raise ModelAlreadyExists(f"{model_id!r} is registered already: unregister_model() it first")
-                self._models[model_id] = None
-            try:
-                hosted = self._host(model_id, virtual_capacity, limit)
-            except BaseException:
-                with self._lock:
-                    self._models.pop(model_id, None)
-                raise
-            with self._lock:
-                if not self._closed:
-                    self._models[model_id] = hosted
-                    return
-            hosted.end()
-            raise ClosedError("this shared pool was closed meanwhile")
+                self._models.pop(model_id, None)
+            raise
+        with self._lock:
+            if not self._closed:
+                self._models[model_id] = hosted
+                return
+        hosted.end()
+        raise ClosedError("this shared pool was closed meanwhile")
 
     def _host(self, model_id: str, virtual_capacity: int | str, limit: int | str | None) -> _Hosted:
         if isinstance(self._lender, LocalSource):
@@ -150,24 +151,29 @@ class SharedMemoryPool(Closing):
         hosted = self._hosted(model_id)
         if hosted.in_use:
             raise ModelInUse(f"{model_id!r} has living views, spans or pins: release them first")
-        with HeldOff():
+        uninterrupted(lambda: self._unregister(model_id, hosted))
+
+    def _unregister(self, model_id: str, hosted: _Hosted) -> None:
+        with self._lock:
+            if self._models.get(model_id) is not hosted:  # another thread was first
+                raise self._not_found(model_id)
+            del self._models[model_id]
+        try:
+            hosted.end()
+        except BaseException:
             with self._lock:
-                if self._models.get(model_id) is not hosted:  # another thread was first
-                    raise self._not_found(model_id)
-                del self._models[model_id]
-            try:
-                hosted.end()
-            except BaseException:
-                with self._lock:
-                    self._models.setdefault(model_id, hosted)  # to unregister it again tries again
-                raise
+                self._models.setdefault(model_id, hosted)  # to unregister it again tries again
+            raise
 
     def close(self) -> None:
         """Give back what all models hold. Idempotent. Memory with living views stays until they are gone."""
         if self._closed or self._lender.closed:  # the lender's end was theirs, and a parent's thread may have the lock
             self._closed = True
             return
-        with HeldOff(), ExitStack() as ends:
+        uninterrupted(self._close)
+
+    def _close(self) -> None:
+        with ExitStack() as ends:
             with self._lock:
                 self._closed = True
                 models, self._models = self._models, {}
@@ -214,46 +220,72 @@ class _Hosted:
 
 
 class _Counted:
-    """A source whose extents count against budgets (a `Source`). Extents of a pool have one size."""
+    """A source whose extents count against budgets (a `Source`)."""
 
     def __init__(self, source: Source, budgets: Sequence[Budget]) -> None:
         self._source = source
         self._budgets = budgets
-        self._extent_bytes = 0
 
     @property
     def driver(self) -> Driver:
         return self._source.driver
 
-    def track(self, holding: Tracked) -> None:
-        self._source.track(holding)
+    def track(self, memory: Tracked) -> None:
+        self._source.track(memory)
 
-    def untrack(self, holding: Tracked) -> None:
-        self._source.untrack(holding)
+    def untrack(self, memory: Tracked) -> None:
+        self._source.untrack(memory)
 
     def later(self, work: Callable[[], None]) -> None:
         self._source.later(work)
 
     def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
         """Debit, then borrow."""
-        self._extent_bytes = extent_bytes
-        with ExitStack() as undo:
+        key = borrowing()
+        try:
             for budget in self._budgets:
-                budget.debit(extent_bytes * count)
-                undo.callback(budget.credit, extent_bytes * count)
-            self._source.borrow(extent_bytes, count, location, placement)
-            undo.pop_all()
+                budget.debit(extent_bytes * count, key)
+            self._source.borrow(extent_bytes, count, location, _CountedPlacement(placement, key, self._budgets))
+        finally:
+            for budget in self._budgets:
+                budget.credit([key])
 
     def charge(self, size: int, location: Location) -> None:
         """Leave it to the lender: the budgets are of the device's memory."""
         self._source.charge(size, location)
 
     def credit(self, size: int, location: Location) -> None:
-        """As `charge`."""
         self._source.credit(size, location)
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
         """Give back, then credit."""
         self._source.give_back(extent_ids)
         for budget in self._budgets:
-            budget.credit(self._extent_bytes * len(extent_ids))
+            budget.credit(extent_ids)
+
+    def interrupted(self) -> None:
+        """Credit what this thread was borrowing."""
+        for budget in self._budgets:
+            budget.credit([borrowing()])
+        self._source.interrupted()
+
+
+class _CountedPlacement:
+    """A placement that gives each extent its part of the debit."""
+
+    def __init__(self, placement: Placement, key: int, budgets: Sequence[Budget]) -> None:
+        self._placement = placement
+        self._key = key
+        self._budgets = budgets
+        self._ids: list[int] = []
+
+    def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
+        self._ids += extent_ids
+        for budget in self._budgets:
+            budget.assign(self._key, extent_ids, extent_bytes)
+        self._placement.place(extent_ids, descriptors, extent_bytes)
+
+    def undo(self) -> None:
+        self._placement.undo()
+        for budget in self._budgets:
+            budget.unassign(self._key, self._ids)

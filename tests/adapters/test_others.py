@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, until
-from tests.support.interrupts import interrupted_everywhere
 from tests.support.sizes import MIB
 
 import membroker
@@ -186,27 +185,6 @@ class TestLending:
         lending.take_back()
         assert lending.used_bytes == lending.held_bytes == 0
         assert f"{one:#x}, which is not allocated" in caplog.text
-
-    def test_ctrl_c_anywhere(self, shared_daemon: Daemon, model: Model) -> None:
-        """A notebook's cell is stopped and the next one goes on: no block is lost that nobody has the address of."""
-        lendings: list[Lending] = []
-
-        def allocating() -> Callable[[], object]:
-            lendings[:] = [Lending(model, "2MiB")]
-            return lambda: lendings[0].allocate(1)
-
-        def taking_back() -> Callable[[], object]:
-            lendings[:] = [Lending(model, "2MiB")]
-            for address in [lendings[0].allocate(1), lendings[0].allocate(3 * MIB)]:
-                lendings[0]._freed.append(address)
-            return lendings[0].take_back
-
-        for prepare in (allocating, taking_back):
-            for point in interrupted_everywhere(prepare):
-                lendings[0].take_back()
-                assert lendings[0].used_bytes == lendings[0].held_bytes == 0, point
-            lendings.clear()
-        until(lambda: shared_daemon.books().lent_bytes == 0)
 
     def test_free_takes_no_lock(self, model: Model) -> None:
         """The garbage collector may run a framework's finalizer in a thread that is inside the allocator."""

@@ -29,7 +29,7 @@ def client(broker: PlayedBroker) -> Iterator[membroker.Client]:
     one = broker.connect(timeout=30)
     yield one
     broker.die()
-    one._session.line._outage = 0
+    one._session.reconnecting._outage = 0
     one.close()
     until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("membroker")])
     until(lambda: open_sockets() < before)  # the broker's own is closed, too

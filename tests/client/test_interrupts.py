@@ -1,115 +1,367 @@
-"""Ctrl-C around a block that holds it off. What it does to real calls stands beside them."""
+"""Ctrl-C anywhere in the public calls: books and mappings agree, nothing deadlocks, and nothing is left behind.
+
+Each call is struck once, at points that a seed draws, against a real daemon. `MEMBROKER_SEED` repeats a run.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
+import random
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.fake_lender import PAGE, Lender
+from tests.support.daemons import Daemon, running, until
+from tests.support.interrupts import interrupted_at, sampled
+from tests.support.processes import EXTENT, open_extents
 
-from membroker import VirtualMemoryPool, interrupts
-from membroker.interrupts import HeldOff
+import membroker
+from membroker import interrupts
+from membroker.adapters.blocks import Lending
+from membroker.interrupts import Operation, Turns, let_through, uninterrupted
+from membroker.v1 import broker_pb2, resources_pb2
 
-SetHandler = Callable[[int, Any], Any]
+PAGE = 2 << 20
+POINTS = 14
+"""How many points of each call are struck."""
+SEED = int(os.environ.get("MEMBROKER_SEED") or random.randrange(1 << 30))
 
-
-@pytest.fixture
-def set_handler(monkeypatch: pytest.MonkeyPatch) -> SetHandler:
-    """What sets handlers. The interpreter first calls those of signals that have come: a test plays that."""
-    return interrupts._set_handler  # type: ignore[no-any-return]
-
-
-def test_an_interrupt_at_the_very_end_is_raised(set_handler: SetHandler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes while the handler is given back, and the program hears of it at once, not at its next allocation."""
-
-    def interrupted(number: int, handler: Any) -> None:
-        if handler is signal.default_int_handler:
-            interrupts._handle(number, None)
-        set_handler(number, handler)
-
-    monkeypatch.setattr(interrupts, "_set_handler", interrupted)
-    with pytest.raises(KeyboardInterrupt), HeldOff():
-        pass
-    with HeldOff():
-        monkeypatch.undo()
+Call = Callable[[], object]
 
 
-def test_a_child_forked_by_another_thread_holds_off_interrupts() -> None:
-    """Its main thread is the one that forked, and Ctrl-C comes there."""
+class Program:
+    """A worker with a client. `kept` is what it has, and loses at the end of each run."""
 
-    def fork() -> None:
-        child = os.fork()
-        if not child:
-            try:
-                with HeldOff():
-                    signal.raise_signal(signal.SIGINT)
-                    held_off.append(True)
-            except KeyboardInterrupt:
-                os._exit(0 if held_off else 1)
-            finally:
-                os._exit(2)
-        statuses.append(os.waitpid(child, 0)[1])
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+        self.client = membroker.connect(daemon.endpoint())
+        self.model = self.client.register_model("m")
+        self.kept: list[Any] = []
+        self.turn = 0
 
-    held_off: list[bool] = []
-    statuses: list[int] = []
-    thread = threading.Thread(target=fork)
+    def keep(self, thing: Any) -> Any:
+        self.kept.append(thing)
+        return thing
+
+    def pool(self, pages: int = 0, spare_pages: int = 0) -> membroker.VirtualMemoryPool:
+        pool = self.keep(self.model.pool(page_size=PAGE, virtual_capacity=64 * PAGE, spare_pages=spare_pages))
+        if pages:
+            pool.allocate(0, pages * PAGE)
+        return pool  # type: ignore[no-any-return]
+
+    def holes(self) -> membroker.VirtualMemoryPool:
+        pool = self.pool(6)
+        pool.deallocate(0, PAGE)
+        pool.deallocate(3 * PAGE, PAGE)
+        return pool
+
+    def offloaded(self) -> membroker.VirtualMemoryPool:
+        pool = self.pool(3)
+        pool.offload()
+        return pool
+
+    def segment(self, *, sealed: bool = False) -> membroker.Segment:
+        self.turn += 1
+        segment = self.keep(self.model.create_segment(f"s{self.turn}", 1))
+        if sealed:
+            segment.seal()
+        return segment  # type: ignore[no-any-return]
+
+    def lost_all(self) -> None:
+        """Forget everything, as a notebook does whose cells are run again."""
+        for thing in self.kept:
+            if hasattr(thing, "close"):
+                thing.close()
+        self.kept.clear()
+        gc.collect()
+        with self.daemon.admin_stub() as admin:
+            for one in admin.ListSegments(broker_pb2.ListSegmentsRequest()).segments:
+                if one.state == resources_pb2.Segment.SEALED:
+                    admin.DeleteSegment(broker_pb2.DeleteSegmentRequest(name=one.name))
+
+
+def prepared(program: Program, name: str) -> Call:
+    """Return a public call, ready to be made."""
+    match name:
+        case "allocate a buffer":
+            return lambda: program.model.allocate(PAGE)
+        case "close a buffer":
+            return program.keep(program.model.allocate(PAGE)).close  # type: ignore[no-any-return]
+        case "make a pool":
+            return lambda: program.model.pool(page_size=PAGE, virtual_capacity=64 * PAGE)
+        case "allocate":
+            pool = program.pool()
+            return lambda: pool.allocate(0, 3 * PAGE)
+        case "allocate beside spare pages":
+            pool = program.pool(2, spare_pages=2)
+            pool.deallocate(0, 2 * PAGE)
+            return lambda: pool.allocate(PAGE, 3 * PAGE)
+        case "grow":
+            pool = program.pool(1)
+            return lambda: pool.grow(PAGE)
+        case "deallocate":
+            pool = program.pool(3)
+            return lambda: pool.deallocate(0, 2 * PAGE)
+        case "free":
+            pool = program.pool(3)
+            return lambda: pool.free(pool.base_address)
+        case "protect":
+            pool = program.pool(3)
+            return lambda: pool.protect(0, PAGE, "read")
+        case "close a pool":
+            return program.pool(3).close
+        case "compact":
+            return program.holes().compact
+        case "offload":
+            return program.pool(3).offload
+        case "restore":
+            return program.offloaded().restore
+        case "make a growable buffer":
+            return lambda: program.model.growable_buffer(PAGE, 16 * PAGE, PAGE)
+        case "grow a buffer":
+            buffer = program.keep(program.model.growable_buffer(PAGE, 16 * PAGE, PAGE))
+            return lambda: buffer.resize(3 * PAGE)
+        case "shrink a buffer":
+            buffer = program.keep(program.model.growable_buffer(3 * PAGE, 16 * PAGE, PAGE))
+            return lambda: buffer.resize(PAGE)
+        case "back tiles" | "drop tiles":
+            table = program.keep(program.model.sparse_array((64, PAGE), "U8"))
+            if name == "back tiles":
+                return lambda: table.back(1, 3)
+            table.back(1, 3)
+            return lambda: table.drop(1, 3)
+        case "create a segment":
+            return program.segment
+        case "seal":
+            return program.segment().seal
+        case "attach":
+            segment = program.segment(sealed=True)
+            return lambda: program.client.attach(f"m/{segment.name}")
+        case "close a segment":
+            return program.segment().close
+        case "lend to a framework":
+            lending = program.keep(Lending(program.model, PAGE))
+            return lambda: lending.allocate(1)
+    raise AssertionError(name)
+
+
+CALLS = [
+    *("allocate a buffer", "close a buffer", "make a pool", "allocate", "allocate beside spare pages", "grow"),
+    *("deallocate", "free", "protect", "close a pool", "compact", "offload", "restore", "make a growable buffer"),
+    *("grow a buffer", "shrink a buffer", "back tiles", "drop tiles", "create a segment", "seal", "attach"),
+    *("close a segment", "lend to a framework"),
+]
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[Program]:
+    with running({"host_capacity": "64MiB"}) as daemon:
+        one = Program(daemon)
+        yield one
+        one.client.close()
+
+
+def mapped_bytes() -> int:
+    """Return how many bytes of extents this process has mapped: each extent once."""
+    rows = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if EXTENT in line]
+    return len({row[4] for row in rows}) * PAGE
+
+
+def in_time(call: Call) -> None:
+    """Make a call in another thread, to its end."""
+    done: list[object] = []
+    thread = threading.Thread(target=lambda: done.append(call()), daemon=True)
     thread.start()
-    thread.join()
-    assert statuses == [0]
+    thread.join(30)
+    assert done, "another thread waits for what an interrupt has left behind"
 
 
-def test_a_handler_of_the_programs_own_that_raises_takes_no_interrupts_away(
-    set_handler: SetHandler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A time limit by SIGALRM ends while the handler is given back: Ctrl-C works afterwards."""
-    alarms = [TimeoutError("the program's own")]
-
-    def alarmed(number: int, handler: Any) -> None:
-        if handler is signal.default_int_handler and alarms:
-            raise alarms.pop()
-        set_handler(number, handler)
-
-    monkeypatch.setattr(interrupts, "_set_handler", alarmed)
-    with pytest.raises(TimeoutError, match="own"), HeldOff():
-        pass
+def check(program: Program, name: str) -> None:
+    """Raise unless the promise is kept after an interrupt of a call."""
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    in_time(program.model.allocate(PAGE).close)
+    gc.collect()
+    if "seal" not in name and "segment" not in name and "attach" not in name:
+        until(lambda: program.daemon.books().lent_bytes == mapped_bytes())
+    for pool in (thing for thing in program.kept if isinstance(thing, membroker.VirtualMemoryPool)):
+        if not pool.closed:
+            until(lambda pool=pool: not any(row.state == "changing" for row in pool.mappings()))
+            pool.deallocate(0, PAGE) if pool.is_mapped(0) else pool.grow(PAGE)
+    program.lost_all()
+    until(lambda: program.daemon.books().lent_bytes == 0)
+    assert (mapped_bytes(), open_extents()) == (0, 0)
+    assert not program.client._session._holdings
 
 
-def test_a_handler_that_was_set_meanwhile_stays(lender: Lender) -> None:
-    """A program's `on_move`, called in the middle of a compaction, wants to end in its own way from now on."""
-
-    def stop(_number: int, _frame: Any) -> None:
-        stopped.append(True)
-
-    stopped: list[bool] = []
-    with VirtualMemoryPool(lender, 8 * PAGE, PAGE) as pool:
-        pool.allocate(PAGE, PAGE)
-        try:
-            pool.compact(on_move=lambda _: signal.signal(signal.SIGINT, stop))
-            assert signal.getsignal(signal.SIGINT) is stop
-            signal.raise_signal(signal.SIGINT)
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-    assert stopped
+@pytest.mark.parametrize("name", CALLS)
+def test_ctrl_c_anywhere(program: Program, name: str) -> None:
+    """Somebody presses Ctrl-C in a notebook, and runs the next cell."""
+    print("MEMBROKER_SEED", SEED)
+    points, struck = interrupted_at(None, prepared(program, name))
+    assert not struck
+    program.lost_all()
+    for point in sampled(SEED, points, POINTS):
+        print(name, "point", point, "of", points)
+        call = prepared(program, name)
+        passed, struck = interrupted_at(point, call)
+        assert struck or passed < point, "the interrupt was lost"
+        del call
+        check(program, name)
 
 
-def test_a_handler_that_is_set_again_later_is_as_good_as_pythons() -> None:
-    """Found in the middle of a call by what a program's function did, and put back by it when the call was over."""
-    reached: list[bool] = []
-    try:
-        with HeldOff():
-            found = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, found)
+def test_no_file_of_the_library_touches_a_signal() -> None:
+    """The handlers of a process are its program's: only the command line's own entry may set one."""
+    library = Path(membroker.__file__).parent
+    found = [path for path in library.rglob("*.py") if "signal.signal(" in path.read_text()]
+    assert [path for path in found if "cli" not in path.parts] == []
+
+
+class TestUninterrupted:
+    def test_the_work_runs_elsewhere_and_its_result_comes_back(self) -> None:
+        assert uninterrupted(threading.current_thread) is not threading.main_thread()
+        with pytest.raises(ZeroDivisionError):
+            uninterrupted(lambda: 1 // 0)
+
+    def test_an_interrupt_stops_the_work_between_two_steps(self) -> None:
+        steps: list[int] = []
+
+        def work() -> None:
+            steps.append(1)
+            os.kill(os.getpid(), signal.SIGINT)
+            task = interrupts._here.task
+            assert task is not None
+            until(lambda: task.interrupted)
+            steps.append(2)
+            let_through()
+            steps.append(3)
+
         with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt), HeldOff():  # noqa: PT012 - that the block goes on is what is tested
-            signal.raise_signal(signal.SIGINT)
-            reached.append(True)
-        assert reached
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+            uninterrupted(work)
+        assert steps == [1, 2]
+
+    def test_an_interrupt_does_not_wait_for_ever(self) -> None:
+        """A broker that answers nothing: the person gets the prompt back."""
+        go_on = threading.Event()
+
+        def work() -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert go_on.wait(30)
+
+        with pytest.raises(KeyboardInterrupt):
+            uninterrupted(work, patience=0.0)
+        go_on.set()
+
+
+class Used:
+    """What operations work on, and notes what they say."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def begin(self, operation: Operation) -> None:
+        self.told.append("begin")
+
+    def finish(self, operation: Operation) -> None:
+        self.told.append("finish")
+
+    def interrupted(self) -> None:
+        self.told.append("interrupted")
+
+
+class TestOperation:
+    def test_complete(self) -> None:
+        used = Used()
+        with Operation(used) as operation:
+            operation.ends.append(lambda: used.told.append("end"))
+        assert used.told == ["begin", "end", "finish"]
+
+    @pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt()])
+    def test_a_failure_is_undone_last_step_first(self, error: BaseException) -> None:
+        """The connection is dropped after an interrupt only, and last of all: the session states the truth."""
+        used = Used()
+        with pytest.raises(type(error)), Operation(used) as operation:  # noqa: PT012 - the block is what is tested
+            operation.ends.append(lambda: used.told.append("end"))
+            operation.undo += [lambda: used.told.append("first"), lambda: used.told.append("second")]
+            raise error
+        assert used.told[:5] == ["begin", "second", "first", "end", "finish"]
+        assert ("interrupted" in used.told) == isinstance(error, KeyboardInterrupt)
+
+    def test_an_interrupt_of_the_end_runs_it_again(self) -> None:
+        used, interrupts_left = Used(), [1]
+
+        def end() -> None:
+            used.told.append("end")
+            if interrupts_left:
+                interrupts_left.pop()
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt), Operation(used) as operation:
+            operation.ends.append(end)
+        assert used.told == ["begin", "end", "end", "finish", "interrupted"]
+
+    def test_a_step_forward_is_completed(self) -> None:
+        """What cannot be taken back is finished, although Ctrl-C came in the middle of it."""
+        used, interrupts_left = Used(), [1]
+
+        def step() -> None:
+            used.told.append("step")
+            if interrupts_left:
+                interrupts_left.pop()
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt), Operation(used) as operation:  # noqa: PT012 - as above
+            operation.undo.append(lambda: used.told.append("undo"))
+            operation.forward(step)
+        assert used.told[:3] == ["begin", "step", "step"]
+        assert "undo" not in used.told
+
+
+class TestTurns:
+    def test_one_at_a_time(self) -> None:
+        """Eight threads take overlapping things again and again: no two are at the same one, and all get through."""
+        turns, at_it, errors = Turns(), [threading.Lock() for _ in range(4)], []
+
+        def take(number: int) -> None:
+            things = {number % 4, (number + 1) % 4}
+            for _ in range(200):
+                with Operation(Used()) as operation:
+                    turns.take(things, operation)
+                    errors.extend(thing for thing in things if not at_it[thing].acquire(blocking=False))
+                    for thing in things:
+                        at_it[thing].release()
+
+        threads = [threading.Thread(target=take, args=(number,), daemon=True) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not any(thread.is_alive() for thread in threads)
+        assert errors == []
+
+    def test_an_interrupt_ends_the_wait_and_nothing_else(self) -> None:
+        """Ctrl-C while a thread waits for its turn at a call that hangs: it gets out, and has taken nothing."""
+        turns, taken, done = Turns(), threading.Event(), threading.Event()
+
+        def hang() -> None:
+            with Operation(Used()) as operation:
+                turns.take({1}, operation)
+                taken.set()
+                until(lambda: bool(turns._changed._waiting))
+                os.kill(os.getpid(), signal.SIGINT)
+                assert done.wait(30)
+
+        hanging = threading.Thread(target=hang)
+        hanging.start()
+        assert taken.wait(30)
+        with pytest.raises(KeyboardInterrupt), Operation(Used()) as operation:
+            turns.take({1, 2}, operation)
+        with Operation(Used()) as operation:
+            turns.take({2}, operation)
+            done.set()
+        hanging.join()
+        with Operation(Used()) as operation:
+            turns.take({1, 2}, operation)

@@ -26,7 +26,7 @@ from google.rpc import error_details_pb2, status_pb2
 from membroker.client import Client
 from membroker.memory.buffer import Buffer
 from membroker.model import Model
-from membroker.session.reconnecting import Line
+from membroker.session.reconnecting import ReconnectingConnection
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm.driver import Location
@@ -270,8 +270,8 @@ def model(client: Client) -> Model:
     return Model(client._session, resources_pb2.Model(name=MODEL, virtual_capacity_bytes=1 << 30))
 
 
-def line(client: Client) -> Line:
-    return client._session.line
+def line(client: Client) -> ReconnectingConnection:
+    return client._session.reconnecting
 
 
 def is_away(client: Client) -> bool:

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from membroker.errors import OutOfMemory
-from membroker.memory.holding import Holding
 from membroker.memory.lender import Placement
+from membroker.memory.lifetime import MappedMemory
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.vmm.driver import AccessFlags, DriverError, Handle, Location
 from membroker.vmm.host.driver import HostDriver
@@ -33,11 +33,22 @@ class FlakyDriver(HostDriver):
         self.map_failure: BaseException = DriverError("mmap", "ENOMEM", errno.ENOMEM, "vm.max_map_count")
 
     def map(self, address: int, handle: Handle) -> None:
-        if self.maps_left is not None:
-            if not self.maps_left:
-                raise self.map_failure
-            self.maps_left -= 1
+        self._spend_maps(1)
         super().map(address, handle)
+
+    def map_descriptors(
+        self, address: int, descriptors: Sequence[int], size: int, access: AccessFlags = AccessFlags.READ_WRITE
+    ) -> None:
+        if self.lost:
+            self._check_alive("cuMemSetAccess")
+        self._spend_maps(len(descriptors))
+        super().map_descriptors(address, descriptors, size, access)
+
+    def _spend_maps(self, count: int) -> None:
+        if self.maps_left is not None:
+            if self.maps_left < count:
+                raise self.map_failure
+            self.maps_left -= count
 
     def set_access(self, address: int, size: int, access: AccessFlags) -> None:
         self._check_alive("cuMemSetAccess")
@@ -64,7 +75,7 @@ class Lender:
         self.lent: dict[int, int] = {}
         self.host_capacity = 1 << 40
         self.declared_bytes = 0
-        self.holdings: set[Holding] = set()
+        self.holdings: set[MappedMemory] = set()
         self.fails_after: int | None = None
         self.failure: BaseException = OutOfMemory("the card is full")
         self.before_borrow: Callable[[], None] = lambda: None
@@ -80,10 +91,10 @@ class Lender:
         """What the device shows in use: extents that live anywhere."""
         return self.device.memory(Location.DEVICE).used
 
-    def track(self, holding: Holding) -> None:
+    def track(self, holding: MappedMemory) -> None:
         self.holdings.add(holding)
 
-    def untrack(self, holding: Holding) -> None:
+    def untrack(self, holding: MappedMemory) -> None:
         self.holdings.discard(holding)
 
     def later(self, work: Callable[[], None]) -> None:
@@ -133,7 +144,10 @@ class Lender:
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
         for extent_id in extent_ids:
-            del self.lent[extent_id]
+            self.lent.pop(extent_id, None)
+
+    def interrupted(self) -> None:
+        pass
 
 
 def state(pool: VirtualMemoryPool, lender: Lender) -> tuple[object, ...]:

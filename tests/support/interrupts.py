@@ -1,38 +1,29 @@
-"""Ctrl-C at a chosen point of a call: wherever Python looks for signals, one point after the other."""
+"""Ctrl-C at a chosen point of a call: wherever Python looks for signals."""
 
 from __future__ import annotations
 
+import random
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 
-def interrupted_everywhere(prepare: Callable[[], Callable[[], object]]) -> Iterator[int]:
-    """Run what `prepare` returns with Ctrl-C at its first point, then anew at its second, until it has no more.
+def interrupted_at(point: int | None, call: Callable[[], object]) -> tuple[int, bool]:
+    """Run the call with Ctrl-C at its `point`, counted from 1; return how many it passed, and whether it was struck.
 
-    Yields the number of the point after each run, which has raised KeyboardInterrupt. Python looks for signals when a
-    function of its own begins, and when one of C has returned.
+    Python looks for signals when a function of its own begins, and when one of C has returned.
     """
-    point, struck = 0, True
-    while struck:
-        point, call = point + 1, prepare()
-        struck, raised = _interrupted_at(point, call)
-        assert raised == struck, f"an interrupt at point {point} was lost"
-        if struck:
-            yield point
-
-
-def _interrupted_at(point: int, call: Callable[[], object]) -> tuple[bool, bool]:
-    """Return whether the call has so many points, and whether it raised KeyboardInterrupt."""
-    left = point
+    passed = 0
+    # Ours, and where Python itself loses an interrupt: in a finalizer of its own, when a thread object is garbage.
+    elsewhere = (__name__, "threading", "_weakrefset")
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal left
-        if event in ("call", "c_return") and frame.f_globals.get("__name__") not in (__name__, "threading"):
-            left -= 1
-            if not left:
+        nonlocal passed
+        if event in ("call", "c_return") and frame.f_globals.get("__name__") not in elsewhere:
+            passed += 1
+            if passed == point:
                 sys.setprofile(None)
                 signal.raise_signal(signal.SIGINT)
 
@@ -40,8 +31,15 @@ def _interrupted_at(point: int, call: Callable[[], object]) -> tuple[bool, bool]
     try:
         result = call()
     except KeyboardInterrupt:
-        return True, True
+        return passed, True
     finally:
         sys.setprofile(None)
-    del result  # not before: what a finalizer raises is nobody's
-    return left <= 0, False
+    del result  # not before: what a finalizer raises is lost
+    return passed, False
+
+
+def sampled(seed: int, points: int, count: int) -> list[int]:
+    """Return `count` of the points, the first and the last ones among them."""
+    ends = {1, 2, points - 1, points}
+    drawn = random.Random(seed).sample(range(1, points + 1), min(count, points))
+    return sorted(point for point in ends.union(drawn) if 1 <= point <= points)

@@ -89,9 +89,3 @@ def is_waiting(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     call = Path(f"/proc/{pid}/syscall").read_text().split()[0]
     return status == "S" and call in ("47", "7", "271", "202", "281", "441")
-
-
-def is_polling(pid: int) -> bool:
-    """Whether the main thread of a process waits in a poll, as the library does for an answer, and for no lock."""
-    status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return status == "S" and Path(f"/proc/{pid}/syscall").read_text().split()[0] in ("7", "271")

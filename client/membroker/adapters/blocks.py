@@ -15,8 +15,7 @@ from contextlib import suppress
 
 from ..arguments import bytes_of
 from ..errors import DeviceFailure, OutOfMemory
-from ..interrupts import HeldOff
-from ..memory.region import device_failures
+from ..interrupts import device_failures, uninterrupted
 from ..memory.views import Span
 from ..model import Model
 from ..vmm.sizes import MIB, round_up
@@ -66,23 +65,24 @@ class Lending:
         """
         if not size:
             return 0
-        address = 0
+        given: list[int] = []
         try:
-            with HeldOff():
-                address = self._allocate(round_up(size, ALIGNMENT))
-        except KeyboardInterrupt:  # the caller does not get the address
-            self.free(address)
+            return self._allocate(round_up(size, ALIGNMENT), given)
+        except Exception:
             raise
-        return address
+        except BaseException:  # Ctrl-C: the caller does not get the address
+            for address in given:
+                self.free(address)
+            raise
 
-    def _allocate(self, size: int) -> int:
+    def _allocate(self, size: int, given: list[int]) -> int:
         if self._freed:
             # During a graph capture CUDA forbids waiting for the device: keep the freed blocks, and use other memory.
             with suppress(DeviceFailure):
                 self.take_back()
-        address = self._carve(size)
+        address = self._carve(size, given)
         if address is None:
-            address = self._add(self._borrow(size), size)
+            address = self._add(self._borrow(size), size, given)
         return address
 
     def free(self, address: int) -> None:
@@ -96,7 +96,10 @@ class Lending:
 
         Raises `DeviceFailure` if waiting for the device fails; the freed blocks are then kept for the next call.
         """
-        with HeldOff(), self._returning:
+        uninterrupted(self._take_back)
+
+    def _take_back(self) -> None:
+        with self._returning:
             # Blocks that are freed after this line may be used by work that this call does not wait for.
             count = len(self._freed)
             if count:
@@ -121,14 +124,25 @@ class Lending:
             self._chunks = [chunk for chunk in self._chunks if not chunk.is_empty]
             return empty
 
-    def _carve(self, size: int) -> int | None:
+    def _carve(self, size: int, given: list[int]) -> int | None:
         with self._lock:
             for chunk in self._chunks:
-                address = chunk.carve(size)
+                address = self._carve_from(chunk, size, given)
                 if address is not None:
-                    self._blocks[address] = chunk, size
                     return address
             return None
+
+    def _carve_from(self, chunk: _Chunk, size: int, given: list[int]) -> int | None:
+        """Take `size` bytes from the first run that is large enough, and note the address in `given`."""
+        for place, (address, length) in enumerate(chunk.runs):
+            if length >= size:
+                rest = [(address + size, length - size)] if length > size else []
+                # No call stands between these: Ctrl-C finds all of them done, or none.
+                chunk.runs[place : place + 1] = rest
+                self._blocks[address] = chunk, size
+                given += (address,)
+                return address
+        return None
 
     def _borrow(self, size: int) -> _Chunk:
         if size < self._chunk_bytes // 2:
@@ -142,12 +156,11 @@ class Lending:
             self.take_back()
             return _Chunk(self._model, size)
 
-    def _add(self, chunk: _Chunk, size: int) -> int:
+    def _add(self, chunk: _Chunk, size: int, given: list[int]) -> int:
         with self._lock:
-            address = chunk.carve(size)
-            assert address is not None
             self._chunks.append(chunk)
-            self._blocks[address] = chunk, size
+            address = self._carve_from(chunk, size, given)
+            assert address is not None
             return address
 
 
@@ -158,31 +171,22 @@ class _Chunk:
         # A whole extent is charged, so request all of it.
         self._buffer = model.allocate(round_up(size, model.driver.device.granularity))
         self.span: Span = self._buffer.span(0, self._buffer.size)
-        self._runs = [(self.span.address, self._buffer.size)]
+        self.runs = [(self.span.address, self._buffer.size)]
 
     @property
     def is_empty(self) -> bool:
-        return self._runs == [(self.span.address, self.span.size)]
-
-    def carve(self, size: int) -> int | None:
-        """Take `size` bytes from the first run that is large enough."""
-        for place, (address, length) in enumerate(self._runs):
-            if length >= size:
-                rest = [(address + size, length - size)] if length > size else []
-                self._runs[place : place + 1] = rest
-                return address
-        return None
+        return self.runs == [(self.span.address, self.span.size)]
 
     def release(self, address: int, size: int) -> None:
         """Put a block back, and join adjacent runs."""
-        insort(self._runs, (address, size))
+        insort(self.runs, (address, size))
         joined: list[tuple[int, int]] = []
-        for start, length in self._runs:
+        for start, length in self.runs:
             if joined and sum(joined[-1]) == start:
                 joined[-1] = (joined[-1][0], joined[-1][1] + length)
             else:
                 joined.append((start, length))
-        self._runs = joined
+        self.runs = joined
 
     def close(self) -> None:
         """Unmap and release the buffer, in this thread."""

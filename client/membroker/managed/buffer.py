@@ -15,8 +15,7 @@ from typing import Any
 from ..arguments import bytes_of
 from ..closing import Closing
 from ..errors import ClosedError, ManagedMemoryUnavailable
-from ..interrupts import HeldOff
-from ..memory.region import device_failures
+from ..interrupts import device_failures
 from ..memory.views import Views
 from ..vmm.cuda.driver import CudaDriver
 from ..vmm.cuda.managed import CudaManaged
@@ -34,7 +33,7 @@ class UnifiedBuffer(Closing):
     def __init__(self, driver: Driver, size: int | str) -> None:
         self._driver = driver
         self._size = bytes_of("a managed buffer", size, at_least=1)
-        with HeldOff(), device_failures():
+        with device_failures():
             calls = managed_calls(driver)
             if not calls.has_managed_memory():
                 raise ManagedMemoryUnavailable(f"device {calls.ordinal} has no managed memory")
@@ -87,8 +86,7 @@ class UnifiedBuffer(Closing):
         With living views it happens when the last of them is gone. Work that other devices were given on these bytes is
         the caller's to wait for.
         """
-        with HeldOff():
-            self._allocation.end()
+        self._allocation.end()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"at {self._allocation.address:#x}"

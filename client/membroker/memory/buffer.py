@@ -1,7 +1,7 @@
 """`Buffer`: one contiguous extent, mapped in this process.
 
-Owns nothing but a `Holding`: memory and addresses are given back by that, when the buffer is closed, or garbage,
-and no view of it is left. It must never round the size that it tells: `size` is what was asked.
+Owns nothing but its `MappedMemory`, which releases memory and addresses when the buffer is closed, or garbage, and no
+view of it is left. It must never round the size that it reports: `size` is what was requested.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from typing import Any
 
 from ..arguments import bytes_of, check_range, location_of, rounded_up
 from ..errors import InvalidRequest
-from ..interrupts import HeldOff
+from ..interrupts import Operation
 from ..vmm.driver import Location
 from ..vmm.sizes import format_size
-from .holding import Held, Holding, Placing
-from .lender import Lender, Source
+from .lender import Lender, Source, source_of
+from .lifetime import MappedMemory, Placing, Resource
 from .local_source import asked_for
 from .region import device_failures
 from .views import Span
 
 
-class Buffer(Held):
+class Buffer(Resource):
     """`size` bytes at `address`, borrowed from a source. A context manager. `Model.allocate` makes it.
 
     The memory is zero when it is fresh, as measured on cards and by nature on the host twin; no contract says so.
@@ -32,24 +32,15 @@ class Buffer(Held):
         device = source.driver.device
         self._extent_size = rounded_up("a buffer", self._size, device.granularity)
         self._on_host = device.driver == "host"
-        with HeldOff(), device_failures():
-            self._holding = Holding(source, self._extent_size, "buffer")
-            try:
-                self._borrow(self._holding)
-            except BaseException:
-                self._holding.end()
-                raise
-            self._holding.owned_by(self)
-
-    def _borrow(self, holding: Holding) -> None:
-        placing = Placing(holding.region, 0)
-        try:
-            holding.begin(placing)
-            with asked_for(self._size, f"in granules of {format_size(holding.source.driver.device.granularity)}"):
-                holding.source.borrow(self._extent_size, 1, self._location, placing)
-            holding.extents.update(placing.extents)
-        finally:
-            holding.finish(placing)
+        lender = source_of(source)
+        with device_failures():
+            self._holding = MappedMemory(lender, self, self._extent_size, "buffer")
+        placing = Placing(self._holding, range(0, self._extent_size, self._extent_size))
+        with Operation(self._holding) as operation:
+            operation.undo += [self._holding.end, placing.take_back]
+            with asked_for(self._size, f"in granules of {format_size(device.granularity)}"):
+                lender.borrow(self._extent_size, 1, self._location, placing)
+            operation.undo.clear()
 
     @property
     def address(self) -> int:
@@ -79,8 +70,7 @@ class Buffer(Held):
         """
         if not self._on_host:
             raise InvalidRequest("only the host driver's memory can be viewed: use __cuda_array_interface__ on a card")
-        with self._holding.in_use():
-            return self._holding.views.make(self, self._holding.region.address, self._size)
+        return self._holding.view(self, 0, self._size)
 
     def span(self, offset: int, size: int) -> Span:
         """Keep the memory as long as the result lives: for whoever gives addresses in [offset, offset + size) away.

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from ..arguments import bytes_of, check_page_size, check_range, location_of, rounded_up
 from ..deprecated import renamed
 from ..errors import InvalidRequest, OutOfVirtualMemory
-from ..interrupts import HeldOff, Turns
+from ..interrupts import Operation, Turns
 from ..vmm.driver import Location
 from ..vmm.sizes import MIB, format_size, round_up
-from .holding import Held, Holding, Placing
-from .lender import Lender, Source
+from .lender import Lender, Source, source_of
+from .lifetime import MappedMemory, Placing, Resource
 from .local_source import asked_for
 from .region import device_failures
 from .views import Span
@@ -31,7 +31,7 @@ less than a pool's 64 MiB.
 
 
 @renamed(physical_memory_usage="physical_usage_bytes")
-class GrowableBuffer(Held):
+class GrowableBuffer(Resource):
     """`size` bytes at `address`, and addresses for `capacity` bytes. Thread-safe, and a context manager.
 
     Sizes are in bytes, or text such as `"8GiB"`. Addresses cost nothing, so `capacity` may be generous; it is rounded
@@ -66,12 +66,13 @@ class GrowableBuffer(Held):
         # Guards the size against views and spans that are just being made.
         self._lock = threading.Lock()
         self._on_host = source.driver.device.driver == "host"
-        with HeldOff(), device_failures(), ExitStack() as undo:
-            self._holding = Holding(source, self._capacity, "growable buffer")
-            undo.callback(self._holding.end)
+        self._source = source_of(source)
+        with device_failures():
+            self._holding = MappedMemory(self._source, self, self._capacity, "growable buffer")
+        with Operation(self._holding) as operation:
+            operation.undo.append(self._holding.end)
             self.resize(first_size)
-            undo.pop_all()
-            self._holding.owned_by(self)
+            operation.undo.clear()
 
     # What it is
 
@@ -99,7 +100,7 @@ class GrowableBuffer(Held):
     @property
     def physical_usage_bytes(self) -> int:
         """Bytes that are mapped and charged: whole pages."""
-        return len(self._holding.extents) * self._page_size
+        return len(self._holding.region.extents) * self._page_size
 
     # Growing and shrinking
 
@@ -113,14 +114,14 @@ class GrowableBuffer(Held):
         `ClosedError`; with any of these the buffer is as it was.
         """
         target = bytes_of("a size", size)
-        with self._resizing():
+        with self._resizing() as operation:
             if target > self._capacity:
                 raise OutOfVirtualMemory(
                     target,
                     self._capacity,
                     f"a buffer cannot have {target} bytes: its capacity is {self._capacity} bytes",
                 )
-            self._become(target)
+            self._become(target, operation)
 
     def grow(self, by: int | str) -> int:
         """Add `by` bytes at the end, and return the offset of the first: who grows at once with others gets his own.
@@ -128,7 +129,7 @@ class GrowableBuffer(Held):
         Raises as `resize`.
         """
         more = bytes_of("a growth", by)
-        with self._resizing():
+        with self._resizing() as operation:
             offset = self._size
             if more > self._capacity - offset:
                 raise OutOfVirtualMemory(
@@ -136,62 +137,58 @@ class GrowableBuffer(Held):
                     self._capacity - offset,
                     f"a buffer of {offset} bytes cannot grow by {more}: its capacity is {self._capacity} bytes",
                 )
-            self._become(offset + more)
+            self._become(offset + more, operation)
             return offset
 
     def shrink(self, by: int | str) -> None:
         """Take `by` bytes off the end. Raises as `resize`, and `InvalidRequest` where there are less."""
         less = bytes_of("a reduction", by)
-        with self._resizing():
+        with self._resizing() as operation:
             if less > self._size:
                 raise InvalidRequest(f"a buffer of {self._size} bytes cannot shrink by {less}")
-            self._become(self._size - less)
+            self._become(self._size - less, operation)
 
     @contextmanager
-    def _resizing(self) -> Iterator[None]:
-        with HeldOff(), device_failures(), self._holding.in_use(), self._turns.taken({0}):
+    def _resizing(self) -> Iterator[Operation]:
+        with Operation(self._holding) as operation:
+            self._turns.take({0}, operation)
             self._holding.check_open()  # it may have been closed while this call waited for its turn
-            yield
+            yield operation
 
-    def _become(self, size: int) -> None:
-        if size >= self._size:
-            with asked_for(size - self._size, f"in pages of {format_size(self._page_size)}"):
-                self._back(round_up(size, self._page_size))
+    def _become(self, size: int, operation: Operation) -> None:
+        before = self._size
+        operation.undo.append(lambda: self._set_size(before))
+        if size >= before:
+            with asked_for(size - before, f"in pages of {format_size(self._page_size)}"):
+                self._back(round_up(size, self._page_size), operation)
             self._size = size
         else:
-            self._cut(size)
+            self._cut(size, operation)
+        operation.undo.clear()
 
-    def _back(self, end: int) -> None:
+    def _set_size(self, size: int) -> None:
+        self._size = size
+
+    def _back(self, end: int, operation: Operation) -> None:
         backed = self.physical_usage_bytes
         if end > backed:
-            placing = Placing(self._holding.region, backed)
-            self._holding.source.borrow(self._page_size, (end - backed) // self._page_size, self._location, placing)
-            self._holding.extents.update(placing.extents)
-            self._holding.check_open()  # closed meanwhile: what came goes back at the end of this call
+            placing = Placing(self._holding, range(backed, end, self._page_size))
+            operation.undo.append(placing.take_back)
+            self._source.borrow(self._page_size, (end - backed) // self._page_size, self._location, placing)
+            self._holding.check_open()  # closed meanwhile: what came is released at the end of this call
 
-    def _cut(self, size: int) -> None:
+    def _cut(self, size: int, operation: Operation) -> None:
         with self._lock:
             self._check_unseen(size)
-            whole, self._size = self._size, size
-        with ExitStack() as undo:
-            undo.callback(setattr, self, "_size", whole)
-            extent_ids = self._unmap(round_up(size, self._page_size))
-            undo.pop_all()
-        if extent_ids:
-            self._holding.source.give_back(extent_ids)
+            self._size = size
+        end, backed = round_up(size, self._page_size), self.physical_usage_bytes
+        if end < backed:
+            self._source.driver.synchronize()
+            operation.forward(lambda: self._holding.remove([(end, backed - end)]))
 
     def _check_unseen(self, size: int) -> None:
         if self._holding.views.any_in(self._holding.region.address + size, self._size - size):
             raise BufferError(f"a view of [{size}, {self._size}) is still alive: release it first")
-
-    def _unmap(self, end: int) -> list[int]:
-        """Unmap the pages from `end` on, which nobody can reach any more, and return the ids of their extents."""
-        backed = self.physical_usage_bytes
-        if end >= backed:
-            return []
-        self._holding.source.driver.synchronize()
-        self._holding.region.unbind(end, backed - end)
-        return [self._holding.extents.pop(offset) for offset in range(end, backed, self._page_size)]
 
     # Its bytes
 
@@ -203,8 +200,9 @@ class GrowableBuffer(Held):
         """
         if not self._on_host:
             raise InvalidRequest("only the host driver's memory can be viewed: make a tensor of it on a card")
-        with self._holding.in_use(), self._lock:
-            return self._holding.views.make(self, self._holding.region.address, self._size)
+        self._holding.check_open()
+        with self._lock:
+            return self._holding.view(self, 0, self._size)
 
     def span(self, offset: int, size: int) -> Span:
         """Keep the memory as long as the result lives: for whoever gives addresses in [offset, offset + size) away.
@@ -212,7 +210,8 @@ class GrowableBuffer(Held):
         It is what a living view is. Raises `InvalidRequest` for a range that does not lie in the buffer as it is, and
         `ClosedError`.
         """
-        with self._holding.in_use(), self._lock:
+        self._holding.check_open()
+        with self._lock:
             offset, size = check_range(offset, size, self._size, "a buffer")
             return self._holding.span(self, offset, size)
 

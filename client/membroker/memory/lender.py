@@ -1,4 +1,4 @@
-"""Where a pool or a buffer gets its extents from: the contract between them and who lends.
+"""Where a pool or a buffer gets its extents from: the contracts between them and what lends.
 
 Owns the protocols. A `Model` has a source (over the broker), a `LocalSource` is one; pools and buffers know nothing
 else of either. It must never hold state.
@@ -13,13 +13,14 @@ from ..vmm.driver import Driver, Location
 
 
 class Tracked(Protocol):
-    """Something mapped that its lender's client can end: when the client closes, or in a forked child."""
-
-    abandoned: bool
-    """Set in a forked child: the memory is the parent's."""
+    """Something mapped that its owner can end: when the client closes, or in a forked child."""
 
     def end(self) -> None:
-        """Return all of it, now or when the last user is done. Raises `DriverError`; may be called again."""
+        """Release all of it, now or when the last user is done. Raises `DriverError`; may be called again."""
+        ...
+
+    def abandon(self) -> None:
+        """In a forked child: never touch the memory again, which is the parent's. Takes no lock."""
         ...
 
 
@@ -31,30 +32,49 @@ class Placement(Protocol):
         ...
 
     def undo(self) -> None:
-        """Unmap all that was placed: after a failure, before the source gives back, or begins from the first one."""
+        """Unmap all that was placed: after a failure, before the source releases, or starts again with the first."""
         ...
 
 
-class Source(Protocol):
-    """Lends extents. Every method may be called from any thread."""
+class Owner(Protocol):
+    """What mapped memory belongs to: a client, or a `LocalSource`. Every method may be called from any thread."""
 
     @property
     def driver(self) -> Driver:
         """The device in which the extents are mapped."""
         ...
 
-    def track(self, holding: Tracked) -> None:
-        """Know of what is held of this source, so that a client that closes can end it."""
+    def track(self, memory: Tracked) -> None:
+        """Let the owner's `close` end this memory. Raises `ClosedError`."""
         ...
 
-    def untrack(self, holding: Tracked) -> None:
-        """Forget what was given back."""
+    def untrack(self, memory: Tracked) -> None:
+        """Forget memory that was released."""
         ...
+
+    def give_back(self, extent_ids: Sequence[int]) -> None:
+        """Release extents that are unmapped; those that are released already are passed over.
+
+        Raises nothing when the broker is gone, because its books are gone too.
+        """
+        ...
+
+    def interrupted(self) -> None:
+        """Agree with the broker again on what is held: an interrupt has left a call half done. Raises nothing."""
+        ...
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Do `work` soon, in another thread. May be called by a finalizer, so it takes no lock and sends nothing."""
+        ...
+
+
+class Source(Owner, Protocol):
+    """An owner that lends extents."""
 
     def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
         """Borrow `count` extents and place them, part by part.
 
-        All or nothing: on any failure, of `placement` too, it calls `undo`, gives back everything and raises.
+        All or nothing: on any failure, of `placement` too, it calls `undo`, releases everything and raises.
         """
         ...
 
@@ -63,15 +83,7 @@ class Source(Protocol):
         ...
 
     def credit(self, size: int, location: Location) -> None:
-        """Be charged for `size` bytes less, which are freed. Raises nothing when the lender is gone."""
-        ...
-
-    def give_back(self, extent_ids: Sequence[int]) -> None:
-        """Give extents back that are unmapped. Raises nothing when the lender is gone: so are its books."""
-        ...
-
-    def later(self, work: Callable[[], None]) -> None:
-        """Do `work` soon, in another thread. May be called by a finalizer, so it takes no lock and sends nothing."""
+        """Be charged for `size` bytes less, which are freed. Raises nothing when the broker is gone."""
         ...
 
 

@@ -1,7 +1,7 @@
 """`LocalSource`: extents from this process's own driver, for pools and buffers without a broker.
 
-Owns the driver, the numbers of what is lent, and the thread that does what finalizers leave behind. It keeps no
-handle and no descriptor of what it lends: as with a broker's extents, the mapping alone keeps the memory.
+Owns the driver, the books of what is lent, and the thread that does what finalizers leave behind. It must never keep a
+handle or a descriptor of what it lends: as with a broker's extents, the mapping alone keeps the memory.
 """
 
 from __future__ import annotations
@@ -13,28 +13,34 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ..arguments import bytes_of
 from ..closing import Closing
 from ..deprecated import renamed
 from ..errors import ClosedError, DeviceFailure, InvalidRequest, OutOfMemory
-from ..interrupts import HeldOff, Waiting
+from ..interrupts import uninterrupted
 from ..vmm import open_driver
 from ..vmm.driver import Driver, DriverOutOfMemory, DriverUnavailable, Location
 from ..vmm.sizes import format_size
+from ..wire.descriptors import close_each
 from .lender import Placement, Tracked
 from .region import device_failures
 
 
 class Budget:
-    """At most `limit` bytes, or any number where that is None. Thread-safe. `level` is for `OutOfMemory`."""
+    """At most `limit` bytes, or any number where that is None. Thread-safe. `level` is for `OutOfMemory`.
+
+    Each debit has a key, so that a credit can be repeated. No call stands between the figure and its entry: an
+    interrupt finds both or none.
+    """
 
     def __init__(self, limit: int | None, level: str) -> None:
         self.limit = limit
         self._level = level
         self._used = 0
+        self._debits: dict[object, int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -42,17 +48,42 @@ class Budget:
         """Bytes that are debited."""
         return self._used
 
-    def debit(self, size: int) -> None:
-        """Take `size` bytes. Raises `OutOfMemory`, and has taken nothing then."""
+    def debit(self, size: int, key: object = None) -> None:
+        """Debit `size` bytes, under a new key or none. Raises `OutOfMemory`, and nothing is debited then."""
         with self._lock:
             if self.limit is not None and size > self.limit - self._used:
                 raise out_of_memory(self._level, size, max(0, self.limit - self._used), self.limit)
             self._used += size
+            if key is not None:
+                self._debits[key] = size
 
-    def credit(self, size: int) -> None:
-        """Give `size` bytes back."""
+    def assign(self, key: object, extent_ids: Iterable[int], size: int) -> None:
+        """Give parts of a debit, of `size` bytes each, to extents: each id is a key from now on."""
+        with self._lock:
+            for extent_id in extent_ids:
+                self._debits[key] -= size
+                self._debits[extent_id] = size
+
+    def unassign(self, key: object, extent_ids: Iterable[int]) -> None:
+        """Take back what `assign` has given to extents."""
+        with self._lock:
+            for extent_id in extent_ids:
+                if extent_id in self._debits and key in self._debits:
+                    self._debits[key] += self._debits[extent_id]
+                    del self._debits[extent_id]
+
+    def less(self, size: int) -> None:
+        """Credit `size` bytes that were debited without a key."""
         with self._lock:
             self._used -= size
+
+    def credit(self, keys: Iterable[object]) -> None:
+        """Credit what is debited under some keys; those without a debit are passed over."""
+        with self._lock:
+            for key in keys:
+                if key in self._debits:
+                    self._used -= self._debits[key]
+                    del self._debits[key]
 
 
 def out_of_memory(level: str, requested: int, available: int, limit: int | None = None) -> OutOfMemory:
@@ -114,7 +145,6 @@ class LocalSource(Closing):
         }
         self._link = _Link(_open(driver, device) if isinstance(driver, str) else driver, owned=isinstance(driver, str))
         self._ids = itertools.count(1)
-        self._lent: dict[int, tuple[int, Location]] = {}
         self._holdings: set[Tracked] = set()
         self._lock = threading.Lock()
         self._closed = self._ended = self._forked = False
@@ -143,19 +173,19 @@ class LocalSource(Closing):
         What has living views stays until the last of them is gone, and with it the driver. What the driver fails to
         unmap is logged, and held until this is closed again.
         """
-        if self._forked or self._ended:  # and no lock is touched that another thread of a parent may have held
-            return
-        # An interrupt waits until all are ended: nobody would come back for the rest.
-        with HeldOff():
-            with self._lock:
-                self._closed = True
-            for holding in list(self._holdings):
-                try:
-                    holding.end()
-                except Exception:
-                    logger.exception("what a closed source had lent could not be given back")
-            if not self._holdings:
-                self._end()
+        if not (self._forked or self._ended):  # and no lock is touched that another thread of a parent may have held
+            uninterrupted(self._close)
+
+    def _close(self) -> None:
+        with self._lock:
+            self._closed = True
+        for memory in list(self._holdings):
+            try:
+                memory.end()
+            except Exception:
+                logger.exception("memory of a closed source could not be released")
+        if not self._holdings:
+            self._end()
 
     def _end(self) -> None:
         with self._lock:
@@ -177,15 +207,15 @@ class LocalSource(Closing):
             self._check_open()
         return self._link.driver
 
-    def track(self, holding: Tracked) -> None:
-        """Let `close` end this holding."""
+    def track(self, memory: Tracked) -> None:
+        """Let `close` end this memory."""
         with self._lock:
             self._check_open()
-            self._holdings.add(holding)
+            self._holdings.add(memory)
 
-    def untrack(self, holding: Tracked) -> None:
-        """Forget a holding that was given back; the last one ends a source that is closed."""
-        self._holdings.discard(holding)
+    def untrack(self, memory: Tracked) -> None:
+        """Forget memory that was released; the last one ends a source that is closed."""
+        self._holdings.discard(memory)
         if self._closed and not self._holdings:
             self.later(self._end)
 
@@ -199,25 +229,31 @@ class LocalSource(Closing):
         Raises `OutOfMemory`, with the level `capacity` for the limit and `device` for the device itself.
         """
         self._check_open()
-        self._budgets[location].debit(extent_bytes * count)
-        extent_ids: list[int] = []
+        budget, key, extent_ids = self._budgets[location], borrowing(), list[int]()
         try:
+            budget.debit(extent_bytes * count, key)
             while len(extent_ids) < count:
                 # By the packet: there may be far more addresses than numbers that memory holds.
                 packet = list(itertools.islice(self._ids, min(PACKET, count - len(extent_ids))))
-                descriptors = self._lend(extent_bytes, len(packet), count, len(extent_ids), location)
+                self._place(placement, packet, extent_bytes, count, len(extent_ids), location)
                 extent_ids += packet
-                try:
-                    placement.place(packet, descriptors, extent_bytes)
-                finally:
-                    for descriptor in descriptors:
-                        os.close(descriptor)
+                budget.assign(key, packet, extent_bytes)
         except BaseException:
             placement.undo()
-            self._budgets[location].credit(extent_bytes * count)
+            budget.credit(extent_ids)
             raise
-        with self._lock:
-            self._lent.update(dict.fromkeys(extent_ids, (extent_bytes, location)))
+        finally:
+            budget.credit([key])
+
+    def _place(
+        self, placement: Placement, packet: list[int], size: int, count: int, placed: int, location: Location
+    ) -> None:
+        descriptors: list[int] = []
+        try:
+            descriptors.extend(self._lend(size, len(packet), count, placed, location))
+            placement.place(packet, descriptors, size)
+        finally:
+            close_each(descriptors)
 
     def _lend(self, size: int, packet: int, count: int, placed: int, location: Location) -> list[int]:
         """Return the descriptors of the next extents of `count`, of which so many are placed."""
@@ -231,10 +267,13 @@ class LocalSource(Closing):
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
         """Credit extents that are unmapped: their memory is the device's again."""
-        with self._lock:
-            lent = [self._lent.pop(extent_id) for extent_id in extent_ids]
-        for size, location in lent:
-            self._budgets[location].credit(size)
+        for budget in self._budgets.values():
+            budget.credit(extent_ids)
+
+    def interrupted(self) -> None:
+        """Credit what this thread was borrowing."""
+        for budget in self._budgets.values():
+            budget.credit([borrowing()])
 
     def charge(self, size: int, location: Location) -> None:
         """Count what this process allocates itself against the limit."""
@@ -242,8 +281,8 @@ class LocalSource(Closing):
         self._budgets[location].debit(size)
 
     def credit(self, size: int, location: Location) -> None:
-        """Count it no longer."""
-        self._budgets[location].credit(size)
+        """Stop counting it."""
+        self._budgets[location].less(size)
 
     def _check_open(self) -> None:
         if self._forked:
@@ -255,8 +294,8 @@ class LocalSource(Closing):
         """In a forked child: from now on everything of this source raises `ClosedError`."""
         self._forked = True
         self._forgotten.detach()
-        for holding in self._holdings:
-            holding.abandoned = True
+        for memory in self._holdings:
+            memory.abandon()
         self._link.abandon()
 
 
@@ -290,8 +329,7 @@ class _Link:
             self.driver.close()
         self._work.put(None)
         if self._thread is not threading.current_thread():
-            with Waiting():
-                self._thread.join()
+            self._thread.join()
 
     def abandon(self) -> None:
         """In a forked child: close what was inherited. The thread did not come along."""
@@ -302,6 +340,11 @@ class _Link:
         anchor, self._anchor = self._anchor, None
         if anchor is not None:
             os.close(anchor)
+
+
+def borrowing() -> int:
+    """Return the key of what this thread borrows until it is assigned to extents, whose ids are above 0."""
+    return -threading.get_ident()
 
 
 def _work_off(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:

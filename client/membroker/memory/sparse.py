@@ -10,20 +10,21 @@ import math
 import operator
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..arguments import check_range, check_total, contiguous_bytes, location_of, shape_of, whole_number
 from ..deprecated import renamed
 from ..dtypes import word_of
 from ..errors import InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped
-from ..interrupts import HeldOff, Turns, let_through
+from ..interrupts import Operation, Turns
 from ..safetensors import TensorInfo, numpy_array
 from ..vmm.driver import Location
 from ..vmm.sizes import MAX_BYTES, format_size
 from .dlpack import DlpackTensor, export, size_of
-from .holding import Held, Holding
-from .lender import Lender, Source
-from .region import Region, device_failures
+from .lender import Lender, Source, source_of
+from .lifetime import MappedMemory, Placing, Resource
+from .region import device_failures
 from .views import Span
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @renamed(physical_memory_usage="physical_usage_bytes")
-class SparseArray(Held):
+class SparseArray(Resource):
     """`shape` elements of `dtype`, of which only tiles that were written have memory. Thread-safe, a context manager.
 
     A tile is `tile_rows` rows, whole entries of the first axis: ids of an embedding table, blocks of a KV cache. So the
@@ -78,9 +79,11 @@ class SparseArray(Held):
         self._turns = Turns()
         # Guards what is read or seen against tiles that are just being dropped.
         self._lock = threading.Lock()
-        with HeldOff(), device_failures():
-            self._holding = Holding(source, self._tile_count * self._tile_size, "sparse array")
-            self._holding.owned_by(self)
+        # Tiles that are being dropped: nothing finds them, although they are still mapped.
+        self._hidden: set[int] = set()
+        self._source = source_of(source)
+        with device_failures():
+            self._holding = MappedMemory(self._source, self, self._tile_count * self._tile_size, "sparse array")
 
     # What it is
 
@@ -123,12 +126,14 @@ class SparseArray(Held):
     @property
     def physical_usage_bytes(self) -> int:
         """Bytes that are mapped and charged: whole tiles."""
-        return len(self._holding.extents) * self._tile_size
+        return len(self._holding.region.extents) * self._tile_size
 
     def tiles(self) -> list[int]:
         """Return the numbers of the tiles that have memory, in order."""
         self._holding.check_open()
-        return sorted(offset // self._tile_size for offset in list(self._holding.extents))
+        with self._lock:
+            present = self._holding.region.extents.keys() - self._hidden
+        return sorted(offset // self._tile_size for offset in present)
 
     # Copies in and out
 
@@ -146,7 +151,7 @@ class SparseArray(Held):
         offset = self._offset(row, rows)
         span = self._backed(offset, len(source))
         with device_failures():
-            self._holding.source.driver.write(span.address, source)
+            self._source.driver.write(span.address, source)
 
     def read(self, row: int, rows: int = 1) -> bytes:
         """Return a copy of `rows` rows from `row` on.
@@ -195,7 +200,8 @@ class SparseArray(Held):
         absent, `InvalidRequest` for a range that does not lie in the array, and `ClosedError`.
         """
         offset, size = check_range(offset, size, self.size, "a sparse array")
-        with self._holding.in_use(), self._lock:
+        self._holding.check_open()
+        with self._lock:
             for missing in self._missing(self._touched(offset, size)):
                 raise NotMapped(f"tile {missing} has no memory: nothing was written there")
             return self._holding.span(self, offset, size)
@@ -215,28 +221,29 @@ class SparseArray(Held):
         the others. When the broker is away the memory is given back all the same.
         """
         numbers = self._numbers(tiles)
-        with HeldOff(), device_failures(), self._holding.in_use(), self._turns.taken(numbers):
-            going = self._hidden(numbers)
-            gone: list[int] = []
-            try:
-                self._holding.source.driver.synchronize()
-                for offset in list(going):
-                    self._holding.region.unbind(offset, self._tile_size)
-                    gone.append(going.pop(offset))
-            finally:
-                self._holding.extents.update(going)
-                self._holding.source.give_back(gone)
+        with Operation(self._holding) as operation:
+            self._turns.take(numbers, operation)
+            offsets = self._hide(numbers, operation)
+            self._source.driver.synchronize()
+            for offset in offsets:
+                operation.forward(partial(self._holding.remove, [(offset, self._tile_size)]))
 
-    def _hidden(self, tiles: Sequence[int]) -> dict[int, int]:
-        """Take tiles that nobody uses out of the table, so that nobody finds them, and return their part of it."""
+    def _hide(self, tiles: Sequence[int], operation: Operation) -> list[int]:
+        """Let nothing find tiles that nothing uses, until the operation ends, and return their offsets."""
+        offsets = [tile * self._tile_size for tile in tiles]
+        operation.ends.append(lambda: self._show(offsets))
         with self._lock:
             for missing in self._missing(tiles):
                 raise NotMapped(f"tile {missing} has no memory: drop only what tiles() lists")
-            offsets = [tile * self._tile_size for tile in tiles]
             for offset in offsets:
                 if self._holding.views.any_in(self._holding.region.address + offset, self._tile_size):
                     raise BufferError(f"tile {offset // self._tile_size} is still used: release its tensors first")
-            return {offset: self._holding.extents.pop(offset) for offset in offsets}
+            self._hidden.update(offsets)
+        return offsets
+
+    def _show(self, offsets: Sequence[int]) -> None:
+        with self._lock:
+            self._hidden.difference_update(offsets)
 
     def _backed(self, offset: int, size: int) -> Span:
         """Return a span of bytes whose tiles got memory where they had none."""
@@ -247,13 +254,17 @@ class SparseArray(Held):
                 self._borrow_missing(self._touched(offset, size))
 
     def _borrow_missing(self, tiles: Sequence[int]) -> None:
-        with HeldOff(), device_failures(), self._holding.in_use(), self._turns.taken(tiles):
+        with Operation(self._holding) as operation:
+            self._turns.take(tiles, operation)
             self._holding.check_open()  # it may have been closed while this call waited for its turn
             offsets = [tile * self._tile_size for tile in self._missing(tiles)]
             if offsets:
-                scattering = _Scattering(self._holding.region, offsets)
-                self._holding.source.borrow(self._tile_size, len(offsets), self._location, scattering)
-                self._holding.extents.update(scattering.extents)
+                placing = Placing(self._holding, offsets)
+                operation.ends.append(lambda: self._show(offsets))
+                operation.undo.append(placing.take_back)
+                self._hidden.update(offsets)
+                self._source.borrow(self._tile_size, len(offsets), self._location, placing)
+                operation.undo.clear()
 
     # Its end
 
@@ -296,7 +307,8 @@ class SparseArray(Held):
         return range(offset // self._tile_size, -(-(offset + size) // self._tile_size) if size else 0)
 
     def _missing(self, tiles: Iterable[int]) -> Iterator[int]:
-        return (tile for tile in tiles if tile * self._tile_size not in self._holding.extents)
+        there, hidden = self._holding.region.extents, self._hidden
+        return (tile for tile in tiles if (offset := tile * self._tile_size) not in there or offset in hidden)
 
     def _parts(self, offset: int, size: int) -> Iterable[tuple[int, int]]:
         """Cut a range where tiles begin, and return (offset, size) of each part."""
@@ -312,35 +324,10 @@ class SparseArray(Held):
 
     def _copied(self, span: Span) -> bytes:
         with device_failures():
-            return self._holding.source.driver.read(span.address, span.size)
+            return self._source.driver.read(span.address, span.size)
 
     def _as_array(self, data: bytes | bytearray, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         return numpy_array(memoryview(data), TensorInfo("rows", self._dtype, shape, 0, len(data)))
-
-
-class _Scattering:
-    """Maps extents at one offset each, as they come, and remembers them (a `Placement`)."""
-
-    def __init__(self, region: Region, offsets: Sequence[int]) -> None:
-        self._region = region
-        self._offsets = offsets
-        self._extent_bytes = 0
-        self.extents: dict[int, int] = {}
-
-    def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
-        """Map the next extents. Ctrl-C ends the borrowing here, and all of it is undone."""
-        self._extent_bytes = extent_bytes
-        for extent_id, descriptor in zip(extent_ids, descriptors, strict=True):
-            offset = self._offsets[len(self.extents)]
-            self._region.bind_descriptors(offset, [descriptor], extent_bytes)
-            self.extents[offset] = extent_id
-        let_through()
-
-    def undo(self) -> None:
-        """Unmap them all. Nobody has used them yet, so there is no work to wait for."""
-        while self.extents:
-            offset, _ = self.extents.popitem()
-            self._region.unbind(offset, self._extent_bytes)
 
 
 def _checked_shape(shape: Sequence[int], dtype: str) -> tuple[int, ...]:

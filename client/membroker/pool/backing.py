@@ -1,23 +1,21 @@
 """`Backing`: the memory behind a pool's pages, and the order in which pages, extents and mappings change.
 
-Owns the claims: a call takes its pages for itself, works on them, and lets go. It must never hold its lock during a
-call of the source or the driver: two borrowers that wait for each other would stand still. What a user may ask for,
-and with which offsets, is the pool's.
+Owns the table of pages with its lock, and the claims: a call takes its pages for itself, works on them, and releases
+the claim. It must never hold its lock during a call of the source or the driver: two borrowers that wait for each other
+would stop. What a user may request, and with which offsets, is the pool's.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 
 from ..arguments import Progress
 from ..errors import AlreadyMapped, CompactionFailed
-from ..interrupts import HeldOff
-from ..memory.holding import Holding, Placing
-from ..memory.lender import Lender, Source
+from ..interrupts import Operation, uninterrupted
+from ..memory.lender import Source
+from ..memory.lifetime import MappedMemory, Placing
 from ..memory.local_source import asked_for
-from ..memory.region import device_failures
 from ..types import Move
 from ..vmm.driver import AccessFlags, DriverError, Location
 from ..vmm.sizes import format_size
@@ -33,70 +31,66 @@ class Backing:
     """
 
     def __init__(
-        self, source: Source | Lender, count: int, page_size: int, location: Location, spare_pages: int
+        self, source: Source, pool: object, count: int, page_size: int, location: Location, spare_pages: int
     ) -> None:
-        self.holding = Holding(source, count * page_size, "pool", alignment=page_size)
+        self.holding = MappedMemory(source, pool, count * page_size, "pool", alignment=page_size)
         self.table = PageTable(count, page_size)
         self.lock = threading.Lock()
         self.spare_pages = spare_pages
+        self._source = source
         self._page_size = page_size
         self._location = location
-        self.offloaded = OffloadedPages(self.holding, self.table, self.lock, location)
+        self.offloaded = OffloadedPages(self.holding, source, self.table, self.lock, location)
 
     def back(self, choose: Callable[[], range], asked: int, *, within: int = 0, spare: bool = False) -> range:
         """Back what is not backed of some unused pages: all of them, or none. Then they are used, or spare.
 
         `asked` is how many bytes the user wants there, `within` at which byte of the first page they begin.
         """
-        with self._claim(choose, self.table.check_unused) as pages, ExitStack() as undo:
+        with Operation(self.holding) as operation:
+            pages = self._claim(operation, choose, self.table.check_unused)
             with self.lock:
-                missing = self.table.unbacked(pages)
+                missing, before = self.table.unbacked(pages), self.table.picture(pages)
+            operation.undo.append(lambda: self._restore(pages, before))
             for run in missing:
-                placing = Placing(self.holding.region, run.start * self._page_size)
+                offset, size = self._bytes(run)
+                placing = Placing(self.holding, range(offset, offset + size, self._page_size))
+                operation.undo.append(placing.take_back)
                 with asked_for(asked, f"in pages of {format_size(self._page_size)}"):
-                    self.holding.source.borrow(self._page_size, len(run), self._location, placing)
-                undo.callback(self._take_back, run, placing)
-                self._commit(placing)
+                    self._source.borrow(self._page_size, len(run), self._location, placing)
             with self.lock:
+                self.holding.check_open()
                 self.table.set(pages, SPARE if spare else USED)
                 if not spare:
                     self.table.begins[pages.start] = within
-            undo.pop_all()
+                operation.undo.clear()
         return pages
 
-    def _commit(self, placing: Placing) -> None:
+    def _restore(self, pages: range, before: bytes) -> None:
+        """Give claimed pages their states of before. What the driver failed to unmap is spare: charged, and unused."""
         with self.lock:
-            self.holding.check_open()
-            self.holding.extents.update(placing.extents)
-
-    def _take_back(self, pages: range, placing: Placing) -> None:
-        placed = dict(placing.extents)
-        try:
-            placing.undo()
-        except DriverError:
-            with self.lock:  # mapped and charged, and nobody's
-                self.table.set(pages, SPARE)
-            raise
-        with self.lock:
-            for offset in placed:
-                self.holding.extents.pop(offset, None)
-        self.holding.source.give_back(list(placed.values()))
+            self.table.restore(pages, before)
+            for page in pages:
+                if page * self._page_size in self.holding.region.extents:
+                    self.table.set(range(page, page + 1), SPARE)
 
     def drop(self, choose: Callable[[], range]) -> None:
         """Give used pages back, or keep them all as spare ones; forget the bytes of offloaded ones."""
         if self.spare_pages and self._keep_spare(choose):
             return
-        with self._claim(choose, self._check_droppable) as pages:
+        with Operation(self.holding) as operation:
+            pages = self._claim(operation, choose, self._check_droppable)
             with self.lock:
                 used = self.table.claimed_runs(USED, pages)
             for run in used:
-                self.holding.source.give_back(self._unbind(run))
-            self.offloaded.drop(pages)
+                self._unbind(run, operation)
+            if self.offloaded.size:
+                uninterrupted(lambda: self.offloaded.drop(pages))
 
     def _keep_spare(self, choose: Callable[[], range]) -> bool:
-        """Keep pages mapped that nobody uses any more, if there is room for all of them; say whether there was.
+        """Keep pages mapped that nothing uses any more, if there is room for all of them; say whether there was.
 
-        What is protected is given back: it would have to be made writable for the next one.
+        What is protected is released: it would have to be made writable for the next call.
         """
         with self.lock:
             pages, table = choose(), self.table
@@ -110,54 +104,66 @@ class Backing:
             table.keep_spare(pages)
             return True
 
+    def take_spare(self, choose: Callable[[], range], within: int = 0) -> range | None:
+        """Allocate pages that are all spare, and return them; None if they are not."""
+        with self.lock:
+            pages = choose()
+            return pages if self.table.take_spare(pages, within) else None
+
     def trim(self, pages: range | None = None) -> int:
         """Give back every spare page of `pages`, or of all, that no other call is at; return how many those were."""
         wanted = range(self.table.count) if pages is None else pages
-        with self._claim_runs(lambda: self.table.spare_runs(wanted)) as runs:
+        with Operation(self.holding) as operation:
+            runs = self._claim_runs(operation, lambda: self.table.spare_runs(wanted))
             for run in runs:
-                self.holding.source.give_back(self._unbind(run))
+                self._unbind(run, operation)
         return sum(map(len, runs))
 
     def offload(self, pages: range, segment: PageStore | None, progress: Progress | None) -> int:
         """Copy the used ones of `pages` to the host, give the spare ones back, and return how many bytes it copied."""
-        with self._claim_runs(lambda: self.table.runs_of(USED, pages), self._check_idle) as runs:
+        with Operation(self.holding) as operation:
+            runs = self._claim_runs(operation, lambda: self.table.runs_of(USED, pages), self._check_idle)
             if runs:
-                self.holding.source.driver.synchronize()
+                self._source.driver.synchronize()
             copied = self.offloaded.offload(runs, segment, progress)
         self.trim(pages)
         return copied
 
     def restore(self, pages: range, progress: Progress | None, *, keep_pinned: bool) -> int:
         """Bring the offloaded ones of `pages` back, and return how many bytes were copied."""
-        with self._claim_runs(lambda: self.table.runs_of(OFFLOADED, pages)) as runs:
+        with Operation(self.holding) as operation:
+            runs = self._claim_runs(operation, lambda: self.table.runs_of(OFFLOADED, pages))
             return self.offloaded.restore(runs, progress, keep_pinned=keep_pinned)
 
     def restore_from(self, segment: PageStore, found: Mapping[range, int], progress: Progress | None) -> int:
         """Bring pages here that lie in a segment: runs, with the offset of each in it, in bytes."""
         for run in found:
             self.trim(run)
-        with self._claim_runs(lambda: list(found), self._check_free) as runs:
+        with Operation(self.holding) as operation:
+            runs = self._claim_runs(operation, lambda: list(found), self._check_free)
             if runs:
                 self.offloaded.adopt(segment, found)
                 with self.lock:
                     self.table.begins.update((run.start, 0) for run in runs)
             return self.offloaded.restore(runs, progress)
 
-    def _unbind(self, pages: range) -> list[int]:
-        """Unmap pages that nobody else touches, and return the ids of their extents."""
-        start, length = self._bytes(pages)
-        self.holding.source.driver.synchronize()
-        self.holding.region.unbind(start, length)
+    def _unbind(self, pages: range, operation: Operation) -> None:
+        """Unmap claimed pages, and release their extents."""
+        self._source.driver.synchronize()
+        operation.forward(lambda: self._let_go(pages))
+
+    def _let_go(self, pages: range) -> None:
+        self.holding.remove([self._bytes(pages)])
         with self.lock:
             self.table.set(pages, FREE)
-            return [self.holding.extents.pop(page * self._page_size) for page in pages]
 
     def protect(self, pages: range, access: AccessFlags) -> None:
         """Set what used pages allow. Taking something away waits for the work on the device."""
         lowered = access is not AccessFlags.READ_WRITE
-        with self._claim(lambda: pages, self._check_idle if lowered else self.table.check_used):
+        with Operation(self.holding) as operation:
+            self._claim(operation, lambda: pages, self._check_idle if lowered else self.table.check_used)
             if lowered:
-                self.holding.source.driver.synchronize()
+                self._source.driver.synchronize()
             self.holding.region.protect(access, *self._bytes(pages))
             with self.lock:
                 self.table.restrict(pages, access)
@@ -178,43 +184,42 @@ class Backing:
     def compact(self, on_move: Callable[[Move], object]) -> list[Move]:
         """Move runs of used pages down, one after the other, and return what was done."""
         moves: list[Move] = []
-        with HeldOff(), device_failures(), self.holding.in_use():
-            self.trim()
-            cursor = 0
-            while step := self._claim_move(cursor):
-                cursor = step[0].stop
+        self.trim()
+        with Operation(self.holding):
+            cursor: int | None = 0
+            while cursor is not None:
                 try:
-                    self._move(*step, on_move, moves)
+                    cursor = self._compact_once(cursor, on_move, moves)
                 except DriverError as error:
                     raise CompactionFailed(f"after {len(moves)} moves: {error}", moves) from error
         return moves
 
-    def _claim_move(self, cursor: int) -> tuple[range, range] | None:
-        with self.lock:
-            step = next_move(self.table.layout(self.pinned(), spare=FIXED), cursor)
-            for pages in step or ():
-                self.table.claim(pages)
-        return step
+    def _compact_once(self, cursor: int, on_move: Callable[[Move], object], moves: list[Move]) -> int | None:
+        """Make the next move from `cursor` on, and return where to look for another; None when there is none.
 
-    def _move(self, pages: range, to: range, on_move: Callable[[Move], object], moves: list[Move]) -> None:
-        """Move pages that are claimed, with those where they go, and stay so until `on_move` has returned.
-
-        Where a run moved over itself, an old address would else have another's bytes before anybody was told.
+        The pages, with those where they go, stay claimed until `on_move` has returned. Where a run moves over itself,
+        an old address would otherwise have another's bytes before the user was told.
         """
+        claimed: list[range] = []
         try:
-            self.holding.source.driver.synchronize()
+            with self.lock:
+                step = next_move(self.table.layout(self.pinned(), spare=FIXED), cursor)
+                if step is None:
+                    return None
+                for run in step:
+                    self.table.claim(run, claimed)
+            pages, to = step
+            self._source.driver.synchronize()
             self.holding.region.move(
                 pages.start * self._page_size, to.start * self._page_size, self._page_size, len(to)
             )
             with self.lock:
-                extents = self.holding.extents
-                extent_ids = [extents.pop(page * self._page_size) for page in pages]
-                extents.update(zip((page * self._page_size for page in to), extent_ids, strict=True))
                 self.table.move(pages, to)
             moves.append(self._as_move(pages, to))
             on_move(moves[-1])
+            return pages.stop
         finally:
-            self._release([pages, to])
+            self._release(claimed)
 
     def _as_move(self, pages: range, to: range) -> Move:
         old_offset, size = self._bytes(pages)
@@ -227,7 +232,7 @@ class Backing:
         return [range((first - start) // size, (max(first, last - 1) - start) // size + 1) for first, last in ranges]
 
     def _check_idle(self, pages: range) -> None:
-        """Raise unless the pages are used, and nothing of them is in anybody's hands."""
+        """Raise unless the pages are used, and no view or pin of them is alive."""
         self.table.check_used(pages)
         if not self.holding.views.any():
             return
@@ -249,33 +254,34 @@ class Backing:
         for spare in self.table.spare_runs(pages):
             raise AlreadyMapped(f"the page at offset {spare.start * self._page_size} is spare: trim() gives it back")
 
-    @contextmanager
-    def _claim(self, choose: Callable[[], range], check: Callable[[range], None]) -> Iterator[range]:
-        """Keep all other calls off some pages, after `check` agreed, while the lock is not held."""
-        with self._claim_runs(lambda: [choose()], check) as (pages,):
-            yield pages
+    def _claim(self, operation: Operation, choose: Callable[[], range], check: Callable[[range], None]) -> range:
+        """Keep all other calls off some pages until the operation ends, if `check` agrees."""
+        claimed: list[range] = []
+        operation.ends.append(lambda: self._release(claimed))
+        with self.lock:
+            pages = choose()
+            check(pages)
+            self.table.claim(pages, claimed)
+        return pages
 
-    @contextmanager
     def _claim_runs(
-        self, choose: Callable[[], list[range]], check: Callable[[range], None] = lambda pages: None
-    ) -> Iterator[list[range]]:
+        self, operation: Operation, choose: Callable[[], list[range]], check: Callable[[range], None] | None = None
+    ) -> list[range]:
         """As `_claim`, of several runs of pages: all of them, or none."""
-        with HeldOff(), device_failures(), self.holding.in_use():
-            with self.lock:
-                runs = choose()
+        claimed: list[range] = []
+        operation.ends.append(lambda: self._release(claimed))
+        with self.lock:
+            runs = choose()
+            if check is not None:
                 for pages in runs:
                     check(pages)
-                for pages in runs:
-                    self.table.claim(pages)
-            try:
-                yield runs
-            finally:
-                self._release(runs)
+            for pages in runs:
+                self.table.claim(pages, claimed)
+        return runs
 
-    def _release(self, ranges: Iterable[range]) -> None:
+    def _release(self, claimed: list[range]) -> None:
         with self.lock:
-            for pages in ranges:
-                self.table.release(pages)
+            self.table.release(claimed)
 
     def _bytes(self, pages: range) -> tuple[int, int]:
         return pages.start * self._page_size, len(pages) * self._page_size

@@ -19,10 +19,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from ..arguments import Progress
 from ..errors import InvalidRequest, MembrokerError
-from ..interrupts import HeldOff, let_through
-from ..memory.holding import Holding, Placing
+from ..interrupts import device_failures, let_through
 from ..memory.lender import Source
-from ..memory.region import device_failures
+from ..memory.lifetime import MappedMemory, Placing
 from ..safetensors import TensorIndex, segment_size
 from ..vmm.driver import AccessFlags, Driver, DriverError, Location
 from ..vmm.sizes import MIB, format_size
@@ -126,16 +125,17 @@ class OffloadedPages:
     is where when they have stopped half way.
     """
 
-    def __init__(self, holding: Holding, table: PageTable, lock: threading.Lock, location: Location) -> None:
+    def __init__(
+        self, holding: MappedMemory, source: Source, table: PageTable, lock: threading.Lock, location: Location
+    ) -> None:
         self._holding = holding
-        self._source = holding.source
+        self._source = source
         self._table = table
         self._lock = lock
         self._location = location
         self._page_size = table.page_size
         self._places: Places = {}
         self._kept: list[PinnedBlock] = []
-        holding.beside = self._give_up_all
 
     @property
     def size(self) -> int:
@@ -152,6 +152,7 @@ class OffloadedPages:
         """
         if self._location is Location.HOST:
             raise InvalidRequest("this pool's memory is the host's already")
+        self._holding.beside = self._give_up_all
         total = sum(map(len, runs)) * self._page_size
         # Whoever waits for a segment waits for its seal, also where there is nothing to put into it.
         if not total and segment is None:
@@ -174,14 +175,13 @@ class OffloadedPages:
 
     def _arrive_on_host(self, places: Places, gone: Places, chunk: range) -> int:
         """Unmap pages whose bytes are on the host, and give their memory back; return how many bytes that is."""
-        size = len(chunk) * self._page_size
-        self._holding.region.unbind(chunk.start * self._page_size, size)
+        start, size = chunk.start * self._page_size, len(chunk) * self._page_size
+        self._holding.region.unbind(start, size)
         with self._lock:
-            extent_ids = [self._holding.extents.pop(page * self._page_size) for page in chunk]
             gone.update((page, places.pop(page)) for page in chunk)
             self._places.update((page, gone[page]) for page in chunk)
             self._table.set(chunk, OFFLOADED)
-        self._source.give_back(extent_ids)
+        self._holding.remove([(start, size)])
         return size
 
     # And back
@@ -211,7 +211,8 @@ class OffloadedPages:
         return total
 
     def _borrow(self, chunk: range) -> Placing:
-        placing = Placing(self._holding.region, chunk.start * self._page_size)
+        start, end = chunk.start * self._page_size, chunk.stop * self._page_size
+        placing = Placing(self._holding, range(start, end, self._page_size))
         self._source.borrow(self._page_size, len(chunk), self._location, placing)
         return placing
 
@@ -220,7 +221,7 @@ class OffloadedPages:
         for access in (AccessFlags.NONE, AccessFlags.READ):
             self._allow(chunk, access, access)
         with self._lock:
-            self._holding.extents.update(placings.pop(chunk).extents)
+            del placings[chunk]
             self._table.set(chunk, USED)
             back.update((page, self._places.pop(page)) for page in chunk)
         return len(chunk) * self._page_size
@@ -229,17 +230,13 @@ class OffloadedPages:
         """Give the memory back to which bytes did not come: all of it, also where an interrupt ends one call."""
         with ExitStack() as ends:
             for placing in placings.values():
-                ends.callback(self._lose_one, placing)
-
-    def _lose_one(self, placing: Placing) -> None:
-        extent_ids = list(placing.extents.values())
-        placing.undo()
-        self._source.give_back(extent_ids)
+                ends.callback(placing.take_back)
 
     # On the host
 
     def adopt(self, segment: PageStore, found: Mapping[range, int]) -> None:
         """Take free pages for offloaded ones, whose bytes lie in a segment: runs by the offset of each in it."""
+        self._holding.beside = self._give_up_all
         keeping = ExitStack()
         keeping.enter_context(segment.kept())
         block = Block(sum(map(len, found)), keeping.close)
@@ -300,10 +297,9 @@ class OffloadedPages:
 
     def trim(self) -> None:
         """Free what was kept pinned."""
-        with HeldOff():
-            with self._lock:
-                blocks, self._kept = self._kept, []
-            self._give_up(blocks)
+        with self._lock:
+            blocks, self._kept = self._kept, []
+        self._give_up(blocks)
 
     def _leave(self, places: Places, *, keep_pinned: bool = False) -> None:
         """Give up the blocks from which the last of their pages is gone, or keep those that are pinned."""

@@ -208,7 +208,7 @@ class PageTable:
         pending = before[0] & _PENDING
         after = bytes((state | pending,)) * len(pages)
         more = len(pages) * (state == SPARE) - before.count(SPARE | pending)
-        # No call stands between the two, because an interrupt may be raised behind each.
+        # No call stands between the two: Ctrl-C is raised after a call.
         self._states[first:end] = after
         self.spare += more
         if state not in (USED, OFFLOADED):
@@ -243,14 +243,35 @@ class PageTable:
         self.restricted.update(restricted)
         self.begins.update(begins)
 
-    def claim(self, pages: range) -> None:
-        """Keep all other calls off pages that none is at."""
+    def claim(self, pages: range, claimed: list[range]) -> None:
+        """Keep all other calls off pages that none is at, and note them in `claimed`."""
         self._reach(pages)
-        self._states[pages.start : pages.stop] = self._states[pages.start : pages.stop].translate(_CLAIM)
+        first, end = pages.start, pages.stop
+        after = self._states[first:end].translate(_CLAIM)
+        # As in `set`: no interrupt comes between the claim and its note.
+        self._states[first:end] = after
+        claimed += (pages,)
 
-    def release(self, pages: range) -> None:
-        """End a claim."""
-        self._states[pages.start : pages.stop] = self._states[pages.start : pages.stop].translate(_RELEASE)
+    def release(self, claimed: list[range]) -> None:
+        """End claims, each of them once, and remove them from the list."""
+        while claimed:
+            pages = claimed[-1]
+            first, end = pages.start, pages.stop
+            after = self._states[first:end].translate(_RELEASE)
+            self._states[first:end] = after
+            del claimed[-1]
+
+    def picture(self, pages: range) -> bytes:
+        """Return the states of pages, for `restore`."""
+        return bytes(self._states[pages.start : pages.stop])
+
+    def restore(self, pages: range, picture: bytes) -> None:
+        """Give claimed pages the states that they had. Safe to run again."""
+        first, end = pages.start, pages.stop
+        more = picture.count(SPARE | _PENDING) - self._states.count(SPARE | _PENDING, first, end)
+        self._states[first:end] = picture
+        self.spare += more
+        self.begins.pop(first, None)
 
     def _reach(self, pages: range) -> None:
         missing = pages.stop - len(self._states)

@@ -22,9 +22,9 @@ from ..arguments import (
 )
 from ..deprecated import renamed
 from ..errors import InvalidOffset, InvalidRequest, NotMapped, OutOfVirtualMemory
-from ..interrupts import HeldOff
-from ..memory.holding import Held
-from ..memory.lender import Lender, Source
+from ..interrupts import Operation, uninterrupted
+from ..memory.lender import Lender, Source, source_of
+from ..memory.lifetime import Resource
 from ..memory.region import device_failures
 from ..memory.views import Span
 from ..types import MemoryStats, Move, PoolMapping
@@ -39,7 +39,7 @@ _STATES = {SPARE: "spare", OFFLOADED: "offloaded"}
 
 
 @renamed(physical_memory_usage="physical_usage_bytes")
-class VirtualMemoryPool(Held):
+class VirtualMemoryPool(Resource):
     """Addresses for `virtual_capacity` bytes, backed page by page on demand. Thread-safe, and a context manager.
 
     Offsets and sizes are in bytes (sizes may be text, such as `"8GiB"`) and need no alignment: a call works on
@@ -66,10 +66,10 @@ class VirtualMemoryPool(Held):
         self._page_size = check_page_size(page_size, source.driver.device.granularity)
         where = location_of(location)
         self._capacity = rounded_up("a virtual capacity", virtual_capacity, self._page_size)
-        with HeldOff(), device_failures():
-            self._backing = Backing(source, self._capacity // self._page_size, self._page_size, where, spare_pages)
-            self._holding, self._table, self._lock = self._backing.holding, self._backing.table, self._backing.lock
-            self._holding.owned_by(self)
+        count = self._capacity // self._page_size
+        with device_failures():
+            self._backing = Backing(source_of(source), self, count, self._page_size, where, spare_pages)
+        self._holding, self._table, self._lock = self._backing.holding, self._backing.table, self._backing.lock
         self._on_host = source.driver.device.driver == "host"
 
     # What it is
@@ -93,7 +93,7 @@ class VirtualMemoryPool(Held):
     @property
     def physical_usage_bytes(self) -> int:
         """Bytes of memory behind the addresses: whole pages."""
-        return len(self._holding.extents) * self._page_size
+        return len(self._holding.region.extents) * self._page_size
 
     def is_mapped(self, offset: int, size: int | str = 1) -> bool:
         """Say whether all pages that [offset, offset + size) touches are allocated, and their memory is there.
@@ -110,7 +110,7 @@ class VirtualMemoryPool(Held):
         """Return the pool's numbers at this moment; `MemoryStats` says what they do not tell."""
         self._holding.check_open()
         with self._lock:
-            mapped, spare = len(self._holding.extents), self._table.spare
+            mapped, spare = len(self._holding.region.extents), self._table.spare
             largest, free = self._table.largest_free_run()
             offloaded = self._backing.offloaded.size
         return MemoryStats(
@@ -128,7 +128,7 @@ class VirtualMemoryPool(Held):
         self._holding.check_open()
         with self._lock:
             runs, pins = list(self._table.runs()), self._backing.pinned()
-            extents, restricted = self._holding.extents.copy(), self._table.restricted.copy()
+            extents, restricted = self._holding.extents, self._table.restricted.copy()
         # The lock is held no longer: this takes its time with many pages, and allocations go on meanwhile.
         pinned = {page for pages in pins for page in pages}
         rows = []
@@ -163,10 +163,8 @@ class VirtualMemoryPool(Held):
         self._holding.check_open()
         offset = whole_number("an offset", offset, InvalidOffset)
         pages, within = self._touched(offset, size), offset % self._page_size
-        if self._table.spare:
-            with self._lock:
-                if self._table.take_spare(pages, within):
-                    return self._holding.region.address + offset
+        if self._table.spare and self._backing.take_spare(lambda: pages, within):
+            return self._holding.region.address + offset
         self._backing.back(lambda: pages, bytes_of("a size", size), within=within)
         return self._holding.region.address + offset
 
@@ -197,12 +195,9 @@ class VirtualMemoryPool(Held):
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        if self._table.spare:
-            with self._lock:
-                pages = self._above(length)
-                if self._table.take_spare(pages):
-                    return self._holding.region.address + pages.start * self._page_size
-        pages = self._backing.back(lambda: self._above(length), length)
+        pages = self._backing.take_spare(lambda: self._above(length)) if self._table.spare else None
+        if pages is None:
+            pages = self._backing.back(lambda: self._above(length), length)
         return self._holding.region.address + pages.start * self._page_size
 
     def shrink(self, size: int | str) -> None:
@@ -231,8 +226,8 @@ class VirtualMemoryPool(Held):
         Host memory that `restore` has kept pinned is freed as well.
         """
         self._holding.check_open()
-        with HeldOff(), device_failures(), self._holding.in_use():
-            self._backing.offloaded.trim()
+        with Operation(self._holding):
+            uninterrupted(self._backing.offloaded.trim)
         return self._backing.trim() * self._page_size
 
     def deallocate(self, offset: int, size: int | str) -> None:
@@ -286,7 +281,8 @@ class VirtualMemoryPool(Held):
         that works in the pool pins its range first. What was aligned to more than a page (`allocate_anywhere`) may not
         be so afterwards: pin it. `on_move` is called after each move, while all other calls on the
         addresses that were left and reached are still refused, and no interrupt is raised in it: with it, pointers
-        are right before anybody can come upon them. What it raises ends the compaction; it was told of all that moved.
+        are right before anybody can come upon them. A call of the main thread calls it in another thread. What it
+        raises ends the compaction; it was told of all that moved.
 
         With `dry_run` nothing is changed, and what it would do now is returned. Raises `CompactionFailed`, which has
         the moves that were made before, `DeviceFailure`, `ClosedError`; each move happens whole or not at all.
@@ -294,7 +290,10 @@ class VirtualMemoryPool(Held):
         self._holding.check_open()
         if on_move is not None and not callable(on_move):
             raise InvalidRequest(f"on_move is a function that is called with each move, not {on_move!r}")
-        return self._backing.plan() if dry_run else self._backing.compact(on_move or (lambda move: None))
+        if dry_run:
+            return self._backing.plan()
+        tell = on_move or (lambda move: None)
+        return uninterrupted(lambda: self._backing.compact(tell), self._holding.interrupted)
 
     # Offloading
 
@@ -311,8 +310,8 @@ class VirtualMemoryPool(Held):
         The whole pool, unless a range is given. Pages that are not allocated, or are offloaded already, are passed
         over; spare ones are given back as they are. The pages stay allocated and their addresses the pool's, but
         nothing is behind them until `restore`. Returns how many bytes were copied; `progress` is told how many are
-        done, of how many, and an exception of its own stops the copying. No interrupt is raised in it: Ctrl-C stops
-        the copying between two chunks.
+        done, of how many, and an exception of its own stops the copying. A call of the main thread calls it in
+        another thread, so no interrupt is raised in it: Ctrl-C stops the copying between two chunks.
 
         The bytes lie in pinned memory of this process, for which its model is charged at the location host (a
         declaration); or in `to`, a segment of that location that this process has made and not sealed. It is sealed
@@ -328,7 +327,8 @@ class VirtualMemoryPool(Held):
         """
         self._holding.check_open()
         check_progress(progress)
-        return self._backing.offload(self._touched_or_all(offset, size), to, progress)
+        pages = self._touched_or_all(offset, size)
+        return uninterrupted(lambda: self._backing.offload(pages, to, progress), self._holding.interrupted)
 
     def offload_size(self, offset: int = 0, size: int | str | None = None) -> int:
         """Return how many bytes a segment needs for what `offload` of this range would copy now, and where it goes."""
@@ -359,7 +359,10 @@ class VirtualMemoryPool(Held):
         """
         self._holding.check_open()
         check_progress(progress)
-        return self._backing.restore(self._touched_or_all(offset, size), progress, keep_pinned=keep_pinned)
+        pages = self._touched_or_all(offset, size)
+        return uninterrupted(
+            lambda: self._backing.restore(pages, progress, keep_pinned=keep_pinned), self._holding.interrupted
+        )
 
     def restore_from(self, segment: PageStore, *, progress: Progress | None = None) -> int:
         """Bring pages here that another pool, maybe of another process, has offloaded to `segment`.
@@ -373,7 +376,7 @@ class VirtualMemoryPool(Held):
         check_progress(progress)
         check_segment(segment, self._holding.source.driver)
         found = runs_in(segment, self._page_size, self._capacity)
-        return self._backing.restore_from(segment, found, progress)
+        return uninterrupted(lambda: self._backing.restore_from(segment, found, progress), self._holding.interrupted)
 
     # Using it
 
@@ -388,11 +391,11 @@ class VirtualMemoryPool(Held):
         self._holding.check_open()
         offset, length = whole_number("an offset", offset, InvalidOffset), bytes_of("a size", size)
         pages = self._touched(offset, length)
-        with self._holding.in_use(), self._lock:
+        with self._lock:
             access = self._check_access(pages)
             if access is AccessFlags.NONE:
                 raise InvalidRequest(f"[{offset}, {offset + length}) allows no access: protect() it otherwise")
-            view = self._holding.views.make(self, self._holding.region.address + offset, length)
+            view = self._holding.view(self, offset, length)
         return view if access is AccessFlags.READ_WRITE else view.toreadonly()
 
     def span(self, offset: int, size: int | str) -> Span:
@@ -405,7 +408,7 @@ class VirtualMemoryPool(Held):
         self._holding.check_open()
         offset, length = whole_number("an offset", offset, InvalidOffset), bytes_of("a size", size)
         pages = self._touched(offset, length or 1)
-        with self._holding.in_use(), self._lock:
+        with self._lock:
             writable = self._check_access(pages) is AccessFlags.READ_WRITE
             return self._holding.span(self, offset, length, writable=writable)
 

@@ -1,8 +1,7 @@
-"""The library's one lasting thread of its own: it reads notices, and does the work that others leave behind.
+"""The background thread of a session: it reads notices, and does the work that finalizers leave to it.
 
-Owns the socket of notices, a queue of work, and the wake-up for it. It must never read the call socket on its own
-account (a reader thread doubles a round trip) before the broker has closed it, and never hold a client: one that
-nobody refers to must be able to end.
+Owns the socket of notices, a queue of work, and the wake-up for it. It must never refer to a client: one that is
+garbage must be able to end.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 from ..v1 import handoff_pb2 as pb
 from ..wire import frames as handoff
@@ -23,21 +21,18 @@ logger = logging.getLogger("membroker")
 
 
 class Background:
-    """Reads `notices` and hands each to `on_notice`, their end to `on_end`; does what `later` was given, in order."""
+    """Hands each notice to `on_notice`, and does what `later` was given, in order."""
 
-    def __init__(
-        self, notices: socket.socket, on_notice: Callable[[pb.Notice], None], on_end: Callable[[], None]
-    ) -> None:
-        self._notices = notices
+    def __init__(self, on_notice: Callable[[pb.Notice], None]) -> None:
         self._on_notice = on_notice
-        self._on_end = on_end
+        self._on_end: Callable[[], None] = lambda: None
+        self._notices: socket.socket | None = None
         self._work: deque[Callable[[], None]] = deque()
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
         self._wake.setblocking(False)
         self._poller = select.poll()
         self._poller.register(self._woken, select.POLLIN)
-        self._poller.register(self._notices, select.POLLIN)
         self._buffer = bytearray(MAX_FRAME_BYTES)
         self._running = True
         self._thread = threading.Thread(target=self._run, name="membroker", daemon=True)
@@ -53,12 +48,11 @@ class Background:
             return
 
     def listen(self, notices: socket.socket, on_end: Callable[[], None]) -> None:
-        """Read other notices instead, those of the session's next connection."""
+        """Read the notices of the session's next connection from now on; `on_end` is called when they end."""
         self.later(lambda: self._listen(notices, on_end))
 
     def _listen(self, notices: socket.socket, on_end: Callable[[], None]) -> None:
         self._stop_reading()
-        self._notices.close()
         self._notices, self._on_end = notices, on_end
         self._poller.register(notices, select.POLLIN)
 
@@ -82,28 +76,30 @@ class Background:
             ready = {descriptor for descriptor, _ in self._poller.poll()}
             if self._woken.fileno() in ready:
                 self._woken.recv(4096)
-            if self._notices.fileno() in ready:
-                self._read_notice()
+            if self._notices is not None and self._notices.fileno() in ready:
+                self._read_notice(self._notices)
             self._work_off()
         self._close()
 
     def _stop_reading(self) -> None:
-        with suppress(KeyError):
+        if self._notices is not None:
             self._poller.unregister(self._notices)
+            self._notices.close()
+            self._notices = None
 
     def _work_off(self) -> None:
         while self._work:
             work = self._work.popleft()
             try:
                 work()
-            except BaseException:  # who ends this thread ends everything that is left to it
-                logger.exception("what was left to do in the background has failed")
+            except BaseException:  # sys.exit() too: the thread must go on for the rest
+                logger.exception("work in the background has failed")
             # Not kept until the next one: it may be the last reference to a client.
             del work
 
-    def _read_notice(self) -> None:
+    def _read_notice(self, notices: socket.socket) -> None:
         try:
-            frame = handoff.receive_without_descriptors(self._notices, self._buffer)
+            frame = handoff.receive_without_descriptors(notices, self._buffer)
         except handoff.BrokenPacket:
             self._stop_reading()
         except (handoff.EndOfConnection, OSError):
@@ -115,4 +111,5 @@ class Background:
 
     def _close(self) -> None:
         for connection in (self._notices, self._woken, self._wake):
-            connection.close()
+            if connection is not None:
+                connection.close()

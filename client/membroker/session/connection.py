@@ -1,9 +1,10 @@
 """One handoff connection of a session: calls, and the descriptors that come with their answers.
 
-Owns the call socket. The thread that calls reads the socket itself, one thread at a time, and hands the others
-what is theirs: a thread for reading would double the round trip. It must never map anything or know what an
-extent is for, never keep a descriptor when a delivery has been handled, and never be shared with a forked child.
-When it is lost, its calls undo what they did and raise; that a session gets another one is its line's work.
+Owns the call socket, and every packet until its descriptors are closed. The thread that calls reads the socket
+itself, one thread at a time, and hands the others what belongs to them: a thread for reading would double the round
+trip. Only a session by gRPC has one, since a thread cannot wait for gRPC and the socket at once. A connection must
+never map anything or know what an extent is for, and never be shared with a forked child. When it ends, its calls
+undo what they did and raise; `reconnecting` gives the session another one.
 """
 
 from __future__ import annotations
@@ -15,221 +16,209 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import partial
 
 from google.protobuf.message import Message
 
 from ..errors import BrokerUnavailable, ClosedError, MembrokerError, ProtocolError, from_status
-from ..interrupts import Condition, HeldOff, Waiting, is_held_off
+from ..interrupts import Condition
+from ..memory.lender import Placement
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
 from ..wire import frames as handoff
+from ..wire.descriptors import close_each
 from ..wire.names import MAX_IDS_PER_FRAME
-from .call import Call, DeliveryHandler, Nothing, Outcome, Taken, check_whole, close_packet, close_packets, outcome_of
-from .inventory import Registry
+from .call import LOOK_SECONDS, NOTHING, Call, Outcome, Taken, incomplete, outcome_of
+from .inventory import Inventory
+from .rpc import GrpcCalls
 
 logger = logging.getLogger("membroker")
 
 _NOSIGNAL = int(socket.MSG_NOSIGNAL)
-_TOLD = ("goodbye", "declare", "detach_segment")
-"""Answers without which a caller goes on."""
+_LATE = ("goodbye", "declare", "detach_segment", "release")
+"""Answers that come late when their caller ran out of time: not worth a warning."""
 
 
 class Connection:
-    """A connected handoff socket, after the Welcome, or after the last Holds.
+    """A connected handoff socket, after the Welcome, or after a resume.
 
-    What each call brings is entered in `registry`. `revision` is the Welcome's. `request_ids` are the session's, 1 was
-    the Hello; `models` are those that it had registered when it was taken up again here. `on_lost` is called when the
-    broker is gone, by any thread.
+    What each call brings is entered in `inventory`. `revision` is the Welcome's. `request_ids` are the session's, 1 was
+    the Hello's; `models` are those that the broker listed at the resume. Frames of the kinds `by_grpc` are sent through
+    `grpc`. `on_lost` is called when the connection is lost, by any thread.
     """
 
     def __init__(
         self,
         connection: socket.socket,
         name: str,
-        registry: Registry,
+        inventory: Inventory,
         *,
         revision: int = 0,
         request_ids: Iterator[int] | None = None,
         models: Collection[str] = (),
+        grpc: GrpcCalls | None = None,
+        by_grpc: Collection[str] = (),
         on_lost: Callable[[Connection], None] = lambda _: None,
     ) -> None:
         self.models = frozenset(models)
         self.revision = revision
+        self.interrupted = False
+        """Whether this side ended it, because an interrupt left a call half done."""
         self._socket = connection
         self._name = name
-        self._registry = registry
+        self._inventory = inventory
         self._request_ids = request_ids or itertools.count(2)
+        self._grpc = grpc
+        self._by_grpc = by_grpc
         self._on_lost = on_lost
         self._calls: dict[int, Call] = {}
         self._taken = Taken()
-        self._refused_beside: set[Call] = set()
-        """Refused elsewhere, while deliveries that precede the answer may still be here."""
+        self._unclosed: list[handoff.Packet] = []
         self._changed = Condition()
         self._reader: int | None = None
+        self._reader_thread: threading.Thread | None = None
         self._end: tuple[type[MembrokerError], str] | None = None
         self._stopping = ""
-        self._nudged, self._nudge = socket.socketpair()
-        self._nudged.setblocking(False)
-        self._nudge.setblocking(False)
-        self._poller = select.poll()
-        self._poller.register(self._socket, select.POLLIN)
-        self._poller.register(self._nudged, select.POLLIN)
 
     # Calls
-
-    def new_request_id(self) -> int:
-        """Return an id that no other call of this session has."""
-        return next(self._request_ids)
 
     def call(
         self,
         frame: pb.Frame,
-        handler: DeliveryHandler | None = None,
+        placement: Placement | None = None,
         *,
         timeout: float | None = None,
         note: Callable[[], None] | None = None,
     ) -> Message:
-        """Send `frame` and return its response, after `handler` has taken every delivery, and `note` was called.
+        """Send `frame`, let `placement` take every delivery, call `note`, and return the response.
 
-        When this raises, `handler` has undone all it took, and all extents of the call are released, at the
-        latest when the broker answers. Raises the broker's refusal, `BrokerUnavailable`, `DescriptorLimit`, and
-        what `handler` raises.
+        When this raises, `placement` has undone all it took, and all extents of the call are released, at the latest
+        when the broker answers. An interrupt ends the connection instead, and the resume settles what became of the
+        call. Raises the broker's refusal, `BrokerUnavailable`, `DescriptorLimit`, and what `placement` raises.
         """
-        call = Call(self.new_request_id(), deadline=timeout and time.monotonic() + timeout, note=note)
+        call = Call(next(self._request_ids), placement or NOTHING, timeout, note)
         frame.request_id = call.request_id
-
-        def begin() -> None:
-            data = self._encode(frame)
-            with Waiting():
-                self._send(data, call.sent)
-
-        return self._conduct(call, handler or Nothing(), begin)
-
-    def tell(self, frame: pb.Frame, timeout: float) -> None:
-        """As `call`, of what is given back already: no interrupt keeps it from being sent. `timeout` is in seconds."""
-        call = Call(self.new_request_id(), deadline=time.monotonic() + timeout)
-        frame.request_id = call.request_id
-
-        def begin() -> None:
-            self._post(frame)
-            call.sent.append(1)
-
-        self._conduct(call, Nothing(), begin)
-
-    def call_beside(self, start: Callable[[int, Callable[[Outcome], None]], None], handler: DeliveryHandler) -> Message:
-        """As `call`, for a call that is made elsewhere and whose descriptors come here.
-
-        `start(request_id, finish)` begins it; `finish(outcome)` is called once, by any thread.
-        """
-        call = Call(self.new_request_id(), beside=True)
-
-        def begin() -> None:
-            start(call.request_id, lambda outcome: self._finish(call, outcome))
-            call.sent.append(1)
-
-        return self._conduct(call, handler, begin)
-
-    @contextmanager
-    def busy(self) -> Iterator[int]:
-        """Yield an id for a call that is made elsewhere: this session is not taken up again before the block has ended.
-
-        A generator, so that an interrupt between its beginning and the block still ends it. Raises as `call`.
-        """
-        call = Call(self.new_request_id(), beside=True)
         try:
-            self._begin(call)
-            yield call.request_id
+            try:
+                # Entered first: a resume waits for every call that is entered when the connection is lost.
+                self._calls[call.request_id] = call
+                if self._end is not None:
+                    self._check_open()
+                if self._by_grpc and frame.WhichOneof("kind") in self._by_grpc:
+                    self._start_by_grpc(call, frame)
+                else:
+                    self._send(frame)
+                call.sent = True
+                while self._wait(call):
+                    self._take(call)
+                if isinstance(call.outcome, MembrokerError):
+                    raise call.outcome
+                self._note(call)
+            except Exception:
+                self._give_up(call)
+                raise
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._leave(call)
+            raise
         finally:
-            self._forget(call)
+            self._calls.pop(call.request_id, None)
+            if self._end is not None:
+                with self._changed.lock:
+                    self._changed.tell_all()
+        assert call.outcome is not None
+        return call.outcome
 
-    def release(self, extent_ids: Iterable[int]) -> None:
-        """Say that extents are given back, without waiting for an answer; a refusal comes as a notice."""
+    def release(self, extent_ids: Iterable[int], *, answer_within: float | None = None) -> None:
+        """Say that extents are released.
+
+        Without waiting for an answer, unless it is to come within so many seconds; a refusal comes as a notice then.
+        """
         ids = list(dict.fromkeys(extent_ids))
         while ids:
             # Filled in place: a request that is put into a frame is copied, which takes as long as all the rest.
-            frame = pb.Frame(request_id=self.new_request_id())
+            frame = pb.Frame()
             request = frame.release
             request.extent_ids.extend(ids[:MAX_IDS_PER_FRAME])
-            request.no_reply = True
-            self._post(frame)
+            request.no_reply = answer_within is None
+            if answer_within is None:
+                frame.request_id = next(self._request_ids)
+                self._send(frame)
+            else:
+                self.call(frame, timeout=answer_within)
             del ids[:MAX_IDS_PER_FRAME]
 
-    def detach(self, generation: int) -> None:
-        """Say that this session lets go of a segment, without waiting for an answer; a refusal comes as a notice."""
-        request = broker_pb2.DetachSegmentRequest(generation=generation, no_reply=True)
-        self._post(pb.Frame(request_id=self.new_request_id(), detach_segment=request))
+    def detach(self, generation: int, *, answer_within: float | None = None) -> None:
+        """Say that one hold of a segment has ended, as `release`."""
+        request = broker_pb2.DetachSegmentRequest(generation=generation, no_reply=answer_within is None)
+        frame = pb.Frame(detach_segment=request)
+        if answer_within is None:
+            frame.request_id = next(self._request_ids)
+            self._send(frame)
+        else:
+            self.call(frame, timeout=answer_within)
 
     # The end
 
     def heard_stopping(self) -> None:
-        """Note that the broker said that it stops: the error of its end says so too."""
+        """Note that the broker announced its stop: the error of its end says so too."""
         self._stopping = " (it had said that it stops)"
 
     @property
     def lost(self) -> bool:
-        """Whether the broker is gone from the other end."""
+        """Whether the connection ended without `close`."""
         return self._end is not None and self._end[0] is BrokerUnavailable
 
-    def read_to_the_end(self) -> None:
-        """The broker has closed: read what it still said, after whoever reads already, and note that it is gone."""
-        while True:
-            with self._changed.lock:
-                while self._reader is not None and self._end is None:
-                    self._changed.wait()
-                if self._end is not None:
-                    return
-                self._reader = threading.get_ident()
-            packet = None
-            try:
-                poller = select.poll()
-                poller.register(self._socket, select.POLLIN)
-                if not poller.poll(0):
-                    raise handoff.EndOfConnection
-                packet = handoff.receive(self._socket)
-            except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
-                self._lose(error)
-            finally:
-                self._resign(packet)
+    def interrupt(self) -> None:
+        """End the connection, because an interrupt left a call half done: the resume agrees on what is held."""
+        self._break(
+            BrokerUnavailable,
+            f"an interrupt ended the connection to the broker at {self._name} in the middle of a call: what is mapped "
+            "stays valid, and the session goes on",
+            interrupted=True,
+        )
+        if self.interrupted:
+            self._on_lost(self)
 
     def wait_until_idle(self) -> None:
-        """Wait until every call has ended: once the connection is lost, what it had mapped is unmapped then."""
+        """Wait until every call has ended. Once the connection is lost, they have then unmapped what they got."""
         with self._changed.lock:
             while self._calls:
                 self._changed.wait()
 
     def say_goodbye(self, timeout: float) -> None:
-        """End the session at the broker, when it still listens; wait `timeout` seconds for its word."""
+        """End the session at the broker, if it still listens; wait at most `timeout` seconds for its answer."""
         with suppress(MembrokerError):
-            self.tell(pb.Frame(goodbye=pb.Goodbye()), timeout)
+            self.call(pb.Frame(goodbye=pb.Goodbye()), timeout=timeout)
 
     def close(self) -> None:
-        """Close the socket. Calls in flight, and later ones, raise `ClosedError`."""
+        """Close the socket, and packets that were not taken. Calls in flight, and later ones, raise `ClosedError`."""
         self._break(ClosedError, "the client is closed")
         with self._changed.lock:
-            # A descriptor's number can be reused the moment it is closed: nobody may be reading from it.
+            # A descriptor's number can be reused as soon as it is closed, so no thread may be reading from it.
             deadline = time.monotonic() + 5
             while self._reader is not None and (seconds := deadline - time.monotonic()) > 0:
                 self._changed.wait(seconds)
-        self._close_sockets()
+        self._close_all()
 
     def abandon(self) -> None:
-        """In a forked child: close the inherited sockets. Takes no lock; never a shutdown, which the parent feels."""
+        """In a forked child: close what was inherited. Takes no lock; never a shutdown, which the parent would feel."""
         self._end = (ClosedError, "this client belongs to the process that this one was forked from")
         self._changed = Condition()
         self._reader = None
-        for call in self._calls.values():
-            close_packets(call.inbox)
-        self._close_sockets()
+        self._close_all()
 
-    def _close_sockets(self) -> None:
-        for connection in (self._socket, self._nudged, self._nudge):
-            connection.close()
+    def _close_all(self) -> None:
+        self._socket.close()
+        while self._unclosed:
+            close_each(self._unclosed.pop().descriptors)
 
-    def _break(self, kind: type[MembrokerError], why: str) -> None:
+    def _break(self, kind: type[MembrokerError], why: str, *, interrupted: bool = False) -> None:
         with self._changed.lock:
             if self._end is None:
                 self._end = (kind, why)
+                self.interrupted = interrupted
                 with suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
             self._changed.tell_all()
@@ -239,260 +228,10 @@ class Connection:
             kind, why = self._end
             raise kind(why)
 
-    # One call, from its begin to its end
-
-    def _begin(self, call: Call) -> None:
-        # In this order: whoever takes the session up again waits for what is entered when the connection is lost.
-        self._calls[call.request_id] = call
-        self._check_open()
-
-    def _forget(self, call: Call) -> None:
-        self._calls.pop(call.request_id, None)
-        if self._end is not None:
-            with self._changed.lock:
-                self._changed.tell_all()
-
-    def _conduct(self, call: Call, handler: DeliveryHandler, start: Callable[[], None]) -> Message:
-        with HeldOff():
-            try:
-                self._begin(call)
-                start()
-                while self._wait(call):
-                    self._take(call, handler)
-                if isinstance(call.outcome, MembrokerError):
-                    raise call.outcome
-            except Exception:
-                try:
-                    self._undo(call, handler)
-                finally:
-                    self._abandon(call)
-                raise
-            except BaseException:
-                # An interrupted caller wants to go on at once: the rest comes when the broker answers. For an attach
-                # that can be a day, so it is nothing for the thread that does the finalizers' work.
-                self._resign(None)
-                try:
-                    self._undo(call, handler)
-                finally:
-                    threading.Thread(target=self._abandon, args=(call,), name="membroker-given-up", daemon=True).start()
-                raise
-            self._note(call)
-            self._forget(call)
-            assert call.outcome is not None
-            return call.outcome
-
-    def _note(self, call: Call) -> None:
-        """Enter what a call has brought, before it is forgotten: no Holds can miss it."""
-        if call.segment:
-            self._registry.attached(call.segment)
-        elif call.extent_ids:
-            self._registry.borrowed(call.extent_ids)
-        if call.note is not None:
-            call.note()
-
-    def _undo(self, call: Call, handler: DeliveryHandler) -> None:
-        """Let the handler unmap; what it could not unmap is not given back either, but held."""
-        call.keep = True
-        handler.undo()
-        call.keep = False
-
-    def _abandon(self, call: Call) -> None:
-        """Close and acknowledge what still comes for a call that was given up, and release all of it at its end."""
-        try:
-            with suppress(MembrokerError):
-                while call.sent and self._wait(call):
-                    self._take(call, None)
-                if call.keep:
-                    return
-                if call.segment:
-                    self.detach(call.segment)
-                else:
-                    self.release(call.extent_ids)
-        finally:
-            if call.keep:
-                self._note(call)
-            close_packets(call.inbox)
-            self._forget(call)
-
-    def _take(self, call: Call, handler: DeliveryHandler | None) -> None:
-        """Handle the oldest delivery of a call; without a handler, close it unused. Acknowledge it in any case."""
-        packet = call.inbox[0]
-        delivery = packet.frame.delivery
-        call.extent_ids.extend(delivery.extent_ids)
-        call.segment = delivery.segment
-        try:
-            if handler is not None:
-                check_whole(packet)
-                handler.receive(delivery, packet.descriptors)
-        finally:
-            close_packet(packet)
-            call.inbox.popleft()
-            self._acknowledge(call, packet)
-
-    def _acknowledge(self, call: Call | None, packet: handoff.Packet) -> None:
-        """Let the broker send more in the place of a delivery that was taken, where a call may wait for that.
-
-        When no other call is in flight, none waits, and the next frame says it. A call that begins meanwhile is
-        either seen here, or its own frame has the count already: it is entered before that is read.
-        """
-        delivery = packet.frame.delivery
-        if self.revision:
-            if not self._taken.take(packet.frame):
-                return  # the thread that takes the one before it says so
-            if delivery.HasField("reply") and call is not None and len(self._calls) == 1:
-                return
-        frame = pb.Frame(request_id=packet.frame.request_id)
-        frame.ack.part = delivery.part
-        self._post(frame)
-
-    def _encode(self, frame: pb.Frame) -> bytes:
-        frame.acknowledged = self._taken.count if self.revision else 0
-        return handoff.encode(frame)
-
-    def _finish(self, call: Call, outcome: Outcome) -> None:
-        """Take the outcome of a call that was made beside; any thread."""
-        with self._changed.lock:
-            call.outcome = outcome
-            if isinstance(outcome, MembrokerError):
-                self._refused_beside.add(call)
-            self._changed.tell_all()
-        # Its thread may be the one that waits for the socket. Full or closed: it is awake, or gone.
-        with suppress(OSError):
-            self._nudge.send(b"\0")
-
-    def _post(self, frame: pb.Frame) -> None:
-        """Send a frame that no interrupt may come to: the broker counts on acknowledgements and releases."""
-        try:
-            self._socket.send(self._encode(frame), _NOSIGNAL)
-        except OSError as error:
-            self._lose(error)
-            self._check_open()
-
-    def _send(self, data: bytes, sent: list[int]) -> None:
-        """Send one packet; `sent` is no longer empty once the kernel has it."""
-        try:
-            # In one step of the interpreter: an interrupt comes before the packet is sent, or after it is noted.
-            sent.extend(map(self._socket.send, (data,), (_NOSIGNAL,)))
-        except OSError as error:
-            self._lose(error)
-            self._check_open()
-
-    # Reading: one thread at a time, for all
-
-    def _wait(self, call: Call) -> bool:
-        """Return True when `call` has a delivery to take, False when it is over."""
-        # Looked at without the lock: whoever hands on a delivery with the answer in it hands on the delivery first.
-        while call.is_waiting():
-            with self._changed.lock:
-                reading = self._take_turn(call)
-            if reading:
-                self._read(call)
-        return bool(call.inbox)
-
-    def _take_turn(self, call: Call) -> bool:
-        """Be the reader, when nobody else is; False when another reader has brought what `call` waits for.
-
-        Raises when there is nothing to wait for. The lock is held.
-        """
-        while call.is_waiting():
-            self._check_open()
-            if call.deadline is not None and time.monotonic() >= call.deadline:
-                raise BrokerUnavailable(f"the broker at {self._name} did not answer in time")
-            if self._reader is None:
-                self._reader = threading.get_ident()
-                return True
-            self._changed.wait(call.seconds_left())
-        return False
-
-    def _read(self, call: Call) -> None:
-        """Read one packet and hand it to its call.
-
-        A call that waits for more than the socket polls first, and so does one that may be interrupted: a poll that
-        is interrupted has lost nothing, while a packet that was just received would be.
-        """
-        packet = None
-        try:
-            if not (call.beside or call.deadline or is_held_off()) or self._readable(call):
-                packet = handoff.receive(self._socket)
-        except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
-            self._lose(error)
-        finally:
-            self._resign(packet)
-
-    def _readable(self, call: Call) -> bool:
-        # Every one, not this call only: a reader that waits for long may never let another thread read.
-        refused = tuple(self._refused_beside)
-        with Waiting():
-            ready = dict(self._poller.poll(0 if refused else call.patience()))
-        if self._nudged.fileno() in ready:
-            self._nudged.recv(4096)
-        if self._socket.fileno() in ready:
-            return True
-        # The deliveries of a call were sent before its answer: with that known and nothing here, none is missing.
-        for one in refused:
-            one.dry = True
-            self._refused_beside.discard(one)
-        return False
-
-    def _resign(self, packet: handoff.Packet | None) -> None:
-        """Stop being the reader, if this thread is, after handing on what it has read."""
-        stray = None
-        with self._changed.lock:
-            if self._reader != threading.get_ident():
-                return
-            if packet is not None:
-                if packet.frame.HasField("delivery"):
-                    self._taken.arrived(packet.frame)
-                if not self._route(packet):
-                    stray = packet
-            self._reader = None
-            self._changed.tell_all()
-        if stray is not None:
-            self._refuse(stray)
-
-    def _route(self, packet: handoff.Packet) -> bool:
-        """Hand a packet to its call; False when no call waits for it. The lock is held."""
-        frame = packet.frame
-        call = self._calls.get(frame.request_id)
-        kind = frame.WhichOneof("kind")
-        if call is None or kind not in ("delivery", "reply"):
-            return False
-        if kind == "delivery":
-            # In this order: who waits looks without the lock.
-            call.inbox.append(packet)
-            if frame.delivery.HasField("reply"):
-                call.outcome = outcome_of(frame.delivery.reply)
-        else:
-            call.outcome = outcome_of(frame.reply)
-        return True
-
-    def _refuse(self, packet: handoff.Packet) -> None:
-        """Drop what no call waits for; extents in it are given back."""
-        close_packet(packet)
-        kind = packet.frame.WhichOneof("kind")
-        if kind == "reply" and packet.frame.reply.HasField("error"):
-            error = from_status(packet.frame.reply.error)
-            if error.reason == "PROTOCOL_VIOLATION":
-                # It closes now, and what was wrong would be wrong again.
-                self._break(ProtocolError, f"the broker at {self._name} ended the connection: {error}")
-                return
-        if kind == "reply" and packet.frame.reply.WhichOneof("result") in _TOLD:
-            return  # later than anybody waited for it
-        if kind != "delivery":
-            logger.warning("the broker sent a frame that nobody waits for: %s", kind)
-            return
-        delivery = packet.frame.delivery
-        with suppress(MembrokerError):
-            self._acknowledge(None, packet)
-            if not delivery.segment:
-                self.release(delivery.extent_ids)
-            elif delivery.part == delivery.parts - 1:
-                self.detach(delivery.segment)
-
     def _lose(self, error: Exception) -> None:
         """Note that the connection is lost, and why."""
         if isinstance(error, handoff.BrokenPacket):
-            self._break(ProtocolError, f"the broker at {self._name} sent what is no frame: {error}")
+            self._break(ProtocolError, f"the broker at {self._name} sent an invalid frame: {error}")
         self._break(
             BrokerUnavailable,
             f"the broker at {self._name} is gone{self._stopping}: what is mapped stays valid; "
@@ -500,3 +239,246 @@ class Connection:
         )
         if self.lost:
             self._on_lost(self)
+
+    # One call, from its start to its end
+
+    def _start_by_grpc(self, call: Call, frame: pb.Frame) -> None:
+        assert self._grpc is not None
+        call.by_grpc = True
+        self._grpc.start(frame, partial(self._finish, call), call.seconds_left())
+
+    def _finish(self, call: Call, outcome: Outcome, extents: int) -> None:
+        """Take the answer of a call by gRPC, with its number of extents; any thread.
+
+        What the broker delivered before a refusal is in the socket by now.
+        """
+        if self._reader_thread is not None:
+            self._drain()
+        with self._changed.lock:
+            if self._end is None:
+                call.outcome, call.expected = outcome, extents
+            self._changed.tell_all()
+
+    def _note(self, call: Call) -> None:
+        """Enter what a call has brought, before it is forgotten: no resume can miss it."""
+        if call.segment:
+            self._inventory.attached(call.request_id, call.segment)
+        elif call.extent_ids:
+            self._inventory.borrowed(call.extent_ids)
+        if call.note is not None:
+            call.note()
+
+    def _undo(self, call: Call) -> None:
+        """Let the placement unmap what it took. What it could not unmap is not released either, but held."""
+        call.keep = True
+        call.placement.undo()
+        call.keep = False
+
+    def _give_up(self, call: Call) -> None:
+        """Undo a call that failed, and release all that came for it, when the broker has answered."""
+        try:
+            self._undo(call)
+        finally:
+            with suppress(MembrokerError):
+                while call.sent and self._wait(call):
+                    self._take(call, use=False)
+                if call.segment and not call.keep:
+                    self.detach(call.segment)
+                elif not call.keep:
+                    self.release(call.extent_ids)
+            if call.keep:
+                self._note(call)
+
+    def _leave(self, call: Call) -> None:
+        """Undo a call that an interrupt ended. The resume tells the broker what is not held."""
+        with self._changed.lock:
+            if self._reader == threading.get_ident():
+                self._reader = None
+        self.interrupt()
+        try:
+            self._undo(call)
+        finally:
+            if call.keep:
+                self._note(call)
+            else:
+                self._inventory.strike_call(call.request_id, call.extent_ids)
+
+    def _take(self, call: Call, *, use: bool = True) -> None:
+        """Hand the oldest delivery of a call to its placement, or close it unused. Acknowledge it in any case."""
+        packet = call.inbox[0]
+        delivery = packet.frame.delivery
+        call.extent_ids.extend(delivery.extent_ids)
+        call.segment = delivery.segment
+        try:
+            if use:
+                if packet.truncated or len(delivery.extent_ids) != len(packet.descriptors):
+                    raise incomplete(packet)
+                call.placement.place(delivery.extent_ids, packet.descriptors, delivery.extent_bytes)
+        finally:
+            call.inbox.popleft()
+            self._close_and_acknowledge(packet, last=delivery.HasField("reply"))
+
+    def _close_and_acknowledge(self, packet: handoff.Packet, *, last: bool) -> None:
+        """Let the broker send more in place of a delivery that was taken, if a call may wait for that.
+
+        After the last delivery of the only call in flight none waits, and the next frame says it. A call that begins
+        meanwhile is either seen here, or its own frame carries the count: it is entered before that is read.
+        """
+        with self._changed.lock:
+            close_each(packet.descriptors)
+            self._unclosed.remove(packet)
+            if self.revision and (not self._taken.take(packet.frame) or (last and len(self._calls) == 1)):
+                return  # or the thread that takes an earlier delivery says so
+        frame = pb.Frame(request_id=packet.frame.request_id)
+        frame.ack.part = packet.frame.delivery.part
+        self._send(frame)
+
+    def _close(self, packet: handoff.Packet) -> None:
+        """Close the descriptors of a packet, and forget it. The lock is held."""
+        close_each(packet.descriptors)
+        self._unclosed.remove(packet)
+
+    def _send(self, frame: pb.Frame) -> None:
+        frame.acknowledged = self._taken.count if self.revision else 0
+        try:
+            self._socket.send(handoff.encode(frame), _NOSIGNAL)
+        except OSError as error:
+            self._lose(error)
+            self._check_open()
+
+    # Reading: one thread at a time, for all
+
+    def start_reader(self) -> None:
+        """Let a thread read for all callers until the connection ends: for a session by gRPC."""
+        self._reader_thread = threading.Thread(target=self._read_for_all, name="membroker-reader", daemon=True)
+        self._reader = 0  # no caller reads
+        self._reader_thread.start()
+
+    def _read_for_all(self) -> None:
+        while self._end is None:
+            self._readable(None)
+            self._drain()
+        self._hand_on(None)
+
+    def _drain(self) -> None:
+        """Hand every packet that is in the socket to its call. The reader thread does, and one that has an answer."""
+        strays = []
+        try:
+            with self._changed.lock:
+                while self._end is None and self._readable(0):
+                    packet = handoff.receive(self._socket)
+                    self._unclosed.append(packet)
+                    if not self._route(packet):
+                        strays.append(packet)
+                self._changed.tell_all()
+        except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
+            self._lose(error)
+        for packet in strays:
+            self._refuse(packet)
+
+    def read_to_the_end(self) -> None:
+        """Read what the broker sent before it closed, once no other thread reads, and note that it is gone."""
+        while True:
+            with self._changed.lock:
+                while self._reader is not None and self._end is None:
+                    self._changed.wait()
+                if self._end is not None:
+                    return
+                self._reader = threading.get_ident()
+            if not self._readable(0):
+                self._lose(handoff.EndOfConnection())
+                self._hand_on(None)
+                return
+            self._read()
+
+    def _wait(self, call: Call) -> bool:
+        """Return True when `call` has a delivery to take, False when it is over."""
+        while True:
+            with self._changed.lock:
+                if call.inbox:
+                    return True
+                if call.outcome is not None and len(call.extent_ids) >= call.expected:
+                    return False
+                if self._end is not None:
+                    self._check_open()
+                if call.deadline is not None and time.monotonic() >= call.deadline:
+                    raise BrokerUnavailable(f"the broker at {self._name} did not answer in time")
+                if self._reader is not None or call.by_grpc:
+                    left = call.seconds_left()
+                    self._changed.wait(LOOK_SECONDS if left is None else min(left, LOOK_SECONDS))
+                    continue
+                self._reader = threading.get_ident()
+            if call.deadline is None or self._readable(call.deadline - time.monotonic()):
+                self._read()
+            else:
+                self._hand_on(None)
+
+    def _readable(self, seconds: float | None) -> bool:
+        """Say whether a packet, or the end, arrives within `seconds`; None for any time."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return bool(poller.poll(None if seconds is None else max(0.0, seconds * 1000)))
+
+    def _read(self) -> None:
+        """As the reader, read one packet and hand it to its call; then another thread may read."""
+        packet = None
+        try:
+            packet = handoff.receive(self._socket)
+            self._unclosed.append(packet)
+        except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
+            self._lose(error)
+        finally:
+            self._hand_on(packet)
+
+    def _hand_on(self, packet: handoff.Packet | None) -> None:
+        """Give a packet to its call, and let another thread read."""
+        with self._changed.lock:
+            routed = packet is None or self._route(packet)
+            self._reader = None
+            self._changed.tell_all()
+        if packet is not None and not routed:
+            self._refuse(packet)
+
+    def _route(self, packet: handoff.Packet) -> bool:
+        """Give a packet to its call; False when no call waits for it. The lock is held."""
+        frame = packet.frame
+        kind = frame.WhichOneof("kind")
+        if kind == "delivery":
+            self._taken.arrived(frame)
+            reply = frame.delivery.reply if frame.delivery.HasField("reply") else None
+        else:
+            reply = frame.reply
+        call = self._calls.get(frame.request_id)
+        if call is None or kind not in ("delivery", "reply"):
+            return False
+        if kind == "delivery":
+            call.inbox.append(packet)
+        else:
+            self._close(packet)
+        if reply is not None:
+            call.outcome = outcome_of(reply)
+        return True
+
+    def _refuse(self, packet: handoff.Packet) -> None:
+        """Drop a packet that no call waits for; its extents are released."""
+        frame = packet.frame
+        kind = frame.WhichOneof("kind")
+        if kind == "delivery":
+            delivery = frame.delivery
+            with suppress(MembrokerError):
+                self._close_and_acknowledge(packet, last=False)
+                if not delivery.segment:
+                    self.release(delivery.extent_ids)
+                elif delivery.part == delivery.parts - 1:
+                    self.detach(delivery.segment)
+            return
+        with self._changed.lock:
+            self._close(packet)
+        if kind == "reply" and frame.reply.HasField("error"):
+            error = from_status(frame.reply.error)
+            if error.reason == "PROTOCOL_VIOLATION":
+                # The broker closes now, and what was wrong would be wrong again.
+                self._break(ProtocolError, f"the broker at {self._name} ended the connection: {error}")
+                return
+        if kind != "reply" or frame.reply.WhichOneof("result") not in _LATE:
+            logger.warning("the broker sent a frame that no call waits for: %s", kind)

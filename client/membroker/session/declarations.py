@@ -1,24 +1,22 @@
 """What a session declares: bytes that this process allocates itself, and is charged for.
 
-Owns two figures of each model and location: what the user has said, and what the library holds on its own account
-(pages that pools have offloaded). The broker knows their sum only, and each declaration states all of it, so they are
-made one after another. It must never be asked under a pool's lock: a declaration is a call, and may wait for a broker.
+Owns two figures of each model and location: what the user has said, and what the library holds itself (pages that
+pools have offloaded). The broker knows their sum only, and each declaration states all of it, so they are made one
+after another. A pool must never call this under its lock: a declaration is a call, and may wait for a broker.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter, deque
+from contextlib import suppress
 
 from ..errors import InvalidRequest
-from ..interrupts import HeldOff
 from ..v1 import broker_pb2 as pb
 from ..vmm.driver import Location
 from ..vmm.sizes import MAX_BYTES
 from .messages import location_to_wire
-from .transport import Transport, broker_may_be_gone
+from .transport import Transport
 
 _Key = tuple[str, Location]
 """A model's resource name, and a location."""
@@ -29,69 +27,74 @@ class Declarations:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._turn = threading.Lock()
-        self._lock = threading.Lock()
+        # Reentrant, because releasing it without having it then fails instead of taking it from another thread.
+        self._turn = threading.RLock()
         self._said: Counter[_Key] = Counter()
         self._held: Counter[_Key] = Counter()
-        # Of which the broker may believe more than is true.
-        self._less: set[_Key] = set()
+        self._ended: deque[tuple[_Key, int]] = deque()
+        """Bytes that are held no longer, for the thread that has the turn."""
 
     def say(self, model: str, location: Location, size: int) -> None:
-        """Take the user's figure in the place of the one before. Raises `OutOfMemory`, and then that one stays."""
+        """Replace the user's figure. Raises `OutOfMemory`, and then the last one stays."""
         key = (model, location)
-        with self._declaring():
-            self._declare(key, size, self._held[key])
-            self._said[key] = size
+        try:
+            with self._turn:
+                self._declare(key, size, self._held[key])
+                self._said[key] = size
+        finally:
+            self._tell_less()
 
     def add(self, model: str, location: Location, size: int) -> None:
         """Be charged for `size` bytes more. Raises `OutOfMemory`, and nothing has changed then."""
-        key = (model, location)
-        with self._declaring():
-            self._declare(key, size, self._said[key] + self._held[key])
-            with self._lock:
+        key, added = (model, location), 0
+        try:
+            with self._turn:
+                self._declare(key, size, self._said[key] + self._held[key])
                 self._held[key] += size
+                added = size
+            self._tell_less()
+        except BaseException:
+            if added:  # an interrupt came after the answer
+                self._ended.append((key, added))
+            self._tell_less()
+            raise
 
     def end(self, model: str, location: Location, size: int) -> None:
         """Be charged for `size` bytes less, of those that were added. Waits for no broker that is gone.
 
-        Nor for a thread that does: that one tells it behind what it declares.
+        It does not wait for a thread that does, either: that thread tells the broker after its own declaration.
         """
-        key = (model, location)
-        with HeldOff():
-            with self._lock:
-                self._held[key] -= size
-            self._less.add(key)
-            self._tell_less()
+        self._ended.append(((model, location), size))
+        self._tell_less()
 
-    @contextmanager
-    def _declaring(self) -> Iterator[None]:
-        with HeldOff():
-            try:
-                with self._turn:
-                    yield
-            finally:
-                self._tell_less()
-
-    def _declare(self, key: _Key, size: int, beside: int) -> None:
-        if size > MAX_BYTES - beside:
-            raise InvalidRequest(f"{size} bytes beside {beside} that are declared already are more than 2^63-1")
+    def _declare(self, key: _Key, size: int, others: int) -> None:
+        if size > MAX_BYTES - others:
+            raise InvalidRequest(f"{size} bytes and {others} that are declared already are more than 2^63-1")
         try:
-            self._transport.declare(_request(key, size + beside))
-        except KeyboardInterrupt:
-            # The broker may agree all the same.
-            self._less.add(key)
+            self._transport.declare(_request(key, size + others))
+        except Exception:
+            raise
+        except BaseException:
+            self._ended.append((key, 0))  # the broker may have agreed: declare again what is true
             raise
 
     def _tell_less(self) -> None:
-        """Tell the broker of what is less now, or leave it to the thread whose turn it is: it comes by here next."""
-        while self._less and self._turn.acquire(blocking=False):
+        """Declare what is less now, unless another thread has the turn: it does so before it returns."""
+        while self._ended:
             try:
-                for key in tuple(self._less):
-                    self._less.discard(key)
-                    with broker_may_be_gone():
-                        self._transport.declare_less(_request(key, self._said[key] + self._held[key]))
+                if not self._turn.acquire(blocking=False):
+                    return
+                less = set()
+                while self._ended:
+                    key, size = self._ended[0]
+                    self._held[key] -= size
+                    del self._ended[0]
+                    less.add(key)
+                for key in less:
+                    self._transport.declare_less(_request(key, self._said[key] + self._held[key]))
             finally:
-                self._turn.release()
+                with suppress(RuntimeError):
+                    self._turn.release()
 
 
 def _request(key: _Key, size: int) -> pb.DeclareMemoryRequest:

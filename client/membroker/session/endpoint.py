@@ -1,7 +1,7 @@
 """Which endpoint to enter, how to connect to it, and what is wrong when that fails.
 
-Owns the search for an endpoint's directory and the sentence for each way in which it can be unusable. It must
-never speak a word of the protocol, and never mend anything itself: the sentence names the command that does.
+Owns the search for an endpoint's directory, and the error message for each way in which it can be unusable. It must
+never send or read anything, and never repair anything itself: the message names the command that does.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _DEVICE = re.compile(r"[0-9]{1,4}|(?=[0-9]*[A-Za-z-])[A-Za-z0-9-]{4,64}")
 def find_endpoint(endpoint: str | os.PathLike[str] | None = None, env: Mapping[str, str] = os.environ) -> Path:
     """Return the directory of the endpoint to enter, absolute.
 
-    The argument, else MEMBROKER_ENDPOINT, else the only device under `$XDG_RUNTIME_DIR/membroker`, else under
-    `/run/membroker`, where a broker listens, if one does anywhere. Of a device's directory it is `tenants/default`.
-    Raises `BrokerUnavailable` where there is no device, and `InvalidRequest` for what is no path, and where there are
-    several devices, with their directories.
+    It is the argument, else MEMBROKER_ENDPOINT, else the only device under `$XDG_RUNTIME_DIR/membroker`, else the only
+    one under `/run/membroker`. Devices with a live broker come first. In a device's directory it is `tenants/default`.
+    Raises `BrokerUnavailable` if there is no device. Raises `InvalidRequest` if the argument is not a path, and if
+    there are several devices, with their directories.
     """
     if endpoint is not None and not isinstance(endpoint, str | os.PathLike):
         raise InvalidRequest(f"an endpoint is the path of a directory, not {endpoint!r}")
@@ -49,13 +49,13 @@ def is_device(directory: Path) -> bool:
     try:
         return (directory / "tenants").is_dir()
     except OSError:
-        return False  # what is wrong with it is said when it is entered
+        return False  # the error comes when it is entered
 
 
 def default_device(env: Mapping[str, str] = os.environ) -> Path:
-    """Return the runtime directory of the only device whose broker could be reached without being told which.
+    """Return the directory of the only device, if there is only one.
 
-    What a dead broker left counts only where no broker lives: then it is that one that is missed.
+    Directories that dead brokers left count only if no broker is alive: then the error is about that broker.
     """
     looked = runtime_directories(env)
     device = _only_device(looked, _may_live) or _only_device(looked, lambda _: True)
@@ -68,7 +68,7 @@ def default_device(env: Mapping[str, str] = os.environ) -> Path:
 
 
 def living_devices(env: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return the devices of the first runtime directory in which a broker listens; none where none does anywhere."""
+    """Return the devices with a live broker, of the first runtime directory that has one; else an empty list."""
     found = (list(filter(_may_live, _devices_in(runtime))) for runtime in runtime_directories(env))
     return next(filter(None, found), [])
 
@@ -76,8 +76,8 @@ def living_devices(env: Mapping[str, str] = os.environ) -> list[Path]:
 def find_device(name: str, env: Mapping[str, str] = os.environ) -> Path:
     """Return the directory of the device with this number, UUID or name, as in `1`, `GPU-12345678-…`, `gpu-12345678`.
 
-    Where several have one number it is that of a broker that lives. Raises `BrokerAbsent` where there is none, and
-    `InvalidRequest` where there are still several, or for what names no device.
+    If several have this number, it is the one whose broker is alive. Raises `BrokerAbsent` if there is no such device,
+    and `InvalidRequest` if there are still several, or if the name is not valid.
     """
     if not _DEVICE.fullmatch(name):
         raise InvalidRequest(
@@ -111,7 +111,7 @@ def _is_called(device: Path, name: str) -> bool:
 
 
 def _index_of(device: Path) -> str:
-    """Return a device's number as its daemon has written it, or `?`."""
+    """Return a device's number as its daemon wrote it, or `?`."""
     try:
         descriptor = os.open(device / "index", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -124,7 +124,7 @@ def _index_of(device: Path) -> str:
 
 
 def _only_device(looked: Iterable[Path], counts: Callable[[Path], bool]) -> Path | None:
-    """Return the device of the first runtime directory that has one which counts; raises where it has several."""
+    """Return the device for which `counts` is true, of the first runtime directory that has one; raises for several."""
     for runtime in looked:
         devices = list(filter(counts, _devices_in(runtime)))
         if len(devices) > 1:
@@ -154,7 +154,7 @@ def _devices_in(runtime: Path) -> list[Path]:
 
 
 def _may_live(device: Path) -> bool:
-    """Say whether a tenant's socket of this device is somebody's, or may be: one closed to us can't be asked."""
+    """Say whether a broker of this device may be alive; a directory that we may not read counts."""
     try:
         return any(_may_be_bound(tenant / "handoff.sock") for tenant in (device / "tenants").iterdir())
     except OSError:
@@ -162,7 +162,7 @@ def _may_live(device: Path) -> bool:
 
 
 def _may_be_bound(path: Path) -> bool:
-    # By a socket of another kind: the kernel says whether there is a process, which hears nothing of it.
+    # By a socket of another kind: the kernel says whether a process listens, and that process does not notice.
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
         try:
             probe.connect(os.fspath(path))
@@ -177,8 +177,8 @@ DESCRIPTORS_SHORT = "this process has no file descriptor left: raise its limit, 
 def open_socket(path: Path, timeout: float) -> socket.socket:
     """Connect to the handoff socket at `path` and return it, blocking for at most `timeout` seconds a call.
 
-    Raises `BrokerUnavailable`, `AccessDenied`, `DescriptorLimit` or `InvalidRequest`, with what is wrong and the
-    command that mends it.
+    Raises `BrokerUnavailable`, `AccessDenied`, `DescriptorLimit` or `InvalidRequest`, with the cause and the command
+    that repairs it.
     """
     check_path(path)
     try:
@@ -198,7 +198,7 @@ def open_socket(path: Path, timeout: float) -> socket.socket:
 
 
 def set_timeout(connection: socket.socket, timeout: float) -> None:
-    """Let the kernel end each blocking call after `timeout` seconds, rounded up to 1 us (EAGAIN); 0 for never.
+    """Let the kernel end each blocking call after `timeout` seconds, rounded up to 1 us (EAGAIN); 0 means never.
 
     Python's own timeout makes the socket non-blocking, and such a connect fails at once when the queue is full.
     """
@@ -208,7 +208,7 @@ def set_timeout(connection: socket.socket, timeout: float) -> None:
 
 
 def check_path(path: Path) -> None:
-    """Raise `InvalidRequest` for a path that the kernel does not take as a socket's address."""
+    """Raise `InvalidRequest` for a path that is too long for a socket's address."""
     length = len(os.fsencode(path))
     if length > MAX_SOCKET_PATH_BYTES:
         raise InvalidRequest(
@@ -235,12 +235,12 @@ def diagnose(path: Path, error: OSError) -> MembrokerError:
 
 
 def silent(path: Path) -> str:
-    """Return the sentence for a broker that accepts nobody or says nothing in the time allowed."""
+    """Return the message for a broker that does not answer in the time allowed."""
     return f"{not_answering(path)}, or give connect() a longer timeout"
 
 
 def not_answering(path: Path) -> str:
-    """Return the sentence for a broker that runs and says nothing."""
+    """Return the message for a broker that runs and does not answer."""
     return (
         f"the broker at {path} does not answer: it is stopped or overloaded. Look at it with "
         "`pgrep -a membrokerd`, continue a stopped one with `kill -CONT`"
@@ -248,7 +248,7 @@ def not_answering(path: Path) -> str:
 
 
 def _refused(path: Path) -> BrokerUnavailable:
-    with suppress(FileNotFoundError):  # a broker that stops takes its socket away
+    with suppress(FileNotFoundError):  # a broker that stops removes its socket
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return BrokerUnavailable(f"{path} is not a socket: {_name_endpoint(path)}")
     return BrokerAbsent(

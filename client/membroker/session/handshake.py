@@ -1,6 +1,7 @@
-"""Hello and Welcome: the first round trip of a session.
+"""Hello, Welcome and Holds: how a session begins on its first connection, and goes on over the next one.
 
-Owns what may go wrong before there is a session, as typed errors. It must never keep a descriptor when it raises.
+Owns the typed errors of both, and the sockets until they are handed over. It must never keep a descriptor when it
+raises.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from ..v1 import handoff_pb2 as pb
 from ..wire import frames as handoff
 from ..wire.names import PROTOCOL_VERSION
 from .endpoint import DESCRIPTORS_SHORT, open_socket, set_timeout, silent
+from .inventory import HeldResources
+
+REJECTED = "TOKEN_REJECTED"
 
 
 def open_session(path: Path, hello: pb.Hello, timeout: float) -> tuple[socket.socket, socket.socket, pb.Welcome]:
     """Open a session on the handoff socket at `path`; return that socket, the one of notices, and the Welcome.
 
-    `timeout`, in seconds, bounds each of connecting, greeting and being greeted. Raises `BrokerUnavailable`,
-    `AccessDenied`, `TooMany`, `ProtocolError`, `DescriptorLimit`.
+    `timeout`, in seconds, bounds each of connecting, sending the Hello and receiving the Welcome. Raises
+    `BrokerUnavailable`, `AccessDenied`, `TooMany`, `ProtocolError`, `DescriptorLimit`.
     """
     connection = open_socket(path, timeout)
     try:
@@ -32,9 +36,73 @@ def open_session(path: Path, hello: pb.Hello, timeout: float) -> tuple[socket.so
     return connection, notices, welcome
 
 
+class Resume:
+    """One attempt to resume a session at the handoff socket at `path`; `timeout`, in seconds, bounds each step.
+
+    Every method raises the broker's refusal, `BrokerUnavailable`, `ProtocolError` or `DescriptorLimit`.
+    """
+
+    def __init__(self, path: Path, hello: pb.Hello, timeout: float) -> None:
+        self._path = path
+        self._hello = hello
+        self._timeout = timeout
+        self._sockets: list[socket.socket] = []
+        self.revision = 0
+        """The broker's `Welcome.protocol_revision`."""
+
+    def greet(self) -> None:
+        """Present the session's token. Raises with the reason TOKEN_REJECTED if the broker does not know it."""
+        connection, notices, welcome = open_session(self._path, self._hello, self._timeout)
+        self._sockets += connection, notices
+        self.revision = welcome.protocol_revision
+        if not welcome.resumed:
+            raise MembrokerError("it opened another session, as a broker does that cannot resume", REJECTED)
+
+    def state(self, held: HeldResources, request_id: int) -> pb.ResumeResponse:
+        """State what the session holds, and return the broker's answer."""
+        connection = self._sockets[0]
+        set_timeout(connection, self._timeout)
+        try:
+            for holds in held.frames():
+                handoff.send(connection, handoff.encode(pb.Frame(request_id=request_id, holds=holds)))
+            packet = handoff.receive(connection)
+        except BlockingIOError as error:
+            raise BrokerUnavailable(silent(self._path)) from error
+        except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
+            raise BrokerUnavailable(f"the broker at {self._path} went away again: {error!r}") from error
+        handoff.close_all(packet.descriptors)
+        set_timeout(connection, 0)
+        reply = packet.frame.reply
+        if reply.HasField("error"):
+            raise from_status(reply.error)
+        if not reply.HasField("resume"):
+            raise ProtocolError("the broker did not answer the last Holds with a ResumeResponse")
+        return reply.resume
+
+    def sockets(self) -> tuple[socket.socket, socket.socket]:
+        """Return the connection and the socket of notices. `close` closes them unless `keep` was called."""
+        connection, notices = self._sockets
+        return connection, notices
+
+    def keep(self) -> None:
+        """Let the sockets outlive the attempt."""
+        self._sockets.clear()
+
+    def cut(self) -> None:
+        """End the attempt from another thread, without waiting."""
+        for one in list(self._sockets):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the sockets, unless they were kept."""
+        while self._sockets:
+            self._sockets.pop().close()
+
+
 def _greet(connection: socket.socket, path: Path, hello: pb.Hello) -> tuple[socket.socket, pb.Welcome]:
     try:
-        # Who is refused as a stranger is answered before the greeting: the answer can be read, and nothing written.
+        # A process that may not enter is answered before its Hello: the answer can be read, and nothing written.
         with suppress(BrokenPipeError):
             handoff.send(connection, handoff.encode(pb.Frame(request_id=1, hello=hello)))
         packet = _hear(connection)
@@ -49,7 +117,7 @@ def _greet(connection: socket.socket, path: Path, hello: pb.Hello) -> tuple[sock
 
 
 def _hear(connection: socket.socket) -> handoff.Packet:
-    """Return the broker's first packet, also when it hung up with our greeting unread: that is told once, before it."""
+    """Return the broker's first packet. If it hung up with our Hello unread, the kernel says so once, before it."""
     try:
         return handoff.receive(connection)
     except ConnectionResetError:
@@ -60,7 +128,7 @@ def _unanswered(path: Path, error: Exception) -> MembrokerError:
     if isinstance(error, BlockingIOError):
         return BrokerUnavailable(silent(path))
     if isinstance(error, handoff.BrokenPacket):
-        return ProtocolError(f"what listens at {path} is no broker of this protocol: {error}")
+        return ProtocolError(f"the process that listens at {path} does not speak this protocol: {error}")
     return BrokerAbsent(
         f"the broker at {path} closed the connection without an answer: it is stopping, or its log says why"
     )

@@ -1,8 +1,8 @@
-"""gRPC: the calls of BrokerService at one endpoint, with their errors as the library's.
+"""gRPC: the calls of a service at one socket, with their errors as the library's, and frames sent as such calls.
 
-Owns a channel, made at the first call, and the translation of an RpcError. It must never stream (a streaming call
-that races the interpreter's exit can hang for ever), never retry, and never touch the channel in a forked child.
-A channel finds the next broker by itself: what is lost with the one before is its caller's to make anew.
+Owns a channel, made at the first call, and the translation of an RpcError. It must never stream (a streaming call that
+races the interpreter's exit can hang forever), never retry, and never touch the channel in a forked child. A channel
+finds the next broker by itself; a call that the last one did not answer is the caller's to repeat.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc.status_pb2 import Status
 
 from ..errors import BrokerUnavailable, DescriptorLimit, MembrokerError, from_status
-from ..interrupts import HeldOff, Waiting, is_held_off
+from ..interrupts import uninterrupted
+from ..v1.handoff_pb2 import Frame
 from ..wire.names import STATUS_METADATA, TOKEN_METADATA
+from .call import Outcome
 from .endpoint import DESCRIPTORS_SHORT, check_path
 
 if TYPE_CHECKING:
     import grpc
-
-    from .call import Outcome
 
 logger = logging.getLogger("membroker")
 
@@ -35,12 +35,27 @@ CONTROL_SECONDS = 30.0
 PATIENT_SECONDS = 5.0
 """How long the first of them may take over a channel that has to find a new broker."""
 
+METHODS = {
+    "allocate": ("AllocateExtents", "count"),
+    "create_segment": ("CreateSegment", "extents"),
+    "attach_segment": ("AttachSegment", "extents"),
+    "seal_segment": ("SealSegment", ""),
+    "delete_segment": ("DeleteSegment", ""),
+    "register_model": ("RegisterModel", ""),
+    "unregister_model": ("UnregisterModel", ""),
+}
+"""The frames that can be sent by gRPC instead: the method, and the field of its answer that counts the extents.
+
+Releases, detaches and declarations have no place here. They are frames on the handoff socket in any session: a broker
+that does not answer in time still reads them later, once.
+"""
+
 _OPTIONS = (
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 50),
-    # Named for a pause, it is how long one attempt to connect may take: 50 ms failed calls on a busy machine.
+    # Despite its name, how long one attempt to connect may take: with 50 ms, calls failed on a busy machine.
     ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 200),
 )
@@ -49,7 +64,7 @@ _ENDED = {
     "DEADLINE_EXCEEDED": "did not answer in time",
     "CANCELLED": "has not answered a call that was cancelled",
 }
-"""What gRPC's own codes say of a broker, where it has not answered."""
+"""What gRPC's own codes say of a broker that has not answered."""
 _LOOK = "see that it runs (`pgrep -a membrokerd`), or start it with `membrokerd`"
 _DESCRIPTORS_OF_A_CHANNEL = 8
 # Channels of a forked child's parent: never collected here, because ending one runs gRPC's code.
@@ -68,52 +83,58 @@ class GrpcCalls:
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
         self._stub: Any = None
+        self._frames: set[Any] = set()
+        """The calls of frames that have no answer yet."""
         self.patient = False
-        """Whether a call waits until a broker is there: up to the first answer, where its handoff socket was there."""
+        """Whether a call waits until a broker is there: after a resume, up to the first answer."""
 
     def call(self, method: str, request: Message, timeout: float | None = None) -> Any:
         """Make the call and return its response; `timeout` in seconds.
 
         Raises the broker's refusal, typed, and `BrokerUnavailable` when no broker answers.
         """
-        with HeldOff():  # an interrupt in the import of gRPC's C code would leave it half done, for good
-            import grpc
+        # Ctrl-C inside gRPC would leave its channel locked for every other thread.
+        return uninterrupted(lambda: self._call(method, request, timeout), patience=0)
 
-        nested = is_held_off()
-        try:
-            # An interrupt inside gRPC's own code would leave its channel locked for every other thread, for ever.
-            with HeldOff():
-                ask = getattr(self._open(), method)
-                options: dict[str, Any] = {"metadata": self._metadata, "timeout": timeout}
-                if self.patient:
-                    options.update(wait_for_ready=True, timeout=PATIENT_SECONDS)
-                if nested or not is_held_off():
-                    response = ask(request, **options)
-                else:
-                    response = self._wait_for(ask.future(request, **options))
-        except grpc.RpcError as error:
-            raise self._translate(error) from error
-        self.patient = False
-        return response
-
-    def _wait_for(self, future: Any) -> Any:
-        """Return the response, or raise; an interrupt is let through, and the call goes on without its caller."""
-        ended = threading.Lock()  # an Event is Python, and no place for an interrupt
-        ended.acquire()
-        future.add_done_callback(lambda _: ended.release())
-        with Waiting():
-            ended.acquire()
-        outcome = self._outcome(future)
+    def _call(self, method: str, request: Message, timeout: float | None) -> Message:
+        outcome = self._outcome(self._begin(method, request, PATIENT_SECONDS if self.patient else timeout))
         if isinstance(outcome, MembrokerError):
             raise outcome
         return outcome
 
-    def start(self, method: str, request: Message, finish: Callable[[Outcome], None]) -> None:
-        """Begin the call; `finish` gets the response or the error, in a thread of gRPC's."""
-        future = getattr(self._open(), method).future(
-            request, metadata=self._metadata, wait_for_ready=self.patient or None
-        )
-        future.add_done_callback(lambda done: finish(self._outcome(done)))
+    def start(self, frame: Frame, finish: Callable[[Outcome, int], None], timeout: float | None) -> None:
+        """Send the request of a frame as a call.
+
+        `finish` gets the response or the error, and how many extents come with it on the handoff socket, in any thread.
+        """
+        kind = str(frame.WhichOneof("kind"))
+        method, count = METHODS[kind]
+        request = getattr(frame, kind)
+        request.request_id = frame.request_id
+
+        def answered(future: Any) -> None:
+            self._frames.discard(future)
+            outcome = self._outcome(future)
+            finish(outcome, 0 if isinstance(outcome, MembrokerError) or not count else getattr(outcome, count))
+
+        def begin() -> None:
+            future = self._begin(method, request, timeout)
+            self._frames.add(future)
+            future.add_done_callback(answered)
+
+        uninterrupted(begin)
+
+    def cancel_frames(self) -> None:
+        """Cancel the calls of frames: a broker that reads them later would deliver to the session's next connection."""
+        for future in list(self._frames):
+            future.cancel()
+
+    def _begin(self, method: str, request: Message, timeout: float | None) -> Any:
+        call = getattr(self._open(), method)
+        try:
+            return call.future(request, metadata=self._metadata, timeout=timeout, wait_for_ready=self.patient or None)
+        except ValueError as error:  # the channel is closed
+            raise BrokerUnavailable(f"the call at {self._path} could not begin: {error}") from error
 
     def _outcome(self, future: Any) -> Outcome:
         import grpc
@@ -124,6 +145,7 @@ class GrpcCalls:
             return self._translate(error)
         except grpc.FutureCancelledError:
             return BrokerUnavailable(f"the call at {self._path} was cancelled: its client is closed")
+        self.patient = False
         return response
 
     def close(self) -> None:
@@ -134,7 +156,7 @@ class GrpcCalls:
             channel.close()
 
     def abandon(self) -> None:
-        """In a forked child: let go without a call into gRPC, which does not survive a fork."""
+        """In a forked child: drop the channel without a call into gRPC, which does not survive a fork."""
         _inherited.extend((self._channel, self._stub))
         self._channel = self._stub = None
 
@@ -158,7 +180,7 @@ class GrpcCalls:
                     return from_status(Status.FromString(value))
                 except DecodeError:
                     break
-        # gRPC's words are of its addresses and channels: for who looks into it, and nobody else.
+        # gRPC's text is about channels and addresses; keep it for the debug log.
         code, details = error.code(), error.details()
         logger.debug("a call at %s ended with gRPC's %s: %s", self._path, code.name, details)
         what = _ENDED.get(code.name)
@@ -172,7 +194,7 @@ class GrpcCalls:
 
 
 def _check_descriptors() -> None:
-    """Raise `DescriptorLimit` before gRPC would end the process: it aborts when it cannot have what it begins with."""
+    """Raise `DescriptorLimit` before gRPC would end the process: it aborts when it cannot open what it starts with."""
     with ExitStack() as taken:
         try:
             for _ in range(_DESCRIPTORS_OF_A_CHANNEL):

@@ -1,8 +1,8 @@
-"""One session: its line to the broker, its driver, and what is held of it.
+"""One session: its connection to the broker, its driver, its models, and what is mapped for it.
 
-Owns the order of the beginning and of the end: nothing is told to the broker as given back before it is unmapped.
-It must never be referred to by the background thread, so that a client that was forgotten ends by itself, and in
-a forked child it lets go of everything without a lock, a call or a frame.
+Owns the order of the beginning and of the end: the broker is told that memory is released only after it is unmapped.
+The background thread must never refer to it, so that a client that is garbage ends by itself. In a forked child it
+drops everything without a lock, a call or a frame.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..errors import ClosedError, InvalidRequest, ModelNotFound
-from ..interrupts import HeldOff
+from ..interrupts import device_failures, uninterrupted
 from ..memory.lender import Tracked
-from ..memory.region import device_failures
 from ..v1 import broker_pb2, resources_pb2
 from ..v1 import handoff_pb2 as pb
 from ..v1.handoff_pb2 import Frame
@@ -29,102 +28,41 @@ from ..vmm.driver import Driver
 from ..wire.names import MAX_CLIENT_CHARACTERS, PROTOCOL_VERSION
 from .connection import Connection
 from .declarations import Declarations
-from .reconnecting import Line
+from .reconnecting import ReconnectingConnection
 from .rpc import CONTROL_SECONDS
-from .transport import GrpcTransport, HandoffTransport, Transport
-
-
-class Control:
-    """The calls over one line. Each raises the broker's refusal, `BrokerUnavailable`, `SessionLost`, `ClosedError`.
-
-    Models are registered `by_handoff`, where the broker knows how: a session that only borrows needs no gRPC channel.
-    """
-
-    def __init__(self, line: Line, *, by_handoff: bool) -> None:
-        self._line = line
-        self._by_handoff = by_handoff
-
-    def ask(self, method: str, request: Any) -> Any:
-        """Make a call that changes nothing."""
-        return self._line.conduct(lambda _connection, _again: self._call(method, request))
-
-    def register_model(self, request: broker_pb2.RegisterModelRequest) -> resources_pb2.Model:
-        """Register a model or join it."""
-        name = f"{self._line.welcome.tenant}/models/{request.model_id}"
-
-        def attempt(connection: Connection, again: bool) -> resources_pb2.Model:
-            if again and name in connection.models and name not in self._line.registry.models:
-                # Registered for this session, and not by a call that returned: it was this one.
-                request.exclusive = False
-            if self._by_handoff and connection.revision:
-                answer = connection.call(Frame(register_model=request), timeout=CONTROL_SECONDS)
-            else:
-                request.request_id = connection.new_request_id()
-                answer = self._call("RegisterModel", request)
-            model = cast("resources_pb2.Model", answer)
-            self._line.registry.registered(model.name)
-            return model
-
-        return self._line.conduct(attempt)
-
-    def leave_model(self, name: str) -> None:
-        """Take one registration back: leave a model unless this session has registered it more often."""
-        if self._line.registry.strike_registration(name):
-            self.unregister_model(name)
-
-    def unregister_model(self, name: str) -> None:
-        """Leave a model."""
-
-        def attempt(connection: Connection, again: bool) -> None:
-            request = broker_pb2.UnregisterModelRequest(name=name)
-            try:
-                if self._by_handoff and connection.revision:
-                    connection.call(Frame(unregister_model=request), timeout=CONTROL_SECONDS)
-                else:
-                    request.request_id = connection.new_request_id()
-                    self._call("UnregisterModel", request)
-            except ModelNotFound:
-                if not again:
-                    raise
-            self._line.registry.left(name)
-
-        self._line.conduct(attempt)
-
-    def _call(self, method: str, request: Any) -> Any:
-        return self._line.calls.call(method, request, CONTROL_SECONDS)
-
+from .transport import Transport
 
 logger = logging.getLogger("membroker")
 
 
 class _Link:
-    """What a session holds of the outside world, apart from it: the last one to go can be a finalizer's work."""
+    """The connection and the driver of a session, apart from it: a finalizer of the session can close them."""
 
-    def __init__(self, line: Line, driver: Driver | None) -> None:
-        self.line = line
+    def __init__(self, connection: ReconnectingConnection, driver: Driver | None) -> None:
+        self.connection = connection
         self.driver = driver
         self.owns_driver = driver is None
 
     def end(self, *, wait: bool = True) -> None:
-        """Say goodbye and close everything, also when the waiting is interrupted."""
+        """Say goodbye and close everything, also when an interrupt ends the wait for the answer."""
         with ExitStack() as ends:
             ends.callback(self._close_driver)
-            ends.callback(self.line.close)
-            self.line.say_goodbye(wait=wait)
+            ends.callback(self.connection.close)
+            self.connection.say_goodbye(wait=wait)
 
     def _close_driver(self) -> None:
         if self.driver is not None and self.owns_driver:
             self.driver.close()
 
     def abandon(self) -> None:
-        """In a forked child: close what was inherited; the parent feels nothing of it."""
-        self.line.abandon()
+        """In a forked child: close what was inherited; the parent does not notice."""
+        self.connection.abandon()
         if self.driver is not None:
             self.driver.abandon()
 
 
 class Session:
-    """An open session at `endpoint`. Raises what `open_session` raises, and then has left nothing behind.
+    """An open session at `endpoint`. Raises what `open_session` raises, and then leaves nothing behind.
 
     `timeout` and `outage` are those of `connect`.
     """
@@ -149,20 +87,21 @@ class Session:
         self._lock = threading.Lock()
         self._closed = self._ended = self._forked = False
         self._holdings: set[Tracked] = set()
-        self.line = Line(endpoint, hello, timeout=timeout, outage=outage)
-        self._link = _Link(self.line, driver)
-        self.welcome = self.line.welcome
-        self.control = Control(self.line, by_handoff=transport == "handoff")
-        self.transport: Transport = (GrpcTransport if transport == "grpc" else HandoffTransport)(self.line)
+        self.reconnecting = ReconnectingConnection(
+            endpoint, hello, timeout=timeout, outage=outage, by_grpc=transport == "grpc"
+        )
+        self._link = _Link(self.reconnecting, driver)
+        self.welcome = self.reconnecting.welcome
+        self.transport = Transport(self.reconnecting)
         self.declarations = Declarations(self.transport)
-        self._forgotten = weakref.finalize(self, self.line.later, self._link.end)
+        self._forgotten = weakref.finalize(self, self.reconnecting.later, self._link.end)
         self._forgotten.atexit = False
         _living.add(self)
 
     def check_open(self) -> None:
         """Raise `ClosedError` when the client is closed, or was inherited over a fork. Takes no lock."""
         if self._forked:
-            raise ClosedError("this client belongs to the process that this one was forked from: connect() anew")
+            raise ClosedError("this client belongs to the process that this one was forked from: call connect() again")
         if self._closed:
             raise ClosedError("this client is closed")
 
@@ -173,13 +112,13 @@ class Session:
 
     @property
     def connection(self) -> Connection:
-        """The connection that there is, or the lost one until there is another."""
-        return self.line.connection
+        """The present connection, or the lost one until there is another."""
+        return self.reconnecting.connection
 
     @property
     def driver(self) -> Driver:
-        """The driver of the broker's device, opened at the first need. Raises `DeviceFailure`."""
-        # While closing, holdings still unmap.
+        """The driver of the broker's device, opened when it is first needed. Raises `DeviceFailure`."""
+        # While the session closes, its memory is still unmapped by it.
         if self._forked or self._ended:
             self.check_open()
         return self._link.driver or self._open_driver()
@@ -192,41 +131,91 @@ class Session:
 
     def later(self, work: Callable[[], None]) -> None:
         """Do `work` in the background thread."""
-        self.line.later(work)
+        self.reconnecting.later(work)
 
-    def track(self, holding: Tracked) -> None:
-        """Know of what is held. Raises `ClosedError` when the client is closed."""
+    def interrupted(self) -> None:
+        """Drop the present connection, because an interrupt left a call half done. Raises nothing.
+
+        The session resumes on a new one, states what it holds, and the broker credits the rest. Other threads' calls
+        are repeated there.
+        """
+        if not self._forked:
+            self.reconnecting.interrupted()
+
+    # Models, and what is read by gRPC
+
+    def ask(self, method: str, request: Any) -> Any:
+        """Make a call that changes nothing."""
+        return self.reconnecting.ask(method, request)
+
+    def register_model(self, request: broker_pb2.RegisterModelRequest) -> resources_pb2.Model:
+        """Register a model or join it."""
+        name = f"{self.welcome.tenant}/models/{request.model_id}"
+        registered = self.reconnecting.inventory.models
+
+        def before_repeat(connection: Connection) -> None:
+            if name in connection.models and name not in registered:
+                # It is registered for this session, by no call that returned: so by the first attempt.
+                frame.register_model.exclusive = False
+
+        frame = Frame(register_model=request)
+        answer = self.reconnecting.call(frame, timeout=CONTROL_SECONDS, before_repeat=before_repeat)
+        model = cast("resources_pb2.Model", answer)
+        self.reconnecting.inventory.registered(model.name)
+        return model
+
+    def leave_model(self, name: str) -> None:
+        """Take one registration back: leave a model unless this session has registered it more often."""
+        if self.reconnecting.inventory.strike_registration(name):
+            self.unregister_model(name)
+
+    def unregister_model(self, name: str) -> None:
+        """Leave a model."""
+        repeated: list[Connection] = []
+        frame = Frame(unregister_model=broker_pb2.UnregisterModelRequest(name=name))
+        try:
+            self.reconnecting.call(frame, timeout=CONTROL_SECONDS, before_repeat=repeated.append)
+        except ModelNotFound:
+            if not repeated:
+                raise
+        self.reconnecting.inventory.left(name)
+
+    # What is mapped for it
+
+    def track(self, memory: Tracked) -> None:
+        """Let `close` end this memory. Raises `ClosedError` when the client is closed."""
         self.check_open()
         with self._lock:
             self.check_open()
-            self._holdings.add(holding)
+            self._holdings.add(memory)
 
-    def untrack(self, holding: Tracked) -> None:
-        """Forget what was given back; the last one ends a session whose close waited for it."""
-        self._holdings.discard(holding)
+    def untrack(self, memory: Tracked) -> None:
+        """Forget memory that was released. The last one ends a session whose `close` waits for it."""
+        self._holdings.discard(memory)
         if self._closed and not self._holdings:
             self.later(self._end)
 
     def close(self, *, at_exit: bool = False) -> None:
-        """Give everything back and end the session; what has living views ends with the last of them.
+        """Release everything and end the session; memory with living views ends with the last of them.
 
-        At exit a broker that is away is not waited for: it sees the process end. What the driver fails to unmap is
-        logged, and held until this is closed again.
+        At exit it does not wait for a lost broker, which sees the process end. What the driver fails to unmap is
+        logged, and held until this is called again. An interrupt is raised when the work is done.
         """
         if self._forked or self._ended:  # and no lock is touched that another thread of a parent may have held
             return
-        # An interrupt waits until all are ended, but for what only waits: nobody would come back for the rest.
-        with HeldOff():
-            with self._lock:
-                self._closed = True
-            self.line.end_waits(at_exit=at_exit)
-            for holding in list(self._holdings):
-                try:
-                    holding.end()
-                except Exception:
-                    logger.exception("what a closed client held could not be given back")
-            if not self._holdings:
-                self._end(wait=not at_exit)
+        uninterrupted(lambda: self._close(at_exit=at_exit))
+
+    def _close(self, *, at_exit: bool) -> None:
+        with self._lock:
+            self._closed = True
+        self.reconnecting.end_waits(at_exit=at_exit)
+        for memory in list(self._holdings):
+            try:
+                memory.end()
+            except Exception:
+                logger.exception("memory of a closed client could not be released")
+        if not self._holdings:
+            self._end(wait=not at_exit)
 
     def _end(self, *, wait: bool = True) -> None:
         with self._lock:
@@ -240,8 +229,8 @@ class Session:
         """In a forked child: from now on everything of this session raises `ClosedError`."""
         self._forked = True
         self._forgotten.detach()
-        for holding in self._holdings:
-            holding.abandoned = True
+        for memory in self._holdings:
+            memory.abandon()
         self._link.abandon()
 
 

@@ -38,10 +38,11 @@ class driver_call:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
-            raise _translate(self._call, error) from error
+            raise translated(self._call, error) from error
 
 
-def _translate(call: str, error: OSError) -> DriverError:
+def translated(call: str, error: OSError) -> DriverError:
+    """Return the `DriverError` of an `OSError` in the system call named `call`."""
     code = error.errno or 0
     name = errno.errorcode.get(code, "UNKNOWN")
     hint = _LIMITS.get((call, code)) or (_map_count_hint() if code == errno.ENOMEM else "")

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+from typing import NoReturn
 
 PROT_NONE, PROT_READ, PROT_READ_WRITE = 0, 1, 3
 IN_DELETE_SELF, IN_Q_OVERFLOW, IN_IGNORED = 0x400, 0x4000, 0x8000
 
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
+_NOTHING = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
 _MADV_DONTFORK, _MADV_HUGEPAGE = 10, 14
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 0x01, 0x02
 _FAILED = ctypes.c_void_p(-1).value
@@ -44,8 +46,9 @@ def mmap_nothing(size: int, address: int = 0) -> int:
 
     With an `address`, it replaces what is mapped there in one step, so no other thread's mapping can slip in.
     """
-    flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | (_MAP_FIXED if address else 0)
-    return _mmap(address, size, flags, -1)
+    flags = _NOTHING | _MAP_FIXED if address else _NOTHING
+    result = _libc.mmap(address, size, PROT_NONE, flags, -1, 0)
+    return int(result) if result != _FAILED else _raise_errno()
 
 
 def mmap_memory(size: int) -> int:
@@ -59,9 +62,10 @@ def mmap_memory(size: int) -> int:
     return address
 
 
-def mmap_file(address: int, size: int, descriptor: int) -> None:
-    """Map the first `size` bytes of `descriptor` at exactly `address`, shared, with no access yet."""
-    _mmap(address, size, _MAP_SHARED | _MAP_FIXED, descriptor)
+def mmap_file(address: int, size: int, descriptor: int, protection: int = PROT_NONE) -> None:
+    """Map the first `size` bytes of `descriptor` at exactly `address`, shared (`PROT_*`)."""
+    if _libc.mmap(address, size, protection, _MAP_SHARED | _MAP_FIXED, descriptor, 0) == _FAILED:
+        _raise_errno()
 
 
 def mmap_again(address: int, size: int, new_address: int) -> None:
@@ -71,10 +75,6 @@ def mmap_again(address: int, size: int, new_address: int) -> None:
     """
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
     _check_mapped(_libc.mremap(address, 0, size, flags, new_address))
-
-
-def _mmap(address: int, size: int, flags: int, descriptor: int) -> int:
-    return _check_mapped(_libc.mmap(address, size, PROT_NONE, flags, descriptor, 0))
 
 
 def _check_mapped(result: int | None) -> int:
@@ -117,6 +117,6 @@ def inotify_add_watch(inotify: int, path: str, mask: int) -> int:
     return watch
 
 
-def _raise_errno() -> None:
+def _raise_errno() -> NoReturn:
     code = ctypes.get_errno()
     raise OSError(code, os.strerror(code))

@@ -32,12 +32,33 @@ def receive(connection: socket.socket, max_bytes: int) -> tuple[bytes, list[int]
     MSG_TRUNC: there were more bytes. MSG_CTRUNC: there were more descriptors, or this process may open no more.
     Raises what `recvmsg` raises.
     """
-    data, control, flags, _ = connection.recvmsg(max_bytes, _CONTROL_BYTES, _CLOEXEC)
+    received: list[tuple[bytes, list[tuple[int, int, bytes]], int, object]] = []
+    try:
+        # In one step of the interpreter: a signal is handled before the kernel installs descriptors, or when the list
+        # has them. In between they would be open, and no code would know their numbers.
+        received.extend(map(connection.recvmsg, (max_bytes,), (_CONTROL_BYTES,), (_CLOEXEC,)))
+        [(data, control, flags, _)] = received
+        return data, _descriptors_in(control), flags
+    except BaseException:
+        for _, control, _, _ in received:
+            close_all(_descriptors_in(control))
+        raise
+
+
+def _descriptors_in(control: list[tuple[int, int, bytes]]) -> list[int]:
     found = array.array("i")
     for level, kind, content in control:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             found.frombytes(content[: len(content) - len(content) % _DESCRIPTOR])
-    return data, list(found), flags
+    return found.tolist()
+
+
+def close_each(descriptors: list[int]) -> None:
+    """Close descriptors and remove them from the list: each once, even if Ctrl-C comes and this runs again."""
+    while descriptors:
+        descriptor = descriptors[-1]
+        del descriptors[-1]  # no call stands between this and the close, so no signal is handled there
+        os.close(descriptor)
 
 
 def close_all(descriptors: Iterable[int]) -> None:

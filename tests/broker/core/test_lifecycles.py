@@ -1,4 +1,4 @@
-"""The tables of lifecycles: closed, reachable, drawn in docs/lifecycles.md, and the only moves there are."""
+"""The tables of lifecycles, the daemon's and the library's: closed, reachable, drawn in docs/lifecycles.md."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from membroker.memory import lifetime
+from membroker.session import reconnecting
 from membrokerd.core import facts as ft
 from membrokerd.core import lifecycles
 from membrokerd.core.events import ModelName
@@ -14,17 +16,35 @@ from membrokerd.core.ledger import Ledger
 from membrokerd.core.lending import Call
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "lifecycles.md"
-FIRST = {"session": "open", "extent": "lent", "packet": "waiting", "segment": "writing"}
-LAST = {"session": {"ended"}, "extent": {"credited"}, "packet": {"delivered", "credited"}, "segment": {"ended"}}
+LIBRARY = {"connection": reconnecting.LIFECYCLE, "mapped memory": lifetime.LIFECYCLE}
+TABLES = {**lifecycles.ALL, **LIBRARY}
+FIRST = {
+    "session": "open",
+    "extent": "lent",
+    "packet": "waiting",
+    "segment": "writing",
+    "connection": "connected",
+    "mapped memory": "making",
+}
+LAST = {
+    "session": {"ended"},
+    "extent": {"credited"},
+    "packet": {"delivered", "credited"},
+    "segment": {"ended"},
+    "connection": {"closed"},
+    "mapped memory": {"ended", "abandoned"},
+}
 SENTENCES = {
     "session": "One `connect()` of one process. It outlives its connection and is charged until it ends.",
     "extent": "A piece of lent memory. It is charged until its borrower releases it or the device shows it free.",
     "packet": "Up to 64 extents of a call, sent together. A session has at most two made and not acknowledged.",
     "segment": "Memory with a name. Its model is charged until it is deleted and no process can have it mapped.",
+    "connection": "In the library: a session's connection to its broker. Any other cause comes too late.",
+    "mapped memory": "In the library: the memory of one pool, buffer, array or segment, in one process.",
 }
 MODEL = ModelName("t", "m")
 
-tables = pytest.mark.parametrize("table", lifecycles.ALL)
+tables = pytest.mark.parametrize("table", TABLES)
 
 
 def draw() -> str:
@@ -32,10 +52,12 @@ def draw() -> str:
     parts = [
         "# Lifecycles",
         "",
-        "`tests/broker/core/test_lifecycles.py` checks this page against `broker/membrokerd/core/lifecycles.py`, and",
-        "writes it when `MEMBROKER_REWRITE=1` is set. Any other transition is a bug and raises an error.",
+        "`tests/broker/core/test_lifecycles.py` checks this page against the tables in the code, and writes it when",
+        "`MEMBROKER_REWRITE=1` is set. The daemon's are in `broker/membrokerd/core/lifecycles.py`, the library's in",
+        "`client/membroker/session/reconnecting.py` and `client/membroker/memory/lifetime.py`. Any other transition of",
+        "the daemon is a bug and raises an error.",
     ]
-    for name, table in lifecycles.ALL.items():
+    for name, table in TABLES.items():
         arrows = [
             f"    {state} --> {following}: {cause}"
             for state, moves in table.items()
@@ -54,13 +76,13 @@ def test_the_document_is_what_the_tables_say(golden: Callable[[Path, str], None]
 @tables
 def test_a_table_is_closed(table: str) -> None:
     """Each move leads to a state that the table knows."""
-    states = lifecycles.ALL[table]
+    states = TABLES[table]
     assert {following for moves in states.values() for following in moves.values()} <= set(states)
 
 
 @tables
 def test_every_state_is_reachable(table: str) -> None:
-    states = lifecycles.ALL[table]
+    states = TABLES[table]
     reached, new = set(), {FIRST[table]}
     while new:
         reached |= new
@@ -71,7 +93,7 @@ def test_every_state_is_reachable(table: str) -> None:
 @tables
 def test_every_state_can_end_and_only_the_last_stay(table: str) -> None:
     """No state is a trap: from each there is a way to an end, and an end has no way out."""
-    states = lifecycles.ALL[table]
+    states = TABLES[table]
     assert next(iter(states)) == FIRST[table]
     assert {state for state, moves in states.items() if not moves} == LAST[table]
     ending = set(LAST[table])
@@ -80,7 +102,7 @@ def test_every_state_can_end_and_only_the_last_stay(table: str) -> None:
     assert ending == set(states)
 
 
-@tables
+@pytest.mark.parametrize("table", lifecycles.ALL)
 def test_every_other_move_raises(table: str) -> None:
     """Every pair of state and cause: a move of the table, or IllegalMove."""
     states = lifecycles.ALL[table]

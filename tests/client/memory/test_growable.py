@@ -329,7 +329,7 @@ class TestThreads:
         with held_up(lender, grow) as first:
             second = threading.Thread(target=grow)
             second.start()
-            until(lambda: len(buffer._holding._uses) == 2)
+            until(lambda: len(buffer._holding._calls) == 2)
             lender.before_borrow = lambda: asked.append(lender.lent_bytes)
             buffer.close()
             with pytest.raises(ClosedError):
@@ -411,14 +411,14 @@ class TestEnd:
         """What a fork leaves a child is abandoned, and its locks may be held for ever: nothing is touched."""
         buffer.resize(2 * PAGE)
         (holding,) = lender.holdings
-        holding.abandoned = True  # as the child's copy is
+        holding.state = "abandoned"  # as the child's copy is
         with buffer._lock:
             for call in (lambda: buffer.resize(0), lambda: buffer.grow(PAGE), buffer.view, lambda: buffer.span(0, 1)):
                 with pytest.raises(ClosedError, match="forked"):
                     call()
         buffer.close()
         assert lender.lent_bytes == 2 * PAGE
-        holding.abandoned = False
+        holding.state = "open"
 
 
 def test_without_a_broker() -> None:

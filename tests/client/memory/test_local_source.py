@@ -9,13 +9,12 @@ import sys
 import threading
 import tracemalloc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 from tests.support.daemons import until
 from tests.support.fake_lender import PAGE, FlakyDriver, put, text
-from tests.support.interrupts import interrupted_everywhere
 from tests.support.sizes import MIB
 from tests.support.threads import together
 
@@ -184,22 +183,6 @@ class TestEnd:
         with pytest.raises(ClosedError):
             VirtualMemoryPool(source, PAGE, PAGE)
         driver.release(driver.create(PAGE))  # it stays the caller's
-
-    def test_ctrl_c_while_it_closes(self, driver: FlakyDriver) -> None:
-        """Wherever it strikes, everything is given back, now or by another close(): no pool keeps what nobody has."""
-        made: list[tuple[LocalSource, VirtualMemoryPool, VirtualMemoryPool]] = []
-
-        def prepare() -> Callable[[], object]:
-            source = LocalSource(driver)
-            made[:] = [(source, VirtualMemoryPool(source, PAGE, PAGE), VirtualMemoryPool(source, PAGE, PAGE))]
-            for pool in made[0][1:]:
-                pool.allocate(0, PAGE)
-            return source.close
-
-        for _ in interrupted_everywhere(prepare):
-            source = made[0][0]
-            source.close()
-            assert source.physical_usage_bytes == 0
 
     def test_a_view_keeps_its_memory(self, driver: FlakyDriver) -> None:
         """Results are read after the end of the program's work; the last view's end is the source's."""

@@ -29,63 +29,91 @@ def release(driver: HostDriver, handles: list[Handle]) -> None:
         driver.release(handle)
 
 
+def reserved(driver: HostDriver, size: int) -> Region:
+    region = Region(driver, size)
+    region.reserve()
+    return region
+
+
+def bind(region: Region, offset: int, handles: list[Handle]) -> None:
+    region.bind(offset, [handle.value for handle in handles], handles)
+
+
+def clear(region: Region) -> None:
+    """Unmap and forget everything, and unmap it again: that does nothing."""
+    for offset, size in region.runs():
+        region.unbind(offset, size)
+        region.unbind(offset, size)
+        region.forget(region.offsets(offset, size))
+    region.close()
+
+
 def test_extents_side_by_side(driver: HostDriver) -> None:
     """Extents of different sizes stand side by side and are one range of bytes; the mapping alone keeps them."""
-    region, handles = Region(driver, 8 * PAGE), created(driver, 1, 2)
-    assert region.bind(PAGE, handles) == 3 * PAGE
+    region, handles = reserved(driver, 8 * PAGE), created(driver, 1, 2)
+    bind(region, PAGE, handles)
     release(driver, handles)
     driver.write(region.address + 2 * PAGE - 2, b"over the edge")
     assert driver.read(region.address + 2 * PAGE - 2, 13) == b"over the edge"
     assert region.runs() == [(PAGE, 3 * PAGE)]
+    assert region.offsets(PAGE, 3 * PAGE) == [PAGE, 2 * PAGE]
+    assert region.ids([2 * PAGE]) == [handles[1].value]
     region.unbind(2 * PAGE, 2 * PAGE)
+    assert region.runs() == [(PAGE, 3 * PAGE)], "an extent is in the table until it is released"
+    region.forget([2 * PAGE])
     assert region.runs() == [(PAGE, PAGE)]
     assert driver.memory(Location.DEVICE).used == PAGE
-    region.close()
+    clear(region)
 
 
-def test_close_unmaps_every_run(driver: HostDriver) -> None:
-    region, handles = Region(driver, 8 * PAGE), created(driver, 1, 1, 1)
+def test_runs(driver: HostDriver) -> None:
+    region, handles = reserved(driver, 8 * PAGE), created(driver, 1, 1, 1)
     for place, handle in zip((0, 1, 5), handles, strict=True):
-        region.bind(place * PAGE, [handle])
+        bind(region, place * PAGE, [handle])
     release(driver, handles)
     assert region.runs() == [(0, 2 * PAGE), (5 * PAGE, PAGE)]
-    region.close()
+    with pytest.raises(DriverError):
+        region.close()
+    clear(region)
     with pytest.raises(DriverError):
         driver.unreserve(region.address, region.size)
 
 
 def test_a_failed_bind_leaves_nothing(driver: HostDriver) -> None:
     """The third extent does not fit: the first two are unmapped again, and their place is free for others."""
-    region, handles = Region(driver, 2 * PAGE), created(driver, 1, 1, 1)
+    region, handles = reserved(driver, 2 * PAGE), created(driver, 1, 1, 1)
     with pytest.raises(DriverError):
-        region.bind(0, handles)
+        bind(region, 0, handles)
     assert region.runs() == []
-    assert region.bind(0, handles[:2]) == 2 * PAGE
+    bind(region, 0, handles[:2])
     release(driver, handles)
-    region.close()
+    clear(region)
 
 
 def test_access_refused_leaves_nothing() -> None:
     """The device cannot give access: what was mapped for it is unmapped."""
     driver = FlakyDriver()
-    region, handles = Region(driver, 2 * PAGE), created(driver, 1, 1)
+    region, handles = reserved(driver, 2 * PAGE), created(driver, 1, 1)
     driver.lost = True
     with pytest.raises(DriverError):
-        region.bind(0, handles)
+        bind(region, 0, handles)
     release(driver, handles)
     assert driver.memory(Location.DEVICE).used == 0
+    assert region.runs() == []
     region.close()
     driver.close()
 
 
 def test_over_something_mapped(driver: HostDriver) -> None:
-    """Binding over a mapping is refused, and the mapping keeps its bytes."""
-    region, handles = Region(driver, 4 * PAGE), created(driver, 1, 1, 1)
-    region.bind(PAGE, handles[:1])
+    """Binding over a mapping is a bug of the caller, and the mapping keeps its bytes and its entry."""
+    region, handles = reserved(driver, 4 * PAGE), created(driver, 1, 1, 1)
+    bind(region, PAGE, handles[:1])
     driver.write(region.address + PAGE, b"mine")
-    with pytest.raises(DriverError):
-        region.bind(0, handles[1:])
+    with pytest.raises(AssertionError):
+        bind(region, 0, handles[1:])
+    with pytest.raises(AssertionError):
+        region.bind_descriptors(range(0, 2 * PAGE, PAGE), [1, 2], [0, 0], PAGE)
     assert driver.read(region.address + PAGE, 4) == b"mine"
     assert region.runs() == [(PAGE, PAGE)]
     release(driver, handles)
-    region.close()
+    clear(region)

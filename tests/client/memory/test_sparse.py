@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from tests.support.daemons import until
 from tests.support.fake_lender import PAGE, Lender
-from tests.support.interrupts import interrupted_everywhere
 from tests.support.threads import held_up, together
 
 from membroker.errors import (
@@ -354,13 +353,6 @@ class TestAllOrNothing:
             table.write(0, row(2, 6 * ROWS))
         assert state(table, lender) == before
 
-    def test_ctrl_c_while_it_is_made(self, lender: Lender) -> None:
-        """Wherever it strikes, no addresses are left that nobody has."""
-        for _ in interrupted_everywhere(lambda: lambda: SparseArray(lender, (64 * ROWS, 256), "F32")):
-            gc.collect()
-            lender.settle()
-            assert lender.holdings == set()
-
     @pytest.mark.parametrize("mappings", range(5))
     def test_the_driver_fails_at_map_k(self, table: SparseArray, lender: Lender, mappings: int) -> None:
         """The process runs out of mappings half-way (vm.max_map_count)."""
@@ -470,7 +462,7 @@ class TestThreads:
         with held_up(lender, write) as first:
             second = threading.Thread(target=write, args=(1,))
             second.start()
-            until(lambda: len(table._holding._uses) == 2)
+            until(lambda: len(table._holding._calls) == 2)
             lender.before_borrow = lambda: asked.append(lender.lent_bytes)
             table.close()
             first.go_on()
@@ -528,12 +520,12 @@ class TestEnd:
         """What a fork leaves a child is abandoned, and its locks may be held for ever: nothing is touched."""
         table.back(1)
         (holding,) = lender.holdings
-        holding.abandoned = True  # as the child's copy is
+        holding.state = "abandoned"  # as the child's copy is
         with table._lock:
             self.check_refuses(table, "forked")
         table.close()
         assert lender.lent_bytes == PAGE
-        holding.abandoned = False
+        holding.state = "open"
 
     def check_refuses(self, table: SparseArray, why: str) -> None:
         calls: tuple[Callable[[], object], ...] = (

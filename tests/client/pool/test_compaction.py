@@ -185,11 +185,11 @@ class TestCompact:
     def test_a_closed_pool_and_a_forked_childs(self, lender: Lender) -> None:
         pool = holes(VirtualMemoryPool(lender, 64 * PAGE, PAGE))
         (holding,) = lender.holdings
-        holding.abandoned = True  # as the child's copy is
+        holding.state = "abandoned"  # as the child's copy is
         for call in (pool.compact, partial(pool.compact, dry_run=True), pool.mappings):
             with pytest.raises(ClosedError, match="forked"):
                 call()
-        holding.abandoned = False
+        holding.state = "open"
         pool.close()
         for call in (pool.compact, partial(pool.compact, dry_run=True), pool.mappings):
             with pytest.raises(ClosedError, match="closed"):

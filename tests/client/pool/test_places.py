@@ -321,9 +321,9 @@ def test_free_addresses(pool: VirtualMemoryPool) -> None:
 def test_what_a_large_range_allows() -> None:
     """A view over 60,000 pages is made under the pool's lock: a thousand of them may not take half a minute."""
     table = PageTable(60_000, PAGE)
-    table.claim(range(60_000))
+    table.claim(range(60_000), [])
     table.set(range(60_000), USED)
-    table.release(range(60_000))
+    table.release([range(60_000)])
     begin = time.monotonic()
     for _ in range(1000):
         assert table.least_access(range(60_000)) is AccessFlags.READ_WRITE
@@ -339,10 +339,10 @@ def test_a_refusal_names_the_page_and_what_is_with_it() -> None:
     """Two pages are used, one is offloaded, a call is at two, one is free, and the next one used."""
     table = PageTable(9, PAGE)
     for kind, pages in ((USED, range(2)), (OFFLOADED, range(2, 3)), (USED, range(6, 7))):
-        table.claim(pages)
+        table.claim(pages, [])
         table.set(pages, kind)
-        table.release(pages)
-    table.claim(range(3, 5))
+        table.release([pages])
+    table.claim(range(3, 5), [])
     for check, first, error, what in (
         (table.check_unused, 1, AlreadyMapped, f"offset {PAGE} is mapped already"),
         (table.check_unused, 2, Offloaded, f"offset {2 * PAGE} is offloaded"),
@@ -357,7 +357,7 @@ def test_a_refusal_names_the_page_and_what_is_with_it() -> None:
         with pytest.raises(error, match=what):
             check(range(first, 9))
     assert table.runs_of(OFFLOADED, range(9)) == [range(2, 3)]
-    table.claim(range(2, 3))
+    table.claim(range(2, 3), [])
     with pytest.raises(NotMapped, match=f"offset {2 * PAGE} is being changed"):
         table.runs_of(OFFLOADED, range(9))
 
@@ -388,7 +388,7 @@ def test_the_table_against_a_plain_one(seed: int | None) -> None:
                 assert table.take_spare(pages)
                 states.update(dict.fromkeys(pages, USED))
             else:
-                table.claim(pages)
+                table.claim(pages, [])
                 claimed.update(pages)
                 assert [page for run in table.unbacked(pages) for page in run] == [
                     page for page in pages if states[page] == FREE
@@ -398,7 +398,7 @@ def test_the_table_against_a_plain_one(seed: int | None) -> None:
                     table.set(pages, state)
                     states.update(dict.fromkeys(pages, state))
                 if choose.random() < 0.9:
-                    table.release(pages)
+                    table.release([pages])
                     claimed.difference_update(pages)
         elif not busy and kinds == {USED}:
             assert not table.take_spare(pages)
@@ -406,7 +406,7 @@ def test_the_table_against_a_plain_one(seed: int | None) -> None:
             table.set(pages, state)
             states.update(dict.fromkeys(pages, state))
         elif busy and claimed.issuperset(pages):
-            table.release(pages)
+            table.release([pages])
             claimed.difference_update(pages)
         taken = [page for page in range(40) if states[page] == USED or page in claimed]
         assert table.top() == max(taken, default=-1) + 1

@@ -6,9 +6,11 @@ The other end of a socket pair is in this process; frames, descriptors and the k
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 from tests.support.daemons import until
@@ -26,11 +28,14 @@ from membroker.errors import (
 )
 from membroker.session.call import Outcome
 from membroker.session.connection import Connection
-from membroker.session.inventory import Registry
+from membroker.session.inventory import Inventory
+from membroker.session.rpc import METHODS
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
 from membroker.wire import names
+
+Finish = Callable[[Outcome, int], None]
 
 
 def descriptors() -> set[str]:
@@ -50,6 +55,9 @@ class Broker:
         frame = handoff.receive_without_descriptors(self.end, self._buffer)
         assert frame.WhichOneof("kind") == kind, frame
         return frame
+
+    def hear_any(self) -> pb.Frame:
+        return handoff.receive_without_descriptors(self.end, self._buffer)
 
     def hears_nothing(self) -> bool:
         self.end.setblocking(False)
@@ -83,18 +91,18 @@ class Broker:
 
 
 class Taker:
-    """A delivery handler that notes what it took; `fails_at` extent it raises."""
+    """A placement that notes what it took; `fails_at` extent it raises."""
 
     def __init__(self, fails_at: int | None = None, failure: BaseException | None = None) -> None:
         self.taken: list[int] = []
         self.undone = 0
         self._fails_at, self._failure = fails_at, failure
 
-    def receive(self, delivery: pb.Delivery, descriptors: Sequence[int]) -> None:
+    def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
         assert [os.fstat(descriptor) for descriptor in descriptors]
-        if self._failure is not None and self._fails_at in delivery.extent_ids:
+        if self._failure is not None and self._fails_at in extent_ids:
             raise self._failure
-        self.taken += delivery.extent_ids
+        self.taken += extent_ids
 
     def undo(self) -> None:
         self.undone += 1
@@ -106,7 +114,7 @@ def pair() -> Iterator[tuple[Connection, Broker]]:
     """A connection and its broker. At the end no descriptor is left over."""
     before = descriptors()
     mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection = Connection(mine, "/test/handoff.sock", Registry())
+    connection = Connection(mine, "/test/handoff.sock", Inventory())
     yield connection, Broker(yours)
     connection.close()
     yours.close()
@@ -173,19 +181,68 @@ class TestCall:
         assert isinstance(caller.end().error, RuntimeError)
 
     def test_interrupted(self, pair: tuple[Connection, Broker]) -> None:
-        """Ctrl-C while mapping: the program goes on at once, the rest is given back when the broker answers."""
+        """Ctrl-C while mapping: what came is unmapped, and the connection ends, since the broker's books are ahead."""
         connection, broker = pair
-        taker = Taker(0, KeyboardInterrupt())
+        taker = Taker(1, KeyboardInterrupt())
         caller = Caller(lambda: connection.call(allocate(), taker))
         request_id = broker.hear("allocate").request_id
         broker.deliver(request_id, 0)
         broker.hear("ack")
+        broker.deliver(request_id, 1, part=1)
         assert isinstance(caller.end().error, KeyboardInterrupt)
         assert taker.undone == 1
-        broker.deliver(request_id, 1, part=1)
-        broker.reply(request_id, 2)
-        assert broker.hear("ack").ack.part == 1
-        assert list(broker.hear("release").release.extent_ids) == [0, 1]
+        assert (connection.lost, connection.interrupted) == (True, True)
+        connection.wait_until_idle()
+        assert broker.hear_any().WhichOneof("kind") == "ack"
+        with pytest.raises(handoff.EndOfConnection):
+            broker.hear_any()
+
+    def test_interrupted_after_its_answer(
+        self, pair: tuple[Connection, Broker], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The extents are in the inventory already, and the caller never gets them: no resume may state them."""
+        connection, broker = pair
+        inventory = connection._inventory
+
+        def borrowed(extent_ids: Sequence[int]) -> None:
+            Inventory.borrowed(inventory, extent_ids)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(inventory, "borrowed", borrowed)
+        taker = Taker()
+        caller = Caller(lambda: connection.call(allocate(), taker))
+        request_id = broker.hear("allocate").request_id
+        broker.deliver(request_id, 7)
+        broker.hear("ack")
+        broker.reply(request_id, 1)
+        assert isinstance(caller.end().error, KeyboardInterrupt)
+        assert taker.undone == 1
+        assert inventory.held().is_empty()
+
+    def test_packets_that_an_interrupted_call_left_are_closed(self, pair: tuple[Connection, Broker]) -> None:
+        """Another thread has read them for it: they end with the connection, or their memory would stay in use."""
+        connection, broker = pair
+        slow, go_on = threading.Event(), threading.Event()
+
+        class Interrupted(Taker):
+            def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
+                slow.set()
+                assert go_on.wait(30)
+                raise KeyboardInterrupt
+
+        one = Caller(lambda: connection.call(allocate(), Interrupted()))
+        first = broker.hear("allocate").request_id
+        broker.deliver(first, 1)
+        assert slow.wait(30)
+        other = Caller(lambda: connection.call(allocate(), Taker()))
+        broker.hear("allocate")
+        broker.deliver(first, 2, part=1)
+        until(lambda: len(connection._unclosed) == 2)
+        go_on.set()
+        assert isinstance(one.end().error, KeyboardInterrupt)
+        assert isinstance(other.end().error, BrokerUnavailable)
+        connection.close()
+        assert not connection._unclosed
 
     def test_undo_fails(self, pair: tuple[Connection, Broker]) -> None:
         """What could not be unmapped is not called given back."""
@@ -340,7 +397,7 @@ class TestThreads:
         entered, go_on = threading.Event(), threading.Event()
 
         class Slow(Taker):
-            def receive(self, delivery: pb.Delivery, descriptors: Sequence[int]) -> None:
+            def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
                 entered.set()
                 assert go_on.wait(30)
 
@@ -419,112 +476,150 @@ class TestThreads:
         broker.hear("goodbye")
 
 
-class TestBeside:
-    """Calls over gRPC, whose descriptors come here."""
+class Service:
+    """The broker's gRPC. A test answers with `finish`, as `GrpcCalls` does, in a thread of its own."""
 
-    def start(self, connection: Connection, taker: Taker) -> tuple[Caller, int, Callable[[Outcome], None]]:
-        began: list[tuple[int, Callable[[Outcome], None]]] = []
-        ready = threading.Event()
+    def __init__(self) -> None:
+        self.asked: queue.Queue[tuple[int, Finish]] = queue.Queue()
 
-        def start(request_id: int, finish: Callable[[Outcome], None]) -> None:
-            began.append((request_id, finish))
-            ready.set()
+    def start(self, frame: pb.Frame, finish: Finish, timeout: float | None) -> None:
+        self.asked.put((frame.request_id, finish))
 
-        caller = Caller(lambda: connection.call_beside(start, taker))
-        assert ready.wait(30)
-        return (caller, *began[0])
+
+@pytest.fixture
+def pair_by_grpc(service: Service) -> Iterator[tuple[Connection, Broker]]:
+    """A connection of a session by gRPC, with its reader thread, and its broker."""
+    before = descriptors()
+    mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    calls: Any = service
+    connection = Connection(mine, "/test/handoff.sock", Inventory(), grpc=calls, by_grpc=METHODS)
+    connection.start_reader()
+    yield connection, Broker(yours)
+    connection.close()
+    yours.close()
+    assert descriptors() == before
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service()
+
+
+class TestByGrpc:
+    """Calls by gRPC, whose descriptors come on the handoff socket."""
+
+    @pytest.fixture
+    def pair(self, pair_by_grpc: tuple[Connection, Broker]) -> tuple[Connection, Broker]:
+        return pair_by_grpc
+
+    @pytest.fixture
+    def start(self, pair: tuple[Connection, Broker], service: Service) -> Callable[..., Any]:
+        def start(taker: Taker, frame: pb.Frame | None = None) -> tuple[Caller, int, Finish]:
+            caller = Caller(lambda: pair[0].call(frame or allocate(), taker))
+            return (caller, *service.asked.get(timeout=30))
+
+        return start
 
     @pytest.mark.parametrize("answer_first", [True, False])
-    def test_waits_for_both(self, pair: tuple[Connection, Broker], answer_first: bool) -> None:
+    def test_waits_for_both(
+        self, pair: tuple[Connection, Broker], start: Callable[..., Any], answer_first: bool
+    ) -> None:
         """The answer and the descriptors come on two sockets, in either order."""
-        connection, broker = pair
+        _, broker = pair
         taker = Taker()
-        caller, request_id, finish = self.start(connection, taker)
+        caller, request_id, finish = start(taker)
         response = broker_pb2.AllocateExtentsResponse(count=3)
         if answer_first:
-            finish(response)
+            finish(response, 3)
         broker.deliver(request_id, 1, 2)
         broker.hear("ack")
         broker.deliver(request_id, 3, part=1)
         broker.hear("ack")
         if not answer_first:
-            finish(response)
+            finish(response, 3)
         assert caller.end().error is None
         assert taker.taken == [1, 2, 3]
 
     @pytest.mark.parametrize("answer_first", [True, False])
-    def test_a_segment_waits_for_all_its_extents(self, pair: tuple[Connection, Broker], answer_first: bool) -> None:
+    def test_a_segment_waits_for_all_its_extents(
+        self, pair: tuple[Connection, Broker], start: Callable[..., Any], answer_first: bool
+    ) -> None:
         """The answer by gRPC says how many extents the segment has; with fewer it is not attached yet."""
-        connection, broker = pair
+        _, broker = pair
         taker = Taker()
-        caller, request_id, finish = self.start(connection, taker)
+        caller, request_id, finish = start(taker)
         response = resources_pb2.Segment(generation=77, extents=3)
         if answer_first:
-            finish(response)
+            finish(response, 3)
         for part, ids in enumerate(((1, 2), (3,))):
             assert caller.is_alive()
             broker.deliver(request_id, *ids, part=part, parts=2, segment=77)
             broker.hear("ack")
         if not answer_first:
-            finish(response)
+            finish(response, 3)
         assert caller.end().error is None
         assert taker.taken == [1, 2, 3]
         assert broker.hears_nothing()
 
-    def test_a_segment_fails_after_deliveries(self, pair: tuple[Connection, Broker]) -> None:
-        connection, broker = pair
-        caller, request_id, finish = self.start(connection, Taker())
+    def test_a_segment_fails_after_deliveries(self, pair: tuple[Connection, Broker], start: Callable[..., Any]) -> None:
+        """What was delivered before the refusal is still in the socket: it is read first, or no hold would end."""
+        _, broker = pair
+        caller, request_id, finish = start(Taker())
         broker.deliver(request_id, 1, 2, parts=3, segment=77)
-        finish(OutOfMemory("the card filled up"))
+        finish(OutOfMemory("the GPU filled up"), 0)
         broker.hear("ack")
         assert broker.hear("detach_segment").detach_segment.generation == 77
         assert isinstance(caller.end().error, OutOfMemory)
         assert broker.hears_nothing()
 
-    def test_refused_while_another_thread_reads(self, pair: tuple[Connection, Broker]) -> None:
-        """A thread waits on the socket for itself; the answer by gRPC wakes the one whose call it is."""
+    def test_refused_while_another_call_waits_for_long(
+        self, pair: tuple[Connection, Broker], start: Callable[..., Any]
+    ) -> None:
+        """One thread attaches a segment that is written for a day yet; others are refused at once."""
         connection, broker = pair
-        reader = Caller(lambda: connection.call(allocate(), Taker()))
-        reader_id = broker.hear("allocate").request_id
-        caller, _, finish = self.start(connection, Taker())
-        broker.reply(reader_id, 0)
-        finish(OutOfMemory("refused"))
-        assert isinstance(caller.end().error, OutOfMemory)
-        assert reader.end().error is None
-
-    def test_refused_while_another_call_waits_for_long(self, pair: tuple[Connection, Broker]) -> None:
-        """One thread attaches what is written for a day yet, and reads the socket meanwhile; another is refused."""
-        connection, broker = pair
-        waiting, waiting_id, finish_waiting = self.start(connection, Taker())
+        waiting, waiting_id, finish_waiting = start(Taker())
         until(lambda: connection._reader is not None)
         for _ in range(20):
-            caller, _, finish = self.start(connection, Taker())
-            finish(OutOfMemory("refused"))
+            caller, _, finish = start(Taker())
+            finish(OutOfMemory("refused"), 0)
             assert isinstance(caller.end().error, OutOfMemory)
         broker.deliver(waiting_id, 1, segment=77)
         broker.hear("ack")
-        finish_waiting(resources_pb2.Segment(extents=1))
+        finish_waiting(resources_pb2.Segment(extents=1), 1)
         assert waiting.end().error is None
 
-    def test_fails_after_deliveries(self, pair: tuple[Connection, Broker]) -> None:
-        """The answer is an error, and what was delivered before it lies in the socket: all of it is released."""
-        connection, broker = pair
+    @pytest.mark.parametrize("refused_first", [True, False])
+    def test_fails_after_deliveries(
+        self, pair: tuple[Connection, Broker], start: Callable[..., Any], refused_first: bool
+    ) -> None:
+        """The answer is an error; what was delivered before it is released, however late it is read."""
+        _, broker = pair
         taker = Taker()
-        caller, request_id, finish = self.start(connection, taker)
+        caller, request_id, finish = start(taker)
+        if refused_first:
+            finish(OutOfMemory("the GPU filled up"), 0)
+            assert isinstance(caller.end().error, OutOfMemory)
         broker.deliver(request_id, 1, 2)
         broker.deliver(request_id, 3, part=1)
-        finish(OutOfMemory("the card filled up"))
-        assert [broker.hear("ack").ack.part for _ in range(2)] == [0, 1]
-        assert list(broker.hear("release").release.extent_ids) == [1, 2, 3]
-        assert isinstance(caller.end().error, OutOfMemory)
+        if not refused_first:
+            until(lambda: taker.taken == [1, 2, 3])
+            finish(OutOfMemory("the GPU filled up"), 0)
+            assert isinstance(caller.end().error, OutOfMemory)
+        acknowledged, released = [], []
+        while released != [1, 2, 3]:
+            frame = broker.hear_any()
+            acknowledged += [frame.ack.part] if frame.HasField("ack") else []
+            released += frame.release.extent_ids
+        assert acknowledged == [0, 1]
         assert taker.undone == 1
 
-    def test_the_start_fails(self, pair: tuple[Connection, Broker]) -> None:
+    def test_a_release_waits_for_its_answer(self, pair: tuple[Connection, Broker]) -> None:
+        """The next call goes another way, and must not overtake it: it could be refused for want of these bytes."""
         connection, broker = pair
-
-        def start(request_id: int, finish: Callable[[Outcome], None]) -> None:
-            raise BrokerUnavailable("no gRPC here")
-
-        with pytest.raises(BrokerUnavailable, match="no gRPC"):
-            connection.call_beside(start, Taker())
-        assert broker.hears_nothing()
+        caller = Caller(lambda: connection.release([1, 2], answer_within=30))
+        frame = broker.hear("release")
+        assert (list(frame.release.extent_ids), frame.release.no_reply) == ([1, 2], False)
+        assert caller.is_alive()
+        reply = pb.Reply(release=broker_pb2.ReleaseExtentsResponse())
+        broker.end.send(handoff.encode(pb.Frame(request_id=frame.request_id, reply=reply)))
+        assert caller.end().error is None

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
+from tests.client.session.test_calls import Taker
 from tests.support.daemons import until
 from tests.support.fake_broker import (
     MODEL,
@@ -35,7 +36,7 @@ from tests.support.processes import ends, heard, is_waiting, mapped_extents, ope
 
 import membroker
 from membroker.session.connection import Connection
-from membroker.session.inventory import Held, Registry
+from membroker.session.inventory import HeldResources, Inventory
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm.driver import Location
@@ -295,7 +296,7 @@ class TestHolds:
         assert [one.declared_bytes for one in broker.resume().declarations] == [10]
 
     def test_ctrl_c_while_a_declaration_waits(self, broker: PlayedBroker) -> None:
-        """The broker agrees to what nobody waits for any more: it is told what is true."""
+        """The broker may agree to what no caller waits for any more: the session resumes, and states what is true."""
         script = f"""
 import logging
 logging.disable()
@@ -306,34 +307,36 @@ try:
     raise SystemExit("it was not interrupted")
 except KeyboardInterrupt:
     say("interrupted")
+client._session.declarations.add({MODEL!r}, membroker.vmm.Location.HOST, 5)
 client.close()
 """
         with worker(script, broker, "handoff") as process:  # type: ignore[arg-type]
             broker.accept()
             broker.welcome()
             assert heard(process) == "connected"
-            request = broker.hear("declare")
-            assert request.declare.declared_bytes == 7
+            assert broker.hear("declare").declare.declared_bytes == 7
             until(lambda: is_waiting(process.pid))
             process.send_signal(signal.SIGINT)
-            told = broker.hear("declare")
-            assert told.declare.declared_bytes == 0
-            broker.reply(request.request_id, declare=broker_pb2.DeclareMemoryResponse(declared_bytes=7))
-            broker.reply(told.request_id, declare=broker_pb2.DeclareMemoryResponse())
+            until(broker.is_knocked_at)
+            broker.hang_up()
+            assert not broker.resume().declarations
             assert heard(process) == "interrupted"
+            request = broker.hear("declare")
+            assert request.declare.declared_bytes == 5
+            broker.reply(request.request_id, declare=broker_pb2.DeclareMemoryResponse(declared_bytes=5))
             broker.reply(broker.hear("goodbye").request_id, goodbye=pb.GoodbyeResponse())
             broker.hang_up()
             ends(process)
 
     def test_more_than_a_frame_has(self, broker: PlayedBroker, client: membroker.Client) -> None:
         """A cache of ten thousand pages, models with long names, and segments: in several frames, each a legal one."""
-        registry = line(client).registry
-        registry.borrowed(range(1 << 40, (1 << 40) + 10_000))
+        inventory = line(client).inventory
+        inventory.borrowed(range(1 << 40, (1 << 40) + 10_000))
         for generation in range(2_000):
-            registry.attached((1 << 60) + generation)
+            inventory.attached(generation, (1 << 60) + generation)
         names = [f"tenants/{'t' * 63}/models/{number:063}" for number in range(500)]
         for name in names:
-            registry.declared(broker_pb2.DeclareMemoryRequest(model=name, location=1, declared_bytes=1 << 62))
+            inventory.declared(broker_pb2.DeclareMemoryRequest(model=name, location=1, declared_bytes=1 << 62))
         broker.hang_up()
         broker.greet_again()
         request_id, frames = broker.hear_holds()
@@ -405,13 +408,13 @@ client.close()
         pool.close()
         assert list(broker.hear("release").release.extent_ids) == ids[1:]
 
-    def test_the_registry_of_many(self) -> None:
+    def test_the_inventory_of_many(self) -> None:
         """Striking what is not there returns what was, and the rest stays."""
-        registry = Registry()
-        registry.borrowed([1, 2, 3])
-        assert list(registry.strike_extents([2, 3, 4])) == [2, 3]
-        assert not registry.strike_segment(7)
-        assert registry.held() == Held(frozenset({1}))
+        inventory = Inventory()
+        inventory.borrowed([1, 2, 3])
+        assert list(inventory.strike_extents([2, 3, 4])) == [2, 3]
+        assert not inventory.strike_segment(7)
+        assert inventory.held() == HeldResources(frozenset({1}))
 
 
 class TestOutage:
@@ -515,7 +518,7 @@ class TestOutage:
         assert isinstance(caller.end().error, membroker.ProtocolError)
         with pytest.raises(membroker.ProtocolError):
             model(client).allocate(PAGE)
-        assert not line(client)._reconnecting
+        assert line(client)._state == "connected"
 
     def test_ctrl_c_while_a_call_waits(self, broker: PlayedBroker) -> None:
         """A person does not want to wait: the call raises, nothing stays mapped, and the session goes on later."""
@@ -572,7 +575,7 @@ model = Model(client._session, resources_pb2.Model(name="m", virtual_capacity_by
 buffer = model.allocate(1)
 say("lent")
 wait()
-while not client._session.connection.lost or not client._session.line._trouble: pass
+while not client._session.connection.lost or not client._session.reconnecting._trouble: pass
 child = os.fork()
 if not child:
     signal.alarm(20)
@@ -708,7 +711,7 @@ class TestSessionLost:
             broker.refuse(1, "TOKEN_REJECTED")
         assert isinstance(caller.end().error, membroker.SessionLost)
         for call in (lambda: model(client).allocate(PAGE), lambda: pool.allocate(0, 1), lambda: client.attach("m/w")):
-            with pytest.raises(membroker.SessionLost, match=r"does not know this session.*connect\(\) anew"):
+            with pytest.raises(membroker.SessionLost, match=r"does not know this session.*call connect\(\) again"):
                 call()
         one.view()[:5] = b"hello"
         until(lambda: told == [membroker.Disconnected(), membroker.Forgotten()])
@@ -841,7 +844,7 @@ class TestConnect:
             client = caller.value()
             assert [message[:34] for message in caplog.messages] == ["waiting up to 30 s for a broker: /"]
             broker.die()
-            client._session.line._outage = 0
+            client._session.reconnecting._outage = 0
             client.close()
 
     def test_no_device_yet(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -859,7 +862,7 @@ class TestConnect:
             broker.welcome()
             client = caller.value()
             broker.die()
-            client._session.line._outage = 0
+            client._session.reconnecting._outage = 0
             client.close()
 
     def test_for_so_long(self) -> None:
@@ -878,7 +881,7 @@ class TestConnect:
 def test_the_end_is_noticed_behind_a_last_answer() -> None:
     """A thread reads its answer, and nobody reads on: the session has to be taken up again all the same."""
     mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection = Connection(mine, "/test", Registry())
+    connection = Connection(mine, "/test", Inventory())
     request = broker_pb2.DeclareMemoryRequest()
     caller = Caller(lambda: connection.call(pb.Frame(declare=request)))
     until(lambda: connection._reader is not None)
@@ -896,13 +899,24 @@ def test_the_end_is_noticed_behind_a_last_answer() -> None:
 def test_a_connection_waits_for_its_calls() -> None:
     """Idle is when the last call has undone what it did, whoever asks first."""
     mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection = Connection(mine, "/test", Registry())
-    with connection.busy():
-        yours.close()
-        connection.read_to_the_end()
-        assert connection.lost
-        waiting = Caller(connection.wait_until_idle)
-        waiting.join(0.05)
-        assert waiting.is_alive()
+    connection = Connection(mine, "/test", Inventory())
+    undoing, go_on = threading.Event(), threading.Event()
+
+    class Slow(Taker):
+        def undo(self) -> None:
+            undoing.set()
+            assert go_on.wait(30)
+
+    request = broker_pb2.AllocateExtentsRequest(count=1)
+    caller = Caller(lambda: connection.call(pb.Frame(allocate=request), Slow()))
+    yours.recv(4096)
+    yours.close()
+    assert undoing.wait(30)
+    assert connection.lost
+    waiting = Caller(connection.wait_until_idle)
+    until(lambda: connection._changed._waiting)
+    assert waiting.is_alive()
+    go_on.set()
     waiting.value()
+    assert isinstance(caller.end().error, membroker.BrokerUnavailable)
     connection.close()

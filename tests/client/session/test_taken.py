@@ -18,7 +18,7 @@ from tests.support.processes import ends, heard, is_settled, worker
 
 import membroker
 from membroker.session.connection import Connection
-from membroker.session.inventory import Registry
+from membroker.session.inventory import Inventory
 from membroker.v1 import broker_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
@@ -31,7 +31,7 @@ LAST = pb.Reply(allocate=broker_pb2.AllocateExtentsResponse(count=1))
 def pair() -> Iterator[tuple[Connection, Broker]]:
     """A connection to a broker of revision 1, and that broker."""
     mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection = Connection(mine, "/test/handoff.sock", Registry(), revision=1)
+    connection = Connection(mine, "/test/handoff.sock", Inventory(), revision=1)
     yield connection, Broker(yours)
     connection.close()
     yours.close()
@@ -50,11 +50,11 @@ class Slow(Taker):
         super().__init__()
         self.begun, self.go_on = threading.Event(), threading.Event()
 
-    def receive(self, delivery: pb.Delivery, descriptors: Sequence[int]) -> None:
+    def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
         """Wait, then take it."""
         self.begun.set()
         assert self.go_on.wait(30)
-        super().receive(delivery, descriptors)
+        super().place(extent_ids, descriptors, extent_bytes)
 
 
 def test_the_next_frame_says_it(pair: tuple[Connection, Broker]) -> None:

@@ -25,7 +25,7 @@ from tests.support.sizes import MIB
 
 import membroker
 from membroker import client as client_module
-from membroker.session import transport as transport_module
+from membroker.session import reconnecting
 
 PAGE = 2 * MIB
 
@@ -404,7 +404,7 @@ say("well")
 
 class TestInterrupt:
     def test_ctrl_c_while_the_broker_is_silent(self, daemon: Daemon, transport: str) -> None:
-        """A person presses Ctrl-C on a program that waits; it goes on, and what comes late is given back."""
+        """A person presses Ctrl-C on a program that waits; it goes on, and the broker keeps nothing of the call."""
         script = """
 client = connect()
 model = client.register_model("m")
@@ -437,11 +437,47 @@ client.close()
                 assert heard(process) == "interrupted"
             finally:
                 daemon.process.send_signal(signal.SIGCONT)
-            until(lambda: daemon.books().lent_bytes == PAGE and daemon.models()[0].allocations_total == 101)
+            until(lambda: daemon.books().lent_bytes == PAGE)
             tell(process)
             assert heard(process) == "101"
             ends(process)
         until(lambda: is_settled(daemon))
+
+    @pytest.mark.parametrize("outage", [30.0, 0.0])
+    def test_other_threads_go_on(self, daemon: Daemon, transport: str, outage: float) -> None:
+        """One thread's Ctrl-C drops the connection again and again: the others' calls are repeated, each done once."""
+        errors: list[BaseException] = []
+        stop = threading.Event()
+
+        def work(model: membroker.Model) -> None:
+            try:
+                with model.pool(PAGE, "16MiB") as pool:
+                    while not stop.is_set():
+                        pool.allocate(0, 3 * PAGE)
+                        pool.view(0, 3 * PAGE)[:] = b"\xa5" * 3 * PAGE
+                        pool.deallocate(0, 3 * PAGE)
+            except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
+                errors.append(error)
+
+        with membroker.connect(daemon.endpoint(), transport=transport, outage=outage) as client:
+            model = client.register_model("m")
+            kept = model.allocate(PAGE)
+            threads = [threading.Thread(target=work, args=(model,)) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for _ in range(5):
+                before = client._session.connection
+                client._session.interrupted()
+                until(lambda before=before: client._session.connection is not before)
+            stop.set()
+            for thread in threads:
+                thread.join(60)
+            assert not any(thread.is_alive() for thread in threads)
+            assert errors == []
+            until(lambda: daemon.books().lent_bytes == PAGE)
+            kept.close()
+            until(lambda: is_settled(daemon))
+        assert mapped_extents() == 0
 
     def test_ctrl_c_before_a_declaration_is_taken_back(self, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """It strikes while pinned memory is freed: the broker is told all the same, or it would be charged for good."""
@@ -728,7 +764,7 @@ class TestBrokerGone:
             segment = model.create_segment("weights", PAGE)
             segment.seal()
             again = client.attach("m/weights")
-            monkeypatch.setattr(transport_module, "CONTROL_SECONDS", 0.2)
+            monkeypatch.setattr(reconnecting, "CONTROL_SECONDS", 0.2)
             with hold_still(daemon):
                 buffer.close()
                 pool.close()

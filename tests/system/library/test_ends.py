@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, until
 from tests.support.fake_lender import PAGE
-from tests.support.interrupts import interrupted_everywhere
 from tests.support.sizes import MIB
 from tests.support.threads import together
 
@@ -109,7 +107,7 @@ def test_a_source_that_could_not_end_all_is_closed_again(driver: HostDriver, cap
     buffers = [Buffer(source, PAGE) for _ in range(3)]
     fail_once(driver, "unmap")
     source.close()
-    assert "could not be given back" in caplog.text
+    assert "could not be released" in caplog.text
     assert all(buffer.closed for buffer in buffers)
     until(lambda: used(driver) in (0, PAGE))  # the next one's end may have taken it along
     source.close()
@@ -127,31 +125,10 @@ def test_a_client_that_could_not_end_all_keeps_its_session_until_it_can(
     client.close()
     assert client.closed
     assert buffer.closed
-    assert "could not be given back" in caplog.text
+    assert "could not be released" in caplog.text
     assert (daemon.books().lent_bytes, len(daemon.sessions())) == (3 * PAGE, 1)
     client.close()
     until(lambda: (daemon.books().lent_bytes, len(daemon.sessions())) == (0, 0))
-
-
-def test_ctrl_c_while_a_client_closes(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
-    """Wherever it strikes, all is given back and the session has ended, at the latest by another close."""
-    caplog.set_level(logging.WARNING)
-    made: list[membroker.Client] = []
-
-    def prepare() -> Callable[[], object]:
-        client = membroker.connect(daemon.endpoint())
-        model = client.register_model("m")
-        kept.extend(model.allocate(PAGE) for _ in range(2))
-        made[:] = [client]
-        return client.close
-
-    kept: list[membroker.Buffer] = []
-    for point in interrupted_everywhere(prepare):
-        made[0].close()
-        until(lambda: not daemon.sessions() and not daemon.books().lent_bytes)
-        assert all(buffer.closed for buffer in kept), point
-        kept.clear()
-    assert "nobody waits for" not in caplog.text
 
 
 @pytest.mark.parametrize("make", ["pool", "buffer"])
@@ -220,7 +197,7 @@ def test_a_segment_that_is_mapped_while_its_client_closes(
         attached = client.attach("m/weights")
         assert attached.closed
         until(lambda: [one.name for one in daemon.sessions()] == [writer.session])
-    assert "could not be given back" not in caplog.text
+    assert "could not be released" not in caplog.text
 
 
 def _is_closed(driver: Driver) -> bool:

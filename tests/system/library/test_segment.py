@@ -24,8 +24,8 @@ from tests.support.processes import (
     descriptors,
     ends,
     heard,
-    is_polling,
     is_settled,
+    is_waiting,
     mapped_extents,
     open_extents,
     tell,
@@ -799,7 +799,7 @@ client.close()
         with membroker.connect(daemon.endpoint()) as writer, worker(script, daemon, transport) as process:
             segment = writer.register_model("m").create_segment("weights", 1)
             assert heard(process) == "attaches"
-            until(lambda: is_polling(process.pid))
+            until(lambda: is_waiting(process.pid))
             process.send_signal(signal.SIGINT)
             assert heard(process) == "interrupted"
             until(lambda: daemon.books().lent_bytes == PAGE)
@@ -835,7 +835,7 @@ wait()
         with membroker.connect(daemon.endpoint()) as writer, worker(script, daemon, transport) as process:
             held = writer.register_model("m").create_segment("weights", 1)
             assert heard(process) == "attaches"
-            until(lambda: is_polling(process.pid))
+            until(lambda: is_waiting(process.pid))
             process.send_signal(signal.SIGINT)
             assert heard(process) == "interrupted"
             until(lambda: len(daemon.sessions()) == 1)
@@ -852,7 +852,7 @@ client.segments()  # its gRPC channel stays open from here on
 hits, armed = 0, False
 signal.signal(signal.SIGALRM, lambda *_: armed and signal.raise_signal(signal.SIGINT))
 sys.unraisablehook = lambda _: None  # an interrupt in one of gRPC's finalizers is lost; the next one comes
-for turn in range(400):
+for turn in range(100):
     try:
         armed = True
         signal.setitimer(signal.ITIMER_REAL, 0.0001 + 0.00002 * (turn % 50), 0.005)
@@ -871,7 +871,7 @@ say(hits, len(found))
 client.close()
 """
         with worker(script, daemon, transport) as process:
-            assert heard(process) == "400 1"
+            assert heard(process) == "100 1"
             ends(process)
 
     def test_ctrl_c_while_another_thread_reads(self, daemon: Daemon, transport: str) -> None:
@@ -889,7 +889,7 @@ while client._session.connection._reader is None: pass
 hits, armed = 0, False
 signal.signal(signal.SIGALRM, lambda *_: armed and signal.raise_signal(signal.SIGINT))
 sys.unraisablehook = lambda _: None  # an interrupt in one of gRPC's finalizers is lost; the next one comes
-for turn in range(600):
+for turn in range(60):
     try:
         armed = True
         signal.setitimer(signal.ITIMER_REAL, 0.0001 + 0.00001 * (turn % 100), 0.005)
@@ -910,7 +910,7 @@ say(hits, len(found))
 client.close()
 """
         with worker(script, daemon, transport) as process:
-            assert heard(process) == "600 1"
+            assert heard(process) == "60 1"
             ends(process)
 
     def test_ctrl_c_at_any_moment(self, daemon: Daemon, transport: str) -> None:

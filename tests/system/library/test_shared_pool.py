@@ -9,14 +9,13 @@ import gc
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import pytest
 from tests.support.daemons import Daemon, running, until
 from tests.support.fake_lender import PAGE, FlakyDriver
-from tests.support.interrupts import interrupted_everywhere
 from tests.support.sizes import GIB, MIB
 from tests.support.threads import together
 
@@ -349,45 +348,6 @@ class TestModels:
         assert shared.global_stats() == GlobalMemoryStats(None, 0, 0)
         if isinstance(where.lender, membroker.Client):
             where.lender.register_model("m").unregister()  # which it could not leave while it was charged
-
-    def test_ctrl_c_while_it_closes(self) -> None:
-        """It strikes at the first of three models: all three are given back, and the lender is whole for others."""
-        source = LocalSource(driver := FlakyDriver())
-        pools: list[VirtualMemoryPool] = []
-
-        def prepare() -> Callable[[], object]:
-            shared = SharedMemoryPool(source, page_size=PAGE)
-            for name in ("a", "b", "c"):
-                shared.register_model(name, PAGE)
-                shared.allocate_for_model(name, PAGE)
-            pools[:] = [shared.pool(name) for name in ("a", "b", "c")]
-            return shared.close
-
-        begun = False
-        for _ in interrupted_everywhere(prepare):
-            closed = [pool.closed for pool in pools]
-            begun = begun or any(closed)
-            assert all(closed) or not begun
-            for pool in pools:
-                pool.close()
-        source.close()
-        driver.close()
-
-    def test_ctrl_c_while_a_model_is_registered(self) -> None:
-        """Wherever it strikes, the name is either free, or a model that can be unregistered."""
-        source = LocalSource(driver := FlakyDriver())
-        shared = SharedMemoryPool(source, page_size=PAGE)
-
-        def prepare() -> Callable[[], object]:
-            if shared.global_stats().num_models:
-                shared.unregister_model("a")
-            return lambda: shared.register_model("a", PAGE)
-
-        for _ in interrupted_everywhere(prepare):
-            pass
-        shared.close()
-        source.close()
-        driver.close()
 
     @pytest.mark.parametrize("name", [None, 7, b"m", ["m"]])
     def test_names_that_are_none(self, where: Lending, name: str) -> None:

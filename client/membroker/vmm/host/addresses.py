@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from ..driver import AccessFlags
 from ..errno import invalid
+
+_address = attrgetter("address")
 
 
 @dataclass(slots=True)
@@ -34,14 +37,14 @@ class AddressTable:
     """Reservations and mappings, both kept in order of their addresses. Not thread-safe: the driver locks.
 
     They belong to the process. Each reservation has an `owner` (any number), so that a driver can abandon its own.
+    Mappings change by one statement, so Ctrl-C finds a change made or not made.
     """
 
     def __init__(self) -> None:
         self._reserved: dict[int, int] = {}
         self._owners: dict[int, int] = {}
         self._reserved_order: list[int] = []
-        self._mapped: dict[int, Mapping] = {}
-        self._mapped_order: list[int] = []
+        self._mapped: list[Mapping] = []
 
     def reservations(self, owner: int) -> list[tuple[int, int]]:
         """Return the reservations of one owner as (address, size in bytes)."""
@@ -84,37 +87,46 @@ class AddressTable:
         if other is not None:
             raise invalid(call, f"{size} bytes at {address:#x} lie over the mapping at {other.address:#x}")
 
-    def add_mapping(self, address: int, size: int) -> None:
-        """Record a mapping that the kernel has made; no device has access yet."""
-        self._mapped[address] = Mapping(address, size)
-        insort(self._mapped_order, address)
+    def add_mappings(self, address: int, size: int, count: int, access: dict[int, AccessFlags] | None = None) -> None:
+        """Record `count` mappings of `size` bytes side by side, and what each device may do with them: nothing yet."""
+        place = bisect_left(self._mapped, address, key=_address)
+        new = [Mapping(address + size * number, size, dict(access or ())) for number in range(count)]
+        self._mapped[place:place] = new
 
     def whole_mappings(self, address: int, size: int, call: str) -> list[Mapping]:
         """Return the mappings that fill [address, address + size) side by side; raise unless they do."""
         found, at = [], address
-        while at < address + size:
-            mapping = self._mapped.get(at)
-            if mapping is None or at + mapping.size > address + size:
-                raise invalid(call, f"{size} bytes at {address:#x} are not whole mappings side by side")
+        for place in range(bisect_left(self._mapped, address, key=_address), len(self._mapped)):
+            mapping = self._mapped[place]
+            if at >= address + size or mapping.address != at:
+                break
             found.append(mapping)
             at += mapping.size
+        if at != address + size:
+            raise invalid(call, f"{size} bytes at {address:#x} are not whole mappings side by side")
         if not found:
             raise invalid(call, f"{size} bytes are not a range")
         return found
 
+    def has_any(self, address: int, size: int) -> bool:
+        """Say whether anything is mapped in [address, address + size)."""
+        return self._overlapping(address, size) is not None
+
     def drop_mappings(self, mappings: list[Mapping]) -> None:
         """Forget mappings that are side by side, in order of their addresses."""
-        first = bisect_left(self._mapped_order, mappings[0].address)
-        del self._mapped_order[first : first + len(mappings)]
-        for mapping in mappings:
-            del self._mapped[mapping.address]
+        self.drop(mappings[0].address, len(mappings))
+
+    def drop(self, address: int, count: int) -> None:
+        """Forget `count` mappings side by side, if the first of them is there."""
+        first = bisect_left(self._mapped, address, key=_address)
+        if first < len(self._mapped) and self._mapped[first].address == address:
+            del self._mapped[first : first + count]
 
     def move_mapping(self, mapping: Mapping, address: int) -> None:
         """Record that the kernel has moved a mapping."""
         self.drop_mappings([mapping])
         mapping.address = address
-        self._mapped[address] = mapping
-        insort(self._mapped_order, address)
+        insort(self._mapped, mapping, key=_address)
 
     def allows(self, address: int, size: int, device: int, call: str) -> AccessFlags:
         """Return the weakest access that a device has in [address, address + size); raise if a byte is not mapped.
@@ -133,10 +145,10 @@ class AddressTable:
         return weakest
 
     def _beginning_in(self, address: int, size: int) -> list[Mapping]:
-        first, last = (bisect_left(self._mapped_order, edge) for edge in (address, address + size))
-        return [self._mapped[start] for start in self._mapped_order[first:last]]
+        first, last = (bisect_left(self._mapped, edge, key=_address) for edge in (address, address + size))
+        return self._mapped[first:last]
 
     def _overlapping(self, address: int, size: int) -> Mapping | None:
-        place = bisect_left(self._mapped_order, address + size) - 1
-        last = self._mapped[self._mapped_order[place]] if place >= 0 else None
+        place = bisect_left(self._mapped, address + size, key=_address) - 1
+        last = self._mapped[place] if place >= 0 else None
         return last if last is not None and last.address + last.size > address else None

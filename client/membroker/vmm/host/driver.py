@@ -22,7 +22,7 @@ from typing import ClassVar
 from .. import libc as _libc
 from ..copies import HostCopier, PinnedBlocks
 from ..driver import AccessFlags, Copier, DeviceInfo, DriverError, DriverOutOfMemory, Handle, Location, MemoryInfo
-from ..errno import driver_call, invalid
+from ..errno import driver_call, invalid, translated
 from ..mappings import MappingBudget
 from ..sizes import GIB, MAX_BYTES, MIB, is_power_of_two
 from . import addresses as _addresses
@@ -185,16 +185,30 @@ class HostDriver:
         self, address: int, descriptors: Sequence[int], size: int, access: AccessFlags = AccessFlags.READ_WRITE
     ) -> None:
         """Map the memfds behind `descriptors` side by side from `address` on."""
-        with ExitStack() as undo:
-            for number, descriptor in enumerate(descriptors):
-                handle = self.import_extent(descriptor, size)
-                try:
-                    self.map(address + number * size, handle)
-                finally:
-                    self.release(handle)
-                undo.callback(self.unmap, address + number * size, size)
-            self.set_access(address, len(descriptors) * size, access)
-            undo.pop_all()
+        if self._closed or self._pid != os.getpid():
+            self._check_usable("mmap")
+        _check_granules(size, "mmap")
+        _check_address(address)
+        count, protection, process, call = len(descriptors), _PROTECTIONS[access], self._process, "mmap"
+        if not count:
+            raise invalid("mmap", "0 bytes are not a range")
+        with process.lock:
+            process.addresses.check_free(address, size * count, "mmap")
+            try:
+                # Before they are mapped: what Ctrl-C leaves here can be unmapped.
+                process.addresses.add_mappings(address, size, count, {self._ordinal: access})
+                for number, descriptor in enumerate(descriptors):
+                    _check_extent(descriptor, size)
+                    call = "open"  # it reads files in /proc now and then
+                    process.budget.spend("mmap")
+                    call = "mmap"
+                    _libc.mmap_file(address + number * size, size, descriptor, protection)
+            except BaseException as error:
+                _libc.mmap_nothing(size * count, address)
+                process.addresses.drop(address, count)
+                if isinstance(error, OSError):
+                    raise translated(call, error) from error
+                raise
 
     def seal(self, descriptor: int) -> None:
         """Seal the memfd: a later writable map of it fails with EPERM, and `set_access` with EACCES."""
@@ -242,24 +256,32 @@ class HostDriver:
         self._check_usable("munmap")
         with self._process.lock:
             self._process.addresses.check_reservation(address, size, "munmap")
-            with driver_call("munmap"):
-                _libc.munmap(address, size)
             self._process.addresses.drop_reservation(address)
+            try:
+                with driver_call("munmap"):
+                    _libc.munmap(address, size)
+            except DriverError:
+                self._process.addresses.add_reservation(address, size, self._number)
+                raise
 
     def map(self, address: int, handle: Handle) -> None:
         """Map the extent at `address`; no device has access until `set_access`."""
         self._check_usable("mmap")
-        if address % GRANULARITY:
-            raise invalid("mmap", f"{address:#x} is not a multiple of {GRANULARITY} bytes")
+        _check_address(address)
         process = self._process
         with process.lock, self._lock:
             extent = self._extent(handle, "mmap")
             process.addresses.check_free(address, handle.size, "mmap")
             with driver_call("open"):  # it reads files in /proc now and then
                 process.budget.spend("mmap")
-            with driver_call("mmap"):
-                _libc.mmap_file(address, handle.size, extent.descriptor)
-            process.addresses.add_mapping(address, handle.size)
+            process.addresses.add_mappings(address, handle.size, 1)
+            try:
+                with driver_call("mmap"):
+                    _libc.mmap_file(address, handle.size, extent.descriptor)
+            except BaseException:
+                _libc.mmap_nothing(handle.size, address)
+                process.addresses.drop(address, 1)
+                raise
 
     def set_access(self, address: int, size: int, access: AccessFlags) -> None:
         """Set what this device may do with whole mappings; after a failure their access is unchanged."""
@@ -283,13 +305,20 @@ class HostDriver:
             return self._process.addresses.allows(address, 1, self._ordinal, "get_access")
 
     def unmap(self, address: int, size: int) -> None:
-        """Unmap whole mappings; their addresses stay reserved."""
-        self._check_usable("mmap")
+        """Unmap whole mappings; their addresses stay reserved. Where nothing is mapped, it does nothing."""
+        if self._closed or self._pid != os.getpid():
+            self._check_usable("mmap")
+        addresses = self._process.addresses
         with self._process.lock:
-            mappings = self._process.addresses.whole_mappings(address, size, "mmap")
-            with driver_call("mmap"):
+            if not addresses.has_any(address, size):
+                addresses.check_free(address, size, "mmap")
+                return
+            mappings = addresses.whole_mappings(address, size, "mmap")
+            try:
                 _libc.mmap_nothing(size, address)
-            self._process.addresses.drop_mappings(mappings)
+            except OSError as error:
+                raise translated("mmap", error) from error
+            addresses.drop_mappings(mappings)
 
     def move(self, address: int, new_address: int, size: int, count: int = 1) -> None:
         """Map memfds at other addresses, one after the other, starting at the end towards which they move."""
@@ -521,6 +550,11 @@ def _protect(mapping: _addresses.Mapping, access: dict[int, AccessFlags]) -> Non
     _libc.mprotect(mapping.address, mapping.size, _PROTECTIONS[mapping.most()])
 
 
+def _check_address(address: int) -> None:
+    if address % GRANULARITY:
+        raise invalid("mmap", f"{address:#x} is not a multiple of {GRANULARITY} bytes")
+
+
 def _check_granules(size: int, call: str) -> None:
     if not 0 < size <= MAX_BYTES or size % GRANULARITY:
         raise invalid(call, f"a size is a positive multiple of {GRANULARITY} bytes, not {size}")
@@ -543,11 +577,15 @@ def _duplicate(descriptor: int) -> int:
 
 def _check_extent(descriptor: int, size: int) -> None:
     """Raise unless `descriptor` is a memfd of `size` bytes that cannot shrink under a mapping (SIGBUS)."""
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-        raise invalid("fstat", f"the descriptor is not an extent of {size} bytes")
-    with driver_call("fcntl"):
+    call = "fstat"
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+            raise invalid("fstat", f"the descriptor is not an extent of {size} bytes")
+        call = "fcntl"
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise translated(call, error) from error
     if seals & _FIXED_SIZE != _FIXED_SIZE:
         raise invalid("fcntl", "the descriptor is not an extent: its size is not sealed")
 
