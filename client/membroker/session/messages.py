@@ -26,12 +26,10 @@ from ..v1 import broker_pb2, handoff_pb2
 from ..v1 import resources_pb2 as pb
 from ..vmm.driver import Location
 
-_TO_WIRE = {Location.DEVICE: pb.LOCATION_DEVICE, Location.HOST: pb.LOCATION_HOST}
-
 
 def location_to_wire(location: Location) -> pb.Location.ValueType:
     """Return the wire's number for a location."""
-    return _TO_WIRE[location]
+    return pb.LOCATION_DEVICE if location is Location.DEVICE else pb.LOCATION_HOST
 
 
 def location_name(location: pb.Location.ValueType) -> str:
@@ -41,7 +39,7 @@ def location_name(location: pb.Location.ValueType) -> str:
 
 def limit(location: Location, size: int) -> pb.Limit:
     """Return a limit of `size` bytes at a location."""
-    return pb.Limit(location=_TO_WIRE[location], limit_bytes=size)
+    return pb.Limit(location=location_to_wire(location), limit_bytes=size)
 
 
 def device(message: pb.Device) -> DeviceStatus:
