@@ -11,6 +11,7 @@ a function, after a call of C code, and when a loop repeats, and nowhere else.
 
 from __future__ import annotations
 
+import _thread
 import threading
 import weakref
 from collections.abc import Callable, Collection
@@ -194,7 +195,8 @@ class _Task(Generic[_T]):
         An interrupt asks the work to stop, and waits a little for that.
         """
         try:
-            threading.Thread(target=self.run, name="membroker-call", daemon=True).start()
+            # Not by `Thread.start`: an interrupt in its wait for the thread is raised as a RuntimeError, or lost.
+            _thread.start_new_thread(self.run, ())
             self._wait()
         except RuntimeError:
             if self._started:
@@ -228,7 +230,7 @@ def uninterrupted(work: Callable[[], _T], on_interrupt: Step = lambda: None, pat
     An interrupt calls `on_interrupt`, which may end a wait of the work, and makes `let_through` raise there. It is
     raised here when the work has ended, or after `patience` seconds.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if threading.get_ident() != threading.main_thread().ident:
         return work()
     return _Task(work).result(on_interrupt, patience)
 

@@ -480,5 +480,6 @@ class Connection:
                 # The broker closes now, and what was wrong would be wrong again.
                 self._break(ProtocolError, f"the broker at {self._name} ended the connection: {error}")
                 return
-        if kind != "reply" or frame.reply.WhichOneof("result") not in _LATE:
+        # Once the connection has ended its calls have gone, and their answers may still be on the way here.
+        if self._end is None and (kind != "reply" or frame.reply.WhichOneof("result") not in _LATE):
             logger.warning("the broker sent a frame that no call waits for: %s", kind)

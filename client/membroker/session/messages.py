@@ -40,7 +40,7 @@ _TO_WIRE = {Location.DEVICE: pb.LOCATION_DEVICE, Location.HOST: pb.LOCATION_HOST
 
 def location_to_wire(location: Location) -> pb.Location.ValueType:
     """Return the wire's number for a location."""
-    return _TO_WIRE[location]
+    return pb.LOCATION_DEVICE if location is Location.DEVICE else pb.LOCATION_HOST
 
 
 def location_name(location: pb.Location.ValueType) -> str:
@@ -50,7 +50,7 @@ def location_name(location: pb.Location.ValueType) -> str:
 
 def limit(location: Location, size: int) -> pb.Limit:
     """Return a limit of `size` bytes at a location."""
-    return pb.Limit(location=_TO_WIRE[location], limit_bytes=size)
+    return pb.Limit(location=location_to_wire(location), limit_bytes=size)
 
 
 def value(kind: type[_T], message: Message, **special: Any) -> _T:
