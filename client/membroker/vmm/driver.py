@@ -228,7 +228,7 @@ class Driver(Protocol):
     def unmap(self, address: int, size: int) -> None:
         """Unmap the whole mappings that fill [address, address + size), never a part of one.
 
-        If nothing is mapped there, the host driver refuses; CUDA silently does nothing (observed on an H200, 580.159).
+        If nothing is mapped there, it does nothing, as CUDA does (observed on an H200, 580.159).
 
         Does not wait for work that uses the memory: call `synchronize` first.
         """
