@@ -72,6 +72,7 @@ from .restart.takeover import (
     watch_processes,
 )
 from .turns import Turns, gather, in_portions, spare_collections
+from .writer import Writer
 
 METRICS_PORT = 9710
 VIEW_SECONDS = 2.0
@@ -145,6 +146,7 @@ class Daemon:
         journal.epoch = self._home.next_epoch(max(journal.epoch, books.epoch, last_epoch(kept)))
         broker = Broker(rules, journal.epoch, [*books.story, *self._commanded()])
         self._begin_journal(journal, broker)
+        writer = Writer(broker, journal, self._metrics.journal.observe)
         self._loop = Loop(
             broker,
             executor,
@@ -152,8 +154,7 @@ class Daemon:
             config.audit_seconds,
             self._metrics.steps.observe,
             CONTEXT_BYTES[plan.driver.device.driver],
-            journal,
-            self._metrics.journal.observe,
+            writer,
             self._turns,
         )
         self._loop.on_audit = self._metrics.count
@@ -177,7 +178,7 @@ class Daemon:
         except BaseException:
             await self._loop.stop(0)  # else it would use a closed driver
             raise
-        stack.callback(Lookout(self._home, journal, self._loop.compact).close)
+        stack.callback(Lookout(self._home, journal, writer.compact).close)
 
     def _commanded(self) -> list[ft.Fact]:
         """Return the limits that an operator set by command, at any daemon of this device."""

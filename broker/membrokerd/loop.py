@@ -11,35 +11,30 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 from membroker.v1.handoff_pb2 import Frame, Notice
-from membroker.vmm import MemoryInfo, format_size
+from membroker.vmm import MemoryInfo
 from membroker.wire.frames import close_all
 
 from .core import effects as fx
 from .core import events as ev
-from .core import facts as ft
-from .core import snapshot
 from .core.denied import Denied, Reason
-from .core.facts_of import story
 from .core.machine import Broker
 from .executor import Executor, Failure, Figures
 from .failpoints import reach
-from .observe import logs, suspects
-from .observe.suspects import Process
+from .observe import logs
+from .processes import Processes
 from .restart.descriptor_store import Store
-from .restart.journal import Journal
-from .turns import SHARE_SECONDS, Turns, gather, in_portions
+from .turns import SHARE_SECONDS, Turns
+from .writer import Writer
 
 Reply = Callable[[fx.Result | Denied], None]
-Holders = Mapping[int, snapshot.HolderView]
 RELEASING_AUDIT_SECONDS = 0.01
 HEARING_SECONDS = 0.02
 """How long a refusal for lack of room is deferred at most while other connections keep sending."""
-_DEBITS = frozenset((ft.Debited, ft.SegmentBegan))
 
 
 class Link(Protocol):
@@ -77,8 +72,7 @@ class Loop:
         audit_seconds: float,
         observe_step: Callable[[float], None] = lambda seconds: None,
         context_bytes: int = 0,
-        journal: Journal | None = None,
-        observe_write: Callable[[float], None] = lambda seconds: None,
+        writer: Writer | None = None,
         turns: Turns | None = None,
     ) -> None:
         self.broker = broker
@@ -105,10 +99,8 @@ class Loop:
         self._sending = False
         self._audit_seconds = audit_seconds
         self._observe_step = observe_step
-        self._journal = journal
-        self._compacting: Generator[None, None, None] | None = None
-        self._observe_write = observe_write
-        self._context_bytes = context_bytes
+        self._writer = writer
+        self.processes = Processes(broker, executor, context_bytes)
         self._calls = itertools.count(1)
         self._replies: dict[int, Reply] = {}
         self._making = 0
@@ -135,7 +127,9 @@ class Loop:
         broker = self.broker
         effects, facts = broker.step(event, clock())
         self._observe_step(time.perf_counter() - start)
-        is_written = self._write(facts) if facts or broker.books.cannot_write else True
+        is_written = True
+        if self._writer is not None and (facts or broker.books.cannot_write):
+            is_written = self._writer.write(facts)
         for fact in facts:
             if type(fact) not in logs.not_logged:
                 logs.log_fact(fact)
@@ -153,47 +147,6 @@ class Loop:
             self._schedule_audit(RELEASING_AUDIT_SECONDS)
         if broker.segments.deadline != self._deadline:
             self._schedule_deadline()
-
-    def _write(self, facts: list[ft.Fact]) -> bool:
-        """Write down what changed, before anything comes of it; False when it is not on file."""
-        journal = self._journal
-        if journal is None or not (facts or journal.full):
-            return True
-        debits = not _DEBITS.isdisjoint(map(type, facts))
-        reach("debit" if debits else "credit")
-        start = time.perf_counter()
-        is_written = journal.append(facts)
-        self._observe_write(time.perf_counter() - start)
-        if journal.due:
-            self.compact()
-        if journal.full or self.broker.books.cannot_write:
-            self._say_whether_full()
-        reach("debited" if debits else "credited")
-        return is_written
-
-    def compact(self) -> None:
-        """Replace the journal by a short one, in portions; nothing to do where that is going on."""
-        if self._compacting is None:
-            assert self._journal is not None
-            reach("compact")
-            self._compacting = self._compact(self._journal.compact(story(self.broker.ledger)))
-            in_portions(self._compacting, lambda _: self._compacted())
-
-    def _compact(self, steps: Generator[None, None, None]) -> Generator[None, None, None]:
-        try:
-            yield from steps
-        except OSError as error:
-            logs.warn("the journal cannot be compacted, and grows on", error=error.strerror)
-        finally:
-            self._compacting = None
-
-    def _compacted(self) -> None:
-        self._say_whether_full()
-        reach("compacted")
-
-    def _say_whether_full(self) -> None:
-        assert self._journal is not None
-        self.broker.cannot_write = "no room for its journal" if self._journal.full else ""
 
     def _unwritten(self, packet: fx.Make | fx.Send) -> None:
         """Nothing is made of a debit, and nothing sent of a hold, that is not on file."""
@@ -426,43 +379,6 @@ class Loop:
 
         self.executor.seal(self.store.lend(segment, ids), sealed)
 
-    # --- who uses the device ---
-
-    def list_processes(self, done: Callable[[list[Process] | Failure], None]) -> None:
-        """Give `done` the processes that the driver sees beside what the books say of them, largest excess first."""
-
-        def take_holders(go_on: Callable[[Holders], None]) -> None:
-            in_portions(gather(snapshot.each_holder(self.broker)), lambda holders: go_on(dict(holders)))
-
-        def list_then_compare(before: Holders) -> None:
-            def listed(found: list[tuple[int, int]] | Failure) -> None:
-                if isinstance(found, Failure):
-                    done(found)
-                else:
-                    take_holders(lambda after: done(suspects.compare(found, before, after)))
-
-            self.executor.list_processes(listed)
-
-        take_holders(list_then_compare)
-
-    def _look_for_suspects(self, rise: fx.NameSuspects) -> None:
-        self.list_processes(lambda found: self._name_suspects(rise, found))
-
-    def _name_suspects(self, rise: fx.NameSuspects, found: list[Process] | Failure) -> None:
-        if isinstance(found, Failure):
-            return  # the executor has said so
-        named = [process for process in found if process.excess > self._context_bytes]
-        for process in named[: suspects.MOST_NAMED]:
-            logs.warn("a process uses more of the device than it is charged", **suspects.fields(process))
-        # Contexts are no suspects, and explain a rise all the same.
-        if not named and sum(process.excess for process in found) < rise.risen:
-            logs.warn(
-                "more of the device is used beyond the books, and no process can be named: its holder has a descriptor "
-                "and no context, or is in a namespace that the driver cannot see",
-                risen=format_size(rise.risen),
-                unaccounted=format_size(rise.unaccounted),
-            )
-
     # --- the end ---
 
     async def stop(self, seconds: float) -> None:
@@ -471,8 +387,8 @@ class Loop:
         for timer in (self._audit_timer, self._deadline_timer):
             if timer is not None:
                 timer.cancel()
-        if self._compacting is not None:
-            self._compacting.close()
+        if self._writer is not None:
+            self._writer.close()
         try:
             if self._making:
                 await asyncio.wait_for(self._idle.wait(), seconds)
@@ -492,7 +408,7 @@ _CARRY_OUT: dict[type[fx.Effect], Callable[[Loop, Any], None]] = {
     fx.DropStock: Loop._drop_stock,
     fx.Seal: Loop._seal,
     fx.Drop: Loop._drop,
-    fx.NameSuspects: Loop._look_for_suspects,
+    fx.NameSuspects: lambda loop, rise: loop.processes.name_suspects(rise),
     fx.Disconnect: Loop._disconnect,
     fx.Forget: Loop._forget,
 }

@@ -678,6 +678,7 @@ from membrokerd.core import events as ev, policy
 from membrokerd.core.machine import Broker
 from membrokerd.loop import Loop
 from membrokerd.restart.descriptor_store import Store
+from membrokerd.writer import Writer
 
 async def main():
     journal.close()
@@ -685,7 +686,7 @@ async def main():
     fresh.begin([])
     limit(path.stat().st_size + 100_000)
     broker = Broker(policy.Rules(2, {"device": 64}, max_sessions_per_process=100), epoch=1)
-    loop = Loop(broker, None, Store(), 1.0, journal=fresh)
+    loop = Loop(broker, None, Store(), 1.0, writer=Writer(broker, fresh))
 
     def come():
         loop.ask(lambda call: ev.OpenSession(call, "t", 1, 1, "p", False, "x" * 1_000), lambda answer: None)

@@ -137,7 +137,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             if not answer.cancelled():  # the caller may be gone before the driver answers
                 answer.set_result(found)
 
-        self._loop.list_processes(listed)
+        self._loop.processes.find(listed)
         found = await answer
         if isinstance(found, Failure):
             raise Refused(deny(found.reason, **found.numbers))

@@ -1,0 +1,76 @@
+"""The writer: what changed in the books goes to the journal before anything comes of it.
+
+Runs on the event loop's thread. It owns when the journal is compacted, and tells the core when it cannot be written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+
+from .core import facts as ft
+from .core.facts_of import story
+from .core.machine import Broker
+from .failpoints import reach
+from .observe import logs
+from .restart.journal import Journal
+from .turns import in_portions
+
+_DEBITS = frozenset((ft.Debited, ft.SegmentBegan))
+
+
+class Writer:
+    """Writes the facts of one broker to one journal. `observe` gets the seconds of each write."""
+
+    def __init__(
+        self, broker: Broker, journal: Journal, observe: Callable[[float], None] = lambda seconds: None
+    ) -> None:
+        self._broker = broker
+        self._journal = journal
+        self._observe = observe
+        self._compacting: Generator[None, None, None] | None = None
+
+    def write(self, facts: list[ft.Fact]) -> bool:
+        """Append the facts of one step. False: they are not in the file, and nothing may come of a debit.
+
+        Without facts it tries again to write what is left, and tells the core when there is room.
+        """
+        journal = self._journal
+        debits = not _DEBITS.isdisjoint(map(type, facts))
+        reach("debit" if debits else "credit")
+        start = time.perf_counter()
+        is_written = journal.append(facts)
+        self._observe(time.perf_counter() - start)
+        if journal.due:
+            self.compact()
+        if journal.full or self._broker.books.cannot_write:
+            self._tell_broker()
+        reach("debited" if debits else "credited")
+        return is_written
+
+    def compact(self) -> None:
+        """Begin to replace the journal by a short one, in portions, unless that is going on already."""
+        if self._compacting is None:
+            reach("compact")
+            self._compacting = self._compact()
+            in_portions(self._compacting, lambda _: self._compacted())
+
+    def _compact(self) -> Generator[None, None, None]:
+        try:
+            yield from self._journal.compact(story(self._broker.ledger))
+        except OSError as error:
+            logs.warn("the journal cannot be compacted, and grows on", error=error.strerror)
+        finally:
+            self._compacting = None
+
+    def _compacted(self) -> None:
+        self._tell_broker()
+        reach("compacted")
+
+    def _tell_broker(self) -> None:
+        self._broker.cannot_write = "no room for its journal" if self._journal.full else ""
+
+    def close(self) -> None:
+        """Abandon a compaction: the file that it would have replaced is whole."""
+        if self._compacting is not None:
+            self._compacting.close()
