@@ -31,6 +31,7 @@ faulthandler.dump_traceback_later({SECONDS}, exit=True)
 import torch
 import membroker
 from membroker.adapters.torch import TorchMemory, attach_module, publish_module, tensor, without_weights
+MIB = 1 << 20
 client = membroker.connect(sys.argv[1])
 
 def used():

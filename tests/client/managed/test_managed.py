@@ -42,6 +42,7 @@ import cuda.bindings.driver as bindings
 from membroker.errors import *
 from membroker.managed.hints import *
 from membroker.vmm import *
+MIB = 1 << 20
 fake = ctypes.CDLL("libcuda.so.1")
 fake.fake_cuda_asked.restype = ctypes.c_char_p
 
