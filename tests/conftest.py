@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.support.daemons import Daemon, running
 from tests.support.devices import DEVICES, Device
+
+_STATED: list[str] = []
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores SIGINT for what it starts in the background (`make test &`, nohup), and children inherit that.
@@ -43,3 +45,25 @@ def device(request: pytest.FixtureRequest) -> Device:
 def transport(request: pytest.FixtureRequest) -> str:
     """Each of the two ways to ask."""
     return str(request.param)
+
+
+@pytest.fixture
+def state(record_property: Callable[[str, object], None]) -> Callable[[str, str], None]:
+    """Return a function that puts a figure into the report: a property of the test, and a line at the end of the run.
+
+    For times and sizes, which differ from machine to machine: nothing is asserted of them.
+    """
+
+    def put(what: str, figure: str) -> None:
+        record_property(what, figure)
+        _STATED.append(f"{what}: {figure}")
+
+    return put
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write what was stated."""
+    if _STATED:
+        terminalreporter.section("stated by the tests")
+        for line in _STATED:
+            terminalreporter.write_line(line)

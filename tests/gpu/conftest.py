@@ -1,15 +1,13 @@
-"""What the tests on a card share: the card itself, and what they state in the report of a run."""
+"""What the tests on a GPU share: the GPU itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from membroker.vmm import DriverUnavailable
 from membroker.vmm.cuda.driver import CudaDriver
-
-_STATED: list[str] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,25 +25,3 @@ def card() -> Iterator[CudaDriver]:
         pytest.skip(f"no NVIDIA card to test on: {error}")
     yield driver
     driver.close()
-
-
-@pytest.fixture
-def state(record_property: Callable[[str, object], None]) -> Callable[[str, str], None]:
-    """Return a function that puts a figure into the report: a property of the test, and a line at the end of the run.
-
-    For times and sizes, which differ from machine to machine: nothing is asserted of them.
-    """
-
-    def put(what: str, figure: str) -> None:
-        record_property(what, figure)
-        _STATED.append(f"{what}: {figure}")
-
-    return put
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Write what was stated."""
-    if _STATED:
-        terminalreporter.section("stated by the tests on the card")
-        for line in _STATED:
-            terminalreporter.write_line(line)
