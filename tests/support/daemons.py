@@ -16,7 +16,7 @@ import time
 import tomllib
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,8 @@ from membroker.v1 import admin_pb2_grpc, broker_pb2
 
 _T = TypeVar("_T")
 DEADLINE_SECONDS = 30.0
+SETTLE_SECONDS = 2.0
+"""How long a daemon may take after a test until nobody uses it."""
 DEFAULTS: Mapping[str, Any] = {
     "driver": "host",
     "capacity": "256MiB",
@@ -147,6 +149,12 @@ class Daemon:
 
         return until(scrape)
 
+    def is_unused(self) -> bool:
+        """Say whether there is no session, no model, no byte lent and no drain."""
+        device = self.device()
+        lent = any(books.lent_bytes or books.releasing_bytes or books.unaccounted_bytes for books in device.locations)
+        return not lent and not device.draining and not self.sessions() and not self.models()
+
     def descriptors(self) -> int:
         """Return how many descriptors the daemon has open."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
@@ -203,6 +211,39 @@ def running(
                 daemon.process.kill()
             daemon.process.wait()
         shutil.rmtree(directory, ignore_errors=True)  # a keeper that ends takes its socket away
+
+
+class Shared:
+    """One daemon for several tests, as long as each leaves it unused: a start costs more than most tests."""
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        self._daemon: Daemon | None = None
+
+    @contextmanager
+    def borrowed(self) -> Iterator[Daemon]:
+        """Yield the daemon. The next test has another one, where this one ended or has something left in its books."""
+        if self._daemon is None:
+            self._daemon = self._open.enter_context(running({"model_grace_seconds": 0}))
+        try:
+            yield self._daemon
+        except BaseException:
+            self.close()
+            raise
+        if not self._is_as_before(self._daemon):
+            self.close()
+
+    def _is_as_before(self, daemon: Daemon) -> bool:
+        try:
+            until(lambda: daemon.process.poll() is not None or daemon.is_unused(), SETTLE_SECONDS)
+        except AssertionError:
+            return False
+        return daemon.process.poll() is None
+
+    def close(self) -> None:
+        """End the daemon, which must still answer, and stop with status 0, unless a test ended it."""
+        self._daemon = None
+        self._open.close()
 
 
 @contextmanager
