@@ -1,0 +1,16 @@
+"""Fixtures that the tests of this folder share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from membroker.vmm.host.driver import HostDriver
+
+
+@pytest.fixture
+def driver() -> Iterator[HostDriver]:
+    driver = HostDriver()
+    yield driver
+    driver.abandon()

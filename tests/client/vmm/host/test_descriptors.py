@@ -1,0 +1,336 @@
+"""The host driver's descriptors, views, failures and limits."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tests.support.host_driver import mapped, open_descriptors, used
+
+from membroker.vmm import (
+    AccessFlags,
+    DriverError,
+    DriverLimit,
+    Location,
+    open_driver,
+)
+from membroker.vmm import (
+    libc as _libc,
+)
+from membroker.vmm.host.driver import GRANULARITY, HostDriver
+from membroker.vmm.mappings import MARGIN, mapping_count
+
+
+def links() -> list[str]:
+    paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return [os.readlink(path) for path in paths if os.path.islink(path)]
+
+
+def test_a_holder_cannot_change_the_size_or_the_seals(driver: HostDriver) -> None:
+    """A tenant that could shrink an extent would kill every process that maps it (SIGBUS)."""
+    descriptor = driver.export(driver.create(GRANULARITY))
+    for size in (0, 2 * GRANULARITY):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, size)
+    for seal in (fcntl.F_SEAL_WRITE, fcntl.F_SEAL_SEAL):
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seal)
+    os.close(descriptor)
+
+
+def test_a_sealed_extent_is_closed_to_every_way_of_writing(driver: HostDriver) -> None:
+    """A reader has a descriptor that is open for writing; the kernel refuses what it could do with it all the same."""
+    handle = driver.create(GRANULARITY, sealable=True)
+    descriptor = driver.export(handle)
+    os.pwrite(descriptor, b"written", 0)
+    with mmap.mmap(descriptor, GRANULARITY) as before:
+        driver.seal(descriptor)
+        before[:2] = b"WR"
+        again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
+        for each in (descriptor, again):
+            for call in (
+                lambda each=each: mmap.mmap(each, GRANULARITY),
+                lambda each=each: os.pwrite(each, b"x", 0),
+                lambda each=each: os.ftruncate(each, 0),
+                lambda each=each: fcntl.fcntl(each, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
+            ):
+                with pytest.raises(PermissionError):
+                    call()
+        with mmap.mmap(descriptor, GRANULARITY, prot=mmap.PROT_READ) as after:
+            assert after[:7] == b"WRitten"
+        with mmap.mmap(descriptor, GRANULARITY, flags=mmap.MAP_PRIVATE) as own:
+            own[:2] = b"my"  # a copy of its own, of no concern to others
+            assert before[:2] == b"WR"
+    os.close(descriptor)
+    os.close(again)
+
+
+def test_only_what_was_created_for_it_is_sealed(driver: HostDriver) -> None:
+    """An extent that was lent to one process cannot be turned against it by a seal."""
+    descriptor = driver.export(driver.create(GRANULARITY))
+    with pytest.raises(DriverError, match="EPERM"):
+        driver.seal(descriptor)
+    mmap.mmap(descriptor, GRANULARITY).close()
+    os.close(descriptor)
+
+
+def test_a_memfd_that_could_shrink_is_refused(driver: HostDriver) -> None:
+    """A liar passes a memfd of the right size, to cut it under the reader later."""
+    descriptor = os.memfd_create("membroker-extent", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, GRANULARITY)
+    before = open_descriptors()
+    with pytest.raises(DriverError, match="not sealed"):
+        driver.import_extent(descriptor, GRANULARITY)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    with pytest.raises(DriverError, match="not an extent of"):
+        driver.import_extent(descriptor, 2 * GRANULARITY)
+    assert open_descriptors() == before
+    driver.import_extent(descriptor, GRANULARITY)
+    os.close(descriptor)
+
+
+def test_extents_are_found_by_their_name_in_proc(driver: HostDriver) -> None:
+    mapped(driver)
+    assert "/memfd:membroker-extent" in Path("/proc/self/maps").read_text()
+
+
+# Views
+
+
+def test_a_view_shows_the_mapped_bytes_across_mappings(driver: HostDriver) -> None:
+    address = driver.reserve(2 * GRANULARITY)
+    for number in range(2):
+        driver.map(address + number * GRANULARITY, driver.create(GRANULARITY))
+    driver.set_access(address, 2 * GRANULARITY, AccessFlags.READ_WRITE)
+    view = driver.view(address + GRANULARITY - 2, 4)
+    view[:] = b"both"
+    assert (view.format, view.readonly) == ("B", False)
+    assert driver.read(address + GRANULARITY, 2) == b"th"
+
+
+def test_a_view_is_as_weak_as_its_weakest_mapping(driver: HostDriver) -> None:
+    address = driver.reserve(3 * GRANULARITY)
+    for number in range(2):
+        driver.map(address + number * GRANULARITY, driver.create(GRANULARITY))
+    driver.set_access(address, GRANULARITY, AccessFlags.READ_WRITE)
+    with pytest.raises(DriverError, match="EACCES"):
+        driver.view(address, GRANULARITY + 1)
+    driver.set_access(address + GRANULARITY, GRANULARITY, AccessFlags.READ)
+    assert driver.view(address, GRANULARITY + 1).readonly
+    assert not driver.view(address, GRANULARITY).readonly
+    for size in (0, -1, 2 * GRANULARITY + 1):
+        with pytest.raises(DriverError, match="EINVAL"):
+            driver.view(address, size)
+
+
+# Failures undo themselves, and limits have names
+
+
+def test_access_is_set_on_whole_mappings_only(driver: HostDriver) -> None:
+    address, _handle = mapped(driver, 2 * GRANULARITY)
+    for place, size in ((address, GRANULARITY), (address + GRANULARITY, GRANULARITY), (address, 0)):
+        with pytest.raises(DriverError, match="EINVAL"):
+            driver.set_access(place, size, AccessFlags.NONE)
+    driver.write(address, b"still writable")
+
+
+def test_access_that_fails_half_way_is_as_before(driver: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = driver.reserve(2 * GRANULARITY)
+    for number in range(2):
+        driver.map(address + number * GRANULARITY, driver.create(GRANULARITY))
+    real = _libc.mprotect
+
+    def second_fails(place: int, size: int, protection: int) -> None:
+        if place != address:
+            raise OSError(errno.EACCES, "Permission denied")
+        real(place, size, protection)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_libc, "mprotect", second_fails)
+        with pytest.raises(DriverError, match="mprotect failed: EACCES"):
+            driver.set_access(address, 2 * GRANULARITY, AccessFlags.READ_WRITE)
+    with pytest.raises(DriverError, match="EACCES"):
+        driver.read(address, 1)
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    assert "---s" in next(line for line in lines if line.startswith(f"{address:x}-"))
+
+
+def test_a_read_only_descriptor_fails_at_set_access_and_unmaps_cleanly(driver: HostDriver) -> None:
+    """A descriptor that was opened again for reading only can be mapped, and never written through."""
+    descriptor = driver.export(driver.create(GRANULARITY))
+    read_only = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+    handle, address = driver.import_extent(read_only, GRANULARITY), driver.reserve(GRANULARITY)
+    driver.map(address, handle)
+    with pytest.raises(DriverError, match="mprotect failed: EACCES"):
+        driver.set_access(address, GRANULARITY, AccessFlags.READ_WRITE)
+    driver.set_access(address, GRANULARITY, AccessFlags.READ)
+    driver.unmap(address, GRANULARITY)
+    driver.unreserve(address, GRANULARITY)
+    for each in (descriptor, read_only):
+        os.close(each)
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "limit"),
+    [
+        ("inotify_add_watch", errno.ENOSPC, "fs.inotify.max_user_watches"),
+        ("inotify_init", errno.EMFILE, "fs.inotify.max_user_instances"),
+    ],
+)
+def test_too_few_watches_is_a_limit_with_a_name(
+    driver: HostDriver, monkeypatch: pytest.MonkeyPatch, call: str, code: int, limit: str
+) -> None:
+    """On a machine with 128 inotify instances a user, the reason must not read as out of memory."""
+
+    def refuse(*_arguments: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    before = open_descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(_libc, call, refuse)
+        with pytest.raises(DriverLimit, match=limit):
+            driver.create(GRANULARITY)
+    assert open_descriptors() == before
+    assert used(driver) == 0
+    driver.create(GRANULARITY)
+    assert used(driver) == GRANULARITY
+
+
+def test_too_few_descriptors_is_a_limit_with_a_name(driver: HostDriver) -> None:
+    handle = driver.create(GRANULARITY)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        for call in (partial(driver.create, GRANULARITY), partial(driver.export, handle)):
+            with pytest.raises(DriverLimit, match="RLIMIT_NOFILE"):
+                call()
+    assert used(driver) == GRANULARITY
+
+
+def test_a_table_that_cannot_be_made_leaves_no_inotify_instance(driver: HostDriver) -> None:
+    """One descriptor is left, and a driver needs two before its first extent."""
+    before, lowest = open_descriptors(), os.dup(0)
+    os.close(lowest)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))
+        with pytest.raises(DriverLimit, match="memfd_create failed: EMFILE"):
+            driver.survivors()
+    assert open_descriptors() == before
+
+
+def test_too_many_mappings_is_a_limit_with_a_name_and_a_way_back(driver: HostDriver) -> None:
+    """A pool of small pages grows to vm.max_map_count: it is told why, and can still give everything back."""
+    limit = int(Path("/proc/sys/vm/max_map_count").read_text())
+    if limit > 100_000:
+        pytest.skip(f"vm.max_map_count is {limit}: this would map for too long")
+    handle, address = driver.create(GRANULARITY), driver.reserve(limit * 2 * GRANULARITY)
+    places = [address + 2 * GRANULARITY * number for number in range(limit)]
+    done = []
+
+    def map_all() -> None:
+        for place in places:
+            driver.map(place, handle)
+            done.append(place)
+
+    with pytest.raises(DriverLimit, match=r"vm\.max_map_count"):
+        map_all()
+    assert len(done) > limit // 2 - 1000
+    assert mapping_count() <= limit - MARGIN + 8, "nothing is left for the interpreter to work with"
+    for place in done:
+        driver.unmap(place, GRANULARITY)
+    driver.unreserve(address, limit * 2 * GRANULARITY)
+
+
+def test_a_move_is_undone_where_no_mapping_may_be_made_any_more(
+    driver: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process reaches vm.max_map_count with one of two extents moved: both are where they were, and readable."""
+    address = driver.reserve(8 * GRANULARITY)
+    driver.map_descriptors(address + 4 * GRANULARITY, descriptors := driver.lend(GRANULARITY, 2), GRANULARITY)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    driver.write(address + 4 * GRANULARITY, b"first")
+    driver.write(address + 5 * GRANULARITY, b"second")
+    with monkeypatch.context() as patch:
+        patch.setattr("membroker.vmm.mappings.mapping_limit", lambda: MARGIN)
+        driver._process.budget._left = 1
+        with pytest.raises(DriverLimit, match=r"vm\.max_map_count"):
+            driver.move(address + 4 * GRANULARITY, address, GRANULARITY, 2)
+    assert driver.read(address + 4 * GRANULARITY, 5) == b"first"
+    assert driver.read(address + 5 * GRANULARITY, 6) == b"second"
+    driver.unmap(address + 4 * GRANULARITY, 2 * GRANULARITY)
+    driver.unreserve(address, 8 * GRANULARITY)
+
+
+@pytest.mark.parametrize("need", [HostDriver.survivors, lambda driver: driver.create(GRANULARITY)])
+def test_the_inotify_instance_is_made_when_it_is_needed(need: Callable[[HostDriver], object]) -> None:
+    """A worker that only imports takes none of its user's 128 instances."""
+
+    def instances() -> int:
+        return sum(link == "anon_inode:inotify" for link in links())
+
+    before = instances()
+    driver = HostDriver(survivors={})
+    assert used(driver) == 0
+    assert instances() == before
+    need(driver)
+    survivors = driver.survivors()
+    driver.create(GRANULARITY)
+    assert driver.survivors() == survivors
+    assert instances() == before + 1
+    driver.close()
+    assert instances() == before
+
+
+def test_closing_leaves_mappings_and_exported_descriptors(driver: HostDriver) -> None:
+    before = open_descriptors()
+    first = HostDriver()
+    address, handle = mapped(first)
+    first.write(address, b"kept")
+    descriptor = first.export(handle)
+    first.close()
+    assert open_descriptors() == before + 1
+    imported, alias = driver.import_extent(descriptor, GRANULARITY), driver.reserve(GRANULARITY)
+    driver.map(alias, imported)
+    driver.set_access(alias, GRANULARITY, AccessFlags.READ)
+    assert driver.read(alias, 4) == b"kept"
+    os.close(descriptor)
+    driver.unmap(address, GRANULARITY)
+    driver.unreserve(address, GRANULARITY)
+
+
+# Opening
+
+
+def test_open_driver_knows_two_kinds() -> None:
+    with pytest.raises(ValueError, match="rocm"):
+        open_driver("rocm")
+    with pytest.raises(TypeError, match="total_bytes"):
+        open_driver("cuda", total_bytes=1)
+    with pytest.raises(TypeError, match="watches"):
+        open_driver("cuda", survivors={"watches": 0})
+    driver = open_driver("host", total_bytes=GRANULARITY, stranger_bytes=0)
+    assert driver.memory(Location.DEVICE) is not None
+    driver.close()
+
+
+def test_the_package_imports_no_cuda() -> None:
+    """A worker on a machine without a card, or a test, pays nothing for CUDA."""
+    code = (
+        "import sys, membroker.vmm, membroker.testing.driver_suite; membroker.vmm.open_driver('host').close(); "
+        "sys.exit(any(name.split('.')[0] in ('cuda', 'pynvml', 'torch', 'grpc') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
