@@ -16,6 +16,7 @@ from tests.fuzz.corpus import FRAMES, NAMES, bent, budget, lasting
 from tests.simulation.world import World
 from tests.support.daemons import to_toml
 
+from membroker.cli import commands
 from membroker.cli import main as cli
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm.sizes import MAX_BYTES, parse_size
@@ -95,7 +96,7 @@ def test_the_command_lines_limits_and_seconds() -> None:
     @budget(1_000)
     @given(st.one_of(SIZES.map(str), st.sampled_from(["none", "nan", "inf", "-0", "1e999", "0.05"])))
     def fuzz(text: str) -> None:
-        for parse in (cli._limit, cli._seconds):
+        for parse in (commands.limit, commands.seconds):
             with suppress(argparse.ArgumentTypeError):
                 parse(text)
 

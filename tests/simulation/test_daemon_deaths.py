@@ -18,7 +18,7 @@ from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import machine as broker_module
 
-SEEDS = [*range(20_301, 20_313), 20_272, 20_276, 20_317]
+SEEDS = [*range(20_301, 20_313), 20_272, 20_276, 20_317, *range(20_400, 20_424)]
 STEPS = 10_000
 
 Resuming = resuming.Resuming

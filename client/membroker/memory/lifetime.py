@@ -226,9 +226,13 @@ class MappedMemory:
                 gone += self.region.offsets(offset, size)
         finally:
             if gone:
-                self.source.give_back(self.region.ids(gone))
-                # From the end: what an interrupt leaves still begins where the run does, so a second run finds it.
-                self.region.forget(reversed(gone))
+                self.release(gone)
+
+    def release(self, offsets: Sequence[int]) -> None:
+        """Release the extents at these offsets, which are unmapped, and forget them. Safe to run again."""
+        self.source.give_back(self.region.ids(offsets))
+        # From the end: what an interrupt leaves still begins where the run does, so a second run finds it.
+        self.region.forget(reversed(offsets))
 
     def _move(self, cause: str) -> None:
         self.state = LIFECYCLE[self.state][cause]

@@ -181,7 +181,7 @@ class OffloadedPages:
             gone.update((page, places.pop(page)) for page in chunk)
             self._places.update((page, gone[page]) for page in chunk)
             self._table.set(chunk, OFFLOADED)
-        self._holding.remove([(start, size)])
+        self._holding.release(self._holding.region.offsets(start, size))
         return size
 
     # And back

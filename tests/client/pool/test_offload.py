@@ -17,6 +17,7 @@ from tests.support.processes import ends, heard, worker
 from tests.support.sizes import MIB
 
 import membroker
+from membroker import interrupts
 from membroker.errors import (
     AlreadyMapped,
     ClosedError,
@@ -520,14 +521,19 @@ class TestHalfWay:
 
     def test_interrupted(self, pool: VirtualMemoryPool) -> None:
         """Ctrl-C in a copy of minutes: it ends at the next chunk, and each page is at one place."""
+
+        def interrupt(*_: int) -> None:
+            signal.raise_signal(signal.SIGINT)
+            until(lambda: interrupts._here.task is not None and interrupts._here.task.interrupted)
+
         pool.allocate(0, 12 * PAGE)
         with pytest.raises(KeyboardInterrupt):
-            pool.offload(progress=lambda *_: signal.raise_signal(signal.SIGINT))
+            pool.offload(progress=interrupt)
         mapped, offloaded = sizes(pool)
         assert mapped
         assert offloaded
         with pytest.raises(KeyboardInterrupt):
-            pool.restore(progress=lambda *_: signal.raise_signal(signal.SIGINT))
+            pool.restore(progress=interrupt)
         pool.restore()
         assert sizes(pool) == (12, 0)
 
@@ -715,7 +721,7 @@ class TestOverABroker:
                 assert model.stats().books["host"].declared_bytes == 40 * MIB
                 with pytest.raises(membroker.OutOfMemory):
                     model.declare("9MiB", "host")
-                with pytest.raises(InvalidRequest, match="beside 33554432 that are declared"):
+                with pytest.raises(InvalidRequest, match="33554432 that are declared already"):
                     model.declare((1 << 63) - 1, "host")
                 assert pool.restore() == 16 * PAGE
                 assert self.books(daemon) == (32 * MIB, 8 * MIB)

@@ -255,7 +255,7 @@ class TestDiagnosis:
 
             thread = threading.Thread(target=talk)
             thread.start()
-            with pytest.raises(membroker.ProtocolError, match="no broker of this protocol"):
+            with pytest.raises(membroker.ProtocolError, match="does not speak this protocol"):
                 membroker.connect(place)
             thread.join()
 
