@@ -7,8 +7,8 @@
         with model.pool(page_size="2MiB") as pool:
             address = pool.allocate(0, "1GiB")
 
-Owns the list of public names, and where each is found when it is first used (PEP 562). It must never import
-grpc, protobuf, torch or cuda: a program that only imports membroker pays for none of them.
+Owns the list of public names, and the module from which each is imported at its first use (PEP 562). It must never
+import grpc, protobuf, torch or cuda, so that a program that only imports membroker does not load them.
 """
 
 from __future__ import annotations

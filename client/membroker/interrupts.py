@@ -23,7 +23,7 @@ from .errors import DescriptorLimit, DeviceFailure
 from .vmm.driver import DriverError, DriverLimit
 
 STOPPING_SECONDS = 5.0
-"""How long an interrupt waits for work in another thread to stop. After that, the work ends without its caller."""
+"""How long an interrupt waits for work in another thread to stop. After that it is raised, and the work goes on."""
 
 _T = TypeVar("_T")
 Step = Callable[[], object]
@@ -58,7 +58,7 @@ def _failure(error: DriverError) -> DeviceFailure | DescriptorLimit:
 
 
 class Used(Protocol):
-    """What an operation works on: it does not end while the operation runs."""
+    """The memory that an operation works on. It does not end while the operation runs."""
 
     def begin(self, operation: Operation) -> None:
         """Delay the end until `finish`, or until the operation is garbage. Raises `ClosedError`."""
@@ -94,7 +94,10 @@ class Operation:
         return self
 
     def forward(self, step: Step) -> None:
-        """Run a step that an interrupt leads forward from: what was to be undone is not any more, unless it fails."""
+        """Run a step that replaces the undo steps: after an interrupt it is run again instead of undone.
+
+        If it fails with an `Exception`, the undo steps are restored.
+        """
         before = self.undo[:]
         self.undo[:] = [step]
         try:
@@ -128,7 +131,7 @@ class Operation:
             self._leave()
 
     def _leave(self) -> None:
-        """End after an interrupt. The connection is dropped last: what the session states must be true by then."""
+        """End after an interrupt. It drops the connection last: the session then states what it holds."""
         with ExitStack() as ends:
             ends.callback(self._memory.interrupted)
             ends.callback(self._memory.finish, self)
@@ -147,14 +150,14 @@ def settle(undo: list[Step], ends: list[Step]) -> None:
                 step()
             except Exception as error:  # noqa: BLE001 - raised below
                 failures.append(error)
-        undo.clear()  # what the ends release is not to be undone once more
+        undo.clear()  # a second run must not undo again after the ends have released it
     if failures:
         with device_failures():
             raise failures[-1]
 
 
 def completed(step: Step, interrupted: Step) -> None:
-    """Run a step that may run twice to its end, although an interrupt comes; then call `interrupted` and raise it."""
+    """Run a step to its end. After an interrupt, run it again, call `interrupted`, and raise the interrupt."""
     try:
         step()
     except Exception:
@@ -168,7 +171,7 @@ def completed(step: Step, interrupted: Step) -> None:
 
 
 class _Task(Generic[_T]):
-    """Work in another thread, for the thread that waits. Its state is in attributes, which no interrupt loses."""
+    """Work in another thread, for a waiting thread. Its state is in attributes, which an interrupt cannot lose."""
 
     def __init__(self, work: Callable[[], _T]) -> None:
         self._work = work
@@ -195,13 +198,13 @@ class _Task(Generic[_T]):
         An interrupt asks the work to stop, and waits a little for that.
         """
         try:
-            # Not by `Thread.start`: an interrupt in its wait for the thread is raised as a RuntimeError, or lost.
+            # `Thread.start` waits for the thread, and an interrupt in that wait becomes a RuntimeError, or is lost.
             _thread.start_new_thread(self.run, ())
             self._wait()
         except RuntimeError:
             if self._started:
                 raise
-            return self._work()  # the interpreter is ending, and starts no thread any more
+            return self._work()  # the interpreter is shutting down and cannot start a thread
         except BaseException:
             self.interrupted = True
             on_interrupt()
@@ -212,7 +215,7 @@ class _Task(Generic[_T]):
         return self._result  # type: ignore[return-value]
 
     def _wait(self, seconds: float = -1) -> None:
-        # An interrupt can take the lock and not say so, and then the work is done.
+        # An interrupt can hide that the lock was acquired; `_done` is set then.
         if not self._done:
             self._told.acquire(timeout=seconds)
 
@@ -225,10 +228,10 @@ _here = _Here()
 
 
 def uninterrupted(work: Callable[[], _T], on_interrupt: Step = lambda: None, patience: float = STOPPING_SECONDS) -> _T:
-    """Return what `work` returns; no interrupt is raised in it, because the main thread leaves it to another thread.
+    """Return the result of `work`. No interrupt is raised in it, because the main thread runs it in another thread.
 
-    An interrupt calls `on_interrupt`, which may end a wait of the work, and makes `let_through` raise there. It is
-    raised here when the work has ended, or after `patience` seconds.
+    An interrupt calls `on_interrupt`, which may end a wait of the work, and makes `let_through` raise in the work. It
+    is raised here when the work has ended, or after `patience` seconds.
     """
     if threading.get_ident() != threading.main_thread().ident:
         return work()
@@ -236,7 +239,7 @@ def uninterrupted(work: Callable[[], _T], on_interrupt: Step = lambda: None, pat
 
 
 def let_through() -> None:
-    """End the work of `uninterrupted` here, between two of its steps, if an interrupt waits for that."""
+    """Raise KeyboardInterrupt in the work of `uninterrupted` if an interrupt is waiting. Call it between two steps."""
     if _here.task is not None and _here.task.interrupted:
         raise KeyboardInterrupt
 
@@ -247,12 +250,12 @@ class Condition:
     __slots__ = ("_waiting", "lock")
 
     def __init__(self) -> None:
-        # It knows its owner, so a `with` block that an interrupt ended never releases another thread's lock.
+        # An RLock has an owner, so a `with` block that an interrupt ended never releases another thread's lock.
         self.lock = threading.RLock()
         self._waiting: list[threading.Lock] = []
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait for a change, at most `seconds`. Ctrl-C ends the wait. The lock is held."""
+        """Wait for a change, at most `seconds`. Ctrl-C ends the wait. The caller holds the lock."""
         waiter = threading.Lock()
         waiter.acquire()
         self._waiting.append(waiter)
@@ -274,20 +277,20 @@ class Condition:
                 raise interrupt
 
     def tell_all(self) -> None:
-        """Wake every thread that waits. The lock is held."""
+        """Wake every waiting thread. The caller holds the lock."""
         while self._waiting:
             self._waiting.pop().release()
 
 
 class Turns:
-    """A lock for each of many things, which are numbers. Useless in a forked child: another thread may have held it."""
+    """A lock for each of many numbers. Unusable in a forked child: another thread of the parent may have held it."""
 
     def __init__(self) -> None:
         self._owners: dict[int, object] = {}
         self._changed = Condition()
 
     def take(self, things: Collection[int], owner: Operation) -> None:
-        """Keep all others off `things` until `owner` ends; wait first until all are free, unless Ctrl-C ends that."""
+        """Wait until all of `things` are free, then lock them until `owner` ends. Ctrl-C ends the wait."""
         key = object()
         owner.ends.append(lambda: self._give_up(things, key))
         with self._changed.lock:

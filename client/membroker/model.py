@@ -1,7 +1,7 @@
 """`Model`: a registered workload, from which pools and buffers borrow.
 
-Owns the model's name and numbers, and the broker's `Source`, which asks for extents and gives ids back. It must never
-map anything: the descriptors go to a `Placement`.
+Owns the model's name and figures, and the broker's `Source`, which requests and releases extents. It must never map
+memory: it passes the descriptors to a `Placement`.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class Model:
 
     @property
     def virtual_capacity(self) -> int:
-        """How many bytes of addresses a pool reserves unless it asks otherwise."""
+        """The bytes of addresses that a pool reserves by default."""
         return self._registered.virtual_capacity_bytes
 
     @property
     def limit(self) -> int | None:
-        """The limit at the device that was in force at registration, in bytes; `stats` has today's."""
+        """The limit at the device at the time of registration, in bytes. `stats` returns the present one."""
         return self._limit("device")
 
     @property
     def host_limit(self) -> int | None:
-        """The limit at the host that was in force at registration, in bytes."""
+        """The limit at the host at the time of registration, in bytes. `stats` returns the present one."""
         return self._limit("host")
 
     @property
@@ -81,18 +81,18 @@ class Model:
         location: Location | str = Location.DEVICE,
         spare_pages: int = 0,
     ) -> VirtualMemoryPool:
-        """Reserve addresses for `virtual_capacity` bytes (the model's, unless given) and return the pool.
+        """Reserve addresses for `virtual_capacity` bytes (by default the model's) and return the pool.
 
-        No memory is borrowed yet; `spare_pages` is how many pages it may keep when they are deallocated. Raises
-        `InvalidPageSize` unless `page_size` is a power of two and at least the granularity, `InvalidRequest`, and
-        `DeviceFailure` when the addresses cannot be had.
+        No memory is borrowed yet. `spare_pages` is the number of deallocated pages that the pool may keep mapped.
+        Raises `InvalidPageSize` unless `page_size` is a power of two and at least the granularity, `InvalidRequest`,
+        `ClosedError`, and `DeviceFailure` when the addresses cannot be reserved.
         """
         self._session.check_open()
         capacity = self.virtual_capacity if virtual_capacity is None else virtual_capacity
         return VirtualMemoryPool(self, capacity, page_size, location, spare_pages)
 
     def allocate(self, size: int | str, location: Location | str = Location.DEVICE) -> Buffer:
-        """Borrow one contiguous extent of at least `size` bytes and return it mapped.
+        """Borrow one contiguous extent of at least `size` bytes, map it, and return it as a buffer.
 
         Raises `OutOfMemory` with the numbers and the level that refused, `InvalidRequest`, `DeviceFailure`,
         `DescriptorLimit`, `BrokerUnavailable`; nothing is mapped or charged then.
@@ -109,8 +109,7 @@ class Model:
     ) -> GrowableBuffer:
         """Reserve addresses for `capacity` bytes, borrow memory for the first `size`, and return both as a buffer.
 
-        Raises `InvalidPageSize` as `pool`, `InvalidRequest`, and what `allocate` raises; nothing is mapped or charged
-        then.
+        Raises `InvalidPageSize` as `pool` does, and what `allocate` raises; nothing is mapped or charged then.
         """
         self._session.check_open()
         return GrowableBuffer(self, size, capacity, page_size, location)
@@ -123,19 +122,19 @@ class Model:
         absent: str = "error",
         location: Location | str = Location.DEVICE,
     ) -> SparseArray:
-        """Reserve addresses for an array, whose tiles of `tile_rows` rows get memory when they are written.
+        """Reserve addresses for an array. Its tiles of `tile_rows` rows get memory when they are written.
 
-        `absent` is what reading a tile without memory gives: `"error"` or `"zero"`. No memory is borrowed yet. Raises
-        `InvalidPageSize` for tiles that do not fill whole granules, `InvalidRequest`, and `DeviceFailure` when the
-        addresses cannot be had.
+        `absent` says how reads treat a tile without memory: `"error"` raises `NotMapped`, `"zero"` returns zeros. No
+        memory is borrowed yet. Raises `InvalidPageSize` for tiles that do not fill whole granules, `InvalidRequest`,
+        `ClosedError`, and `DeviceFailure` when the addresses cannot be reserved.
         """
         self._session.check_open()
         return SparseArray(self, shape, dtype, tile_rows, absent, location)
 
     def create_segment(self, name: str, size: int | str, location: Location | str = Location.DEVICE) -> Segment:
-        """Make a segment: `size` bytes under a name, charged to this model once, that many processes attach.
+        """Create a segment: `size` bytes under a name, charged to this model once, that many processes can attach.
 
-        It is mapped here, writable, and to be sealed when it is written. Raises `SegmentExists`, `OutOfMemory`,
+        It is mapped writable in this process. Write it, then `seal` it. Raises `SegmentExists`, `OutOfMemory`,
         `InvalidRequest`, `TooMany`, `DeviceFailure`, `DescriptorLimit`, `BrokerUnavailable`; nothing is mapped or
         charged then.
         """
@@ -143,39 +142,40 @@ class Model:
         return Segment.create(self._session, self.resource_name, name, size, location)
 
     def declare(self, size: int | str, location: Location | str = Location.DEVICE) -> None:
-        """Say how many bytes in all this process allocates for the model by itself, and is charged for.
+        """Declare the total bytes that this process allocates for the model without the broker; the model is charged.
 
-        Its CUDA context, workspaces, memory that it must export. Replaces what was declared before; 0 ends it. What
-        its pools have offloaded is counted beside it. Raises `OutOfMemory` when a limit refuses, and then the
-        declaration before stays.
+        Examples are its CUDA context, workspaces, and memory that it must export. It replaces the previous declaration,
+        and 0 ends it. Memory for offloaded pages is counted in addition. Raises `OutOfMemory` when a limit refuses, and
+        keeps the previous declaration then; `InvalidRequest`, `BrokerUnavailable` and `ClosedError`.
         """
         declared, place = arguments.bytes_of("a declaration", size), arguments.location_of(location)
         self._session.check_open()
         self._session.declarations.say(self.resource_name, place, declared)
 
     def unregister(self) -> None:
-        """Leave the model; it ends with the last session that leaves it. Raises `ModelInUse` while it is charged."""
+        """Leave the model. It ends when its last session leaves it. Raises `ModelInUse` while it is charged."""
         self._session.check_open()
         self._session.unregister_model(self.resource_name)
 
     def _leave(self) -> None:
-        """Take back the registration that made this object: as `unregister`, if this client has not made another."""
+        """Undo the registration that made this object: `unregister`, unless this client has registered it again."""
         self._session.check_open()
         self._session.leave_model(self.resource_name)
 
     def stats(self) -> ModelStatus:
-        """Return the model's books as the broker has them now, all its sessions together.
+        """Return the broker's present figures for the model, over all its sessions.
 
-        Raises `ModelNotFound` once the model has ended, and `BrokerUnavailable`.
+        Raises `ModelNotFound` once the model has ended, `BrokerUnavailable` and `ClosedError`.
         """
         self._session.check_open()
         return messages.model(self._session.ask("GetModel", pb.GetModelRequest(name=self.resource_name)))
 
     def available(self, location: Location | str = Location.DEVICE) -> Available:
-        """Return how many bytes could be borrowed now at a location, by one request: a figure of this moment.
+        """Return the bytes that one request could borrow at a location now.
 
-        It reserves nothing, so a request for as much may still be refused. 0 while an operator drains the device.
-        Raises `ModelNotFound` once the model has ended, and `InvalidRequest` where the broker lends no such memory.
+        It reserves nothing, so a request for as much may still be refused. It is 0 while an operator drains the device.
+        Raises `ModelNotFound` once the model has ended, `InvalidRequest` if the broker does not lend memory at the
+        location, `BrokerUnavailable` and `ClosedError`.
         """
         place = messages.location_to_wire(arguments.location_of(location))
         self._session.check_open()
@@ -187,14 +187,14 @@ class Model:
 
 
 class _ModelSource(SessionOwner):
-    """What pools and buffers of a model borrow from (a `Source`): the broker, for this model."""
+    """The `Source` of a model's pools and buffers: it borrows from the broker for this model."""
 
     def __init__(self, session: Session, name: str) -> None:
         super().__init__(session)
         self._name = name
 
     def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
-        """Borrow extents from the broker and place them, part by part as they come. All or nothing."""
+        """Borrow extents from the broker and place them in packets, as they arrive. All or nothing."""
         if count > MAX_EXTENTS_PER_CALL:
             raise InvalidRequest(
                 f"{count} extents of {format_size(extent_bytes)} are more than one request may have "
@@ -214,5 +214,5 @@ class _ModelSource(SessionOwner):
         self._session.declarations.end(self._name, location, size)
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
-        """Release extents, those that the inventory has."""
+        """Release the extents that the inventory has; ignore others."""
         self._session.transport.release(extent_ids)

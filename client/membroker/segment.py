@@ -1,8 +1,8 @@
-"""`Segment`: memory under a name, written by one process and attached by many, mapped in this one.
+"""`Segment`: named memory that one process writes and many attach, mapped in this process.
 
-Owns a `Holding` of the segment's extents, and what this process may do with them: write until it seals, or read.
-A segment describes itself: its first bytes may be a safetensors header (`membroker.safetensors`), and then its
-tensors are found by name. The broker knows a name, a size and a generation, and nothing of what is in it.
+Owns one hold of the segment, the mapping of its extents, and the access of this process: it writes until it seals, or
+reads. Its first bytes may be a safetensors header (`membroker.safetensors`), which gives its tensors names. The broker
+knows a name, a size and a generation, but not the contents.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ if TYPE_CHECKING:
     import numpy
 
 MAX_HEADER_BYTES = 16 * MIB
-"""The longest header that is read: some 160,000 tensors. The bytes are another process's."""
+"""The longest header that is read: some 160,000 tensors. Another process wrote it, so its length is bounded."""
 CHUNK_BYTES = 64 * MIB
-"""How much `write` copies at once: enough for a bus's full speed, little enough to tell how far it is."""
+"""The most bytes that `write` copies at once: large enough for a bus's full speed, small enough for `progress`."""
 
 
 class Segment(Resource):
-    """`size` bytes at `address`, side by side. A context manager. `Model.create_segment`, `Client.attach` make it.
+    """`size` contiguous bytes at `address`. A context manager. `Model.create_segment` and `Client.attach` make it.
 
-    Closing it unmaps it here, and the segment lives on; a writer that closes before it has sealed gives it up.
+    Closing it unmaps it in this process, and the segment continues to exist. If a writer closes it before it has sealed
+    it, the broker drops the segment.
     """
 
     def __init__(self, session: Session, hold: _Hold, answer: resources_pb2.Segment, *, writable: bool) -> None:
@@ -108,12 +109,12 @@ class Segment(Resource):
 
     @property
     def generation(self) -> int:
-        """A number that no other segment ever has, whatever becomes of the name."""
+        """A number that identifies this segment. It is never reused, although the name may be."""
         return self._answer.generation
 
     @property
     def size(self) -> int:
-        """Bytes that are mapped and charged: as asked, rounded up to the device's granularity."""
+        """The bytes that are mapped and charged: the requested size, rounded up to the device's granularity."""
         return self._answer.size_bytes
 
     @property
@@ -123,18 +124,18 @@ class Segment(Resource):
 
     @property
     def address(self) -> int:
-        """The first byte's address, in this process. Raises `ClosedError`."""
+        """The address of the first byte, in this process. Raises `ClosedError`."""
         self._holding.check_open()
         return self._holding.region.address
 
     @property
     def writable(self) -> bool:
-        """Whether this process writes it: it made it, and has not sealed it."""
+        """Whether this process can write it: it has created it, and has not sealed it."""
         return self._writable
 
     @property
     def driver(self) -> Driver:
-        """The driver with which it is mapped in this process."""
+        """The driver that has mapped it in this process."""
         return self._session.driver
 
     def kept(self) -> AbstractContextManager[None]:
@@ -143,9 +144,10 @@ class Segment(Resource):
 
     @contextmanager
     def filled(self) -> Iterator[None]:
-        """As `kept`, to write bytes that are nowhere else then, and seal.
+        """Keep it mapped during a block, as `kept` does, and reserve it for one pool's offloaded pages.
 
-        Raises `InvalidRequest` while others have done so, and otherwise what `seal` raises before it does anything.
+        Raises `InvalidRequest` while it is reserved, `SegmentNotWritable`, `BufferError` while a writable view lives,
+        and `ClosedError`.
         """
         with self._holding.in_use():
             self._check_writable()
@@ -163,21 +165,21 @@ class Segment(Resource):
     # Its bytes
 
     def view(self) -> memoryview:
-        """Return the bytes as a memoryview, on the host driver; writable for who writes it.
+        """Return the bytes as a memoryview, on the host driver. It is writable if the segment is `writable`.
 
-        It keeps the segment mapped. Raises `InvalidRequest` on a card, whose memory the processor cannot read, and
+        It keeps the segment mapped. Raises `InvalidRequest` on a GPU, because the CPU cannot read its memory, and
         `ClosedError`.
         """
         if not self._on_host:
-            raise InvalidRequest("only the host driver's memory can be viewed: use read() and write() on a card")
+            raise InvalidRequest("only the host driver's memory can be viewed: use read() and write() on a GPU")
         view = self._holding.view(self, 0, self.size)
         return view if self._writable else view.toreadonly()
 
     def span(self, offset: int, size: int) -> Span:
-        """Keep the segment mapped as long as the result lives: for whoever gives addresses in the range away.
+        """Keep the segment mapped while the result lives: for code that passes on addresses in the range, in bytes.
 
-        As with a living view, `close` then unmaps when the last span is gone, and `seal` refuses while one of the
-        writer's lives. Raises `InvalidRequest` and `ClosedError`.
+        As with a view, `close` then unmaps when the last span is gone, and `seal` refuses while a writable span lives.
+        Raises `InvalidRequest` and `ClosedError`.
         """
         offset, size = self._check_range(offset, size)
         return self._holding.span(self, offset, size, writable=self._writable)
@@ -189,7 +191,7 @@ class Segment(Resource):
             return self._session.driver.read(self._holding.region.address + offset, size) if size else b""
 
     def write(self, offset: int, data: Any, progress: arguments.Progress | None = None) -> None:
-        """Copy `data`, anything with contiguous bytes, to `offset`, which counts bytes from the segment's first.
+        """Copy `data`, any object with contiguous bytes, to `offset`, in bytes from the segment's start.
 
         `progress(done, total)` is called with bytes after each step of at most 64 MiB.
 
@@ -209,9 +211,10 @@ class Segment(Resource):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The bytes as a CUDA array of uint8, read-only but for who writes it. Whoever takes it keeps the segment.
+        """The bytes as a CUDA array of uint8, read-only unless the segment is `writable`.
 
-        Only on a card: `AttributeError` elsewhere, as the protocol wants.
+        The consumer must keep the segment open. It exists only on a GPU. Raises `AttributeError` elsewhere, as the
+        protocol requires, and `ClosedError`.
         """
         if self._on_host:
             raise AttributeError("the host driver's memory is no CUDA array: use view()")
@@ -231,9 +234,10 @@ class Segment(Resource):
     # Its tensors
 
     def index(self) -> TensorIndex:
-        """Return the tensors that the segment says it has: names, dtypes, shapes, offsets in bytes from its start.
+        """Return the tensors of the segment's header: names, dtypes, shapes, offsets in bytes from its start.
 
-        Raises `InvalidTensorIndex` where its first bytes are no safetensors header.
+        Raises `InvalidTensorIndex` if its first bytes are not a valid safetensors header, `ClosedError`, and
+        `DeviceFailure`.
         """
         length = min(int.from_bytes(self.read(0, 8), "little"), MAX_HEADER_BYTES)
         return read_index(self.read(0, min(self.size, 8 + length)), max_header_bytes=MAX_HEADER_BYTES, total=self.size)
@@ -241,10 +245,10 @@ class Segment(Resource):
     def lay_out(
         self, tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None
     ) -> TensorIndex:
-        """Write the header for `tensors`, name -> (safetensors dtype, shape), and return where each goes.
+        """Write the header for `tensors`, name -> (safetensors dtype, shape), and return it with each one's offset.
 
-        `segment_size` says how large a segment they need. Raises `InvalidRequest` where they do not fit, and
-        `SegmentNotWritable`.
+        `segment_size` returns the bytes that they need. Raises `InvalidRequest` if they do not fit, and what `write`
+        raises.
         """
         header, index = write_index(tensors, metadata, alignment=ALIGNMENT)
         if index.size > self.size:
@@ -255,7 +259,7 @@ class Segment(Resource):
     def arrays(self, *, raw: bool = False) -> dict[str, numpy.ndarray[Any, Any]]:
         """Return the tensors as NumPy arrays over the segment's own bytes, on the host driver; nothing is copied.
 
-        They can be written by who writes the segment, and keep it mapped. `raw` gives dtypes that NumPy does not
+        They are writable if the segment is `writable`, and keep it mapped. `raw` returns dtypes that NumPy does not
         have as unsigned integers. Raises `InvalidTensorIndex`, and what `view` raises.
         """
         index, view = self.index(), self.view()
@@ -264,12 +268,12 @@ class Segment(Resource):
     # Its ends
 
     def seal(self) -> None:
-        """Say that it is written: from now on everybody, this process too, can only read it.
+        """Make the segment read-only for every process, this one too, and let waiting `attach` calls proceed.
 
-        Waits for the work that this process has given to the device. Whoever waits in `attach` goes on. Raises
-        `SegmentNotWritable`, and `BufferError` while a writable view or array of it lives. Where Ctrl-C or the broker's
-        end took the answer, it may be sealed: it can only be read from then on, and `seal` asks again. After any other
-        failure it can be written as before.
+        Waits for the work that this process has submitted to the device. Raises `SegmentNotWritable`, `BufferError`
+        while a writable view or array of it lives, `BrokerUnavailable`, `DeviceFailure` and `ClosedError`. If Ctrl-C or
+        a lost broker prevents the answer, it may or may not be sealed: it is read-only in this process from then on,
+        and `seal` asks again. After any other failure it stays writable.
         """
         uninterrupted(self._seal, self._session.interrupted)
 
@@ -281,7 +285,7 @@ class Segment(Resource):
             try:
                 self._answer = self._session.transport.seal_segment(self.generation)
             except (KeyboardInterrupt, BrokerUnavailable):
-                if there:  # it may have done it
+                if there:  # the broker may have sealed it
                     self._unanswered = True
                     undo.pop_all()
                 raise
@@ -290,7 +294,7 @@ class Segment(Resource):
 
     def _make_read_only(self, undo: ExitStack) -> None:
         self._check_writable()
-        # First of all: a view that another thread takes from here on is read-only already.
+        # This comes first, so that a view that another thread takes from now on is read-only.
         self._writable = False
         undo.callback(setattr, self, "_writable", True)
         self._check_views()
@@ -299,9 +303,10 @@ class Segment(Resource):
         undo.callback(self._holding.region.protect, AccessFlags.READ_WRITE)
 
     def delete(self) -> SegmentStatus:
-        """End the segment: nobody can attach it any more, and its bytes come back when its last session has left.
+        """Delete the segment: it cannot be attached any more, and its bytes are released when its last session leaves.
 
-        It stays mapped where it is. Returns it as it ends. Raises `SegmentNotFound` when it is deleted already.
+        It stays mapped in the processes that have it. Returns its last status. Raises `SegmentNotFound` when it is
+        deleted already, `BrokerUnavailable` and `ClosedError`.
         """
         self._session.check_open()
         request = pb.DeleteSegmentRequest(name=self.resource_name, generation=self.generation)
@@ -313,10 +318,10 @@ class Segment(Resource):
 
 
 class SegmentMaker(Protocol):
-    """A `Model`, as far as publishing needs it."""
+    """The part of a `Model` that publishing uses."""
 
     def create_segment(self, name: str, size: int | str, location: Location | str = ...) -> Segment:
-        """Make a segment; see `Model.create_segment`."""
+        """Create a segment; see `Model.create_segment`."""
         ...
 
 
@@ -328,9 +333,9 @@ def publish_arrays(
     metadata: Mapping[str, str] | None = None,
     location: Location | str = Location.DEVICE,
 ) -> Segment:
-    """Make a segment of NumPy arrays, write them into it, and seal it. On any failure there is no segment.
+    """Create a segment for NumPy arrays, write them into it, and seal it. After a failure the segment is dropped.
 
-    Raises what `Model.create_segment` raises, and `InvalidRequest` for an array of a dtype that safetensors has not.
+    Raises what `Model.create_segment` raises, and `InvalidRequest` for a dtype that safetensors does not have.
     """
     shapes = {key: (dtype_of(array), array.shape) for key, array in arrays.items()}
     segment = model.create_segment(name, segment_size(shapes, metadata), location)
@@ -345,10 +350,9 @@ def publish_arrays(
 
 
 class _Hold(SessionOwner):
-    """One hold of a segment: takes its descriptors, and is where its mapping comes from and goes back to.
+    """One hold of a segment: the `Placement` that receives its descriptors, and the `Owner` of its `MappedMemory`.
 
-    The handles are imported as they come and mapped when the answer has said how large the whole is. (A
-    `Placement`, and the `Owner` of its `MappedMemory`.)
+    It imports the extents as they arrive, and maps them when the answer has stated the segment's size.
     """
 
     def __init__(self, session: Session) -> None:
@@ -364,21 +368,21 @@ class _Hold(SessionOwner):
             self._handles.append(self.driver.import_extent(descriptor, extent_bytes))
 
     def undo(self) -> None:
-        """Release the handles: after a failure, and when the mapping keeps the memory."""
+        """Release the handles: after a failure, or once the mapping keeps the memory."""
         self._ids.clear()
         while self._handles:
             self.driver.release(self._handles.pop())
 
     def map(self, segment: Segment, size: int, access: AccessFlags) -> MappedMemory:
-        """Return all of it mapped, side by side."""
+        """Map all extents, one after the other, and return the mapping. Raises `DriverError` and `ClosedError`."""
         memory = MappedMemory(self, segment, size, "segment")
-        with Operation(memory) as operation:  # a client that closes meanwhile leaves the end to this
+        with Operation(memory) as operation:  # it delays the end if the client closes meanwhile
             operation.undo.append(memory.end)
             memory.region.bind(0, self._ids, self._handles, access)
-            self.undo()  # now, while there is a driver
+            self.undo()  # here, because the driver is still open
             operation.undo.clear()
         return memory
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
-        """Detach from the segment, whatever is released of it."""
+        """Detach from the segment. Its extents have one hold, so `extent_ids` does not matter."""
         self._session.transport.detach_segment(self.generation)

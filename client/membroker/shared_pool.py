@@ -1,7 +1,7 @@
-"""`SharedMemoryPool`: one program's models, a pool for each, and one limit over them all.
+"""`SharedMemoryPool`: the models of one program, a pool for each, and one limit for all of them.
 
-Owns which models there are, and the sum of what is behind them. It must never hold its lock while it registers a
-model, maps or unmaps: the models' threads go their own ways.
+Owns the table of models, and the total of their memory. It must never hold its lock while it registers a model, maps or
+unmaps, so that one model's threads do not wait for another's.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class SharedMemoryPool(Closing):
-    """Memory for the models that one program hosts, at most `physical_limit` bytes of it. A context manager.
+    """At most `physical_limit` bytes of memory for the models of one program. A context manager.
 
-    `lender` is a `Client`, so that each model is registered with its broker, or a `LocalSource`; it stays the
-    caller's. A `physical_limit` of None leaves it to the lender's limits. Each model has addresses of its own, and
-    pages of `page_size` bytes at `location`; usage is counted in pages.
+    `lender` is a `Client`, and then each model is registered with its broker, or a `LocalSource`. The caller closes it.
+    With a `physical_limit` of None only the lender's limits apply. Each model has addresses of its own, and pages of
+    `page_size` bytes at `location`. Usage is counted in whole pages.
 
-    Thread-safe. Sizes are in bytes or text.
+    Thread-safe. Sizes are in bytes, or text such as `"8GiB"`. Raises `InvalidRequest`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SharedMemoryPool(Closing):
         )
         self._page_size = page_size
         self._location = location_of(location)
-        # None for a model that is just being registered.
+        # The value is None while a model is being registered.
         self._models: dict[str, _Hosted | None] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -57,9 +57,9 @@ class SharedMemoryPool(Closing):
     def register_model(self, model_id: str, virtual_capacity: int | str, limit: int | str | None = None) -> None:
         """Reserve addresses for a model; it holds no memory yet. `limit` is the most that it may hold, in bytes.
 
-        Over a client the model is registered with the broker, or joined there. Raises `ModelAlreadyExists`, and what
-        `Client.register_model` and `VirtualMemoryPool` raise; nothing is registered then that was not before. But
-        Ctrl-C is raised at the end, and may find the model registered.
+        With a client, the model is registered with the broker, or joined there. Raises `ModelAlreadyExists`, and what
+        `Client.register_model` and `VirtualMemoryPool` raise; nothing more is registered then than before. Ctrl-C is
+        raised at the end, so the model may be registered after it.
         """
         if not isinstance(model_id, str):
             raise InvalidRequest(f"a model's name is text, not {type(model_id).__name__}")
@@ -108,45 +108,46 @@ class SharedMemoryPool(Closing):
         return VirtualMemoryPool(counted, virtual_capacity, self._page_size, self._location)
 
     def pool(self, model_id: str) -> VirtualMemoryPool:
-        """Return the model's pool, for all that a pool can do: its base address, views, what is where.
+        """Return the model's pool, for its base address, views, mappings and all other calls.
 
-        Raises `ModelNotFound`.
+        Raises `ModelNotFound` and `ClosedError`.
         """
         return self._hosted(model_id).pool
 
     def allocate_for_model(self, model_id: str, size: int | str) -> int:
-        """Back `size` bytes for a model, and return their address, which stays the same until they are deallocated.
+        """Back `size` bytes for a model, and return their address. It is constant until they are deallocated or moved.
 
-        The lowest free addresses that hold them side by side, from a page's beginning on. Raises `ModelNotFound`,
-        `OutOfPhysicalMemory` with what was requested and what is available, `OutOfVirtualMemory` where the model's
-        addresses do not suffice, and otherwise as `VirtualMemoryPool.allocate`; nothing has changed then.
+        They begin at a page, in the lowest free run of pages that holds them. Raises `ModelNotFound`,
+        `OutOfPhysicalMemory` with the requested and the available bytes, `OutOfVirtualMemory` if the model has no free
+        run of addresses that is long enough, and otherwise what `VirtualMemoryPool.allocate` raises; nothing has
+        changed then.
         """
         return self.pool(model_id).allocate_anywhere(size)
 
     def deallocate_for_model(self, model_id: str, offset: int, size: int | str) -> None:
-        """Give back every page that [offset, offset + size) of a model touches.
+        """Release every page that [offset, offset + size) of a model touches.
 
-        `offset` is the address less `pool(model_id).base_address`. Raises `ModelNotFound`, and otherwise as
-        `VirtualMemoryPool.deallocate`.
+        `offset` is the address minus `pool(model_id).base_address`, in bytes. Raises `ModelNotFound`, and what
+        `VirtualMemoryPool.deallocate` raises.
         """
         self.pool(model_id).deallocate(offset, size)
 
     def get_model_stats(self, model_id: str) -> MemoryStats:
-        """Return the numbers of a model's pool. Raises `ModelNotFound`."""
+        """Return the figures of a model's pool. Raises `ModelNotFound` and `ClosedError`."""
         return self.pool(model_id).stats()
 
     def global_stats(self) -> GlobalMemoryStats:
-        """Return the numbers of all models together."""
+        """Return the figures of all models together."""
         models = sum(hosted is not None for hosted in list(self._models.values()))
         return GlobalMemoryStats(self._budget.limit, self._budget.used, models)
 
     def unregister_model(self, model_id: str) -> None:
-        """Give back all that a model holds, addresses too, and forget it; over a client, leave it at the broker.
+        """Release a model's memory and addresses, and forget the model. With a client, also leave it at the broker.
 
-        A broker that is away, or that knows of more that this client has of the model, goes on knowing it until the
-        client closes, and so does one with which this client has registered it besides. Raises `ModelNotFound`, and
+        The model stays registered at the broker if the broker is unreachable, if this client still holds memory of it,
+        or if this client has registered it elsewhere too. It then ends with the client. Raises `ModelNotFound`, and
         `ModelInUse` while a view, a span or a pin of it is alive; nothing has changed then. After a `DeviceFailure` its
-        pool is closed, and to unregister it again gives back what is left.
+        pool is closed, and another `unregister_model` releases the rest.
         """
         hosted = self._hosted(model_id)
         if hosted.in_use:
@@ -162,12 +163,15 @@ class SharedMemoryPool(Closing):
             hosted.end()
         except BaseException:
             with self._lock:
-                self._models.setdefault(model_id, hosted)  # to unregister it again tries again
+                self._models.setdefault(model_id, hosted)  # so that another call retries
             raise
 
     def close(self) -> None:
-        """Give back what all models hold. Idempotent. Memory with living views stays until they are gone."""
-        if self._closed or self._lender.closed:  # the lender's end was theirs, and a parent's thread may have the lock
+        """Release the memory of all models. Idempotent. Memory with living views stays until they are gone.
+
+        Raises `DeviceFailure`.
+        """
+        if self._closed or self._lender.closed:  # a closed lender ended the pools; after a fork the lock may be held
             self._closed = True
             return
         uninterrupted(self._close)
@@ -189,18 +193,18 @@ class SharedMemoryPool(Closing):
         return hosted
 
     def _check_open(self) -> None:
-        """Raise `ClosedError` when this is closed, or inherited over a fork. Takes no lock."""
+        """Raise `ClosedError` if this is closed, or was inherited over a fork. Takes no lock."""
         if self._closed:
             raise ClosedError("this shared pool is closed")
         if self._lender.closed:
-            raise ClosedError("the lender of this shared pool is closed, or another process's: make both anew")
+            raise ClosedError("the lender of this shared pool is closed, or another process's: make both again")
 
     def _not_found(self, model_id: object) -> ModelNotFound:
         return ModelNotFound(f"{model_id!r} is not registered with this shared pool: register_model() it first")
 
 
 class _Hosted:
-    """A model of a shared pool: its pool, and what it is at the broker."""
+    """A model of a shared pool: its pool, and its registration with the broker, if there is one."""
 
     def __init__(self, pool: VirtualMemoryPool, model: Model | None) -> None:
         self.pool = pool
@@ -212,7 +216,7 @@ class _Hosted:
         return not self.pool.closed and any(mapping.state == "pinned" for mapping in self.pool.mappings())
 
     def end(self) -> None:
-        """Give everything back."""
+        """Close the pool, and leave the model at the broker."""
         self.pool.close()
         if self._model is not None:
             with suppress(BrokerUnavailable, ClosedError, ModelInUse):
@@ -240,7 +244,7 @@ class _Counted:
         self._source.later(work)
 
     def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
-        """Debit, then borrow."""
+        """Debit the budgets, then borrow."""
         key = borrowing()
         try:
             for budget in self._budgets:
@@ -251,27 +255,27 @@ class _Counted:
                 budget.credit([key])
 
     def charge(self, size: int, location: Location) -> None:
-        """Leave it to the lender: the budgets are of the device's memory."""
+        """Charge the lender only: the budgets count memory of extents."""
         self._source.charge(size, location)
 
     def credit(self, size: int, location: Location) -> None:
         self._source.credit(size, location)
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
-        """Give back, then credit."""
+        """Release the extents, then credit the budgets."""
         self._source.give_back(extent_ids)
         for budget in self._budgets:
             budget.credit(extent_ids)
 
     def interrupted(self) -> None:
-        """Credit what this thread was borrowing."""
+        """Credit the rest of this thread's interrupted borrowing."""
         for budget in self._budgets:
             budget.credit([borrowing()])
         self._source.interrupted()
 
 
 class _CountedPlacement:
-    """A placement that gives each extent its part of the debit."""
+    """A placement that assigns each extent its part of the debit."""
 
     def __init__(self, placement: Placement, key: int, budgets: Sequence[Budget]) -> None:
         self._placement = placement

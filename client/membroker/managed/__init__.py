@@ -1,6 +1,6 @@
-"""Managed memory, which CUDA migrates by itself: buffers, hints and prefetches.
+"""Managed memory, which CUDA migrates automatically: buffers, hints and prefetches.
 
-No broker lends it, so nothing here may import a session, a model or a pool.
+A broker does not lend it, so no module here may import a session, a model or a pool.
 """
 
 from .hints import (

@@ -1,7 +1,7 @@
-"""`UnifiedBuffer`: memory that the processor and every GPU of this process use, at one address.
+"""`UnifiedBuffer`: memory that the CPU and every GPU of this process use, at one address.
 
-Owns when the memory is freed. It must never take a lock for that: a view of it dies in whatever thread the garbage
-collector happens to run.
+Owns the end of the memory: when it is freed. It must never take a lock for that: the garbage collector may free a view
+in any thread, at any point.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..vmm.driver import Driver
 
 
 class UnifiedBuffer(Closing):
-    """`size` bytes at `address`, which the processor and every GPU of this process use. A context manager.
+    """`size` bytes at `address`, which the CPU and every GPU of this process use. A context manager.
 
-    They are not cleared, and use a device's memory only while they are there. `driver` is a worker's, with a context:
-    `model.driver`, or `open_driver("cuda", context=True)`. Raises `ManagedMemoryUnavailable` on the host driver and
-    where the device has no managed memory, `InvalidRequest`, and `DeviceFailure` when CUDA refuses.
+    The bytes are not cleared. They use a device's memory only while their pages are there. `driver` needs a CUDA
+    context: `model.driver`, or `open_driver("cuda", context=True)`. Raises `ManagedMemoryUnavailable` on the host
+    driver and on a device without managed memory, `InvalidRequest`, and `DeviceFailure` when CUDA refuses.
     """
 
     def __init__(self, driver: Driver, size: int | str) -> None:
@@ -38,7 +38,7 @@ class UnifiedBuffer(Closing):
             if not calls.has_managed_memory():
                 raise ManagedMemoryUnavailable(f"device {calls.ordinal} has no managed memory")
             self._allocation = _Allocation(calls, self._size)
-            # At exit the end of the process frees it, in whatever order CUDA goes.
+            # At exit, the end of the process frees it: CUDA may already be shut down by then.
             weakref.finalize(self, self._allocation.end).atexit = False
 
     @property
@@ -48,13 +48,13 @@ class UnifiedBuffer(Closing):
 
     @property
     def address(self) -> int:
-        """The first byte's address, the same for the processor and for every device. Raises `ClosedError`."""
+        """The address of the first byte, the same for the CPU and every device. Raises `ClosedError`."""
         self._allocation.check_open()
         return self._allocation.address
 
     @property
     def size(self) -> int:
-        """Bytes, as asked."""
+        """The requested size, in bytes."""
         return self._size
 
     @property
@@ -63,28 +63,32 @@ class UnifiedBuffer(Closing):
         return self._allocation.closed
 
     def view(self) -> memoryview:
-        """Return the bytes as a writable memoryview; it keeps the buffer's memory.
+        """Return the bytes as a writable memoryview. The buffer keeps its memory while the view lives.
 
-        It waits for no work: synchronize before reading what a kernel wrote. Where the device lacks concurrent managed
-        access the processor may not touch the bytes at all while any kernel runs; it would end this process.
+        It does not wait for kernels: synchronize before you read their results. On a device without concurrent managed
+        access the CPU must not touch the bytes while any kernel runs: the access would end this process. Raises
+        `ClosedError`.
         """
         with self.in_use():
             return self._allocation.views.make(self, self._allocation.address, self._size)
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Return a block that holds off the end of the memory, as a living view does. Raises `ClosedError` on entry."""
+        """Return a context manager that delays the end of the memory, as a view does. Raises `ClosedError` on entry."""
         return self._allocation.in_use()
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The bytes as a CUDA array of uint8. Whoever takes it keeps the buffer; closing it pulls the memory away."""
+        """The bytes as a CUDA array of uint8. The consumer must keep the buffer open: `close` frees the memory.
+
+        Raises `ClosedError`.
+        """
         return {"shape": (self._size,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
     def close(self) -> None:
         """Wait for this process's work on the driver's device, then free the memory. Idempotent.
 
-        With living views it happens when the last of them is gone. Work that other devices were given on these bytes is
-        the caller's to wait for.
+        While views live, this happens when the last of them is gone. The caller must first wait for work on these bytes
+        that it has submitted to other devices. Raises `DeviceFailure`; the memory is then kept, and `close` retries.
         """
         self._allocation.end()
 
@@ -94,10 +98,10 @@ class UnifiedBuffer(Closing):
 
 
 class _Allocation:
-    """Managed bytes, freed once: when that is asked, no call uses them, and no view lives.
+    """Managed bytes, freed once: after `end`, when no call uses them and no view lives.
 
-    It takes no lock, because a view dies in whatever thread the garbage collector happens to run. A use is entered
-    before the end is looked for, and the end before the uses, so one of the two always sees the other.
+    It takes no lock, because the garbage collector may free a view in any thread. A use is recorded before it checks
+    for the end, and the end is recorded before it checks for uses, so at least one of them always sees the other.
     """
 
     def __init__(self, calls: CudaManaged, size: int) -> None:
@@ -144,12 +148,12 @@ class _Allocation:
                 with device_failures():
                     self._calls.free(address)
             except BaseException:
-                self._to_free.append(address)  # to end it again tries again
+                self._to_free.append(address)  # so that another `end` retries
                 raise
 
 
 def managed_calls(driver: Driver) -> CudaManaged:
-    """Return the calls of a GPU's driver; the errors of looking are the driver's."""
+    """Return the managed memory calls of a GPU's driver. Raises `ManagedMemoryUnavailable` and `DriverError`."""
     if not isinstance(driver, CudaDriver):
         raise ManagedMemoryUnavailable(
             f"managed memory needs a GPU, and this is the {driver.device.driver} driver, whose memory the processor "

@@ -1,4 +1,4 @@
-"""Managed memory: bytes that move between the host and its GPUs by themselves, and hints about where they should be.
+"""Managed memory: hints about the location of bytes that CUDA migrates automatically between the host and its GPUs.
 
     from membroker.managed import ManagedMemoryHints, MigrationPolicy, UnifiedBuffer
 
@@ -7,12 +7,12 @@
         hints.apply_policy(MigrationPolicy.PreferDevice(0))
         hints.prefetch_to(0)
 
-Owns the checks before each hint. It must never lend or charge anything: the broker does not know of managed memory,
-which a worker declares (`Model.declare`), or which shows as unaccounted.
+Owns the checks before each hint. It must never lend or charge memory: the broker does not know of managed memory. A
+worker declares it (`Model.declare`), or it appears as unaccounted.
 
 A location is a device's ordinal in this process, `"host"`, or `"device"`, the driver's own. A stream is a CUstream's
-handle, an object that has it as `cuda_stream` or `ptr`, or 0, the default stream of the driver's context. CUDA widens a
-range to whole pages of the processor before it takes a hint about it.
+handle, an object that has it as `cuda_stream` or `ptr`, or 0, the default stream of the driver's context. CUDA applies
+a hint to whole pages of the CPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LAST_ORDINAL = (1 << 31) - 1
 
 
 class MemAdvice(enum.Enum):
-    """What CUDA is told about a range (`CUmem_advise`, with its numbers)."""
+    """An advice about a range. The values are those of CUDA's `CUmem_advise`."""
 
     SET_READ_MOSTLY = 1
     UNSET_READ_MOSTLY = 2
@@ -59,40 +59,40 @@ class MemAdvice(enum.Enum):
 
 
 AdvicePair = tuple[MemAdvice, int | Location | None]
-"""An advice and its location: an ordinal, a `Location`, or None for an advice that has none."""
+"""An advice and its location: an ordinal, a `Location`, or None for an advice without a location."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class MigrationPolicy:
-    """Where pages should be, as the advice that says so: `Default`, `ReadMostly`, `PreferDevice(n)` or `PreferHost`.
+    """A set of advice about where pages should be: `Default`, `ReadMostly`, `PreferDevice(n)` or `PreferHost`.
 
-    A policy adds to what was advised before. `Default` advises nothing, so it takes nothing back either: that is what
-    `unset_read_mostly` and its like are for.
+    A policy adds to earlier advice. `Default` gives no advice, so it does not remove any: `unset_read_mostly` and the
+    other `unset_` methods do.
     """
 
     name: str
     _pairs: tuple[AdvicePair, ...] = ()
 
     Default: ClassVar[MigrationPolicy]
-    """CUDA's own judgement: no advice."""
+    """No advice: CUDA decides."""
     ReadMostly: ClassVar[MigrationPolicy]
-    """Whoever reads gets a copy of the page, and a write ends all the others."""
+    """Each device that reads a page gets a copy of it, and a write invalidates all other copies."""
     PreferHost: ClassVar[MigrationPolicy]
-    """Pages stay in the host's memory while whoever uses them can reach them there."""
+    """Pages stay in the host's memory while the devices that use them can access them there."""
 
     @classmethod
     def PreferDevice(cls, ordinal: int) -> MigrationPolicy:
-        """Pages stay on the device `ordinal` of this process. Raises `InvalidRequest` for what is no ordinal."""
+        """Pages stay on the device `ordinal` of this process. Raises `InvalidRequest` for an invalid ordinal."""
         if not isinstance(_location(ordinal), int):
             raise InvalidRequest(f"PreferDevice takes a device's ordinal, not {ordinal!r}")
         return cls(f"PreferDevice({ordinal})", ((MemAdvice.SET_PREFERRED_LOCATION, ordinal),))
 
     def to_advice_pairs(self) -> list[AdvicePair]:
-        """Return the advice that makes the policy, in order; none for `Default`."""
+        """Return the policy's advice, in order. The list is empty for `Default`."""
         return list(self._pairs)
 
     def is_default(self) -> bool:
-        """Say whether the policy advises nothing."""
+        """Return whether the policy gives no advice."""
         return not self._pairs
 
     def __repr__(self) -> str:
@@ -107,9 +107,9 @@ MigrationPolicy.PreferHost = MigrationPolicy("PreferHost", ((MemAdvice.SET_PREFE
 class ManagedMemoryHints:
     """Hints about `size` bytes at `address` of managed memory. `for_buffer` or `from_unified` makes it.
 
-    Every hint raises `InvalidRequest` for a device that is not there, `ManagedMemoryUnavailable` for one that has no
-    concurrent managed access, `ClosedError` after the end of the `UnifiedBuffer`, and `DeviceFailure` with CUDA's own
-    word, as for memory that is not managed. Nothing has changed then.
+    Every hint raises `InvalidRequest` for a device that does not exist, `ManagedMemoryUnavailable` for one without
+    concurrent managed access, `ClosedError` after the end of the `UnifiedBuffer`, and `DeviceFailure` with CUDA's
+    message, for example for memory that is not managed. Nothing has changed then.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class ManagedMemoryHints:
 
     @classmethod
     def for_buffer(cls, driver: Driver, address: int, size: int | str) -> ManagedMemoryHints:
-        """Return hints about memory that somebody else allocated (`cudaMallocManaged`), and keeps.
+        """Return hints about memory that other code allocated (`cudaMallocManaged`) and keeps allocated.
 
-        Raises `InvalidRequest` for what is no range of memory, and `ManagedMemoryUnavailable` on the host driver.
+        Raises `InvalidRequest` for an invalid range, and `ManagedMemoryUnavailable` on the host driver.
         """
         checked = _range(address, size)
         with device_failures():
@@ -135,46 +135,46 @@ class ManagedMemoryHints:
 
     @property
     def address(self) -> int:
-        """The first byte's address."""
+        """The address of the first byte."""
         return self._address
 
     @property
     def size(self) -> int:
-        """Bytes from there."""
+        """The number of bytes."""
         return self._size
 
     def set_read_mostly(self) -> None:
-        """Say that the bytes are mostly read: each reader gets a copy, which a write ends. For all devices at once."""
+        """Advise all devices that the bytes are mostly read: each reader gets a copy, which a write invalidates."""
         self._advise(MemAdvice.SET_READ_MOSTLY, None)
 
     def unset_read_mostly(self) -> None:
-        """Take `set_read_mostly` back; the copies become one."""
+        """Undo `set_read_mostly`. CUDA reduces the copies of each page to one."""
         self._advise(MemAdvice.UNSET_READ_MOSTLY, None)
 
     def set_preferred_location(self, location: int | Location | str) -> None:
-        """Say where pages should stay. It replaces the location before, and moves nothing by itself."""
+        """Advise where pages should stay. It replaces the previous location, and does not move pages by itself."""
         self._advise(MemAdvice.SET_PREFERRED_LOCATION, location)
 
     def unset_preferred_location(self) -> None:
-        """Say that there is no such place any more."""
+        """Undo `set_preferred_location`."""
         self._advise(MemAdvice.UNSET_PREFERRED_LOCATION, None)
 
     def set_accessed_by(self, location: int | Location | str) -> None:
-        """Have the pages mapped at `location` wherever they are, so that their use from there faults less."""
+        """Keep the pages mapped for `location` wherever they are, so that accesses from there cause fewer faults."""
         self._advise(MemAdvice.SET_ACCESSED_BY, location)
 
     def unset_accessed_by(self, location: int | Location | str) -> None:
-        """Take `set_accessed_by` back, for this location."""
+        """Undo `set_accessed_by` for this location."""
         self._advise(MemAdvice.UNSET_ACCESSED_BY, location)
 
     def prefetch_to(self, location: int | Location | str, stream: Any = 0) -> None:
-        """Queue on `stream` that all of the bytes move to `location`. Nobody has waited when this returns."""
+        """Queue on `stream` a move of all bytes to `location`. It returns before the move is complete."""
         self.prefetch_range(0, self._size, location, stream)
 
     def prefetch_range(
         self, offset: int | str, size: int | str, location: int | Location | str, stream: Any = 0
     ) -> None:
-        """As `prefetch_to`, for `size` bytes at `offset`. Raises `InvalidRequest` unless they lie within the memory."""
+        """Prefetch `size` bytes at `offset`, as `prefetch_to` does. Raises `InvalidRequest` for a range outside."""
         start, length = bytes_of("an offset", offset), bytes_of("a prefetch", size, at_least=1)
         if start > self._size or length > self._size - start:
             raise InvalidRequest(f"{length} bytes at {start} do not lie in {self._size} bytes of managed memory")
@@ -183,7 +183,7 @@ class ManagedMemoryHints:
             self._calls.prefetch(self._address + start, length, _device(self._calls, location), handle)
 
     def apply_policy(self, policy: MigrationPolicy) -> None:
-        """Give the policy's advice; `MigrationPolicy.Default` has none."""
+        """Give the policy's advice. `MigrationPolicy.Default` does nothing."""
         for advice, location in policy.to_advice_pairs():
             self._advise(advice, location)
 
@@ -198,7 +198,7 @@ class ManagedMemoryHints:
 def apply_migration_policy(driver: Driver, address: int, size: int | str, policy: MigrationPolicy) -> None:
     """Give a policy's advice about `size` bytes at `address`, as `ManagedMemoryHints.apply_policy` does.
 
-    `MigrationPolicy.Default` asks nothing of `driver`, whichever it is.
+    `MigrationPolicy.Default` does not use `driver`, so it works with any.
     """
     checked = _range(address, size)
     if not policy.is_default():
@@ -207,7 +207,7 @@ def apply_migration_policy(driver: Driver, address: int, size: int | str, policy
 
 @dataclass(frozen=True, slots=True)
 class PrefetchEntry:
-    """`size` bytes at `address` that are to move to `location`."""
+    """A move of `size` bytes at `address` to `location`."""
 
     address: int
     size: int
@@ -218,10 +218,10 @@ class PrefetchEntry:
 
 
 class PrefetchFailed(MembrokerError):
-    """A plan could not be queued whole.
+    """A plan could not be queued completely.
 
-    `entry` is the one that failed, the entry `index` of its plan, and `queued` are those that are on the stream all the
-    same, in order: none of them, where a check refused the entry. `__cause__` is why.
+    `entry` is the one that failed, and `index` is its position in the plan. `queued` has the entries that were queued
+    before it, in order. It is empty if a check refused the entry. `__cause__` is the reason.
     """
 
     def __init__(self, index: int, entry: PrefetchEntry, queued: tuple[PrefetchEntry, ...], why: Exception) -> None:
@@ -230,32 +230,32 @@ class PrefetchFailed(MembrokerError):
 
 
 class PrefetchPlan:
-    """Prefetches that are queued together, on one stream, in the order they were added. Not for two threads at once."""
+    """Prefetches that are queued together, on one stream, in the order they were added. Not thread-safe."""
 
     def __init__(self) -> None:
         self._entries: list[PrefetchEntry] = []
 
     def add(self, address: int, size: int | str, location: int | Location | str) -> PrefetchPlan:
-        """Note that `size` bytes at `address` are to move to `location`, and return the plan. Raises `InvalidRequest`.
+        """Add a move of `size` bytes at `address` to `location`, and return the plan. Raises `InvalidRequest`.
 
-        The memory must be there when the plan is executed, and nothing here keeps it.
+        The caller must keep the memory allocated until the plan is executed.
         """
         self._entries.append(PrefetchEntry(*_range(address, size), _location(location)))
         return self
 
     @property
     def entries(self) -> tuple[PrefetchEntry, ...]:
-        """What was added, in order."""
+        """The entries, in the order they were added."""
         return tuple(self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def execute(self, driver: Driver, stream: Any = 0) -> None:
-        """Queue every entry on `stream`; the plan stays, and can be executed again.
+        """Queue every entry on `stream`. The plan keeps its entries and can be executed again.
 
         All locations are checked before the first entry is queued. Raises `PrefetchFailed` with the entry that failed
-        and what was queued before it, `ManagedMemoryUnavailable` on the host driver, `InvalidRequest` for what is no
+        and the entries queued before it, `ManagedMemoryUnavailable` on the host driver, `InvalidRequest` for an invalid
         stream.
         """
         handle = _stream(stream)
@@ -279,7 +279,7 @@ class PrefetchPlan:
 
 
 def _range(address: int, size: int | str) -> tuple[int, int]:
-    """Return a range as address and bytes; it has at least one, and its last is below 2^64."""
+    """Return a range as (address, bytes). Raises `InvalidRequest` unless it has a byte, and its last is below 2^64."""
     length = bytes_of("managed memory", size, at_least=1)
     address = whole_number("an address", address)
     if not 0 < address <= _LAST_ADDRESS or length - 1 > _LAST_ADDRESS - address:
@@ -288,7 +288,7 @@ def _range(address: int, size: int | str) -> tuple[int, int]:
 
 
 def _location(location: int | Location | str) -> int | Location:
-    """Return a location as an ordinal that may be there, or as a `Location`."""
+    """Return a location as an ordinal, whose device may not exist, or as a `Location`. Raises `InvalidRequest`."""
     if type(location) is int:
         if 0 <= location <= _LAST_ORDINAL:
             return location
@@ -305,7 +305,10 @@ def _location_text(location: int | Location) -> str:
 
 
 def _device(calls: CudaManaged, location: int | Location | str | None) -> int:
-    """Return a location as CUDA wants it, once it is known to take hints. None, and the host, ask the own device."""
+    """Return CUDA's number for a location, after checking that its device takes hints.
+
+    For the host, and for None, the driver's own device is checked.
+    """
     checked = Location.HOST if location is None else _location(location)
     ordinal = checked if isinstance(checked, int) else calls.ordinal
     count = calls.devices()
@@ -320,7 +323,7 @@ def _device(calls: CudaManaged, location: int | Location | str | None) -> int:
 
 
 def _stream(stream: Any) -> int:
-    """Return a stream's handle, of an int or of what has one as `cuda_stream` (PyTorch) or `ptr` (CuPy)."""
+    """Return the handle of a stream: an int, or an object with `cuda_stream` (PyTorch) or `ptr` (CuPy)."""
     handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", stream))
     if type(handle) is not int or not 0 <= handle <= _LAST_ADDRESS:
         raise InvalidRequest(f"a stream is a handle, an object with `cuda_stream` or `ptr`, or 0, not {stream!r}")

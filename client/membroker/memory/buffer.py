@@ -1,7 +1,7 @@
 """`Buffer`: one contiguous extent, mapped in this process.
 
-Owns nothing but its `MappedMemory`, which releases memory and addresses when the buffer is closed, or garbage, and no
-view of it is left. It must never round the size that it reports: `size` is what was requested.
+Owns only its `MappedMemory`, which releases memory and addresses when the buffer is closed, or garbage, and no view of
+it is left. It must never round the size that it reports: `size` is the requested size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from .views import Span
 class Buffer(Resource):
     """`size` bytes at `address`, borrowed from a source. A context manager. `Model.allocate` makes it.
 
-    The memory is zero when it is fresh, as measured on cards and by nature on the host twin; no contract says so.
+    `size` is in bytes, or text such as `"8MiB"`. New memory is zero. On GPUs this was measured, but CUDA does not
+    promise it. The host driver gets zeroed pages from the kernel.
+
+    Raises `InvalidRequest`, `OutOfMemory` with the level that refused, `DeviceFailure`, `DescriptorLimit`,
+    `BrokerUnavailable` and `ClosedError`; nothing is borrowed then.
     """
 
     def __init__(self, source: Source | Lender, size: int | str, location: Location | str = Location.DEVICE) -> None:
@@ -44,18 +48,18 @@ class Buffer(Resource):
 
     @property
     def address(self) -> int:
-        """The first byte's address, in this process. Raises `ClosedError`."""
+        """The address of the first byte, in this process. Raises `ClosedError`."""
         self._holding.check_open()
         return self._holding.region.address
 
     @property
     def size(self) -> int:
-        """Bytes, as asked."""
+        """The requested size, in bytes."""
         return self._size
 
     @property
     def extent_size(self) -> int:
-        """Bytes that are mapped and charged: `size`, rounded up to the device's granularity."""
+        """The bytes that are mapped and charged: `size`, rounded up to the device's granularity."""
         return self._extent_size
 
     @property
@@ -64,28 +68,28 @@ class Buffer(Resource):
         return self._location.value
 
     def view(self) -> memoryview:
-        """Return the bytes as a writable memoryview, on the host driver; it keeps the buffer's memory.
+        """Return the bytes as a writable memoryview, on the host driver. The buffer keeps its memory while it lives.
 
-        Raises `InvalidRequest` on a card, whose memory the processor cannot read, and `ClosedError`.
+        Raises `InvalidRequest` on a GPU, because the CPU cannot read its memory, and `ClosedError`.
         """
         if not self._on_host:
-            raise InvalidRequest("only the host driver's memory can be viewed: use __cuda_array_interface__ on a card")
+            raise InvalidRequest("only the host driver's memory can be viewed: use __cuda_array_interface__ on a GPU")
         return self._holding.view(self, 0, self._size)
 
     def span(self, offset: int, size: int) -> Span:
-        """Keep the memory as long as the result lives: for whoever gives addresses in [offset, offset + size) away.
+        """Keep the memory while the result lives: for code that passes on addresses in [offset, offset + size), bytes.
 
-        As with a living view, `close` then gives the memory back when the last span is gone. Raises
-        `InvalidRequest` for a range that does not lie in the buffer, and `ClosedError`.
+        After `close` the memory is released when the last span and the last view are gone. Raises `InvalidRequest` for
+        a range that does not lie in the buffer, and `ClosedError`.
         """
         offset, size = check_range(offset, size, self._size, "a buffer")
         return self._holding.span(self, offset, size)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The bytes as a CUDA array of uint8. Whoever takes it keeps the buffer; closing it pulls the memory away.
+        """The bytes as a CUDA array of uint8. The consumer must keep the buffer open: `close` unmaps the memory.
 
-        Only on a card: `AttributeError` elsewhere, as the protocol wants.
+        It exists only on a GPU. Raises `AttributeError` elsewhere, as the protocol requires, and `ClosedError`.
         """
         if self._on_host:
             raise AttributeError("the host driver's memory is no CUDA array: use view()")

@@ -131,7 +131,7 @@ class DlpackTensor:
 
     @property
     def on_card(self) -> bool:
-        """Whether the memory is lent by the broker of a GPU, so that only a GPU can read it."""
+        """Whether the memory is on a GPU, so that only a GPU can read it."""
         return self.device[0] != CPU
 
     def __dlpack_device__(self) -> tuple[int, int]:

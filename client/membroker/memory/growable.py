@@ -1,7 +1,7 @@
-"""`GrowableBuffer`: bytes that grow and shrink at their end, at an address that stays.
+"""`GrowableBuffer`: a buffer that grows and shrinks at its end. Its address never changes.
 
-Owns how many bytes are in use, and which pages are behind them. It knows a `Source` and a `Region`, never a broker,
-and must never hold its lock during a call of the source or the driver.
+Owns the number of bytes in use, and the pages that back them. It knows a `Source` and a `Region`, never a broker, and
+must never hold its lock during a call of the source or the driver.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .region import device_failures
 from .views import Span
 
 DEFAULT_PAGE_SIZE = 16 * MIB
-"""Growing costs by the page, hardly by the byte: 1 GiB takes an H200's driver 28 ms in pages of 2 MiB, 2.7 ms in these.
+"""The cost of growing depends on the number of pages: 1 GiB takes an H200's driver 28 ms in pages of 2 MiB, and 2.7 ms
+in pages of 16 MiB.
 
-On the other side, a buffer holds up to a page that it does not use, and a worker has more buffers than pools: hence
-less than a pool's 64 MiB.
+A buffer wastes up to one page, and a worker has more buffers than pools. That is why this is less than a pool's 64 MiB.
 """
 
 
@@ -34,15 +34,15 @@ less than a pool's 64 MiB.
 class GrowableBuffer(Resource):
     """`size` bytes at `address`, and addresses for `capacity` bytes. Thread-safe, and a context manager.
 
-    Sizes are in bytes, or text such as `"8GiB"`. Addresses cost nothing, so `capacity` may be generous; it is rounded
-    up to whole pages. Memory comes and goes by the page, each an extent of its own: `physical_usage_bytes` is
-    charged, `size` is in use. The address never changes, so neither growing nor shrinking touches what stays: no byte
-    of it is copied, and views and tensors of it stay valid.
+    Sizes are in bytes, or text such as `"8GiB"`. Addresses cost nothing, so `capacity` may be generous. It is rounded
+    up to whole pages. Memory is borrowed and released by the page, and each page is an extent:
+    `physical_usage_bytes` is charged, `size` is in use. The address never changes, so growing and shrinking copy no
+    bytes, and views and tensors of the remaining bytes stay valid.
 
-    A page that is new is zero (the drivers' contract). What is left of the last page keeps its bytes: after `shrink`
-    and `grow` within it they are there again.
+    A new page is zero (the drivers' contract). The last page keeps its bytes beyond `size`: after `shrink` and `grow`
+    within that page they have their old values.
 
-    One call at a time resizes; a second one waits for the first. Views, spans and figures wait for nobody.
+    One call at a time resizes, and a second one waits for the first. Views, spans and figures never wait for a resize.
 
     `Model.growable_buffer` makes it. Raises `InvalidPageSize`, `InvalidRequest`, and what `resize` raises.
     """
@@ -63,7 +63,7 @@ class GrowableBuffer(Resource):
             raise InvalidRequest(f"a size of {first_size} bytes is more than the capacity, {self._capacity} bytes")
         self._size = 0
         self._turns = Turns()
-        # Guards the size against views and spans that are just being made.
+        # Keeps the size constant while a view or a span is created.
         self._lock = threading.Lock()
         self._on_host = source.driver.device.driver == "host"
         self._source = source_of(source)
@@ -78,7 +78,10 @@ class GrowableBuffer(Resource):
 
     @property
     def address(self) -> int:
-        """The first byte's address, in this process; it stays the same as long as the buffer is open."""
+        """The address of the first byte, in this process. It is constant while the buffer is open.
+
+        Raises `ClosedError`.
+        """
         self._holding.check_open()
         return self._holding.region.address
 
@@ -89,12 +92,12 @@ class GrowableBuffer(Resource):
 
     @property
     def capacity(self) -> int:
-        """Bytes of addresses: what the size may become."""
+        """The bytes of addresses, which limit the size."""
         return self._capacity
 
     @property
     def page_size(self) -> int:
-        """Bytes of a page: the step in which memory comes and goes."""
+        """The bytes of a page, the unit in which memory is borrowed and released."""
         return self._page_size
 
     @property
@@ -105,13 +108,13 @@ class GrowableBuffer(Resource):
     # Growing and shrinking
 
     def resize(self, size: int | str) -> None:
-        """Make it `size` bytes, by growing or shrinking at the end. All or nothing.
+        """Grow or shrink the buffer at its end to `size` bytes. All or nothing.
 
         Growing raises `OutOfVirtualMemory` beyond the capacity, `OutOfMemory` with the level that refused,
-        `DeviceFailure`, `DescriptorLimit`, `BrokerUnavailable`. Shrinking gives whole pages back, after all work that
-        this process has given to the device; it raises `BufferError` while a view, a span or a tensor of bytes that
-        would go is alive, and `DeviceFailure`. When the broker is away, memory is given back all the same. Both raise
-        `ClosedError`; with any of these the buffer is as it was.
+        `DeviceFailure`, `DescriptorLimit`, `BrokerUnavailable`. Shrinking first waits for all work that this process
+        has submitted to the device, then releases whole pages, also while the broker is unreachable. It raises
+        `DeviceFailure`, and `BufferError` while a view, a span or a tensor uses bytes that it would remove. Both raise
+        `ClosedError`. After any of these errors the buffer is unchanged.
         """
         target = bytes_of("a size", size)
         with self._resizing() as operation:
@@ -124,9 +127,9 @@ class GrowableBuffer(Resource):
             self._become(target, operation)
 
     def grow(self, by: int | str) -> int:
-        """Add `by` bytes at the end, and return the offset of the first: who grows at once with others gets his own.
+        """Add `by` bytes at the end, and return the offset of the first one. Concurrent callers get disjoint ranges.
 
-        Raises as `resize`.
+        Raises what `resize` raises.
         """
         more = bytes_of("a growth", by)
         with self._resizing() as operation:
@@ -141,7 +144,7 @@ class GrowableBuffer(Resource):
             return offset
 
     def shrink(self, by: int | str) -> None:
-        """Take `by` bytes off the end. Raises as `resize`, and `InvalidRequest` where there are less."""
+        """Remove `by` bytes from the end. Raises what `resize` raises, and `InvalidRequest` if `size` is less."""
         less = bytes_of("a reduction", by)
         with self._resizing() as operation:
             if less > self._size:
@@ -152,7 +155,7 @@ class GrowableBuffer(Resource):
     def _resizing(self) -> Iterator[Operation]:
         with Operation(self._holding) as operation:
             self._turns.take({0}, operation)
-            self._holding.check_open()  # it may have been closed while this call waited for its turn
+            self._holding.check_open()  # another thread may have closed it while this call waited
             yield operation
 
     def _become(self, size: int, operation: Operation) -> None:
@@ -175,7 +178,7 @@ class GrowableBuffer(Resource):
             placing = Placing(self._holding, range(backed, end, self._page_size))
             operation.undo.append(placing.take_back)
             self._source.borrow(self._page_size, (end - backed) // self._page_size, self._location, placing)
-            self._holding.check_open()  # closed meanwhile: what came is released at the end of this call
+            self._holding.check_open()  # if it was closed meanwhile, the undo releases the new pages
 
     def _cut(self, size: int, operation: Operation) -> None:
         with self._lock:
@@ -195,20 +198,20 @@ class GrowableBuffer(Resource):
     def view(self) -> memoryview:
         """Return the bytes as a writable memoryview of the size at this moment, on the host driver.
 
-        It keeps the memory, and the buffer from shrinking into it; growing does not mind it. Raises `InvalidRequest` on
-        a card, whose memory the processor cannot read, and `ClosedError`.
+        While it lives, the buffer keeps this memory and cannot shrink into it, but can grow. Raises `InvalidRequest` on
+        a GPU, because the CPU cannot read its memory, and `ClosedError`.
         """
         if not self._on_host:
-            raise InvalidRequest("only the host driver's memory can be viewed: make a tensor of it on a card")
+            raise InvalidRequest("only the host driver's memory can be viewed: make a tensor of it on a GPU")
         self._holding.check_open()
         with self._lock:
             return self._holding.view(self, 0, self._size)
 
     def span(self, offset: int, size: int) -> Span:
-        """Keep the memory as long as the result lives: for whoever gives addresses in [offset, offset + size) away.
+        """Keep the memory while the result lives: for code that passes on addresses in [offset, offset + size), bytes.
 
-        It is what a living view is. Raises `InvalidRequest` for a range that does not lie in the buffer as it is, and
-        `ClosedError`.
+        Like a view, it prevents shrinking into the range. Raises `InvalidRequest` for a range beyond the buffer's
+        present size, and `ClosedError`.
         """
         self._holding.check_open()
         with self._lock:

@@ -1,7 +1,7 @@
-"""Where a pool or a buffer gets its extents from: the contracts between them and what lends.
+"""The contracts between memory (pools, buffers, arrays) and the source that lends its extents.
 
-Owns the protocols. A `Model` has a source (over the broker), a `LocalSource` is one; pools and buffers know nothing
-else of either. It must never hold state.
+Owns the protocols. A `Model` has a source (over the broker), and a `LocalSource` is one. Pools and buffers use both
+only through these protocols. It must never hold state.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from ..vmm.driver import Driver, Location
 
 
 class Tracked(Protocol):
-    """Something mapped that its owner can end: when the client closes, or in a forked child."""
+    """Mapped memory that its owner can end: when the client closes, or in a forked child."""
 
     def end(self) -> None:
-        """Release all of it, now or when the last user is done. Raises `DriverError`; may be called again."""
+        """Release all of it, now or when its last use ends. Raises `DriverError`. Calling it again is safe."""
         ...
 
     def abandon(self) -> None:
-        """In a forked child: never touch the memory again, which is the parent's. Takes no lock."""
+        """In a forked child: mark the memory as the parent's, so that it is never touched here. Takes no lock."""
         ...
 
 
 class Placement(Protocol):
-    """What a borrower does with extents as they come."""
+    """Receives the extents of one borrowing as they arrive."""
 
     def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
-        """Map the next extents, in order. The descriptors are the source's, which closes them afterwards."""
+        """Map the next extents, in order. The source owns the descriptors and closes them afterwards."""
         ...
 
     def undo(self) -> None:
-        """Unmap all that was placed: after a failure, before the source releases, or starts again with the first."""
+        """Unmap all extents that were placed. After a failure, the source calls it before it releases or retries."""
         ...
 
 
 class Owner(Protocol):
-    """What mapped memory belongs to: a client, or a `LocalSource`. Every method may be called from any thread."""
+    """The owner of mapped memory: a client, or a `LocalSource`. Every method may be called from any thread."""
 
     @property
     def driver(self) -> Driver:
@@ -53,18 +53,18 @@ class Owner(Protocol):
         ...
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
-        """Release extents that are unmapped; those that are released already are passed over.
+        """Release extents that are unmapped. Ignores those that are released already.
 
         Raises nothing when the broker is gone, because its books are gone too.
         """
         ...
 
     def interrupted(self) -> None:
-        """Agree with the broker again on what is held: an interrupt has left a call half done. Raises nothing."""
+        """Reconcile with the broker after an interrupt has left a call half done. Raises nothing."""
         ...
 
     def later(self, work: Callable[[], None]) -> None:
-        """Do `work` soon, in another thread. May be called by a finalizer, so it takes no lock and sends nothing."""
+        """Run `work` soon, in another thread. Finalizers call this, so it takes no lock and sends nothing."""
         ...
 
 
@@ -72,23 +72,23 @@ class Source(Owner, Protocol):
     """An owner that lends extents."""
 
     def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
-        """Borrow `count` extents and place them, part by part.
+        """Borrow `count` extents of `extent_bytes` each, and place them in packets.
 
-        All or nothing: on any failure, of `placement` too, it calls `undo`, releases everything and raises.
+        All or nothing: after any failure, also one of `placement`, it calls `undo`, releases everything and raises.
         """
         ...
 
     def charge(self, size: int, location: Location) -> None:
-        """Be charged for `size` bytes that this process allocates itself. Raises `OutOfMemory`, changing nothing."""
+        """Charge `size` bytes that this process allocates itself. Raises `OutOfMemory`, and nothing is charged then."""
         ...
 
     def credit(self, size: int, location: Location) -> None:
-        """Be charged for `size` bytes less, which are freed. Raises nothing when the broker is gone."""
+        """Credit `size` bytes that this process has freed. Raises nothing when the broker is gone."""
         ...
 
 
 class Lender(Protocol):
-    """What users know a source by: a `Model`."""
+    """The object through which users know a source: a `Model`."""
 
     @property
     def driver(self) -> Driver:
@@ -100,5 +100,5 @@ class Lender(Protocol):
 
 
 def source_of(lender: Source | Lender) -> Source:
-    """Return the source itself."""
+    """Return the source of a lender, or the source itself if it is one."""
     return cast("Source", getattr(lender, "_as_source", lender))

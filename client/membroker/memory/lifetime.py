@@ -1,7 +1,7 @@
-"""The lifetime of mapped memory: what uses it, when it ends, and how all of it is released exactly once.
+"""The lifetime of mapped memory: its uses, its end, and the release of all of it exactly once.
 
-Owns the region of one pool, buffer, array or segment, and the list of what uses it: calls that run, and views that
-live. `MappedMemory` outlives the object that the user has, and must never refer to it: a finalizer releases it.
+Owns the region of one pool, buffer, array or segment, and the list of its uses: running calls and living views.
+`MappedMemory` outlives the user's object and must never refer to it: a finalizer of that object releases the memory.
 """
 
 from __future__ import annotations
@@ -22,30 +22,32 @@ from .views import Span, Views
 LIFECYCLE: Final[Mapping[str, Mapping[str, str]]] = {
     # Its addresses are being reserved.
     "making": {"made": "open", "not made": "ending", "closed": "unwanted", "forked": "abandoned"},
-    # Closed by another thread meanwhile, which leaves the end to the thread that makes it.
+    # Another thread has closed it. The thread that makes it will end it.
     "unwanted": {"not made": "ending", "forked": "abandoned"},
     "open": {"closed": "ending", "forked": "abandoned"},
-    # Closed, while calls or views still use it.
+    # It is closed, and calls or views still use it.
     "ending": {"last use ended": "releasing", "forked": "abandoned"},
     "releasing": {"released": "ended", "driver failed": "ending", "forked": "abandoned"},
     "ended": {},
-    # In a forked child: the memory is the parent's.
+    # In a forked child: the memory belongs to the parent.
     "abandoned": {},
 }
 """`LIFECYCLE[state][cause]` is the next state of mapped memory; docs/lifecycles.md is drawn from it."""
 
 
 class MappedMemory:
-    """A region of `size` bytes, at a multiple of `alignment`, until nothing uses it after `end`.
+    """A region of `size` bytes, at a multiple of `alignment`. It is released after `end`, once its last use has ended.
 
-    It also ends when `user`, the object that the user has, is garbage. After a fork the child's copy is `abandoned`: it
-    belongs to the parent, and a thread of the parent may have held its lock.
+    It also ends when `user`, the user's object, is garbage. After a fork the child's copy is `abandoned`: it belongs to
+    the parent, and a thread of the parent may have held its lock.
+
+    Raises `DriverError` when the addresses cannot be reserved, and `ClosedError`.
     """
 
     _owned: ClassVar[set[MappedMemory]] = set()
-    """Those whose user lives: one that is garbage together with its user must still be there to end."""
+    """Keeps each memory alive until its user has been collected: it must still exist when it is ended."""
     _unended: ClassVar[set[MappedMemory]] = set()
-    """Those whose end has failed, until it succeeds: what is mapped must not be forgotten."""
+    """Keeps each memory whose end has failed until it succeeds, so that nothing mapped is forgotten."""
 
     def __init__(self, source: Owner, user: object, size: int, what: str, alignment: int = 0) -> None:
         self.source = source
@@ -53,12 +55,12 @@ class MappedMemory:
         self.state = "making"
         self.views = Views(self, MappedMemory._used_less)
         self.beside: Step | None = None
-        """Ends with it; called again after a failure."""
+        """A step that the release also runs. It runs again after a failure."""
         self.region = Region(source.driver, size, alignment)
         self._lock = threading.Lock()
         self._calls: dict[weakref.ref[Operation], tuple[list[Step], list[Step]]] = {}
         self._releasing = 0
-        # What `weakref.finalize` does, in 0.3 us instead of 1.5. At exit the client ends it in order.
+        # This does what `weakref.finalize` does, in 0.3 us instead of 1.5. At exit the client ends all memory in order.
         self._user: weakref.ref[object] | None = weakref.ref(user, self._end_later)
         self._owned.add(self)
         try:
@@ -77,13 +79,13 @@ class MappedMemory:
 
     @property
     def extents(self) -> dict[int, int]:
-        """The ids of the extents by offset in bytes."""
+        """The id of each extent, by its offset in bytes."""
         return {offset: extent for offset, (extent, _) in self.region.extents.items()}
 
-    # Who uses it
+    # Its uses
 
     def check_open(self) -> None:
-        """Raise `ClosedError` when this is closed, or inherited over a fork. Takes no lock."""
+        """Raise `ClosedError` if this is closed, or was inherited over a fork. Takes no lock."""
         if self.state != "open":
             self._refuse()
 
@@ -94,13 +96,13 @@ class MappedMemory:
 
     @property
     def closed(self) -> bool:
-        """Whether this is released, or will be when the last view of it is gone."""
+        """Whether this is released, or will be when its last use has ended."""
         return self.state not in ("making", "open")
 
     def begin(self, operation: Operation) -> None:
         """Delay the end until the operation finishes, or is garbage."""
         guard = operation.guard = weakref.ref(operation, self._lost)
-        hash(guard)  # it keeps that when the operation is gone
+        hash(guard)  # the reference caches the hash, so it can be looked up after the operation is gone
         if self.state == "abandoned":
             self._refuse()
         with self._lock:
@@ -109,7 +111,7 @@ class MappedMemory:
             self._calls[guard] = (operation.undo, operation.ends)
 
     def finish(self, operation: Operation) -> None:
-        """End the use by an operation, whether it had begun or not."""
+        """End the use by an operation, also if it had not begun."""
         guard, operation.guard = operation.guard, None
         if guard is not None:
             self._calls.pop(guard, None)
@@ -117,7 +119,7 @@ class MappedMemory:
             self.end()
 
     def _lost(self, guard: weakref.ref[Operation]) -> None:
-        """An interrupt struck before the boundary could act, and the call is garbage: do its work in another thread."""
+        """Clean up in another thread after a call that became garbage: an interrupt came before the boundary could."""
         if guard in self._calls and self.state != "abandoned":
             self.source.later(lambda: self._clean_up(guard))
 
@@ -134,7 +136,7 @@ class MappedMemory:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Delay the end during a block of the user's, which no interrupt of the library's can leave half done."""
+        """Delay the end during a block of the user's code. The block needs no clean-up after an interrupt."""
         use = Operation(self)
         self.begin(use)
         try:
@@ -143,7 +145,7 @@ class MappedMemory:
             self.finish(use)
 
     def span(self, keeper: object, offset: int, size: int, *, writable: bool = True) -> Span:
-        """Delay the end as long as the result lives, which keeps `keeper`. Raises `ClosedError`."""
+        """Delay the end while the result lives. The result keeps `keeper` alive. Raises `ClosedError`."""
         self.check_open()
         with self._lock:
             self.check_open()
@@ -151,7 +153,7 @@ class MappedMemory:
             return self.views.count(Span(keeper, address, size, self.source.driver.device, writable))
 
     def view(self, keeper: object, offset: int, size: int) -> memoryview:
-        """Return bytes as a memoryview, which keeps `keeper` and delays the end. Raises `ClosedError`."""
+        """Return bytes as a memoryview that keeps `keeper` alive and delays the end. Raises `ClosedError`."""
         self.check_open()
         with self._lock:
             self.check_open()
@@ -166,13 +168,13 @@ class MappedMemory:
     def end(self) -> None:
         """Release everything, now, or once the last call has returned and the last view is gone.
 
-        What the driver fails to unmap, which raises `DriverError`, is held still: to end it again tries again.
+        Raises `DriverError` when the driver fails to unmap. The memory is then still held, and another `end` retries.
         """
         if self.state not in ("abandoned", "ended"):
             completed(self._end, self.interrupted)
 
     def abandon(self) -> None:
-        """In a forked child: never touch the memory again, which is the parent's."""
+        """In a forked child: mark the memory as the parent's, so that it is never touched here."""
         self.state = "abandoned"
 
     def _end(self) -> None:
@@ -185,7 +187,7 @@ class MappedMemory:
                 raise
 
     def _is_last(self) -> bool:
-        """Say whether nothing uses this any more, and no other thread releases it."""
+        """Return whether this thread must release it: all uses have ended, and no other thread is releasing it."""
         me = threading.get_ident()
         with self._lock:
             if self.state in ("making", "open"):
@@ -193,7 +195,7 @@ class MappedMemory:
             if self.state == "ending" and not (self._calls or self.views.any()):
                 self._releasing = me
                 self._move("last use ended")
-            # Also after an interrupt, which had ended this thread's first attempt.
+            # This is also true for the second attempt of a thread whose first one was interrupted.
             return self.state == "releasing" and self._releasing == me
 
     def _release(self) -> None:
@@ -204,20 +206,20 @@ class MappedMemory:
         if self.beside is not None:
             uninterrupted(self.beside)
         region.close()
-        # If the user closed it, the background thread need not wake when it is garbage: that costs 50 us.
+        # Drop the weak reference: the background thread would wake for the garbage, which costs 50 us.
         self._user = None
         self._owned.discard(self)
         self._unended.discard(self)
         self.source.untrack(self)
         self._move("released")
         self.beside = None
-        for one in list(self._unended):  # the driver unmaps again
+        for one in list(self._unended):  # the driver works again, so retry the others
             one.source.later(one.end)
 
     def remove(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Unmap runs of whole extents, (offset, size), release them and forget them. Safe to run again.
+        """Unmap runs of whole extents, (offset, size) in bytes, release them and forget them. Safe to run again.
 
-        The caller has waited for the device. After a failure of the driver, what was unmapped is released.
+        The caller has waited for the device. Raises `DriverError`; the extents unmapped until then are released.
         """
         gone: list[int] = []
         try:
@@ -231,7 +233,7 @@ class MappedMemory:
     def release(self, offsets: Sequence[int]) -> None:
         """Release the extents at these offsets, which are unmapped, and forget them. Safe to run again."""
         self.source.give_back(self.region.ids(offsets))
-        # From the end: what an interrupt leaves still begins where the run does, so a second run finds it.
+        # Forget from the end: after an interrupt the rest starts at the run's offset, so a second run finds it.
         self.region.forget(reversed(offsets))
 
     def _move(self, cause: str) -> None:
@@ -243,13 +245,13 @@ class MappedMemory:
         self._owned.discard(self)
 
     def _used_less(self) -> None:
-        """A view died, in whatever thread: if it was the last to wait for, another thread does the work."""
+        """Handle the end of a view, in any thread: if the memory is ending, another thread tries to release it."""
         if self.state == "ending":
             self.source.later(self.end)
 
 
 class Placing:
-    """Maps extents at `offsets` of mapped memory as they come, in order, for one borrowing (a `Placement`)."""
+    """Maps extents at `offsets` (bytes) of mapped memory as they arrive, in order, for one borrowing: a `Placement`."""
 
     def __init__(self, memory: MappedMemory, offsets: Sequence[int]) -> None:
         self._memory = memory
@@ -264,7 +266,7 @@ class Placing:
         self._memory.region.bind_descriptors(self._offsets[first : self._placed], extent_ids, descriptors, extent_bytes)
 
     def undo(self) -> None:
-        """Unmap them all. Nothing has used them yet, so there is no work to wait for. Safe to run again."""
+        """Unmap them all. They are unused so far, so there is no work to wait for. Safe to run again."""
         region = self._memory.region
         for offset in self._offsets[: self._placed]:
             if offset in region.extents:
@@ -273,13 +275,13 @@ class Placing:
         self._placed = 0
 
     def take_back(self) -> None:
-        """Unmap them all, and release what the source still counts as lent. Safe to run again."""
+        """Unmap them all, and release those that the source still counts as lent. Safe to run again."""
         self.undo()
         self._memory.source.give_back(self._ids)
 
 
 class Resource(Closing):
-    """Something mapped in this process, until it is closed. A context manager."""
+    """An object with memory that is mapped in this process until it is closed. A context manager."""
 
     _holding: MappedMemory
 
@@ -289,12 +291,12 @@ class Resource(Closing):
         return self._holding.closed
 
     def close(self) -> None:
-        """Unmap all of it in this process and release it, addresses too. Idempotent.
+        """Unmap all of it in this process, and release the memory and the addresses. Idempotent.
 
-        With living views, spans and tensors, or calls in other threads, it happens when the last of them has ended;
-        else it waits for the work that this process has submitted to the device. When the broker is away it unmaps all
-        the same, and raises nothing. Raises `DeviceFailure`; what could not be released then is held until it is closed
-        again, or its client is.
+        While views, spans, tensors, or calls in other threads use it, the release happens when the last of them has
+        ended. Otherwise this call waits for the work that this process has submitted to the device, and releases. It
+        also unmaps while the broker is unreachable, and raises nothing then. Raises `DeviceFailure`; the memory that
+        could not be released stays held until this object, or its client, is closed again.
         """
         with device_failures():
             self._holding.end()

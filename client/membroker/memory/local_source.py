@@ -1,7 +1,7 @@
 """`LocalSource`: extents from this process's own driver, for pools and buffers without a broker.
 
-Owns the driver, the books of what is lent, and the thread that does what finalizers leave behind. It must never keep a
-handle or a descriptor of what it lends: as with a broker's extents, the mapping alone keeps the memory.
+Owns the driver, the accounts of lent memory, and the thread that runs the finalizers' work. It must never keep a handle
+or a descriptor of an extent that it lends: as with a broker's extents, only the mapping keeps the memory.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from .region import device_failures
 
 
 class Budget:
-    """At most `limit` bytes, or any number where that is None. Thread-safe. `level` is for `OutOfMemory`.
+    """An account of at most `limit` bytes, or of any number if that is None. Thread-safe.
 
-    Each debit has a key, so that a credit can be repeated. No call stands between the figure and its entry: an
-    interrupt finds both or none.
+    `level` is the one that `OutOfMemory` names. Each debit has a key, so that a credit can be repeated. The figure and
+    the entry change without a call in between, so an interrupt finds both changed or neither.
     """
 
     def __init__(self, limit: int | None, level: str) -> None:
@@ -49,7 +49,7 @@ class Budget:
         return self._used
 
     def debit(self, size: int, key: object = None) -> None:
-        """Debit `size` bytes, under a new key or none. Raises `OutOfMemory`, and nothing is debited then."""
+        """Debit `size` bytes, under a new key if one is given. Raises `OutOfMemory`, and nothing is debited then."""
         with self._lock:
             if self.limit is not None and size > self.limit - self._used:
                 raise out_of_memory(self._level, size, max(0, self.limit - self._used), self.limit)
@@ -58,14 +58,14 @@ class Budget:
                 self._debits[key] = size
 
     def assign(self, key: object, extent_ids: Iterable[int], size: int) -> None:
-        """Give parts of a debit, of `size` bytes each, to extents: each id is a key from now on."""
+        """Move parts of the debit under `key`, `size` bytes each, to the extents: each id becomes a key."""
         with self._lock:
             for extent_id in extent_ids:
                 self._debits[key] -= size
                 self._debits[extent_id] = size
 
     def unassign(self, key: object, extent_ids: Iterable[int]) -> None:
-        """Take back what `assign` has given to extents."""
+        """Undo `assign`: move the extents' debits back to `key`."""
         with self._lock:
             for extent_id in extent_ids:
                 if extent_id in self._debits and key in self._debits:
@@ -78,7 +78,7 @@ class Budget:
             self._used -= size
 
     def credit(self, keys: Iterable[object]) -> None:
-        """Credit what is debited under some keys; those without a debit are passed over."""
+        """Credit the debits under `keys`. Ignores keys without a debit."""
         with self._lock:
             for key in keys:
                 if key in self._debits:
@@ -87,7 +87,7 @@ class Budget:
 
 
 def out_of_memory(level: str, requested: int, available: int, limit: int | None = None) -> OutOfMemory:
-    """Return the error of a lender in this process, with the numbers that a broker's has."""
+    """Return the error of a lender in this process, with the numbers that a broker's error has. Sizes are in bytes."""
     numbers = {"level": level, "requested_bytes": str(requested), "available_bytes": str(available)}
     if limit is not None:
         numbers["limit_bytes"] = str(limit)
@@ -98,7 +98,7 @@ def out_of_memory(level: str, requested: int, available: int, limit: int | None 
 
 @contextmanager
 def asked_for(size: int, rounding: str) -> Iterator[None]:
-    """Let an `OutOfMemory` speak of the `size` bytes that a user asked for, and of how they were rounded."""
+    """Add to an `OutOfMemory` the `size` in bytes that the user requested, and how it was rounded."""
     try:
         yield
     except OutOfMemory as error:
@@ -115,19 +115,19 @@ def asked_for(size: int, rounding: str) -> Iterator[None]:
 logger = logging.getLogger("membroker")
 
 PACKET = 64
-"""How many extents are made before they are mapped: so many descriptors are open at a time."""
+"""Extents are created and mapped in packets of this many, which limits the descriptors open at a time."""
 
 
 @renamed(physical_memory_usage="physical_usage_bytes")
 class LocalSource(Closing):
     """Lends the device's memory to this process: `VirtualMemoryPool(LocalSource(), "64GiB")`. A context manager.
 
-    `driver` is `"cuda"`, `"host"` (the twin: `LocalSource("host")` on a machine without a card), or a driver that stays
-    the caller's; `device` is the card's ordinal or UUID. `limit` and `host_limit` are the most that is lent at a time,
-    of the device and of the host, in bytes or as text; None leaves it to the device. Everybody else's memory is not its
-    business.
+    `driver` is `"cuda"`, `"host"` (for a machine without a GPU: `LocalSource("host")`), or a driver that the caller
+    closes. `device` is the GPU's ordinal or UUID. `limit` and `host_limit` are the most that is lent at a time, of the
+    device and of the host, in bytes or as text such as `"8GiB"`; with None only the device limits it. Memory that other
+    processes use is not counted.
 
-    Raises `DeviceFailure` where there is no such device, and `InvalidRequest`.
+    Raises `DeviceFailure` if the device does not exist, and `InvalidRequest`.
     """
 
     def __init__(
@@ -154,12 +154,12 @@ class LocalSource(Closing):
 
     @property
     def limit(self) -> int | None:
-        """The most bytes of the device that are lent at a time."""
+        """The most bytes of the device that are lent at a time; None if only the device limits it."""
         return self._budgets[Location.DEVICE].limit
 
     @property
     def physical_usage_bytes(self) -> int:
-        """Bytes of the device that are lent."""
+        """The bytes of the device that are lent."""
         return self._budgets[Location.DEVICE].used
 
     @property
@@ -168,12 +168,12 @@ class LocalSource(Closing):
         return self._closed or self._forked
 
     def close(self) -> None:
-        """Unmap and give back all that pools and buffers hold of this. Idempotent.
+        """Unmap and release all memory that pools and buffers hold from this source. Idempotent.
 
-        What has living views stays until the last of them is gone, and with it the driver. What the driver fails to
-        unmap is logged, and held until this is closed again.
+        Memory with living views, and the driver, stay until the last view is gone. When the driver fails to unmap, the
+        failure is logged, and the memory is held until this source is closed again.
         """
-        if not (self._forked or self._ended):  # and no lock is touched that another thread of a parent may have held
+        if not (self._forked or self._ended):  # in a forked child, a thread of the parent may have held the lock
             uninterrupted(self._close)
 
     def _close(self) -> None:
@@ -202,7 +202,7 @@ class LocalSource(Closing):
 
     @property
     def driver(self) -> Driver:
-        """The driver of the device. Raises `ClosedError` when nothing is left to be done with it."""
+        """The driver of the device. Raises `ClosedError` once the source has ended."""
         if self._forked or self._ended:
             self._check_open()
         return self._link.driver
@@ -214,26 +214,27 @@ class LocalSource(Closing):
             self._holdings.add(memory)
 
     def untrack(self, memory: Tracked) -> None:
-        """Forget memory that was released; the last one ends a source that is closed."""
+        """Forget memory that was released. The last one ends a closed source."""
         self._holdings.discard(memory)
         if self._closed and not self._holdings:
             self.later(self._end)
 
     def later(self, work: Callable[[], None]) -> None:
-        """Do `work` in a thread of the source; for finalizers."""
+        """Run `work` in the source's thread. Finalizers use this."""
         self._link.later(work)
 
     def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
-        """Create extents and place them, packet by packet. All or nothing.
+        """Create `count` extents of `extent_bytes` each, and place them in packets. All or nothing.
 
-        Raises `OutOfMemory`, with the level `capacity` for the limit and `device` for the device itself.
+        Raises `ClosedError`, what `placement` raises, `DriverError`, and `OutOfMemory` with the level `capacity` for
+        the limit or `device` for the device itself.
         """
         self._check_open()
         budget, key, extent_ids = self._budgets[location], borrowing(), list[int]()
         try:
             budget.debit(extent_bytes * count, key)
             while len(extent_ids) < count:
-                # By the packet: there may be far more addresses than numbers that memory holds.
+                # Take ids one packet at a time: `count` may be too large for a list.
                 packet = list(itertools.islice(self._ids, min(PACKET, count - len(extent_ids))))
                 self._place(placement, packet, extent_bytes, count, len(extent_ids), location)
                 extent_ids += packet
@@ -256,7 +257,7 @@ class LocalSource(Closing):
             close_each(descriptors)
 
     def _lend(self, size: int, packet: int, count: int, placed: int, location: Location) -> list[int]:
-        """Return the descriptors of the next extents of `count`, of which so many are placed."""
+        """Return descriptors of `packet` new extents; `placed` of the `count` requested ones exist already."""
         try:
             self._link.drop_anchor()
             return self._link.driver.lend(size, packet, location)
@@ -266,22 +267,22 @@ class LocalSource(Closing):
             raise out_of_memory("device", count * size, available) from error
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
-        """Credit extents that are unmapped: their memory is the device's again."""
+        """Credit extents that are unmapped. The device has their memory again."""
         for budget in self._budgets.values():
             budget.credit(extent_ids)
 
     def interrupted(self) -> None:
-        """Credit what this thread was borrowing."""
+        """Credit the rest of this thread's interrupted borrowing."""
         for budget in self._budgets.values():
             budget.credit([borrowing()])
 
     def charge(self, size: int, location: Location) -> None:
-        """Count what this process allocates itself against the limit."""
+        """Count `size` bytes that this process allocates itself against the limit. Raises `OutOfMemory`."""
         self._check_open()
         self._budgets[location].debit(size)
 
     def credit(self, size: int, location: Location) -> None:
-        """Stop counting it."""
+        """Stop counting `size` bytes that were charged."""
         self._budgets[location].less(size)
 
     def _check_open(self) -> None:
@@ -291,7 +292,7 @@ class LocalSource(Closing):
             raise ClosedError("this source is closed")
 
     def _abandon(self) -> None:
-        """In a forked child: from now on everything of this source raises `ClosedError`."""
+        """In a forked child: from now on the source, and all memory from it, raise `ClosedError`."""
         self._forked = True
         self._forgotten.detach()
         for memory in self._holdings:
@@ -300,14 +301,14 @@ class LocalSource(Closing):
 
 
 class _Link:
-    """The driver and the thread of a source, apart from it: their end can be a finalizer's work."""
+    """The driver and the thread of a source. It does not refer to the source, so a finalizer can end it."""
 
     def __init__(self, driver: Driver, *, owned: bool) -> None:
         self.driver = driver
         self._owned = owned
         self._anchor: int | None = None
         self._lock = threading.Lock()
-        # Its put() may be called by a finalizer in any thread, within another put() too (Python's documentation).
+        # A finalizer may call its put() in any thread, and also during another put() (Python's documentation).
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work_off, args=(self._work,), name="membroker", daemon=True)
         self._thread.start()
@@ -316,14 +317,14 @@ class _Link:
         self._work.put(work)
 
     def drop_anchor(self) -> None:
-        """Keep one granule of a card exported: while any is, exporting costs 30 us, and else a millisecond (H200)."""
+        """Keep one granule of a GPU exported: an export then takes 30 us, and otherwise a millisecond (H200)."""
         device = self.driver.device
         with self._lock:
             if self._anchor is None and device.driver == "cuda":
                 (self._anchor,) = self.driver.lend(device.granularity, 1)
 
     def end(self) -> None:
-        """Close what is owned, and let the thread end when it has done all else."""
+        """Close an owned driver, and let the thread end after the work that is queued."""
         self._close_anchor()
         if self._owned:
             self.driver.close()
@@ -332,7 +333,7 @@ class _Link:
             self._thread.join()
 
     def abandon(self) -> None:
-        """In a forked child: close what was inherited. The thread did not come along."""
+        """In a forked child: close what was inherited. The thread exists only in the parent."""
         self._close_anchor()
         self.driver.abandon()
 
@@ -343,7 +344,7 @@ class _Link:
 
 
 def borrowing() -> int:
-    """Return the key of what this thread borrows until it is assigned to extents, whose ids are above 0."""
+    """Return the key of this thread's debit until it is assigned to extents. It is negative; ids are above 0."""
     return -threading.get_ident()
 
 
@@ -351,9 +352,9 @@ def _work_off(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (piece := work.get()) is not None:
         try:
             piece()
-        except BaseException:  # who ends this thread ends everything that is left to it
+        except BaseException:  # without this thread, no later work would run
             logger.exception("what was left to do in the background has failed")
-        # Not kept until the next one: it may be the last reference to a source.
+        # Do not keep it until the next piece of work: it may be the last reference to a source.
         del piece
 
 
@@ -363,7 +364,7 @@ def _open(kind: str, device: int | str) -> Driver:
             return open_driver(kind, device, context=True)
     except DeviceFailure as error:
         if kind == "cuda" and isinstance(error.__cause__, DriverUnavailable):
-            raise DeviceFailure(f'{error}; LocalSource("host") takes the host twin') from error.__cause__
+            raise DeviceFailure(f'{error}; LocalSource("host") takes the host driver') from error.__cause__
         raise
     except ValueError as error:
         raise InvalidRequest(str(error)) from error

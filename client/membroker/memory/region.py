@@ -1,7 +1,7 @@
 """`Region`: a range of addresses with extents bound into it, in this process.
 
 Owns one reservation, and the table of extents in it: offset -> (id, size). An extent is in the table before it is
-mapped, and until it is unmapped and released, so the table never lacks what is mapped. It knows a driver, and never a
+mapped, and until it is unmapped and released, so the table has every mapped extent. It knows a driver, and never a
 broker or a page. It must never wait for work on the device: its caller has synchronized before an unmap.
 """
 
@@ -16,10 +16,10 @@ from ..vmm.driver import AccessFlags, Driver, Handle
 
 
 class Region:
-    """`size` bytes of addresses from `address`, a multiple of `alignment` and the granularity.
+    """`size` bytes of addresses from `address`, which is a multiple of `alignment` and of the granularity.
 
     They are reserved from `reserve` to `close`. Offsets and sizes are in bytes. Two threads may work in different parts
-    at once, and never in the same part. Errors are the driver's (`DriverError`), and leave nothing behind.
+    at once, but not in the same part. Errors are the driver's (`DriverError`).
     """
 
     def __init__(self, driver: Driver, size: int, alignment: int = 0) -> None:
@@ -27,12 +27,12 @@ class Region:
         self._alignment = alignment
         self._reserved = False
         self.extents: dict[int, tuple[int, int]] = {}
-        """By offset: the id and the size."""
+        """The id and the size in bytes of each extent, by its offset in bytes."""
         self.size = size
         self.address = 0
 
     def reserve(self) -> None:
-        """Reserve the addresses."""
+        """Reserve the addresses. Raises `DriverError`."""
         self.address = self._driver.reserve(self.size, self._alignment)
         self._reserved = True
 
@@ -43,7 +43,7 @@ class Region:
         handles: Sequence[Handle],
         access: AccessFlags = AccessFlags.READ_WRITE,
     ) -> None:
-        """Map whole extents side by side from `offset` on: all or none."""
+        """Map whole extents one after the other, from `offset` on: all or none. Raises `DriverError`."""
         end, new = offset, {}
         for extent, handle in zip(ids, handles, strict=True):
             new[end] = extent, handle.size
@@ -63,7 +63,10 @@ class Region:
     def bind_descriptors(
         self, offsets: Sequence[int], ids: Sequence[int], descriptors: Sequence[int], size: int
     ) -> None:
-        """Map the extents behind descriptors, each of `size` bytes, at `offsets`; side by side if these are a range."""
+        """Map the extents of `descriptors`, `size` bytes each, at `offsets`. A range must be contiguous.
+
+        Raises `DriverError`. The caller unmaps and forgets the extents that were mapped until then.
+        """
         assert self.extents.keys().isdisjoint(offsets), "an extent is mapped there"
         self.extents.update(zip(offsets, zip(ids, repeat(size))))  # noqa: B905 - strict, it would be slower
         if isinstance(offsets, range):
@@ -73,12 +76,12 @@ class Region:
             self._driver.map_descriptors(self.address + offset, [descriptor], size)
 
     def protect(self, access: AccessFlags, offset: int = 0, size: int | None = None) -> None:
-        """Set what all that is mapped allows, or the whole extents that fill [offset, offset + size)."""
+        """Set the access of all mapped extents, or of the whole extents that fill [offset, offset + size)."""
         for start, length in self.runs() if size is None else [(offset, size)]:
             self._driver.set_access(self.address + start, length, access)
 
     def move(self, offset: int, new_offset: int, size: int, count: int) -> None:
-        """Map `count` extents of `size` bytes from `offset` on at `new_offset` instead, as they are. All or none."""
+        """Map `count` extents of `size` bytes at `new_offset` instead of `offset`, with their access. All or none."""
         self._driver.move(self.address + offset, self.address + new_offset, size, count)
         places = range(offset, offset + size * count, size)
         moved = {place + new_offset - offset: self.extents[place] for place in places}
@@ -86,19 +89,19 @@ class Region:
         self.extents.update(moved)
 
     def unbind(self, offset: int, size: int) -> None:
-        """Unmap the whole extents that fill [offset, offset + size), in one call of the driver; they stay in the table.
+        """Unmap the whole extents that fill [offset, offset + size), in one driver call. They stay in the table.
 
-        To unmap them again does nothing, as on a GPU.
+        Unmapping them again does nothing, on a GPU too.
         """
         self._driver.unmap(self.address + offset, size)
 
     def forget(self, offsets: Iterable[int]) -> None:
-        """Remove extents from the table, those that are there."""
+        """Remove extents from the table. Ignores offsets that are not in it."""
         for offset in offsets:
             self.extents.pop(offset, None)
 
     def offsets(self, offset: int, size: int) -> list[int]:
-        """Return where the extents begin that fill [offset, offset + size) side by side."""
+        """Return the offsets of the contiguous extents in [offset, offset + size), up to the first gap."""
         found, end = [], offset + size
         while offset < end and offset in self.extents:
             found.append(offset)
@@ -110,7 +113,7 @@ class Region:
         return [self.extents[offset][0] for offset in offsets]
 
     def runs(self) -> list[tuple[int, int]]:
-        """Return what is in the table as (offset, size) of each run without a gap, in order."""
+        """Return the contiguous runs of extents in the table, each as (offset, size), in order."""
         runs: list[tuple[int, int]] = []
         for offset, size in self._sizes():
             if runs and sum(runs[-1]) == offset:
@@ -123,9 +126,9 @@ class Region:
         return ((offset, size) for offset, (_, size) in sorted(self.extents.items()))
 
     def close(self) -> None:
-        """Release the addresses, once nothing is mapped there."""
+        """Release the addresses. The caller has unmapped everything there. Raises `DriverError`."""
         if self._reserved:
-            self._reserved = False  # before the call: after an interrupt, another reservation may be there
+            self._reserved = False  # before the call: after an interrupt, these addresses may be reserved for others
             try:
                 self._driver.unreserve(self.address, self.size)
             except Exception:

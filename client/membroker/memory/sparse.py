@@ -1,7 +1,7 @@
 """`SparseArray`: an array with addresses for every row, and memory for the tiles of rows that were written.
 
-Owns which tile is backed by which extent. It knows a `Source` and a `Region`, never a broker, and must never hold its
-lock during a call of the source or the driver.
+Owns the table of backed tiles and their extents. It knows a `Source` and a `Region`, never a broker, and must never
+hold its lock during a call of the source or the driver.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class SparseArray(Resource):
     """`shape` elements of `dtype`, of which only tiles that were written have memory. Thread-safe, a context manager.
 
     A tile is `tile_rows` rows, whole entries of the first axis: ids of an embedding table, blocks of a KV cache. So the
-    array is one C-ordered range of addresses, and a kernel that gets the first address reaches element [i, j] where it
-    would in a dense one; with tiles along several axes every kernel would have to know of them. The price: rows of a
-    tile fill whole granules of the device (2 MiB on a card), so the number of rows must fit; by default it is the
-    smallest that does.
+    array is one C-ordered range of addresses, and a kernel that gets the first address finds element [i, j] where it
+    would be in a dense array. With tiles along several axes, every kernel would need their layout. In return, the rows
+    of a tile must fill whole granules of the device (2 MiB on a GPU). The default is the smallest number of rows that
+    does.
 
-    `dtype` is NumPy's, ml_dtypes' or torch's, its name, or safetensors' word for it (`"BF16"`). `absent` is what
-    reading finds where nothing was written: `"error"` (`NotMapped`), or `"zero"`. A tile is one extent; what of it was
-    not written is zero (the drivers' contract for what is new).
+    `dtype` is NumPy's, ml_dtypes' or torch's, its name, or its safetensors name (`"BF16"`). `absent` says how reads
+    treat a tile without memory: `"error"` raises `NotMapped`, `"zero"` returns zeros. A tile is one extent. Its
+    unwritten parts are zero (the drivers' contract for new memory).
 
-    Bytes and NumPy arrays go in and out by copies (`write`, `read`, `array[rows]`), on a card too; `tensor` is a tile
-    itself, in any framework. When one call gives a tile memory, others that want the same tile wait for it.
+    Bytes and NumPy arrays are copied in and out (`write`, `read`, `array[rows]`), on a GPU too. `tensor` returns a tile
+    itself, for any framework. While one call borrows memory for a tile, other calls for the same tile wait.
 
-    `Model.sparse_array` makes it, and no memory is borrowed yet. Raises `InvalidRequest` for a shape, a dtype or a
-    choice that is none, `InvalidPageSize` for tiles that do not fill granules, `DeviceFailure` when the addresses
-    cannot be had.
+    `Model.sparse_array` makes it, and borrows no memory yet. Raises `InvalidRequest` for an invalid shape, dtype or
+    `absent`, `InvalidPageSize` for tiles that do not fill granules, `DeviceFailure` when the addresses cannot be
+    reserved.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class SparseArray(Resource):
         self._zero = absent == "zero"
         self._location = location_of(location)
         self._turns = Turns()
-        # Guards what is read or seen against tiles that are just being dropped.
+        # Held while a span is created, and while tiles are hidden before a drop.
         self._lock = threading.Lock()
-        # Tiles that are being dropped: nothing finds them, although they are still mapped.
+        # The offsets of tiles that are being borrowed or dropped. They count as absent, although they may be mapped.
         self._hidden: set[int] = set()
         self._source = source_of(source)
         with device_failures():
@@ -89,22 +89,22 @@ class SparseArray(Resource):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Elements by dimension; the first one counts rows."""
+        """The number of elements in each dimension. The first dimension is the rows."""
         return self._shape
 
     @property
     def dtype(self) -> str:
-        """The word for an element."""
+        """The safetensors name of the element type, such as `"BF16"`."""
         return self._dtype
 
     @property
     def size(self) -> int:
-        """Bytes from the first row to the last, absent ones included."""
+        """The bytes of all rows, including absent ones."""
         return self._shape[0] * self._row_size
 
     @property
     def address(self) -> int:
-        """The first row's address, in this process, whether it is there or not. Raises `ClosedError`."""
+        """The address of the first row, in this process, even if its tile is absent. Raises `ClosedError`."""
         self._holding.check_open()
         return self._holding.region.address
 
@@ -115,12 +115,12 @@ class SparseArray(Resource):
 
     @property
     def tile_size(self) -> int:
-        """Bytes of a tile: what is charged for it, the last one too."""
+        """The bytes of a tile. A backed tile is charged this much, also the last one."""
         return self._tile_size
 
     @property
     def tile_count(self) -> int:
-        """How many tiles there are, absent ones included."""
+        """The number of tiles, including absent ones."""
         return self._tile_count
 
     @property
@@ -138,11 +138,11 @@ class SparseArray(Resource):
     # Copies in and out
 
     def write(self, row: int, data: Any) -> None:
-        """Copy whole rows, anything with contiguous bytes, to `row` and the ones behind it; absent tiles get memory.
+        """Copy whole rows, from any object with contiguous bytes, to `row` and the following rows.
 
-        All tiles that are missing come in one request, or none. Raises `InvalidOffset` for rows outside of the array,
-        `InvalidRequest` for no whole rows, `OutOfMemory`, `DescriptorLimit`, `BrokerUnavailable`, `ClosedError`, and
-        nothing has changed; and `DeviceFailure`, after which the rows may have been written in part.
+        All absent tiles get memory in one request, or none does. Raises `InvalidOffset` for rows outside of the array,
+        `InvalidRequest` for a part of a row, `OutOfMemory`, `DescriptorLimit`, `BrokerUnavailable`, `ClosedError`; the
+        array is unchanged then. Raises `DeviceFailure`, after which some of the rows may have been written.
         """
         source = contiguous_bytes("what rows are written from", data)
         rows, rest = divmod(len(source), self._row_size)
@@ -154,9 +154,9 @@ class SparseArray(Resource):
             self._source.driver.write(span.address, source)
 
     def read(self, row: int, rows: int = 1) -> bytes:
-        """Return a copy of `rows` rows from `row` on.
+        """Return a copy of the bytes of `rows` rows from `row` on.
 
-        Of an absent tile it is zeros, or raises `NotMapped`, as the array was made. Raises `InvalidOffset`,
+        For an absent tile it returns zeros or raises `NotMapped`, as `absent` says. Raises `InvalidOffset`,
         `DeviceFailure` and `ClosedError`.
         """
         offset = self._offset(row, rows)
@@ -165,9 +165,9 @@ class SparseArray(Resource):
         return b"".join(self._tile_or_zeros(*part) for part in self._parts(offset, rows * self._row_size))
 
     def __getitem__(self, rows: int | slice) -> npt.NDArray[Any]:
-        """Return a copy as a NumPy array, which is read-only because writing to it would not write to this.
+        """Return a copy as a NumPy array. It is read-only, because writing to it would not change this array.
 
-        Raises what `read` raises, `IndexError` for a row that there is not, `InvalidRequest` where NumPy needs
+        Raises what `read` raises, `IndexError` for a row outside of the array, `InvalidRequest` if NumPy needs
         ml_dtypes for the dtype, and `ImportError` without NumPy.
         """
         first, count, shape = self._indexed(rows)
@@ -184,19 +184,20 @@ class SparseArray(Resource):
     # The memory itself
 
     def tensor(self, tile: int) -> DlpackTensor:
-        """Return a present tile's rows for `from_dlpack` of any framework; nothing is copied.
+        """Return a backed tile's rows for `from_dlpack` of any framework; nothing is copied.
 
-        It is there, and `drop` refuses, as long as the result and every tensor made of it live. To write a new tile
-        this way, `back` it first. Raises `NotMapped`, `InvalidOffset`, `ClosedError`, and `ImportError` without NumPy.
+        The tile keeps its memory, and `drop` refuses it, while the result or a tensor made from it lives. To write a
+        new tile this way, `back` it first. Raises `NotMapped`, `InvalidOffset`, `ClosedError`, and `ImportError`
+        without NumPy.
         """
         (number,) = self._numbers([tile])
         rows = min(self._tile_rows, self._shape[0] - number * self._tile_rows)
         return export(self, self._dtype, (rows, *self._shape[1:]), number * self._tile_size)
 
     def span(self, offset: int, size: int) -> Span:
-        """Keep bytes as long as the result lives: for whoever gives addresses in [offset, offset + size) away.
+        """Keep the memory while the result lives: for code that passes on addresses in [offset, offset + size), bytes.
 
-        `drop` of these tiles refuses meanwhile, and a closed array keeps its memory. Raises `NotMapped` when a tile is
+        Meanwhile `drop` refuses these tiles, and a closed array keeps its memory. Raises `NotMapped` when a tile is
         absent, `InvalidRequest` for a range that does not lie in the array, and `ClosedError`.
         """
         offset, size = check_range(offset, size, self.size, "a sparse array")
@@ -207,18 +208,19 @@ class SparseArray(Resource):
             return self._holding.span(self, offset, size)
 
     def back(self, *tiles: int) -> None:
-        """Give tiles memory, as a first write does: all that are absent in one request, or none.
+        """Borrow memory for all absent ones of these tiles, in one request. All or nothing.
 
-        Raises `InvalidOffset` for a tile that there is not, and otherwise as `write`.
+        Raises `InvalidOffset` for a tile outside of the array, `OutOfMemory`, `DeviceFailure`, `DescriptorLimit`,
+        `BrokerUnavailable` and `ClosedError`.
         """
         self._borrow_missing(self._numbers(tiles))
 
     def drop(self, *tiles: int) -> None:
-        """Give tiles back, after all work that this process has given to the device; they are absent then.
+        """Release tiles, after waiting for all work that this process has submitted to the device.
 
         Raises `NotMapped` when one is absent, `BufferError` while a tensor, a span or another thread uses one,
-        `InvalidOffset`, `ClosedError`; then all of them stay. After `DeviceFailure` some may be gone, and `tiles` has
-        the others. When the broker is away the memory is given back all the same.
+        `InvalidOffset`, `ClosedError`; all tiles stay then. After `DeviceFailure` some may be released, and `tiles`
+        lists the others. The memory is also released while the broker is unreachable.
         """
         numbers = self._numbers(tiles)
         with Operation(self._holding) as operation:
@@ -229,7 +231,7 @@ class SparseArray(Resource):
                 operation.forward(partial(self._holding.remove, [(offset, self._tile_size)]))
 
     def _hide(self, tiles: Sequence[int], operation: Operation) -> list[int]:
-        """Let nothing find tiles that nothing uses, until the operation ends, and return their offsets."""
+        """Check that the tiles are backed and unused, hide them until the operation ends, and return their offsets."""
         offsets = [tile * self._tile_size for tile in tiles]
         operation.ends.append(lambda: self._show(offsets))
         with self._lock:
@@ -246,7 +248,7 @@ class SparseArray(Resource):
             self._hidden.difference_update(offsets)
 
     def _backed(self, offset: int, size: int) -> Span:
-        """Return a span of bytes whose tiles got memory where they had none."""
+        """Return a span of bytes, after borrowing memory for absent tiles."""
         while True:
             try:
                 return self.span(offset, size)
@@ -256,7 +258,7 @@ class SparseArray(Resource):
     def _borrow_missing(self, tiles: Sequence[int]) -> None:
         with Operation(self._holding) as operation:
             self._turns.take(tiles, operation)
-            self._holding.check_open()  # it may have been closed while this call waited for its turn
+            self._holding.check_open()  # another thread may have closed it while this call waited
             offsets = [tile * self._tile_size for tile in self._missing(tiles)]
             if offsets:
                 placing = Placing(self._holding, offsets)
@@ -276,14 +278,14 @@ class SparseArray(Resource):
     # Rows, tiles and bytes
 
     def _offset(self, row: int, rows: int) -> int:
-        """Return the first byte of `rows` rows, after checking both."""
+        """Return the offset in bytes of row `row`, after checking that all `rows` rows lie in the array."""
         first, count = (whole_number("a number of rows", value, InvalidOffset) for value in (row, rows))
         if count < 1 or not 0 <= first < self._shape[0] or count > self._shape[0] - first:
             raise InvalidOffset(f"{count} rows from row {first} do not lie in an array of {self._shape[0]} rows")
         return first * self._row_size
 
     def _indexed(self, rows: int | slice) -> tuple[int, int, tuple[int, ...]]:
-        """Return an index as the first row, how many, and the shape of the result, as NumPy understands it."""
+        """Return the first row, the number of rows, and the shape of the result for an index, as NumPy does."""
         if isinstance(rows, slice):
             first, stop, step = rows.indices(self._shape[0])
             if step != 1:
@@ -296,7 +298,7 @@ class SparseArray(Resource):
         return row % self._shape[0], 1, self._shape[1:]
 
     def _numbers(self, tiles: Iterable[int]) -> list[int]:
-        """Return each tile once, in order, after checking that there is such a tile."""
+        """Return each tile once, in order, after checking that all lie in the array."""
         numbers = sorted({whole_number("a tile's number", tile, InvalidOffset) for tile in tiles})
         for number in (*numbers[:1], *numbers[-1:]):
             if not 0 <= number < self._tile_count:
@@ -311,7 +313,7 @@ class SparseArray(Resource):
         return (tile for tile in tiles if (offset := tile * self._tile_size) not in there or offset in hidden)
 
     def _parts(self, offset: int, size: int) -> Iterable[tuple[int, int]]:
-        """Cut a range where tiles begin, and return (offset, size) of each part."""
+        """Split a range at the tiles' boundaries, and yield (offset, size) of each part."""
         for tile in self._touched(offset, size):
             first = max(offset, tile * self._tile_size)
             yield first, min(offset + size, (tile + 1) * self._tile_size) - first
@@ -331,7 +333,7 @@ class SparseArray(Resource):
 
 
 def _checked_shape(shape: Sequence[int], dtype: str) -> tuple[int, ...]:
-    """Return the shape of an array that has elements. Raises `InvalidRequest`."""
+    """Return the shape as a tuple. Raises `InvalidRequest` for one without dimensions or elements."""
     dimensions = shape_of(shape)
     if not dimensions:
         raise InvalidRequest(f"a shape has at least one dimension, as in (1000, 64), not {shape!r}")
@@ -341,12 +343,12 @@ def _checked_shape(shape: Sequence[int], dtype: str) -> tuple[int, ...]:
 
 
 def _smallest_tile(row_size: int, granularity: int) -> int:
-    """Return the smallest number of rows that fills whole granules."""
+    """Return the smallest number of rows that fills whole granules. Sizes are in bytes."""
     return granularity // math.gcd(row_size, granularity)
 
 
 def _checked_tile(tile_rows: object, row_size: int, granularity: int) -> int:
-    """Return the rows of a tile, which fill whole granules. Raises `InvalidPageSize`."""
+    """Return the rows of a tile. Raises `InvalidPageSize` unless they fill whole granules."""
     rows = whole_number("a tile's number of rows", tile_rows, InvalidPageSize)
     if not 1 <= rows <= MAX_BYTES // row_size:
         raise InvalidPageSize(f"a tile has at least one row, and less than 2^63 bytes, not {rows} rows")

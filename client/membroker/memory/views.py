@@ -1,8 +1,8 @@
-"""Views: memoryviews over mapped bytes, spans of bytes that others address, and which of them are still alive.
+"""Views: memoryviews of mapped bytes, spans of bytes that other code addresses, and which of them are still alive.
 
 Owns a weak reference to each span, and to the array behind each view. Python 3.11 has no buffer protocol for classes
-(PEP 688), so a view is a memoryview of a ctypes array, and every slice, cast or numpy array made from it keeps that
-array. It must never take a lock: an array dies in whatever thread, wherever the garbage collector happens to run.
+(PEP 688), so a view is a memoryview of a ctypes array, and every slice, cast or NumPy array made from it keeps that
+array alive. It must never take a lock: the garbage collector may free an array in any thread, at any point.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Span:
-    """`size` bytes at `address` that somebody uses by their addresses, as long as this lives. It cannot be read.
+    """`size` bytes at `address` that stay mapped while this object lives. It gives no access to the bytes themselves.
 
-    `device` is where the memory is, `writable` whether it is mapped so; `keeper` is what the memory belongs to.
+    `device` has the memory, and `writable` says whether it is mapped writable. `keeper` is the memory's owner.
     """
 
     keeper: object
@@ -35,13 +35,13 @@ class Span:
 
 
 class Views:
-    """The living views and spans of one holding; `lost_one` is called with it after each death, from any thread.
+    """The living views and spans of one holding. After each one's end `lost_one(holding)` is called, in any thread.
 
-    The holding is kept weakly: a cycle would leave a client that was forgotten to the garbage collector's leisure.
+    The reference to the holding is weak: a cycle would delay the end of a dropped client until a garbage collection.
     """
 
     def __init__(self, holding: _T, lost_one: Callable[[_T], None]) -> None:
-        # No `weakref.WeakMethod`: it takes 0.7 us more, and a holding is made with each allocation.
+        # A `weakref.WeakMethod` takes 0.7 us more, and each allocation makes a holding.
         self._holding = weakref.ref(holding)
         self._lost_one: Callable[[Any], None] = lost_one
         self._numbers = itertools.count()
@@ -55,7 +55,7 @@ class Views:
         return memoryview(array).cast("B")
 
     def count(self, span: Span) -> Span:
-        """Count a span among what lives, and return it."""
+        """Add a span to the living ones, and return it."""
         self._watch(span, span.address, span.size)
         return span
 
@@ -65,16 +65,16 @@ class Views:
         self._living[number] = (reference, address, address + size)
 
     def any_in(self, address: int, size: int) -> bool:
-        """Say whether a living view touches [address, address + size)."""
-        # A copy in one step: a view that dies meanwhile changes the table.
+        """Return whether a living view or span overlaps [address, address + size)."""
+        # The list is copied in one step, because a view that dies meanwhile changes the table.
         return any(start < address + size and address < end for _, start, end in list(self._living.values()))
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Return the addresses under each living view, and those behind its end."""
+        """Return (first address, address after the last byte) of each living view and span."""
         return [(start, end) for _, start, end in list(self._living.values())]
 
     def any(self) -> bool:
-        """Say whether any view is alive."""
+        """Return whether any view or span is alive."""
         return bool(self._living)
 
     def _forget(self, number: int, _reference: weakref.ref[Any]) -> None:

@@ -1,8 +1,8 @@
-"""`Backing`: the memory behind a pool's pages, and the order in which pages, extents and mappings change.
+"""`Backing`: the memory of a pool's pages, and the order in which pages, extents and mappings change.
 
-Owns the table of pages with its lock, and the claims: a call takes its pages for itself, works on them, and releases
-the claim. It must never hold its lock during a call of the source or the driver: two borrowers that wait for each other
-would stop. What a user may request, and with which offsets, is the pool's.
+Owns the table of pages with its lock, and the claims: a call claims its pages, works on them, and releases the claim.
+It must never hold its lock during a call of the source or the driver: two borrowers that wait for each other would
+deadlock. The pool checks the user's requests and converts offsets to pages.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .page_table import FIXED, FREE, OFFLOADED, SPARE, USED, PageTable, next_mov
 
 
 class Backing:
-    """`count` pages of `page_size` bytes of addresses, and what is mapped there. Up to `spare_pages` are kept.
+    """`count` pages of `page_size` bytes of addresses, and their memory. Up to `spare_pages` stay mapped when dropped.
 
-    `table` is read and changed under `lock`. Pages are numbers; a range of them is chosen by a function, which is
-    called under the lock, where others stand still.
+    `table` is read and changed under `lock`. Pages are numbers. A function chooses a range of them, and is called under
+    the lock, so that the table does not change before the claim.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class Backing:
         self.offloaded = OffloadedPages(self.holding, source, self.table, self.lock, location)
 
     def back(self, choose: Callable[[], range], asked: int, *, within: int = 0, spare: bool = False) -> range:
-        """Back what is not backed of some unused pages: all of them, or none. Then they are used, or spare.
+        """Map the missing pages of an unused range, all or nothing, and mark the range used, or spare.
 
-        `asked` is how many bytes the user wants there, `within` at which byte of the first page they begin.
+        `asked` is the number of bytes that the user requested. They begin at byte `within` of the first page.
         """
         with Operation(self.holding) as operation:
             pages = self._claim(operation, choose, self.table.check_unused)
@@ -67,7 +67,7 @@ class Backing:
         return pages
 
     def _restore(self, pages: range, before: bytes) -> None:
-        """Give claimed pages their states of before. What the driver failed to unmap is spare: charged, and unused."""
+        """Reset claimed pages to their states in `before`. Pages that the driver failed to unmap become spare."""
         with self.lock:
             self.table.restore(pages, before)
             for page in pages:
@@ -75,7 +75,7 @@ class Backing:
                     self.table.set(range(page, page + 1), SPARE)
 
     def drop(self, choose: Callable[[], range]) -> None:
-        """Give used pages back, or keep them all as spare ones; forget the bytes of offloaded ones."""
+        """Release used pages, or keep all of them as spare pages. Drop the bytes of offloaded pages."""
         if self.spare_pages and self._keep_spare(choose):
             return
         with Operation(self.holding) as operation:
@@ -88,9 +88,9 @@ class Backing:
                 uninterrupted(lambda: self.offloaded.drop(pages))
 
     def _keep_spare(self, choose: Callable[[], range]) -> bool:
-        """Keep pages mapped that nothing uses any more, if there is room for all of them; say whether there was.
+        """Keep deallocated pages mapped as spare pages, if all of them fit; return whether they did.
 
-        What is protected is released: it would have to be made writable for the next call.
+        Protected pages are released instead: the next allocation would have to make them writable.
         """
         with self.lock:
             pages, table = choose(), self.table
@@ -105,13 +105,13 @@ class Backing:
             return True
 
     def take_spare(self, choose: Callable[[], range], within: int = 0) -> range | None:
-        """Allocate pages that are all spare, and return them; None if they are not."""
+        """Allocate pages if all of them are spare, and return them; otherwise return None."""
         with self.lock:
             pages = choose()
             return pages if self.table.take_spare(pages, within) else None
 
     def trim(self, pages: range | None = None) -> int:
-        """Give back every spare page of `pages`, or of all, that no other call is at; return how many those were."""
+        """Release every spare page of `pages`, or of the pool, that no other call has claimed; return their number."""
         wanted = range(self.table.count) if pages is None else pages
         with Operation(self.holding) as operation:
             runs = self._claim_runs(operation, lambda: self.table.spare_runs(wanted))
@@ -120,7 +120,7 @@ class Backing:
         return sum(map(len, runs))
 
     def offload(self, pages: range, segment: PageStore | None, progress: Progress | None) -> int:
-        """Copy the used ones of `pages` to the host, give the spare ones back, and return how many bytes it copied."""
+        """Copy the used ones of `pages` to the host, release the spare ones, and return the number of bytes copied."""
         with Operation(self.holding) as operation:
             runs = self._claim_runs(operation, lambda: self.table.runs_of(USED, pages), self._check_idle)
             if runs:
@@ -130,13 +130,13 @@ class Backing:
         return copied
 
     def restore(self, pages: range, progress: Progress | None, *, keep_pinned: bool) -> int:
-        """Bring the offloaded ones of `pages` back, and return how many bytes were copied."""
+        """Restore the offloaded ones of `pages`, and return the number of bytes copied."""
         with Operation(self.holding) as operation:
             runs = self._claim_runs(operation, lambda: self.table.runs_of(OFFLOADED, pages))
             return self.offloaded.restore(runs, progress, keep_pinned=keep_pinned)
 
     def restore_from(self, segment: PageStore, found: Mapping[range, int], progress: Progress | None) -> int:
-        """Bring pages here that lie in a segment: runs, with the offset of each in it, in bytes."""
+        """Restore pages from a segment: `found` has runs, with the offset of each in the segment, in bytes."""
         for run in found:
             self.trim(run)
         with Operation(self.holding) as operation:
@@ -158,7 +158,7 @@ class Backing:
             self.table.set(pages, FREE)
 
     def protect(self, pages: range, access: AccessFlags) -> None:
-        """Set what used pages allow. Taking something away waits for the work on the device."""
+        """Set the access of used pages. A reduction waits for the work on the device."""
         lowered = access is not AccessFlags.READ_WRITE
         with Operation(self.holding) as operation:
             self._claim(operation, lambda: pages, self._check_idle if lowered else self.table.check_used)
@@ -169,7 +169,7 @@ class Backing:
                 self.table.restrict(pages, access)
 
     def plan(self) -> list[Move]:
-        """Return what `compact` would do now. The lock is not held afterwards, so it may come to something else."""
+        """Return the moves that `compact` would make now. They may differ later, because the lock is released."""
         with self.lock:
             layout = self.table.layout(self.pinned(), spare=FREE)
         moves, cursor = [], 0
@@ -182,7 +182,7 @@ class Backing:
         return moves
 
     def compact(self, on_move: Callable[[Move], object]) -> list[Move]:
-        """Move runs of used pages down, one after the other, and return what was done."""
+        """Move runs of used pages to lower addresses, one after the other, and return the moves."""
         moves: list[Move] = []
         self.trim()
         with Operation(self.holding):
@@ -195,10 +195,10 @@ class Backing:
         return moves
 
     def _compact_once(self, cursor: int, on_move: Callable[[Move], object], moves: list[Move]) -> int | None:
-        """Make the next move from `cursor` on, and return where to look for another; None when there is none.
+        """Make the next move from page `cursor` on, and return the page to continue at; None if no run can move.
 
-        The pages, with those where they go, stay claimed until `on_move` has returned. Where a run moves over itself,
-        an old address would otherwise have another's bytes before the user was told.
+        The old and the new pages stay claimed until `on_move` has returned. When a run moves over itself, an old
+        address would otherwise have other bytes before the user knows of the move.
         """
         claimed: list[range] = []
         try:
@@ -226,13 +226,13 @@ class Backing:
         return Move(old_offset, to.start * self._page_size, size)
 
     def pinned(self) -> list[range]:
-        """Return the pages under each living view and span. The lock is held: no new one can come up."""
+        """Return the pages of each living view and span. The caller holds the lock, so no new one can be created."""
         start, size = self.holding.region.address, self._page_size
         ranges = self.holding.views.ranges()
         return [range((first - start) // size, (max(first, last - 1) - start) // size + 1) for first, last in ranges]
 
     def _check_idle(self, pages: range) -> None:
-        """Raise unless the pages are used, and no view or pin of them is alive."""
+        """Raise `NotMapped` unless the pages are used, and `BufferError` if a view or a pin of them is alive."""
         self.table.check_used(pages)
         if not self.holding.views.any():
             return
@@ -241,7 +241,7 @@ class Backing:
             raise BufferError(f"a view or a pin of [{start}, {start + length}) is still alive: release it first")
 
     def _check_droppable(self, pages: range) -> None:
-        """As `_check_idle`, of pages that may be offloaded as well."""
+        """Check as `_check_idle` does, but accept offloaded pages too."""
         used = [pages]
         if self.offloaded.size:
             self.table.check_allocated(pages)
@@ -252,10 +252,10 @@ class Backing:
     def _check_free(self, pages: range) -> None:
         self.table.check_unused(pages)
         for spare in self.table.spare_runs(pages):
-            raise AlreadyMapped(f"the page at offset {spare.start * self._page_size} is spare: trim() gives it back")
+            raise AlreadyMapped(f"the page at offset {spare.start * self._page_size} is spare: trim() releases it")
 
     def _claim(self, operation: Operation, choose: Callable[[], range], check: Callable[[range], None]) -> range:
-        """Keep all other calls off some pages until the operation ends, if `check` agrees."""
+        """Claim the chosen pages until the operation ends, unless `check` raises. Other calls then refuse them."""
         claimed: list[range] = []
         operation.ends.append(lambda: self._release(claimed))
         with self.lock:
@@ -267,7 +267,7 @@ class Backing:
     def _claim_runs(
         self, operation: Operation, choose: Callable[[], list[range]], check: Callable[[range], None] | None = None
     ) -> list[range]:
-        """As `_claim`, of several runs of pages: all of them, or none."""
+        """Claim several runs of pages, as `_claim` does: all of them, or none."""
         claimed: list[range] = []
         operation.ends.append(lambda: self._release(claimed))
         with self.lock:

@@ -1,7 +1,7 @@
-"""Offloading: what is in a pool's pages is copied to the host, and the pages' memory goes back to who lent it.
+"""Offloading: the bytes of a pool's pages are copied to the host, and the pages' memory is released to its lender.
 
-Owns where the bytes of each offloaded page lie, and the way there and back: chunks on their way while others are
-unmapped or borrowed. The pool claims the pages and has waited for the device's work; this module must never take a
+Owns the place of each offloaded page's bytes, and the copies in both directions: some chunks are copied while others
+are unmapped or borrowed. The pool claims the pages and has waited for the device's work. This module must never use a
 page that it was not given, nor hold the pool's lock during a copy or a call.
 """
 
@@ -28,17 +28,17 @@ from ..vmm.sizes import MIB, format_size
 from .page_table import FREE, OFFLOADED, USED, PageTable
 
 CHUNK_BYTES = 64 * MIB
-"""How much is copied at once, in whole pages: enough for a link's full speed, little enough to be early elsewhere."""
+"""The most bytes of a chunk, in whole pages: large enough for the link's full speed, small enough to release early."""
 CHUNKS_UNDER_WAY = 4
 BLOCK_BYTES = 256 * MIB
-"""How much is pinned at once, in whole pages, and freed when the last page has left it."""
+"""The most bytes pinned in one call, in whole pages. A block is freed when its last page has left it."""
 
 _RUN = re.compile(r"offset-([0-9]{20})")
 
 
 @runtime_checkable
 class PageStore(Protocol):
-    """What offloading needs of a segment: bytes on the host at `address`, which a header describes."""
+    """The methods of a segment that offloading uses: bytes on the host at `address`, which a header describes."""
 
     @property
     def resource_name(self) -> str:
@@ -47,7 +47,7 @@ class PageStore(Protocol):
 
     @property
     def address(self) -> int:
-        """Where the bytes begin in this process."""
+        """The address of the first byte, in this process."""
         ...
 
     @property
@@ -62,11 +62,11 @@ class PageStore(Protocol):
 
     @property
     def writable(self) -> bool:
-        """Whether this process writes it and has not sealed it."""
+        """Whether this process created it and has not sealed it."""
         ...
 
     def lay_out(self, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> TensorIndex:
-        """Write a header for these tensors, name -> (dtype, shape), and return where each lies."""
+        """Write a header for these tensors, name -> (dtype, shape), and return it with the offset of each."""
         ...
 
     def index(self) -> TensorIndex:
@@ -87,7 +87,7 @@ class PageStore(Protocol):
 
 
 class Block:
-    """Host bytes in which `pages` pages lie, or are to; `give_up` frees them when the last one has left."""
+    """Host memory with the bytes of `pages` pages, or reserved for them. `give_up` frees it after the last has left."""
 
     __slots__ = ("give_up", "pages")
 
@@ -97,7 +97,7 @@ class Block:
 
 
 class PinnedBlock(Block):
-    """Pinned memory at `address`, with room for so many pages."""
+    """Pinned memory at `address`, with room for `room` pages."""
 
     __slots__ = ("address", "room")
 
@@ -108,21 +108,21 @@ class PinnedBlock(Block):
 
 
 class Place(NamedTuple):
-    """Where one page lies on the host."""
+    """The place of one page's bytes on the host."""
 
     address: int
     block: Block
 
 
 Places = dict[int, Place]
-"""By page number."""
+"""The place of each page, by page number."""
 
 
 class OffloadedPages:
-    """The offloaded pages of one pool. `lock` is the pool's, around its table and all that is noted here.
+    """The offloaded pages of one pool. `lock` is the pool's lock, and guards its table and the tables here.
 
-    Runs of pages that it is given are claimed, and nobody uses them. What the methods raise has its numbers: how much
-    is where when they have stopped half way.
+    The caller has claimed the runs of pages that it passes, and they are not in use. If a method stops half way, its
+    error says how many bytes are on the device and on the host.
     """
 
     def __init__(
@@ -139,22 +139,22 @@ class OffloadedPages:
 
     @property
     def size(self) -> int:
-        """Bytes that are offloaded."""
+        """The bytes that are offloaded."""
         return len(self._places) * self._page_size
 
-    # There
+    # To the host
 
     def offload(self, runs: Sequence[range], segment: PageStore | None, progress: Progress | None) -> int:
-        """Copy used pages to pinned memory, or to a segment that is sealed then, and give their memory back.
+        """Copy used pages to pinned memory, or to a segment that is then sealed, and release their memory.
 
-        Page by page as they arrive: what has arrived when it stops half way is offloaded, and the rest is as it was.
-        Returns how many bytes it copied.
+        The memory of each chunk is released when its copy is complete. If it stops half way, the copied chunks are
+        offloaded and the rest is unchanged. Returns the number of bytes copied.
         """
         if self._location is Location.HOST:
             raise InvalidRequest("this pool's memory is the host's already")
         self._holding.beside = self._give_up_all
         total = sum(map(len, runs)) * self._page_size
-        # Whoever waits for a segment waits for its seal, also where there is nothing to put into it.
+        # Seal a segment also if there are no pages to copy: other processes may wait for the seal.
         if not total and segment is None:
             return 0
         with ExitStack() as ends:
@@ -174,7 +174,7 @@ class OffloadedPages:
         return total
 
     def _arrive_on_host(self, places: Places, gone: Places, chunk: range) -> int:
-        """Unmap pages whose bytes are on the host, and give their memory back; return how many bytes that is."""
+        """Unmap pages whose bytes are on the host, and release their memory; return its size in bytes."""
         start, size = chunk.start * self._page_size, len(chunk) * self._page_size
         self._holding.region.unbind(start, size)
         with self._lock:
@@ -184,13 +184,13 @@ class OffloadedPages:
         self._holding.release(self._holding.region.offsets(start, size))
         return size
 
-    # And back
+    # Back to the device
 
     def restore(self, runs: Sequence[range], progress: Progress | None, *, keep_pinned: bool = False) -> int:
-        """Borrow memory for offloaded pages, copy their bytes there, and free them on the host, or keep it pinned.
+        """Borrow memory for offloaded pages, copy their bytes there, and free the host memory, or keep it pinned.
 
-        What has arrived when it stops half way is used as before, and the rest stays offloaded. Returns how many bytes
-        it copied.
+        If it stops half way, the copied pages are used again and the rest stays offloaded. Returns the number of bytes
+        copied.
         """
         total = sum(map(len, runs)) * self._page_size
         if not total:
@@ -198,7 +198,7 @@ class OffloadedPages:
         placings: dict[range, Placing] = {}
         with ExitStack() as ends:
             back = ends.enter_context(self._counting(total, "restored", "offloaded"))
-            # At the end and not before: to free pinned memory waits for the card's work.
+            # Do this only at the end: freeing pinned memory waits for the GPU's work.
             ends.callback(self._leave, back, keep_pinned=keep_pinned)
             ends.callback(self._lose, placings)
             arrive = partial(self._arrive_on_device, placings, back)
@@ -217,7 +217,7 @@ class OffloadedPages:
         return placing
 
     def _arrive_on_device(self, placings: dict[range, Placing], back: Places, chunk: range) -> int:
-        """Let pages be used whose bytes are on the device; return how many bytes that is."""
+        """Mark pages used whose bytes are on the device, and return their size in bytes."""
         for access in (AccessFlags.NONE, AccessFlags.READ):
             self._allow(chunk, access, access)
         with self._lock:
@@ -227,7 +227,7 @@ class OffloadedPages:
         return len(chunk) * self._page_size
 
     def _lose(self, placings: dict[range, Placing]) -> None:
-        """Give the memory back to which bytes did not come: all of it, also where an interrupt ends one call."""
+        """Release memory that was borrowed but not filled: all of it, even if an interrupt ends one of the calls."""
         with ExitStack() as ends:
             for placing in placings.values():
                 ends.callback(placing.take_back)
@@ -235,7 +235,7 @@ class OffloadedPages:
     # On the host
 
     def adopt(self, segment: PageStore, found: Mapping[range, int]) -> None:
-        """Take free pages for offloaded ones, whose bytes lie in a segment: runs by the offset of each in it."""
+        """Mark free pages offloaded, with their bytes in a segment: runs, with the offset of each in it, in bytes."""
         self._holding.beside = self._give_up_all
         keeping = ExitStack()
         keeping.enter_context(segment.kept())
@@ -247,7 +247,7 @@ class OffloadedPages:
                 self._table.set(run, OFFLOADED)
 
     def drop(self, pages: range) -> None:
-        """Forget the bytes of those claimed pages that are offloaded."""
+        """Drop the bytes of the offloaded ones among these claimed pages."""
         with self._lock:
             runs = self._table.claimed_runs(OFFLOADED, pages)
             dropped = {page: self._places.pop(page) for run in runs for page in run}
@@ -256,7 +256,7 @@ class OffloadedPages:
         self._leave(dropped)
 
     def _pin(self, runs: Sequence[range]) -> Places:
-        """Return places in pinned memory of this process, for which the model is charged."""
+        """Return places in pinned memory of this process, which the model is charged for."""
         pages = [page for run in runs for page in run]
         with self._lock:
             blocks, self._kept = self._kept, []
@@ -273,7 +273,7 @@ class OffloadedPages:
         return places
 
     def _pin_more(self, blocks: list[PinnedBlock], count: int) -> None:
-        """Pin room for `count` more pages, as blocks behind those that are there. All or nothing."""
+        """Pin room for `count` more pages, and append the new blocks to `blocks`. All or nothing."""
         source, size, step = self._source, self._page_size, max(1, BLOCK_BYTES // self._page_size)
         if count <= 0:
             return
@@ -291,18 +291,18 @@ class OffloadedPages:
         blocks += more
 
     def _keep(self, blocks: Iterable[PinnedBlock]) -> None:
-        """Keep empty blocks for the next time."""
+        """Keep empty blocks for the next offload."""
         with self._lock:
             self._kept.extend(blocks)
 
     def trim(self) -> None:
-        """Free what was kept pinned."""
+        """Free the blocks that were kept pinned."""
         with self._lock:
             blocks, self._kept = self._kept, []
         self._give_up(blocks)
 
     def _leave(self, places: Places, *, keep_pinned: bool = False) -> None:
-        """Give up the blocks from which the last of their pages is gone, or keep those that are pinned."""
+        """Remove the pages of `places` from their blocks. Free the blocks that are then empty, or keep pinned ones."""
         empty: list[Block] = []
         with self._lock:
             for place in places.values():
@@ -314,7 +314,7 @@ class OffloadedPages:
         self._give_up(block for block in empty if block not in kept)
 
     def _give_up(self, blocks: Iterable[Block]) -> None:
-        """Free blocks, each of them. What the driver fails to free stays pinned and charged: `trim` tries again."""
+        """Free all blocks. A block that the driver fails to free stays pinned and charged, and `trim` retries."""
         with ExitStack() as ends:
             for block in blocks:
                 ends.callback(self._give_one_up, block)
@@ -334,7 +334,7 @@ class OffloadedPages:
             self._leave(places)
 
     def _lay_out(self, segment: PageStore, runs: Sequence[range]) -> Places:
-        """Return places in a segment that this process writes, after writing down which page is where."""
+        """Return places in a segment that this process writes, after writing the header with each run's offset."""
         check_segment(segment, self._source.driver)
         if segment.location != Location.HOST.value:
             raise InvalidRequest(f"{segment.resource_name} is of the device: it would keep as much there as it frees")
@@ -355,7 +355,7 @@ class OffloadedPages:
         }
 
     def _allow(self, pages: Iterable[int], noted: AccessFlags, access: AccessFlags) -> None:
-        """Let pages of which `noted` is noted allow this."""
+        """Set `access` on the pages whose recorded access is `noted`."""
         for page in pages if self._table.restricted else ():
             if self._table.access(page) is noted:
                 self._source.driver.set_access(self._address(page), self._page_size, access)
@@ -369,12 +369,12 @@ class OffloadedPages:
                 yield range(first, min(first + step, run.stop))
 
     def _copies(self, chunk: range, places: Places, *, to_host: bool) -> Iterator[tuple[int, int, int]]:
-        """Yield (target, source, size), as few of them as the places allow."""
+        """Yield (target address, source address, bytes): one for each run of pages that is contiguous on the host."""
         first = 0
         for at in range(1, len(chunk) + 1):
             host, block = places[chunk[first]]
             size = (at - first) * self._page_size
-            # Two blocks may be neighbours by chance, and no copy may cross from one to the other.
+            # Two blocks may be adjacent by chance, and one copy must not span both.
             if at < len(chunk) and places[chunk[at]] == (host + size, block):
                 continue
             device = self._address(chunk[first])
@@ -386,7 +386,7 @@ class OffloadedPages:
 
     @contextmanager
     def _counting(self, total: int, done: str, rest: str) -> Iterator[Places]:
-        """Yield where to enter what is done; an error of the block tells how many bytes are, and are not."""
+        """Yield a table for the completed pages. An error of the block gets the numbers of done and other bytes."""
         moved: Places = {}
         try:
             with device_failures():
@@ -394,16 +394,16 @@ class OffloadedPages:
         except MembrokerError as error:
             size = len(moved) * self._page_size
             numbers = {f"{done}_bytes": str(size), f"{rest}_bytes": str(total - size)}
-            # It stays the error that it was, with all that its class has: it may be one of `progress`, of any class.
+            # Change the error in place: it may come from `progress`, and its class may have attributes of its own.
             error.args = (f"{error}; {format_size(size)} of {format_size(total)} are {done}, the others stay {rest}",)
             error.metadata.update(numbers)
             raise
 
 
 class _Moving:
-    """Chunks on their way, a few at a time. `arrive` is called for each, in order, and says how many bytes it had.
+    """Copies chunks, a few at a time. Calls `arrive` for each completed chunk, in order; it returns the chunk's bytes.
 
-    What is on its way when the block fails still arrives.
+    If the block fails, the copies that have begun are still completed.
     """
 
     def __init__(self, driver: Driver, arrive: Callable[[range], int], progress: Progress | None, total: int) -> None:
@@ -415,7 +415,7 @@ class _Moving:
         self._copier = driver.copier()
 
     def begin(self, chunk: range, copies: Iterable[tuple[int, int, int]]) -> None:
-        """Send a chunk on its way, once there is room for it."""
+        """Begin to copy a chunk, once fewer than `CHUNKS_UNDER_WAY` are being copied."""
         while len(self._under_way) >= CHUNKS_UNDER_WAY:
             self._tell(self._finish_one())
         let_through()
@@ -424,7 +424,7 @@ class _Moving:
         self._under_way.append((self._copier.mark(), chunk))
 
     def finish(self) -> None:
-        """Wait for all that is on its way."""
+        """Wait for all copies that have begun."""
         while self._under_way:
             self._tell(self._finish_one())
 
@@ -452,12 +452,12 @@ class _Moving:
 
 
 def size_in_segment(runs: Sequence[range], page_size: int) -> int:
-    """Return how many bytes of a segment these runs of pages take."""
+    """Return the bytes of a segment, header included, that these runs of pages take."""
     return segment_size(_shapes(runs, page_size))
 
 
 def _shapes(runs: Sequence[range], page_size: int) -> dict[str, tuple[str, tuple[int]]]:
-    """Return what stands in a segment's header: each run under its offset in the pool, in the order of the offsets."""
+    """Return the entries of a segment's header: each run named by its offset in the pool, in the order of `runs`."""
     return {_name(run, page_size): ("U8", (len(run) * page_size,)) for run in runs}
 
 
@@ -468,8 +468,8 @@ def _name(run: range, page_size: int) -> str:
 def runs_in(segment: PageStore, page_size: int, capacity: int) -> dict[range, int]:
     """Return the runs of pages that a pool has offloaded to `segment`, each with its offset there, in bytes.
 
-    The bytes are another process's, and nothing in them is believed. Raises `InvalidRequest` where they are no
-    offloaded pages, or none that a pool of these pages and this capacity has, and `InvalidTensorIndex`.
+    Another process wrote the header, so all of it is checked. Raises `InvalidRequest` if it does not describe offloaded
+    pages, or they do not fit a pool with this page size and capacity, and `InvalidTensorIndex`.
     """
     if segment.writable:
         raise InvalidRequest(f"{segment.resource_name} is not sealed: what is in it is not all there yet")
@@ -486,14 +486,14 @@ def runs_in(segment: PageStore, page_size: int, capacity: int) -> dict[range, in
             )
         found[range(offset // page_size, (offset + size) // page_size)] = info.offset
     runs = sorted(found, key=lambda run: run.start)
-    # One name for each offset, so no two runs begin at the same page.
+    # The offsets are names, so two runs cannot begin at the same page.
     if any(run.stop > after.start for run, after in pairwise(runs)):
         raise InvalidRequest(f"{segment.resource_name} has the same page twice")
     return {run: found[run] for run in runs}
 
 
 def check_segment(segment: PageStore, driver: Driver) -> None:
-    """Raise `InvalidRequest` unless it is a segment, and mapped where `driver` can copy."""
+    """Raise `InvalidRequest` unless it is a segment that `driver` has mapped."""
     if not isinstance(segment, PageStore):
         raise InvalidRequest(f"a pool's pages lie in a segment that is attached or written here, not {segment!r}")
     if segment.driver is not driver:

@@ -1,9 +1,9 @@
-"""`PageTable`: what each page of a pool is at this moment, and whether a call is at it.
+"""`PageTable`: the present state of each page of a pool, and whether a call has claimed it.
 
-Owns one byte for each page. Finding, checking and counting pages is its work; what is done with them is the pool's,
-which holds its lock around every method. It must never call a source or a driver.
+Owns one byte for each page. It finds, checks and counts pages. The pool works with them, and holds its lock around
+every method. It must never call a source or a driver.
 
-A further state is a further constant: all that is neither `FREE` nor `SPARE` is taken.
+To add a state, add a constant: every state other than `FREE` and `SPARE` is taken.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ..errors import AlreadyMapped, NotMapped, Offloaded, OutOfVirtualMemory
 from ..vmm.driver import AccessFlags
 
 FREE, USED, SPARE, OFFLOADED = range(4)
-"""Nothing behind it / allocated / mapped and charged, and allocated by nobody / allocated, and its bytes elsewhere."""
+"""Without memory / allocated / mapped and charged, but not allocated / allocated, with its bytes on the host."""
 
 FIXED = 0x7F
-"""In a layout only: what has to stay where it is."""
+"""Only in a layout: a page that must not move."""
 
 _PENDING = 0x80
-"""Beside a state: a running call is changing the page, and no other call may touch it."""
+"""A bit that is added to a state: a running call has claimed the page, and no other call may touch it."""
 
 _AVAILABLE = bytes((FREE, SPARE))
 _CLAIM = bytes(byte | _PENDING for byte in range(256))
@@ -35,8 +35,8 @@ _TAKEN_RUN = re.compile(rb"(?s)([^%c%c])\1*" % (FREE, FREE | _PENDING))
 class PageTable:
     """`count` pages of `page_size` bytes, all free at the beginning. Pages are numbers, and ranges of numbers.
 
-    `spare` counts the spare pages. `restricted` has what a page allows, where that is not everything. `begins` has the
-    first page of each allocation, and at which byte of that page the allocation begins.
+    `spare` counts the spare pages. `restricted` has the access of each page that does not allow reads and writes.
+    `begins` has the first page of each allocation, with the offset in bytes at which the allocation begins in it.
     """
 
     def __init__(self, count: int, page_size: int) -> None:
@@ -45,56 +45,56 @@ class PageTable:
         self.spare = 0
         self.restricted: dict[int, AccessFlags] = {}
         self.begins: dict[int, int] = {}
-        # As long as the highest page that was ever claimed: addresses are reserved by the terabyte.
+        # It ends at the highest page that was ever claimed, because a pool may reserve terabytes of addresses.
         self._states = bytearray()
 
     # Asking
 
     def is_used(self, pages: range) -> bool:
-        """Say whether all of them are allocated, and no call is at one."""
+        """Return whether all of them are allocated, and none of them is claimed."""
         return self._states.count(USED, pages.start, pages.stop) == len(pages)
 
     def access(self, page: int) -> AccessFlags:
-        """Return what a page allows."""
+        """Return the access of a page."""
         return self.restricted.get(page, AccessFlags.READ_WRITE)
 
     def least_access(self, pages: range) -> AccessFlags:
-        """Return what every one of some pages allows."""
+        """Return the most restrictive access among `pages`."""
         if not self.restricted:
             return AccessFlags.READ_WRITE
         noted = {self.restricted.get(page, AccessFlags.READ_WRITE) for page in pages}
         return min(noted, key=lambda access: access.value)
 
     def allocation(self, first: int) -> range:
-        """Return the pages of the allocation that begins at a page: up to the next one, or to one that is not taken."""
+        """Return the pages of the allocation that begins at page `first`: up to the next allocation or free page."""
         run = _ALLOCATED_RUN.match(self._states, first)
         end = run.end() if run else first
         return range(first, next((page for page in range(first + 1, end) if page in self.begins), end))
 
     def top(self) -> int:
-        """Return the page behind the highest one that is taken or that a call is at."""
+        """Return the page after the highest one that is taken or claimed."""
         return len(self._states.rstrip(_AVAILABLE))
 
     def unbacked(self, pages: range) -> list[range]:
-        """Return the free ones of unused pages that are claimed, as runs."""
+        """Return the free pages among claimed, unused pages, as runs."""
         states = self._states[pages.start : pages.stop].translate(_RELEASE)
         return [range(pages.start + run.start(), pages.start + run.end()) for run in _FREE_RUN.finditer(states)]
 
     def spare_runs(self, pages: range) -> list[range]:
-        """Return those of `pages` that are spare and that no call is at, as runs."""
+        """Return those of `pages` that are spare and not claimed, as runs."""
         return [run for run, state, busy in self.runs(pages) if state == SPARE and not busy]
 
     def largest_free_run(self) -> tuple[int, int]:
-        """Return the largest run of pages that could be allocated, spare ones included, and how many there are."""
+        """Return the length of the largest run of free or spare pages, and the number of all free or spare pages."""
         states = self._states.translate(_SPARE_AS_FREE)
         behind = self.count - len(states.rstrip(bytes((FREE,))))
         runs = [len(run) for run in _FREE_RUN.findall(states)]
         return max([behind, *runs]), self.count - len(states) + sum(runs)
 
     def first_fit(self, count: int, step: int = 1, first: int = 0) -> range:
-        """Return the lowest `count` pages side by side that could be allocated, spare ones included.
+        """Return the lowest `count` contiguous pages that are free or spare.
 
-        They begin at `first`, or a multiple of `step` pages behind it. Raises `OutOfVirtualMemory`.
+        They begin at `first`, or a multiple of `step` pages after it. Raises `OutOfVirtualMemory`.
         """
         states = self._states.translate(_SPARE_AS_FREE).rstrip(bytes((FREE,)))
         at = first
@@ -110,7 +110,7 @@ class PageTable:
             at = aligned
 
     def check_unused(self, pages: range) -> None:
-        """Raise `AlreadyMapped` unless all of them could be allocated."""
+        """Raise `AlreadyMapped` unless all of them are free or spare, and `Offloaded` for an offloaded page."""
         taken = self._states[pages.start : pages.stop].lstrip(_AVAILABLE)
         if taken:
             page = min(pages.stop, len(self._states)) - len(taken)
@@ -119,7 +119,7 @@ class PageTable:
             raise AlreadyMapped(f"the page at offset {page * self.page_size} {by}")
 
     def check_used(self, pages: range) -> None:
-        """Raise `NotMapped` unless all of them are allocated, and no call is at one."""
+        """Raise `NotMapped` unless all of them are allocated and not claimed, and `Offloaded` for an offloaded page."""
         if self.is_used(pages):
             return
         states = self._states[pages.start : pages.stop]
@@ -130,14 +130,14 @@ class PageTable:
         raise NotMapped(f"the page at offset {(pages.start + used) * self.page_size} {why}")
 
     def check_allocated(self, pages: range) -> None:
-        """As `check_used`, of pages that may be offloaded as well."""
+        """Check as `check_used` does, but accept offloaded pages too."""
         for run in self.runs_of(OFFLOADED, pages):
             self.check_used(range(pages.start, run.start))
             pages = range(run.stop, pages.stop)
         self.check_used(pages)
 
     def runs_of(self, state: int, pages: range) -> list[range]:
-        """Return which of `pages` are in a state, as runs. Raises `NotMapped` where a call is at one of them."""
+        """Return those of `pages` that are in `state`, as runs. Raises `NotMapped` if one of them is claimed."""
         found = []
         for run, other, busy in self.runs(pages):
             if other == state:
@@ -148,7 +148,7 @@ class PageTable:
         return found
 
     def claimed_runs(self, state: int, pages: range) -> list[range]:
-        """Return which of `pages`, that are claimed, are in a state, as runs."""
+        """Return those of the claimed `pages` that are in `state`, as runs."""
         return [run for run, other, _ in self.runs(pages) if other == state]
 
     def _check_not_offloaded(self, page: int) -> None:
@@ -156,16 +156,16 @@ class PageTable:
             raise Offloaded(f"the page at offset {page * self.page_size} is offloaded: restore() it first")
 
     def runs(self, pages: range | None = None) -> Iterator[tuple[range, int, bool]]:
-        """Yield those of `pages`, or of all, that are not free, as runs: (pages, state, whether a call is at them)."""
+        """Yield those of `pages`, or of all, that are not free, as runs: (pages, state, whether they are claimed)."""
         first, states = (0, self._states) if pages is None else (pages.start, self._states[pages.start : pages.stop])
         for run in _TAKEN_RUN.finditer(states):
             state = run[1][0]
             yield range(first + run.start(), first + run.end()), state & ~_PENDING, bool(state & _PENDING)
 
     def layout(self, pinned: Iterable[range], spare: int) -> bytearray:
-        """Return a picture for `next_move`: `FREE`, `USED` or `FIXED` for each page, and `spare` for spare ones.
+        """Return a layout for `next_move`: `FREE`, `USED` or `FIXED` for each page, and `spare` for spare pages.
 
-        Fixed are the pages of `pinned`, those that a call is at, and whatever is neither free nor used nor spare.
+        Fixed pages are those in `pinned`, claimed ones, and those in any other state.
         """
         moving = {FREE: FREE, USED: USED, SPARE: spare}
         layout = self._states.translate(bytes(moving.get(state, FIXED) for state in range(256)))
@@ -176,9 +176,9 @@ class PageTable:
     # Changing
 
     def take_spare(self, pages: range, within: int = 0) -> bool:
-        """Allocate pages that are all spare, and that no call is at; say whether they were. `within` as in `begins`."""
+        """Allocate pages if all are spare and not claimed; return whether they were. `within` goes into `begins`."""
         states = self._states
-        if len(pages) == 1:  # the case that counts: a microsecond
+        if len(pages) == 1:  # the common case, which takes a microsecond
             page = pages.start
             if page >= len(states) or states[page] != SPARE:
                 return False
@@ -193,7 +193,7 @@ class PageTable:
         return True
 
     def keep_spare(self, pages: range) -> None:
-        """Make pages spare that are used, that no call is at, and that allow everything."""
+        """Make pages spare. They are used, not claimed, and readable and writable."""
         if len(pages) == 1:  # as above
             self._states[pages.start] = SPARE
             self.spare += 1
@@ -202,13 +202,13 @@ class PageTable:
         self.set(pages, SPARE)
 
     def set(self, pages: range, state: int) -> None:
-        """Give pages another state: pages that are all claimed, and stay so, or that are used, and no call is at."""
+        """Set the state of pages. Either all of them are claimed, and stay claimed, or all are used and not claimed."""
         first, end = pages.start, pages.stop
         before = self._states[first:end]
         pending = before[0] & _PENDING
         after = bytes((state | pending,)) * len(pages)
         more = len(pages) * (state == SPARE) - before.count(SPARE | pending)
-        # No call stands between the two: Ctrl-C is raised after a call.
+        # There is no call between these two lines, because Ctrl-C is raised after a call.
         self._states[first:end] = after
         self.spare += more
         if state not in (USED, OFFLOADED):
@@ -218,7 +218,7 @@ class PageTable:
                     self.restricted.pop(page, None)
 
     def _end(self, pages: range) -> None:
-        """Forget what began in pages that are free now. What is left of an allocation behind them begins there."""
+        """Forget the allocations that begin in these freed pages. The rest of one begins after them from now on."""
         if not self.begins:
             return
         for page in pages:
@@ -228,14 +228,14 @@ class PageTable:
             self.begins[pages.stop] = 0
 
     def restrict(self, pages: range, access: AccessFlags) -> None:
-        """Note what used pages allow."""
+        """Record the access of used pages."""
         for page in pages:
             self.restricted.pop(page, None)
         if access is not AccessFlags.READ_WRITE:
             self.restricted.update(dict.fromkeys(pages, access))
 
     def move(self, pages: range, to: range) -> None:
-        """Note that used pages are elsewhere, both claimed, and that nothing is where they were."""
+        """Record that used pages were moved: `to` is used now, and `pages` are free. Both are claimed."""
         restricted = {new: self.restricted[old] for old, new in zip(pages, to, strict=True) if old in self.restricted}
         begins = {new: self.begins[old] for old, new in zip(pages, to, strict=True) if old in self.begins}
         self.set(pages, FREE)
@@ -244,16 +244,16 @@ class PageTable:
         self.begins.update(begins)
 
     def claim(self, pages: range, claimed: list[range]) -> None:
-        """Keep all other calls off pages that none is at, and note them in `claimed`."""
+        """Claim pages that no call has claimed, and add them to `claimed`. Other calls then refuse them."""
         self._reach(pages)
         first, end = pages.start, pages.stop
         after = self._states[first:end].translate(_CLAIM)
-        # As in `set`: no interrupt comes between the claim and its note.
+        # As in `set`, no interrupt can come between these two lines.
         self._states[first:end] = after
         claimed += (pages,)
 
     def release(self, claimed: list[range]) -> None:
-        """End claims, each of them once, and remove them from the list."""
+        """End each claim once, and remove it from the list."""
         while claimed:
             pages = claimed[-1]
             first, end = pages.start, pages.stop
@@ -266,7 +266,7 @@ class PageTable:
         return bytes(self._states[pages.start : pages.stop])
 
     def restore(self, pages: range, picture: bytes) -> None:
-        """Give claimed pages the states that they had. Safe to run again."""
+        """Reset claimed pages to their states in `picture`. Safe to run again."""
         first, end = pages.start, pages.stop
         more = picture.count(SPARE | _PENDING) - self._states.count(SPARE | _PENDING, first, end)
         self._states[first:end] = picture
@@ -283,12 +283,12 @@ _RUN = re.compile(b"[^%c]+" % FREE)
 
 
 def next_move(layout: bytearray, cursor: int) -> tuple[range, range] | None:
-    """Return the first run from `cursor` on that can go lower, and where to; None when there is none.
+    """Return the first run from page `cursor` on that can move lower, and its new pages; None if no run can.
 
-    `layout` has `FREE`, `USED` or `FIXED` for each page; a run with a fixed page in it stays. A run goes to the lowest
-    hole that holds all of it, else down the hole below it, over itself.
+    `layout` has `FREE`, `USED` or `FIXED` for each page. A run with a fixed page stays. A run moves to the lowest hole
+    that holds all of it. Otherwise it moves down into the hole directly below it, over itself.
     """
-    if cursor and layout[cursor - 1 : cursor] != bytes((FREE,)):  # no new run: its beginning was looked at before
+    if cursor and layout[cursor - 1 : cursor] != bytes((FREE,)):  # the run here was examined before: skip the rest
         cursor = len(layout) - len(layout[cursor:].lstrip(bytes((USED, FIXED))))
     for run in _RUN.finditer(layout, cursor):
         start, length = run.start(), len(run[0])

@@ -1,7 +1,7 @@
-"""`VirtualMemoryPool`: many addresses, and memory behind the ones that are used.
+"""`VirtualMemoryPool`: many addresses, and memory for the ones that are in use.
 
-Owns what a user may ask of it, in offsets and sizes; they become pages here, and a `Backing` works on those. It knows
-a `Source`, never a broker, and must never map or unmap anything itself.
+Owns the public calls, which take offsets and sizes. It converts these to pages, and a `Backing` works on the pages. It
+knows a `Source`, never a broker, and must never map or unmap memory itself.
 """
 
 from __future__ import annotations
@@ -43,13 +43,16 @@ class VirtualMemoryPool(Resource):
     """Addresses for `virtual_capacity` bytes, backed page by page on demand. Thread-safe, and a context manager.
 
     Offsets and sizes are in bytes (sizes may be text, such as `"8GiB"`) and need no alignment: a call works on
-    every page that its range touches. What is charged is whole pages. `virtual_capacity` is rounded up to whole
-    pages; nothing but the process's address space limits it. The base address is a multiple of the page size.
+    every page that its range touches. Whole pages are charged. `virtual_capacity` is rounded up to whole pages; only
+    the process's address space limits it. The base address is a multiple of the page size.
 
-    Up to `spare_pages` pages that are deallocated stay mapped and charged, with what is in them, and the next
-    allocation of them costs no call; `prepare` lends ahead of need, `trim` gives back what is spare.
+    Up to `spare_pages` pages stay mapped and charged when they are deallocated. They keep their bytes, and allocating
+    them again needs no call of the broker. `prepare` borrows spare pages in advance, `trim` releases them.
 
-    The source is a `Model`, where a broker lends, or a `LocalSource`, without one.
+    The source is a `Model`, for memory that a broker lends, or a `LocalSource`, for use without a broker.
+
+    Raises `InvalidPageSize`, `InvalidRequest`, `ClosedError`, and `DeviceFailure` when the addresses cannot be
+    reserved.
     """
 
     def __init__(
@@ -76,30 +79,30 @@ class VirtualMemoryPool(Resource):
 
     @property
     def capacity(self) -> int:
-        """Bytes of addresses."""
+        """The bytes of addresses."""
         return self._capacity
 
     @property
     def base_address(self) -> int:
-        """The address of offset 0, in this process; it stays the same as long as the pool is open."""
+        """The address of offset 0, in this process. It is constant while the pool is open. Raises `ClosedError`."""
         self._holding.check_open()
         return self._holding.region.address
 
     @property
     def page_size(self) -> int:
-        """Bytes of a page: the step in which the pool grows and shrinks."""
+        """The bytes of a page, the unit in which the pool grows and shrinks."""
         return self._page_size
 
     @property
     def physical_usage_bytes(self) -> int:
-        """Bytes of memory behind the addresses: whole pages."""
+        """The bytes of memory that are mapped and charged: whole pages."""
         return len(self._holding.region.extents) * self._page_size
 
     def is_mapped(self, offset: int, size: int | str = 1) -> bool:
-        """Say whether all pages that [offset, offset + size) touches are allocated, and their memory is there.
+        """Return whether all pages that [offset, offset + size) touches are allocated and have their memory.
 
-        Not where a page is offloaded, or another call is at it. Raises `InvalidOffset` for what does not lie in the
-        pool, `InvalidRequest` for a size of 0, `ClosedError`.
+        It is False if a page is offloaded, or if another call is changing it. Raises `InvalidOffset` for a range that
+        does not lie in the pool, `InvalidRequest` for a size of 0, `ClosedError`.
         """
         self._holding.check_open()
         pages = self._touched(offset, size)
@@ -107,7 +110,7 @@ class VirtualMemoryPool(Resource):
             return self._table.is_used(pages)
 
     def stats(self) -> MemoryStats:
-        """Return the pool's numbers at this moment; `MemoryStats` says what they do not tell."""
+        """Return the pool's present figures; `MemoryStats` explains their limits. Raises `ClosedError`."""
         self._holding.check_open()
         with self._lock:
             mapped, spare = len(self._holding.region.extents), self._table.spare
@@ -124,12 +127,15 @@ class VirtualMemoryPool(Resource):
         )
 
     def mappings(self, *, by_page: bool = False) -> list[PoolMapping]:
-        """Return what is where, by offset: a row for each run of pages of which the same holds, or for each page."""
+        """Return rows with state, access and extents, by offset: one for each run of equal pages, or for each page.
+
+        Raises `ClosedError`.
+        """
         self._holding.check_open()
         with self._lock:
             runs, pins = list(self._table.runs()), self._backing.pinned()
             extents, restricted = self._holding.extents, self._table.restricted.copy()
-        # The lock is held no longer: this takes its time with many pages, and allocations go on meanwhile.
+        # The lock is released here: the rest takes long with many pages, and allocations go on meanwhile.
         pinned = {page for pages in pins for page in pages}
         rows = []
         for pages, state, busy in runs:
@@ -154,11 +160,11 @@ class VirtualMemoryPool(Resource):
     def allocate(self, offset: int, size: int | str) -> int:
         """Back every page that [offset, offset + size) touches, and return the address of `offset`.
 
-        All or nothing: when it raises, nothing is mapped or charged that was not before; but Ctrl-C behind the last
-        page's mapping is raised at the end, and the pages are allocated. Raises `InvalidOffset`
+        All or nothing: after an error, nothing more is mapped or charged than before. There is one exception: Ctrl-C
+        after the mapping of the last page is raised at the end, and the pages are allocated. Raises `InvalidOffset`
         beyond the capacity, `InvalidRequest` for a size of 0, `AlreadyMapped` when a page is backed already or
-        another thread is at it, `OutOfMemory` with the level that refused, `DeviceFailure`, `DescriptorLimit`,
-        `BrokerUnavailable`, `ClosedError`.
+        another thread is changing it, `Offloaded`, `OutOfMemory` with the level that refused, `DeviceFailure`,
+        `DescriptorLimit`, `BrokerUnavailable`, `ClosedError`.
         """
         self._holding.check_open()
         offset = whole_number("an offset", offset, InvalidOffset)
@@ -169,11 +175,11 @@ class VirtualMemoryPool(Resource):
         return self._holding.region.address + offset
 
     def allocate_anywhere(self, size: int | str, alignment: int | str = 0) -> int:
-        """Back `size` bytes at the lowest free addresses that hold them side by side, and return the first.
+        """Back `size` bytes in the lowest free run of pages that holds them, and return its address.
 
-        It begins at a page, and at a multiple of `alignment` bytes, a power of two. Spare pages are free. `free` takes
-        the address. Raises `OutOfVirtualMemory` where no free run of
-        addresses is that long, and otherwise as `allocate`.
+        The address is a multiple of the page size and of `alignment`, a power of two in bytes. Spare pages count as
+        free. `free` takes the address. Raises `OutOfVirtualMemory` if no free run of addresses is that long, and
+        otherwise what `allocate` raises.
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
@@ -189,9 +195,8 @@ class VirtualMemoryPool(Resource):
     def grow(self, size: int | str) -> int:
         """Back the first `size` bytes after the highest allocated page, and return their address.
 
-        Holes below are left as they are. A page that another thread is backing counts as allocated, so threads that
-        grow at once get neighbouring ranges. Raises `OutOfVirtualMemory` past the capacity, and otherwise as
-        `allocate`.
+        Holes below stay as they are. A page that another thread is backing counts as allocated, so concurrent callers
+        get neighbouring ranges. Raises `OutOfVirtualMemory` beyond the capacity, and otherwise what `allocate` raises.
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
@@ -203,8 +208,8 @@ class VirtualMemoryPool(Resource):
     def shrink(self, size: int | str) -> None:
         """Deallocate the pages of the last `size` bytes before the end of the highest allocated page.
 
-        It undoes a `grow` of that size. Raises as `deallocate`: `NotMapped` when there is a hole among them, and
-        `InvalidOffset` when there are not that many.
+        It undoes a `grow` of that size. Raises what `deallocate` raises: `NotMapped` when there is a hole among the
+        pages, and `InvalidOffset` when there are fewer.
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
@@ -213,17 +218,17 @@ class VirtualMemoryPool(Resource):
     def prepare(self, size: int | str) -> None:
         """Back the next `size` bytes after the highest allocated page ahead of need, as spare pages.
 
-        The next `grow`, or `allocate` there, then asks nobody. They are charged from now on, beside `spare_pages`.
-        Raises as `grow`.
+        The next `grow`, or `allocate` there, needs no call of the broker. The pages are charged from now on, in
+        addition to `spare_pages`. Raises what `grow` raises.
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
         self._backing.back(lambda: self._above(length), length, spare=True)
 
     def trim(self) -> int:
-        """Give back every spare page, and return how many bytes that was. Waits as `deallocate` does.
+        """Release every spare page, and return the number of bytes released. Waits as `deallocate` does.
 
-        Host memory that `restore` has kept pinned is freed as well.
+        It also frees host memory that `restore` has kept pinned. Raises `DeviceFailure` and `ClosedError`.
         """
         self._holding.check_open()
         with Operation(self._holding):
@@ -231,61 +236,62 @@ class VirtualMemoryPool(Resource):
         return self._backing.trim() * self._page_size
 
     def deallocate(self, offset: int, size: int | str) -> None:
-        """Give back every page that [offset, offset + size) touches. Their addresses stay the pool's.
+        """Release every page that [offset, offset + size) touches. The pool keeps the addresses.
 
-        The bytes of offloaded pages are forgotten, and freed on the host.
+        The bytes of offloaded pages are dropped, and freed on the host.
 
-        Waits once for the work that this process has given to the device, because unmapping does not, and not for the
-        broker: it hears of it before it takes whatever this session asks next, and before it refuses anybody for want
-        of room. Raises `NotMapped` when a page is not backed, `BufferError` while a view of the range is alive,
-        `InvalidOffset` and `InvalidRequest`; nothing has changed then. When the broker is away the memory is given back
-        all the same.
+        Waits once for the work that this process has submitted to the device, because unmapping does not wait. It does
+        not wait for the broker: the broker reads the release before this session's next request, and before it refuses
+        any session for lack of memory. Raises `NotMapped` when a page is not backed, `BufferError` while a view of the
+        range is alive, `InvalidOffset`, `InvalidRequest` and `ClosedError`; nothing has changed then. Raises
+        `DeviceFailure`. The memory is also released while the broker is unreachable.
         """
         self._holding.check_open()
         pages = self._touched(offset, size)
         self._backing.drop(lambda: pages)
 
     def free(self, address: int) -> None:
-        """Give back the allocation that begins at `address`, as `allocate`, `allocate_anywhere` and `grow` returned it.
+        """Release the allocation at `address`, which `allocate`, `allocate_anywhere` or `grow` has returned.
 
-        What `deallocate` and `shrink` have taken of it is gone already. Raises as `deallocate`, and `NotMapped` where
-        no allocation begins: a compaction moves allocations, and their addresses with them.
+        Parts that `deallocate` or `shrink` has released are skipped. Raises what `deallocate` raises, and `NotMapped`
+        if no allocation begins there: a compaction moves allocations, and so changes their addresses.
         """
         self._holding.check_open()
         wanted = whole_number("an address", address, InvalidOffset)
         self._backing.drop(lambda: self._begun_at(wanted))
 
     def protect(self, offset: int, size: int | str, access: AccessFlags | str) -> None:
-        """Set what every page that [offset, offset + size) touches allows: `"read"`, `"none"` or `"read_write"`.
+        """Set the access of every page that [offset, offset + size) touches: `"read"`, `"none"` or `"read_write"`.
 
-        A guard against accidents of this process, no security boundary. It lasts until the pages are deallocated,
-        and goes with them when they are moved. On a card a kernel that breaks it ends the process's context.
+        It prevents mistakes of this process, not misuse. It lasts until the pages are deallocated, and compaction
+        preserves it. On a GPU, a kernel that violates it ends the process's CUDA context.
 
-        Taking something away waits for the work that this process has given to the device. Raises `NotMapped` when a
-        page is not allocated, `BufferError` when something is to be taken away under a living view, `InvalidOffset`,
-        `InvalidRequest`, `DeviceFailure`, `ClosedError`; nothing has changed then.
+        A reduction waits for the work that this process has submitted to the device. Raises `NotMapped` when a page is
+        not allocated, `BufferError` for a reduction while a view of the page lives, `InvalidOffset`, `InvalidRequest`,
+        `DeviceFailure`, `ClosedError`; nothing has changed then.
         """
         self._holding.check_open()
         pages = self._touched(offset, size)
         self._backing.protect(pages, access_of(access))
 
     def compact(self, *, dry_run: bool = False, on_move: Callable[[Move], object] | None = None) -> list[Move]:
-        """Close holes among the allocated pages, lowest first, and return what was moved where. Copies no byte.
+        """Close holes among the allocated pages, lowest first, and return the moves. No bytes are copied.
 
-        The extents of a run of allocated pages without a gap are mapped lower instead, with what each page allows: the
-        run moves as one, so what lies side by side stays so, or it stays where it is. It stays when a view, a span
-        or a pin of any part of it is alive, or another call is at it. Spare pages are given back first. Each move
-        waits for the work that this process has given to the device.
+        A contiguous run of allocated pages moves as one: its extents are mapped at lower addresses, and each page keeps
+        its access. A run does not move while a view, a span or a pin of any part of it is alive, or another call is
+        changing it. Spare pages are released first. Each move waits for the work that this process has submitted to the
+        device.
 
-        Addresses in what was moved are dead: patch them by the moves. Nobody may use them meanwhile; another thread
-        that works in the pool pins its range first. What was aligned to more than a page (`allocate_anywhere`) may not
-        be so afterwards: pin it. `on_move` is called after each move, while all other calls on the
-        addresses that were left and reached are still refused, and no interrupt is raised in it: with it, pointers
-        are right before anybody can come upon them. A call of the main thread calls it in another thread. What it
-        raises ends the compaction; it was told of all that moved.
+        Addresses in moved runs become invalid: update them from the moves. Meanwhile they must not be used, so another
+        thread that works in the pool pins its range first. An allocation that was aligned to more than a page
+        (`allocate_anywhere`) may lose its alignment: pin it. `on_move` is called after each move, while the pool still
+        refuses all other calls on the old and the new addresses, and no interrupt is raised in it. So it can update
+        pointers before any other thread uses them. A call of the main thread runs it in another thread. An exception
+        that it raises ends the compaction; it has been called for every move made.
 
-        With `dry_run` nothing is changed, and what it would do now is returned. Raises `CompactionFailed`, which has
-        the moves that were made before, `DeviceFailure`, `ClosedError`; each move happens whole or not at all.
+        With `dry_run` nothing is changed, and the moves that it would make now are returned. Raises `InvalidRequest`,
+        `CompactionFailed`, which has the moves that were made before, `DeviceFailure`, `ClosedError`. Each move happens
+        whole or not at all.
         """
         self._holding.check_open()
         if on_move is not None and not callable(on_move):
@@ -305,25 +311,25 @@ class VirtualMemoryPool(Resource):
         to: PageStore | None = None,
         progress: Progress | None = None,
     ) -> int:
-        """Copy what is in the pages that [offset, offset + size) touches to the host, and give their memory back.
+        """Copy the bytes of the pages that [offset, offset + size) touches to the host, and release their memory.
 
-        The whole pool, unless a range is given. Pages that are not allocated, or are offloaded already, are passed
-        over; spare ones are given back as they are. The pages stay allocated and their addresses the pool's, but
-        nothing is behind them until `restore`. Returns how many bytes were copied; `progress` is told how many are
-        done, of how many, and an exception of its own stops the copying. A call of the main thread calls it in
-        another thread, so no interrupt is raised in it: Ctrl-C stops the copying between two chunks.
+        Without a range it offloads the whole pool. It skips pages that are not allocated or are offloaded already, and
+        releases spare pages without a copy. The pages stay allocated and keep their addresses, but have no memory until
+        `restore`. Returns the number of bytes copied. `progress(done, total)` is called with bytes, and an exception
+        that it raises stops the copying. A call of the main thread runs it in another thread, so no interrupt is raised
+        in it: Ctrl-C stops the copying between two chunks.
 
-        The bytes lie in pinned memory of this process, for which its model is charged at the location host (a
-        declaration); or in `to`, a segment of that location that this process has made and not sealed. It is sealed
-        at the end, and then outlives the process (`restore_from`); `offload_size` says how large it has to be. One that
-        has pages of an `offload` that stopped half way takes no others until they are restored.
+        The bytes go to pinned memory of this process, which its model is charged for at the location host (a
+        declaration); or to `to`, a segment at that location that this process has created and not sealed. The segment
+        is sealed at the end, and then outlives the process (`restore_from`). `offload_size` returns the size that it
+        needs. A segment with pages of an `offload` that stopped half way takes no others until they are restored.
 
-        Waits for the work that this process has given to the device. Raises `OutOfMemory` when the host's limit
-        refuses, `BufferError` while a view of a page or of `to` is alive, `NotMapped` when another call is at one, and
-        what a segment raises; nothing has changed then. Stopped half way, by `DeviceFailure`, `ClosedError`, or
-        `progress`, what had arrived is offloaded, the rest is as it was, and the error's numbers say how much is where.
-        Where only the seal failed, for want of a broker or for a view of `to` that was taken meanwhile, all of it is
-        offloaded, and `to.seal()` tries once more.
+        Waits for the work that this process has submitted to the device. Raises `OutOfMemory` when the host's limit
+        refuses, `BufferError` while a view of a page or of `to` is alive, `NotMapped` when another call is changing a
+        page, `InvalidOffset`, `InvalidRequest`, and what a segment raises; nothing has changed then. `DeviceFailure`,
+        `ClosedError`, and an exception of `progress` may stop it half way: the pages copied until then are offloaded,
+        the rest is unchanged, and the error's metadata has both numbers of bytes. If only the seal fails, because the
+        broker is unreachable or a view of `to` was taken meanwhile, everything is offloaded, and `to.seal()` retries.
         """
         self._holding.check_open()
         check_progress(progress)
@@ -331,7 +337,10 @@ class VirtualMemoryPool(Resource):
         return uninterrupted(lambda: self._backing.offload(pages, to, progress), self._holding.interrupted)
 
     def offload_size(self, offset: int = 0, size: int | str | None = None) -> int:
-        """Return how many bytes a segment needs for what `offload` of this range would copy now, and where it goes."""
+        """Return the size in bytes of a segment, header included, for an `offload` of this range now.
+
+        Raises `NotMapped` when another call is changing a page, `InvalidOffset`, `InvalidRequest` and `ClosedError`.
+        """
         self._holding.check_open()
         pages = self._touched_or_all(offset, size)
         with self._lock:
@@ -346,16 +355,16 @@ class VirtualMemoryPool(Resource):
         progress: Progress | None = None,
         keep_pinned: bool = False,
     ) -> int:
-        """Borrow memory for the offloaded pages of [offset, offset + size), and bring their bytes back.
+        """Borrow memory for the offloaded pages of [offset, offset + size), and copy their bytes back.
 
-        To the same addresses, which allow what they allowed. The whole pool, unless a range is given; pages that are
-        not offloaded are passed over. What was pinned is freed and no longer declared; with `keep_pinned` it stays, and
-        the next `offload` needs no other: to pin memory takes far longer than to copy it. A segment stays as it is.
-        Returns how many bytes were copied; `progress` is that of `offload`.
+        The pages keep their addresses and their access. Without a range it restores the whole pool. It skips pages that
+        are not offloaded. Pinned memory is freed and no longer declared. With `keep_pinned` it stays for the next
+        `offload`, because pinning memory takes far longer than copying it. A segment stays as it is. Returns the number
+        of bytes copied; `progress` is that of `offload`.
 
-        Raises `OutOfMemory` when there is not enough memory: what has come back is back, the rest stays offloaded, and
-        `metadata` has the numbers, `restored_bytes` and `offloaded_bytes`. So it is with every error half way. Raises
-        what `allocate` raises besides, and `NotMapped` when another call is at one of the pages.
+        Raises `OutOfMemory` when there is not enough memory: the pages restored until then stay restored, the rest
+        stays offloaded, and `metadata` has `restored_bytes` and `offloaded_bytes`. The same is true for every error
+        half way. Also raises the other errors of `allocate`, and `NotMapped` when another call is changing a page.
         """
         self._holding.check_open()
         check_progress(progress)
@@ -365,12 +374,12 @@ class VirtualMemoryPool(Resource):
         )
 
     def restore_from(self, segment: PageStore, *, progress: Progress | None = None) -> int:
-        """Bring pages here that another pool, maybe of another process, has offloaded to `segment`.
+        """Restore pages that another pool, possibly of another process, has offloaded to `segment`.
 
-        To the same offsets, where nothing may be allocated, in a pool of the same page size, or of one that fits. Then
-        they are as if this pool had offloaded and restored them: also after an error half way. Raises `InvalidRequest`
-        for what is no sealed segment of offloaded pages, or not of such a pool, `AlreadyMapped`, and what `restore`
-        raises.
+        They keep their offsets, where nothing may be allocated. The page size must divide their offsets and sizes. Then
+        they are as if this pool had offloaded and restored them, also after an error half way. Returns the number of
+        bytes copied. Raises `InvalidRequest` if `segment` is not a sealed segment of offloaded pages, or its pages do
+        not fit this pool, `InvalidTensorIndex`, `AlreadyMapped`, and what `restore` raises.
         """
         self._holding.check_open()
         check_progress(progress)
@@ -381,13 +390,14 @@ class VirtualMemoryPool(Resource):
     # Using it
 
     def view(self, offset: int, size: int | str) -> memoryview:
-        """Return [offset, offset + size) as a memoryview, on the host driver; writable where all of it is.
+        """Return [offset, offset + size) as a memoryview, on the host driver. It is writable if all its pages are.
 
-        While it lives, or anything made from it, the range cannot be deallocated, and a closed pool keeps its memory.
-        Raises `NotMapped` when a page is not backed, and `InvalidRequest` on a card, or where no access is allowed.
+        While it, or an object made from it, lives, the range cannot be deallocated, and a closed pool keeps its memory.
+        Raises `NotMapped` when a page is not backed, `InvalidRequest` on a GPU, or if a page allows no access,
+        `InvalidOffset` and `ClosedError`.
         """
         if not self._on_host:
-            raise InvalidRequest("only the host driver's memory can be viewed: wrap the address on a card")
+            raise InvalidRequest("only the host driver's memory can be viewed: wrap the address on a GPU")
         self._holding.check_open()
         offset, length = whole_number("an offset", offset, InvalidOffset), bytes_of("a size", size)
         pages = self._touched(offset, length)
@@ -399,11 +409,11 @@ class VirtualMemoryPool(Resource):
         return view if access is AccessFlags.READ_WRITE else view.toreadonly()
 
     def span(self, offset: int, size: int | str) -> Span:
-        """Keep [offset, offset + size) mapped as long as the result lives: for whoever gives its addresses away.
+        """Keep [offset, offset + size) mapped while the result lives: for code that passes on its addresses.
 
-        It is to the pool what a living view is: the range cannot be deallocated, and a closed pool keeps its memory.
-        An empty range is where its first byte would be. Raises `NotMapped` when a page is not backed, `InvalidOffset`,
-        `InvalidRequest` and `ClosedError`.
+        Like a view, it prevents deallocating the range, and a closed pool keeps its memory. An empty range keeps the
+        page of its offset. Raises `NotMapped` when a page is not backed, `InvalidOffset`, `InvalidRequest` and
+        `ClosedError`.
         """
         self._holding.check_open()
         offset, length = whole_number("an offset", offset, InvalidOffset), bytes_of("a size", size)
@@ -414,9 +424,10 @@ class VirtualMemoryPool(Resource):
 
     @contextmanager
     def pin(self, offset: int, size: int | str) -> Iterator[int]:
-        """Hold [offset, offset + size) where it is during a block, which gets its address.
+        """Keep [offset, offset + size) at its address during a block, which gets the address.
 
-        It can be neither deallocated nor moved nor be taken access from, as under a living span. Raises as `span`.
+        As with a living span, the range cannot be deallocated or moved, and its access cannot be reduced. Raises what
+        `span` raises.
         """
         span = self.span(offset, size)
         try:
@@ -434,7 +445,7 @@ class VirtualMemoryPool(Resource):
         """Return the numbers of the pages that [offset, offset + size) touches, after checking both."""
         length = bytes_of("a size", size, at_least=1)
         offset = whole_number("an offset", offset, InvalidOffset)
-        # Compared without a sum, as a language with 64-bit integers has to.
+        # The comparison has no sum, so that it is also right in a language with 64-bit integers.
         if not 0 <= offset < self._capacity or length > self._capacity - offset:
             raise InvalidOffset(
                 f"{length} bytes at offset {offset} do not lie in the pool's virtual capacity of {self._capacity} bytes"
@@ -442,12 +453,12 @@ class VirtualMemoryPool(Resource):
         return range(offset // self._page_size, (offset + length - 1) // self._page_size + 1)
 
     def _touched_or_all(self, offset: int, size: int | str | None) -> range:
-        """Return the pages of a range that ends where the pool does unless it has a size."""
+        """Return the pages of a range. Without a size the range ends at the end of the pool."""
         pages = self._touched(offset, 1 if size is None else size)
         return pages if size is not None else range(pages.start, self._table.count)
 
     def _begun_at(self, address: int) -> range:
-        """Return the pages of the allocation that begins at an address. The lock is held."""
+        """Return the pages of the allocation that begins at an address. The caller holds the lock."""
         offset = address - self._holding.region.address
         page, within = divmod(offset, self._page_size)
         if not 0 <= offset < self._capacity:
@@ -457,7 +468,7 @@ class VirtualMemoryPool(Resource):
         return self._table.allocation(page)
 
     def _above(self, length: int) -> range:
-        """Return the pages of `length` bytes behind all that is taken. The lock is held."""
+        """Return the pages of the `length` bytes after the highest taken page. The caller holds the lock."""
         end = self._table.top() * self._page_size
         if length > self._capacity - end:
             raise OutOfVirtualMemory(
@@ -469,14 +480,14 @@ class VirtualMemoryPool(Resource):
         return self._touched(end, length)
 
     def _below(self, length: int) -> range:
-        """Return the pages of the last `length` bytes of what is taken. The lock is held."""
+        """Return the pages of the last `length` bytes up to the highest taken page. The caller holds the lock."""
         top, count = self._table.top(), -(-length // self._page_size)
         if count > top:
             raise InvalidOffset(f"the highest allocated page ends at {top * self._page_size}, before {length} bytes")
         return range(top - count, top)
 
     def _check_access(self, pages: range) -> AccessFlags:
-        """Return what all of some pages allow, after checking that they are used. The lock is held."""
+        """Return the most restrictive access of used pages, after checking them. The caller holds the lock."""
         self._table.check_used(pages)
         return self._table.least_access(pages)
 
@@ -486,7 +497,7 @@ def _page(page: int) -> range:
 
 
 def _alike(pages: range, pinned: Set[int], restricted: Mapping[int, AccessFlags]) -> Iterator[range]:
-    """Cut a run where pins begin and end, and where pages allow something else."""
+    """Split a run at the boundaries of pins, and where the access changes."""
     if not (pinned or restricted):
         yield pages
         return

@@ -293,5 +293,5 @@ def test_without_a_card() -> None:
     with suppress(DeviceFailure):
         LocalSource().close()
         pytest.skip("there is a card here")
-    with pytest.raises(membroker.DeviceFailure, match=r'LocalSource\("host"\) takes the host twin'):
+    with pytest.raises(membroker.DeviceFailure, match=r'LocalSource\("host"\) takes the host driver'):
         LocalSource()
