@@ -290,7 +290,8 @@ static int retain(u64 *handle, u64 address) {
 int cuMemRetainAllocationHandle(u64 *handle, void *address) { LOCKED(retain(handle, (u64)address)); }
 
 static int unmap(u64 address, u64 size) {
-    if (!overlap(&mappings, address, size)) return OK; /* as seen on an H200, driver 580.159 */
+    /* Where nothing is mapped in a reservation it does nothing, as seen on an H200, driver 580.159. */
+    if (overlap(&reservations, address, size) && !overlap(&mappings, address, size)) return OK;
     if (!whole(address, size)) return INVALID;
     for (int device = 0; device < MAX_DEVICES; device++) {
         struct range *copy = &under_way[device];

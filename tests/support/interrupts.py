@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+STRUCK = ("membroker", "contextlib")
+"""The modules whose frames are struck. Python itself loses an interrupt in finalizers of its own modules."""
 
 
 def interrupted_at(point: int | None, call: Callable[[], object]) -> tuple[int, bool]:
@@ -16,12 +20,13 @@ def interrupted_at(point: int | None, call: Callable[[], object]) -> tuple[int, 
     Python looks for signals when a function of its own begins, and when one of C has returned.
     """
     passed = 0
-    # Ours, and where Python itself loses an interrupt: in a finalizer of its own, when a thread object is garbage.
-    elsewhere = (__name__, "threading", "_weakrefset")
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal passed
-        if event in ("call", "c_return") and frame.f_globals.get("__name__") not in elsewhere:
+        # It also loses one at the end of a generator that is garbage, which looks like a call.
+        resumed = event == "call" and frame.f_code.co_flags & inspect.CO_GENERATOR
+        is_ours = str(frame.f_globals.get("__name__")).startswith(STRUCK)
+        if event in ("call", "c_return") and is_ours and not resumed:
             passed += 1
             if passed == point:
                 sys.setprofile(None)

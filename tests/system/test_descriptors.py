@@ -61,7 +61,7 @@ def test_packets_for_which_there_are_few_descriptors(roomy: Daemon, transport: s
             for caller in callers:
                 caller.begin()
             answers = [caller.end() for caller in callers]
-            assert all(_is_right(*answer) for answer in answers), (spare, answers)
+            assert all(_is_right(*answer) for answer in answers), (spare, [(str(a)[:200], len(i)) for a, i in answers])
             outcomes |= {(reason(answer) if isinstance(answer, Status) else "", len(ids)) for answer, ids in answers}
             one.do("model.declare(PAGE); model.declare(0)")
             for caller, (_, ids) in zip(callers, answers, strict=True):
