@@ -117,9 +117,9 @@ def install(root: Path, tree: Path) -> None:
     leave = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "client" / "membroker", packages / "membroker", ignore=leave)
     shutil.copytree(ROOT / "broker" / "membrokerd", packages / "membrokerd", ignore=leave)
-    for path in ("__init__.py", "daemons.py", "system/workers.py", "system/computing.py"):
-        (tree / TESTS / "tests" / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / "tests" / path, tree / TESTS / "tests" / path)
+    tests = tree / TESTS / "tests"
+    shutil.copytree(ROOT / "tests" / "support", tests / "support", ignore=leave)
+    shutil.copy(ROOT / "tests" / "__init__.py", tests)
     for name, entry in project["scripts"].items():
         module, function = entry.split(":")
         script = tree / PREFIX / "bin" / name
