@@ -259,8 +259,8 @@ class Condition:
         waiter = threading.Lock()
         waiter.acquire()
         self._waiting.append(waiter)
-        self.lock.release()
         try:
+            self.lock.release()
             waiter.acquire(timeout=-1 if seconds is None else seconds)
         finally:
             interrupt: BaseException | None = None

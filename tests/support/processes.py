@@ -81,7 +81,7 @@ def tell(process: subprocess.Popen[str]) -> None:
 def ends(process: subprocess.Popen[str]) -> None:
     """The worker ends by itself, well, and without a word on stderr."""
     _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (0, "")
+    assert (process.returncode, errors) == (0, ""), errors
 
 
 def is_waiting(pid: int) -> bool:
