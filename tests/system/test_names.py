@@ -46,7 +46,7 @@ def test_the_name_is_the_users_in_the_books_the_metrics_and_the_log(transport: s
         assert f'membroker_model_used_bytes{{gpu_uuid="host",location="device",model="{NAME}",tenant="red"}}' in (
             daemon.metrics()
         )
-        assert FULL in daemon.log()
+        until(lambda: FULL in daemon.log())
         one.do("upper, lower = client.register_model('Llama'), client.register_model('llama')")
         assert one.ask("upper.resource_name != lower.resource_name")
 

@@ -139,7 +139,7 @@ def test_a_worker_is_killed_beside_it(stocked: Daemon) -> None:
         process.kill()
         books = settled(stocked)
         assert books.lent_bytes == PAGE
-        assert "proven=true" in stocked.log(), stocked.log()
+        until(lambda: "proven=true" in stocked.log())
         other.do("more = [model.allocate(PAGE) for _ in range(4)]; [write(buffer) for buffer in more]")
         assert other.ask("mine.view()[0] == 0xa5")
         assert settled(stocked).lent_bytes == 5 * PAGE

@@ -236,7 +236,7 @@ def test_a_journal_of_another_boot_is_set_aside(daemon: Daemon) -> None:
     assert daemon.books().lent_bytes == 0
     assert daemon.sessions() == []
     assert path.with_name("journal.other-boot-1").exists()
-    assert "journal.other-boot-1" in daemon.log()
+    until(lambda: "journal.other-boot-1" in daemon.log())
 
 
 def test_a_full_disk_stops_new_debits_and_nothing_else(daemon: Daemon) -> None:

@@ -369,4 +369,4 @@ def test_a_unit_that_keeps_no_descriptors_is_told_of(machine: Machine) -> None:
     configure(machine, 0)
     machine.override("FileDescriptorStoreMax=0")
     restart(machine)
-    assert warning in machine.log()
+    until(lambda: warning in machine.log())

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.daemons import Daemon, running
+from tests.support.daemons import Daemon, running, until
 
 pytestmark = pytest.mark.root
 
@@ -73,7 +73,7 @@ def test_the_configured_uids_decide_behind_an_open_socket(owned: Daemon) -> None
     """The socket lets everybody connect; the broker lets Alice in and tells Bob why not."""
     assert enter(owned.endpoint("listed"), ALICE) == "tenants/listed ['tenants/listed/models/chat']"
     assert enter(owned.endpoint("listed"), BOB) == "AccessDenied ENDPOINT_FORBIDDEN"
-    assert "reason=ENDPOINT_FORBIDDEN" in owned.log()
+    until(lambda: "reason=ENDPOINT_FORBIDDEN" in owned.log())
 
 
 def test_nobody_else_reaches_the_operators_door_or_the_state(owned: Daemon) -> None:

@@ -352,7 +352,7 @@ def test_a_real_daemon_never_writes_a_sessions_token(daemon: Daemon) -> None:
         with model.pool(page_size="2MiB") as pool:
             pool.allocate(0, 4 << 20)
     assert daemon.stop() == 0
-    assert "session began" in daemon.log()
+    until(lambda: "session began" in daemon.log())
     assert token
     assert token not in daemon.log()
 

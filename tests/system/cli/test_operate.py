@@ -216,7 +216,7 @@ def test_the_daemon_exits_once_all_is_given_back(daemon: Daemon, engine: Worker)
     assert daemon.process.poll() is None
     engine.do("kept.close()")
     assert daemon.process.wait(DEADLINE_SECONDS) == 0
-    assert " drained" in daemon.log()
+    until(lambda: " drained" in daemon.log())
     until(lambda: told(engine)[1:] == ["Stopping", "Disconnected"])
     daemon.start_again()
     until(lambda: told(engine)[3:] == ["Resumed"])
@@ -236,7 +236,7 @@ def test_the_daemon_exits_at_the_deadline_whatever_is_lent(daemon: Daemon, engin
     assert "the daemon exits when nothing is charged any more, or in 1.5 s, whatever is charged then" in out
     assert daemon.process.wait(DEADLINE_SECONDS) == 0
     assert (datetime.now(UTC) - begun).total_seconds() >= 1.5
-    assert "the drain's deadline has passed: workers keep the memory they have" in daemon.log()
+    until(lambda: "the drain's deadline has passed: workers keep the memory they have" in daemon.log())
     (deadline,) = engine.ask("deadlines")
     assert 1.5 <= deadline - begun.timestamp() <= 1.5 + DEADLINE_SECONDS
     daemon.start_again()
