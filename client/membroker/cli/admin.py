@@ -56,22 +56,31 @@ class Books(Protocol):
 @renamed("limit", "used")
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """A limit set by command. `limit_bytes` is None if the command has ended."""
+    """A limit and a guarantee set by command. They are None if nothing is set.
+
+    `shortfall_bytes` is how much of all guarantees at the location cannot be kept now.
+    """
 
     name: str
     location: str
     limit_bytes: int | None
     used_bytes: int
+    guarantee_bytes: int | None = None
+    shortfall_bytes: int = 0
 
 
 @renamed("used", "limit")
 @dataclass(frozen=True, slots=True)
 class TenantBooks:
-    """What a tenant is charged at one location. `limit_bytes` is None if only the capacity applies."""
+    """What a tenant is charged at one location. `limit_bytes` is None if only the capacity applies.
+
+    `guarantee_bytes` is its own guarantee, or the sum of its models' if that is more.
+    """
 
     location: str
     used_bytes: int
     limit_bytes: int | None
+    guarantee_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +149,20 @@ class Admin:
         """End a segment of any tenant, by its resource name."""
         self._call("DeleteSegment", broker_pb2.DeleteSegmentRequest(name=name))
 
-    def set_quota(self, name: str, location: Location, limit: int | None) -> Quota:
-        """Set a limit in bytes for `tenants/…` or `tenants/…/models/…`; None removes it."""
-        request = admin_pb2.SetQuotaRequest(name=name, location=messages.location_to_wire(location), limit_bytes=limit)
+    def set_quota(self, name: str, location: Location, sizes: Mapping[str, int | None]) -> Quota:
+        """Set `limit_bytes`, `guarantee_bytes` or both for `tenants/…` or `tenants/…/models/…`; None removes one."""
+        request = admin_pb2.SetQuotaRequest(
+            name=name,
+            location=messages.location_to_wire(location),
+            limit_bytes=sizes.get("limit_bytes"),
+            guarantee_bytes=sizes.get("guarantee_bytes"),
+        )
+        request.update_mask.paths.extend(sizes)
         return messages.value(Quota, self._call("SetQuota", request))
 
-    def quotas(self) -> list[Quota]:
-        """Return the limits that were set by command."""
-        quotas = self._call("ListQuotas", admin_pb2.ListQuotasRequest()).quotas
+    def quotas(self, *, configured: bool = False) -> list[Quota]:
+        """Return the limits and guarantees that were set by command; with `configured`, all that are in force."""
+        quotas = self._call("ListQuotas", admin_pb2.ListQuotasRequest(all=configured)).quotas
         return [messages.value(Quota, quota) for quota in quotas]
 
     def processes(self) -> list[ProcessStatus]:

@@ -33,6 +33,13 @@ through a descriptor alone, or live in another pid namespace; on the host driver
 broker runs as root. When `unaccounted` rises, the daemon's log names the processes whose excess is larger than a
 context."""
 
+_QUOTA = """
+A limit is the most that a model, or all models of a tenant together, may borrow. A guarantee is memory that is kept for
+them: nobody else can borrow it, even while they do not use it. Guarantees must fit: a model's within its limit, those
+of a tenant's models within the tenant's guarantee and limit, and all of them within the capacity; otherwise the command
+is refused with the numbers. Memory that is lent already stays lent: if it stands in the way of a guarantee, the answer
+says how much (shortfall), and nothing more is lent to others until that is released."""
+
 _FORGET = """
 A session is detached when its process lives and has no connection: it has been stopped since before the last restart of
 the daemon, or has closed its connection. It stays charged, since it may reconnect to the memory that it has mapped. A
@@ -184,7 +191,7 @@ def _add_books(subparsers: Commands) -> None:
         subparsers,
         "models",
         _models,
-        "how much each model is charged, and its limit",
+        "how much each model is charged, its limit and its guarantee",
         "models\nmodels --admin --watch 1\nmodels --json | jq '.[].books.device'",
         admin=True,
     ).add_argument("--watch", metavar="SECONDS", type=commands.seconds, help="show it again and again, until Ctrl-C")
@@ -203,7 +210,7 @@ def _add_operators(subparsers: Commands) -> None:
         subparsers,
         "tenants",
         listing(lambda books: books.tenants(), tables.tenants_table),
-        "how much each tenant is charged, and its limit; at the admin endpoint",
+        "how much each tenant is charged, its limit and its guarantee; at the admin endpoint",
         "tenants\ntenants --json | jq '.[] | {name, used: .books.device.used_bytes}'",
     ).set_defaults(admin=True)
     add(
@@ -243,28 +250,35 @@ def _add_operators(subparsers: Commands) -> None:
 
 
 def _add_quota(subparsers: Commands) -> None:
-    summary = "show and set limits by command, at the admin endpoint"
-    quota = add_bare(subparsers, "quota", summary, "quota list\nquota set acme --limit 32GiB")
+    summary = "show and set limits and guarantees by command, at the admin endpoint"
+    quota = add_bare(subparsers, "quota", summary, "quota list --all\nquota set acme --limit 32GiB --guarantee 8GiB")
     actions = quota.add_subparsers(metavar="ACTION", required=True)
     add(
         actions,
         "list",
-        listing(lambda books: books.quotas(), tables.quotas_table),
-        "the limits that were set by command",
-        "quota list",
-    ).set_defaults(admin=True)
+        operate.quota_list,
+        "the limits and guarantees that were set by command",
+        "quota list\nquota list --all",
+    ).add_argument("--all", action="store_true", help="those in the configuration, too: all that are in force")
     change = add(
         actions,
         "set",
         operate.quota_set,
-        "set a limit from now on; it is kept on disk until it is removed",
+        "set a limit or a guarantee from now on; it is kept on disk until it is removed",
         "quota set acme --limit 32GiB                a tenant\n"
-        "quota set acme/llama-7b --limit 8GiB        one of its models\n"
+        "quota set acme/llama-7b --guarantee 8GiB    one of its models: 8 GiB are kept for it\n"
         "quota set acme --limit none                 use the configured limit again",
+        _QUOTA,
     )
     change.add_argument("name", metavar="NAME", type=_name, help="TENANT or TENANT/MODEL")
-    change.add_argument("--limit", metavar="SIZE|none", type=commands.limit, required=True, help='as in "8GiB"')
+    change.add_argument(
+        "--limit", metavar="SIZE|none", type=commands.limit, help='the most it may borrow, as in "8GiB"'
+    )
+    change.add_argument(
+        "--guarantee", metavar="SIZE|none", type=commands.limit, help="what nobody else may borrow, used or not"
+    )
     commands.add_location(change)
+    change.set_defaults(parser=change)
 
 
 def _name(text: str) -> str:

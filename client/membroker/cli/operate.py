@@ -1,4 +1,4 @@
-"""Commands for operators, at the admin endpoint: set a limit, forget a session, drain the device.
+"""Commands for operators, at the admin endpoint: set a quota, forget a session, drain the device.
 
 Owns what they print. The command line is in `main`, the calls are in `admin`.
 """
@@ -6,7 +6,7 @@ Owns what they print. The command line is in `main`, the calls are in `admin`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 
 from ..arguments import location_of
@@ -17,28 +17,50 @@ from . import tables
 from .admin import Admin, Quota, open_admin, open_device
 
 
-def quota_set(options: argparse.Namespace) -> int:
-    """Set a limit by command, or remove it."""
+def quota_list(options: argparse.Namespace) -> int:
+    """Show the limits and guarantees that were set."""
     with open_admin(options.endpoint) as admin:
-        quota = admin.set_quota(options.name, location_of(options.location), options.limit[0])
-        notes = [] if options.json or quota.limit_bytes is None else list(_notes_on(quota, quota.limit_bytes, admin))
-    limit = "as configured" if quota.limit_bytes is None else format_size(quota.limit_bytes)
-    line = (
-        f"{tables.short_name(quota.name)} at the {quota.location}: limit {limit}, used {format_size(quota.used_bytes)}"
-    )
+        quotas = admin.quotas(configured=options.all)
+    return tables.answer(options.json, quotas, tables.quotas_table(quotas))
+
+
+def quota_set(options: argparse.Namespace) -> int:
+    """Set a limit or a guarantee by command, or remove it."""
+    given = {"limit_bytes": options.limit, "guarantee_bytes": options.guarantee}
+    sizes = {field: size[0] for field, size in given.items() if size is not None}
+    if not sizes:
+        options.parser.error("one of the arguments --limit --guarantee is required")
+    with open_admin(options.endpoint) as admin:
+        quota = admin.set_quota(options.name, location_of(options.location), sizes)
+        notes = [] if options.json else list(_notes_on(quota, sizes, admin))
+    numbers = f"limit {_in_words(quota.limit_bytes)}, guarantee {_in_words(quota.guarantee_bytes)}"
+    line = f"{tables.short_name(quota.name)} at the {quota.location}: {numbers}, used {format_size(quota.used_bytes)}"
     return tables.answer(options.json, quota, line, *notes)
 
 
-def _notes_on(quota: Quota, limit: int, admin: Admin) -> Iterator[str]:
-    """Yield what may surprise an operator about a limit that is now in force."""
-    if quota.used_bytes > limit:
-        yield "it uses more than that: it keeps what it has, and gets nothing more until it releases some"
-    capacity = admin.device().locations[quota.location].capacity_bytes
-    if limit > capacity:
-        yield f"that is more than the capacity, {format_size(capacity)}, which is in force as well"
-    if quota.name not in _known(admin):
+def _in_words(size: int | None) -> str:
+    return "as configured" if size is None else format_size(size)
+
+
+def _notes_on(quota: Quota, sizes: Mapping[str, int | None], admin: Admin) -> Iterator[str]:
+    """Yield what may surprise an operator about the numbers that are now in force."""
+    limit, guarantee = sizes.get("limit_bytes"), sizes.get("guarantee_bytes")
+    if limit is not None:
+        if quota.used_bytes > limit:
+            yield "it uses more than that: it keeps what it has, and gets nothing more until it releases some"
+        capacity = admin.device().locations[quota.location].capacity_bytes
+        if limit > capacity:
+            yield f"that is more than the capacity, {format_size(capacity)}, which is in force as well"
+    if guarantee is not None and quota.shortfall_bytes:
+        yield (
+            f"{format_size(quota.shortfall_bytes)} of the guarantees cannot be kept yet: others have borrowed that "
+            "memory. They get nothing more until they have released it (`membroker tenants`)"
+        )
+    if (limit or guarantee) and quota.name not in _known(admin):
         what = "model" if "/models/" in quota.name else "tenant"
-        yield f"there is no {what} of that name now: the limit waits for its first session (`membroker models --admin`)"
+        yield f"there is no {what} of that name now: the quota waits for its first session (`membroker models --admin`)"
+        if guarantee:
+            yield "the guaranteed memory is kept for it all the same"
 
 
 def _known(admin: Admin) -> set[str]:

@@ -43,7 +43,8 @@ class Table:
 def models_table(models: Iterable[ModelStatus]) -> Table:
     """Return a row for each model and location, except for locations that it never used and has no limit for."""
     columns = (
-        *("tenant", "model", "where", ">virtual", ">used", ">in segments", ">peak", ">limit", ">extents", ">sessions"),
+        *("tenant", "model", "where", ">virtual", ">used", ">in segments", ">peak", ">guarantee", ">limit", ">extents"),
+        ">sessions",
         ">refusals",
     )
     rows = [_model_row(model, books) for model in models for books in model.books.values() if _worth_showing(books)]
@@ -51,7 +52,8 @@ def models_table(models: Iterable[ModelStatus]) -> Table:
 
 
 def _worth_showing(books: ModelBooks) -> bool:
-    return books.location == "device" or bool(books.peak_bytes) or books.limit_bytes is not None
+    numbers = books.peak_bytes, books.guarantee_bytes, books.limit_bytes is not None
+    return books.location == "device" or any(numbers)
 
 
 def _model_row(model: ModelStatus, books: ModelBooks) -> list[str]:
@@ -64,6 +66,7 @@ def _model_row(model: ModelStatus, books: ModelBooks) -> list[str]:
         format_size(books.used_bytes),
         format_size(books.segment_bytes),
         format_size(books.peak_bytes),
+        _size(books.guarantee_bytes or None),
         _size(books.limit_bytes),
         str(books.extents),
         str(model.sessions),
@@ -146,7 +149,10 @@ def device_table(device: DeviceStatus) -> Table:
 
 def locations_table(locations: Iterable[LocationBooks]) -> Table:
     """Return the books of each location, and the device's own figures."""
-    columns = ("where", ">capacity", ">lent", ">releasing", ">free", ">unaccounted", ">headroom", ">used of total")
+    columns = (
+        *("where", ">capacity", ">lent", ">releasing", ">free", ">reserved", ">unaccounted", ">headroom"),
+        ">used of total",
+    )
     return Table(columns, [_location_row(books) for books in locations])
 
 
@@ -158,20 +164,27 @@ def _location_row(books: LocationBooks) -> list[str]:
         format_size(books.lent_bytes),
         format_size(books.releasing_bytes),
         format_size(books.free_bytes),
+        _reserved(books),
         _size(books.unaccounted_bytes),
         format_size(books.headroom_bytes),
         f"{_size(books.device_used_bytes)} of {_size(books.device_total_bytes)}" if seen else NONE,
     ]
 
 
+def _reserved(books: LocationBooks) -> str:
+    missing = books.guarantee_shortfall_bytes
+    return format_size(books.reserved_bytes) + (f" ({format_size(missing)} not free)" if missing else "")
+
+
 def tenants_table(tenants: Iterable[TenantStatus]) -> Table:
     """Return a row for each tenant and location."""
-    columns = ("tenant", "where", ">used", ">limit", ">models", ">sessions")
+    columns = ("tenant", "where", ">used", ">guarantee", ">limit", ">models", ">sessions")
     rows = [
         [
             short_name(tenant.name),
             books.location,
             format_size(books.used_bytes),
+            _size(books.guarantee_bytes or None),
             _size(books.limit_bytes),
             str(tenant.models),
             str(tenant.sessions),
@@ -183,14 +196,19 @@ def tenants_table(tenants: Iterable[TenantStatus]) -> Table:
 
 
 def quotas_table(quotas: Iterable[Quota]) -> Table:
-    """Return the limits that were set by command."""
+    """Return a row for each limit and guarantee that was set."""
     rows = [
-        [short_name(quota.name), quota.location, _size(quota.limit_bytes), format_size(quota.used_bytes)]
+        [
+            short_name(quota.name),
+            quota.location,
+            _size(quota.guarantee_bytes),
+            _size(quota.limit_bytes),
+            format_size(quota.used_bytes),
+        ]
         for quota in quotas
     ]
-    return Table(
-        ("name", "where", ">limit", ">used"), rows, "no limit was set by command; the configured limits are in force"
-    )
+    empty = "no limit or guarantee was set by command; the configured ones are in force"
+    return Table(("name", "where", ">guarantee", ">limit", ">used"), rows, empty)
 
 
 def processes_table(processes: Iterable[ProcessStatus]) -> Table:

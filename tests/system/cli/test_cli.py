@@ -64,8 +64,8 @@ def rows(out: str) -> list[list[str]]:
 def test_models_are_an_aligned_table_and_plain_when_piped(daemon: Daemon) -> None:
     out = good("models", "--endpoint", str(daemon.endpoint("red")))
     header, row = rows(out)
-    assert header[:8] == ["tenant", "model", "where", "virtual", "used", "in segments", "peak", "limit"]
-    assert row == ["red", "llama-7b", "device", "64.0 GiB", "4.0 MiB", "0 B", "4.0 MiB", "8.0 MiB", "2", "1", "1"]
+    assert header[:9] == ["tenant", "model", "where", "virtual", "used", "in segments", "peak", "guarantee", "limit"]
+    assert row == ["red", "llama-7b", "device", "64.0 GiB", "4.0 MiB", "0 B", "4.0 MiB", "-", "8.0 MiB", "2", "1", "1"]
     assert out.isascii()
     assert len({len(line) for line in out.splitlines()}) == 1, "columns line up"
 
@@ -137,16 +137,16 @@ def test_a_quota_is_set_listed_and_ended(daemon: Daemon, worker: membroker.Clien
     """A limit below what is used takes nothing away, refuses what comes, and goes as it came."""
     at = ("--endpoint", str(daemon.endpoint("red")))
     out = good("quota", "set", "red/llama-7b", "--limit", "2MiB", *at)
-    assert out.splitlines()[0] == "red/llama-7b at the device: limit 2.0 MiB, used 4.0 MiB"
+    assert out.splitlines()[0] == "red/llama-7b at the device: limit 2.0 MiB, guarantee as configured, used 4.0 MiB"
     assert "it keeps what it has" in out
     assert worker.models()[0].books["device"].limit_bytes == 2 * MIB
-    assert rows(good("quota", "list", *at))[1] == ["red/llama-7b", "device", "2.0 MiB", "4.0 MiB"]
+    assert rows(good("quota", "list", *at))[1] == ["red/llama-7b", "device", "-", "2.0 MiB", "4.0 MiB"]
     good("quota", "set", "tenants/red", "--limit", "128MiB", *at)
     names = [quota["name"] for quota in json.loads(good("quota", "list", "--json", *at))]
     assert names == ["tenants/red", "tenants/red/models/llama-7b"]
     for name in ("red", "red/llama-7b"):
         assert "limit as configured" in good("quota", "set", name, "--limit", "none", *at)
-    assert "no limit was set by command" in good("quota", "list", *at)
+    assert "no limit or guarantee was set by command" in good("quota", "list", *at)
     assert worker.models()[0].books["device"].limit_bytes == 8 * MIB
 
 
@@ -154,7 +154,7 @@ def test_a_quota_is_set_listed_and_ended(daemon: Daemon, worker: membroker.Clien
 def test_a_quota_for_nobody_yet_says_so(daemon: Daemon) -> None:
     """A limit may be there before who it is for; but so may a typing error, and a limit that limits nothing."""
     at = ("--endpoint", str(daemon.admin))
-    waits = "of that name now: the limit waits for its first session"
+    waits = "of that name now: the quota waits for its first session"
     assert f"there is no model {waits}" in good("quota", "set", "red/lama-7b", "--limit", "2MiB", *at)
     assert f"there is no tenant {waits}" in good("quota", "set", "blue", "--limit", "2MiB", *at)
     out = good("quota", "set", "red", "--limit", "1GiB", *at)
@@ -171,7 +171,7 @@ def test_where_each_user_is_a_tenant_a_quota_names_a_user() -> None:
         assert daemon.stop() == 0
         daemon.config["tenants"] = {}
         daemon.start_again()
-        assert "the limit waits for its first session" in good("quota", "set", "uid-1000", "--limit", "2MiB", *at)
+        assert "the quota waits for its first session" in good("quota", "set", "uid-1000", "--limit", "2MiB", *at)
         for name in ("acme", "uid-", "uid-007", "red"):
             status, out, err = run("quota", "set", name, "--limit", "1GiB", *at)
             assert (status, out) == (1, "")
