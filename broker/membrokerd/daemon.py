@@ -22,7 +22,7 @@ from membroker.wire.frames import close_all
 
 from . import __version__
 from .config import quotas
-from .config.config import Config, TenantConfig
+from .config.config import Config, ConfigError, TenantConfig
 from .config.descriptor_limits import (
     in_flight_is_bounded,
     raise_descriptor_limit,
@@ -36,7 +36,7 @@ from .core import snapshot
 from .core.events import Location
 from .core.facts_of import story
 from .core.machine import Broker
-from .device import Plan, changed_rules
+from .device import DeviceError, Plan, changed_rules, check_guarantees, warn_of_guarantees
 from .drain import Drain
 from .edge.dispatch import Dispatcher
 from .edge.handoff.listener import Listener
@@ -144,7 +144,9 @@ class Daemon:
         self._store.keep_driver(plan.driver.survivors())
         rules = plan.rules(config, anchor, *self._bounds(), cover_lent(plan.capacities, books.charged))
         journal.epoch = self._home.next_epoch(max(journal.epoch, books.epoch, last_epoch(kept)))
+        check_guarantees(rules)
         broker = Broker(rules, journal.epoch, [*books.story, *self._commanded()])
+        warn_of_guarantees(broker.ledger.quotas, rules)
         self._begin_journal(journal, broker)
         writer = Writer(broker, journal, self._metrics.journal.observe)
         self._loop = Loop(
@@ -187,7 +189,7 @@ class Daemon:
         if trouble := quotas.trouble(directory):
             logs.warn(trouble)
         self._quotas_path = directory / "quotas.toml"
-        return [ft.QuotaSet(*key, limit) for key, limit in quotas.read(self._quotas_path).items()]
+        return [ft.QuotaSet(*key, *quota) for key, quota in quotas.read(self._quotas_path).items()]
 
     def _read_journal(self, journal: Journal) -> Books:
         """Return the predecessor's books. If some are missing, log the processes that may still hold memory."""
@@ -379,6 +381,10 @@ class Daemon:
     async def _reload(self, config: Config) -> None:
         """Apply the changes that need no restart, and log those that do."""
         changes = compare(self._config, config)
+        try:
+            check_guarantees(changed_rules(self._loop.broker.rules, changes.config))
+        except DeviceError as error:
+            raise ConfigError([str(error)]) from error
         tenants = dict(changes.config.tenants)
         for name in changes.removed:
             holds = self._holdings(name)
@@ -400,6 +406,7 @@ class Daemon:
         for name, tenant in tenants.items():
             self._doors[name].listener.admit(tenant.uids)
         self._loop.broker.change_rules(changed_rules(self._loop.broker.rules, self._config))
+        warn_of_guarantees(self._loop.broker.ledger.quotas, self._loop.broker.rules)
         logs.set_level(self._config.log.level)
         if changes.fixed:
             logs.warn("these keys have changed and need a restart of the daemon", keys=list(changes.fixed))

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from membroker.vmm import Driver, DriverUnavailable, Location, format_size, open_driver
 from membroker.vmm.sizes import GIB, MIB
 
-from .config.config import Config, ModelConfig, TenantConfig
+from .config.config import Config, quotas_of
 from .core import policy
+from .core.admission import Misfit, misfits
 from .core.events import Location as CoreLocation
+from .core.rows import Quota
 from .observe import logs
 
 HOST_GRANULARITY = 2 * MIB
@@ -72,15 +74,11 @@ class Plan:
 
 def changed_rules(rules: policy.Rules, config: Config) -> policy.Rules:
     """Return the rules with the values that a reload of the configuration may change."""
-    limits: dict[tuple[str, str | None, CoreLocation], int] = {}
-    for tenant, row in config.tenants.items():
-        rows: list[tuple[str | None, TenantConfig | ModelConfig]] = [(None, row), *row.models.items()]
-        for model, one in rows:
-            for where, limit in _by_location(one.limit, one.host_limit).items():
-                limits[tenant, model, where] = limit
+    quotas = dict(quotas_of(config.tenants))
     return replace(
         rules,
-        limits=limits,
+        limits={key: quota.limit for key, quota in quotas.items() if quota.limit is not None},
+        guarantees={key: quota.guarantee for key, quota in quotas.items() if quota.guarantee is not None},
         default_limits=_by_location(config.default_limit, config.default_host_limit),
         settle_ns=int(config.settle_seconds * 1e9),
         model_grace_ns=int(config.model_grace_seconds * 1e9),
@@ -104,6 +102,25 @@ def _share(sessions: int, tenants: int) -> int | None:
 def _by_location(device: int | None, host: int | None) -> dict[CoreLocation, int]:
     both: dict[CoreLocation, int | None] = {"device": device, "host": host}
     return {where: limit for where, limit in both.items() if limit is not None}
+
+
+def check_guarantees(rules: policy.Rules) -> None:
+    """Raise `DeviceError` if the configured guarantees do not fit the limits and what this device can lend."""
+    problems = [_misfit(one, where) for where in rules.capacities for one in misfits({}, rules, where)]
+    if problems:
+        raise DeviceError("; ".join(problems) + ": lower guarantees in the configuration")
+
+
+def warn_of_guarantees(quotas: Mapping[policy.Key, Quota], rules: policy.Rules) -> None:
+    """Log which guarantees cannot be kept because of quotas that were set by command."""
+    for where in rules.capacities:
+        for one in misfits(quotas, rules, where):
+            logs.warn(f"{_misfit(one, where)}: lower one with `membroker quota set`")
+
+
+def _misfit(one: Misfit, where: CoreLocation) -> str:
+    sizes = format_size(one.size), format_size(one.most)
+    return f"{one} would be {sizes[0]} of {where} memory, more than {one.bound}, {sizes[1]}"
 
 
 def plan(config: Config) -> Plan:

@@ -28,7 +28,7 @@ CHANGEABLE = frozenset(
     )
 )
 """Keys that a reload changes, besides `log.level`. All others are fixed at the start."""
-_CHANGEABLE_OF_TENANT = frozenset(("limit", "host_limit", "uids", "models"))
+_CHANGEABLE_OF_TENANT = frozenset(("limit", "host_limit", "guarantee", "host_guarantee", "uids", "models"))
 UNCHANGED = "the configuration was not reloaded and stays as it is"
 
 

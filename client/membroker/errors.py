@@ -231,6 +231,7 @@ _CLASSES: dict[str, type[MembrokerError]] = {
     "INVALID_NAME": InvalidRequest,
     "INVALID_ARGUMENT": InvalidRequest,
     "INVALID_PAGE_TOKEN": InvalidRequest,
+    "QUOTA_CONFLICT": InvalidRequest,
     "MODEL_NOT_FOUND": ModelNotFound,
     "MODEL_CONFLICT": ModelConflict,
     "MODEL_EXISTS": ModelAlreadyExists,

@@ -85,7 +85,8 @@ class LocationBooks:
     charged until the device shows them free. `stock_bytes` are extents made ahead, part of the free ones.
     `headroom_bytes` is what the broker never lends. `device_total_bytes` and `device_used_bytes` are the driver's
     (NVML on a GPU). `unaccounted_bytes` are in use on the device and not in the books. The last three are None if the
-    device cannot tell.
+    device cannot tell. `reserved_bytes` are guaranteed to tenants and models that have not borrowed them, and lent to
+    nobody else; the free memory misses `guarantee_shortfall_bytes` of them.
     """
 
     location: str
@@ -98,6 +99,8 @@ class LocationBooks:
     unaccounted_bytes: int | None
     device_total_bytes: int | None
     device_used_bytes: int | None
+    reserved_bytes: int = 0
+    guarantee_shortfall_bytes: int = 0
 
 
 @renamed("granularity")
@@ -131,7 +134,7 @@ class ModelBooks:
 
     `used_bytes` includes `declared_bytes`, `releasing_bytes` and `segment_bytes`; a segment is charged once, however
     many processes map it. `peak_bytes` is the largest `used_bytes` so far. `limit_bytes` is None if only the limits of
-    the tenant and the device apply. `extents` is a count.
+    the tenant and the device apply. `guarantee_bytes` can be borrowed at any time. `extents` is a count.
     """
 
     location: str
@@ -142,6 +145,7 @@ class ModelBooks:
     limit_bytes: int | None
     extents: int
     segment_bytes: int
+    guarantee_bytes: int = 0
 
 
 @renamed("virtual_capacity")
@@ -167,11 +171,13 @@ class Available:
     """What a model could borrow at one moment. It reserves nothing, so the next request of any process can change it.
 
     `now_bytes` is the most that one request could have got: the smallest of what the model's limit, the tenant's
-    limit, the capacity and the device left. `limit_bytes` is the model's limit, or None if only the others apply.
+    limit, the capacity and the device left, without what is kept for guarantees of others. `limit_bytes` is the model's
+    limit, or None if only the others apply. `guarantee_bytes` is what the model can be charged at any time.
     """
 
     now_bytes: int
     limit_bytes: int | None
+    guarantee_bytes: int = 0
 
 
 @renamed("used")

@@ -208,6 +208,7 @@ class DaemonDeaths:
         else:
             world.broker = Broker(rules, self.epoch)
             world.broker.books.ledger = copy.deepcopy(self.books)
+            world.broker.books.change_rules(world.broker.rules)  # it decides over that ledger
         world.referee.inherit(dead, torn=bool(self.torn))
         world.resuming.inherit()
         self.take_stock_of_workers()

@@ -15,6 +15,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tests.simulation.guarantees_referee import GuaranteesReferee
 from tests.simulation.resuming_referee import ResumingReferee
 from tests.simulation.sharing_referee import SharingReferee
 from tests.simulation.stock_referee import StockReferee
@@ -22,11 +23,13 @@ from tests.simulation.stock_referee import StockReferee
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
+from membrokerd.core import policy
 from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied, Reason
-from membrokerd.core.ledger import SegmentRow, SessionRow, replay
+from membrokerd.core.ledger import replay
 from membrokerd.core.machine import Broker
 from membrokerd.core.recount import check, recount
+from membrokerd.core.rows import Quota, SegmentRow, SessionRow
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -65,7 +68,8 @@ class Referee:
         self.resuming = ResumingReferee(world)
         self.judged = 0
         self.last_id = 0
-        self.quotas: dict[tuple[str, str | None, ev.Location], int] = {}
+        self.quotas: dict[policy.Key, Quota] = {}
+        self.guarantees = GuaranteesReferee(self)
         self.asked: dict[ev.ModelName, dict[ev.Location, int]] = {}
         self.owners: dict[int, int] = {}
         self.deaths: dict[int, Death] = {}
@@ -192,6 +196,8 @@ class Referee:
                 heard = isinstance(event, ev.InputsDrained) and event.call == effect.call
                 replaced = isinstance(event, ev.Declare) and event.call != effect.call
                 assert heard or replaced or not wants or full, "refused before the others were heard"
+                if wants and "model" in effect.result.numbers:
+                    self.guarantees.refused(effect.result)
             again = isinstance(event, ev.InputsDrained) and isinstance(effect, fx.DrainInputs)
             assert not again, "the inputs are drained twice"
             if isinstance(effect, fx.Answer) and isinstance(effect.result, fx.Reconciled):
@@ -213,6 +219,7 @@ class Referee:
                 self.last_id = fact.first + fact.count - 1
                 self.owners.update(dict.fromkeys(range(fact.first, self.last_id + 1), fact.session))
                 self._within_limits(fact.name, fact.location)
+                self.guarantees.debited(fact.name, fact.location, fact.extent_bytes * fact.count)
             case ft.Credited():
                 for extent in fact.ids:
                     assert self.owners.pop(extent) == fact.session, "an extent has two owners"
@@ -223,6 +230,8 @@ class Referee:
                 assert fact.first > fact.segment > self.last_id, "an id is used twice"
                 self.last_id = fact.first + fact.count - 1
                 self._within_limits(fact.name, fact.location)
+                size = fact.extent_bytes * (fact.count - 1) + fact.last_bytes
+                self.guarantees.debited(fact.name, fact.location, size)
             case ft.SegmentEnded() if fact.proven is not None:
                 self._settled(fact.segment, *self.deaths[fact.segment].charged, proven=fact.proven)
                 del self.deaths[fact.segment]
@@ -238,22 +247,26 @@ class Referee:
                 self._settled(fact.session, fact.location, proven=fact.proven)
             case ft.ModelBegan():
                 self.asked[fact.name] = dict(fact.limits)
+            case ft.ModelAsked():
+                self.asked[fact.name].update(fact.limits)
             case ft.QuotaSet():
                 key = (fact.tenant, fact.model, fact.location)
-                if fact.limit is None:
-                    self.quotas.pop(key, None)
-                else:
-                    self.quotas[key] = fact.limit
+                self.quotas[key] = Quota(fact.limit, fact.guarantee)
+
+    def set_for(self, key: policy.Key) -> Quota:
+        """Return what operators have set: as commanded, or else configured."""
+        rules, quota = self.world.broker.rules, self.quotas.get(key, Quota())
+        default = rules.default_limits.get(key[2]) if key[1] is None else None
+        limit = rules.limits.get(key, default) if quota.limit is None else quota.limit
+        return Quota(limit, rules.guarantees.get(key, 0) if quota.guarantee is None else quota.guarantee)
 
     def _within_limits(self, name: ev.ModelName, where: ev.Location, *, less: bool = False) -> None:
         """No debit takes the model, the tenant or the location above what was asked, commanded or configured."""
-        ledger, rules = self.world.broker.ledger, self.world.broker.rules
-        model, tenant = (name.tenant, name.model, where), (name.tenant, None, where)
-        limits = [self.quotas.get(model, rules.limits.get(model)), self.asked[name].get(where)]
-        configured = rules.limits.get(tenant, rules.default_limits.get(where))
+        ledger = self.world.broker.ledger
+        limits = [self.set_for((*name, where)).limit, self.asked[name].get(where)]
         used = ledger.models[name].charges[where].bytes
         whole = sum(row.charges[where].bytes for other, row in ledger.models.items() if other.tenant == name.tenant)
-        bounds = [(used, limit) for limit in limits] + [(whole, self.quotas.get(tenant, configured))]
+        bounds = [(used, limit) for limit in limits] + [(whole, self.set_for((name.tenant, None, where)).limit)]
         for charged, limit in bounds:
             assert limit is None or charged <= limit or less, f"{name} was debited to {charged}, above {limit}"
 
@@ -374,5 +387,6 @@ class Referee:
         return (
             f"{self.judged:,} steps, {self.sessions:,} sessions; credits proven {self.proven:,}, by the time limit "
             f"{self.timed_out:,}; early {self.early.total():,} ({causes}), {self.early_of_segments:,} of segments\n"
-            f"{self.sharing.report()}\n{self.stock.report()}\n{self.resuming.report()}"
+            f"{self.sharing.report()}\n{self.stock.report()}\n{self.resuming.report()}\n"
+            f"{self.guarantees.report()}"
         )

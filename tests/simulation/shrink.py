@@ -163,9 +163,9 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
             return f"open {name} tenant={event.tenant} process={event.process}{observer}"
         case ev.Audit(seen):
             return f"audit{_seen(seen)}"
-        case ev.SetQuota(_, tenant, model, where, limit):
-            size = "none" if limit is None else str(limit // MIB)
-            return f"quota {tenant}{'/' + model if model else ''} {size} where={where}"
+        case ev.SetQuota(_, tenant, model, where, limit, guarantee):
+            texts = ["none" if size is None else str(size // MIB) for size in (limit, guarantee)]
+            return f"quota {tenant}{'/' + model if model else ''} {texts[0]} where={where} guarantee={texts[1]}"
         case ev.Sealed(segment):
             return f"sealed {_ids([segment])}"
         case ev.NotSealed(segment, reason):

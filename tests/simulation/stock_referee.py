@@ -111,7 +111,8 @@ class StockReferee:
         """Nobody is refused for what is free: the capacity is exceeded by what is charged, without any stock."""
         for effect in step.effects:
             if isinstance(effect, fx.Answer) and effect.call == call and isinstance(effect.result, Denied):
-                fits = self._charged[where] + size <= self.world.broker.rules.capacities[where]
+                kept = int(effect.result.numbers.get("reserved_bytes", 0))  # the referee of guarantees judges these
+                fits = self._charged[where] + kept + size <= self.world.broker.rules.capacities[where]
                 assert not (fits and effect.result.reason is Reason.CAPACITY), "refused for what is free"
 
     def _judge_effect(self, effect: fx.Effect) -> None:

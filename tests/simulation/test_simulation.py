@@ -20,6 +20,7 @@ from membrokerd.core import books, hearing, ledger, lending, models, policy, seg
 from membrokerd.core import deaths as settling
 from membrokerd.core import effects as fx
 from membrokerd.core import facts as ft
+from membrokerd.core.admission import Admission
 from membrokerd.core.denied import Reason
 
 SEED = 20_260
@@ -79,26 +80,17 @@ def _no_tenant_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _no_commanded_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    levels = policy._levels
-
-    def lax(ledger: Any, *arguments: Any) -> Any:
-        quotas, ledger.quotas = ledger.quotas, {}
-        try:
-            return levels(ledger, *arguments)
-        finally:
-            ledger.quotas = quotas
-
-    monkeypatch.setattr(policy, "_levels", lax)
+    monkeypatch.setattr(policy, "set_limit", lambda _, rules, key: rules.limits.get(key))
 
 
 def _no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
-    admit = policy.admit
+    admit = Admission.admit
 
     def lax(*arguments: Any) -> Any:
         denied = admit(*arguments)
         return None if denied and denied.reason == "CAPACITY" else denied
 
-    monkeypatch.setattr(policy, "admit", lax)
+    monkeypatch.setattr(Admission, "admit", lax)
 
 
 def _wide_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +218,45 @@ def _models_end_under_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models.Models, "_end_if_idle", end_model)
 
 
+# --- guarantees with a fault ---
+
+
+def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Admission, "reserved", lambda self, location: 0)
+
+
+def _owners_may_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept for a tenant is kept from the tenant, too."""
+    levels = Admission._levels
+
+    def strict(self: Any, name: Any, location: Any) -> Any:
+        *lower, capacity = levels(self, name, location)
+        room = min(capacity.room, max(0, self._ledger.totals[location].free - self.reserved(location)))
+        return [*lower, capacity._replace(room=room)]
+
+    monkeypatch.setattr(Admission, "_levels", strict)
+
+
+def _the_dead_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is releasing counts as the tenant's, so that its guarantee looks used."""
+    monkeypatch.setattr(ledger.Ledger, "tenant_lent", ledger.Ledger.tenant_charged)
+
+
+def _a_command_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(books, "_CHANGES_OF_LIMITS", frozenset((ft.ModelBegan, ft.ModelAsked, ft.ModelEnded)))
+
+
+def _models_are_not_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Admission, "_unused_by_models", lambda *_: 0)
+
+
+def _tenants_are_not_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_models(self: Any, tenant: str, location: Any) -> int:
+        return self._unused_by_models(self._guarantees[location][tenant], location)
+
+    monkeypatch.setattr(Admission, "_reserved_for", of_models)
+
+
 # --- a stock with a fault ---
 
 
@@ -242,15 +273,15 @@ def _dropped_and_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _refused_for_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    admit = policy.admit
+    admit = Admission.admit
 
-    def strict(account: Any, rules: Any, name: Any, location: Any, size: int) -> Any:
-        denied = admit(account, rules, name, location, size)
-        kept = account.totals[location].stock
-        beside = admit(account, rules, name, location, size + kept) if kept else None
+    def strict(self: Any, name: Any, location: Any, size: int) -> Any:
+        denied = admit(self, name, location, size)
+        kept = self._ledger.totals[location].stock
+        beside = admit(self, name, location, size + kept) if kept else None
         return denied or (beside if beside and beside.reason == "CAPACITY" else None)
 
-    monkeypatch.setattr(policy, "admit", strict)
+    monkeypatch.setattr(Admission, "admit", strict)
 
 
 def _full_beside_stock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,6 +423,12 @@ FAULTS = (
     _nobody_drops_what_was_not_sealed,
     _settle_on_an_old_figure,
     _models_end_under_segments,
+    _nothing_is_kept,
+    _owners_may_not_use_it,
+    _the_dead_use_it,
+    _a_command_is_not_seen,
+    _models_are_not_kept_for,
+    _tenants_are_not_kept_for,
 )
 
 

@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tests.simulation.daemon_deaths import DaemonDeaths
@@ -33,6 +33,7 @@ from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
+from membrokerd.core.admission import misfits
 from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied
 from membrokerd.core.machine import Broker
@@ -68,6 +69,10 @@ DEVICE_TOTAL = CAPACITIES["device"] + 300 * MIB
 NOTICE = 400 * MILLISECOND
 """A death is told at most so late."""
 UNKNOWN_ID = (1 << 40) + 10_000_000
+
+
+def _named(sizes: Mapping[policy.Key, int]) -> str:
+    return ",".join(f"{tenant}{'/' + model if model else ''}:{at // MIB}" for (tenant, model, _), at in sizes.items())
 
 
 class World:
@@ -853,8 +858,9 @@ class World:
     def set_quota(self) -> None:
         model = self.random.choice((None, "m0", "m1"))
         limit = self.random.choice((None, None, None, None, None, 0, 100, 400, 800))
-        size = None if limit is None else limit * MIB
-        self.send(ev.SetQuota(self.call(-1), f"t{self.random.randrange(3)}", model, self.where(), size))
+        guarantee = self.random.choice((None, None, None, 0, 40, 100, 300))
+        sizes = (None if size is None else size * MIB for size in (limit, guarantee))
+        self.send(ev.SetQuota(self.call(-1), f"t{self.random.randrange(3)}", model, self.where(), *sizes))
 
     def reload(self) -> None:
         """An operator edits the configuration and sends SIGHUP. What is lent stays lent."""
@@ -865,11 +871,13 @@ class World:
         }
         default = self.random.choice((None, None, 300, 900))
         defaults: dict[ev.Location, int] = {} if default is None else {"device": default * MIB}
-        self.broker.change_rules(dataclasses.replace(self.broker.rules, limits=limits, default_limits=defaults))
-        named = ",".join(
-            f"{tenant}{'/' + model if model else ''}:{at // MIB}" for (tenant, model, _), at in limits.items()
-        )
-        options = [f"limits={named}"] * bool(named) + [f"default={default}"] * (default is not None)
+        guarantees = {key: self.random.choice((40, 100, 200)) * MIB for key in CONFIGURED if self.random.random() < 0.3}
+        rules = dataclasses.replace(self.broker.rules, limits=limits, default_limits=defaults, guarantees=guarantees)
+        if any(True for where in rules.capacities for _ in misfits({}, rules, where)):  # the daemon refuses that
+            rules, guarantees = dataclasses.replace(rules, guarantees={}), {}
+        self.broker.change_rules(rules)
+        options = [f"limits={_named(limits)}"] * bool(limits) + [f"guarantees={_named(guarantees)}"] * bool(guarantees)
+        options += [f"default={default}"] * (default is not None)
         self.events.append((self.now, " ".join(["reload", *options])))
         self.steps["reload"] += 1
 

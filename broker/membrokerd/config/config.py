@@ -17,8 +17,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Strict
 
 from .. import files
+from ..core import policy
+from ..core.admission import misfits
+from ..core.events import Location
+from ..core.rows import Quota
 from . import checks
 from .checks import Size, Table, joined, size_text
+
+QUOTA_KEYS: Mapping[Location, tuple[str, str]] = {
+    "device": ("limit", "guarantee"),
+    "host": ("host_limit", "host_guarantee"),
+}
 
 
 class ConfigError(ValueError):
@@ -48,23 +57,38 @@ class LogConfig(Table):
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig(Table):
-    """The most that a tenant's model may be charged, in bytes; None leaves it to the tenant's limit."""
+    """The quota of a tenant's model, in bytes. `guarantee` is kept for it; `limit` None leaves it to the tenant's."""
 
     limit: Size | None = None
     host_limit: Size | None = None
+    guarantee: Size | None = None
+    host_guarantee: Size | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class TenantLimits(Table):
-    """The most that a tenant and each of its models may be charged; these keys are in the file of quotas too."""
+class TenantQuotas(Table):
+    """The quotas of a tenant and of each of its models; these keys are in the file of quotas too."""
 
     limit: Size | None = None
     host_limit: Size | None = None
+    guarantee: Size | None = None
+    host_guarantee: Size | None = None
     models: Mapping[checks.ModelName, ModelConfig] = field(default_factory=dict)
 
 
+def quotas_of(tenants: Mapping[str, TenantQuotas]) -> Iterator[tuple[policy.Key, Quota]]:
+    """Yield what is set for each tenant and model at each location."""
+    for tenant, own in tenants.items():
+        named: list[tuple[str | None, TenantQuotas | ModelConfig]] = [(None, own), *own.models.items()]
+        for model, table in named:
+            for location, keys in QUOTA_KEYS.items():
+                quota = Quota(*(getattr(table, key) for key in keys))
+                if quota != Quota():
+                    yield (tenant, model, location), quota
+
+
 @dataclass(frozen=True, slots=True)
-class TenantConfig(TenantLimits):
+class TenantConfig(TenantQuotas):
     """A tenant and its endpoint. `owner`, `group` and `mode` are those of its sockets; None leaves the daemon's.
 
     Only users in `uids` may open sessions; where it is empty, the sockets' mode decides.
@@ -186,12 +210,30 @@ def _misfits(config: Config, wrong: Mapping[str, str]) -> Iterator[tuple[str, st
     for key, size, limit_key, limit in _bounds(config):
         if size is not None and limit is not None and size > limit and limit_key not in wrong:
             yield key, f"{size_text(size)} is more than {limit_key}, {size_text(limit)}; write at most that"
+    yield from _guarantee_misfits(config)
     if config.keeper_socket is not None and config.keeper_socket.parent == config.runtime_directory:
         yield (
             "keeper_socket",
             "is in the runtime directory itself, which tenants pass through, and the keeper lets no other user into "
             'its directory; name one of its own, such as "/run/membroker-keeper/fdstore.sock"',
         )
+
+
+def _guarantee_misfits(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each guarantee that does not fit. A capacity that the device decides is checked at the start."""
+    capacity = policy.MAX_BYTES if config.capacity is None else config.capacity
+    defaults: dict[Location, int | None] = {"device": config.default_limit, "host": config.default_host_limit}
+    rules = policy.Rules(
+        granularity=1,
+        capacities={"device": capacity, "host": config.host_capacity},
+        default_limits={where: size for where, size in defaults.items() if size is not None},
+    )
+    quotas = dict(quotas_of(config.tenants))
+    for location, (_, key) in QUOTA_KEYS.items():
+        for one in misfits(quotas, rules, location):
+            parts = ("tenants", one.tenant or "*", *(("models", one.model) if one.model else ()), key)
+            sizes = size_text(one.size), size_text(one.most)
+            yield joined(parts), f"{one} would be {sizes[0]}, more than {one.bound}, {sizes[1]}; write at most that"
 
 
 def _bounds(config: Config) -> Iterator[tuple[str, int | None, str, int | None]]:

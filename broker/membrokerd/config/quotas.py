@@ -1,4 +1,4 @@
-"""The quotas: limits that were set by command, in a file, so that they stay in force until removed, even over a reboot.
+"""The quotas: limits and guarantees that were set by command, in a file, so that they outlive the daemon and a reboot.
 
 Owns the file's place and form. People may read it, and change it while no daemon runs. It is checked as the
 configuration is, and refused as a whole if anything in it is wrong.
@@ -9,26 +9,27 @@ from __future__ import annotations
 import errno
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from membroker.vmm.sizes import GIB, MIB
 
 from .. import files
-from ..core.events import Location
+from ..core import policy
+from ..core.rows import Quota
 from ..home import HomeError
 from .checks import Table, TenantName, check, joined
-from .config import ModelConfig, TenantLimits
+from .config import QUOTA_KEYS, TenantQuotas, quotas_of
 
-Quotas = Mapping[tuple[str, str | None, Location], int]
-"""Bytes by tenant, model (None: all of the tenant's together) and location, as in the ledger."""
+Quotas = Mapping[policy.Key, Quota]
+"""What was set, as in the ledger."""
 
 SYSTEM = Path("/var/lib/membroker")
-_KEYS: Mapping[str, Location] = {"limit": "device", "host_limit": "host"}
-_WHAT_TO_DO = "put it right, or remove the file to end all limits that were set by command"
+_WHAT_TO_DO = "put it right, or remove the file to end all limits and guarantees that were set by command"
 _HEAD = """\
-# Limits that were set with `membroker quota set`. They have the keys of membrokerd.toml, and override its limits.
+# Limits and guarantees that were set with `membroker quota set`. They have the keys of membrokerd.toml, and override
+# its numbers.
 # membrokerd reads this file at its start and rewrites it at each command: change it only while no membrokerd runs.
 """
 
@@ -37,7 +38,7 @@ _HEAD = """\
 class _Quotas(Table):
     """The file."""
 
-    tenants: Mapping[TenantName, TenantLimits] = field(default_factory=dict)
+    tenants: Mapping[TenantName, TenantQuotas] = field(default_factory=dict)
 
 
 def state_directory(device: str, env: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
@@ -67,7 +68,7 @@ def trouble(directory: Path) -> str:
     else:
         return ""
     return (
-        f"limits by command will be refused, since they are kept in {directory} and {there} {why}: "
+        f"limits and guarantees by command will be refused, since they are kept in {directory} and {there} {why}: "
         "change that, or set another state_directory"
     )
 
@@ -89,16 +90,7 @@ def read(path: Path) -> Quotas:
     quotas, problems = check(_Quotas, document)
     if problems:
         raise HomeError("; ".join([*(f"{path}: {key}: {what}" for key, what in problems.items()), _WHAT_TO_DO]))
-    return dict(_rows(quotas))
-
-
-def _rows(quotas: _Quotas) -> Iterator[tuple[tuple[str, str | None, Location], int]]:
-    for tenant, limits in quotas.tenants.items():
-        named: list[tuple[str | None, TenantLimits | ModelConfig]] = [(None, limits), *limits.models.items()]
-        for model, table in named:
-            for key, location in _KEYS.items():
-                if (limit := getattr(table, key)) is not None:
-                    yield (tenant, model, location), limit
+    return dict(quotas_of(quotas.tenants))
 
 
 # --- Writing ---
@@ -120,19 +112,19 @@ def write(path: Path, quotas: Quotas) -> None:
 
 
 def _text(quotas: Quotas) -> str:
-    names = {location: key for key, location in _KEYS.items()}
     tables: dict[str, list[str]] = {}
-    for (tenant, model, location), limit in sorted(
+    for (tenant, model, location), quota in sorted(
         quotas.items(), key=lambda row: (row[0][0], row[0][1] or "", row[0][2])
     ):
         table = joined(("tenants", tenant) if model is None else ("tenants", tenant, "models", model))
-        tables.setdefault(table, []).append(f"{names[location]} = {_size(limit)}\n")
+        sizes = zip(QUOTA_KEYS[location], quota, strict=True)
+        tables.setdefault(table, []).extend(f"{key} = {_size(size)}\n" for key, size in sizes if size is not None)
     return _HEAD + "".join(f"\n[{table}]\n{''.join(lines)}" for table, lines in tables.items())
 
 
-def _size(limit: int) -> str:
+def _size(size: int) -> str:
     """Return a size as TOML: as text with a unit, if that is exact."""
     for step, unit in ((GIB, "GiB"), (MIB, "MiB")):
-        if limit and limit % step == 0:
-            return f'"{limit // step}{unit}"'
-    return str(limit)
+        if size and size % step == 0:
+            return f'"{size // step}{unit}"'
+    return str(size)

@@ -14,9 +14,11 @@ from . import effects as fx
 from . import events as ev
 from . import facts as ft
 from . import policy
+from .admission import Admission
 from .denied import Denied, Reason, deny
 from .ledger import replay
 
+_CHANGES_OF_LIMITS = frozenset((ft.QuotaSet, ft.ModelBegan, ft.ModelAsked, ft.ModelEnded))
 COUNTER_BITS = 40
 """The low bits of an id are a counter; those above it are the epoch."""
 _COUNTER_MAX = (1 << COUNTER_BITS) - 1
@@ -37,8 +39,8 @@ class Books:
 
     def __init__(self, rules: policy.Rules, epoch: int, story: Iterable[ft.Fact] = ()) -> None:
         assert 0 < epoch < 1 << 24
-        self.rules = rules
         self.ledger = replay(rules.capacities, story)
+        self.change_rules(rules)
         self.denials: dict[ev.ModelName, Counter[str]] = {}
         self.stopping = False
         self.draining = False
@@ -48,6 +50,11 @@ class Books:
         """Bytes that are debited but may not exist on the device yet."""
         self._next_id = epoch << COUNTER_BITS
         self.begin_step()
+
+    def change_rules(self, rules: policy.Rules) -> None:
+        """Decide by these rules from now on."""
+        self.rules = rules
+        self.admission = Admission(self.ledger, rules)
 
     def begin_step(self) -> Step:
         """Return the step that effects and facts are added to from now on."""
@@ -60,6 +67,8 @@ class Books:
     def record(self, fact: ft.Fact) -> None:
         """Change the ledger."""
         self.ledger.apply(fact)
+        if type(fact) in _CHANGES_OF_LIMITS:
+            self.admission.refresh()
         self._facts.append(fact)
 
     def take_ids(self, count: int) -> range:

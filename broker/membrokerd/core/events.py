@@ -345,13 +345,14 @@ class InputsDrained:
 
 @value
 class SetQuota:
-    """An operator sets a limit for a model, or for a tenant (`model` is None); a limit of None removes it."""
+    """An operator sets the quota of a model, or of a tenant (`model` is None). None leaves the configured number."""
 
     call: int
     tenant: str
     model: str | None
     location: Location
     limit: int | None
+    guarantee: int | None = None
 
 
 @value

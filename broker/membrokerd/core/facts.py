@@ -232,12 +232,13 @@ class UnaccountedSeen:
 
 @value
 class QuotaSet:
-    """An operator set a limit for a model, or for a tenant (`model` is None); a limit of None removes it."""
+    """An operator set the quota of a model, or of a tenant (`model` is None). None leaves the configured number."""
 
     tenant: str
     model: str | None
     location: Location
     limit: int | None
+    guarantee: int | None = None
 
 
 Fact = (

@@ -12,7 +12,9 @@ from typing import Any
 
 from . import facts, lifecycles
 from .events import Location, ModelName, SegmentName
-from .rows import Charge, Loan, ModelCharge, ModelRow, SegmentRow, SessionRow, Total
+from .rows import Charge, Loan, ModelCharge, ModelRow, Quota, SegmentRow, SessionRow, TenantCharge, Total
+
+_NOTHING = TenantCharge(0, 0)
 
 
 class Ledger:
@@ -24,8 +26,9 @@ class Ledger:
         self.models: dict[ModelName, ModelRow] = {}
         self.segments: dict[int, SegmentRow] = {}
         self.labels: dict[SegmentName, int] = {}
-        self.tenants: dict[tuple[str, Location], int] = {}
-        self.quotas: dict[tuple[str, str | None, Location], int] = {}
+        self.tenants: dict[tuple[str, Location], TenantCharge] = {}
+        """What each tenant is charged, without entries of zero bytes."""
+        self.quotas: dict[tuple[str, str | None, Location], Quota] = {}
         self.revision = 0
 
     def apply(self, fact: facts.Fact) -> None:
@@ -36,7 +39,12 @@ class Ledger:
 
     def tenant_charged(self, tenant: str, location: Location) -> int:
         """Bytes that a tenant is charged at a location."""
-        return self.tenants.get((tenant, location), 0)
+        return self.tenants.get((tenant, location), _NOTHING).bytes
+
+    def tenant_lent(self, tenant: str, location: Location) -> int:
+        """Bytes that a tenant is charged at a location and that are not releasing."""
+        charged, releasing = self.tenants.get((tenant, location), _NOTHING)
+        return charged - releasing
 
     # --- one method for each fact ---
 
@@ -62,9 +70,7 @@ class Ledger:
             return
         lifecycles.move(lifecycles.EXTENT, "lent", "holder died")
         for (name, location), charge in row.charges.items():
-            self.totals[location].lent -= charge.bytes
-            self.totals[location].releasing += charge.bytes
-            self.models[name].charges[location].releasing += charge.bytes
+            self._turn_to_releasing(name, location, charge.bytes)
         self._leave_all(row, fact.at)
 
     def _session_ended(self, fact: facts.SessionEnded) -> None:
@@ -165,9 +171,7 @@ class Ledger:
         row = self.segments[fact.segment]
         row.state = lifecycles.move(lifecycles.SEGMENT, row.state, fact.cause)
         if row.state == "releasing":
-            self.totals[row.location].lent -= row.bytes
-            self.totals[row.location].releasing += row.bytes
-            self.models[row.name].charges[row.location].releasing += row.bytes
+            self._turn_to_releasing(row.name, row.location, row.bytes)
 
     def _segment_held(self, fact: facts.SegmentHeld) -> None:
         holders, held = self.segments[fact.segment].holders, self.sessions[fact.session].segments
@@ -209,11 +213,11 @@ class Ledger:
             self.totals[fact.location].unaccounted = fact.unaccounted
 
     def _quota_set(self, fact: facts.QuotaSet) -> None:
-        key = (fact.tenant, fact.model, fact.location)
-        if fact.limit is None:
+        key, quota = (fact.tenant, fact.model, fact.location), Quota(fact.limit, fact.guarantee)
+        if quota == Quota():
             self.quotas.pop(key, None)
         else:
-            self.quotas[key] = fact.limit
+            self.quotas[key] = quota
 
     # --- the sums ---
 
@@ -261,11 +265,21 @@ class Ledger:
         if model.bytes > model.peak:
             model.peak = model.bytes
         key = (name.tenant, location)
-        charged = self.tenants.get(key, 0) + change
-        if charged:
-            self.tenants[key] = charged
+        charged, dead = self.tenants.get(key, _NOTHING)
+        if charged + change:
+            self.tenants[key] = TenantCharge(charged + change, dead + change if releasing else dead)
         else:
             self.tenants.pop(key, None)
+
+    def _turn_to_releasing(self, name: ModelName, location: Location, size: int) -> None:
+        """Move `size` lent bytes of a model to its releasing ones."""
+        total, key = self.totals[location], (name.tenant, location)
+        total.lent -= size
+        total.releasing += size
+        self.models[name].charges[location].releasing += size
+        if size:
+            charged, releasing = self.tenants[key]
+            self.tenants[key] = TenantCharge(charged, releasing + size)
 
     def _leave_all(self, row: SessionRow, at: int) -> None:
         for name in row.models:

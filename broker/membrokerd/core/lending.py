@@ -134,7 +134,7 @@ class Lending:
             or self.refuse_call(event.session)
             or books.refuse_debit()
             or policy.check_extents(books.rules, event.location, event.extent_bytes, event.count)
-            or policy.admit(books.ledger, books.rules, event.name, event.location, event.extent_bytes * event.count)
+            or books.admission.admit(event.name, event.location, event.extent_bytes * event.count)
         )
 
     def refuse_borrower(self, session: int, name: ev.ModelName) -> Denied | None:
@@ -353,4 +353,4 @@ class Lending:
         more = event.declared_bytes - (charge.declared if charge else 0)
         if more <= 0:
             return None
-        return books.refuse_debit() or policy.admit(books.ledger, books.rules, event.name, event.location, more)
+        return books.refuse_debit() or books.admission.admit(event.name, event.location, more)

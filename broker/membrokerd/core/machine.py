@@ -14,6 +14,7 @@ from . import effects as fx
 from . import events as ev
 from . import facts as ft
 from . import policy
+from .admission import Admission
 from .books import Books, Step
 from .deaths import Settling
 from .denied import Denied, Reason, deny
@@ -116,12 +117,17 @@ class Broker:
     def change_rules(self, rules: policy.Rules) -> None:
         """Apply other limits and times from the next step on. Memory that is lent stays lent; no books change."""
         assert policy.fixed(rules) == policy.fixed(self.rules), "these are decided at the start"
-        self.books.rules = rules
+        self.books.change_rules(rules)
 
     @property
     def ledger(self) -> Ledger:
         """The ledger: for reading."""
         return self.books.ledger
+
+    @property
+    def admission(self) -> Admission:
+        """What is admitted, and what is guaranteed."""
+        return self.books.admission
 
     @property
     def rules(self) -> policy.Rules:

@@ -13,9 +13,10 @@ from . import effects as fx
 from . import events as ev
 from . import facts as ft
 from . import policy
+from .admission import misfits
 from .books import Books
 from .denied import Denied, Reason, deny
-from .rows import ModelRow
+from .rows import ModelRow, Quota
 
 
 class Models:
@@ -109,16 +110,37 @@ class Models:
                 self._end_if_idle(row)
 
     def set_quota(self, event: ev.SetQuota) -> None:
-        """Set or remove the limit of a model or a tenant, as an operator orders."""
-        ends = event.limit is None and (event.tenant, event.model, event.location) in self._books.ledger.quotas
-        if event.location not in self._books.rules.capacities and not ends:  # an earlier daemon may have lent there
-            self._books.answer(event.call, deny(Reason.LOCATION_UNAVAILABLE, location=event.location))
-        elif event.limit is not None and not 0 <= event.limit <= policy.MAX_BYTES:
-            denied = deny(Reason.INVALID_SIZE, size_bytes=event.limit, least_bytes=0, granularity_bytes=1)
+        """Set or remove the limit and the guarantee of a model or a tenant, as an operator orders."""
+        denied = self._refuse_quota(event)
+        if denied:
             self._books.answer(event.call, denied)
-        else:
-            self._books.record(ft.QuotaSet(event.tenant, event.model, event.location, event.limit))
-            self._books.answer(event.call, fx.Done())
+            return
+        self._books.record(ft.QuotaSet(event.tenant, event.model, event.location, event.limit, event.guarantee))
+        self._books.answer(event.call, fx.Done())
+
+    def _refuse_quota(self, event: ev.SetQuota) -> Denied | None:
+        books, key = self._books, (event.tenant, event.model, event.location)
+        quotas, quota = books.ledger.quotas, Quota(event.limit, event.guarantee)
+        if event.location not in books.rules.capacities:
+            if quota == Quota() and key in quotas:  # an earlier daemon may have lent there
+                return None
+            return deny(Reason.LOCATION_UNAVAILABLE, location=event.location)
+        for size in quota:
+            if size is not None and not 0 <= size <= policy.MAX_BYTES:
+                return deny(Reason.INVALID_SIZE, size_bytes=size, least_bytes=0, granularity_bytes=1)
+        before = {misfit[:3]: misfit for misfit in misfits(quotas, books.rules, event.location)}
+        for misfit in misfits({**quotas, key: quota}, books.rules, event.location):
+            was = before.get(misfit[:3])
+            if was is None or misfit.size - misfit.most > was.size - was.most:  # a command may mend it step by step
+                return deny(
+                    Reason.QUOTA_CONFLICT,
+                    what=str(misfit),
+                    asked_bytes=misfit.size,
+                    bound=misfit.bound,
+                    limit_bytes=misfit.most,
+                    location=event.location,
+                )
+        return None
 
 
 def _conflict(row: ModelRow, event: ev.RegisterModel) -> Denied | None:

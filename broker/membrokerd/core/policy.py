@@ -1,4 +1,4 @@
-"""The rules: which debits are admitted. Pure functions over the ledger; nothing here changes anything."""
+"""The rules: what is configured, the limits in force, and what is a legal request. Nothing here changes anything."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from membroker.wire import names
 from .denied import Denied, Reason, deny
 from .events import Location, ModelName
 from .ledger import Ledger
+from .rows import Quota
 
+Key = tuple[str, str | None, Location]
+"""What a quota is for: a tenant, one of its models or None, and a location."""
 ATTACHABLE = ("writing", "sealing", "sealed")
 """The states of a segment that is not ending."""
 PACKET_EXTENTS = names.MAX_DESCRIPTORS
@@ -24,8 +27,8 @@ MAX_WAIT_NS = names.MAX_ATTACH_SECONDS * 10**9
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the configuration says, in bytes, nanoseconds and counts. `limits` of a tenant have no model;
-    `default_limits` are those of each tenant that has no limit of its own there.
+    """What the configuration says, in bytes, nanoseconds and counts. `limits` and `guarantees` of a tenant have no
+    model; `default_limits` are those of each tenant that has no limit of its own there.
 
     A segment is made of extents of `segment_extent_bytes`, and one of the rest. `stock_extents` and `stock_bytes` are
     the most that is kept ready, all sizes together; 0: nothing.
@@ -35,6 +38,7 @@ class Rules:
     capacities: Mapping[Location, int]
     limits: Mapping[tuple[str, str | None, Location], int] = field(default_factory=dict)
     default_limits: Mapping[Location, int] = field(default_factory=dict)
+    guarantees: Mapping[tuple[str, str | None, Location], int] = field(default_factory=dict)
     anchor_bytes: int = 0
     settle_ns: int = 10_000_000_000
     model_grace_ns: int = 60_000_000_000
@@ -57,6 +61,7 @@ def fixed(rules: Rules) -> Rules:
         rules,
         limits={},
         default_limits={},
+        guarantees={},
         settle_ns=0,
         model_grace_ns=0,
         max_sessions_per_tenant=None,
@@ -76,11 +81,31 @@ def shape_of_segment(rules: Rules, size: int) -> tuple[int, int, int]:
     return rules.segment_extent_bytes, rest or rules.segment_extent_bytes, whole + bool(rest)
 
 
+def set_limit(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> int | None:
+    """Return the limit that operators have set: what is commanded, or else configured."""
+    quota = quotas.get(key)
+    if quota is not None and quota.limit is not None:
+        return quota.limit
+    limit = rules.limits.get(key)
+    return rules.default_limits.get(key[2]) if limit is None and key[1] is None else limit
+
+
+def set_guarantee(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> int:
+    """Return the guarantee that operators have set: what is commanded, or else configured, or else 0."""
+    quota = quotas.get(key)
+    return rules.guarantees.get(key, 0) if quota is None or quota.guarantee is None else quota.guarantee
+
+
+def set_quota(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> Quota:
+    """Return what operators have set: each number as commanded, or else configured."""
+    return Quota(set_limit(quotas, rules, key), set_guarantee(quotas, rules, key) or None)
+
+
 def model_limit(ledger: Ledger, rules: Rules, name: ModelName, location: Location) -> int | None:
     """Return the model's limit in force: the smaller of what was asked and what is commanded, or else configured."""
-    row, key = ledger.models.get(name), (*name, location)
+    row = ledger.models.get(name)
     asked = row.limits.get(location) if row else None
-    ruled = ledger.quotas.get(key, rules.limits.get(key))
+    ruled = set_limit(ledger.quotas, rules, (*name, location))
     if asked is None or ruled is None:
         return ruled if asked is None else asked
     return min(asked, ruled)
@@ -88,57 +113,7 @@ def model_limit(ledger: Ledger, rules: Rules, name: ModelName, location: Locatio
 
 def tenant_limit(ledger: Ledger, rules: Rules, tenant: str, location: Location) -> int | None:
     """Return the tenant's limit in force: what is commanded, or else configured, or else every tenant's default."""
-    key = (tenant, None, location)
-    own = ledger.quotas.get(key, rules.limits.get(key))
-    return rules.default_limits.get(location) if own is None else own
-
-
-def admit(ledger: Ledger, rules: Rules, name: ModelName, location: Location, size: int) -> Denied | None:
-    """Return why a debit of `size` bytes is refused, or None: the model's limit, the tenant's, the capacity."""
-    for reason, level, used, limit in _levels(ledger, rules, name, location):
-        if used + size > limit:
-            return _over(reason, level, name, location, size, used, limit)
-    return None
-
-
-def available(ledger: Ledger, rules: Rules, name: ModelName, location: Location, device_room: int | None) -> int:
-    """Return the most bytes that could be lent to a model now: what the tightest level leaves, in whole granules.
-
-    `device_room` is what the device itself could hold besides; None: it cannot say.
-    """
-    rooms = [limit - used for _, _, used, limit in _levels(ledger, rules, name, location)]
-    if device_room is not None:
-        rooms.append(device_room)
-    return max(0, min(rooms)) // rules.granularity * rules.granularity
-
-
-def _levels(ledger: Ledger, rules: Rules, name: ModelName, location: Location) -> list[tuple[Reason, str, int, int]]:
-    """Return each level that has a limit, the lowest first: (reason of a refusal, its word, bytes used, limit)."""
-    levels = []
-    limit = model_limit(ledger, rules, name, location)
-    if limit is not None:
-        levels.append((Reason.MODEL_LIMIT, "model", ledger.models[name].charges[location].bytes, limit))
-    limit = tenant_limit(ledger, rules, name.tenant, location)
-    if limit is not None:
-        levels.append((Reason.TENANT_LIMIT, "tenant", ledger.tenant_charged(name.tenant, location), limit))
-    total = ledger.totals[location]
-    levels.append((Reason.CAPACITY, "capacity", total.lent + total.releasing, total.capacity))
-    return levels
-
-
-def _over(
-    reason: Reason, level: str, name: ModelName, location: Location, size: int, charged: int, limit: int
-) -> Denied:
-    return deny(
-        reason,
-        level=level,
-        model=str(name),
-        location=location,
-        requested_bytes=size,
-        used_bytes=charged,
-        available_bytes=max(0, limit - charged),
-        limit_bytes=limit,
-    )
+    return set_limit(ledger.quotas, rules, (tenant, None, location))
 
 
 def check_extents(rules: Rules, location: Location, extent_bytes: int, count: int) -> Denied | None:

@@ -14,10 +14,13 @@ def check(ledger: Ledger) -> None:
     """Assert that the running sums agree with each other. Cost grows with models and tenants, not extents."""
     for location, total in ledger.totals.items():
         models = [model.charges[location] for model in ledger.models.values()]
-        tenants = sum(size for (_, where), size in ledger.tenants.items() if where == location)
+        tenants = {name.tenant for name in ledger.models}
         _same("lent + releasing, by model", total.charged, sum(charge.bytes for charge in models))
         _same("releasing, by model", total.releasing, sum(charge.releasing for charge in models))
-        _same("lent + releasing, by tenant", total.charged, tenants)
+        _same(
+            "lent + releasing, by tenant", total.charged, sum(ledger.tenant_charged(one, location) for one in tenants)
+        )
+        _same("lent, by tenant", total.lent, sum(ledger.tenant_lent(one, location) for one in tenants))
         segments = sum(row.charged(location) for row in ledger.segments.values())
         _same("segments, by model", sum(charge.segments for charge in models), segments)
         assert total.lent >= 0, total

@@ -20,6 +20,13 @@ class Loan(NamedTuple):
     extent_bytes: int
 
 
+class Quota(NamedTuple):
+    """What an operator has set for a model or a tenant at one location, in bytes. None leaves the configuration."""
+
+    limit: int | None = None
+    guarantee: int | None = None
+
+
 @dataclass(slots=True)
 class Charge:
     """Charged bytes and extents; `declared` is part of `bytes`."""
@@ -104,6 +111,13 @@ class ModelCharge(Charge):
     peak: int = 0
     releasing: int = 0
     segments: int = 0
+
+
+class TenantCharge(NamedTuple):
+    """What all models of a tenant are charged at one location; `releasing` is part of `bytes`."""
+
+    bytes: int
+    releasing: int
 
 
 @dataclass(slots=True)

@@ -91,7 +91,7 @@ class Segments:
             or books.refuse_debit()
             or policy.check_extents(books.rules, event.location, event.size, 1)
             or self._refuse_one_more(event)
-            or policy.admit(books.ledger, books.rules, name, event.location, event.size)
+            or books.admission.admit(name, event.location, event.size)
         )
 
     def _refuse_one_more(self, event: ev.CreateSegment) -> Denied | None:

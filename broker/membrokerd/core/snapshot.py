@@ -22,7 +22,10 @@ MOST_MODELS = 64
 
 @value
 class LocationView:
-    """One location. `unaccounted` is signed here; None where the device cannot say."""
+    """One location. `unaccounted` is signed here; None where the device cannot say.
+
+    `reserved` is guaranteed and not borrowed; `shortfall` is the part of it that is not free.
+    """
 
     location: Location
     capacity: int
@@ -31,11 +34,13 @@ class LocationView:
     stock: int
     free: int
     unaccounted: int | None
+    reserved: int
+    shortfall: int
 
 
 @value
 class ModelLocationView:
-    """A model's charge at one location; `limit` is the one in force."""
+    """A model's charge at one location; `limit` and `guarantee` are those in force."""
 
     location: Location
     used: int
@@ -45,6 +50,7 @@ class ModelLocationView:
     segments: int
     extents: int
     limit: int | None
+    guarantee: int
 
 
 @value
@@ -61,11 +67,21 @@ class ModelView:
 
 
 @value
+class TenantLocationView:
+    """A tenant's charge at one location; `limit` and `guarantee` are those in force."""
+
+    location: Location
+    used: int
+    limit: int | None
+    guarantee: int
+
+
+@value
 class TenantView:
-    """One tenant; `locations` are (location, bytes charged, the limit in force), `sessions` without observers."""
+    """One tenant; `sessions` are without observers."""
 
     tenant: str
-    locations: tuple[tuple[Location, int, int | None], ...]
+    locations: tuple[TenantLocationView, ...]
     models: int
     sessions: int
 
@@ -120,7 +136,17 @@ def take_device(broker: Broker) -> DeviceView:
 def take_locations(broker: Broker) -> tuple[LocationView, ...]:
     """Return the sums of each location."""
     return tuple(
-        LocationView(where, t.capacity, t.lent, t.releasing, t.stock, t.free, broker.settling.shown(where))
+        LocationView(
+            where,
+            t.capacity,
+            t.lent,
+            t.releasing,
+            t.stock,
+            t.free,
+            broker.settling.shown(where),
+            broker.admission.reserved(where),
+            broker.admission.shortfall(where),
+        )
         for where, t in broker.ledger.totals.items()
     )
 
@@ -146,6 +172,7 @@ def take_model(broker: Broker, name: ModelName) -> ModelView:
                 charge.segments,
                 charge.extents,
                 policy.model_limit(broker.ledger, broker.rules, row.name, where),
+                broker.admission.model_guarantee(row.name, where),
             )
             for where, charge in row.charges.items()
         ),
@@ -200,10 +227,11 @@ def take_tenants(broker: Broker, configured: Iterable[str]) -> tuple[TenantView,
         TenantView(
             tenant,
             tuple(
-                (
+                TenantLocationView(
                     where,
                     ledger.tenant_charged(tenant, where),
                     policy.tenant_limit(ledger, broker.rules, tenant, where),
+                    broker.admission.tenant_guarantee(tenant, where),
                 )
                 for where in ledger.totals
             ),

@@ -21,6 +21,7 @@ from membroker.wire.names import session_name
 from ..core import effects as fx
 from ..core import events as ev
 from ..core.denied import Denied, Reason, deny
+from ..core.rows import Quota
 from ..core.snapshot import DeviceView, LocationView, ModelView, SessionView, TenantView
 
 _SHOWN_NAME = 100
@@ -82,6 +83,23 @@ def parse_quota_name(name: str) -> tuple[str, str | None]:
     """Return the tenant, and the model or None, that a quota is for, or raise `Refused`."""
     tenant = names.parse_tenant(name)
     return (tenant, None) if tenant else parse_model(name)
+
+
+def changed_quota(quota: Quota, request: apb.SetQuotaRequest) -> Quota:
+    """Return the quota with the fields that the request's mask names, or raise `Refused`."""
+    named = set(request.update_mask.paths) or {"limit_bytes"}
+    if unknown := named - {"limit_bytes", "guarantee_bytes"}:
+        what = f"update_mask: {sorted(unknown)[0][:_SHOWN_NAME]!r} is not limit_bytes or guarantee_bytes"
+        raise Refused(deny(Reason.INVALID_ARGUMENT, what=what))
+    for field in ("limit_bytes", "guarantee_bytes"):
+        if request.HasField(field) and field not in named:
+            raise Refused(deny(Reason.INVALID_ARGUMENT, what=f"{field} is set, and update_mask does not name it"))
+    limit = request.limit_bytes if request.HasField("limit_bytes") else None
+    guarantee = request.guarantee_bytes if request.HasField("guarantee_bytes") else None
+    return Quota(
+        limit if "limit_bytes" in named else quota.limit,
+        guarantee if "guarantee_bytes" in named else quota.guarantee,
+    )
 
 
 def parse_session(name: str) -> int:
@@ -223,6 +241,7 @@ def _books(row: LocationView, info: MemoryInfo | None, headroom: int) -> rpb.Loc
         free_bytes=row.free,
         headroom_bytes=headroom,
     )
+    books.reserved_bytes, books.guarantee_shortfall_bytes = row.reserved, row.shortfall
     if row.unaccounted is not None:
         books.unaccounted_bytes = max(0, row.unaccounted)
     if info is not None:
@@ -249,6 +268,7 @@ def from_model(row: ModelView) -> rpb.Model:
                 limit_bytes=one.limit,
                 extents=one.extents,
                 segment_bytes=one.segments,
+                guarantee_bytes=one.guarantee,
             )
             for one in row.locations
         ],
@@ -280,8 +300,13 @@ def from_tenant(row: TenantView) -> apb.Tenant:
     return apb.Tenant(
         name=f"tenants/{row.tenant}",
         books=[
-            apb.TenantBooks(location=LOCATION_NUMBERS[where], used_bytes=used, limit_bytes=limit)
-            for where, used, limit in row.locations
+            apb.TenantBooks(
+                location=LOCATION_NUMBERS[one.location],
+                used_bytes=one.used,
+                limit_bytes=one.limit,
+                guarantee_bytes=one.guarantee,
+            )
+            for one in row.locations
         ],
         models=row.models,
         sessions=row.sessions,

@@ -25,15 +25,17 @@ class _Row(NamedTuple):
     retry: bool = False
 
 
-_LEVEL = "{of} may hold {limit} of {location} memory and holds {used}: {requested} more does not fit, {available} does"
+_LEVEL = (
+    "{of} may hold {limit} of {location} memory and holds {used}{kept}: {requested} more does not fit, {available} does"
+)
 
 _TABLE: Mapping[Reason, _Row] = {
     Reason.MODEL_LIMIT: _Row(Code.RESOURCE_EXHAUSTED, "the model " + _LEVEL, retry=True),
     Reason.TENANT_LIMIT: _Row(Code.RESOURCE_EXHAUSTED, "the tenant of " + _LEVEL, retry=True),
     Reason.CAPACITY: _Row(
         Code.RESOURCE_EXHAUSTED,
-        "the broker lends {limit} of {location} memory in all and {used} is out: {requested} more for {of} does not "
-        "fit, {available} does",
+        "the broker lends {limit} of {location} memory in all and {used} is out{kept}: {requested} more for {of} does "
+        "not fit, {available} does",
         retry=True,
     ),
     Reason.DEVICE_FULL: _Row(
@@ -128,6 +130,11 @@ _TABLE: Mapping[Reason, _Row] = {
         Code.FAILED_PRECONDITION, "the client speaks protocol version {version}, this broker speaks {supported}"
     ),
     Reason.PROTOCOL_VIOLATION: _Row(Code.INVALID_ARGUMENT, "{what}"),
+    Reason.QUOTA_CONFLICT: _Row(
+        Code.FAILED_PRECONDITION,
+        "{what} would be {asked} of {location} memory, more than {bound}, {limit}: lower a guarantee, or raise that, "
+        "first",
+    ),
     Reason.REQUEST_ID_IN_USE: _Row(Code.ALREADY_EXISTS, "a request with the id {request_id} is still in flight"),
     Reason.OBSERVER: _Row(Code.PERMISSION_DENIED, "an observer reads the books and borrows nothing"),
     Reason.STOPPING: _Row(Code.UNAVAILABLE, "the broker is stopping", retry=True),
@@ -192,6 +199,8 @@ class _Words(dict[str, object]):
         self.setdefault("hint", "")
         lost = numbers.get("detached")
         self["detached"] = f"; detached, and ended by `membroker forget SESSION`, are {lost}" if lost else ""
+        reserved = numbers.get("reserved_bytes")
+        self["kept"] = f", and {format_size(int(reserved))} of the rest is kept for guarantees" if reserved else ""
         self.setdefault("whose", "session")
         self.setdefault("calls", "allocations in flight")
         self.setdefault("fault", "a fault of the broker, written in its log")

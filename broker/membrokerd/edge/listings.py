@@ -67,9 +67,10 @@ class Views:
             raise convert.Refused(deny(Reason.LOCATION_UNAVAILABLE, location=location))
         now = 0
         if not broker.draining:
-            now = policy.available(broker.ledger, broker.rules, name, location, self._device_room(location))
+            now = broker.admission.available(name, location, self._device_room(location))
         limit = policy.model_limit(broker.ledger, broker.rules, name, location)
-        return pb.Available(now_bytes=now, limit_bytes=limit)
+        guarantee = broker.admission.model_guarantee(name, location)
+        return pb.Available(now_bytes=now, limit_bytes=limit, guarantee_bytes=guarantee)
 
     def _device_room(self, location: Location) -> int | None:
         """Return the room for more extents at the last look. Stock counts as room: it is dropped before a refusal."""

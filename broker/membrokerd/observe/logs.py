@@ -168,7 +168,7 @@ _LIFECYCLES = frozenset(
 )
 """The facts that are logged at INFO; all others at DEBUG."""
 _NOT_SHOWN = frozenset(("at", "process", "endpoint", "token_hash", "idle_since"))
-_BYTES = frozenset(("virtual_capacity", "limit", "unaccounted"))
+_BYTES = frozenset(("virtual_capacity", "limit", "guarantee", "unaccounted"))
 _RENAMED = {"name": "model", "segment": "generation", "label": "segment"}
 
 

@@ -48,6 +48,9 @@ TENANT_USED = Spec("membroker_tenant_used_bytes", "gauge", "Bytes that the tenan
 TENANT_LIMIT = Spec(
     "membroker_tenant_limit_bytes", "gauge", "Limit of the tenant in force; absent if it has no limit.", _TENANT_AT
 )
+TENANT_GUARANTEE = Spec(
+    "membroker_tenant_guarantee_bytes", "gauge", "Bytes that the tenant is guaranteed, or its models are.", _TENANT_AT
+)
 MODEL_VIRTUAL = Spec(
     "membroker_model_virtual_bytes", "gauge", "Bytes of addresses that a pool of the model reserves.", _MODEL
 )
@@ -60,6 +63,12 @@ MODEL_USED = Spec(
 MODEL_PEAK = Spec("membroker_model_peak_bytes", "gauge", "Highest charge since the model began.", _MODEL_AT)
 MODEL_LIMIT = Spec(
     "membroker_model_limit_bytes", "gauge", "Limit of the model in force; absent if it has no limit.", _MODEL_AT
+)
+MODEL_GUARANTEE = Spec(
+    "membroker_model_guarantee_bytes",
+    "gauge",
+    "Bytes that the model is guaranteed; 0 if it has no guarantee.",
+    _MODEL_AT,
 )
 MODEL_EXTENTS = Spec("membroker_model_extents", "gauge", "Extents that the model is charged for.", _MODEL_AT)
 MODEL_SEGMENTS = Spec(
@@ -103,6 +112,18 @@ DEVICE_STOCK = Spec(
     "membroker_device_stock_bytes", "gauge", "Bytes created ahead of requests; the books count them as free.", _AT
 )
 DEVICE_FREE = Spec("membroker_device_free_bytes", "gauge", "Capacity that is neither lent nor releasing.", _AT)
+DEVICE_RESERVED = Spec(
+    "membroker_device_reserved_bytes",
+    "gauge",
+    "Bytes that are guaranteed to tenants and models and not borrowed by them. Others cannot borrow these.",
+    _AT,
+)
+DEVICE_SHORTFALL = Spec(
+    "membroker_device_guarantee_shortfall_bytes",
+    "gauge",
+    "Reserved bytes that are not free: so much of the guarantees cannot be kept now.",
+    _AT,
+)
 DEVICE_UNACCOUNTED = Spec(
     "membroker_device_unaccounted_bytes",
     "gauge",
@@ -321,9 +342,10 @@ class Metrics:
         for books in view.locations:
             _add_location(families, view, books)
         for tenant in view.tenants:
-            for location, used_bytes, limit_bytes in tenant.locations:
-                families.add(TENANT_USED, used_bytes, tenant.tenant, location)
-                families.add(TENANT_LIMIT, limit_bytes, tenant.tenant, location)
+            for one in tenant.locations:
+                families.add(TENANT_USED, one.used, tenant.tenant, one.location)
+                families.add(TENANT_LIMIT, one.limit, tenant.tenant, one.location)
+                families.add(TENANT_GUARANTEE, one.guarantee, tenant.tenant, one.location)
         for model in view.models:
             _add_model(families, model)
         _add_segments(families, view.segments)
@@ -395,6 +417,8 @@ def _add_location(families: _Families, view: MetricsView, books: LocationView) -
         (DEVICE_UNPROVEN, view.unproven_releases.get(where, 0)),
         (DEVICE_STOCK, books.stock),
         (DEVICE_FREE, books.free),
+        (DEVICE_RESERVED, books.reserved),
+        (DEVICE_SHORTFALL, books.shortfall),
         (DEVICE_UNACCOUNTED, None if books.unaccounted is None else max(0, books.unaccounted)),
         (DEVICE_HEADROOM, view.headroom.get(where)),
         (DEVICE_GATE_RESERVE, view.gate_reserve.get(where)),
@@ -417,6 +441,7 @@ def _add_model(families: _Families, model: ModelView) -> None:
         families.add(MODEL_USED, books.used, *name, books.location)
         families.add(MODEL_PEAK, books.peak, *name, books.location)
         families.add(MODEL_LIMIT, books.limit, *name, books.location)
+        families.add(MODEL_GUARANTEE, books.guarantee, *name, books.location)
         families.add(MODEL_EXTENTS, books.extents, *name, books.location)
         families.add(MODEL_SEGMENTS, books.segments, *name, books.location)
 

@@ -6,6 +6,7 @@ isort:skip_file
 import builtins
 import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.field_mask_pb2
 import google.protobuf.internal.containers
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
@@ -90,27 +91,31 @@ global___Tenant = Tenant
 
 @typing.final
 class TenantBooks(google.protobuf.message.Message):
-    """A tenant's charge at one location. 4 to 7 are for a later version."""
+    """A tenant's charge at one location. 5 to 7 are for a later version."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LOCATION_FIELD_NUMBER: builtins.int
     USED_BYTES_FIELD_NUMBER: builtins.int
     LIMIT_BYTES_FIELD_NUMBER: builtins.int
+    GUARANTEE_BYTES_FIELD_NUMBER: builtins.int
     location: membroker.v1.resources_pb2.Location.ValueType
     used_bytes: builtins.int
     """What its models are charged: lent + releasing."""
     limit_bytes: builtins.int
     """The limit in force, commanded or configured. Absent: only the capacity applies."""
+    guarantee_bytes: builtins.int
+    """The guarantee in force: its own, or the sum of its models' if that is more."""
     def __init__(
         self,
         *,
         location: membroker.v1.resources_pb2.Location.ValueType = ...,
         used_bytes: builtins.int = ...,
         limit_bytes: builtins.int | None = ...,
+        guarantee_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "used_bytes", b"used_bytes"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_limit_bytes", b"_limit_bytes"]) -> typing.Literal["limit_bytes"] | None: ...
 
 global___TenantBooks = TenantBooks
@@ -172,21 +177,36 @@ class SetQuotaRequest(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     LOCATION_FIELD_NUMBER: builtins.int
     LIMIT_BYTES_FIELD_NUMBER: builtins.int
+    GUARANTEE_BYTES_FIELD_NUMBER: builtins.int
+    UPDATE_MASK_FIELD_NUMBER: builtins.int
     name: builtins.str
     """tenants/{tenant} or tenants/{tenant}/models/{model}"""
     location: membroker.v1.resources_pb2.Location.ValueType
     """Unspecified: the device."""
     limit_bytes: builtins.int
     """Absent: the command ends, and the configured limit applies again."""
+    guarantee_bytes: builtins.int
+    """Memory that is kept for the model or the tenant: nobody else can borrow it. Absent: as for the limit."""
+    @property
+    def update_mask(self) -> google.protobuf.field_mask_pb2.FieldMask:
+        """5 is for a later version.
+        Which of `limit_bytes` and `guarantee_bytes` are set or, if absent, removed. Empty: `limit_bytes` alone.
+        """
+
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         location: membroker.v1.resources_pb2.Location.ValueType = ...,
         limit_bytes: builtins.int | None = ...,
+        guarantee_bytes: builtins.int | None = ...,
+        update_mask: google.protobuf.field_mask_pb2.FieldMask | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "name", b"name"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_guarantee_bytes", b"_guarantee_bytes", "_limit_bytes", b"_limit_bytes", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "update_mask", b"update_mask"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_guarantee_bytes", b"_guarantee_bytes", "_limit_bytes", b"_limit_bytes", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "name", b"name", "update_mask", b"update_mask"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_guarantee_bytes", b"_guarantee_bytes"]) -> typing.Literal["guarantee_bytes"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_limit_bytes", b"_limit_bytes"]) -> typing.Literal["limit_bytes"] | None: ...
 
 global___SetQuotaRequest = SetQuotaRequest
@@ -199,6 +219,8 @@ class Quota(google.protobuf.message.Message):
     LOCATION_FIELD_NUMBER: builtins.int
     LIMIT_BYTES_FIELD_NUMBER: builtins.int
     USED_BYTES_FIELD_NUMBER: builtins.int
+    GUARANTEE_BYTES_FIELD_NUMBER: builtins.int
+    SHORTFALL_BYTES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """tenants/{tenant} or tenants/{tenant}/models/{model}"""
     location: membroker.v1.resources_pb2.Location.ValueType
@@ -206,6 +228,13 @@ class Quota(google.protobuf.message.Message):
     """Absent: no limit is set by command."""
     used_bytes: builtins.int
     """What is charged now."""
+    guarantee_bytes: builtins.int
+    """Absent: no guarantee is set by command."""
+    shortfall_bytes: builtins.int
+    """6 is for a later version.
+    How much of all guarantees at this location cannot be kept now: too little memory is free. It shrinks as workers
+    release memory.
+    """
     def __init__(
         self,
         *,
@@ -213,9 +242,14 @@ class Quota(google.protobuf.message.Message):
         location: membroker.v1.resources_pb2.Location.ValueType = ...,
         limit_bytes: builtins.int | None = ...,
         used_bytes: builtins.int = ...,
+        guarantee_bytes: builtins.int | None = ...,
+        shortfall_bytes: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "name", b"name", "used_bytes", b"used_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_guarantee_bytes", b"_guarantee_bytes", "_limit_bytes", b"_limit_bytes", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_guarantee_bytes", b"_guarantee_bytes", "_limit_bytes", b"_limit_bytes", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "name", b"name", "shortfall_bytes", b"shortfall_bytes", "used_bytes", b"used_bytes"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_guarantee_bytes", b"_guarantee_bytes"]) -> typing.Literal["guarantee_bytes"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_limit_bytes", b"_limit_bytes"]) -> typing.Literal["limit_bytes"] | None: ...
 
 global___Quota = Quota
@@ -224,9 +258,15 @@ global___Quota = Quota
 class ListQuotasRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    ALL_FIELD_NUMBER: builtins.int
+    all: builtins.bool
+    """List what is configured, too: then each quota has the numbers in force."""
     def __init__(
         self,
+        *,
+        all: builtins.bool = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all", b"all"]) -> None: ...
 
 global___ListQuotasRequest = ListQuotasRequest
 

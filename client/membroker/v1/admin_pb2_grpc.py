@@ -148,15 +148,16 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetQuota(self, request, context):
-        """Sets a limit for a model (registered or not) or for a tenant. It applies to every debit from now on; what is lent
-        already stays lent. The limit is kept on disk until it is changed or removed.
+        """Sets the limit and the guarantee of a model (registered or not) or of a tenant. They apply to every debit from now
+        on; what is lent already stays lent. They are kept on disk until they are changed or removed. Refused
+        (QUOTA_CONFLICT) if the guarantees would not fit each other, a limit or the capacity.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListQuotas(self, request, context):
-        """The limits that were set by command.
+        """The limits and guarantees that were set by command; if asked, the configured ones, too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

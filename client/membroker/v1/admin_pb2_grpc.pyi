@@ -65,15 +65,16 @@ class AdminServiceStub:
         membroker.v1.admin_pb2.SetQuotaRequest,
         membroker.v1.admin_pb2.Quota,
     ]
-    """Sets a limit for a model (registered or not) or for a tenant. It applies to every debit from now on; what is lent
-    already stays lent. The limit is kept on disk until it is changed or removed.
+    """Sets the limit and the guarantee of a model (registered or not) or of a tenant. They apply to every debit from now
+    on; what is lent already stays lent. They are kept on disk until they are changed or removed. Refused
+    (QUOTA_CONFLICT) if the guarantees would not fit each other, a limit or the capacity.
     """
 
     ListQuotas: grpc.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.ListQuotasRequest,
         membroker.v1.admin_pb2.ListQuotasResponse,
     ]
-    """The limits that were set by command."""
+    """The limits and guarantees that were set by command; if asked, the configured ones, too."""
 
     ForgetSession: grpc.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.ForgetSessionRequest,
@@ -150,15 +151,16 @@ class AdminServiceAsyncStub:
         membroker.v1.admin_pb2.SetQuotaRequest,
         membroker.v1.admin_pb2.Quota,
     ]
-    """Sets a limit for a model (registered or not) or for a tenant. It applies to every debit from now on; what is lent
-    already stays lent. The limit is kept on disk until it is changed or removed.
+    """Sets the limit and the guarantee of a model (registered or not) or of a tenant. They apply to every debit from now
+    on; what is lent already stays lent. They are kept on disk until they are changed or removed. Refused
+    (QUOTA_CONFLICT) if the guarantees would not fit each other, a limit or the capacity.
     """
 
     ListQuotas: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.ListQuotasRequest,
         membroker.v1.admin_pb2.ListQuotasResponse,
     ]
-    """The limits that were set by command."""
+    """The limits and guarantees that were set by command; if asked, the configured ones, too."""
 
     ForgetSession: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.ForgetSessionRequest,
@@ -249,8 +251,9 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.admin_pb2.SetQuotaRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.admin_pb2.Quota, collections.abc.Awaitable[membroker.v1.admin_pb2.Quota]]:
-        """Sets a limit for a model (registered or not) or for a tenant. It applies to every debit from now on; what is lent
-        already stays lent. The limit is kept on disk until it is changed or removed.
+        """Sets the limit and the guarantee of a model (registered or not) or of a tenant. They apply to every debit from now
+        on; what is lent already stays lent. They are kept on disk until they are changed or removed. Refused
+        (QUOTA_CONFLICT) if the guarantees would not fit each other, a limit or the capacity.
         """
 
     @abc.abstractmethod
@@ -259,7 +262,7 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.admin_pb2.ListQuotasRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.admin_pb2.ListQuotasResponse, collections.abc.Awaitable[membroker.v1.admin_pb2.ListQuotasResponse]]:
-        """The limits that were set by command."""
+        """The limits and guarantees that were set by command; if asked, the configured ones, too."""
 
     @abc.abstractmethod
     def ForgetSession(

@@ -392,28 +392,33 @@ global___GetAvailableRequest = GetAvailableRequest
 
 @typing.final
 class Available(google.protobuf.message.Message):
-    """A figure of one moment, not a reservation: the next request of any worker can change it. Numbers 2, 3 and 5 are kept
-    for what a model can obtain, what it is guaranteed, and its share.
+    """A figure of one moment, not a reservation: the next request of any worker can change it. Numbers 2 and 5 are kept for
+    what a model can obtain, and its share.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NOW_BYTES_FIELD_NUMBER: builtins.int
+    GUARANTEE_BYTES_FIELD_NUMBER: builtins.int
     LIMIT_BYTES_FIELD_NUMBER: builtins.int
     now_bytes: builtins.int
-    """What one request could borrow now: the smallest of what the model's limit, the tenant's limit, the capacity and the
-    device leave, rounded down to the granularity. 0 while the device is drained.
+    """What one request could borrow now: the smallest of what the model's limit, the tenant's limit, the capacity (without
+    what is kept for guarantees of others) and the device leave, rounded down to the granularity. 0 while the device is
+    drained.
     """
+    guarantee_bytes: builtins.int
+    """The model's guarantee in force; 0 if it has none."""
     limit_bytes: builtins.int
     """The model's limit in force. Absent if only the tenant's limit and the capacity apply."""
     def __init__(
         self,
         *,
         now_bytes: builtins.int = ...,
+        guarantee_bytes: builtins.int = ...,
         limit_bytes: builtins.int | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes", "now_bytes", b"now_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "now_bytes", b"now_bytes"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_limit_bytes", b"_limit_bytes"]) -> typing.Literal["limit_bytes"] | None: ...
 
 global___Available = Available

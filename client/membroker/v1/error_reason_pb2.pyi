@@ -57,6 +57,10 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """Another argument is missing or invalid."""
     ERROR_REASON_INVALID_PAGE_TOKEN: _ErrorReason.ValueType  # 24
     """A page token that this broker did not give out."""
+    ERROR_REASON_QUOTA_CONFLICT: _ErrorReason.ValueType  # 25
+    """A guarantee does not fit: a limit, the tenant's guarantee, or with all others the capacity. Retry: after one of
+    these changed.
+    """
     ERROR_REASON_MODEL_NOT_FOUND: _ErrorReason.ValueType  # 40
     """--- Names and ownership. Retry: no. ---
 
@@ -164,6 +168,10 @@ ERROR_REASON_INVALID_ARGUMENT: ErrorReason.ValueType  # 23
 """Another argument is missing or invalid."""
 ERROR_REASON_INVALID_PAGE_TOKEN: ErrorReason.ValueType  # 24
 """A page token that this broker did not give out."""
+ERROR_REASON_QUOTA_CONFLICT: ErrorReason.ValueType  # 25
+"""A guarantee does not fit: a limit, the tenant's guarantee, or with all others the capacity. Retry: after one of
+these changed.
+"""
 ERROR_REASON_MODEL_NOT_FOUND: ErrorReason.ValueType  # 40
 """--- Names and ownership. Retry: no. ---
 

@@ -15,14 +15,15 @@ from membrokerd.config import quotas as quotas_module
 from membrokerd.config.config import load
 from membrokerd.config.quotas import Quotas, read, state_directory, trouble, write
 from membrokerd.core.events import LOCATIONS
+from membrokerd.core.rows import Quota
 from membrokerd.home import HomeError
 
 QUOTAS: Quotas = {
-    ("acme", None, "device"): 32 * GIB,
-    ("acme", None, "host"): 0,
-    ("acme", "llama-7b.q4", "device"): 1536 << 20,
-    ("acme", "m_1", "host"): 12_345,
-    ("uid-1000", "m1", "device"): (1 << 63) - 1,
+    ("acme", None, "device"): Quota(32 * GIB),
+    ("acme", None, "host"): Quota(0, 0),
+    ("acme", "llama-7b.q4", "device"): Quota(1536 << 20, GIB),
+    ("acme", "m_1", "host"): Quota(12_345),
+    ("uid-1000", "m1", "device"): Quota(guarantee=(1 << 63) - 1),
 }
 
 
@@ -50,9 +51,10 @@ def test_any_quotas_are_read_again(path: Path) -> None:
         st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,46}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,46})?", fullmatch=True),
     )
     keys = st.tuples(tenants, st.none() | models, st.sampled_from(LOCATIONS))
+    sizes = st.none() | st.integers(0, (1 << 63) - 1) | st.integers(0, 99).map(lambda n: n << 20)
 
     @settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(st.dictionaries(keys, st.integers(0, (1 << 63) - 1) | st.integers(0, 99).map(lambda n: n << 20), max_size=8))
+    @given(st.dictionaries(keys, st.builds(Quota, sizes, sizes).filter(lambda quota: quota != Quota()), max_size=8))
     def again(quotas: Quotas) -> None:
         write(path, quotas)
         assert read(path) == quotas
@@ -68,10 +70,10 @@ def test_people_can_read_it(path: Path) -> None:
     assert all(line.startswith("# ") for line in head.splitlines())
     assert "membroker quota set" in head
     assert body == (
-        '[tenants.acme]\nlimit = "32GiB"\nhost_limit = 0\n\n'
-        '[tenants.acme.models."llama-7b.q4"]\nlimit = "1536MiB"\n\n'
+        '[tenants.acme]\nlimit = "32GiB"\nhost_limit = 0\nhost_guarantee = 0\n\n'
+        '[tenants.acme.models."llama-7b.q4"]\nlimit = "1536MiB"\nguarantee = "1GiB"\n\n'
         "[tenants.acme.models.m_1]\nhost_limit = 12345\n\n"
-        "[tenants.uid-1000.models.m1]\nlimit = 9223372036854775807\n"
+        "[tenants.uid-1000.models.m1]\nguarantee = 9223372036854775807\n"
     )
 
 
@@ -80,7 +82,7 @@ def test_the_configuration_has_the_same_keys(path: Path) -> None:
     write(path, {key: limit for key, limit in QUOTAS.items() if key[0] == "acme" and key[1] != "m_1"})
     tenant = load(path, {}, {"XDG_RUNTIME_DIR": "/run/user/1"}, 1).tenants["acme"]
     assert (tenant.limit, tenant.host_limit) == (32 * GIB, 0)
-    assert tenant.models["llama-7b.q4"].limit == 1536 << 20
+    assert (tenant.models["llama-7b.q4"].limit, tenant.models["llama-7b.q4"].guarantee) == (1536 << 20, GIB)
 
 
 WRONG = {
@@ -106,6 +108,7 @@ WRONG = {
     "a size": ('[tenants.acme]\nlimit = "8 apples"', "tenants.acme.limit: cannot read '8 apples' as a size"),
     "less than nothing": ("[tenants.acme.models.m]\nhost_limit = -1", "tenants.acme.models.m.host_limit: a size must"),
     "too much": ("[tenants.acme]\nlimit = 9223372036854775808", "tenants.acme.limit: a size must be between"),
+    "a guarantee that is no size": ("[tenants.acme]\nguarantee = []", "tenants.acme.guarantee: a size is an int"),
     "no size": ("[tenants.acme]\nlimit = true", "tenants.acme.limit: a size is an int"),
 }
 

@@ -6,6 +6,7 @@ import pytest
 
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
+from membrokerd.core.admission import Admission
 from membrokerd.core.denied import Denied, Reason
 from membrokerd.core.events import ModelName
 from membrokerd.core.ledger import Ledger
@@ -89,7 +90,7 @@ def test_a_limit_holds_for_its_location_and_its_owner_only() -> None:
 )
 def test_the_narrowest_level_is_named_first(charged: dict[str, int], size: int, reason: Reason, available: int) -> None:
     """A refusal names the model before the tenant before the device, and what was still there at that level."""
-    denied = policy.admit(ledger_with(**charged), rules_with(model=20, tenant=40), MODEL, "device", size)
+    denied = Admission(ledger_with(**charged), rules_with(model=20, tenant=40)).admit(MODEL, "device", size)
     assert isinstance(denied, Denied)
     assert denied.reason is reason
     assert denied.numbers["available_bytes"] == available
@@ -98,13 +99,13 @@ def test_the_narrowest_level_is_named_first(charged: dict[str, int], size: int, 
 
 @pytest.mark.parametrize(("size", "granted"), [(10, True), (11, False)])
 def test_a_limit_may_be_reached_and_not_passed(size: int, granted: bool) -> None:
-    denied = policy.admit(ledger_with(t_m=10), rules_with(model=20), MODEL, "device", size)
+    denied = Admission(ledger_with(t_m=10), rules_with(model=20)).admit(MODEL, "device", size)
     assert (denied is None) is granted
 
 
 def test_nothing_available_is_never_negative() -> None:
     """A limit that was set below what is used takes nothing back, and shows nothing available."""
-    denied = policy.admit(ledger_with(t_m=30), rules_with(model=20), MODEL, "device", 1)
+    denied = Admission(ledger_with(t_m=30), rules_with(model=20)).admit(MODEL, "device", 1)
     assert denied is not None
     assert denied.numbers["available_bytes"] == 0
     assert denied.numbers["used_bytes"] == 30

@@ -64,7 +64,7 @@ class Script:
     def do_rules(self, **options: str) -> None:
         """Begin anew: device= host= settle= grace= sessions= per_process= models= calls= limits=tenant[/model]:MiB.
 
-        default= is each tenant's limit at the device where it has none of its own (MiB).
+        guarantees=tenant[/model]:MiB. default= is each tenant's limit at the device where it has none of its own (MiB).
         For segments: segment_extent= (MiB), segments= of a tenant, segment_extents= of all.
         For the stock: stock_extents= and stock= (MiB). others=later: `heard` says when the others were heard.
         """
@@ -93,7 +93,7 @@ class Script:
         self.broker = Broker(self.rules, self.epoch)
 
     def do_reload(self, **options: str) -> None:
-        """Have other limits: limits= default=, as of `rules`. What is left out is no limit any more."""
+        """Have other limits: limits= guarantees= default=, as of `rules`. What is left out is no limit any more."""
         self.rules = dataclasses.replace(self.rules, **limits_of(options))
         self.broker.change_rules(self.rules)
 
@@ -221,10 +221,10 @@ class Script:
     def do_notdelivered(self, name: str, request: str, part: str) -> ev.Event:
         return ev.NotDelivered(self.sessions[name], int(request), int(part))
 
-    def do_quota(self, who: str, size: str, where: Any = "device") -> ev.Event:
+    def do_quota(self, who: str, size: str, where: Any = "device", guarantee: str = "none") -> ev.Event:
         tenant, _, model = who.partition("/")
-        limit = None if size == "none" else mib(size)
-        return ev.SetQuota(self.call(f"quota {who}"), tenant, model or None, where, limit)
+        sizes = (None if text == "none" else mib(text) for text in (size, guarantee))
+        return ev.SetQuota(self.call(f"quota {who}"), tenant, model or None, where, *sizes)
 
     def do_create(self, name: str, request: str, segment: str, size: str, where: Any = "device") -> ev.Event:
         call = self.call(f"{request} of {name}")
@@ -425,14 +425,15 @@ class Script:
 
 
 def limits_of(options: dict[str, str]) -> dict[str, Any]:
-    """Take limits= and default= out of a command's options, and return them as the rules have them."""
-    limits: dict[tuple[str, str | None, ev.Location], int] = {}
-    for item in filter(None, options.pop("limits", "").split(",")):
-        who, size = item.split(":")
-        tenant, _, model = who.partition("/")
-        limits[tenant, model or None, "device"] = mib(size)
+    """Take limits=, guarantees= and default= out of a command's options, and return them as the rules have them."""
+    found: dict[str, dict[policy.Key, int]] = {"limits": {}, "guarantees": {}}
+    for what, sizes in found.items():
+        for item in filter(None, options.pop(what, "").split(",")):
+            who, size = item.split(":")
+            tenant, _, model = who.partition("/")
+            sizes[tenant, model or None, "device"] = mib(size)
     default = options.pop("default", "")
-    return {"limits": limits, "default_limits": {"device": mib(default)} if default else {}}
+    return {**found, "default_limits": {"device": mib(default)} if default else {}}
 
 
 def mib(text: str) -> int:

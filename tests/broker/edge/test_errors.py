@@ -52,6 +52,15 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.INVALID_ARGUMENT: [{"what": "an extent id stands twice in the release"}],
     Reason.INVALID_PAGE_TOKEN: [{}],
     Reason.MODEL_NOT_FOUND: [{"model": MODEL}],
+    Reason.QUOTA_CONFLICT: [
+        {
+            "what": "the guarantees of all tenants together",
+            "asked_bytes": 9,
+            "bound": "the capacity",
+            "limit_bytes": 5,
+            "location": "device",
+        },
+    ],
     Reason.MODEL_CONFLICT: [
         {"model": MODEL, "what": "device limit", "asked": 5, "registered": 7},
         {"model": MODEL, "what": "virtual_capacity", "asked": 5, "registered": "nothing"},

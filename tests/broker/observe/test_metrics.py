@@ -25,7 +25,7 @@ from membroker.vmm.driver import DeviceInfo, MemoryInfo
 from membrokerd.core.denied import Reason
 from membrokerd.core.effects import SegmentView
 from membrokerd.core.events import ModelName, SegmentName
-from membrokerd.core.snapshot import LocationView, ModelLocationView, ModelView, TenantView
+from membrokerd.core.snapshot import LocationView, ModelLocationView, ModelView, TenantLocationView, TenantView
 from membrokerd.observe import metrics, metrics_server
 from membrokerd.observe.metrics import Metrics, MetricsView
 from membrokerd.observe.metrics_server import MetricsServer
@@ -34,8 +34,8 @@ UUID = "GPU-12345678-0000-0000-0000-000000000000"
 
 
 def model(tenant: str, name: str, used: int, limit: int | None = None, segments: int = 0, **denials: int) -> ModelView:
-    at_device = ModelLocationView("device", used, used + MIB, 0, 0, segments, used // (2 * MIB), limit)
-    at_host = ModelLocationView("host", 0, 0, 0, 0, 0, 0, None)
+    at_device = ModelLocationView("device", used, used + MIB, 0, 0, segments, used // (2 * MIB), limit, MIB)
+    at_host = ModelLocationView("host", 0, 0, 0, 0, 0, 0, None, 0)
     return ModelView(ModelName(tenant, name), 64 << 30, (at_device, at_host), 1, 7, 3, denials)
 
 
@@ -52,9 +52,11 @@ def books(
 ) -> MetricsView:
     charged = sum(each.locations[0].used for each in models)
     capacity = 256 * MIB
-    device = LocationView("device", capacity, charged - releasing, releasing, 0, capacity - charged, unaccounted)
+    device = LocationView(
+        "device", capacity, charged - releasing, releasing, 0, capacity - charged, unaccounted, 8 * MIB, MIB
+    )
     return MetricsView(
-        locations=(device, LocationView("host", 0, 0, 0, 0, 0, None)),
+        locations=(device, LocationView("host", 0, 0, 0, 0, 0, None, 0, 0)),
         tenants=tenants,
         models=models,
         segments=segments,
@@ -74,7 +76,7 @@ def books(
 FULL = books(
     model("acme", "a", 4 * MIB, limit=8 * MIB, segments=2 * MIB, CAPACITY=1),
     segments=(segment(1, "acme", "a", "sealed"),),
-    tenants=(TenantView("acme", (("device", 4 * MIB, 16 * MIB),), 1, 1),),
+    tenants=(TenantView("acme", (TenantLocationView("device", 4 * MIB, 16 * MIB, 2 * MIB),), 1, 1),),
 )
 """Books in which every metric of the books has a series."""
 
@@ -224,8 +226,8 @@ def test_refusals_exist_before_the_first_one() -> None:
 
 def test_a_tenants_use_and_limit() -> None:
     rows = (
-        TenantView("acme", (("device", 4 * MIB, 16 * MIB),), 1, 1),
-        TenantView("umbra", (("device", 0, None),), 0, 0),
+        TenantView("acme", (TenantLocationView("device", 4 * MIB, 16 * MIB, 2 * MIB),), 1, 1),
+        TenantView("umbra", (TenantLocationView("device", 0, None, 0),), 0, 0),
     )
     series = scrape(Metrics(Source(books(tenants=rows)), UUID))
     assert values(series, "membroker_tenant_used_bytes", tenant="acme", location="device") == [4 * MIB]

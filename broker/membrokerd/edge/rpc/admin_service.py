@@ -15,8 +15,9 @@ from membroker.wire.names import session_name
 
 from ...core import effects as fx
 from ...core import events as ev
-from ...core import snapshot
+from ...core import policy, snapshot
 from ...core.denied import Denied, Reason, deny
+from ...core.rows import Quota
 from ...drain import Drain
 from ...executor import Failure
 from ...loop import Loop, clock
@@ -78,25 +79,27 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return response  # type: ignore[no-any-return]
 
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Any) -> pb.Quota:
-        """Set a limit, or remove one that was set."""
+        """Set a limit or a guarantee, or remove one that was set."""
         tenant, model = convert.parse_quota_name(request.name)
         location = convert.parse_location(request.location)
-        limit = request.limit_bytes if request.HasField("limit_bytes") else None
-        before = self._loop.broker.ledger.quotas.get((tenant, model, location))
-        if limit is not None or before is None:  # a limit of a removed tenant can still be removed
+        before = self._loop.broker.ledger.quotas.get((tenant, model, location), Quota())
+        after = convert.changed_quota(before, request)
+        if after != Quota() or before == Quota():  # a quota of a removed tenant can still be removed
             self._check_tenant(tenant)
-        await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, limit))
+        await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, *after))
         try:
             self._keep_quotas()
         except OSError as error:  # nothing was lent under that limit: no other event was handled since the step
-            await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, before))
+            await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, *before))
             raise Refused(deny(Reason.INTERNAL, fault=_unkept(error))) from error
         return self._quota(tenant, model, location)
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
         """Return the limits that were set."""
-        keys = sorted(self._loop.broker.ledger.quotas, key=lambda key: (key[0], key[1] or "", key[2]))
-        return pb.ListQuotasResponse(quotas=[self._quota(*key) for key in keys])
+        broker = self._loop.broker
+        configured = {*broker.rules.limits, *broker.rules.guarantees} if request.all else set()
+        rows = sorted({*broker.ledger.quotas, *configured}, key=lambda key: (key[0], key[1] or "", key[2]))
+        return pb.ListQuotasResponse(quotas=[self._quota(*key, in_force=request.all) for key in rows])
 
     async def ForgetSession(self, request: pb.ForgetSessionRequest, context: Any) -> resources_pb2.Session:
         """End a detached session, and return its last state."""
@@ -160,8 +163,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise Refused(result)
         return result
 
-    def _quota(self, tenant: str, model: str | None, location: ev.Location) -> pb.Quota:
-        ledger = self._loop.broker.ledger
+    def _quota(self, tenant: str, model: str | None, location: ev.Location, *, in_force: bool = False) -> pb.Quota:
+        """Return what is set by command, or else, with `in_force`, configured."""
+        broker, key = self._loop.broker, (tenant, model, location)
+        ledger = broker.ledger
         if model is None:
             name, used = f"tenants/{tenant}", ledger.tenant_charged(tenant, location)
         else:
@@ -169,13 +174,20 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             row = ledger.models.get(ev.ModelName(tenant, model))
             charge = row.charges.get(location) if row else None  # a quota may be of where an earlier daemon lent
             used = charge.bytes if charge else 0
-        limit = ledger.quotas.get((tenant, model, location))
-        return pb.Quota(name=name, location=LOCATION_NUMBERS[location], limit_bytes=limit, used_bytes=used)
+        quota = policy.set_quota(ledger.quotas, broker.rules, key) if in_force else ledger.quotas.get(key, Quota())
+        return pb.Quota(
+            name=name,
+            location=LOCATION_NUMBERS[location],
+            limit_bytes=quota.limit,
+            guarantee_bytes=quota.guarantee,
+            used_bytes=used,
+            shortfall_bytes=broker.admission.shortfall(location) if location in ledger.totals else 0,
+        )
 
 
 def _unkept(error: OSError) -> str:
     return (
-        f"the limit cannot be kept in {error.filename}: {error.strerror}; let the daemon write there "
+        f"the command cannot be kept in {error.filename}: {error.strerror}; let the daemon write there "
         "(`state_directory` in its configuration), or make room"
     )
 

@@ -1,0 +1,217 @@
+"""Which debits are admitted: limits, guarantees and the capacity decide.
+
+The reserve rule: what a tenant or a model is guaranteed and has not borrowed is lent to nobody else. Owns the table of
+guarantees in force. Must never change the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from . import policy
+from .denied import Denied, Reason, deny
+from .events import Location, ModelName
+from .ledger import Ledger
+from .rows import Quota
+
+
+class _Guarantees(NamedTuple):
+    """A tenant's guarantees at one location: its own (0: none), and those of its models."""
+
+    own: int
+    models: Mapping[ModelName, int]
+
+
+class _Level(NamedTuple):
+    """One bound of a debit: the reason of a refusal, the level's word, bytes used, its limit, and what still fits."""
+
+    reason: Reason
+    word: str
+    used: int
+    limit: int
+    room: int
+
+
+class Admission:
+    """The decision over one ledger. `refresh` after a change of quotas, of models or of their limits."""
+
+    def __init__(self, ledger: Ledger, rules: policy.Rules) -> None:
+        self._ledger = ledger
+        self._rules = rules
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Work out again which guarantees are in force."""
+        self._guarantees = {where: dict(self._in_force(where)) for where in self._ledger.totals}
+
+    def _in_force(self, location: Location) -> Iterator[tuple[str, _Guarantees]]:
+        """Yield the guarantees of each tenant: a model whose workers asked for a lower limit has no more than that."""
+        ledger, rules = self._ledger, self._rules
+        for tenant, row in _set_guarantees(ledger.quotas, rules, location).items():
+            models = {}
+            for name, size in row.models.items():
+                limit = policy.model_limit(ledger, rules, name, location)
+                models[name] = size if limit is None else min(size, limit)
+            yield tenant, row._replace(models=models)
+
+    # --- guarantees ---
+
+    def model_guarantee(self, name: ModelName, location: Location) -> int:
+        """Return the bytes that a model is guaranteed: at most its limit in force."""
+        row = self._guarantees[location].get(name.tenant)
+        return row.models.get(name, 0) if row else 0
+
+    def tenant_guarantee(self, tenant: str, location: Location) -> int:
+        """Return the bytes that a tenant is guaranteed: its own guarantee, or its models' if these are more."""
+        row = self._guarantees[location].get(tenant)
+        return max(row.own, sum(row.models.values())) if row else 0
+
+    def reserved(self, location: Location) -> int:
+        """Return the free bytes that are kept for guarantees which are not used."""
+        return sum(self._reserved_for(tenant, location) for tenant in self._guarantees[location])
+
+    def shortfall(self, location: Location) -> int:
+        """Return how many bytes of the unused guarantees are not free, so that they could not be borrowed now."""
+        return max(0, self.reserved(location) - self._ledger.totals[location].free)
+
+    def _reserved_for(self, tenant: str, location: Location) -> int:
+        row = self._guarantees[location][tenant]
+        return max(self._unused_by_models(row, location), row.own - self._ledger.tenant_lent(tenant, location))
+
+    def _unused_by_models(self, row: _Guarantees, location: Location) -> int:
+        return sum(max(0, size - self._lent(name, location)) for name, size in row.models.items())
+
+    def _lent(self, name: ModelName, location: Location) -> int:
+        """Return what a model is charged, without what is releasing."""
+        row = self._ledger.models.get(name)
+        return row.charges[location].bytes - row.charges[location].releasing if row else 0
+
+    # --- debits ---
+
+    def admit(self, name: ModelName, location: Location, size: int) -> Denied | None:
+        """Return why a debit of `size` bytes is refused, or None: the model's limit, the tenant's, the capacity."""
+        for level in self._levels(name, location):
+            if size > level.room:
+                return _over(level, name, location, size)
+        return None
+
+    def available(self, name: ModelName, location: Location, device_room: int | None) -> int:
+        """Return the most bytes that could be lent to a model now: the tightest level's room, in whole granules.
+
+        `device_room` is what the device itself could hold besides; None: it cannot say.
+        """
+        rooms = [level.room for level in self._levels(name, location)]
+        if device_room is not None:
+            rooms.append(device_room)
+        return max(0, min(rooms)) // self._rules.granularity * self._rules.granularity
+
+    def _levels(self, name: ModelName, location: Location) -> list[_Level]:
+        """Return each level that has a limit, the lowest first."""
+        ledger, rules, levels = self._ledger, self._rules, []
+        limit = policy.model_limit(ledger, rules, name, location)
+        if limit is not None:
+            used = ledger.models[name].charges[location].bytes
+            levels.append(_Level(Reason.MODEL_LIMIT, "model", used, limit, limit - used))
+        own = others = slack = 0
+        row = self._guarantees[location].get(name.tenant)
+        if row is not None:
+            own = max(0, row.models.get(name, 0) - self._lent(name, location))
+            unused = self._unused_by_models(row, location)
+            others, slack = unused - own, max(0, row.own - ledger.tenant_lent(name.tenant, location) - unused)
+        limit = policy.tenant_limit(ledger, rules, name.tenant, location)
+        if limit is not None:
+            used = ledger.tenant_charged(name.tenant, location)
+            room = max(limit - used - others, min(limit - used, own))
+            levels.append(_Level(Reason.TENANT_LIMIT, "tenant", used, limit, room))
+        total = ledger.totals[location]
+        room = total.free
+        if self._guarantees[location]:
+            room = min(room, own + slack + max(0, room - self.reserved(location)))
+        levels.append(_Level(Reason.CAPACITY, "capacity", total.charged, total.capacity, room))
+        return levels
+
+
+def _over(level: _Level, name: ModelName, location: Location, size: int) -> Denied:
+    reserved = level.limit - level.used - level.room
+    numbers = {"reserved_bytes": reserved} if reserved > 0 and level.room >= 0 else {}
+    return deny(
+        level.reason,
+        level=level.word,
+        model=str(name),
+        location=location,
+        requested_bytes=size,
+        used_bytes=level.used,
+        available_bytes=max(0, level.room),
+        limit_bytes=level.limit,
+        **numbers,
+    )
+
+
+# --- numbers that must fit each other ---
+
+
+class Misfit(NamedTuple):
+    """Guarantees that cannot be kept: `size` bytes are more than `most`, which is what `bound` allows.
+
+    They are a model's, a tenant's (`model` is None), or those of all tenants (`tenant` is None, too).
+    """
+
+    tenant: str | None
+    model: str | None
+    bound: str
+    size: int
+    most: int
+
+    def __str__(self) -> str:
+        """Return what does not fit, as a part of a sentence."""
+        if self.tenant is None:
+            return "the guarantees of all tenants together"
+        of = f"tenants/{self.tenant}" + (f"/models/{self.model}" if self.model else "")
+        return f"the guarantees of the models of {of}" if self.bound == _OF_TENANT else f"the guarantee of {of}"
+
+
+_OF_TENANT = "the guarantee of the tenant"
+
+
+def misfits(quotas: Mapping[policy.Key, Quota], rules: policy.Rules, location: Location) -> Iterator[Misfit]:
+    """Yield the guarantees at a location that cannot be kept.
+
+    A model's is at most its limit, those of a tenant's models at most the tenant's guarantee and limit, and those of
+    all tenants at most the capacity.
+    """
+    total = 0
+    for tenant, row in _set_guarantees(quotas, rules, location).items():
+        for name, size in row.models.items():
+            limit = policy.set_limit(quotas, rules, (*name, location))
+            if limit is not None and size > limit:
+                yield Misfit(tenant, name.model, "its limit", size, limit)
+        of_models = sum(row.models.values())
+        if 0 < row.own < of_models:
+            yield Misfit(tenant, None, _OF_TENANT, of_models, row.own)
+        needed = max(row.own, of_models)
+        limit = policy.set_limit(quotas, rules, (tenant, None, location))
+        if limit is not None and needed > limit:
+            yield Misfit(tenant, None, "its limit", needed, limit)
+        total += needed
+    if total > rules.capacities[location]:
+        yield Misfit(None, None, "the capacity", total, rules.capacities[location])
+
+
+def _set_guarantees(
+    quotas: Mapping[policy.Key, Quota], rules: policy.Rules, location: Location
+) -> dict[str, _Guarantees]:
+    """Return what operators have guaranteed to each tenant and its models, by tenant."""
+    found: dict[str, _Guarantees] = {}
+    keys = [key for key, quota in quotas.items() if quota.guarantee is not None]
+    for key in sorted({*keys, *rules.guarantees}, key=lambda key: (key[0], key[1] or "")):
+        size = policy.set_guarantee(quotas, rules, key)
+        tenant, model, where = key
+        if where != location or not size:
+            continue
+        row = found.get(tenant, _Guarantees(0, {}))
+        if model is None:
+            found[tenant] = row._replace(own=size)
+        else:
+            found[tenant] = row._replace(models={**row.models, ModelName(tenant, model): size})
+    return found

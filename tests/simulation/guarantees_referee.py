@@ -1,0 +1,97 @@
+"""Judges guarantees: what is kept for a tenant or a model is lent to nobody else, and never refused to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from membrokerd.core import events as ev
+from membrokerd.core.denied import Denied
+
+if TYPE_CHECKING:
+    from tests.simulation.referee import Referee
+
+
+class GuaranteesReferee:
+    """Works out from the definition, in one sum over everything, what the core keeps as running rules."""
+
+    def __init__(self, referee: Referee) -> None:
+        self._referee = referee
+        self.debits = self.refusals = 0
+        """Debits beside a guarantee that was not used, and refusals that name one."""
+
+    @property
+    def _broker(self) -> Any:
+        return self._referee.world.broker
+
+    def debited(self, name: ev.ModelName, where: ev.Location, size: int) -> None:
+        """The debit of `size` bytes, which is in the books, took nothing that is kept for others."""
+        total = self._broker.ledger.totals[where]
+        after, before = self._needed(where), self._needed(where, name, -size)
+        self.debits += after > total.lent
+        assert after <= max(before, total.capacity - total.releasing), f"{name} was lent what is guaranteed to others"
+
+    def _may_borrow(self, name: ev.ModelName, where: ev.Location, size: int) -> bool:
+        """Say whether limits, guarantees and the capacity leave room for `size` more bytes."""
+        ledger = self._broker.ledger
+        total = ledger.totals[where]
+        after, before = self._needed(where, name, size), self._needed(where)
+        if size > total.free or after > max(before, total.capacity - total.releasing):
+            return False
+        row = ledger.models[name].charges[where]
+        limits = [self._referee.set_for((*name, where)).limit, self._referee.asked[name].get(where)]
+        if any(limit is not None and row.bytes + size > limit for limit in limits):
+            return False
+        limit = self._referee.set_for((name.tenant, None, where)).limit
+        if limit is None:
+            return True
+        models = {one for one in ledger.models if one.tenant == name.tenant} | self._guaranteed(name.tenant, where)
+        whole = sum(ledger.models[one].charges[where].bytes for one in models if one in ledger.models)
+        others = sum(max(0, self._guarantee(one, where) - self._lent(one, where)) for one in models - {name})
+        if self._lent(name, where) + size <= self._guarantee(name, where):
+            others = 0
+        return whole + size + others <= limit
+
+    def _needed(self, where: ev.Location, name: ev.ModelName | None = None, more: int = 0) -> int:
+        """Return what guarantees and loans need together, if the model `name` had `more` bytes."""
+        ledger, needed = self._broker.ledger, 0
+        tenants = {one.tenant for one in ledger.models}
+        tenants |= {tenant for tenant, _, at in self._keys() if at == where}
+        for tenant in tenants:
+            models = {one for one in ledger.models if one.tenant == tenant} | self._guaranteed(tenant, where)
+            lent = {one: self._lent(one, where) + (more if one == name else 0) for one in models}
+            of_models = sum(max(self._guarantee(one, where), lent[one]) for one in models)
+            needed += max(of_models, self._referee.set_for((tenant, None, where)).guarantee or 0)
+        return needed
+
+    def _guaranteed(self, tenant: str, where: ev.Location) -> set[ev.ModelName]:
+        return {
+            ev.ModelName(tenant, model)
+            for other, model, at in self._keys()
+            if other == tenant and model and at == where
+        }
+
+    def _guarantee(self, name: ev.ModelName, where: ev.Location) -> int:
+        """Return what a model is guaranteed: at most its limits."""
+        asked = self._referee.asked.get(name, {}).get(where) if name in self._broker.ledger.models else None
+        limit, guarantee = self._referee.set_for((*name, where))
+        sizes = (guarantee, asked, limit)
+        return min(size for size in sizes if size is not None)
+
+    def _lent(self, name: ev.ModelName, where: ev.Location) -> int:
+        row = self._broker.ledger.models.get(name)
+        return row.charges[where].bytes - row.charges[where].releasing if row else 0
+
+    def refused(self, denied: Denied) -> None:
+        """What was refused for want of room had none; a guarantee that can be kept is never refused."""
+        tenant, model = str(denied.numbers["model"]).removeprefix("tenants/").split("/models/")
+        where: Any = denied.numbers["location"]
+        asked, name = int(denied.numbers["requested_bytes"]), ev.ModelName(tenant, model)
+        assert not self._may_borrow(name, where, asked), f"{name} was refused what it may borrow: {denied}"
+        self.refusals += "reserved_bytes" in denied.numbers
+
+    def _keys(self) -> set[Any]:
+        return {*self._referee.quotas, *self._broker.rules.guarantees}
+
+    def report(self) -> str:
+        """Return what happened, in a line."""
+        return f"{self.debits:,} debits beside an unused guarantee, {self.refusals:,} refusals because of one"
