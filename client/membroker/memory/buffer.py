@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..arguments import bytes_of, check_range, location_of, rounded_up
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, OutOfMemory
 from ..interrupts import Operation
 from ..vmm.driver import Location
-from ..vmm.sizes import format_size
 from .lender import Lender, Source, source_of
 from .lifetime import MappedMemory, Placing, Resource
-from .local_source import asked_for
+from .local_source import add_asked
 from .region import device_failures
 from .views import Span
 
@@ -42,8 +41,11 @@ class Buffer(Resource):
         placing = Placing(self._holding, range(0, self._extent_size, self._extent_size))
         with Operation(self._holding) as operation:
             operation.undo += [self._holding.end, placing.take_back]
-            with asked_for(self._size, f"in granules of {format_size(device.granularity)}"):
+            try:
                 lender.borrow(self._extent_size, 1, self._location, placing)
+            except OutOfMemory as error:
+                add_asked(error, self._size, "granules", device.granularity)
+                raise
             operation.undo.clear()
 
     @property

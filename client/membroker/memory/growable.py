@@ -12,13 +12,13 @@ from contextlib import contextmanager
 
 from ..arguments import bytes_of, check_page_size, check_range, location_of, rounded_up
 from ..deprecated import renamed
-from ..errors import InvalidRequest, OutOfVirtualMemory
+from ..errors import InvalidRequest, OutOfMemory, OutOfVirtualMemory
 from ..interrupts import Operation, Turns
 from ..vmm.driver import Location
 from ..vmm.sizes import MIB, format_size, round_up
 from .lender import Lender, Source, source_of
 from .lifetime import MappedMemory, Placing, Resource
-from .local_source import asked_for
+from .local_source import add_asked
 from .region import device_failures
 from .views import Span
 
@@ -162,8 +162,11 @@ class GrowableBuffer(Resource):
         before = self._size
         operation.undo.append(lambda: self._set_size(before))
         if size >= before:
-            with asked_for(size - before, f"in pages of {format_size(self._page_size)}"):
+            try:
                 self._back(round_up(size, self._page_size), operation)
+            except OutOfMemory as error:
+                add_asked(error, size - before, "pages", self._page_size)
+                raise
             self._size = size
         else:
             self._cut(size, operation)

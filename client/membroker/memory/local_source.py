@@ -13,8 +13,7 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 
 from ..arguments import bytes_of
 from ..closing import Closing
@@ -96,20 +95,14 @@ def out_of_memory(level: str, requested: int, available: int, limit: int | None 
     return OutOfMemory(message, "DEVICE_FULL" if level == "device" else "CAPACITY", numbers)
 
 
-@contextmanager
-def asked_for(size: int, rounding: str) -> Iterator[None]:
-    """Add to an `OutOfMemory` the `size` in bytes that the user requested, and how it was rounded."""
-    try:
-        yield
-    except OutOfMemory as error:
-        if error.requested_bytes and error.requested_bytes != size:
-            error.metadata["asked_bytes"] = str(size)
-            left = ""
-            if "available_bytes" in error.metadata:
-                left = f", {format_size(error.available_bytes)} are available"
-            asked = f"{format_size(size)} ({format_size(error.requested_bytes)} {rounding}) were asked for{left}"
-            error.args = (f"{asked}: {error}",)
-        raise
+def add_asked(error: OutOfMemory, asked: int | str, parts: str, part_bytes: int) -> None:
+    """Add to the error the size that the user asked for, and that it was rounded up to whole `parts`."""
+    size = bytes_of("a size", asked)
+    if error.requested_bytes and error.requested_bytes != size:
+        error.metadata["asked_bytes"] = str(size)
+        left = f", {format_size(error.available_bytes)} are available" if "available_bytes" in error.metadata else ""
+        rounded = f"{format_size(error.requested_bytes)} in {parts} of {format_size(part_bytes)}"
+        error.args = (f"{format_size(size)} ({rounded}) were asked for{left}: {error}",)
 
 
 logger = logging.getLogger("membroker")

@@ -11,14 +11,13 @@ import threading
 from collections.abc import Callable, Mapping
 
 from ..arguments import Progress
-from ..errors import AlreadyMapped, CompactionFailed
+from ..errors import AlreadyMapped, CompactionFailed, OutOfMemory
 from ..interrupts import Operation, uninterrupted
 from ..memory.lender import Source
 from ..memory.lifetime import MappedMemory, Placing
-from ..memory.local_source import asked_for
+from ..memory.local_source import add_asked
 from ..types import Move
 from ..vmm.driver import AccessFlags, DriverError, Location
-from ..vmm.sizes import format_size
 from .offload import OffloadedPages, PageStore
 from .page_table import FIXED, FREE, OFFLOADED, SPARE, USED, PageTable, next_move
 
@@ -42,10 +41,10 @@ class Backing:
         self._location = location
         self.offloaded = OffloadedPages(self.holding, source, self.table, self.lock, location)
 
-    def back(self, choose: Callable[[], range], asked: int, *, within: int = 0, spare: bool = False) -> range:
+    def back(self, choose: Callable[[], range], asked: int | str, *, within: int = 0, spare: bool = False) -> range:
         """Map the missing pages of an unused range, all or nothing, and mark the range used, or spare.
 
-        `asked` is the number of bytes that the user requested. They begin at byte `within` of the first page.
+        `asked` is the size that the user requested. Its first byte is byte `within` of the first page.
         """
         with Operation(self.holding) as operation:
             pages = self._claim(operation, choose, self.table.check_unused)
@@ -53,11 +52,14 @@ class Backing:
                 missing, before = self.table.unbacked(pages), self.table.picture(pages)
             operation.undo.append(lambda: self._restore(pages, before))
             for run in missing:
-                offset, size = self._bytes(run)
-                placing = Placing(self.holding, range(offset, offset + size, self._page_size))
+                offsets = range(run.start * self._page_size, run.stop * self._page_size, self._page_size)
+                placing = Placing(self.holding, offsets)
                 operation.undo.append(placing.take_back)
-                with asked_for(asked, f"in pages of {format_size(self._page_size)}"):
+                try:
                     self._source.borrow(self._page_size, len(run), self._location, placing)
+                except OutOfMemory as error:
+                    add_asked(error, asked, "pages", self._page_size)
+                    raise
             with self.lock:
                 self.holding.check_open()
                 self.table.set(pages, SPARE if spare else USED)

@@ -171,7 +171,7 @@ class VirtualMemoryPool(Resource):
         pages, within = self._touched(offset, size), offset % self._page_size
         if self._table.spare and self._backing.take_spare(lambda: pages, within):
             return self._holding.region.address + offset
-        self._backing.back(lambda: pages, bytes_of("a size", size), within=within)
+        self._backing.back(lambda: pages, size, within=within)
         return self._holding.region.address + offset
 
     def allocate_anywhere(self, size: int | str, alignment: int | str = 0) -> int:
