@@ -223,13 +223,15 @@ class LocalSource(Closing):
         the limit or `device` for the device itself.
         """
         self._check_open()
-        budget, key, extent_ids = self._budgets[location], borrowing(), list[int]()
+        budget, key, extent_ids, descriptors = self._budgets[location], borrowing(), list[int](), list[int]()
         try:
             budget.debit(extent_bytes * count, key)
             while len(extent_ids) < count:
                 # Take ids one packet at a time: `count` may be too large for a list.
                 packet = list(itertools.islice(self._ids, min(PACKET, count - len(extent_ids))))
-                self._place(placement, packet, extent_bytes, count, len(extent_ids), location)
+                descriptors += self._lend(extent_bytes, len(packet), count, len(extent_ids), location)
+                placement.place(packet, descriptors, extent_bytes)
+                close_each(descriptors)
                 extent_ids += packet
                 budget.assign(key, packet, extent_bytes)
         except BaseException:
@@ -237,17 +239,8 @@ class LocalSource(Closing):
             budget.credit(extent_ids)
             raise
         finally:
-            budget.credit([key])
-
-    def _place(
-        self, placement: Placement, packet: list[int], size: int, count: int, placed: int, location: Location
-    ) -> None:
-        descriptors: list[int] = []
-        try:
-            descriptors.extend(self._lend(size, len(packet), count, placed, location))
-            placement.place(packet, descriptors, size)
-        finally:
             close_each(descriptors)
+            budget.credit([key])
 
     def _lend(self, size: int, packet: int, count: int, placed: int, location: Location) -> list[int]:
         """Return descriptors of `packet` new extents; `placed` of the `count` requested ones exist already."""

@@ -135,24 +135,30 @@ class CudaDriver:
         self._enter("cuMemCreate")
         _check_size(size, self._device.granularity, "cuMemCreate")
         cuda, properties, kind = self._cuda, self._properties[location], self._descriptor_kind
-        descriptors: list[int] = []
+        created: list[Any] = []
+        exported: list[Any] = []
         try:
             for _ in range(count):
-                result, extent = cuda.cuMemCreate(size, properties, 0)
+                # In one step of the interpreter, as in `wire.descriptors.receive`: an interrupt loses nothing.
+                created.extend(map(cuda.cuMemCreate, (size,), (properties,), (0,)))
+                result, extent = created[-1]
                 if result:
                     raise self._failure("cuMemCreate", result)
-                result, descriptor = cuda.cuMemExportToShareableHandle(extent, kind, 0)
-                (released,) = cuda.cuMemRelease(extent)
+                exported.extend(map(cuda.cuMemExportToShareableHandle, (extent,), (kind,), (0,)))
+                result, _ = exported[-1]
                 if result:
                     raise self._failure("cuMemExportToShareableHandle", result)
-                descriptors.append(int(descriptor))
+                del created[-1]  # no call stands between this and the release
+                (released,) = cuda.cuMemRelease(extent)
                 if released:
                     raise self._failure("cuMemRelease", released)
+            return [int(descriptor) for _, descriptor in exported]
         except BaseException:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            for result, descriptor in exported:
+                if not result:
+                    os.close(int(descriptor))
+            self._release_all(created)
             raise
-        return descriptors
 
     def map_descriptors(
         self, address: int, descriptors: Sequence[int], size: int, access: AccessFlags = AccessFlags.READ_WRITE
@@ -161,25 +167,36 @@ class CudaDriver:
         self._enter("cuMemMap")
         self._check_reserved(address, size * len(descriptors))
         cuda, kind, at = self._cuda, self._descriptor_kind, address
+        imported: list[Any] = []
         try:
             for descriptor in descriptors:
-                result, extent = cuda.cuMemImportFromShareableHandle(descriptor, kind)
+                imported.extend(map(cuda.cuMemImportFromShareableHandle, (descriptor,), (kind,)))  # as in `lend`
+                result, extent = imported[-1]
                 if result:
                     raise self._failure("cuMemImportFromShareableHandle", result)
-                (result,) = cuda.cuMemMap(at, size, 0, extent, 0)
-                (released,) = cuda.cuMemRelease(extent)
+                at += size  # before the map: no call stands between them
+                (result,) = cuda.cuMemMap(at - size, size, 0, extent, 0)
                 if result:
+                    at -= size
                     raise self._failure("cuMemMap", result)
-                at += size
+                del imported[-1]
+                (released,) = cuda.cuMemRelease(extent)
                 if released:
                     raise self._failure("cuMemRelease", released)
             (result,) = cuda.cuMemSetAccess(address, at - address, self._grants[access], 1)
             if result:
                 raise self._failure("cuMemSetAccess", result)
         except BaseException:
+            self._release_all(imported)
             if at > address:
                 self._call("cuMemUnmap", address, at - address)
             raise
+
+    def _release_all(self, made: list[Any]) -> None:
+        """Release the extents of an interrupted or failed call: what CUDA returned for each."""
+        for result, extent in made:
+            if not result:
+                self._cuda.cuMemRelease(extent)
 
     def seal(self, descriptor: int) -> None:
         """Do nothing: with CUDA, any process that imports an extent can map it writable."""
