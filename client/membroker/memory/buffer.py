@@ -10,16 +10,15 @@ from typing import Any
 
 from ..arguments import bytes_of, check_range, location_of, rounded_up
 from ..errors import InvalidRequest, OutOfMemory
-from ..interrupts import Operation
+from ..interrupts import Operation, device_failures
 from ..vmm.driver import Location
 from .lender import Lender, Source, source_of
-from .lifetime import MappedMemory, Placing, Resource
+from .lifetime import AtAddress, MappedMemory, Placing
 from .local_source import add_asked
-from .region import device_failures
 from .views import Span
 
 
-class Buffer(Resource):
+class Buffer(AtAddress):
     """`size` bytes at `address`, borrowed from a source. A context manager. `Model.allocate` makes it.
 
     `size` is in bytes, or text such as `"8MiB"`. New memory is zero. On GPUs this was measured, but CUDA does not
@@ -47,12 +46,6 @@ class Buffer(Resource):
                 add_asked(error, self._size, "granules", device.granularity)
                 raise
             operation.undo.clear()
-
-    @property
-    def address(self) -> int:
-        """The address of the first byte, in this process. Raises `ClosedError`."""
-        self._holding.check_open()
-        return self._holding.region.address
 
     @property
     def size(self) -> int:

@@ -19,13 +19,12 @@ from ..arguments import bytes_of
 from ..closing import Closing
 from ..deprecated import renamed
 from ..errors import ClosedError, DeviceFailure, InvalidRequest, OutOfMemory
-from ..interrupts import uninterrupted
+from ..interrupts import device_failures, uninterrupted
 from ..vmm import open_driver
 from ..vmm.driver import Driver, DriverOutOfMemory, DriverUnavailable, Location
 from ..vmm.sizes import format_size
 from ..wire.descriptors import close_each
 from .lender import Placement, Tracked
-from .region import device_failures
 
 
 class Budget:
