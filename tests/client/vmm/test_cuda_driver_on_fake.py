@@ -323,8 +323,8 @@ def test_missing_packages_are_said_with_what_to_install(run: Run) -> None:
 def test_wsl_is_refused(run: Run) -> None:
     run("""
         import io
-        from membroker.vmm.cuda import driver as cuda
-        cuda.open = lambda *a, **k: io.StringIO("Linux version 5.15.167.4-microsoft-standard-WSL2")
+        from membroker.vmm.cuda import gpu
+        gpu.open = lambda *a, **k: io.StringIO("Linux version 5.15.167.4-microsoft-standard-WSL2")
         with pytest.raises(DriverUnavailable, match="WSL"):
             CudaDriver()
     """)
@@ -393,7 +393,7 @@ def test_after_a_fork_calls_raise_and_abandon_calls_no_cuda(run: Run) -> None:
             try:
                 with pytest.raises(DriverError, match="CUDA_ERROR_NOT_INITIALIZED"):
                     driver.create(GRANULE)
-                driver._cuda = None
+                driver._cuda = driver._call = None
                 driver.abandon()
                 with pytest.raises(DriverError, match="CUDA_ERROR_DEINITIALIZED"):
                     driver.create(GRANULE)
