@@ -1,7 +1,7 @@
 """Old spellings of the public API. Each works for one release, with a DeprecationWarning that names the new one.
 
-Owns how an old spelling is accepted; each class says beside itself which ones it has. To end them, remove the
-decorators. It must import nothing of membroker.
+Owns the decorators that accept old spellings. Each class lists its own. To end support for them, remove the decorators.
+It must import nothing of membroker.
 """
 
 from __future__ import annotations

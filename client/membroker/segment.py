@@ -20,7 +20,7 @@ from .deprecated import two_numbers
 from .dtypes import dtype_of
 from .errors import BrokerUnavailable, InvalidRequest, SegmentNotWritable
 from .interrupts import Operation, device_failures, uninterrupted
-from .memory.lifetime import MappedMemory, Resource
+from .memory.lifetime import AtAddress, MappedMemory
 from .memory.views import Span
 from .safetensors import ALIGNMENT, TensorIndex, numpy_array, read_index, segment_size, write_index
 from .session import messages
@@ -43,7 +43,7 @@ CHUNK_BYTES = 64 * MIB
 """The most bytes that `write` copies at once: large enough for a bus's full speed, small enough for `progress`."""
 
 
-class Segment(Resource):
+class Segment(AtAddress):
     """`size` contiguous bytes at `address`. A context manager. `Model.create_segment` and `Client.attach` make it.
 
     Closing it unmaps it in this process, and the segment continues to exist. If a writer closes it before it has sealed
@@ -121,12 +121,6 @@ class Segment(Resource):
     def location(self) -> str:
         """`device` or `host`."""
         return location_name(self._answer.location)
-
-    @property
-    def address(self) -> int:
-        """The address of the first byte, in this process. Raises `ClosedError`."""
-        self._holding.check_open()
-        return self._holding.region.address
 
     @property
     def writable(self) -> bool:

@@ -1,4 +1,4 @@
-"""Ctrl-C at a chosen point of a call: wherever Python looks for signals."""
+"""Ctrl-C at a chosen point of a call: wherever Python looks for signals, in the library and in what it calls."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-STRUCK = ("membroker", "contextlib")
-"""The modules whose frames are struck. Python itself loses an interrupt in finalizers of its own modules."""
-
 
 def interrupted_at(point: int | None, call: Callable[[], object]) -> tuple[int, bool]:
     """Run the call with Ctrl-C at its `point`, counted from 1; return how many it passed, and whether it was struck.
@@ -23,10 +20,10 @@ def interrupted_at(point: int | None, call: Callable[[], object]) -> tuple[int, 
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal passed
-        # It also loses one at the end of a generator that is garbage, which looks like a call.
+        # At the end of a generator that is garbage, Python loses an interrupt, and that end looks like a call.
         resumed = event == "call" and frame.f_code.co_flags & inspect.CO_GENERATOR
-        is_ours = str(frame.f_globals.get("__name__")).startswith(STRUCK)
-        if event in ("call", "c_return") and is_ours and not resumed:
+        own = frame.f_globals.get("__name__") == __name__
+        if event in ("call", "c_return") and not own and not resumed:
             passed += 1
             if passed == point:
                 sys.setprofile(None)

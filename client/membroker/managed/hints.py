@@ -25,23 +25,10 @@ from typing import Any, ClassVar
 
 from ..arguments import bytes_of, whole_number
 from ..errors import InvalidRequest, ManagedMemoryUnavailable, MembrokerError
-from ..memory.region import device_failures
+from ..interrupts import device_failures
 from ..vmm.cuda.managed import HOST, CudaManaged
 from ..vmm.driver import Driver, DriverError, Location
 from .buffer import UnifiedBuffer, managed_calls
-
-__all__ = [
-    "AdvicePair",
-    "ManagedMemoryHints",
-    "ManagedMemoryUnavailable",
-    "MemAdvice",
-    "MigrationPolicy",
-    "PrefetchEntry",
-    "PrefetchFailed",
-    "PrefetchPlan",
-    "UnifiedBuffer",
-    "apply_migration_policy",
-]
 
 _LAST_ADDRESS = (1 << 64) - 1
 _LAST_ORDINAL = (1 << 31) - 1

@@ -9,18 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 from ..arguments import bytes_of, check_range, location_of, rounded_up
-from ..errors import InvalidRequest
-from ..interrupts import Operation
+from ..errors import InvalidRequest, OutOfMemory
+from ..interrupts import Operation, device_failures
 from ..vmm.driver import Location
-from ..vmm.sizes import format_size
 from .lender import Lender, Source, source_of
-from .lifetime import MappedMemory, Placing, Resource
-from .local_source import asked_for
-from .region import device_failures
+from .lifetime import AtAddress, MappedMemory, Placing
+from .local_source import add_asked
 from .views import Span
 
 
-class Buffer(Resource):
+class Buffer(AtAddress):
     """`size` bytes at `address`, borrowed from a source. A context manager. `Model.allocate` makes it.
 
     `size` is in bytes, or text such as `"8MiB"`. New memory is zero. On GPUs this was measured, but CUDA does not
@@ -42,15 +40,12 @@ class Buffer(Resource):
         placing = Placing(self._holding, range(0, self._extent_size, self._extent_size))
         with Operation(self._holding) as operation:
             operation.undo += [self._holding.end, placing.take_back]
-            with asked_for(self._size, f"in granules of {format_size(device.granularity)}"):
+            try:
                 lender.borrow(self._extent_size, 1, self._location, placing)
+            except OutOfMemory as error:
+                add_asked(error, self._size, "granules", device.granularity)
+                raise
             operation.undo.clear()
-
-    @property
-    def address(self) -> int:
-        """The address of the first byte, in this process. Raises `ClosedError`."""
-        self._holding.check_open()
-        return self._holding.region.address
 
     @property
     def size(self) -> int:

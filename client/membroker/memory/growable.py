@@ -12,14 +12,13 @@ from contextlib import contextmanager
 
 from ..arguments import bytes_of, check_page_size, check_range, location_of, rounded_up
 from ..deprecated import renamed
-from ..errors import InvalidRequest, OutOfVirtualMemory
-from ..interrupts import Operation, Turns
+from ..errors import InvalidRequest, OutOfMemory, OutOfVirtualMemory
+from ..interrupts import Operation, Turns, device_failures
 from ..vmm.driver import Location
 from ..vmm.sizes import MIB, format_size, round_up
 from .lender import Lender, Source, source_of
-from .lifetime import MappedMemory, Placing, Resource
-from .local_source import asked_for
-from .region import device_failures
+from .lifetime import AtAddress, MappedMemory, Placing
+from .local_source import add_asked
 from .views import Span
 
 DEFAULT_PAGE_SIZE = 16 * MIB
@@ -31,7 +30,7 @@ A buffer wastes up to one page, and a worker has more buffers than pools. That i
 
 
 @renamed(physical_memory_usage="physical_usage_bytes")
-class GrowableBuffer(Resource):
+class GrowableBuffer(AtAddress):
     """`size` bytes at `address`, and addresses for `capacity` bytes. Thread-safe, and a context manager.
 
     Sizes are in bytes, or text such as `"8GiB"`. Addresses cost nothing, so `capacity` may be generous. It is rounded
@@ -75,15 +74,6 @@ class GrowableBuffer(Resource):
             operation.undo.clear()
 
     # What it is
-
-    @property
-    def address(self) -> int:
-        """The address of the first byte, in this process. It is constant while the buffer is open.
-
-        Raises `ClosedError`.
-        """
-        self._holding.check_open()
-        return self._holding.region.address
 
     @property
     def size(self) -> int:
@@ -162,8 +152,11 @@ class GrowableBuffer(Resource):
         before = self._size
         operation.undo.append(lambda: self._set_size(before))
         if size >= before:
-            with asked_for(size - before, f"in pages of {format_size(self._page_size)}"):
+            try:
                 self._back(round_up(size, self._page_size), operation)
+            except OutOfMemory as error:
+                add_asked(error, size - before, "pages", self._page_size)
+                raise
             self._size = size
         else:
             self._cut(size, operation)

@@ -300,3 +300,13 @@ class Resource(Closing):
         """
         with device_failures():
             self._holding.end()
+
+
+class AtAddress(Resource):
+    """A resource whose bytes begin at `address`."""
+
+    @property
+    def address(self) -> int:
+        """The address of the first byte, in this process, constant while this is open. Raises `ClosedError`."""
+        self._holding.check_open()
+        return self._holding.region.address

@@ -6,27 +6,24 @@ or a descriptor of an extent that it lends: as with a broker's extents, only the
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import logging
 import os
 import queue
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 
 from ..arguments import bytes_of
 from ..closing import Closing
 from ..deprecated import renamed
-from ..errors import ClosedError, DeviceFailure, InvalidRequest, OutOfMemory
-from ..interrupts import uninterrupted
+from ..errors import DeviceFailure, InvalidRequest, OutOfMemory
+from ..interrupts import device_failures
 from ..vmm import open_driver
 from ..vmm.driver import Driver, DriverOutOfMemory, DriverUnavailable, Location
 from ..vmm.sizes import format_size
 from ..wire.descriptors import close_each
-from .lender import Placement, Tracked
-from .region import device_failures
+from .holder import Holder
+from .lender import Placement
 
 
 class Budget:
@@ -96,20 +93,14 @@ def out_of_memory(level: str, requested: int, available: int, limit: int | None 
     return OutOfMemory(message, "DEVICE_FULL" if level == "device" else "CAPACITY", numbers)
 
 
-@contextmanager
-def asked_for(size: int, rounding: str) -> Iterator[None]:
-    """Add to an `OutOfMemory` the `size` in bytes that the user requested, and how it was rounded."""
-    try:
-        yield
-    except OutOfMemory as error:
-        if error.requested_bytes and error.requested_bytes != size:
-            error.metadata["asked_bytes"] = str(size)
-            left = ""
-            if "available_bytes" in error.metadata:
-                left = f", {format_size(error.available_bytes)} are available"
-            asked = f"{format_size(size)} ({format_size(error.requested_bytes)} {rounding}) were asked for{left}"
-            error.args = (f"{asked}: {error}",)
-        raise
+def add_asked(error: OutOfMemory, asked: int | str, parts: str, part_bytes: int) -> None:
+    """Add to the error the size that the user asked for, and that it was rounded up to whole `parts`."""
+    size = bytes_of("a size", asked)
+    if error.requested_bytes and error.requested_bytes != size:
+        error.metadata["asked_bytes"] = str(size)
+        left = f", {format_size(error.available_bytes)} are available" if "available_bytes" in error.metadata else ""
+        rounded = f"{format_size(error.requested_bytes)} in {parts} of {format_size(part_bytes)}"
+        error.args = (f"{format_size(size)} ({rounded}) were asked for{left}: {error}",)
 
 
 logger = logging.getLogger("membroker")
@@ -119,7 +110,7 @@ PACKET = 64
 
 
 @renamed(physical_memory_usage="physical_usage_bytes")
-class LocalSource(Closing):
+class LocalSource(Holder["_Link"], Closing):
     """Lends the device's memory to this process: `VirtualMemoryPool(LocalSource(), "64GiB")`. A context manager.
 
     `driver` is `"cuda"`, `"host"` (for a machine without a GPU: `LocalSource("host")`), or a driver that the caller
@@ -129,6 +120,8 @@ class LocalSource(Closing):
 
     Raises `DeviceFailure` if the device does not exist, and `InvalidRequest`.
     """
+
+    _name, _instead = "source", "make another"
 
     def __init__(
         self,
@@ -143,14 +136,9 @@ class LocalSource(Closing):
             location: Budget(None if size is None else bytes_of(what, size), "capacity")
             for location, (what, size) in limits.items()
         }
-        self._link = _Link(_open(driver, device) if isinstance(driver, str) else driver, owned=isinstance(driver, str))
         self._ids = itertools.count(1)
-        self._holdings: set[Tracked] = set()
-        self._lock = threading.Lock()
-        self._closed = self._ended = self._forked = False
-        self._forgotten = weakref.finalize(self, self._link.later, self._link.end)
-        self._forgotten.atexit = False
-        _living.add(self)
+        owned = isinstance(driver, str)
+        super().__init__(_Link(_open(driver, device) if isinstance(driver, str) else driver, owned=owned))
 
     @property
     def limit(self) -> int | None:
@@ -162,38 +150,13 @@ class LocalSource(Closing):
         """The bytes of the device that are lent."""
         return self._budgets[Location.DEVICE].used
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called, or this process was forked from the source's."""
-        return self._closed or self._forked
-
     def close(self) -> None:
         """Unmap and release all memory that pools and buffers hold from this source. Idempotent.
 
         Memory with living views, and the driver, stay until the last view is gone. When the driver fails to unmap, the
         failure is logged, and the memory is held until this source is closed again.
         """
-        if not (self._forked or self._ended):  # in a forked child, a thread of the parent may have held the lock
-            uninterrupted(self._close)
-
-    def _close(self) -> None:
-        with self._lock:
-            self._closed = True
-        for memory in list(self._holdings):
-            try:
-                memory.end()
-            except Exception:
-                logger.exception("memory of a closed source could not be released")
-        if not self._holdings:
-            self._end()
-
-    def _end(self) -> None:
-        with self._lock:
-            if self._ended or self._forked:
-                return
-            self._ended = True
-        self._forgotten.detach()
-        self._link.end()
+        self._close()
 
     def __repr__(self) -> str:
         return f"<membroker.LocalSource of {self._link.driver.device.name}{', closed' * self.closed}>"
@@ -204,24 +167,8 @@ class LocalSource(Closing):
     def driver(self) -> Driver:
         """The driver of the device. Raises `ClosedError` once the source has ended."""
         if self._forked or self._ended:
-            self._check_open()
+            self.check_open()
         return self._link.driver
-
-    def track(self, memory: Tracked) -> None:
-        """Let `close` end this memory."""
-        with self._lock:
-            self._check_open()
-            self._holdings.add(memory)
-
-    def untrack(self, memory: Tracked) -> None:
-        """Forget memory that was released. The last one ends a closed source."""
-        self._holdings.discard(memory)
-        if self._closed and not self._holdings:
-            self.later(self._end)
-
-    def later(self, work: Callable[[], None]) -> None:
-        """Run `work` in the source's thread. Finalizers use this."""
-        self._link.later(work)
 
     def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
         """Create `count` extents of `extent_bytes` each, and place them in packets. All or nothing.
@@ -229,14 +176,16 @@ class LocalSource(Closing):
         Raises `ClosedError`, what `placement` raises, `DriverError`, and `OutOfMemory` with the level `capacity` for
         the limit or `device` for the device itself.
         """
-        self._check_open()
-        budget, key, extent_ids = self._budgets[location], borrowing(), list[int]()
+        self.check_open()
+        budget, key, extent_ids, descriptors = self._budgets[location], borrowing(), list[int](), list[int]()
         try:
             budget.debit(extent_bytes * count, key)
             while len(extent_ids) < count:
                 # Take ids one packet at a time: `count` may be too large for a list.
                 packet = list(itertools.islice(self._ids, min(PACKET, count - len(extent_ids))))
-                self._place(placement, packet, extent_bytes, count, len(extent_ids), location)
+                descriptors += self._lend(extent_bytes, len(packet), count, len(extent_ids), location)
+                placement.place(packet, descriptors, extent_bytes)
+                close_each(descriptors)
                 extent_ids += packet
                 budget.assign(key, packet, extent_bytes)
         except BaseException:
@@ -244,17 +193,8 @@ class LocalSource(Closing):
             budget.credit(extent_ids)
             raise
         finally:
-            budget.credit([key])
-
-    def _place(
-        self, placement: Placement, packet: list[int], size: int, count: int, placed: int, location: Location
-    ) -> None:
-        descriptors: list[int] = []
-        try:
-            descriptors.extend(self._lend(size, len(packet), count, placed, location))
-            placement.place(packet, descriptors, size)
-        finally:
             close_each(descriptors)
+            budget.credit([key])
 
     def _lend(self, size: int, packet: int, count: int, placed: int, location: Location) -> list[int]:
         """Return descriptors of `packet` new extents; `placed` of the `count` requested ones exist already."""
@@ -278,26 +218,12 @@ class LocalSource(Closing):
 
     def charge(self, size: int, location: Location) -> None:
         """Count `size` bytes that this process allocates itself against the limit. Raises `OutOfMemory`."""
-        self._check_open()
+        self.check_open()
         self._budgets[location].debit(size)
 
     def credit(self, size: int, location: Location) -> None:
         """Stop counting `size` bytes that were charged."""
         self._budgets[location].less(size)
-
-    def _check_open(self) -> None:
-        if self._forked:
-            raise ClosedError("this source belongs to the process that this one was forked from: make another")
-        if self._closed:
-            raise ClosedError("this source is closed")
-
-    def _abandon(self) -> None:
-        """In a forked child: from now on the source, and all memory from it, raise `ClosedError`."""
-        self._forked = True
-        self._forgotten.detach()
-        for memory in self._holdings:
-            memory.abandon()
-        self._link.abandon()
 
 
 class _Link:
@@ -323,7 +249,7 @@ class _Link:
             if self._anchor is None and device.driver == "cuda":
                 (self._anchor,) = self.driver.lend(device.granularity, 1)
 
-    def end(self) -> None:
+    def end(self, *, wait: bool = True) -> None:
         """Close an owned driver, and let the thread end after the work that is queued."""
         self._close_anchor()
         if self._owned:
@@ -368,21 +294,3 @@ def _open(kind: str, device: int | str) -> Driver:
         raise
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
-
-
-_living: weakref.WeakSet[LocalSource] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for source in list(_living):
-        source.close()
-
-
-def _abandon_all() -> None:
-    for source in list(_living):
-        source._abandon()
-    _living.clear()
-
-
-atexit.register(_close_all)
-os.register_at_fork(after_in_child=_abandon_all)

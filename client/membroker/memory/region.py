@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import repeat
 
-from ..interrupts import device_failures as device_failures
 from ..vmm.driver import AccessFlags, Driver, Handle
 
 

@@ -17,14 +17,13 @@ from ..arguments import check_range, check_total, contiguous_bytes, location_of,
 from ..deprecated import renamed
 from ..dtypes import word_of
 from ..errors import InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped
-from ..interrupts import Operation, Turns
+from ..interrupts import Operation, Turns, device_failures
 from ..safetensors import TensorInfo, numpy_array
 from ..vmm.driver import Location
 from ..vmm.sizes import MAX_BYTES, format_size
 from .dlpack import DlpackTensor, export, size_of
 from .lender import Lender, Source, source_of
-from .lifetime import MappedMemory, Placing, Resource
-from .region import device_failures
+from .lifetime import AtAddress, MappedMemory, Placing
 from .views import Span
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @renamed(physical_memory_usage="physical_usage_bytes")
-class SparseArray(Resource):
+class SparseArray(AtAddress):
     """`shape` elements of `dtype`, of which only tiles that were written have memory. Thread-safe, a context manager.
 
     A tile is `tile_rows` rows, whole entries of the first axis: ids of an embedding table, blocks of a KV cache. So the
@@ -101,12 +100,6 @@ class SparseArray(Resource):
     def size(self) -> int:
         """The bytes of all rows, including absent ones."""
         return self._shape[0] * self._row_size
-
-    @property
-    def address(self) -> int:
-        """The address of the first row, in this process, even if its tile is absent. Raises `ClosedError`."""
-        self._holding.check_open()
-        return self._holding.region.address
 
     @property
     def tile_rows(self) -> int:

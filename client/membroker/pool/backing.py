@@ -8,95 +8,105 @@ deadlock. The pool checks the user's requests and converts offsets to pages.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
+from itertools import groupby
 
 from ..arguments import Progress
-from ..errors import AlreadyMapped, CompactionFailed
+from ..errors import AlreadyMapped, CompactionFailed, InvalidRequest, OutOfMemory
 from ..interrupts import Operation, uninterrupted
 from ..memory.lender import Source
 from ..memory.lifetime import MappedMemory, Placing
-from ..memory.local_source import asked_for
-from ..types import Move
+from ..memory.local_source import add_asked
+from ..memory.views import Span
+from ..types import MemoryStats, Move, PoolMapping
 from ..vmm.driver import AccessFlags, DriverError, Location
-from ..vmm.sizes import format_size
-from .offload import OffloadedPages, PageStore
+from .offload import OffloadedPages
+from .page_store import PageStore
 from .page_table import FIXED, FREE, OFFLOADED, SPARE, USED, PageTable, next_move
+
+_STATES = {SPARE: "spare", OFFLOADED: "offloaded"}
+Choose = Callable[[PageTable], range]
 
 
 class Backing:
     """`count` pages of `page_size` bytes of addresses, and their memory. Up to `spare_pages` stay mapped when dropped.
 
-    `table` is read and changed under `lock`. Pages are numbers. A function chooses a range of them, and is called under
-    the lock, so that the table does not change before the claim.
+    Pages are numbers. A `Choose` function picks a range of them in the table, which does not change before the claim.
     """
 
     def __init__(
         self, source: Source, pool: object, count: int, page_size: int, location: Location, spare_pages: int
     ) -> None:
         self.holding = MappedMemory(source, pool, count * page_size, "pool", alignment=page_size)
-        self.table = PageTable(count, page_size)
-        self.lock = threading.Lock()
+        self._table = PageTable(count, page_size)
+        self._lock = threading.Lock()
         self.spare_pages = spare_pages
         self._source = source
         self._page_size = page_size
         self._location = location
-        self.offloaded = OffloadedPages(self.holding, source, self.table, self.lock, location)
+        self._offloaded = OffloadedPages(self.holding, source, self._table, self._lock, location)
 
-    def back(self, choose: Callable[[], range], asked: int, *, within: int = 0, spare: bool = False) -> range:
+    def back(self, choose: Choose, asked: int | str, *, within: int = 0, spare: bool = False) -> range:
         """Map the missing pages of an unused range, all or nothing, and mark the range used, or spare.
 
-        `asked` is the number of bytes that the user requested. They begin at byte `within` of the first page.
+        `asked` is the size that the user requested. Its first byte is byte `within` of the first page.
         """
+        if self._table.spare and not spare and (pages := self._take_spare(choose, within)):
+            return pages
         with Operation(self.holding) as operation:
-            pages = self._claim(operation, choose, self.table.check_unused)
-            with self.lock:
-                missing, before = self.table.unbacked(pages), self.table.picture(pages)
+            pages = self._claim(operation, choose, self._table.check_unused)
+            with self._lock:
+                missing, before = self._table.unbacked(pages), self._table.picture(pages)
             operation.undo.append(lambda: self._restore(pages, before))
             for run in missing:
-                offset, size = self._bytes(run)
-                placing = Placing(self.holding, range(offset, offset + size, self._page_size))
+                offsets = range(run.start * self._page_size, run.stop * self._page_size, self._page_size)
+                placing = Placing(self.holding, offsets)
                 operation.undo.append(placing.take_back)
-                with asked_for(asked, f"in pages of {format_size(self._page_size)}"):
+                try:
                     self._source.borrow(self._page_size, len(run), self._location, placing)
-            with self.lock:
+                except OutOfMemory as error:
+                    add_asked(error, asked, "pages", self._page_size)
+                    raise
+            with self._lock:
                 self.holding.check_open()
-                self.table.set(pages, SPARE if spare else USED)
+                self._table.set(pages, SPARE if spare else USED)
                 if not spare:
-                    self.table.begins[pages.start] = within
+                    self._table.begins[pages.start] = within
                 operation.undo.clear()
         return pages
 
     def _restore(self, pages: range, before: bytes) -> None:
         """Reset claimed pages to their states in `before`. Pages that the driver failed to unmap become spare."""
-        with self.lock:
-            self.table.restore(pages, before)
+        with self._lock:
+            self._table.restore(pages, before)
             for page in pages:
                 if page * self._page_size in self.holding.region.extents:
-                    self.table.set(range(page, page + 1), SPARE)
+                    self._table.set(range(page, page + 1), SPARE)
 
-    def drop(self, choose: Callable[[], range]) -> None:
+    def drop(self, choose: Choose) -> None:
         """Release used pages, or keep all of them as spare pages. Drop the bytes of offloaded pages."""
         if self.spare_pages and self._keep_spare(choose):
             return
         with Operation(self.holding) as operation:
             pages = self._claim(operation, choose, self._check_droppable)
-            with self.lock:
-                used = self.table.claimed_runs(USED, pages)
+            with self._lock:
+                used = self._table.claimed_runs(USED, pages)
             for run in used:
                 self._unbind(run, operation)
-            if self.offloaded.size:
-                uninterrupted(lambda: self.offloaded.drop(pages))
+            if self._offloaded.size:
+                uninterrupted(lambda: self._offloaded.drop(pages))
 
-    def _keep_spare(self, choose: Callable[[], range]) -> bool:
+    def _keep_spare(self, choose: Choose) -> bool:
         """Keep deallocated pages mapped as spare pages, if all of them fit; return whether they did.
 
         Protected pages are released instead: the next allocation would have to make them writable.
         """
-        with self.lock:
-            pages, table = choose(), self.table
+        with self._lock:
+            table = self._table
+            pages = choose(table)
             if table.spare + len(pages) > self.spare_pages:
                 return False
-            if self.offloaded.size and table.runs_of(OFFLOADED, pages):
+            if self._offloaded.size and table.runs_of(OFFLOADED, pages):
                 return False
             self._check_idle(pages)
             if table.restricted and not table.restricted.keys().isdisjoint(pages):
@@ -104,36 +114,42 @@ class Backing:
             table.keep_spare(pages)
             return True
 
-    def take_spare(self, choose: Callable[[], range], within: int = 0) -> range | None:
+    def _take_spare(self, choose: Choose, within: int) -> range | None:
         """Allocate pages if all of them are spare, and return them; otherwise return None."""
-        with self.lock:
-            pages = choose()
-            return pages if self.table.take_spare(pages, within) else None
+        with self._lock:
+            pages = choose(self._table)
+            return pages if self._table.take_spare(pages, within) else None
 
     def trim(self, pages: range | None = None) -> int:
         """Release every spare page of `pages`, or of the pool, that no other call has claimed; return their number."""
-        wanted = range(self.table.count) if pages is None else pages
+        wanted = range(self._table.count) if pages is None else pages
         with Operation(self.holding) as operation:
-            runs = self._claim_runs(operation, lambda: self.table.spare_runs(wanted))
+            runs = self._claim_runs(operation, lambda: self._table.spare_runs(wanted))
             for run in runs:
                 self._unbind(run, operation)
         return sum(map(len, runs))
 
+    def trim_all(self) -> int:
+        """Free the host memory that is kept pinned, and release every spare page; return the number of pages."""
+        with Operation(self.holding):
+            uninterrupted(self._offloaded.trim)
+        return self.trim()
+
     def offload(self, pages: range, segment: PageStore | None, progress: Progress | None) -> int:
         """Copy the used ones of `pages` to the host, release the spare ones, and return the number of bytes copied."""
         with Operation(self.holding) as operation:
-            runs = self._claim_runs(operation, lambda: self.table.runs_of(USED, pages), self._check_idle)
+            runs = self._claim_runs(operation, lambda: self._table.runs_of(USED, pages), self._check_idle)
             if runs:
                 self._source.driver.synchronize()
-            copied = self.offloaded.offload(runs, segment, progress)
+            copied = self._offloaded.offload(runs, segment, progress)
         self.trim(pages)
         return copied
 
     def restore(self, pages: range, progress: Progress | None, *, keep_pinned: bool) -> int:
         """Restore the offloaded ones of `pages`, and return the number of bytes copied."""
         with Operation(self.holding) as operation:
-            runs = self._claim_runs(operation, lambda: self.table.runs_of(OFFLOADED, pages))
-            return self.offloaded.restore(runs, progress, keep_pinned=keep_pinned)
+            runs = self._claim_runs(operation, lambda: self._table.runs_of(OFFLOADED, pages))
+            return self._offloaded.restore(runs, progress, keep_pinned=keep_pinned)
 
     def restore_from(self, segment: PageStore, found: Mapping[range, int], progress: Progress | None) -> int:
         """Restore pages from a segment: `found` has runs, with the offset of each in the segment, in bytes."""
@@ -142,10 +158,10 @@ class Backing:
         with Operation(self.holding) as operation:
             runs = self._claim_runs(operation, lambda: list(found), self._check_free)
             if runs:
-                self.offloaded.adopt(segment, found)
-                with self.lock:
-                    self.table.begins.update((run.start, 0) for run in runs)
-            return self.offloaded.restore(runs, progress)
+                self._offloaded.adopt(segment, found)
+                with self._lock:
+                    self._table.begins.update((run.start, 0) for run in runs)
+            return self._offloaded.restore(runs, progress)
 
     def _unbind(self, pages: range, operation: Operation) -> None:
         """Unmap claimed pages, and release their extents."""
@@ -154,24 +170,24 @@ class Backing:
 
     def _let_go(self, pages: range) -> None:
         self.holding.remove([self._bytes(pages)])
-        with self.lock:
-            self.table.set(pages, FREE)
+        with self._lock:
+            self._table.set(pages, FREE)
 
     def protect(self, pages: range, access: AccessFlags) -> None:
         """Set the access of used pages. A reduction waits for the work on the device."""
         lowered = access is not AccessFlags.READ_WRITE
         with Operation(self.holding) as operation:
-            self._claim(operation, lambda: pages, self._check_idle if lowered else self.table.check_used)
+            self._claim(operation, lambda _: pages, self._check_idle if lowered else self._table.check_used)
             if lowered:
                 self._source.driver.synchronize()
             self.holding.region.protect(access, *self._bytes(pages))
-            with self.lock:
-                self.table.restrict(pages, access)
+            with self._lock:
+                self._table.restrict(pages, access)
 
     def plan(self) -> list[Move]:
         """Return the moves that `compact` would make now. They may differ later, because the lock is released."""
-        with self.lock:
-            layout = self.table.layout(self.pinned(), spare=FREE)
+        with self._lock:
+            layout = self._table.layout(self._pinned(), spare=FREE)
         moves, cursor = [], 0
         while step := next_move(layout, cursor):
             pages, to = step
@@ -202,19 +218,19 @@ class Backing:
         """
         claimed: list[range] = []
         try:
-            with self.lock:
-                step = next_move(self.table.layout(self.pinned(), spare=FIXED), cursor)
+            with self._lock:
+                step = next_move(self._table.layout(self._pinned(), spare=FIXED), cursor)
                 if step is None:
                     return None
                 for run in step:
-                    self.table.claim(run, claimed)
+                    self._table.claim(run, claimed)
             pages, to = step
             self._source.driver.synchronize()
             self.holding.region.move(
                 pages.start * self._page_size, to.start * self._page_size, self._page_size, len(to)
             )
-            with self.lock:
-                self.table.move(pages, to)
+            with self._lock:
+                self._table.move(pages, to)
             moves.append(self._as_move(pages, to))
             on_move(moves[-1])
             return pages.stop
@@ -225,15 +241,90 @@ class Backing:
         old_offset, size = self._bytes(pages)
         return Move(old_offset, to.start * self._page_size, size)
 
-    def pinned(self) -> list[range]:
+    def _pinned(self) -> list[range]:
         """Return the pages of each living view and span. The caller holds the lock, so no new one can be created."""
         start, size = self.holding.region.address, self._page_size
         ranges = self.holding.views.ranges()
         return [range((first - start) // size, (max(first, last - 1) - start) // size + 1) for first, last in ranges]
 
+    # What there is
+
+    def is_used(self, pages: range) -> bool:
+        """Return whether all of them are allocated, and no call has claimed one."""
+        with self._lock:
+            return self._table.is_used(pages)
+
+    def used_runs(self, pages: range) -> list[range]:
+        """Return those of `pages` that are used, as runs. Raises `NotMapped` if one of them is claimed."""
+        with self._lock:
+            return self._table.runs_of(USED, pages)
+
+    def stats(self) -> MemoryStats:
+        """Return the present figures."""
+        with self._lock:
+            mapped, spare = len(self.holding.region.extents), self._table.spare
+            largest, free = self._table.largest_free_run()
+            offloaded = self._offloaded.size
+        return MemoryStats(
+            virtual_capacity_bytes=self._table.count * self._page_size,
+            physical_usage_bytes=mapped * self._page_size,
+            mapped_pages=mapped,
+            largest_free_run_bytes=largest * self._page_size,
+            fragmentation_ratio=1 - largest / free if free else 0.0,
+            spare_pages=spare,
+            offloaded_bytes=offloaded,
+        )
+
+    def mappings(self, *, by_page: bool) -> list[PoolMapping]:
+        """Return a row for each run of equal pages, or for each page, by offset."""
+        with self._lock:
+            runs, pins = list(self._table.runs()), self._pinned()
+            extents, restricted = self.holding.extents, self._table.restricted.copy()
+        # The lock is released here: the rest takes long with many pages, and allocations go on meanwhile.
+        pinned = {page for pages in pins for page in pages}
+        rows = []
+        for pages, state, busy in runs:
+            common = "changing" if busy else _STATES.get(state)
+            for alike in map(_page, pages) if by_page else _alike(pages, pinned, restricted):
+                offset, end = alike.start * self._page_size, alike.stop * self._page_size
+                access = restricted.get(alike.start, AccessFlags.READ_WRITE)
+                behind = map(extents.get, range(offset, end, self._page_size))
+                rows.append(
+                    PoolMapping(
+                        offset,
+                        end - offset,
+                        common or ("pinned" if alike.start in pinned else "used"),
+                        access.name.lower(),
+                        tuple(extent for extent in behind if extent is not None),
+                    )
+                )
+        return rows
+
+    def view(self, keeper: object, pages: range, offset: int, size: int) -> memoryview:
+        """Return bytes of used pages, writable if all of these pages are. Raises `InvalidRequest` without access."""
+        with self._lock:
+            access = self._access(pages)
+            if access is AccessFlags.NONE:
+                raise InvalidRequest(f"[{offset}, {offset + size}) allows no access: protect() it otherwise")
+            view = self.holding.view(keeper, offset, size)
+        return view if access is AccessFlags.READ_WRITE else view.toreadonly()
+
+    def span(self, keeper: object, pages: range, offset: int, size: int) -> Span:
+        """Keep bytes of used pages mapped while the result lives."""
+        with self._lock:
+            writable = self._access(pages) is AccessFlags.READ_WRITE
+            return self.holding.span(keeper, offset, size, writable=writable)
+
+    def _access(self, pages: range) -> AccessFlags:
+        """Return the most restrictive access of used pages, after checking them. The caller holds the lock."""
+        self._table.check_used(pages)
+        return self._table.least_access(pages)
+
+    # Claims
+
     def _check_idle(self, pages: range) -> None:
         """Raise `NotMapped` unless the pages are used, and `BufferError` if a view or a pin of them is alive."""
-        self.table.check_used(pages)
+        self._table.check_used(pages)
         if not self.holding.views.any():
             return
         start, length = self._bytes(pages)
@@ -243,25 +334,25 @@ class Backing:
     def _check_droppable(self, pages: range) -> None:
         """Check as `_check_idle` does, but accept offloaded pages too."""
         used = [pages]
-        if self.offloaded.size:
-            self.table.check_allocated(pages)
-            used = self.table.runs_of(USED, pages)
+        if self._offloaded.size:
+            self._table.check_allocated(pages)
+            used = self._table.runs_of(USED, pages)
         for run in used:
             self._check_idle(run)
 
     def _check_free(self, pages: range) -> None:
-        self.table.check_unused(pages)
-        for spare in self.table.spare_runs(pages):
+        self._table.check_unused(pages)
+        for spare in self._table.spare_runs(pages):
             raise AlreadyMapped(f"the page at offset {spare.start * self._page_size} is spare: trim() releases it")
 
-    def _claim(self, operation: Operation, choose: Callable[[], range], check: Callable[[range], None]) -> range:
+    def _claim(self, operation: Operation, choose: Choose, check: Callable[[range], None]) -> range:
         """Claim the chosen pages until the operation ends, unless `check` raises. Other calls then refuse them."""
         claimed: list[range] = []
         operation.ends.append(lambda: self._release(claimed))
-        with self.lock:
-            pages = choose()
+        with self._lock:
+            pages = choose(self._table)
             check(pages)
-            self.table.claim(pages, claimed)
+            self._table.claim(pages, claimed)
         return pages
 
     def _claim_runs(
@@ -270,18 +361,32 @@ class Backing:
         """Claim several runs of pages, as `_claim` does: all of them, or none."""
         claimed: list[range] = []
         operation.ends.append(lambda: self._release(claimed))
-        with self.lock:
+        with self._lock:
             runs = choose()
             if check is not None:
                 for pages in runs:
                     check(pages)
             for pages in runs:
-                self.table.claim(pages, claimed)
+                self._table.claim(pages, claimed)
         return runs
 
     def _release(self, claimed: list[range]) -> None:
-        with self.lock:
-            self.table.release(claimed)
+        with self._lock:
+            self._table.release(claimed)
 
     def _bytes(self, pages: range) -> tuple[int, int]:
         return pages.start * self._page_size, len(pages) * self._page_size
+
+
+def _page(page: int) -> range:
+    return range(page, page + 1)
+
+
+def _alike(pages: range, pinned: Set[int], restricted: Mapping[int, AccessFlags]) -> Iterator[range]:
+    """Split a run at the boundaries of pins, and where the access changes."""
+    if not (pinned or restricted):
+        yield pages
+        return
+    for _, run in groupby(pages, lambda page: (page in pinned, restricted.get(page))):
+        first, *rest = run
+        yield range(first, first + len(rest) + 1)

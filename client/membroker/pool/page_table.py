@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from ..errors import AlreadyMapped, NotMapped, Offloaded, OutOfVirtualMemory
+from ..errors import AlreadyMapped, InvalidOffset, NotMapped, Offloaded, OutOfVirtualMemory
 from ..vmm.driver import AccessFlags
 
 FREE, USED, SPARE, OFFLOADED = range(4)
@@ -74,6 +74,22 @@ class PageTable:
     def top(self) -> int:
         """Return the page after the highest one that is taken or claimed."""
         return len(self._states.rstrip(_AVAILABLE))
+
+    def above(self, length: int) -> range:
+        """Return the pages of the `length` bytes after the highest taken page. Raises `OutOfVirtualMemory`."""
+        top, capacity = self.top(), self.count * self.page_size
+        left = capacity - top * self.page_size
+        if length > left:
+            why = f"{left} of the pool's virtual capacity of {capacity} bytes lie behind its highest allocated page"
+            raise OutOfVirtualMemory(length, left, f"cannot grow by {length} bytes: {why}")
+        return range(top, top - -length // self.page_size)
+
+    def below(self, length: int) -> range:
+        """Return the pages of the last `length` bytes up to the highest taken page. Raises `InvalidOffset`."""
+        top, count = self.top(), -(-length // self.page_size)
+        if count > top:
+            raise InvalidOffset(f"the highest allocated page ends at {top * self.page_size}, before {length} bytes")
+        return range(top - count, top)
 
     def unbacked(self, pages: range) -> list[range]:
         """Return the free pages among claimed, unused pages, as runs."""

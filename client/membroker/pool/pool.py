@@ -6,9 +6,8 @@ knows a `Source`, never a broker, and must never map or unmap memory itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import groupby
 
 from ..arguments import (
     Progress,
@@ -21,21 +20,19 @@ from ..arguments import (
     whole_number,
 )
 from ..deprecated import renamed
-from ..errors import InvalidOffset, InvalidRequest, NotMapped, OutOfVirtualMemory
-from ..interrupts import Operation, uninterrupted
+from ..errors import InvalidOffset, InvalidRequest, NotMapped
+from ..interrupts import device_failures, uninterrupted
 from ..memory.lender import Lender, Source, source_of
 from ..memory.lifetime import Resource
-from ..memory.region import device_failures
 from ..memory.views import Span
 from ..types import MemoryStats, Move, PoolMapping
 from ..vmm.driver import AccessFlags, Location
 from ..vmm.sizes import MIB, format_size, is_power_of_two
 from .backing import Backing
-from .offload import PageStore, check_segment, runs_in, size_in_segment
-from .page_table import OFFLOADED, SPARE, USED
+from .page_store import PageStore, check_segment, runs_in, size_in_segment
+from .page_table import PageTable
 
 DEFAULT_PAGE_SIZE = 64 * MIB
-_STATES = {SPARE: "spare", OFFLOADED: "offloaded"}
 
 
 @renamed(physical_memory_usage="physical_usage_bytes")
@@ -72,7 +69,7 @@ class VirtualMemoryPool(Resource):
         count = self._capacity // self._page_size
         with device_failures():
             self._backing = Backing(source_of(source), self, count, self._page_size, where, spare_pages)
-        self._holding, self._table, self._lock = self._backing.holding, self._backing.table, self._backing.lock
+        self._holding = self._backing.holding
         self._on_host = source.driver.device.driver == "host"
 
     # What it is
@@ -106,25 +103,12 @@ class VirtualMemoryPool(Resource):
         """
         self._holding.check_open()
         pages = self._touched(offset, size)
-        with self._lock:
-            return self._table.is_used(pages)
+        return self._backing.is_used(pages)
 
     def stats(self) -> MemoryStats:
         """Return the pool's present figures; `MemoryStats` explains their limits. Raises `ClosedError`."""
         self._holding.check_open()
-        with self._lock:
-            mapped, spare = len(self._holding.region.extents), self._table.spare
-            largest, free = self._table.largest_free_run()
-            offloaded = self._backing.offloaded.size
-        return MemoryStats(
-            virtual_capacity_bytes=self._capacity,
-            physical_usage_bytes=mapped * self._page_size,
-            mapped_pages=mapped,
-            largest_free_run_bytes=largest * self._page_size,
-            fragmentation_ratio=1 - largest / free if free else 0.0,
-            spare_pages=spare,
-            offloaded_bytes=offloaded,
-        )
+        return self._backing.stats()
 
     def mappings(self, *, by_page: bool = False) -> list[PoolMapping]:
         """Return rows with state, access and extents, by offset: one for each run of equal pages, or for each page.
@@ -132,28 +116,7 @@ class VirtualMemoryPool(Resource):
         Raises `ClosedError`.
         """
         self._holding.check_open()
-        with self._lock:
-            runs, pins = list(self._table.runs()), self._backing.pinned()
-            extents, restricted = self._holding.extents, self._table.restricted.copy()
-        # The lock is released here: the rest takes long with many pages, and allocations go on meanwhile.
-        pinned = {page for pages in pins for page in pages}
-        rows = []
-        for pages, state, busy in runs:
-            common = "changing" if busy else _STATES.get(state)
-            for alike in map(_page, pages) if by_page else _alike(pages, pinned, restricted):
-                offset, end = alike.start * self._page_size, alike.stop * self._page_size
-                access = restricted.get(alike.start, AccessFlags.READ_WRITE)
-                behind = map(extents.get, range(offset, end, self._page_size))
-                rows.append(
-                    PoolMapping(
-                        offset,
-                        end - offset,
-                        common or ("pinned" if alike.start in pinned else "used"),
-                        access.name.lower(),
-                        tuple(extent for extent in behind if extent is not None),
-                    )
-                )
-        return rows
+        return self._backing.mappings(by_page=by_page)
 
     # Backing addresses
 
@@ -169,9 +132,7 @@ class VirtualMemoryPool(Resource):
         self._holding.check_open()
         offset = whole_number("an offset", offset, InvalidOffset)
         pages, within = self._touched(offset, size), offset % self._page_size
-        if self._table.spare and self._backing.take_spare(lambda: pages, within):
-            return self._holding.region.address + offset
-        self._backing.back(lambda: pages, bytes_of("a size", size), within=within)
+        self._backing.back(lambda _: pages, size, within=within)
         return self._holding.region.address + offset
 
     def allocate_anywhere(self, size: int | str, alignment: int | str = 0) -> int:
@@ -189,7 +150,7 @@ class VirtualMemoryPool(Resource):
             raise InvalidRequest(f"an alignment is a power of two, not {alignment!r}")
         base, step = self._holding.region.address, max(align, self._page_size) // self._page_size
         first = -(base // self._page_size) % step
-        pages = self._backing.back(lambda: self._table.first_fit(count, step, first), length)
+        pages = self._backing.back(lambda table: table.first_fit(count, step, first), length)
         return base + pages.start * self._page_size
 
     def grow(self, size: int | str) -> int:
@@ -200,9 +161,7 @@ class VirtualMemoryPool(Resource):
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        pages = self._backing.take_spare(lambda: self._above(length)) if self._table.spare else None
-        if pages is None:
-            pages = self._backing.back(lambda: self._above(length), length)
+        pages = self._backing.back(lambda table: table.above(length), length)
         return self._holding.region.address + pages.start * self._page_size
 
     def shrink(self, size: int | str) -> None:
@@ -213,7 +172,7 @@ class VirtualMemoryPool(Resource):
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        self._backing.drop(lambda: self._below(length))
+        self._backing.drop(lambda table: table.below(length))
 
     def prepare(self, size: int | str) -> None:
         """Back the next `size` bytes after the highest allocated page ahead of need, as spare pages.
@@ -223,7 +182,7 @@ class VirtualMemoryPool(Resource):
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        self._backing.back(lambda: self._above(length), length, spare=True)
+        self._backing.back(lambda table: table.above(length), length, spare=True)
 
     def trim(self) -> int:
         """Release every spare page, and return the number of bytes released. Waits as `deallocate` does.
@@ -231,9 +190,7 @@ class VirtualMemoryPool(Resource):
         It also frees host memory that `restore` has kept pinned. Raises `DeviceFailure` and `ClosedError`.
         """
         self._holding.check_open()
-        with Operation(self._holding):
-            uninterrupted(self._backing.offloaded.trim)
-        return self._backing.trim() * self._page_size
+        return self._backing.trim_all() * self._page_size
 
     def deallocate(self, offset: int, size: int | str) -> None:
         """Release every page that [offset, offset + size) touches. The pool keeps the addresses.
@@ -248,7 +205,7 @@ class VirtualMemoryPool(Resource):
         """
         self._holding.check_open()
         pages = self._touched(offset, size)
-        self._backing.drop(lambda: pages)
+        self._backing.drop(lambda _: pages)
 
     def free(self, address: int) -> None:
         """Release the allocation at `address`, which `allocate`, `allocate_anywhere` or `grow` has returned.
@@ -258,7 +215,7 @@ class VirtualMemoryPool(Resource):
         """
         self._holding.check_open()
         wanted = whole_number("an address", address, InvalidOffset)
-        self._backing.drop(lambda: self._begun_at(wanted))
+        self._backing.drop(lambda table: self._begun_at(table, wanted))
 
     def protect(self, offset: int, size: int | str, access: AccessFlags | str) -> None:
         """Set the access of every page that [offset, offset + size) touches: `"read"`, `"none"` or `"read_write"`.
@@ -343,9 +300,7 @@ class VirtualMemoryPool(Resource):
         """
         self._holding.check_open()
         pages = self._touched_or_all(offset, size)
-        with self._lock:
-            runs = self._table.runs_of(USED, pages)
-        return size_in_segment(runs, self._page_size)
+        return size_in_segment(self._backing.used_runs(pages), self._page_size)
 
     def restore(
         self,
@@ -401,12 +356,7 @@ class VirtualMemoryPool(Resource):
         self._holding.check_open()
         offset, length = whole_number("an offset", offset, InvalidOffset), bytes_of("a size", size)
         pages = self._touched(offset, length)
-        with self._lock:
-            access = self._check_access(pages)
-            if access is AccessFlags.NONE:
-                raise InvalidRequest(f"[{offset}, {offset + length}) allows no access: protect() it otherwise")
-            view = self._holding.view(self, offset, length)
-        return view if access is AccessFlags.READ_WRITE else view.toreadonly()
+        return self._backing.view(self, pages, offset, length)
 
     def span(self, offset: int, size: int | str) -> Span:
         """Keep [offset, offset + size) mapped while the result lives: for code that passes on its addresses.
@@ -418,9 +368,7 @@ class VirtualMemoryPool(Resource):
         self._holding.check_open()
         offset, length = whole_number("an offset", offset, InvalidOffset), bytes_of("a size", size)
         pages = self._touched(offset, length or 1)
-        with self._lock:
-            writable = self._check_access(pages) is AccessFlags.READ_WRITE
-            return self._holding.span(self, offset, length, writable=writable)
+        return self._backing.span(self, pages, offset, length)
 
     @contextmanager
     def pin(self, offset: int, size: int | str) -> Iterator[int]:
@@ -455,52 +403,14 @@ class VirtualMemoryPool(Resource):
     def _touched_or_all(self, offset: int, size: int | str | None) -> range:
         """Return the pages of a range. Without a size the range ends at the end of the pool."""
         pages = self._touched(offset, 1 if size is None else size)
-        return pages if size is not None else range(pages.start, self._table.count)
+        return pages if size is not None else range(pages.start, self._capacity // self._page_size)
 
-    def _begun_at(self, address: int) -> range:
+    def _begun_at(self, table: PageTable, address: int) -> range:
         """Return the pages of the allocation that begins at an address. The caller holds the lock."""
         offset = address - self._holding.region.address
         page, within = divmod(offset, self._page_size)
         if not 0 <= offset < self._capacity:
             raise InvalidOffset(f"the address {address:#x} is not one of this pool's")
-        if self._table.begins.get(page) != within:
+        if table.begins.get(page) != within:
             raise NotMapped(f"no allocation begins at the address {address:#x}: deallocate() takes any offset and size")
-        return self._table.allocation(page)
-
-    def _above(self, length: int) -> range:
-        """Return the pages of the `length` bytes after the highest taken page. The caller holds the lock."""
-        end = self._table.top() * self._page_size
-        if length > self._capacity - end:
-            raise OutOfVirtualMemory(
-                length,
-                self._capacity - end,
-                f"cannot grow by {length} bytes: {self._capacity - end} of the pool's virtual capacity of "
-                f"{self._capacity} bytes lie behind its highest allocated page",
-            )
-        return self._touched(end, length)
-
-    def _below(self, length: int) -> range:
-        """Return the pages of the last `length` bytes up to the highest taken page. The caller holds the lock."""
-        top, count = self._table.top(), -(-length // self._page_size)
-        if count > top:
-            raise InvalidOffset(f"the highest allocated page ends at {top * self._page_size}, before {length} bytes")
-        return range(top - count, top)
-
-    def _check_access(self, pages: range) -> AccessFlags:
-        """Return the most restrictive access of used pages, after checking them. The caller holds the lock."""
-        self._table.check_used(pages)
-        return self._table.least_access(pages)
-
-
-def _page(page: int) -> range:
-    return range(page, page + 1)
-
-
-def _alike(pages: range, pinned: Set[int], restricted: Mapping[int, AccessFlags]) -> Iterator[range]:
-    """Split a run at the boundaries of pins, and where the access changes."""
-    if not (pinned or restricted):
-        yield pages
-        return
-    for _, run in groupby(pages, lambda page: (page in pinned, restricted.get(page))):
-        first, *rest = run
-        yield range(first, first + len(rest) + 1)
+        return table.allocation(page)

@@ -1,25 +1,19 @@
 """One session: its connection to the broker, its driver, its models, and what is mapped for it.
 
-Owns the order of the beginning and of the end: the broker is told that memory is released only after it is unmapped.
-The background thread must never refer to it, so that a client that is garbage ends by itself. In a forked child it
-drops everything without a lock, a call or a frame.
+Owns the order of the beginning; `Holder` owns that of the end. The background thread must never refer to it, so that a
+client that is garbage ends by itself.
 """
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
-import threading
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import ClosedError, InvalidRequest, ModelNotFound
-from ..interrupts import device_failures, uninterrupted
-from ..memory.lender import Tracked
+from ..errors import InvalidRequest, ModelNotFound
+from ..interrupts import device_failures
+from ..memory.holder import Holder
 from ..v1 import broker_pb2, resources_pb2
 from ..v1 import handoff_pb2 as pb
 from ..v1.handoff_pb2 import Frame
@@ -32,8 +26,6 @@ from .reconnecting import ReconnectingConnection
 from .rpc import CONTROL_SECONDS
 from .transport import Transport
 
-logger = logging.getLogger("membroker")
-
 
 class _Link:
     """The connection and the driver of a session, apart from it: a finalizer of the session can close them."""
@@ -42,6 +34,10 @@ class _Link:
         self.connection = connection
         self.driver = driver
         self.owns_driver = driver is None
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Do `work` in the background thread."""
+        self.connection.later(work)
 
     def end(self, *, wait: bool = True) -> None:
         """Say goodbye and close everything, also when an interrupt ends the wait for the answer."""
@@ -61,11 +57,13 @@ class _Link:
             self.driver.abandon()
 
 
-class Session:
+class Session(Holder[_Link]):
     """An open session at `endpoint`. Raises what `open_session` raises, and then leaves nothing behind.
 
     `timeout` and `outage` are those of `connect`.
     """
+
+    _name, _instead = "client", "call connect() again"
 
     def __init__(
         self,
@@ -84,31 +82,13 @@ class Session:
             raise InvalidRequest(f"a driver is one that is open, not {driver!r}: without it the broker's is opened")
         hello = pb.Hello(protocol_version=PROTOCOL_VERSION, observer=observer, client=client[:MAX_CLIENT_CHARACTERS])
         self.endpoint = endpoint
-        self._lock = threading.Lock()
-        self._closed = self._ended = self._forked = False
-        self._holdings: set[Tracked] = set()
         self.reconnecting = ReconnectingConnection(
             endpoint, hello, timeout=timeout, outage=outage, by_grpc=transport == "grpc"
         )
-        self._link = _Link(self.reconnecting, driver)
         self.welcome = self.reconnecting.welcome
         self.transport = Transport(self.reconnecting)
         self.declarations = Declarations(self.transport)
-        self._forgotten = weakref.finalize(self, self.reconnecting.later, self._link.end)
-        self._forgotten.atexit = False
-        _living.add(self)
-
-    def check_open(self) -> None:
-        """Raise `ClosedError` when the client is closed, or was inherited over a fork. Takes no lock."""
-        if self._forked:
-            raise ClosedError("this client belongs to the process that this one was forked from: call connect() again")
-        if self._closed:
-            raise ClosedError("this client is closed")
-
-    @property
-    def closed(self) -> bool:
-        """Whether the session has ended, or ends when the last view is gone."""
-        return self._closed or self._forked
+        super().__init__(_Link(self.reconnecting, driver))
 
     @property
     def connection(self) -> Connection:
@@ -128,10 +108,6 @@ class Session:
             if self._link.driver is None:
                 self._link.driver = open_driver(self.welcome.driver, self.welcome.device_uuid, context=True)
         return self._link.driver
-
-    def later(self, work: Callable[[], None]) -> None:
-        """Do `work` in the background thread."""
-        self.reconnecting.later(work)
 
     def interrupted(self) -> None:
         """Drop the present connection, because an interrupt left a call half done. Raises nothing.
@@ -180,73 +156,15 @@ class Session:
                 raise
         self.reconnecting.inventory.left(name)
 
-    # What is mapped for it
+    # The end
 
-    def track(self, memory: Tracked) -> None:
-        """Let `close` end this memory. Raises `ClosedError` when the client is closed."""
-        self.check_open()
-        with self._lock:
-            self.check_open()
-            self._holdings.add(memory)
-
-    def untrack(self, memory: Tracked) -> None:
-        """Forget memory that was released. The last one ends a session whose `close` waits for it."""
-        self._holdings.discard(memory)
-        if self._closed and not self._holdings:
-            self.later(self._end)
-
-    def close(self, *, at_exit: bool = False) -> None:
+    def close(self) -> None:
         """Release everything and end the session; memory with living views ends with the last of them.
 
-        At exit it does not wait for a lost broker, which sees the process end. What the driver fails to unmap is
-        logged, and held until this is called again. An interrupt is raised when the work is done.
+        What the driver fails to unmap is logged, and held until this is called again. An interrupt is raised when the
+        work is done. At exit it does not wait for a lost broker, which sees the process end.
         """
-        if self._forked or self._ended:  # and no lock is touched that another thread of a parent may have held
-            return
-        uninterrupted(lambda: self._close(at_exit=at_exit))
+        self._close()
 
-    def _close(self, *, at_exit: bool) -> None:
-        with self._lock:
-            self._closed = True
-        self.reconnecting.end_waits(at_exit=at_exit)
-        for memory in list(self._holdings):
-            try:
-                memory.end()
-            except Exception:
-                logger.exception("memory of a closed client could not be released")
-        if not self._holdings:
-            self._end(wait=not at_exit)
-
-    def _end(self, *, wait: bool = True) -> None:
-        with self._lock:
-            if self._ended or self._forked:
-                return
-            self._ended = True
-        self._forgotten.detach()
-        self._link.end(wait=wait)
-
-    def abandon(self) -> None:
-        """In a forked child: from now on everything of this session raises `ClosedError`."""
-        self._forked = True
-        self._forgotten.detach()
-        for memory in self._holdings:
-            memory.abandon()
-        self._link.abandon()
-
-
-_living: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for session in list(_living):
-        session.close(at_exit=True)
-
-
-def _abandon_all() -> None:
-    for session in list(_living):
-        session.abandon()
-    _living.clear()
-
-
-atexit.register(_close_all)
-os.register_at_fork(after_in_child=_abandon_all)
+    def _end_waits(self, *, wait: bool) -> None:
+        self.reconnecting.end_waits(at_exit=not wait)

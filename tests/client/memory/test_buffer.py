@@ -1,4 +1,4 @@
-"""A buffer over a lender in this process: who gives it back, and when."""
+"""A buffer over a lender in this process: in which thread its memory is released, and when."""
 
 from __future__ import annotations
 

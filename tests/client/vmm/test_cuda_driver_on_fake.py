@@ -102,6 +102,30 @@ def test_a_card_copies_in_its_own_context_whichever_is_current(run: Run) -> None
     run(code, FAKE_CUDA_DEVICES="2")
 
 
+def test_ctrl_c_loses_no_memory_of_the_card(run: Run) -> None:
+    """Ctrl-C at each point of a borrowing without a broker: once its descriptors are closed, the card is empty."""
+    code = """
+        from tests.support.interrupts import interrupted_at
+        driver = CudaDriver(context=True)
+        empty, address = driver.memory(Location.DEVICE).free, driver.reserve(2 * GRANULE)
+
+        def borrow(descriptors):
+            descriptors += driver.lend(GRANULE, 2)
+            driver.map_descriptors(address, descriptors, GRANULE)
+
+        point, struck = 0, True
+        while struck:
+            point, descriptors = point + 1, []
+            _, struck = interrupted_at(point, functools.partial(borrow, descriptors))
+            driver.unmap(address, 2 * GRANULE)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            assert driver.memory(Location.DEVICE).free == empty, point
+        print(point)
+    """
+    assert int(run(code)) > 20
+
+
 def test_pinned_memory_that_could_not_be_freed_can_be_freed_again(run: Run) -> None:
     """While a graph is captured nobody may wait for the card."""
     code = """
@@ -299,8 +323,8 @@ def test_missing_packages_are_said_with_what_to_install(run: Run) -> None:
 def test_wsl_is_refused(run: Run) -> None:
     run("""
         import io
-        from membroker.vmm.cuda import driver as cuda
-        cuda.open = lambda *a, **k: io.StringIO("Linux version 5.15.167.4-microsoft-standard-WSL2")
+        from membroker.vmm.cuda import gpu
+        gpu.open = lambda *a, **k: io.StringIO("Linux version 5.15.167.4-microsoft-standard-WSL2")
         with pytest.raises(DriverUnavailable, match="WSL"):
             CudaDriver()
     """)
@@ -369,7 +393,7 @@ def test_after_a_fork_calls_raise_and_abandon_calls_no_cuda(run: Run) -> None:
             try:
                 with pytest.raises(DriverError, match="CUDA_ERROR_NOT_INITIALIZED"):
                     driver.create(GRANULE)
-                driver._cuda = None
+                driver._cuda = driver._call = None
                 driver.abandon()
                 with pytest.raises(DriverError, match="CUDA_ERROR_DEINITIALIZED"):
                     driver.create(GRANULE)

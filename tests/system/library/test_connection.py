@@ -507,9 +507,11 @@ client = connect()
 model = client.register_model("m")
 pool = model.pool(page_size=PAGE, virtual_capacity="256MiB")
 hits, armed, buffers = 0, False, []
-# Python itself loses an interrupt in finalizers of its own, such as a WeakSet's, and says so on stderr.
-lost = sys.unraisablehook
-sys.unraisablehook = lambda one: None if one.exc_type is KeyboardInterrupt else lost(one)
+# Python itself loses an interrupt in the finalizers of a WeakSet and of a thread, and prints that on stderr.
+lost, of_python = sys.unraisablehook, ("_weakrefset", "threading")
+def is_of_python(one):
+    return one.exc_type is KeyboardInterrupt and getattr(one.object, "__module__", "") in of_python
+sys.unraisablehook = lambda one: is_of_python(one) or lost(one)
 signal.signal(signal.SIGALRM, lambda *_: armed and signal.raise_signal(signal.SIGINT))
 for turn in range(150):
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import uuid
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,19 +21,16 @@ from ..driver import (
     Copier,
     DeviceInfo,
     DriverError,
-    DriverOutOfMemory,
-    DriverUnavailable,
     Handle,
     Location,
     MemoryInfo,
 )
 from ..sizes import MAX_BYTES, is_power_of_two
 from .copies import CudaCopier, pin, unpin
-from .nvml import INSTALL_HINT, NvmlDevice
+from .gpu import NOT_SUPPORTED, Gpu
+from .nvml import NvmlDevice
 
 _INVALID = ("CUDA_ERROR_INVALID_VALUE", 1)
-_OUT_OF_MEMORY = 2
-_NOT_SUPPORTED = ("CUDA_ERROR_NOT_SUPPORTED", 801)
 # One counter for all drivers of the process: a handle of one driver is unknown to every other.
 _handle_values = itertools.count(1)
 
@@ -88,23 +84,20 @@ class CudaDriver:
     """
 
     def __init__(self, device: int | str = 0, context: bool = False) -> None:
-        _refuse_wsl()
-        self._cuda = load_bindings()
+        gpu = Gpu(device)
+        self._cuda, self._ordinal, self._call, self._failure = gpu.cuda, gpu.ordinal, gpu.call, gpu.failure
         self._pid = _process.pid
         self._closed = False
         self._handles: dict[Handle, Any] = {}
         self._pinned = PinnedBlocks()
         self._threads = threading.local()
         with ExitStack() as undo:
-            self._ordinal = self._find(device)
-            self._check_abilities()
-            self._nvml = NvmlDevice(self._uuid_text(self._ordinal))
+            self._nvml = NvmlDevice(gpu.uuid())
             undo.callback(self._nvml.close)
-            kinds = self._cuda.CUmemAllocationHandleType
-            self._descriptor_kind = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-            self._properties = {location: self._extent_properties(location) for location in Location}
-            self._grants = {access: [self._grant(access)] for access in AccessFlags}
-            self._device = self._describe()
+            self._own_location, self._descriptor_kind = gpu.own_location, gpu.descriptor_kind
+            self._properties = {location: gpu.extent_properties(location) for location in Location}
+            self._grants = {access: [gpu.grant(access)] for access in AccessFlags}
+            self._device = gpu.describe(self._nvml)
             self._context = self._call("cuDevicePrimaryCtxRetain", self._ordinal) if context else None
             undo.pop_all()
 
@@ -135,24 +128,30 @@ class CudaDriver:
         self._enter("cuMemCreate")
         _check_size(size, self._device.granularity, "cuMemCreate")
         cuda, properties, kind = self._cuda, self._properties[location], self._descriptor_kind
-        descriptors: list[int] = []
+        created: list[Any] = []
+        exported: list[Any] = []
         try:
             for _ in range(count):
-                result, extent = cuda.cuMemCreate(size, properties, 0)
+                # In one step of the interpreter, as in `wire.descriptors.receive`: an interrupt loses nothing.
+                created.extend(map(cuda.cuMemCreate, (size,), (properties,), (0,)))
+                result, extent = created[-1]
                 if result:
                     raise self._failure("cuMemCreate", result)
-                result, descriptor = cuda.cuMemExportToShareableHandle(extent, kind, 0)
-                (released,) = cuda.cuMemRelease(extent)
+                exported.extend(map(cuda.cuMemExportToShareableHandle, (extent,), (kind,), (0,)))
+                result, _ = exported[-1]
                 if result:
                     raise self._failure("cuMemExportToShareableHandle", result)
-                descriptors.append(int(descriptor))
+                del created[-1]  # no call stands between this and the release
+                (released,) = cuda.cuMemRelease(extent)
                 if released:
                     raise self._failure("cuMemRelease", released)
+            return [int(descriptor) for _, descriptor in exported]
         except BaseException:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            for result, descriptor in exported:
+                if not result:
+                    os.close(int(descriptor))
+            self._release_all(created)
             raise
-        return descriptors
 
     def map_descriptors(
         self, address: int, descriptors: Sequence[int], size: int, access: AccessFlags = AccessFlags.READ_WRITE
@@ -161,25 +160,36 @@ class CudaDriver:
         self._enter("cuMemMap")
         self._check_reserved(address, size * len(descriptors))
         cuda, kind, at = self._cuda, self._descriptor_kind, address
+        imported: list[Any] = []
         try:
             for descriptor in descriptors:
-                result, extent = cuda.cuMemImportFromShareableHandle(descriptor, kind)
+                imported.extend(map(cuda.cuMemImportFromShareableHandle, (descriptor,), (kind,)))  # as in `lend`
+                result, extent = imported[-1]
                 if result:
                     raise self._failure("cuMemImportFromShareableHandle", result)
-                (result,) = cuda.cuMemMap(at, size, 0, extent, 0)
-                (released,) = cuda.cuMemRelease(extent)
+                at += size  # before the map: no call stands between them
+                (result,) = cuda.cuMemMap(at - size, size, 0, extent, 0)
                 if result:
+                    at -= size
                     raise self._failure("cuMemMap", result)
-                at += size
+                del imported[-1]
+                (released,) = cuda.cuMemRelease(extent)
                 if released:
                     raise self._failure("cuMemRelease", released)
             (result,) = cuda.cuMemSetAccess(address, at - address, self._grants[access], 1)
             if result:
                 raise self._failure("cuMemSetAccess", result)
         except BaseException:
+            self._release_all(imported)
             if at > address:
                 self._call("cuMemUnmap", address, at - address)
             raise
+
+    def _release_all(self, made: list[Any]) -> None:
+        """Release the extents of an interrupted or failed call: what CUDA returned for each."""
+        for result, extent in made:
+            if not result:
+                self._cuda.cuMemRelease(extent)
 
     def seal(self, descriptor: int) -> None:
         """Do nothing: with CUDA, any process that imports an extent can map it writable."""
@@ -318,7 +328,7 @@ class CudaDriver:
     def view(self, address: int, size: int) -> memoryview:
         """Refuse: the interpreter cannot read GPU memory. Use `read` and `write`, or a framework."""
         hint = f"{size} bytes at {address:#x} are on the GPU: copy them with read(), or use a framework"
-        raise DriverError("view", *_NOT_SUPPORTED, hint)
+        raise DriverError("view", *NOT_SUPPORTED, hint)
 
     def write(self, address: int, data: bytes | memoryview) -> None:
         """Copy `data` to mapped bytes, and wait. For tests and small headers. Needs `context=True`."""
@@ -433,94 +443,6 @@ class CudaDriver:
             if pinned:
                 steps.callback(self._call, "cuCtxSynchronize")  # runs first: a copy may still be in progress
 
-    # Finding and describing the GPU
-
-    def _find(self, device: int | str) -> Any:
-        try:
-            self._call("cuInit", 0)
-        # The bindings load libcuda at their first call, and raise a RuntimeError without it.
-        except RuntimeError as error:
-            hint = "there is no NVIDIA driver here (libcuda.so.1); the host driver does not need it"
-            raise DriverUnavailable("cuInit", "MISSING", 0, hint) from error
-        except DriverError as error:
-            raise DriverUnavailable(error.call, error.name, error.code, "CUDA does not start here") from error
-        if isinstance(device, str):
-            return self._find_uuid(device)
-        try:
-            return self._call("cuDeviceGet", device)
-        except DriverError as error:
-            hint = f"there is no GPU number {device}: this process sees {self._call('cuDeviceGetCount')}"
-            raise DriverUnavailable(error.call, error.name, error.code, hint) from error
-
-    def _find_uuid(self, text: str) -> Any:
-        seen = []
-        for number in range(self._call("cuDeviceGetCount")):
-            ordinal = self._call("cuDeviceGet", number)
-            seen.append(self._uuid_text(ordinal))
-            if text.lower().removeprefix("gpu-").removeprefix("mig-") == seen[-1]:
-                return ordinal
-        hint = f"there is no GPU {text} among those that this process sees: {', '.join(seen) or 'none'}"
-        raise DriverUnavailable("cuDeviceGetUuid", "CUDA_ERROR_INVALID_DEVICE", 101, hint)
-
-    def _uuid_text(self, ordinal: Any) -> str:
-        # In CUDA 12, only the second version returns a MIG slice instead of its GPU. CUDA 13 has only that version.
-        call = "cuDeviceGetUuid_v2" if hasattr(self._cuda, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
-        return str(uuid.UUID(bytes=bytes(self._call(call, ordinal).bytes)))
-
-    def _attribute(self, name: str) -> int:
-        attribute = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(self._call("cuDeviceGetAttribute", attribute, self._ordinal))
-
-    def _check_abilities(self) -> None:
-        for name, lack in (
-            ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "virtual memory management"),
-            ("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "extents as file descriptors"),
-        ):
-            if not self._attribute(name):
-                hint = f"this GPU, or its driver, does not support {lack}, which a broker needs"
-                raise DriverUnavailable("cuDeviceGetAttribute", *_NOT_SUPPORTED, hint)
-
-    def _own_location(self) -> Any:
-        location = self._cuda.CUmemLocation()
-        location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        location.id = int(self._ordinal)
-        return location
-
-    def _grant(self, access: AccessFlags) -> Any:
-        grant = self._cuda.CUmemAccessDesc()
-        grant.location = self._own_location()
-        grant.flags = self._cuda.CUmemAccess_flags(access.value)
-        return grant
-
-    def _extent_properties(self, location: Location) -> Any:
-        cuda = self._cuda
-        properties = cuda.CUmemAllocationProp()
-        properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        properties.requestedHandleTypes = self._descriptor_kind
-        if location is Location.HOST:
-            host = cuda.CUmemLocation()
-            host.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA
-            # The NUMA node next to the GPU; -1 on a machine with only one.
-            host.id = max(0, self._attribute("HOST_NUMA_ID"))
-            properties.location = host
-        else:
-            properties.location = self._own_location()
-            # This is decided at creation, so request it whenever the GPU supports it.
-            rdma = self._attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")
-            properties.allocFlags.gpuDirectRDMACapable = int(bool(rdma))
-        return properties
-
-    def _describe(self) -> DeviceInfo:
-        kinds = self._cuda.CUmemAllocationGranularity_flags
-        granularity = self._granularity(kinds.CU_MEM_ALLOC_GRANULARITY_MINIMUM)
-        recommended = self._granularity(kinds.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)
-        nvml = self._nvml
-        about = (granularity, nvml.index, nvml.driver_version, int(self._ordinal), recommended)
-        return DeviceInfo(nvml.uuid, nvml.name, "cuda", *about)
-
-    def _granularity(self, kind: Any) -> int:
-        return int(self._call("cuMemGetAllocationGranularity", self._properties[Location.DEVICE], kind))
-
     # Shared by the calls above
 
     def _enter(self, call: str) -> None:
@@ -540,24 +462,6 @@ class CudaDriver:
             return DriverError(call, "CUDA_ERROR_DEINITIALIZED", 4, "this driver is closed")
         hint = "CUDA does not survive a fork: start processes with spawn"
         return DriverError(call, "CUDA_ERROR_NOT_INITIALIZED", 3, hint)
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        """Call the CUDA function `name`, and return its result or raise its error.
-
-        The calls of an allocation and a free are written out instead, which saves 0.2 us for each call.
-        """
-        result, *values = getattr(self._cuda, name)(*arguments)
-        if result:
-            raise self._failure(name, result)
-        return values[0] if values else None
-
-    def _failure(self, name: str, result: Any) -> DriverError:
-        kind = DriverOutOfMemory if int(result) == _OUT_OF_MEMORY else DriverError
-        return kind(name, self._error_name(result), int(result))
-
-    def _error_name(self, result: Any) -> str:
-        status, name = self._cuda.cuGetErrorName(result)
-        return f"CUDA_ERROR_{int(result)}" if int(status) or not name else str(name, "ascii")
 
     def _book(self, extent: Any, size: int, location: Location) -> Handle:
         handle = Handle(next(_handle_values), size, location)
@@ -590,19 +494,3 @@ def _check_size(size: int, granularity: int, call: str) -> None:
     # The bindings raise an OverflowError for a size that does not fit the call.
     if not 0 < size < 1 << 63 or size % granularity:
         raise DriverError(call, *_INVALID, f"a size is a positive multiple of {granularity} bytes, not {size}")
-
-
-def load_bindings() -> Any:
-    """Return `cuda.bindings.driver`; raises `DriverUnavailable`, which says what to install."""
-    try:
-        import cuda.bindings.driver as bindings
-    except ImportError as error:
-        raise DriverUnavailable("import cuda.bindings", "MISSING", 0, INSTALL_HINT) from error
-    return bindings
-
-
-def _refuse_wsl() -> None:
-    with open("/proc/version", encoding="utf-8", errors="replace") as version:
-        if "microsoft" in version.read().lower():
-            hint = "WSL cannot pass memory between processes as descriptors: use Linux itself, or the host driver"
-            raise DriverUnavailable("/proc/version", *_NOT_SUPPORTED, hint)

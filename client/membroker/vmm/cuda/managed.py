@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .driver import CudaDriver, load_bindings
+from .driver import CudaDriver
+from .gpu import load_bindings
 
 HOST = -1
 """`CU_DEVICE_CPU`: the host, in calls that take a device's ordinal."""

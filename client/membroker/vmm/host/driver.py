@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...wire.descriptors import close_each
 from .. import libc as _libc
 from ..copies import HostCopier, PinnedBlocks
 from ..driver import AccessFlags, Copier, DeviceInfo, DriverError, DriverOutOfMemory, Handle, Location, MemoryInfo
@@ -146,9 +147,12 @@ class HostDriver:
         """Return the descriptor of a new extent, which the watch counts from now on."""
         self._check_usable("memfd_create")
         _check_granules(size, "memfd_create")
-        with driver_call("memfd_create"):
-            descriptor = os.memfd_create(_NAMES[location], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        made: list[int] = []
         try:
+            with driver_call("memfd_create"):
+                # In one step of the interpreter, as in `wire.descriptors.receive`: an interrupt loses no descriptor.
+                made.extend(map(os.memfd_create, (_NAMES[location],), (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING,)))
+            [descriptor] = made
             with driver_call("ftruncate"):
                 os.ftruncate(descriptor, size)
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE if sealable else _PRIVATE_SEALS)
@@ -156,7 +160,7 @@ class HostDriver:
                 self._check_room(size, location)
                 self._watch.add(descriptor, size, location)
         except BaseException:
-            os.close(descriptor)
+            close_each(made)
             raise
         return descriptor
 
@@ -176,8 +180,7 @@ class HostDriver:
             for _ in range(count):
                 descriptors.append(self._create(size, location, sealable=sealable))
         except BaseException:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            close_each(descriptors)
             raise
         return descriptors
 

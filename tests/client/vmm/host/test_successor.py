@@ -202,7 +202,7 @@ def test_a_stranger_takes_memory_that_nobody_borrowed() -> None:
 
 
 def test_processes_are_named_with_the_bytes_they_map(driver: HostDriver) -> None:
-    """An operator asks who holds what of the device; an extent mapped twice by one process counts once."""
+    """An operator asks how much of the device each process maps. An extent that one maps twice counts once."""
     descriptor = driver.export(driver.create(TRUTH_BYTES))
     with child_process(keep_mapping, make_host) as child:
         child.wait_for_reply()

@@ -1,0 +1,48 @@
+"""How many Python calls a page costs the worker, so that a layer that is added on its way is noticed."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+from tests.support.daemons import running
+from tests.support.sizes import MIB
+
+import membroker
+
+PAGE = 2 * MIB
+ROUNDS = 5
+MOST_CALLS = {"allocate": 70, "deallocate": 61}
+
+
+def counted(call: Callable[[int, int], object]) -> Counter[str]:
+    """Call a method for the first page, and return how often it ran each Python function."""
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            calls[frame.f_code.co_qualname] += 1
+
+    sys.setprofile(count)
+    try:
+        call(0, PAGE)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_page_takes_at_most_seventy_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    """A worker grows and shrinks its pool by a page; the last time counts."""
+    with running({"host_capacity": "64MiB"}) as daemon, membroker.connect(daemon.endpoint()) as client:
+        pool = client.register_model("m").pool(page_size=PAGE, virtual_capacity=64 * MIB)
+        for _ in range(ROUNDS):
+            calls = {"allocate": counted(pool.allocate), "deallocate": counted(pool.deallocate)}
+    told = ", ".join(f"{made.total()} to {what} a page" for what, made in calls.items())
+    with capsys.disabled():
+        print(f"\nPython calls in the worker: {told}")
+    for what, made in calls.items():
+        assert made.total() <= MOST_CALLS[what], "\n".join(f"{n:4} {name}" for name, n in made.most_common())
