@@ -146,17 +146,20 @@ class HostDriver:
         """Return the descriptor of a new extent, which the watch counts from now on."""
         self._check_usable("memfd_create")
         _check_granules(size, "memfd_create")
-        with driver_call("memfd_create"):
-            descriptor = os.memfd_create(_NAMES[location], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        call, descriptor = "memfd_create", -1
         try:
-            with driver_call("ftruncate"):
-                os.ftruncate(descriptor, size)
-                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE if sealable else _PRIVATE_SEALS)
+            descriptor = os.memfd_create(_NAMES[location], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            call = "ftruncate"
+            os.ftruncate(descriptor, size)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE if sealable else _PRIVATE_SEALS)
             with self._birth_lock:
                 self._check_room(size, location)
                 self._watch.add(descriptor, size, location)
-        except BaseException:
-            os.close(descriptor)
+        except BaseException as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            if isinstance(error, OSError):
+                raise translated(call, error) from error
             raise
         return descriptor
 
