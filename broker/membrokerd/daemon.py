@@ -10,13 +10,11 @@ import concurrent.futures
 import errno
 import os
 import signal
-import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from membroker.v1 import admin_pb2_grpc, broker_pb2_grpc
 from membroker.vmm import format_size
 from membroker.wire.frames import close_all
 
@@ -32,22 +30,18 @@ from .config.descriptor_limits import (
 )
 from .core import events as ev
 from .core import facts as ft
-from .core import snapshot
 from .core.events import Location
 from .core.facts_of import story
 from .core.machine import Broker
 from .device import DeviceError, Plan, changed_rules, check_guarantees, warn_of_guarantees
+from .doors import Doors
 from .drain import Drain
 from .edge.dispatch import Dispatcher
-from .edge.handoff.listener import Listener
 from .edge.handoff.outbox import Traffic
 from .edge.listings import Views
 from .edge.rpc.admin_service import AdminService
-from .edge.rpc.broker_service import BrokerService
-from .edge.rpc.interceptor import Calls
-from .edge.rpc.server import serve
 from .executor import Executor
-from .home import Home, HomeError, Ownership, clear_private
+from .home import Home, HomeError, clear_private
 from .lookout import Lookout
 from .loop import Loop, seen
 from .observe import logs
@@ -71,7 +65,8 @@ from .restart.takeover import (
     warn_of_holders,
     watch_processes,
 )
-from .turns import Turns, gather, in_portions, spare_collections
+from .turns import Turns, in_portions, spare_collections
+from .view import take_view
 from .writer import Writer
 
 METRICS_PORT = 9710
@@ -79,15 +74,6 @@ VIEW_SECONDS = 2.0
 """How long a scrape waits for the event loop before it fails."""
 STOP_SECONDS = 5.0
 DEFAULT_MAX_SESSIONS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class _Door:
-    """An open endpoint of a tenant; `parts` close it."""
-
-    directory: Path
-    listener: Listener
-    parts: AsyncExitStack
 
 
 class Daemon:
@@ -98,10 +84,7 @@ class Daemon:
         self._turns = turns
         self._plan = plan
         self._reloader = reloader
-        self._doors: dict[str, _Door] = {}
-        self._calls = Calls(lambda: len(self._doors) + 1)  # the operator's endpoint is not among the doors
         self._traffic = Traffic()
-        self._endpoints: list[Path] = []
         self._metrics = Metrics(self, plan.driver.device.uuid)
 
     async def run(self) -> None:
@@ -166,7 +149,6 @@ class Daemon:
         self._views = Views(self._loop, plan.driver.device, headroom, __version__, plan.gate_reserve)
         self._drain = Drain(lambda: not any(total.charged for total in broker.ledger.totals.values()), stop)
         stack.callback(self._drain.end)
-        stack.callback(lambda: self._home.close(self._endpoints))
         executor.start(asyncio.get_running_loop())
         self._watch = Watch(self._store, self._loop.process_died, self._turns)
         stack.callback(self._watch.close)
@@ -312,14 +294,21 @@ class Daemon:
         self._views.metrics_url = f"http://{_authority(metrics.address, server.port)}/metrics"
 
     async def _open_endpoints(self, stack: AsyncExitStack) -> None:
-        stack.push_async_callback(self._close_doors)
+        self._doors = Doors(
+            self._home,
+            self._dispatcher,
+            self._views,
+            self._plan.driver.device,
+            self._traffic,
+            self._watch,
+            self._observe_request,
+        )
+        stack.push_async_callback(self._doors.close)
         if self._config.uid_tenants:
             mode = 0o666 if os.geteuid() == 0 else 0o660
-            await self._open_tenant("default", None, TenantConfig(mode=mode))
+            await self._doors.open("default", None, TenantConfig(mode=mode))
         for name, tenant in self._config.tenants.items():
-            await self._open_tenant(name, name, tenant)
-        admin = self._home.endpoint("admin", mode=0o700)
-        self._endpoints.append(admin)
+            await self._doors.open(name, name, tenant)
         service = AdminService(
             self._loop,
             self._views,
@@ -327,54 +316,7 @@ class Daemon:
             lambda: quotas.write(self._quotas_path, self._loop.broker.ledger.quotas),
             self._drain,
         )
-        server = await serve(
-            self._home,
-            admin / "grpc.sock",
-            Ownership(mode=0o600),
-            "membroker.v1.AdminService",
-            lambda server: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, server),
-            self._observe_request,
-            self._loop.broker.rules.max_sessions,
-            self._turns,
-            self._calls,
-        )
-        stack.push_async_callback(server.stop, 1.0)
-
-    async def _open_tenant(self, name: str, tenant: str | None, config: TenantConfig) -> None:
-        directory = self._home.endpoint("tenants", name)
-        ownership = Ownership(
-            -1 if config.owner is None else config.owner,
-            -1 if config.group is None else config.group,
-            0o660 if config.mode is None else config.mode,
-            f"tenants.{name}",
-        )
-        service = BrokerService(name, self._dispatcher, self._views)
-        async with AsyncExitStack() as stack:
-            stack.callback(self._home.close, [directory])
-            server = await serve(
-                self._home,
-                directory / "grpc.sock",
-                ownership,
-                "membroker.v1.BrokerService",
-                lambda server: broker_pb2_grpc.add_BrokerServiceServicer_to_server(service, server),
-                self._observe_request,
-                self._loop.broker.rules.max_sessions,
-                self._turns,
-                self._calls,
-            )
-            stack.push_async_callback(server.stop, 1.0)
-            sock = self._home.listen(directory / "handoff.sock", ownership)
-            device = self._plan.driver.device
-            listener = Listener(sock, name, tenant, config.uids, self._dispatcher, device, self._traffic, self._watch)
-            stack.callback(listener.close)
-            self._doors[name] = _Door(directory, listener, stack.pop_all())
-        logs.log("endpoint open", tenant=tenant or "each uid", directory=str(directory))
-
-    async def _close_doors(self) -> None:
-        """Close the endpoints of all tenants, the latest first."""
-        while self._doors:
-            _, door = self._doors.popitem()
-            await door.parts.aclose()
+        await self._doors.open_admin(service, stack)
 
     # --- reload ---
 
@@ -394,17 +336,16 @@ class Daemon:
                     "a removed tenant stays while it has sessions or memory: end them, then reload again", **holds
                 )
             else:
-                await self._doors.pop(name).parts.aclose()
-                logs.log("endpoint closed", tenant=name)
+                await self._doors.close_one(name)
         for name in changes.added:
             try:
-                await self._open_tenant(name, name, tenants[name])
+                await self._doors.open(name, name, tenants[name])
             except (HomeError, OSError, RuntimeError) as error:  # gRPC raises RuntimeError
                 del tenants[name]
                 logs.warn("a tenant is not added: its endpoint cannot be opened", tenant=name, error=str(error))
         self._config = replace(changes.config, tenants=tenants)
         for name, tenant in tenants.items():
-            self._doors[name].listener.admit(tenant.uids)
+            self._doors.admit(name, tenant.uids)
         self._loop.broker.change_rules(changed_rules(self._loop.broker.rules, self._config))
         warn_of_guarantees(self._loop.broker.ledger.quotas, self._loop.broker.rules)
         logs.set_level(self._config.log.level)
@@ -426,42 +367,13 @@ class Daemon:
     def view(self) -> MetricsView:
         """Return the values for a scrape. Runs on the HTTP server's threads and gets them from the event loop."""
         answer: concurrent.futures.Future[MetricsView] = concurrent.futures.Future()
-        self._loop.call_threadsafe(lambda: in_portions(self._take_view(), answer.set_result))
-        return answer.result(VIEW_SECONDS)
 
-    def _take_view(self) -> Generator[None, None, MetricsView]:
-        """Return the view, as work for `in_portions`. The sums are as of its last step."""
-        broker = self._loop.broker
-        models = yield from gather(snapshot.each_model(broker))
-        segments = yield from gather(snapshot.each_segment(broker))
-        sessions = snapshot.count_sessions(broker)
-        return MetricsView(
-            locations=snapshot.take_locations(broker),
-            tenants=snapshot.take_tenants(broker, self._config.tenants),
-            models=tuple(models),
-            segments=tuple(segments),
-            sessions=sessions,
-            observers=len(broker.ledger.sessions) - sessions.total(),
-            max_sessions=broker.rules.max_sessions,
-            memory={where: self._loop.figures.get(where) for where in broker.rules.capacities},
-            memory_descriptors_open=self._traffic.descriptors + len(self._store) + self._loop.stocked + 1,
-            device=self._plan.driver.device,
-            version=__version__,
-            taken_at=time.time(),
-            unproven_releases=dict(broker.settling.unproven),
-            refused=dict(self._traffic.refused),
-            notices_dropped=self._traffic.notices_dropped,
-            log_lines_dropped=logs.dropped(),
-            stock_changes=dict(broker.stock.changes),
-            headroom=dict(self._plan.headroom),
-            gate_reserve={"device": self._plan.gate_reserve},
-            draining=broker.draining,
-            journal_full=bool(broker.cannot_write),
-            driver_fallback=self._plan.fell_back,
-            longest_turn_seconds=self._turns.longest,
-            longest_turn_cpu_seconds=self._turns.longest_cpu,
-            slow_turns=self._turns.slow,
-        )
+        def begin() -> None:
+            view = take_view(self._loop, self._plan, self._config.tenants, self._traffic, self._store)
+            in_portions(view, answer.set_result)
+
+        self._loop.call_threadsafe(begin)
+        return answer.result(VIEW_SECONDS)
 
     def _readiness(self) -> tuple[bool, str]:
         alive, sentence = self._heartbeat.health()

@@ -23,6 +23,7 @@ from .core import effects as fx
 from .core import events as ev
 from .core.denied import Denied, Reason
 from .core.machine import Broker
+from .deferrals import Deferrals
 from .executor import Executor, Failure, Figures
 from .failpoints import reach
 from .observe import logs
@@ -33,8 +34,6 @@ from .writer import Writer
 
 Reply = Callable[[fx.Result | Denied], None]
 RELEASING_AUDIT_SECONDS = 0.01
-HEARING_SECONDS = 0.02
-"""How long a refusal for lack of room is deferred at most while other connections keep sending."""
 
 
 class Link(Protocol):
@@ -88,12 +87,7 @@ class Loop:
         self.figures: Figures = {}
         self.drain: Notice | None = None
         """The drain that goes on, as a session is told of it that begins, or goes on, in the middle of it."""
-        self.cut_short = 0
-        """How many times a connection had more to say than it may in one turn."""
-        self._cut_short_before = 0
-        self._turn = 0
-        self._put_aside: deque[tuple[int, int, float]] = deque()
-        """What waits for others: the call, the turn in which it was put aside, and when."""
+        self.deferrals = Deferrals(lambda call: self.tell(ev.InputsDrained(call)))
         self._sends: deque[fx.Send] = deque()
         """Packets of segments that are to be sent: a seal can begin a thousand attaches in one step."""
         self._sending = False
@@ -249,31 +243,6 @@ class Loop:
         for forget in self.on_forget:
             forget(effect.session)
 
-    def _hear_others(self, effect: fx.DrainInputs) -> None:
-        self._put_aside.append((effect.call, self._turn, self._io.time()))
-        if len(self._put_aside) == 1:
-            self._io.call_soon(self._begin_turn)
-
-    def _begin_turn(self) -> None:
-        """Decide what waits for others, once a whole turn of the event loop has taken all that there was to read.
-
-        Runs before the reading of its turn, since the loop keeps what is called first.
-        """
-        self._turn += 1
-        silent, self._cut_short_before = self.cut_short == self._cut_short_before, self.cut_short
-        late = self._io.time() - HEARING_SECONDS
-        end = time.perf_counter() + SHARE_SECONDS
-        try:
-            while self._put_aside and time.perf_counter() < end:
-                call, turn, asked_at = self._put_aside[0]
-                if turn + 2 > self._turn or not (silent or asked_at <= late):
-                    break
-                self._put_aside.popleft()
-                self.tell(ev.InputsDrained(call))
-        finally:
-            if self._put_aside:
-                self._io.call_soon(self._begin_turn)
-
     def _make_stock(self, effect: fx.Stock) -> None:
         kind = (effect.location, effect.extent_bytes)
 
@@ -401,7 +370,7 @@ class Loop:
 
 _CARRY_OUT: dict[type[fx.Effect], Callable[[Loop, Any], None]] = {
     fx.Answer: Loop._answer,
-    fx.DrainInputs: Loop._hear_others,
+    fx.DrainInputs: lambda loop, effect: loop.deferrals.add(effect.call),
     fx.Make: Loop._make,
     fx.Send: lambda loop, send: loop._sends.append(send),
     fx.Stock: Loop._stock_later,

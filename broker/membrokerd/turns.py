@@ -95,7 +95,8 @@ class Turns:
     def may(self, whose: str, descriptor: int) -> bool:
         """Return whether this tenant may use more of this turn. If not, its descriptor goes first in a later turn."""
         if self._used < READING_SECONDS and self._shares.get(whose, 0.0) < SHARE_SECONDS:
-            self._late.pop(descriptor, None)
+            if self._late:
+                self._late.pop(descriptor, None)
             return True
         self._late.setdefault(descriptor, self.number)
         return False

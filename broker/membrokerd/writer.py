@@ -14,6 +14,7 @@ from .core.machine import Broker
 from .failpoints import reach
 from .observe import logs
 from .restart.journal import Journal
+from .restart.records import LEFT_OUT
 from .turns import in_portions
 
 _DEBITS = frozenset((ft.Debited, ft.SegmentBegan))
@@ -35,7 +36,9 @@ class Writer:
 
         Without facts it tries again to write what is left, and tells the core when there is room.
         """
-        journal = self._journal
+        journal, books = self._journal, self._broker.books
+        if not books.cannot_write and LEFT_OUT.issuperset(map(type, facts)):
+            return True
         debits = not _DEBITS.isdisjoint(map(type, facts))
         reach("debit" if debits else "credit")
         start = time.perf_counter()
@@ -43,7 +46,7 @@ class Writer:
         self._observe(time.perf_counter() - start)
         if journal.due:
             self.compact()
-        if journal.full or self._broker.books.cannot_write:
+        if journal.full or books.cannot_write:
             self._tell_broker()
         reach("debited" if debits else "credited")
         return is_written

@@ -593,7 +593,7 @@ def test_a_refusal_does_not_wait_for_ever_for_others() -> None:
         session, io = await world.open(), asyncio.get_running_loop()
 
         def talk() -> None:
-            world.loop.cut_short += 1
+            world.loop.deferrals.cut_short += 1
             io.call_soon(talk)
 
         talk()

@@ -77,7 +77,7 @@ def test_an_interpreter_that_exits_without_close_gives_everything_back(card: Cud
         one.do("import __main__; __main__.kept = client, pool")
         assert one.finish() == 0
         until_lendable(daemon)
-        assert "cause=goodbye" in daemon.log()
+        until(lambda: "cause=goodbye" in daemon.log())
         assert 'cause="process died"' not in daemon.log()
 
 
@@ -233,7 +233,7 @@ def test_memory_that_never_comes_back_is_written_off_and_shown(card: CudaDriver)
         try:
             parent.kill()
             until_lendable(daemon)
-            assert "proven=false" in daemon.log()
+            until(lambda: "proven=false" in daemon.log())
             shown = at_rest(lambda: unaccounted(daemon))
             assert shown >= rest + size, "the context of the dead comes on top"
         finally:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.support import daemons
-from tests.support.daemons import Daemon, running
+from tests.support.daemons import Daemon, running, until
 from tests.support.workers import Refused, Worker, as_user, worker
 
 State = Callable[[str, str], None]
@@ -146,6 +146,7 @@ def unprivileged(config: Mapping[str, Any], descriptors: int) -> Iterator[Daemon
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(daemons, "subprocess", SimpleNamespace(Popen=start))
         with running(config, descriptors) as daemon:
+            until(lambda: " limits descriptors=" in daemon.log())
             assert f" limits descriptors={descriptors} " in daemon.log(), "the daemon helped itself to more"
             yield daemon
 

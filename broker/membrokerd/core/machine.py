@@ -41,7 +41,7 @@ _Request = (
     | ev.DeleteSegment
 )
 """What a session asks for, by a request id of its own. (An operator may delete a segment, too.)"""
-_REQUESTS = get_args(_Request)
+_REQUESTS = frozenset(get_args(_Request))
 _RELEASES = (ev.Goodbye, ev.Release, ev.DetachSegment, ev.DeleteSegment)
 """Requests that are taken while the daemon stops."""
 
@@ -102,7 +102,7 @@ class Broker:
         taken: Any = event
         if isinstance(event, ev.InputsDrained):  # a request that was deferred
             taken = self.hearing.inputs_drained(event)
-        denied = self._refuse_request(taken) if isinstance(taken, _REQUESTS) else None
+        denied = self._refuse_request(taken) if type(taken) in _REQUESTS else None
         if denied:
             self._answer_refused(taken, denied)
         elif taken is not None:

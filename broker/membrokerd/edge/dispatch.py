@@ -18,7 +18,7 @@ from ..core import effects as fx
 from ..core import snapshot
 from ..core.denied import Denied, Reason, deny
 from ..loop import Loop
-from ..observe.metrics import Times
+from ..observe.durations import Times
 from . import convert
 
 Respond = Callable[[fx.Result | Denied], None]

@@ -1,20 +1,19 @@
 """The metrics: all figures of one scrape come from one view of the books, so they always agree.
 
-Owns the names, helps and labels, the histograms, and the text of the last scrape. It must never keep a copy of a figure
-that the books have, and never change anything. The HTTP side is `metrics_server`.
+Owns the names, helps and labels, and the text of the last scrape. It must never keep a copy of a figure
+that the books have, and never change anything. `durations` has the histograms, `metrics_server` the HTTP side.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from membroker.vmm.driver import DeviceInfo, MemoryInfo
@@ -24,6 +23,7 @@ from ..core.effects import SegmentView
 from ..core.events import Location
 from ..core.lifecycles import SEGMENT, SESSION
 from ..core.snapshot import LocationView, ModelView, TenantView
+from .durations import Durations
 
 KEPT_SECONDS = 1.0
 """How long the text of a scrape is kept and shared by all scrapers."""
@@ -202,9 +202,6 @@ SCRAPE_TIME = Spec(
     "Unix time of these figures; scrapes within a second share them.",
 )
 
-BUCKETS = (5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
-"""Seconds: a handoff takes 11 µs, a gRPC call 500, a create of 1 GiB some ms; a call of a second is a fault."""
-
 ALL: Mapping[str, Spec] = {spec.name: spec for spec in globals().values() if isinstance(spec, Spec)}
 
 
@@ -265,18 +262,6 @@ class MetricsSource(Protocol):
         ...
 
 
-class Times:
-    """The seconds of one kind of work that its histogram has not counted yet.
-
-    To note them takes a tenth of the time that a histogram takes to count them, so a request waits for the first only.
-    """
-
-    def __init__(self, histogram: Histogram) -> None:
-        self.histogram = histogram
-        self.seconds: deque[float] = deque()
-        self.observe = self.seconds.append
-
-
 class Metrics:
     """The registry of one daemon: one collector over one view, the process's own figures, and the histograms."""
 
@@ -290,27 +275,11 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
-        self._counting = threading.Lock()
-        self._times: list[Times] = []
-        self.steps, self.journal = self._noted(self._histogram(STEPS)), self._noted(self._histogram(JOURNAL))
-        driver_calls, requests = self._histogram(DRIVER_CALLS), self._histogram(REQUESTS)
-        self.driver_call = functools.cache(lambda call: self._noted(driver_calls, call))
-        self.request = functools.cache(lambda method, transport: self._noted(requests, method, transport))
-
-    def _noted(self, histogram: Histogram, *labels: str) -> Times:
-        times = Times(histogram.labels(self._gpu_uuid, *labels))
-        self._times.append(times)
-        return times
-
-    def count(self) -> None:
-        """Count what was noted in its histograms. May be called by any thread, and often enough to bound the memory."""
-        with self._counting:
-            for times in list(self._times):
-                while times.seconds:
-                    times.histogram.observe(times.seconds.popleft())
-
-    def _histogram(self, spec: Spec) -> Histogram:
-        return Histogram(spec.name, spec.help, ("gpu_uuid", *spec.labels), buckets=BUCKETS, registry=self.registry)
+        durations = Durations(self.registry, gpu_uuid)
+        self.count = durations.count
+        self.steps, self.journal = durations.add(STEPS.name, STEPS.help)(), durations.add(JOURNAL.name, JOURNAL.help)()
+        self.driver_call = durations.add(DRIVER_CALLS.name, DRIVER_CALLS.help, *DRIVER_CALLS.labels)
+        self.request = durations.add(REQUESTS.name, REQUESTS.help, *REQUESTS.labels)
 
     def render(self) -> bytes:
         """Return the text of a scrape, at most KEPT_SECONDS old. Raises `TimeoutError` if there is no view.

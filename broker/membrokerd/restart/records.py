@@ -6,7 +6,6 @@ Each number, size and name is checked before it is used. Anything that this vers
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import reprlib
@@ -15,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from operator import attrgetter
 from types import NoneType
 from typing import Any, NamedTuple, get_type_hints
 
@@ -102,7 +102,7 @@ def has_record_after(data: bytes, at: int) -> bool:
 
 def record_of(facts: Sequence[ft.Fact]) -> bytes:
     """Return the record of these facts. It is empty if no successor needs any of them."""
-    encoded = [_FORMS[type(fact)].encode(fact) for fact in facts if type(fact) not in _LEFT_OUT]
+    encoded = [_FORMS[type(fact)].encode(fact) for fact in facts if type(fact) not in LEFT_OUT]
     return frame(f"[{','.join(encoded)}]") if encoded else b""
 
 
@@ -227,6 +227,8 @@ def _from_ids(ids: tuple[int, ...] | range) -> str:
     """Return a range as its first id and its length, and separate ids as a list of such runs."""
     if isinstance(ids, range):
         return _from_run(ids)
+    if len(ids) == 1:  # as most releases are
+        return f"[[{ids[0]},1]]"
     runs: list[list[int]] = []
     following = None
     for extent in ids:
@@ -263,14 +265,15 @@ class _Form:
         hints = get_type_hints(kind)
         self.kind = kind
         self._fields = [(field.name, _type_of(field.name, hints[field.name])) for field in fields(kind)]
-        self._names = [name for name, _ in self._fields]
-        plain = [hints[name] is int for name in self._names]
+        names = [name for name, _ in self._fields]
+        self._values = attrgetter(*names, names[-1])  # of one name alone it would not return a tuple
+        plain = [hints[name] is int for name in names]
         self._others = [(place, form.encode) for place, (_, form) in enumerate(self._fields) if not plain[place]]
         places = ("%d" if one else "%s" for one in plain)
         self._text = f"[{tag},{','.join(places)}]"
 
     def encode(self, fact: ft.Fact) -> str:
-        values = list(map(getattr, itertools.repeat(fact), self._names))
+        *values, _ = self._values(fact)
         for place, encode in self._others:
             values[place] = encode(values[place])
         return self._text % tuple(values)
@@ -280,7 +283,7 @@ class _Form:
         return self.kind(*(form.decode(value) for (_, form), value in zip(self._fields, values, strict=True)))
 
 
-_LEFT_OUT = (ft.StockChanged, ft.QuotaSet)
+LEFT_OUT = frozenset((ft.StockChanged, ft.QuotaSet))
 """The warm pool ends with the daemon that made it, and quotas have their own file."""
 _TAGGED: Mapping[int, _Form] = {
     tag: _Form(tag, kind)

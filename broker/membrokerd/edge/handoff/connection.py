@@ -104,7 +104,7 @@ class Connection:
             self._turns.charge(self._whose, time.perf_counter() - began)
             if not went_on:
                 return
-        self._loop.cut_short += 1
+        self._loop.deferrals.cut_short += 1
 
     def _read(self) -> bool:
         """Read and handle one frame. Return False when nothing is queued, or the connection has ended."""

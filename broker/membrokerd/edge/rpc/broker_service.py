@@ -25,45 +25,13 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         self._dispatcher = dispatcher
         self._views = views
 
-    async def RegisterModel(self, request: pb.RegisterModelRequest, context: Any) -> resources_pb2.Model:
-        """Register or join a model."""
-        return await self._move(request, context)  # type: ignore[no-any-return]
+    async def _move(self, request: Any, context: Any) -> Any:
+        """Put a request to the core, and return its response. Descriptors go to the handoff socket before that."""
+        _, response = self._dispatcher.response(await self._ask(request, context))
+        return response
 
-    async def UnregisterModel(self, request: pb.UnregisterModelRequest, context: Any) -> pb.UnregisterModelResponse:
-        """Leave a model."""
-        return await self._move(request, context)  # type: ignore[no-any-return]
-
-    async def AllocateExtents(self, request: pb.AllocateExtentsRequest, context: Any) -> pb.AllocateExtentsResponse:
-        """Borrow extents; their descriptors went to the session's handoff socket before this returns."""
-        return await self._move(request, context)  # type: ignore[no-any-return]
-
-    async def ReleaseExtents(self, request: pb.ReleaseExtentsRequest, context: Any) -> pb.ReleaseExtentsResponse:
-        """Release extents."""
-        return await self._move(request, context)  # type: ignore[no-any-return]
-
-    async def DeclareMemory(self, request: pb.DeclareMemoryRequest, context: Any) -> pb.DeclareMemoryResponse:
-        """Declare what the session allocates itself."""
-        return await self._move(request, context)  # type: ignore[no-any-return]
-
-    async def CreateSegment(self, request: pb.CreateSegmentRequest, context: Any) -> resources_pb2.Segment:
-        """Create a segment; its descriptors went to the session's handoff socket before this returns."""
-        return await self._move(request, context)  # type: ignore[no-any-return]
-
-    async def SealSegment(self, request: pb.SealSegmentRequest, context: Any) -> resources_pb2.Segment:
-        """Seal a segment."""
-        return await self._move(request, context)  # type: ignore[no-any-return]
-
-    async def AttachSegment(self, request: pb.AttachSegmentRequest, context: Any) -> resources_pb2.Segment:
-        """Attach a segment; its descriptors went to the session's handoff socket before this returns."""
-        return await self._move(request, context)  # type: ignore[no-any-return]
-
-    async def DetachSegment(self, request: pb.DetachSegmentRequest, context: Any) -> pb.DetachSegmentResponse:
-        """Detach from a segment."""
-        return await self._move(request, context)  # type: ignore[no-any-return]
-
-    async def DeleteSegment(self, request: pb.DeleteSegmentRequest, context: Any) -> resources_pb2.Segment:
-        """End a segment of the tenant."""
-        return await self._move(request, context)  # type: ignore[no-any-return]
+    RegisterModel = UnregisterModel = DeclareMemory = AllocateExtents = ReleaseExtents = _move
+    CreateSegment = SealSegment = AttachSegment = DetachSegment = DeleteSegment = _move
 
     async def GetDevice(self, request: pb.GetDeviceRequest, context: Any) -> resources_pb2.Device:
         """Return the device and its books."""
@@ -93,11 +61,6 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     def _ticket(self, context: Any) -> Ticket:
         metadata = dict(context.invocation_metadata())
         return self._dispatcher.find(str(metadata.get(TOKEN_METADATA, "")), self._endpoint)
-
-    async def _move(self, request: Any, context: Any) -> Any:
-        """Put a request to the core, and return its response."""
-        _, response = self._dispatcher.response(await self._ask(request, context))
-        return response
 
     async def _ask(self, request: Any, context: Any) -> fx.Result:
         ticket = self._ticket(context)

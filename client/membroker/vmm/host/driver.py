@@ -147,20 +147,21 @@ class HostDriver:
         """Return the descriptor of a new extent, which the watch counts from now on."""
         self._check_usable("memfd_create")
         _check_granules(size, "memfd_create")
-        made: list[int] = []
+        call, made = "memfd_create", list[int]()
         try:
-            with driver_call("memfd_create"):
-                # In one step of the interpreter, as in `wire.descriptors.receive`: an interrupt loses no descriptor.
-                made.extend(map(os.memfd_create, (_NAMES[location],), (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING,)))
+            # In one step of the interpreter, as in `wire.descriptors.receive`: an interrupt loses no descriptor.
+            made.extend(map(os.memfd_create, (_NAMES[location],), (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING,)))
             [descriptor] = made
-            with driver_call("ftruncate"):
-                os.ftruncate(descriptor, size)
-                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE if sealable else _PRIVATE_SEALS)
+            call = "ftruncate"
+            os.ftruncate(descriptor, size)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE if sealable else _PRIVATE_SEALS)
             with self._birth_lock:
                 self._check_room(size, location)
                 self._watch.add(descriptor, size, location)
-        except BaseException:
+        except BaseException as error:
             close_each(made)
+            if isinstance(error, OSError):
+                raise translated(call, error) from error
             raise
         return descriptor
 

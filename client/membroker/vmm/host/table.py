@@ -35,10 +35,9 @@ def create() -> int:
 
 
 def write(table: int, number: int, size: int, location: Location) -> None:
-    """Write the entry of watch `number`."""
+    """Write the entry of watch `number`. Raises `OSError`."""
     entry = size + _LOCATIONS.index(location)
-    with driver_call("pwrite"):
-        os.pwrite(table, entry.to_bytes(_ENTRY_BYTES, "little"), number * _ENTRY_BYTES)
+    os.pwrite(table, entry.to_bytes(_ENTRY_BYTES, "little"), number * _ENTRY_BYTES)
 
 
 def read(table: int, numbers: Iterable[int], granularity: int) -> dict[int, tuple[int, Location]]:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 from .. import libc as _libc
 from ..driver import Location
-from ..errno import driver_call, invalid
+from ..errno import driver_call, invalid, translated
 from . import table as _table
 
 _EVENT = struct.Struct("iIII")
@@ -52,16 +52,17 @@ class ExtentWatch:
 
     def add(self, extent: int, size: int, location: Location) -> None:
         """Start to count the memfd `extent`. The caller still holds it open, so its end cannot be missed."""
-        first = self._descriptors is None
+        first, call = self._descriptors is None, "inotify_add_watch"
         try:
             descriptors = self._made()
-            with driver_call("inotify_add_watch"):
-                path = f"/proc/self/fd/{extent}"
-                number = _libc.inotify_add_watch(descriptors.watches, path, _libc.IN_DELETE_SELF)
+            number = _libc.inotify_add_watch(descriptors.watches, f"/proc/self/fd/{extent}", _libc.IN_DELETE_SELF)
+            call = "pwrite"
             _table.write(descriptors.table, number, size, location)
-        except BaseException:
+        except BaseException as error:
             if first:
                 self.close()
+            if isinstance(error, OSError):
+                raise translated(call, error) from error
             raise
         self._entries[number] = (size, location)
         self.counted[location] += size

@@ -1,0 +1,141 @@
+"""The doors: the open endpoints of the tenants and of the operator, each with its sockets and servers.
+
+Opens and closes them, at the start, at a reload and at the end. It must never decide which tenants there are: the
+configuration does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from membroker.v1 import admin_pb2_grpc, broker_pb2_grpc
+from membroker.vmm import DeviceInfo
+
+from .config.config import TenantConfig
+from .edge.dispatch import Dispatcher
+from .edge.handoff.listener import Listener
+from .edge.handoff.outbox import Traffic
+from .edge.listings import Views
+from .edge.rpc.admin_service import AdminService
+from .edge.rpc.broker_service import BrokerService
+from .edge.rpc.interceptor import Calls
+from .edge.rpc.server import serve
+from .home import Home, Ownership
+from .observe import logs
+from .restart.process_watch import Watch
+
+
+@dataclass(frozen=True, slots=True)
+class _Door:
+    """An open endpoint of a tenant; `parts` close it."""
+
+    listener: Listener
+    parts: AsyncExitStack
+
+
+class Doors:
+    """The endpoints that are open. `observe` is told of each gRPC call: its method, its transport, and its seconds."""
+
+    def __init__(
+        self,
+        home: Home,
+        dispatcher: Dispatcher,
+        views: Views,
+        device: DeviceInfo,
+        traffic: Traffic,
+        watch: Watch,
+        observe: Callable[[str, str, float], None],
+    ) -> None:
+        self._home = home
+        self._dispatcher = dispatcher
+        self._views = views
+        self._device = device
+        self._traffic = traffic
+        self._watch = watch
+        self._observe = observe
+        self._open: dict[str, _Door] = {}
+        self._calls = Calls(lambda: len(self._open) + 1)  # the operator's endpoint is not among the doors
+
+    async def open(self, name: str, tenant: str | None, config: TenantConfig) -> None:
+        """Open the endpoint of a tenant; with `tenant=None` each uid is a tenant.
+
+        Raises `HomeError`, `OSError`, and `RuntimeError` for gRPC.
+        """
+        directory = self._home.endpoint("tenants", name)
+        ownership = Ownership(
+            -1 if config.owner is None else config.owner,
+            -1 if config.group is None else config.group,
+            0o660 if config.mode is None else config.mode,
+            f"tenants.{name}",
+        )
+        service = BrokerService(name, self._dispatcher, self._views)
+        async with AsyncExitStack() as stack:
+            stack.callback(self._home.close, [directory])
+            await self._serve(
+                stack,
+                directory,
+                ownership,
+                "membroker.v1.BrokerService",
+                lambda server: broker_pb2_grpc.add_BrokerServiceServicer_to_server(service, server),
+            )
+            sock = self._home.listen(directory / "handoff.sock", ownership)
+            listener = Listener(
+                sock, name, tenant, config.uids, self._dispatcher, self._device, self._traffic, self._watch
+            )
+            stack.callback(listener.close)
+            self._open[name] = _Door(listener, stack.pop_all())
+        logs.log("endpoint open", tenant=tenant or "each uid", directory=str(directory))
+
+    async def open_admin(self, service: AdminService, stack: AsyncExitStack) -> None:
+        """Open the operator's endpoint, which `stack` closes."""
+        directory = self._home.endpoint("admin", mode=0o700)
+        stack.callback(self._home.close, [directory])
+        await self._serve(
+            stack,
+            directory,
+            Ownership(mode=0o600),
+            "membroker.v1.AdminService",
+            lambda server: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, server),
+        )
+
+    async def _serve(
+        self,
+        stack: AsyncExitStack,
+        directory: Path,
+        ownership: Ownership,
+        service: str,
+        register: Callable[[grpc.aio.Server], None],
+    ) -> None:
+        loop = self._dispatcher.loop
+        server = await serve(
+            self._home,
+            directory / "grpc.sock",
+            ownership,
+            service,
+            register,
+            self._observe,
+            loop.broker.rules.max_sessions,
+            loop.turns,
+            self._calls,
+        )
+        stack.push_async_callback(server.stop, 1.0)
+
+    def admit(self, name: str, uids: frozenset[int]) -> None:
+        """Let only these users open sessions at a tenant's endpoint from now on. Open sessions stay."""
+        self._open[name].listener.admit(uids)
+
+    async def close_one(self, name: str) -> None:
+        """Close the endpoint of a tenant."""
+        await self._open.pop(name).parts.aclose()
+        logs.log("endpoint closed", tenant=name)
+
+    async def close(self) -> None:
+        """Close the endpoints of all tenants, the latest first."""
+        while self._open:
+            _, door = self._open.popitem()
+            await door.parts.aclose()
