@@ -21,6 +21,9 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## the main job in a minute: sharing, trade, refusal, death (no GPU, no root)
 	$(BIN)/membroker demo
 
+# The tests start thousands of interpreters: without bytecode files each would compile membroker again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Many tests wait for processes, so one more than there are processors keeps them all at work.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 test: $(STAMP)  ## every test that needs neither root nor a GPU, in parallel: make test JOBS=1 for one at a time

@@ -67,9 +67,12 @@ class Worker:
         self.pid = self.process.pid
         self._heard = bytearray()
 
-    def connect(self, daemon: Daemon, tenant: str = "red", transport: str = "handoff") -> Worker:
-        """Open a session; the client is `client`."""
-        self.do(f"client = membroker.connect({str(daemon.endpoint(tenant))!r}, transport={transport!r})")
+    def connect(
+        self, daemon: Daemon, tenant: str = "red", transport: str = "handoff", outage: float | None = None
+    ) -> Worker:
+        """Open a session; the client is `client`. `outage` is how many seconds a call waits for a daemon that is away."""
+        more = "" if outage is None else f", outage={outage}"
+        self.do(f"client = membroker.connect({str(daemon.endpoint(tenant))!r}, transport={transport!r}{more})")
         return self
 
     def do(self, code: str) -> None:

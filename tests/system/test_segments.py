@@ -87,9 +87,9 @@ def write(one: Worker, daemon: Daemon, transport: str, size: int = SIZE, locatio
     return one
 
 
-def attach(one: Worker, daemon: Daemon, transport: str) -> Worker:
+def attach(one: Worker, daemon: Daemon, transport: str, outage: float | None = None) -> Worker:
     """Have a worker attach the segment."""
-    one.connect(daemon, transport=transport)
+    one.connect(daemon, transport=transport, outage=outage)
     one.do("segment = client.attach('weights')")
     return one
 
@@ -299,7 +299,7 @@ def test_the_daemon_is_killed_and_readers_read_on(transport: str) -> None:
     with running() as daemon, workers(2) as (writer, reader):
         write(writer, daemon, transport)
         writer.do("segment.seal()")
-        attach(reader, daemon, transport)
+        attach(reader, daemon, transport, outage=0)
         daemon.kill()
         assert reads(writer)
         assert reads(reader)
