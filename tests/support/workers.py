@@ -70,7 +70,7 @@ class Worker:
     def connect(
         self, daemon: Daemon, tenant: str = "red", transport: str = "handoff", outage: float | None = None
     ) -> Worker:
-        """Open a session; the client is `client`. `outage` is how many seconds a call waits for a daemon that is away."""
+        """Open a session; the client is `client`. A call waits `outage` seconds for a daemon that is away."""
         more = "" if outage is None else f", outage={outage}"
         self.do(f"client = membroker.connect({str(daemon.endpoint(tenant))!r}, transport={transport!r}{more})")
         return self
