@@ -26,6 +26,8 @@ from membrokerd.config import descriptor_limits
 from membrokerd.core.snapshot import MOST_MODELS
 from membrokerd.edge.handoff.listener import HELLO_SECONDS
 
+pytestmark = pytest.mark.slow
+
 DETACHED = resources_pb2.Session.DETACHED
 SESSIONS = 16
 """Of one process, and no more."""
