@@ -22,7 +22,7 @@ one_transport = pytest.mark.parametrize("transport", ["handoff"])
 
 
 def holders(client: membroker.Client) -> dict[str, int]:
-    """Who holds what: sessions by the segment's own name."""
+    """Return how many sessions hold each segment, by its own name."""
     return {one.name.rpartition("/")[2]: one.sessions for one in client.segments()}
 
 

@@ -182,7 +182,7 @@ def as_user(user: int | None) -> list[str]:
 
 
 def state_of(pid: int) -> str:
-    """Return the state letter of a process (`T` stopped, `Z` dead and not reaped), or nothing when there is none."""
+    """Return the state letter of a process (`T` stopped, `Z` dead and not reaped), or nothing if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -197,7 +197,7 @@ def is_gone(pid: int) -> bool:
 def descriptors_at_start(daemon: Daemon) -> int:
     """Return how many descriptors a daemon has open that has just started and served nobody.
 
-    The least of some counts: a file that it reads at that moment is none that it keeps.
+    The least of some counts, because a file that it reads at that moment is closed again.
     """
     # Said after the socket is closed on which the daemon told that it is ready.
     until(lambda: f" ready pid={daemon.process.pid} " in daemon.log())
@@ -316,7 +316,7 @@ class Raw:
             self.driver.unmap(self.addresses.pop(), PAGE)
 
     def send_release(self) -> None:
-        """Say that everything is given back, true or not, and wait for nothing."""
+        """Say that everything is released, true or not, and wait for nothing."""
         from membroker.v1 import broker_pb2
 
         request = broker_pb2.ReleaseExtentsRequest(request_id=4, extent_ids=self.extent_ids)

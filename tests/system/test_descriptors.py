@@ -1,7 +1,7 @@
 """Near the limit of descriptors, RLIMIT_NOFILE, on the broker's side and on the worker's.
 
-Whoever is short is told so, with a reason of its own; no descriptor is lost by it and no byte; and when there is room
-again, everything goes on as before, without a connection made anew.
+The process that is short is told so, with a reason of its own. No descriptor and no byte is lost. When there is room
+again, everything goes on as before, on the same connections.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def test_a_daemon_that_strangers_fill_to_its_limit(state: State) -> None:
     """Six tenants' silent connections take every descriptor that the daemon may have, again and again.
 
     The seventh tenant's worker has its connection. What it asks for is granted or refused for that reason, and what it
-    gives back is taken. When they are gone all is as before.
+    releases is taken. When they are gone, all is as before.
     """
     strange = [f"strange-{number}" for number in range(6)]
     tenants: dict[str, dict[str, str]] = {name: {} for name in ("blue", *strange)}
@@ -407,7 +407,7 @@ def test_a_buffer_for_which_the_worker_has_no_descriptor(daemon: Daemon, transpo
 def test_a_packet_cut_short_by_the_kernel(daemon: Daemon, transport: str) -> None:
     """What a client without the library sees: the ids are all there, the first descriptors, and MSG_CTRUNC.
 
-    All of it is charged. It closes, acknowledges and gives back every id, as the protocol's page says.
+    All of it is charged. It closes, acknowledges and releases every id, as the protocol's page says.
     """
     at_start = descriptors_at_start(daemon)
     with worker() as one:

@@ -142,7 +142,7 @@ session = sessions[0]
 session.send(pb.Frame(request_id=7, allocate=allocation('tenants/red/models/m0', PAGE, {EXTENTS - 16})))
 _, ids = session.answer(7)
 """)
-        for half in ("ids[::4]", "ids[1::4]"):  # what is left is in the books one by one, and in the journal anew
+        for half in ("ids[::4]", "ids[1::4]"):  # what is left is in the books one by one, and in the journal again
             flood.do(f"""
 some = {half}
 for first in range(0, len(some), 4_096):

@@ -306,7 +306,7 @@ for stub in stubs:
 # --- Large steps ---
 
 EXTENTS = 65_536
-"""Of one Allocate, and more than a card of 128 GiB has granules."""
+"""Of one Allocate, and more than a GPU of 128 GiB has granules."""
 
 
 def test_a_session_with_65536_extents(daemon: Daemon, beside: Honest, flood: Worker, state: State) -> None:

@@ -67,7 +67,7 @@ class TestFailures:
         until(lambda: is_settled(daemon) and not daemon.sessions())
 
     def test_the_device_is_lost_before_the_seal(self, daemon: Daemon, transport: str) -> None:
-        """The work that fills the segment has failed on the card: it is not sealed."""
+        """The work that fills the segment has failed on the GPU: it is not sealed."""
         driver = SickDriver()
         with membroker.connect(daemon.endpoint(), transport=transport, driver=driver) as client:
             segment = client.register_model("m").create_segment("weights", 1)

@@ -177,7 +177,7 @@ class TestLife:
         assert descriptors() < before + 30
 
     def test_of_a_card(self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What frameworks ask of memory on a card, and are told of the twin's."""
+        """What frameworks ask of memory on a GPU, and are told of the host driver's."""
         segment = model.create_segment("weights", 1)
         with pytest.raises(AttributeError, match="view"):
             segment.__cuda_array_interface__
