@@ -21,10 +21,13 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## the main job in a minute: sharing, trade, refusal, death (no GPU, no root)
 	$(BIN)/membroker demo
 
+# The tests start thousands of interpreters: without bytecode files each would compile membroker again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Many tests wait for processes, so one more than there are processors keeps them all at work.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 test: $(STAMP)  ## every test that needs neither root nor a GPU, in parallel: make test JOBS=1 for one at a time
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not root and not gpu"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not root and not gpu"
 
 # The pure tests, and every test that a new reason, metric or command touches.
 WHO_MAY := tests/system/test_who_may.py
@@ -41,7 +44,7 @@ quick: $(STAMP)  ## the core of the tests, in about a minute: also what a new re
 sim: $(STAMP)  ## a world around the core: make sim STEPS=1000000 SEED=7
 	$(BIN)/python -m tests.simulation.run --steps $(or $(STEPS),5000000) $(if $(SEED),--seed $(SEED))
 
-fuzz: $(STAMP)  ## bent frames, requests, documents: make fuzz SECONDS=600, for each fuzz
+fuzz: $(STAMP)  ## mutated frames, requests, documents: make fuzz SECONDS=600, for each fuzz
 	FUZZ_SECONDS=$(or $(SECONDS),60) $(BIN)/python -m pytest tests/fuzz --timeout=0 -q
 
 mutants: $(STAMP)  ## do the tests notice small changes of the source: make mutants SAMPLE=200 SEED=1 OPTIONS='--part core'
@@ -55,14 +58,14 @@ test-system: $(STAMP)  ## the tests that need root
 
 # tests/gpu, and the stories elsewhere that run on each kind of device (the fixture `device`).
 GPU_TESTS := tests/gpu tests/client/vmm/test_ranges.py tests/system/test_main_job.py
-# On the machine with the card, with its own interpreter and packages: nothing is installed, and pytest-timeout may be
+# On the machine with the GPU, with its own interpreter and packages: nothing is installed, and pytest-timeout may be
 # missing. A test that hangs says where it stands after four minutes.
 test-gpu:  ## the tests that need a real NVIDIA GPU, with this machine's own python3 (two GPUs: also NCCL, and a daemon for each)
 	PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker:$$PYTHONPATH" $(PYTHON) -m pytest -p no:cacheprovider \
 	  -o faulthandler_timeout=240 -W "ignore:Unknown config option" -m gpu $(GPU_TESTS)
 
-# As test-gpu: on the machine with the card, nothing is installed.
-bench-gpu:  ## what the broker costs on a card: make bench-gpu OPTIONS='--json FILE --plot FILE --markdown'
+# As test-gpu: on the machine with the GPU, nothing is installed.
+bench-gpu:  ## what the broker costs on a GPU: make bench-gpu OPTIONS='--json FILE --plot FILE --markdown'
 	PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker:$(CURDIR):$$PYTHONPATH" $(PYTHON) -m benchmarks.gpu $(OPTIONS)
 
 check: $(STAMP) proto-check  ## format, lint, types, import contracts, stale stubs and picture, spelling, prose

@@ -61,6 +61,17 @@ def state(record_property: Callable[[str, object], None]) -> Callable[[str, str]
     return put
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files with slow tests first, then those with many tests, so that no process is left with a long file."""
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    by_length = sorted(
+        files.values(), key=lambda one: (not any(item.get_closest_marker("slow") for item in one), -len(one))
+    )
+    items[:] = [item for one in by_length for item in one]
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Write what was stated."""
     if _STATED:

@@ -1,4 +1,4 @@
-"""`make bench-gpu`, and `python -m benchmarks.gpu`: the command line of the figures on a card."""
+"""`make bench-gpu`, and `python -m benchmarks.gpu`: the command line of the GPU benchmarks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .figures import Section
 from .targets import goals
 
 _DESCRIPTION = """\
-What a borrowed extent costs on this machine's card, beside the same work done by the driver in process. It starts
+What a borrowed extent costs on this machine's GPU, beside the same work done by the driver in process. It starts
 daemons of its own, one without stock and one with the default stock, borrows by both transports, and measures the
 driver in turns with them, in a tight loop and with a gap of 2 ms before each call.
 
@@ -37,14 +37,14 @@ how to read it:
   from stock   how many of the extents were ready; the daemon must count them (membroker_stock_extents_total)
   caller ...   where the time goes, by the broker's own histograms: means of both calls of a work together
 
-Memory is made of the broker's kind in process too: exportable, and RDMA-capable where the card is. Nothing else should
-use the card meanwhile. No figure is a pass or a failure.
+Memory is made of the broker's kind in process too: exportable, and RDMA-capable where the GPU is. Nothing else should
+use the GPU meanwhile. No figure is a pass or a failure.
 
 examples:
   make bench-gpu OPTIONS='--json FILE --plot FILE.png'   all of it, in four or five minutes
   python -m benchmarks.gpu --markdown > results.md       the tables as Markdown
   python -m benchmarks.gpu --only workers                one scene
-  python -m benchmarks.gpu --driver host --quick         every row, on the host twin: numbers that mean little"""
+  python -m benchmarks.gpu --driver host --quick         every row, on the host driver: numbers that mean little"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except plot.NoMatplotlib as error:
         parser.error(str(error))
     except DriverUnavailable as error:
-        print(f"benchmarks: {error}; --driver host needs no card", file=sys.stderr)
+        print(f"benchmarks: {error}; --driver host needs no GPU", file=sys.stderr)
         return 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that all that was started is ended
     with scenes.bare_driver(options.driver) as bare:
@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--driver", choices=("cuda", "host"), default="cuda", help="a card, or the host twin")
+    parser.add_argument("--driver", choices=("cuda", "host"), default="cuda", help="a GPU, or the host driver")
     parser.add_argument(
         "--only", action="append", choices=tuple(scenes.SCENES), metavar="SCENE", help="this scene; may be repeated"
     )

@@ -1,6 +1,6 @@
-"""The driver without a broker: the calls that an engine makes which owns its card, one after the other.
+"""The driver without a broker: the calls of an engine that has a GPU to itself, one after the other.
 
-`CudaBare` is cuda-bindings and nothing between, `TwinBare` the same over a `Driver`, for machines without a card.
+`CudaBare` is cuda-bindings and nothing between, `HostBare` the same over a `Driver`, for machines without a GPU.
 Memory is of the broker's kind, exportable, so that the work is the same. It must never use the library above the
 driver.
 """
@@ -15,15 +15,15 @@ from membroker.vmm import AccessFlags, Driver, DriverError, Handle, Location, op
 from membroker.vmm.sizes import GIB
 
 TWIN_BYTES = 256 * GIB
-"""What the twin has: a figure only, since nobody writes."""
+"""The capacity of the host driver: a figure only, since nothing is written."""
 
 
 class Bare(Protocol):
-    """One card in this process. Handles are whatever the driver has; all of a call's are given back together."""
+    """One GPU in this process. Handles are the driver's own; all handles of a call are released together."""
 
     @property
     def driver(self) -> Driver:
-        """The library's driver of the same card, for what is asked beside."""
+        """The library's driver of the same GPU, for other questions."""
         ...
 
     def reserve(self, size: int) -> int:
@@ -47,7 +47,7 @@ class Bare(Protocol):
         ...
 
     def unback(self, address: int, size: int, handles: Sequence[Any]) -> None:
-        """Wait for the card, unmap all of it in one call, and release the handles."""
+        """Wait for the GPU, unmap everything in one call, and release the handles."""
         ...
 
     def export(self, size: int) -> int:
@@ -67,12 +67,12 @@ class Bare(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the card."""
+        """Release the GPU."""
         ...
 
 
 class CudaBare:
-    """A card by cuda-bindings. The library's driver beside it keeps the primary context, which both use."""
+    """A GPU by cuda-bindings. The library's driver beside it keeps the primary context, which both use."""
 
     def __init__(self) -> None:
         self.driver = open_driver("cuda", 0, context=True)
@@ -203,8 +203,8 @@ def _check(call: str, result: Any) -> None:
         raise DriverError(call, str(getattr(result, "name", result)), int(result))
 
 
-class TwinBare:
-    """Any driver of the library; here the host twin's."""
+class HostBare:
+    """Any driver of the library; here the host driver."""
 
     def __init__(self) -> None:
         self.driver = open_driver("host", total_bytes=TWIN_BYTES)
@@ -266,12 +266,12 @@ class TwinBare:
 
 
 def open_bare(kind: str) -> Bare:
-    """Return the driver of `kind`, cuda or host. Raises `DriverUnavailable` where there is no card."""
-    return CudaBare() if kind == "cuda" else TwinBare()
+    """Return the driver of `kind`, cuda or host. Raises `DriverUnavailable` if there is no GPU."""
+    return CudaBare() if kind == "cuda" else HostBare()
 
 
 def free_bytes(bare: Bare) -> int:
-    """Return how much of the card nobody uses, as it shows itself."""
+    """Return the free bytes that the GPU reports."""
     memory = bare.driver.memory(Location.DEVICE)
     return memory.free if memory else 0
 

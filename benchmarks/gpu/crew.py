@@ -1,6 +1,6 @@
 """Processes that borrow, or do without a broker, all at the same moment.
 
-Each has one context on the card and can do every work, so that a turn of bare processes and one of borrowers are the
+Each has one context on the GPU and can do every work, so that a turn of bare processes and one of borrowers are the
 same processes. They are spawned, since CUDA survives no fork. Owns processes; knows nothing of what is compared.
 """
 

@@ -34,7 +34,7 @@ ANSWER_SECONDS = 60.0
 TENANT = "bench"
 TAIL_LINES = 30
 TWIN_STOCK = "1GiB"
-"""The host twin keeps no stock unless it is told to; a card's default is as much."""
+"""The host driver keeps no stock by default. This is the default of a GPU."""
 HOST_CAPACITY = "32GiB"
 """For what is offloaded: a figure, and nobody takes so much."""
 _IGNORED = ("gpu_uuid", "location", "le")

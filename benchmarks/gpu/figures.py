@@ -14,17 +14,17 @@ from ..load.figures import percentile
 EXTENTS, PAGES, POOL, ATTACH, OFFLOAD, WORKERS = "extents", "pages", "pool", "attach", "offload", "workers"
 """The scenes."""
 IN_PROCESS = "driver in process"
-"""Who does the same work without a broker: every ratio is to it."""
+"""The process that does the same work without a broker: every ratio is to it."""
 
 
 def brokered(transport: str, stock: bool) -> str:
-    """Return how rows call who borrows."""
+    """Return what rows call the borrower."""
     return f"{transport}, stock {'on' if stock else 'off'}"
 
 
 @dataclass(slots=True)
 class Times:
-    """The times of a work, which is two calls, one that takes and one that gives back; and how long it all took."""
+    """The times of a work, which is two calls: one that takes and one that releases. Also how long it took in all."""
 
     take: array[int] = field(default_factory=lambda: array("Q"))
     give: array[int] = field(default_factory=lambda: array("Q"))
@@ -160,7 +160,7 @@ STOCK = "membroker_stock_extents_total"
 
 
 def total(counts: Counts, name: str, **labels: str) -> float | None:
-    """Return the sum of the series that have these labels; None where there is none."""
+    """Return the sum of the series that have these labels; None if there are no such series."""
     found = [value for (called, has), value in counts.items() if called == name and labels.items() <= dict(has).items()]
     return sum(found) if found else None
 

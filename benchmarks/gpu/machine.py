@@ -1,4 +1,4 @@
-"""What the figures depend on: the card, its driver, and what `benchmarks.load` says of the machine."""
+"""What the figures depend on: the GPU, its driver, and what `benchmarks.load` says of the machine."""
 
 from __future__ import annotations
 

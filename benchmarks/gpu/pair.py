@@ -1,6 +1,6 @@
 """A bare handoff: a process that creates, others that map, a packet there and the descriptors back, and nothing else.
 
-No books, no protection, no frames: the least that borrowing can cost where another process owns the card, in Python.
+No books, no protection, no frames: the least that borrowing can cost where another process owns the GPU, in Python.
 It must never use the library above the driver.
 """
 
@@ -25,14 +25,14 @@ from .bare import TWIN_BYTES, Bare
 
 _READY = b"ready"
 _ASK = struct.Struct("QQ")
-"""A size, and how many of it; 0 of it says that memory was given back."""
+"""A size, and how many extents of it; 0 extents says that memory was released."""
 _START_SECONDS = 60.0
 _PACKET = 64
 """Extents in one packet, as of the broker's."""
 
 
 class Lender:
-    """A process that lends extents at `path` to whoever asks. `ahead` keeps one ready of the size asked for last."""
+    """A process that lends extents at `path`. `ahead` keeps one ready of the size asked for last."""
 
     def __init__(self, driver: str, *, ahead: bool = False) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="membroker-bench-pair-"))

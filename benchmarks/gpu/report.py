@@ -28,7 +28,7 @@ SHARES_NOTE = (
     "what its own driver does. for stock is what the broker's driver did meanwhile to fill its stock. The core steps "
     "outside of requests too (an acknowledgement, an extent of the stock), so transport is a little more than it says. "
     "'-' is what this daemon does not tell: without the core's histogram transport has the core's share, and without a "
-    "count of the stock nothing says whose the driver calls were."
+    "count of the stock the driver calls cannot be told apart."
 )
 
 

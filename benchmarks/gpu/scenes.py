@@ -60,7 +60,7 @@ PAGE_SIZES = (2 * MIB, 64 * MIB)
 SEGMENTS = (GIB, 16 * GIB, 64 * GIB)
 GAP_MS = 2.0
 KEPT_FREE = 2 * GIB
-"""What a segment must leave of the card, for contexts and the broker's gate."""
+"""What a segment must leave of the GPU, for contexts and the broker's gate."""
 WARM_UP = 10
 WARM_UP_AGAIN = 2
 
@@ -120,7 +120,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What every scene gets: the kind of driver, how much to do, and whom to tell."""
+    """What every scene gets: the kind of driver, how much to do, and where to report progress."""
 
     driver: str
     scale: Scale
@@ -170,7 +170,7 @@ def _row(way: Way, work: str, gap_ms: float, times: Times, counts: Counts, base:
 
 
 def one_extent(stage: Stage) -> Iterator[Section]:
-    """Take and give back one extent."""
+    """Take and release one extent."""
     section = Section(
         EXTENTS,
         "One extent: allocate and map, free",
@@ -328,7 +328,7 @@ def offload(stage: Stage) -> Iterator[Section]:
         OFFLOAD,
         f"{format_size(size)} to the host and back: offload and restore",
         "In process: one copy to pinned memory that is there, and one back, nothing else. By the broker: "
-        "VirtualMemoryPool.offload and restore, which also unmap and give back every page, and borrow and map it anew. "
+        "VirtualMemoryPool.offload and restore, which also unmap and release every page, and borrow and map it again. "
         "To pin host memory takes far longer than to copy to it: the rows that pin each time say how long.",
         ("offload", "restore"),
         size,
@@ -351,7 +351,7 @@ def offload(stage: Stage) -> Iterator[Section]:
 
 
 def crowd(stage: Stage) -> Iterator[Section]:
-    """Let many processes take and give back at once."""
+    """Let many processes take and release at once."""
     scale, size = stage.scale, SIZES[0]
     section = Section(
         WORKERS,

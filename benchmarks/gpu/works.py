@@ -120,7 +120,7 @@ class PoolPages:
 
 
 class PoolGrowth:
-    """Growth by one page that was prepared; given back, it is spare again."""
+    """Growth by one page that was prepared. A released page is spare again."""
 
     def __init__(self, pool: VirtualMemoryPool) -> None:
         self._pool, self._page, self._base = pool, pool.page_size, pool.base_address
@@ -136,7 +136,7 @@ class PoolGrowth:
 class BareImport:
     """Extents that exist, by their descriptors, at fresh addresses. Owns the descriptors.
 
-    `read_only` as an attached segment is: the twin allows a sealed one nothing else.
+    `read_only` as an attached segment is: the host driver allows a sealed one nothing else.
     """
 
     def __init__(self, bare: Bare, descriptors: Sequence[tuple[int, int]], *, read_only: bool) -> None:
@@ -176,7 +176,7 @@ class AttachedSegment:
 class BareCopy:
     """A copy of all bytes to pinned memory that is there, and back, in one piece each, by the driver alone.
 
-    `pin_each` pins that memory anew for each copy there, and frees it after the one back.
+    `pin_each` pins that memory again for each copy to it, and frees it after the copy back.
     """
 
     def __init__(self, bare: Bare, size: int, *, pin_each: bool) -> None:
@@ -208,7 +208,7 @@ class BareCopy:
 
 
 class PoolOffload:
-    """A pool that sleeps and wakes: what is copied is also unmapped and given back, borrowed and mapped."""
+    """A pool that sleeps and wakes: what is copied is also unmapped and released, borrowed and mapped."""
 
     def __init__(self, pool: VirtualMemoryPool, size: int, *, keep_pinned: bool) -> None:
         self._pool, self._keep_pinned = pool, keep_pinned

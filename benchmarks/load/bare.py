@@ -1,4 +1,4 @@
-"""The work that a broker stands on, without a broker: echoes between two processes, each the twin of a real call.
+"""The work that a broker stands on, without a broker: echoes between two processes, each the equivalent of a real call.
 
 Owns two servers. They know no frame, no book and no rule: what the broker takes more than they do is its own share,
 the price of protobuf, of asyncio, of the driver thread and of the books.

@@ -26,7 +26,7 @@ from .jobs import Job
 MakeJob = Callable[[], Job]
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# All that a process needs, by way of the module that `python -m` runs: each of them would import it anew.
+# All that a process needs, by way of the module that `python -m` runs: each of them would import it again.
 CONTEXT.set_forkserver_preload(["benchmarks.load.__main__", "google.rpc.status_pb2"])
 END_SECONDS = 10.0
 

@@ -34,7 +34,7 @@ _CPU_CLOCK = 2
 """What makes a pid the number of a process's CPU clock, as clock_getcpuclockid(3) does."""
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
-# The capacity is a figure only: nobody writes to what is borrowed, so no memory stands behind it.
+# The capacity is a figure only: what is borrowed is never written to, so it needs no memory.
 _CONFIG = """\
 driver = "host"
 capacity = "256GiB"

@@ -1,4 +1,4 @@
-"""Samples and what is made of them: percentiles, rates, and the ratio to a bare twin. Times in nanoseconds.
+"""Samples and what is made of them: percentiles, rates, and the ratio to a bare echo. Times in nanoseconds.
 
 Owns the arithmetic, and the rows that are shown. It must never measure anything itself.
 """

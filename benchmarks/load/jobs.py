@@ -47,7 +47,7 @@ class Job(Protocol):
 
 
 class PacketEcho:
-    """The bare twin of the handoff: a packet there and back, with a descriptor in the answer when the server lends."""
+    """The bare equivalent of the handoff: a packet and its answer, with a descriptor when the server lends."""
 
     parts = ()
     warm_up = 200
@@ -76,7 +76,7 @@ class PacketEcho:
 
 
 class GrpcEcho:
-    """The bare twin of a gRPC call: a message of plain bytes there and back."""
+    """The bare equivalent of a gRPC call: a message of plain bytes there and back."""
 
     parts = ()
     warm_up = 200

@@ -27,7 +27,7 @@ REFRESH_PER_SECOND = 2
 
 @contextmanager
 def progress(scenes: int) -> Iterator[tuple[Tell, Tell]]:
-    """Yield whom to tell of what is being done, and of a scene that is done: a bar on a terminal, else lines."""
+    """Yield what shows progress, and the end of each scene: a bar on a terminal, else lines."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield lambda what: print(f"... {what}", file=sys.stderr, flush=True), lambda _: None

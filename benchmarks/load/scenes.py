@@ -169,7 +169,7 @@ def _idle_jobs(endpoint: Path, sessions: int) -> list[MakeJob]:
 def _reached(sessions: int, wanted: int) -> str:
     if sessions >= wanted:
         return (
-            "A worker (library, handoff) borrows and gives back at a daemon with sessions that do nothing, in turns "
+            "A worker (library, handoff) borrows and releases at a daemon with sessions that do nothing, in turns "
             "with one at a daemon without them."
         )
     return (
@@ -213,7 +213,7 @@ def full_books(scale: Scale, tell: Tell) -> Section:
         section.figure("extents.rss", "daemon, the books full: RSS", full / MIB, "MiB")
         section.figure("extents.rss_each", "daemon RSS, an extent", (full - empty) / lent, "bytes")
         section.figure("extents.release", "time to give all back", emptied, "s")
-        section.figure("extents.release_each", "giving back, an extent", emptied / lent * 1e6, "us")
+        section.figure("extents.release_each", "release, an extent", emptied / lent * 1e6, "us")
         section.figure("extents.left", "extents lent afterwards", daemon.device().locations[0].lent_bytes / EXTENT, "")
     return section
 
@@ -222,10 +222,10 @@ def full_books(scale: Scale, tell: Tell) -> Section:
 
 
 def many_workers(scale: Scale, tell: Tell) -> Section:
-    """Let many processes borrow and give back at once, in turns with as many that do the bare work."""
+    """Let many processes borrow and release at once, in turns with as many that do the bare work."""
     section = Section(
         f"{scale.workers} workers at once",
-        f"{scale.workers} processes on this machine's processors, each borrowing and giving back one extent all the "
+        f"{scale.workers} processes on this machine's processors, each borrowing and releasing one extent all the "
         "time; in turns with as many that do the bare packet echo + memfd against one server.",
     )
     tell(f"many workers: starting {scale.workers}, and as many bare ones")

@@ -1,7 +1,7 @@
 """A raw session: frames of its own over the library's greeting, which maps nothing and keeps no descriptor.
 
-For figures of the broker alone, and for holding more extents than a process could map. On the host twin an extent
-whose descriptors are all closed is no memory any more and still a line in the books.
+For figures of the broker alone, and for holding more extents than a process could map. On the host driver an extent
+with all its descriptors closed has no memory any more, and is still a row of the books.
 """
 
 from __future__ import annotations

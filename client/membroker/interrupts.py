@@ -24,6 +24,8 @@ from .vmm.driver import DriverError, DriverLimit
 
 STOPPING_SECONDS = 5.0
 """How long an interrupt waits for work in another thread to stop. After that it is raised, and the work goes on."""
+LOOK_SECONDS = 1.0
+"""How often a wait looks whether an interrupt has arrived that did not end it."""
 
 _T = TypeVar("_T")
 Step = Callable[[], object]
@@ -216,7 +218,11 @@ class _Task(Generic[_T]):
 
     def _wait(self, seconds: float = -1) -> None:
         # An interrupt can hide that the lock was acquired; `_done` is set then.
-        if not self._done:
+        if seconds < 0:
+            # A signal between Python's last look and the wait, or in another thread, does not end the wait.
+            while not self._done:
+                self._told.acquire(timeout=LOOK_SECONDS)
+        elif not self._done:
             self._told.acquire(timeout=seconds)
 
 

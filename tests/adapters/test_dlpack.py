@@ -462,7 +462,7 @@ def test_tensors_that_outlive_the_interpreter(shared_daemon: Daemon) -> None:
 
 
 def test_what_a_card_would_hand_out() -> None:
-    """The memory of card 1, as far as no card is needed: the device in the capsule, and the CUDA array interface."""
+    """The memory of GPU 1, as far as no GPU is needed: the device in the capsule, and the CUDA array interface."""
     tensor = DlpackTensor(None, 0x7F00_0000_0000, (2, 3), "F16", (dlpack.CUDA, 1), read_only=True)
     assert tensor.__dlpack_device__() == (2, 1)
     interface = {"shape": (2, 3), "typestr": "<f2", "data": (0x7F00_0000_0000, True), "version": 3}

@@ -1,7 +1,7 @@
-"""The adapters that need a card, as far as they go without one, and JAX over the host driver where it is installed.
+"""The adapters that need a GPU, as far as they go without one, and JAX over the host driver where it is installed.
 
 What allocates for CuPy, RMM and Numba is one class, `Lending`, which is tested here over the host driver and a real
-daemon. The frameworks themselves are tested on a card (tests/gpu/test_frameworks_on_gpu.py).
+daemon. The frameworks themselves are tested on a GPU (tests/gpu/test_frameworks_on_gpu.py).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TestAbsent:
     def test_the_host_twin_is_no_card(
         self, model: Model, monkeypatch: pytest.MonkeyPatch, package: str, use: Callable[[Model], Any]
     ) -> None:
-        """A developer's laptop with the framework installed and the twin behind the broker."""
+        """A developer's laptop with the framework installed and the host driver behind the broker."""
         monkeypatch.setitem(sys.modules, package, SimpleNamespace())
         with pytest.raises(InvalidRequest, match="needs a GPU"):
             use(model)
@@ -260,7 +260,7 @@ class TestRmm:
     def test_a_pool_begins_small_and_borrows_by_callbacks(
         self, shared_daemon: Daemon, model: Model, rmm: SimpleNamespace
     ) -> None:
-        """Left to itself RMM's pool begins with half of the card."""
+        """Left to itself RMM's pool begins with half of the GPU."""
         with rmm_adapter.use(model, maximum_bytes="128MiB") as pool:
             assert rmm.get_current_device_resource() is pool
             assert (pool.initial_pool_size, pool.maximum_pool_size) == (64 * MIB, 128 * MIB)

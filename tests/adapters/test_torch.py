@@ -1,6 +1,6 @@
 """PyTorch over the host driver: tensors, what torch calls for memory, and modules in segments, with a real daemon.
 
-The MemPool itself exists on a card only: tests/gpu/test_torch_on_gpu.py.
+The MemPool itself exists on a GPU only: tests/gpu/test_torch_on_gpu.py.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class TestTensor:
             assert tuple(adapter.tensor(buffer, torch.bfloat16, (0, 5), offset=buffer.size).shape) == (0, 5)
 
     def test_a_pools_range(self, model: membroker.Model) -> None:
-        """A tensor over several pages keeps them from being given back; when it is gone they can be."""
+        """A tensor over several pages keeps them from being released; when it is gone they can be."""
         with model.pool(page_size="2MiB") as pool:
             pool.allocate(0, "8MiB")
             tensor = adapter.tensor(pool, torch.float32, (1024, 1024), offset=MIB)
@@ -245,7 +245,7 @@ class TestLending:
         return lendings.TorchLending(client.register_model("lending", limit="8MiB"), 0, lambda: set(alive))
 
     def test_lends_and_collects(self, daemon: Daemon, lending: Any, alive: set[int]) -> None:
-        """A piece is lent whole, kept while torch has it, and given back once it was seen and is no longer there."""
+        """A piece is lent whole, kept while torch has it, and released once it was seen and is no longer there."""
         address = self.ALLOCATE(lending.allocate_address)(4 * MIB, 0, None)
         assert lending.owns(address, 4 * MIB)
         assert not lending.owns(address + 1, 4 * MIB)

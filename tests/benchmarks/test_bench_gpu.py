@@ -1,4 +1,4 @@
-"""`make bench-gpu` in small, on the host twin and on the fake card: every row is there, with a number that can be true.
+"""`make bench-gpu` in small, on the host driver and on the fake GPU: every row is there, with a possible number.
 
 How long anything took is no test, nor is a target that is missed.
 """
@@ -70,7 +70,7 @@ def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
-    """All of it on the host twin: the document, and what was printed."""
+    """All of it on the host driver: the document, and what was printed."""
     path = tmp_path_factory.mktemp("bench") / "gpu.json"
     done = bench("--driver", "host", "--quick", "--json", str(path))
     assert done.returncode == 0, done.stderr
@@ -109,7 +109,7 @@ def test_the_numbers_can_be_true(quick: tuple[Any, str]) -> None:
 
 
 def test_the_broker_was_asked_as_often_as_it_says(quick: tuple[Any, str]) -> None:
-    """Where somebody borrows there is a share of the broker's; where nobody is asked there is none."""
+    """A row of a borrower has the broker's share; a row without a broker has no share."""
     for section in quick[0]["sections"]:
         for row in section["rows"]:
             asked = section["key"] in ("extents", "pages", "attach") and row["by"] in BY
@@ -202,9 +202,9 @@ def test_a_machine_without_a_card_is_told_what_to_do() -> None:
     """Not a traceback."""
     done = bench("--quick", FAKE_CUDA_INIT="100", CUDA_VISIBLE_DEVICES="")
     if done.returncode == 0:
-        pytest.skip("this machine has a card that hides from nobody")
+        pytest.skip("this machine has a GPU that cannot be hidden")
     assert done.returncode == 1
-    assert "--driver host needs no card" in done.stderr
+    assert "--driver host needs no GPU" in done.stderr
 
 
 def test_a_place_that_is_not_there_is_told_at_once() -> None:

@@ -67,7 +67,7 @@ def test_the_host_twin_keeps_a_stock_only_where_one_is_configured(
     ids=str,
 )
 def test_a_twin_that_could_lend_nothing_does_not_start(keys: dict[str, Any], said: str, tmp_path: Any) -> None:
-    """With `driver = "auto"` only the machine says that the figures are a twin's: no check of the file could."""
+    """With `driver = "auto"` only the machine shows that the figures are the host driver's."""
     with pytest.raises(DeviceError, match=said):
         plan(Config(runtime_directory=tmp_path, driver="host", **keys))
 

@@ -141,7 +141,7 @@ def test_a_packet_is_made_in_order_and_nothing_is_kept(driver: Failing) -> None:
 
 
 def test_the_gate_refuses_before_anything_is_created(driver: Failing) -> None:
-    """The books allow it and a stranger fills the card: DEVICE_FULL with the numbers, and not one create."""
+    """The books allow it and another program fills the GPU: DEVICE_FULL with the numbers, and not one create."""
     driver.stranger_bytes = TOTAL - 4 * PAGE
     driver.fail("create", 1, AssertionError("the gate stands before every create"))
     (failure,) = run(driver, makes(packet(3)), reserve=2 * PAGE)
@@ -197,7 +197,7 @@ def test_the_gate_believes_a_fresh_figure_while_there_is_plenty(driver: Failing,
     room = TOTAL // 2 // PAGE
     packets = [packet(4)] * (room // 4 + 1)
     seen = readings(driver, *packets, packet(1), packet(1), now=ample)
-    assert seen == [1] * (room // 4) + [2, 2, 2]  # read anew, and then it shows that all of it is free again
+    assert seen == [1] * (room // 4) + [2, 2, 2]  # read again, and then it shows that all of it is free
 
 
 def test_the_gate_reads_the_device_where_little_is_left(driver: Failing, ample: list[float]) -> None:
@@ -211,7 +211,7 @@ def test_the_gate_believes_no_old_figure(driver: Failing, ample: list[float]) ->
 
 
 def test_a_stranger_who_was_not_seen_is_told_with_todays_numbers(driver: Failing, ample: list[float]) -> None:
-    """He took it all behind the reading that the gate believed: the driver fails, and the refusal is as the gate's."""
+    """Another program took everything after the gate's reading: the driver fails, and the refusal is as the gate's."""
 
     def stranger() -> None:
         driver.stranger_bytes = TOTAL - 2 * PAGE
@@ -475,7 +475,7 @@ def test_only_a_segments_extents_can_be_sealed(driver: Failing) -> None:
 
 
 def test_a_seal_is_of_every_extent_and_closes_nothing(driver: Failing) -> None:
-    """Who maps it from now on cannot write; sealing it again changes nothing."""
+    """A process that maps it from now on cannot write; sealing it again changes nothing."""
     (made,) = run(driver, makes(packet(3, segment=9)))
     assert run(driver, seals(made), seals(made), seals([])) == [None, None, None]
     for descriptor in made:

@@ -280,7 +280,7 @@ def test_what_a_dead_daemon_left_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
 def test_the_umask_opens_no_directory(tmp_path: Path, umask: int) -> None:
-    """Whoever can write to a directory above an endpoint can put another endpoint in its place."""
+    """A user that can write to a directory above an endpoint can put another endpoint in its place."""
     before = os.umask(umask)
     try:
         home = Home(tmp_path / "a" / "b", "host")
@@ -295,7 +295,7 @@ def test_the_umask_opens_no_directory(tmp_path: Path, umask: int) -> None:
 
 
 def test_a_directory_that_others_may_change_is_refused(tmp_path: Path) -> None:
-    """It is a temporary directory of somebody's who waits for us; what is in it is not touched."""
+    """It is another user's temporary directory, perhaps a trap: its contents are not touched."""
     tmp_path.chmod(0o777)
     with pytest.raises(HomeError, match="could pose as the broker"):
         Home(tmp_path, "host")

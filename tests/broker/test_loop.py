@@ -1,6 +1,6 @@
 """The loop carries out all that a step led to: in order, whole, and also when one of its listeners has a defect.
 
-Here it has a real driver thread over the host twin; the connections, and where it matters the store, are fakes.
+Here it has a real driver thread over the host driver; the connections, and where it matters the store, are fakes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 
 
 class Failing(HostDriver):
-    """The twin, whose next seal fails where a test says so, and which sees the processes that a test says."""
+    """The host driver. A test can make its next seal fail, and say which processes it sees."""
 
     seal_failure: Exception | None = None
     shown: list[tuple[int, int]] | Exception = []  # noqa: RUF012 - never changed in place
@@ -284,7 +284,7 @@ def test_a_reply_that_fails_does_not_lose_the_effects_behind_it(
 
 
 def test_a_segment_is_written_sealed_attached_and_dropped() -> None:
-    """Writer and reader get descriptors of their own; the memory is there once, and goes with the last who has it."""
+    """Writer and reader get descriptors of their own; the memory is there once, freed with the last descriptor."""
 
     async def story(world: World) -> None:
         writer, reader = await world.open(), await world.open()
@@ -501,7 +501,7 @@ def test_a_segment_that_ends_while_copies_are_queued_leaks_nothing() -> None:
     ids=str,
 )
 def test_a_seal_that_fails_can_be_asked_for_again(failure: Exception, why: Reason) -> None:
-    """Who waits for the seal waits on; the second one serves them."""
+    """Attaches that wait for the seal wait on; the second seal serves them."""
 
     async def story(world: World) -> None:
         writer, reader = await world.open(), await world.open()
@@ -734,7 +734,7 @@ def test_what_is_in_the_way_is_closed_before_more_is_made() -> None:
 
 @pytest.mark.parametrize("count", [1, 12])
 def test_a_full_device_gets_what_the_stock_holds(count: int) -> None:
-    """A stranger took the card; the books have room, and what is ready, of another size, is what is missing."""
+    """Another program took the GPU; the books have room, and what is ready, of another size, is what is missing."""
 
     async def story(world: World) -> None:
         session = await world.open()
@@ -861,7 +861,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("heard")
 def test_the_largest_suspects_are_named_and_no_more_than_eight(caplog: pytest.LogCaptureFixture) -> None:
-    """A machine of many processes: the log names the first of them; who has a context only is none."""
+    """A machine of many processes: the log names the first of them. A process with only a context is not a suspect."""
 
     async def story(world: World) -> None:
         world.driver.shown = [(100 + number, number * 100 * MIB) for number in range(20)]
@@ -887,7 +887,7 @@ def test_the_largest_suspects_are_named_and_no_more_than_eight(caplog: pytest.Lo
 def test_a_rise_that_nobody_shows_is_said_and_one_of_contexts_is_not(
     caplog: pytest.LogCaptureFixture, uses: list[int], lines: int
 ) -> None:
-    """32 MiB more are in use. Who has only a context is no suspect, and yet where the contexts are it may be."""
+    """32 MiB more are in use. A process with only a context is not a suspect, but its context may be the reason."""
 
     async def story(world: World) -> None:
         world.driver.shown = [(1 << 22 | number, size * MIB) for number, size in enumerate(uses)]

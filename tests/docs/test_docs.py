@@ -100,6 +100,6 @@ def test_readme_requires_what_pyproject_does() -> None:
 
 
 def test_a_wrong_page_is_found_out() -> None:
-    """The lines of a block are the page's, text between blocks is none, and a missing package leaves a block out."""
+    """The lines of a block are the page's, text between blocks is not run, and a missing package omits a block."""
     text = "# A page\n\n```python run\nx = 1\n```\n```python\nno code\n```\n```python run no_such_package\nraise\n```\n"
     assert program(text).splitlines() == ["", "", "", "x = 1"] + [""] * 6

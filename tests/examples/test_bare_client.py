@@ -84,7 +84,7 @@ def test_a_refusal_is_the_brokers_own_sentence() -> None:
 
 
 def test_it_takes_nothing_from_the_library() -> None:
-    """Whoever writes a client in another language has the stubs, and nothing else of ours."""
+    """The author of a client in another language has the stubs, and nothing else of ours."""
     imported: set[str] = set()
     for node in ast.walk(ast.parse(EXAMPLE.read_text())):
         if isinstance(node, ast.Import):

@@ -35,7 +35,7 @@ def test_a_column_that_grows(daemon: Daemon) -> None:
 
 
 def test_a_conversation_that_grows(daemon: Daemon) -> None:
-    """Its beginning is never moved, and what it gives back is charged no more."""
+    """Its beginning is never moved, and what it releases is charged no more."""
     pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
     assert run(daemon, "growable_torch.py") == [
         "2200 tokens, 6 MiB are charged",

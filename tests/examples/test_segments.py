@@ -56,7 +56,7 @@ def test_many_start_together_and_one_loads(daemon: Daemon) -> None:
 
 
 def test_another_loads_when_the_first_is_killed(daemon: Daemon) -> None:
-    """SIGKILL in the middle of the loading: those who wait are told, one of them loads anew, and all get there."""
+    """SIGKILL in the middle of the loading: the waiting readers are told, one of them loads again, and all succeed."""
     first = start(daemon, str(EXAMPLE), "600")
     assert first.stdout is not None
     assert first.stdout.readline() == "loads\n"

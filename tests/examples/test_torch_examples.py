@@ -1,4 +1,4 @@
-"""The examples for PyTorch, run as their reader would run them, against a real daemon on the host twin."""
+"""The examples for PyTorch, run as their reader would run them, against a real daemon on the host driver."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(daemon: Daemon, name: str, *arguments: str) -> list[str]:
 
 
 def test_the_blocks_of_the_page_run(daemon: Daemon, tmp_path: Path) -> None:
-    """The ones for PyTorch that need no card, one after the other, in one process."""
+    """The ones for PyTorch that need no GPU, one after the other, in one process."""
     section = PAGE.read_text().split("\n## PyTorch\n")[1].split("\n## ")[0]
     blocks = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     runnable = [block for block in blocks if "TorchMemory" not in block]
@@ -50,7 +50,7 @@ def test_training_inside_a_limit(daemon: Daemon) -> None:
 
 
 def test_two_serve_in_turns(daemon: Daemon) -> None:
-    """The second is refused until the first gives back; at the end the memory has changed hands."""
+    """The second is refused until the first releases; at the end the memory has changed hands."""
     lines = run(daemon, "torch_turns.py")
     assert lines[:3] == ["worker 1 has 16 MiB", "worker 1 has 32 MiB", "worker 1 serves with 32 MiB: 1"]
     assert lines[3].startswith("worker 2 is refused: the model tenants/red/models/turns may hold 32.0 MiB")

@@ -1,7 +1,7 @@
 """Bent conversations with a real daemon, over a real socket, and any request to it, by both transports.
 
 A conversation is a true one, Hello to Goodbye, of which packets were bent, doubled, swapped or left out. Whatever is
-said, the daemon lives, an honest worker of another tenant borrows and gives back, and when the stranger is gone its
+said, the daemon lives, an honest worker of another tenant borrows and releases, and when the stranger is gone its
 session is the only thing that it could leave: no descriptor of the daemon's stays open.
 """
 

@@ -88,7 +88,7 @@ class Calling(Busy):
         super().__init__()
 
     def step(self) -> None:
-        """Borrow and give back once."""
+        """Borrow and release once."""
         with self._model.allocate(self._size) as buffer, buffer.view() as view:
             view[:4] = b"mine"
             assert bytes(view[:4]) == b"mine"

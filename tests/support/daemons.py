@@ -182,7 +182,7 @@ class Daemon:
         self._start(None, may_end=may_end)
 
     def keeper(self) -> int:
-        """Return the pid of the process that keeps the descriptors; 0 where there is none at the moment."""
+        """Return the pid of the process that keeps the descriptors; 0 if it does not run at the moment."""
         socket_path = os.fsencode(self.root / "state" / "fdstore.sock")
         for entry in Path("/proc").iterdir():
             with suppress(OSError):

@@ -34,7 +34,7 @@ def build_fake_cuda(directory: Path) -> Path | None:
 
 
 def run_beside_fake_cuda(libraries: Path, code: str, **environment: str) -> str:
-    """Run Python `code` in a process of its own beside the libraries, on a card of its own; return what it prints.
+    """Run Python `code` in a process of its own beside the libraries, on a GPU of its own; return what it prints.
 
     A process, because the loader finds the libraries through LD_LIBRARY_PATH, which it reads when it starts.
     """

@@ -77,7 +77,7 @@ class Lender:
         self.declared_bytes = 0
         self.holdings: set[MappedMemory] = set()
         self.fails_after: int | None = None
-        self.failure: BaseException = OutOfMemory("the card is full")
+        self.failure: BaseException = OutOfMemory("the GPU is full")
         self.before_borrow: Callable[[], None] = lambda: None
         self.work: deque[Callable[[], None]] = deque()
         self._ids = itertools.count(1)

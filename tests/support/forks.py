@@ -11,7 +11,7 @@ DEADLINE_SECONDS = 20
 
 
 def in_a_child(body: Callable[[], None]) -> None:
-    """Run `body` in a fork, without what runs at the end of a process; it must raise nothing, and not wait for ever."""
+    """Run `body` in a fork, without what runs at the end of a process; it must raise nothing, and not wait forever."""
     child = os.fork()
     if not child:
         with ExitStack() as failed:

@@ -1,6 +1,6 @@
-"""The tests' side of a card: a daemon on it, workers at it, and the figures that both are held against.
+"""The tests' side of a GPU: a daemon on it, its workers, and the figures that both are compared with.
 
-A card shows one sum for everybody. What a worker's context takes of it (518 MiB on an H200) is in no books and shows as
+A GPU shows only one sum. What a worker's context takes of it (518 MiB on an H200) is in no books and shows as
 unaccounted, so figures are compared with what they were when all contexts were there, and to `SLACK`.
 """
 
@@ -23,12 +23,12 @@ from tests.support.workers import ROOT, Worker
 
 _T = TypeVar("_T")
 SLACK = 64 * MIB
-"""What a card may show more or less: page tables, kernels that are loaded at their first use."""
+"""What a GPU may show more or less: page tables, kernels that are loaded at their first use."""
 CAPACITY = 4 * GIB
 
 
 def used(card: CudaDriver) -> int:
-    """Bytes of the card in use by anybody."""
+    """Bytes of the GPU in use by any process."""
     memory = card.memory(Location.DEVICE)
     assert memory is not None
     return memory.used
@@ -57,9 +57,9 @@ def on_card(
     back: bool = True,
     module: str = "membrokerd.cli",
 ) -> Iterator[Daemon]:
-    """Run a daemon on the card; at the end the card has as much in use as before, unless `back` is False.
+    """Run a daemon on the GPU; at the end the GPU has as much in use as before, unless `back` is False.
 
-    Without a stock, unless `config` has one: it moves the card's figure when nobody asks for anything.
+    Without a stock, unless `config` has one: it changes the GPU's figure when nothing is requested.
     """
     before = at_rest(lambda: used(card))
     ours = {"driver": "cuda", "device": card.device.uuid, "capacity": CAPACITY, "audit_seconds": 0.1, "stock": 0}
@@ -71,7 +71,7 @@ def on_card(
 
 
 def find_root(daemon: Daemon) -> None:
-    """Tell a daemon's wrapper the directory of its device, which is named after the card."""
+    """Tell a daemon's wrapper the directory of its device, which is named after the GPU."""
     (daemon.root,) = (daemon.directory / "run").glob("gpu-*")
 
 
@@ -97,7 +97,7 @@ def still_has(one: Worker, size: int, value: int = 0x5A) -> bool:
 
 
 def unaccounted(daemon: Daemon) -> int:
-    """What the card has in use beyond the books, at the last audit."""
+    """What the GPU has in use beyond the books, at the last audit."""
     return int(daemon.books().unaccounted_bytes)
 
 
@@ -153,6 +153,6 @@ def run(*command: str, status: int = 0, seconds: float = 60, **environment: str)
 
 
 def nvidia_descriptors(pid: int) -> list[str]:
-    """What a process has open of the card."""
+    """What a process has open of the GPU."""
     links = (os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink())
     return [link for link in links if link.startswith("/dev/nvidia")]

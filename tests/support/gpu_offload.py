@@ -1,4 +1,4 @@
-"""What workers with a pool that sleeps do on a card: fill it with random bytes, sum them up, copy beside the pool.
+"""What workers with a pool that sleeps do on a GPU: fill it with random bytes, sum them up, copy beside the pool.
 
 The tests' lines import it in a worker.
 """

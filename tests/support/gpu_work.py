@@ -1,4 +1,4 @@
-"""What worker processes do on a card: write, look, compute, and take all that is left as a stranger would.
+"""What worker processes do on a GPU: write, look, compute, and take all that is left, as another program would.
 
 The tests' lines import it in a worker. With torch where that is there, by the driver's own calls where not.
 """
@@ -40,14 +40,14 @@ MATRIX = 4096
 
 
 def fill(driver: Driver, address: int, size: int, value: int) -> None:
-    """Set bytes of the card, by the card itself."""
+    """Set bytes of the GPU, by the GPU itself."""
     driver.synchronize()  # which makes its context this thread's
     _check("cuMemsetD8", cuda.cuMemsetD8(address, value, size))
     driver.synchronize()
 
 
 def holds(driver: Driver, address: int, size: int, value: int) -> bool:
-    """Say whether bytes of the card have this value: the first, the last, and some between."""
+    """Say whether bytes of the GPU have this value: the first, the last, and some between."""
     length = min(MIB, size)
     step = max(length, (size - length) // (SPOTS - 1))
     offsets = {*range(0, size - length + 1, step), size - length}
@@ -73,7 +73,7 @@ def _check(call: str, answer: Any) -> Any:
 
 
 def torch_on_the_card() -> Any:
-    """Return torch, or None where it is not installed or sees no card."""
+    """Return torch, or None where it is not installed or sees no GPU."""
     try:
         import torch
     except ImportError:
@@ -103,7 +103,7 @@ def write_blocks(segment: Segment, seed: int) -> None:
 
 
 def digest(segment: Segment, driver: Driver) -> str:
-    """Return a checksum of all of a segment: the card's own sums where torch is there, else of a copy."""
+    """Return a checksum of all of a segment: the GPU's own sums where torch is there, else of a copy."""
     torch = torch_on_the_card()
     if torch is None:
         found = 0
@@ -166,7 +166,7 @@ class Computing:
         """End the thread, give the buffer back, and return how many rounds there were. Raises what went wrong."""
         self._ended.set()
         self._thread.join(30)
-        assert not self._thread.is_alive(), "it computes for ever"
+        assert not self._thread.is_alive(), "it computes forever"
         assert not self.error, self.error
         self._buffer.close()
         return self.rounds
@@ -180,7 +180,7 @@ class Stranger:
         self._call = call
 
     def leave(self, left: int) -> int:
-        """Take all of the card but `left` bytes, as far as the driver gives it; return what is free then."""
+        """Take all of the GPU but `left` bytes, as far as the driver gives it; return what is free then."""
         chunk = 16 * GIB
         for _ in range(10_000):
             excess = (self._free() - left) // GRANULE * GRANULE
@@ -188,7 +188,7 @@ class Stranger:
                 return self._free()
             if not self._take(min(chunk, excess)):
                 chunk = min(chunk, excess) // 2 // GRANULE * GRANULE
-        raise AssertionError("the card does not fill")
+        raise AssertionError("the GPU does not fill")
 
     def _free(self) -> int:
         memory = self._driver.memory(Location.DEVICE)

@@ -1,6 +1,6 @@
 """An honest worker in bad company: what it does while others flood, stop or fall silent, and how long that takes it.
 
-`Honest` is a worker process of its own that borrows and gives back in a loop and says how long each turn took;
+`Honest` is a worker process of its own that borrows and releases in a loop and says how long each turn took;
 `unprivileged` starts a daemon for which the kernel's bounds hold,
 and `spare_descriptors` leaves a process so many descriptors and no more.
 """
@@ -125,7 +125,7 @@ def check_turns(daemon: Daemon, state: State, what: str) -> None:
 
 
 def other_user() -> int | None:
-    """Return as whom to run what must have no privileges; None is as this user, who has none."""
+    """Return the user for a process without privileges; None is this user, if it is not root."""
     return NOBODY if os.geteuid() == 0 else None
 
 

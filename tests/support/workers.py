@@ -67,9 +67,12 @@ class Worker:
         self.pid = self.process.pid
         self._heard = bytearray()
 
-    def connect(self, daemon: Daemon, tenant: str = "red", transport: str = "handoff") -> Worker:
-        """Open a session; the client is `client`."""
-        self.do(f"client = membroker.connect({str(daemon.endpoint(tenant))!r}, transport={transport!r})")
+    def connect(
+        self, daemon: Daemon, tenant: str = "red", transport: str = "handoff", outage: float | None = None
+    ) -> Worker:
+        """Open a session; the client is `client`. A call waits `outage` seconds for a daemon that is away."""
+        more = "" if outage is None else f", outage={outage}"
+        self.do(f"client = membroker.connect({str(daemon.endpoint(tenant))!r}, transport={transport!r}{more})")
         return self
 
     def do(self, code: str) -> None:
@@ -179,7 +182,7 @@ def as_user(user: int | None) -> list[str]:
 
 
 def state_of(pid: int) -> str:
-    """Return the state letter of a process (`T` stopped, `Z` dead and not reaped), or nothing when there is none."""
+    """Return the state letter of a process (`T` stopped, `Z` dead and not reaped), or nothing if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -194,7 +197,7 @@ def is_gone(pid: int) -> bool:
 def descriptors_at_start(daemon: Daemon) -> int:
     """Return how many descriptors a daemon has open that has just started and served nobody.
 
-    The least of some counts: a file that it reads at that moment is none that it keeps.
+    The least of some counts, because a file that it reads at that moment is closed again.
     """
     # Said after the socket is closed on which the daemon told that it is ready.
     until(lambda: f" ready pid={daemon.process.pid} " in daemon.log())
@@ -313,7 +316,7 @@ class Raw:
             self.driver.unmap(self.addresses.pop(), PAGE)
 
     def send_release(self) -> None:
-        """Say that everything is given back, true or not, and wait for nothing."""
+        """Say that everything is released, true or not, and wait for nothing."""
         from membroker.v1 import broker_pb2
 
         request = broker_pb2.ReleaseExtentsRequest(request_id=4, extent_ids=self.extent_ids)

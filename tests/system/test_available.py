@@ -14,7 +14,7 @@ from membroker.v1 import broker_pb2 as bpb
 
 
 def test_each_level_is_told_when_it_is_the_tightest(transport: str) -> None:
-    """A worker plans its KV cache: its own limit, then its tenant's, the capacity and the card bound what it can have.
+    """A worker plans its KV cache: its own limit, then its tenant's, the capacity and the GPU bound what it can have.
 
     As much as it was told is granted, and a granule more is refused.
     """
@@ -34,7 +34,7 @@ def test_each_level_is_told_when_it_is_the_tightest(transport: str) -> None:
         assert blue.refused("other.allocate('26MiB')").reason == "CAPACITY"
         blue.do("other.allocate(other.available().now_bytes).close()")
 
-        # Given back by its word, and still mapped: the books have it, the card does not.
+        # The worker says that it is released, and still maps it: the books have it, the GPU does not.
         red.do("client._session.transport.release(list(held._holding.extents.values()))")
         until(lambda: daemon.books().unaccounted_bytes == 40 * MIB)
         assert red.ask("large.available().now_bytes") == 24 * MIB
@@ -53,7 +53,7 @@ def test_it_is_what_is_lent_in_whole_granules(daemon: Daemon) -> None:
 
 
 def test_nothing_while_the_device_is_drained(daemon: Daemon) -> None:
-    """An operator takes the card away: a worker that asks learns that there is nothing to be had."""
+    """An operator drains the GPU: a worker that asks learns that nothing is available."""
     with worker() as one, daemon.admin_stub() as admin:
         one.connect(daemon)
         one.do("model = client.register_model('m')")

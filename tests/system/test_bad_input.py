@@ -1,7 +1,7 @@
 """What bad input gets: a typed error or a closed connection, books that did not move, and a daemon that goes on.
 
 Everything a stranger's program, a broken one, or one with bad intent may say, over both transports, against a real
-daemon; beside it an honest worker of another tenant borrows and gives back, and must never notice.
+daemon; beside it an honest worker of another tenant borrows and releases, and must never notice.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Scene(NamedTuple):
         return int(self.daemon.device().revision)
 
     def unharmed(self) -> None:
-        """The honest worker borrows, writes and gives back."""
+        """The honest worker borrows, writes and releases."""
         with self.model.allocate(PAGE) as buffer:
             buffer.view()[:5] = b"hello"
             assert bytes(buffer.view()[:5]) == b"hello"
@@ -134,7 +134,7 @@ def test_a_request_that_makes_no_sense_is_refused(
 
 
 def test_ids_of_others_and_of_the_past_are_unknown(scene: Scene, transport: str) -> None:
-    """What is lent to another session, of this tenant or of another, can't be given back; nor what was, already."""
+    """What is lent to another session, of any tenant, cannot be released; nor what was released already."""
     red, blue = scene.daemon.endpoint("red"), scene.daemon.endpoint("blue")
     with Session(red) as mine, Session(red) as sibling, Session(blue) as foreign:
         ids = mine.borrow(mine.register("mine"), PAGE, 3)
@@ -149,7 +149,7 @@ def test_ids_of_others_and_of_the_past_are_unknown(scene: Scene, transport: str)
         before = scene.revision
         assert reason(ask.release(ids[1])) == "EXTENT_NOT_FOUND"
         assert reason(ask.release(*ids)) == "EXTENT_NOT_FOUND"
-        assert scene.revision == before, "a release that names one wrong id gave back the others"
+        assert scene.revision == before, "a release that names one wrong id released the others"
         assert ask.release(ids[0], ids[2]).released_bytes == 2 * PAGE
     scene.unharmed()
 
@@ -754,7 +754,7 @@ def test_a_uid_that_is_not_admitted_is_told_so() -> None:
 
 
 def test_many_that_say_nothing_make_room(scene: Scene) -> None:
-    """Silent connections are bounded: the oldest goes, and whoever says Hello gets in."""
+    """Silent connections are bounded: the oldest is closed, and a client that says Hello gets in."""
     with ExitStack() as stack:
         silent = [stack.enter_context(Connection(scene.daemon.endpoint("blue"))) for _ in range(200)]
         assert silent[0].last_words() is None

@@ -143,7 +143,7 @@ def test_a_call_in_flight_ends_when_the_daemon_dies(daemon: Daemon, transport: s
 def test_a_new_daemon_without_the_books_names_the_old_ones_workers(daemon: Daemon, transport: str) -> None:
     """After a crash somebody removes the journal: the log names who still maps memory, and the books begin empty.
 
-    An old worker's session is lost, and it connects anew in the same process.
+    An old worker's session is lost, and it connects again in the same process.
     """
     with workers(2) as (holder, idle):
         borrow(holder, daemon, transport, outage=30.0)
@@ -252,7 +252,7 @@ def test_a_metrics_port_in_use_is_told_in_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_metrics_address_of_no_machine_is_told_with_the_key_to_change(tmp_path: Path) -> None:
-    """192.0.2.1 is nobody's, and no port of it is any better; nor is one of a name that is none."""
+    """192.0.2.1 belongs to no machine, whatever the port; and a name that is invalid has no address."""
     path = tmp_path / "membrokerd.toml"
     for address in ("192.0.2.1", "2001:db8::1", "no such host"):
         with tempfile.TemporaryDirectory(prefix="mb-") as runtime:
@@ -407,7 +407,7 @@ def test_no_token_is_ever_in_the_log(form: str) -> None:
 
 
 def test_a_check_says_that_limits_by_command_cannot_be_kept(tmp_path: Path) -> None:
-    """The file is good for whoever may write there, and nobody is to learn it from the first `quota set`."""
+    """The file must be writable, and the daemon says so at its start, not at the first `quota set`."""
     path, kept = tmp_path / "membrokerd.toml", tmp_path / "kept"
     kept.touch()
     path.write_text(to_toml({**DEFAULTS, "runtime_directory": str(tmp_path), "state_directory": str(kept)}))

@@ -26,7 +26,7 @@ from membroker.v1 import broker_pb2 as bpb
 from membrokerd.restart.journal import boot_id
 
 DEAD_END_SECONDS = 20.0
-"""How long a daemon may take to refuse to start, on a busy machine. One that hangs takes for ever."""
+"""How long a daemon may take to refuse to start, on a busy machine. One that hangs never ends."""
 
 
 @pytest.fixture

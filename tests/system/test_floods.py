@@ -65,7 +65,7 @@ def lasting() -> Iterator[Scene]:
 
 @pytest.fixture
 def scene(lasting: Scene, state: State, request: pytest.FixtureRequest) -> Iterator[Scene]:
-    """The scene; afterwards only the honest workers are there, who hold nothing, and nothing of the flood is left.
+    """The scene; afterwards only the honest workers are there, without memory, and nothing of the flood is left.
 
     And no turn of the daemon's event loop was too long.
     """
@@ -263,7 +263,7 @@ def send(request_id):
 def ask():
     refused = Counter()
     waiting = [call for request_id in range(18) for call in send(request_id)]
-    for request_id in range(18, 118):  # gRPC itself cancels calls of whoever makes a thousand at once
+    for request_id in range(18, 118):  # gRPC itself cancels calls of a client that makes a thousand at once
         refused.update(reason(status_of(call.exception(SECONDS))) for call in list(send(request_id)))
     for session in sessions:
         kept.extend(handoff.receive(session.sock) for _ in range(2))

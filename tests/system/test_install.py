@@ -120,7 +120,7 @@ def test_a_gpu_without_its_libraries_names_their_extra(tmp_path: Path) -> None:
 
 
 def test_the_extras_are_complete() -> None:
-    """`[all]` is the broker and the card, and the card's bindings are no newer than what was tested."""
+    """`[all]` is the broker and CUDA, and the CUDA bindings are no newer than what was tested."""
     extras = PROJECT["optional-dependencies"]
     assert extras["all"] == ["membroker[broker,cuda]"]
     (bindings,) = (one for one in extras["cuda"] if one.startswith("cuda-python"))

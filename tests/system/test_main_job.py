@@ -1,4 +1,4 @@
-"""The main job, end to end: borrow, map, grow, be refused at each limit, give back, and the next one takes it."""
+"""The main job, end to end: borrow, map, grow, be refused at each limit, release, and the next one takes it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_worker_borrows_writes_grows_and_gives_back(daemon: Daemon, transport:
 
 
 def test_each_level_refuses_with_its_numbers(device: Device, transport: str) -> None:
-    """A greedy model runs into its own limit, then its tenant's, then the card's, and is told which and how much.
+    """A greedy model runs into its own limit, then its tenant's, then the GPU's, and is told which and how much.
 
     A refusal changes nothing: what the numbers call available is granted right afterwards.
     """
@@ -132,7 +132,7 @@ def test_what_one_tenant_gives_back_the_other_takes(device: Device, transport: s
     ids=lambda one: one if isinstance(one, str) else "",
 )
 def test_nobody_is_refused_for_what_was_given_back_before(kind: str, request_for: Callable[[str], Any]) -> None:
-    """Many releases that want no answer come before a request of somebody else, whom the daemon reads first.
+    """Many releases that want no answer come before a request of another worker, which the daemon reads first.
 
     There are more of them than the daemon takes of one connection in a turn.
     """
@@ -306,7 +306,7 @@ def took(racer: Worker, size: int, left: int) -> bool:
 def test_a_burst_is_all_or_nothing_while_others_come_and_go(daemon: Daemon, transport: str) -> None:
     """Four engines of two tenants grow by many packets at once, far over what is there, again and again.
 
-    Whoever is refused has nothing of the attempt left, and at the end every byte is back.
+    A refused worker keeps nothing of the attempt, and at the end every byte is back.
     """
     at_start = descriptors_at_start(daemon)
     burst = (

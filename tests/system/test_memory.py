@@ -24,6 +24,8 @@ from tests.system.test_turns import BEGIN
 from membrokerd.edge.rpc.interceptor import MAX_CALLS, MAX_STREAMS, MAX_WATCHES
 from membrokerd.edge.rpc.server import CONNECTIONS_BESIDE, MAX_PENDING
 
+pytestmark = pytest.mark.slow
+
 SERVED = "membroker.v1.BrokerService"
 MAX_SESSIONS, ENDPOINTS, EXTENTS, MODELS, SEGMENTS = 64, 3, 65_536, 240, 16
 CONNECTIONS = MAX_SESSIONS + CONNECTIONS_BESIDE
@@ -140,7 +142,7 @@ session = sessions[0]
 session.send(pb.Frame(request_id=7, allocate=allocation('tenants/red/models/m0', PAGE, {EXTENTS - 16})))
 _, ids = session.answer(7)
 """)
-        for half in ("ids[::4]", "ids[1::4]"):  # what is left is in the books one by one, and in the journal anew
+        for half in ("ids[::4]", "ids[1::4]"):  # what is left is in the books one by one, and in the journal again
             flood.do(f"""
 some = {half}
 for first in range(0, len(some), 4_096):

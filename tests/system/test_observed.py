@@ -160,11 +160,11 @@ def test_probes_and_scrapes_fail_while_the_loop_hangs(tmp_path: Path, monkeypatc
         until(lambda: probe(f"{url}/metrics")[0] == 200)
 
 
-# --- On the host driver, for want of a card ---
+# --- On the host driver, for want of a GPU ---
 
 
 def test_a_daemon_that_fell_back_to_the_host_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`driver = "auto"` on a machine whose card cannot be used: ready, and no broker of a GPU."""
+    """`driver = "auto"` on a machine whose GPU cannot be used: ready, and no broker of a GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for driver, sentence in (("auto", "ok, but no usable GPU was found"), ("host", "ok\n")):
         with running({"driver": driver}) as daemon:

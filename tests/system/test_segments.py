@@ -1,4 +1,4 @@
-"""Segments between real processes: written by one, read by many, charged once, and outliving whoever wrote them.
+"""Segments between real processes: written by one, read by many, charged once, and outliving their writers.
 
 Every test ends where it began: no segment, books of zero, the anchor and nothing else on the device, and as many
 descriptors open in the daemon as before.
@@ -41,6 +41,13 @@ SIZE = 8 * MIB
 FULL_NAME = "tenants/red/models/m/segments/weights"
 
 
+@pytest.fixture
+def hasty() -> Iterator[Daemon]:
+    """A daemon that credits a death after one second. Which of two deaths freed memory is not always proven."""
+    with running({"settle_seconds": 1.0}) as one:
+        yield one
+
+
 @contextmanager
 def clean(daemon: Daemon) -> Iterator[None]:
     """A story that leaves nothing behind."""
@@ -57,7 +64,7 @@ def segments(daemon: Daemon) -> list[Any]:
 
 
 def state(daemon: Daemon) -> str:
-    """The state of the only segment; nothing when there is none."""
+    """The state of the only segment; nothing if there is no segment."""
     return " ".join(SegmentMessage.State.Name(one.state) for one in segments(daemon))
 
 
@@ -87,9 +94,9 @@ def write(one: Worker, daemon: Daemon, transport: str, size: int = SIZE, locatio
     return one
 
 
-def attach(one: Worker, daemon: Daemon, transport: str) -> Worker:
+def attach(one: Worker, daemon: Daemon, transport: str, outage: float | None = None) -> Worker:
     """Have a worker attach the segment."""
-    one.connect(daemon, transport=transport)
+    one.connect(daemon, transport=transport, outage=outage)
     one.do("segment = client.attach('weights')")
     return one
 
@@ -189,7 +196,7 @@ def test_an_attach_waits_for_a_writer_in_another_process(daemon: Daemon, transpo
 
 @pytest.mark.parametrize("end", ["killed", "goodbye", "close", "delete"])
 def test_the_writers_end_is_told_to_all_who_wait(daemon: Daemon, transport: str, end: str) -> None:
-    """Nobody will seal what it wrote: who waits is told at once, and the bytes are free for the next one."""
+    """Nothing will seal what it wrote: the waiting readers are told at once, and the bytes are free again."""
     with clean(daemon), workers(3) as (writer, *readers):
         write(writer, daemon, transport)
         for each in readers:
@@ -207,11 +214,12 @@ def test_the_writers_end_is_told_to_all_who_wait(daemon: Daemon, transport: str,
             writer.do("segment.close()")
         until(lambda: not segments(daemon))
         until(lambda: daemon.books().lent_bytes == 0 == device_used(daemon))
-        readers[0].do("anew = client.register_model('m').create_segment('weights', '256MiB'); anew.close()")
+        readers[0].do("again = client.register_model('m').create_segment('weights', '256MiB'); again.close()")
 
 
-def test_a_writer_that_lost_its_connection_still_writes(daemon: Daemon, transport: str) -> None:
-    """Its socket broke and its process lives: it may still seal by gRPC, so who waits waits on, until it dies."""
+def test_a_writer_that_lost_its_connection_still_writes(hasty: Daemon, transport: str) -> None:
+    """Its socket broke and its process lives: it may still seal by gRPC, so readers wait on, until it dies."""
+    daemon = hasty
     with clean(daemon), workers(2) as (writer, reader):
         write(writer, daemon, transport)
         wait_in_attach(reader, daemon, transport)
@@ -246,8 +254,9 @@ def test_a_writer_without_a_connection_seals_by_grpc(daemon: Daemon) -> None:
 # Deaths
 
 
-def test_a_killed_reader_takes_nothing_from_the_others(daemon: Daemon, transport: str) -> None:
+def test_a_killed_reader_takes_nothing_from_the_others(hasty: Daemon, transport: str) -> None:
     """The out-of-memory killer takes one of three; its hold is gone, the memory is not."""
+    daemon = hasty
     with clean(daemon), workers(3) as (writer, reader, other):
         write(writer, daemon, transport)
         writer.do("segment.seal()")
@@ -299,7 +308,7 @@ def test_the_daemon_is_killed_and_readers_read_on(transport: str) -> None:
     with running() as daemon, workers(2) as (writer, reader):
         write(writer, daemon, transport)
         writer.do("segment.seal()")
-        attach(reader, daemon, transport)
+        attach(reader, daemon, transport, outage=0)
         daemon.kill()
         assert reads(writer)
         assert reads(reader)
@@ -352,8 +361,8 @@ def test_a_deleted_segment_stays_with_who_has_it(daemon: Daemon, transport: str)
         assert state(daemon) == "ENDING", "a view still has it"
         reader.do("del view")
         until(lambda: not segments(daemon))
-        late.do("anew = client.register_model('m').create_segment('weights', 1)")
-        assert late.ask("anew.read(0, 5) == bytes(5)")
+        late.do("again = client.register_model('m').create_segment('weights', 1)")
+        assert late.ask("again.read(0, 5) == bytes(5)")
 
 
 def test_a_large_segment_comes_in_packets(transport: str) -> None:
@@ -383,7 +392,11 @@ def test_a_large_segment_comes_in_packets(transport: str) -> None:
 def test_a_segment_of_host_memory(transport: str) -> None:
     """Weights that are swapped in and out lie in host memory, with a capacity, books and limits of its own."""
     tenants = {"red": {"host_limit": "32MiB"}}
-    with running({"host_capacity": "64MiB", "tenants": tenants}) as daemon, clean(daemon), workers(2) as both:
+    with (
+        running({"host_capacity": "64MiB", "settle_seconds": 1.0, "tenants": tenants}) as daemon,
+        clean(daemon),
+        workers(2) as both,
+    ):
         writer, reader = both
         write(writer, daemon, transport, location="host")
         writer.do("segment.seal()")
@@ -424,7 +437,12 @@ def test_two_hundred_lives_leave_no_descriptor(daemon: Daemon, transport: str) -
 def test_each_limit_refuses_with_its_numbers(transport: str) -> None:
     """A segment is a debit like any other, for its model, its tenant and the device."""
     tenants = {"red": {"limit": "48MiB", "models": {"small": {"limit": "16MiB"}}}, "blue": {}}
-    with running({"capacity": "64MiB", "tenants": tenants}) as daemon, clean(daemon), workers(2) as (red, blue):
+    with (
+        running({"capacity": "64MiB", "settle_seconds": 1.0, "tenants": tenants}) as daemon,
+        clean(daemon),
+        workers(2) as both,
+    ):
+        red, blue = both
         red.connect(daemon, "red", transport)
         blue.connect(daemon, "blue", transport)
         red.do("small, large = client.register_model('small'), client.register_model('large')")
@@ -482,7 +500,7 @@ def test_the_broker_keeps_only_so_many_extents(transport: str) -> None:
 
 
 def test_a_reader_cannot_make_it_writable(daemon: Daemon, transport: str) -> None:
-    """On the host twin the kernel keeps a reader from writing, whatever it tries with its descriptor or its mapping."""
+    """On the host driver the kernel keeps a reader from writing, by its descriptor or its mapping."""
     with clean(daemon), worker() as writer:
         write(writer, daemon, transport)
         writer.do("segment.seal()")
@@ -517,7 +535,7 @@ def test_a_reader_cannot_make_it_writable(daemon: Daemon, transport: str) -> Non
 def test_a_writers_own_mapping_is_not_taken_from_it(daemon: Daemon) -> None:
     """What was mapped before the seal stays writable for the process that mapped it: it is trusted, as any writer is.
 
-    The library gives that up by itself; no broker can, on a card either.
+    The library gives that up by itself; no broker can, on a GPU either.
     """
     with clean(daemon), Session(daemon.endpoint()) as session, worker() as reader:
         made, _, (descriptor,) = session.take(

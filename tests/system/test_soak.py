@@ -68,7 +68,7 @@ answer = [granted, refused]
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", LOANS)
 def test_the_daemon_is_as_it_was_after_thousands_of_loans(transport: str) -> None:
-    """Twenty engines of two tenants borrow, write, run into the capacity, give back and end, in two rounds.
+    """Twenty engines of two tenants borrow, write, run into the capacity, release and end, in two rounds.
 
     After the first round, which warms up, the daemon has its size; after the second it has the same. Its
     descriptors are exactly those of its start, after both.
@@ -118,7 +118,7 @@ def end(engines: list[Worker]) -> None:
 
 
 def check_metrics(daemon: Daemon, loans: int) -> None:
-    """A scrape says the same as the books: everything given back, the sums equal, no loan forgotten."""
+    """A scrape says the same as the books: everything released, the sums equal, no loan forgotten."""
     totals: dict[str, float] = {}
     until(lambda: "membroker_device_lent_bytes" in daemon.metrics())
     for family in text_string_to_metric_families(daemon.metrics()):

@@ -80,7 +80,7 @@ def test_the_second_of_a_size_is_there_already(stocked: Daemon, transport: str) 
 
 
 def test_what_was_lent_never_comes_back_to_it(stocked: Daemon) -> None:
-    """A worker borrows, writes and gives back, on and on: each time it is memory that nobody had."""
+    """A worker borrows, writes and releases, on and on: each time it is memory that was never lent."""
     with worker() as process:
         begin(process, stocked)
         process.do("seen = set()")
@@ -193,7 +193,7 @@ def test_a_stop_leaves_nothing(filling: bool) -> None:
 
 
 def test_without_one_nothing_is_kept() -> None:
-    """The host twin makes an extent in no time: it keeps none unless it is told to."""
+    """The host driver makes an extent in no time: by default it keeps no stock."""
     with running({"capacity": f"{32 * MIB}"}) as daemon, worker() as process:
         begin(process, daemon)
         process.do("buffers = [model.allocate(PAGE) for _ in range(4)]")

@@ -74,7 +74,7 @@ def test_a_pool_computes_on_and_grows_after_each_of_three_daemons(daemon: Daemon
 
 
 def test_who_died_while_no_daemon_ran_is_found_dead(patient: Daemon) -> None:
-    """A node loses its daemon and an engine at once. The next one finds the engine dead, and the card says so too."""
+    """A node loses its daemon and an engine at once. The next one finds the engine dead, as the GPU does."""
     with workers(2) as (dies, lives):
         for one in (dies, lives):
             one.connect(patient)
@@ -108,7 +108,7 @@ def test_a_segment_outlives_its_writer_and_two_daemons(daemon: Daemon) -> None:
 
 
 def test_a_segment_is_written_on(daemon: Daemon, transport: str) -> None:
-    """A loader is half through a file when the daemon dies: it writes on, seals, and who waited gets it."""
+    """A loader is half through a file when the daemon dies: it writes on, seals, and a waiting reader gets it."""
     with workers(2) as (writer, reader):
         writer.connect(daemon, transport=transport)
         writer.do("segment = client.register_model('m').create_segment('weights', 8 * MIB); segment.write(0, b'first')")
@@ -125,7 +125,7 @@ def test_a_segment_is_written_on(daemon: Daemon, transport: str) -> None:
 
 
 def test_what_keeper_and_daemon_have_both_lost_is_told(patient: Daemon) -> None:
-    """Both die at once. Who has the segment mapped reads on; nobody else can have it, and its name comes free."""
+    """Both die at once. A process that has mapped the segment reads on; no other can have it, and its name is free."""
     with worker() as one:
         one.connect(patient)
         one.do("model = client.register_model('m'); segment = model.create_segment('weights', 8 * MIB)")
@@ -202,7 +202,7 @@ def test_holds_are_checked_before_they_are_used(daemon: Daemon) -> None:
     refused = {
         "a goodbye": pb.Frame(request_id=2, goodbye=pb.Goodbye()),
         "too many in a frame": pb.Frame(request_id=2, holds=pb.Holds(extent_ids=range(1, 5_000))),
-        "a name that is none": pb.Frame(
+        "an invalid name": pb.Frame(
             request_id=2, holds=pb.Holds(declarations=[pb.HeldDeclaration(model="m", declared_bytes=1)])
         ),
     }
@@ -240,7 +240,7 @@ def test_a_journal_of_another_boot_is_set_aside(daemon: Daemon) -> None:
 
 
 def test_a_full_disk_stops_new_debits_and_nothing_else(daemon: Daemon) -> None:
-    """The runtime directory's disk is full: nothing more is lent, everything can be given back; then there is room."""
+    """The runtime directory's disk is full: nothing more is lent, everything can be released; then there is room."""
     with worker() as one:
         one.connect(daemon)
         one.do("model = client.register_model('m'); held = [model.allocate(PAGE) for _ in range(8)]")
@@ -347,7 +347,7 @@ def test_a_limit_that_cannot_be_kept_is_not_in_force(daemon: Daemon) -> None:
 def test_less_capacity_than_is_lent(card: dict[str, str]) -> None:
     """An operator lowers the capacity and restarts: what is out stays out; nothing more is lent until it is back.
 
-    The twin's card is as large as the capacity needs, and shrinks with it: what is out must have room there too.
+    The device is as large as the capacity needs, and shrinks with it: what is lent must have room there too.
     """
     with running(card) as daemon, worker() as one:
         one.connect(daemon)

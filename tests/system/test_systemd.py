@@ -83,7 +83,7 @@ class Inside(Worker):
 
 
 class Operator(Inside):
-    """Root in a machine, who gives commands; one process for all, because Python takes its time to start."""
+    """Root in a machine, for commands; one process for all, because Python takes its time to start."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine, 0)
@@ -191,7 +191,7 @@ class Scene:
         assert used["tenants/blue/models/m"] == lent.get("stranger", 0)
 
     def give_back(self) -> None:
-        """Everything that was borrowed can be given back, and then nobody keeps anything of it."""
+        """Everything that was borrowed can be released, and then no process keeps any of it."""
         for one in self.workers.values():
             one.do("computing.end()")
             one.do("while kept: kept.pop().close()")
@@ -249,7 +249,7 @@ def upgrade(machine: Machine) -> None:
 
 
 def systemd_too(machine: Machine) -> None:
-    """systemd itself is begun anew, as when it is upgraded, and then the daemon dies."""
+    """systemd itself is started again, as in an upgrade, and then the daemon dies."""
     machine.run("systemctl", "daemon-reexec")
     kill(machine)
 
@@ -258,7 +258,7 @@ def systemd_too(machine: Machine) -> None:
 def test_workers_notice_nothing_but_a_call_that_took_longer(
     machine: Machine, end: Callable[[Machine], None], state: Callable[[str, str], None]
 ) -> None:
-    """Each byte stays what it was, and the books go on where they stood; at the end all can be given back."""
+    """Each byte stays what it was, and the books go on where they stood; at the end all can be released."""
     if end is hang:
         machine.override(f"WatchdogSec={WATCHDOG_SECONDS}s")
         restart(machine)
@@ -336,7 +336,7 @@ def test_systemctl_reload_changes_limits_of_the_running_daemon(machine: Machine)
 
 
 def test_a_segment_for_which_systemd_has_no_room_is_refused(machine: Machine) -> None:
-    """systemd would drop it without a word. The daemon counts; what is there is kept, and who comes now may borrow."""
+    """systemd would drop it without a word. The daemon counts; what is there is kept, and a new worker may borrow."""
     room = kept_by_systemd(machine) + 2
     configure(machine, room)
     machine.override(f"FileDescriptorStoreMax={room}")

@@ -26,6 +26,8 @@ from membrokerd.config import descriptor_limits
 from membrokerd.core.snapshot import MOST_MODELS
 from membrokerd.edge.handoff.listener import HELLO_SECONDS
 
+pytestmark = pytest.mark.slow
+
 DETACHED = resources_pb2.Session.DETACHED
 SESSIONS = 16
 """Of one process, and no more."""
@@ -304,7 +306,7 @@ for stub in stubs:
 # --- Large steps ---
 
 EXTENTS = 65_536
-"""Of one Allocate, and more than a card of 128 GiB has granules."""
+"""Of one Allocate, and more than a GPU of 128 GiB has granules."""
 
 
 def test_a_session_with_65536_extents(daemon: Daemon, beside: Honest, flood: Worker, state: State) -> None:

@@ -331,7 +331,7 @@ def test_who_mapped_a_segment_before_its_seal_still_writes(plain: Scene) -> None
 
 
 def test_what_the_paths_are(plain: Scene) -> None:
-    """Modes as docs/trust.md says them; whoever owns the daemon owns every path that is not configured otherwise."""
+    """Modes as docs/trust.md says them; the daemon's user owns every path that is not configured otherwise."""
     daemon = plain.daemon
     modes = {
         **{daemon.endpoint(tenant): 0o755 for tenant in ("red", "blue", "listed")},
@@ -352,7 +352,7 @@ def test_what_the_paths_are(plain: Scene) -> None:
 
 @pytest.mark.root
 def test_whose_the_paths_are(owned: Scene) -> None:
-    """Only sockets are given away, never a directory: who has a socket cannot put another in its place."""
+    """Only sockets are given away, never a directory: the owner of a socket cannot put another in its place."""
     daemon = owned.daemon
     for tenant, owner in (("red", RED), ("blue", BLUE)):
         for name in ("handoff.sock", "grpc.sock"):
@@ -505,4 +505,4 @@ def test_the_page_is_what_the_table_says() -> None:
     if os.environ.get("MEMBROKER_REWRITE") == "1":
         PAGE_OF_DOCS.write_text(before + BEGIN + tables() + END + after)
     else:
-        assert written == tables(), "docs/trust.md differs; MEMBROKER_REWRITE=1 writes it anew"
+        assert written == tables(), "docs/trust.md differs; MEMBROKER_REWRITE=1 writes it again"

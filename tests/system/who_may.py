@@ -94,7 +94,7 @@ class Party:
         return ""
 
     def ask(self, target: Any, method: str, request: Any, token: str | None = None) -> Any:
-        """Put a request. Who has no session sends it from without, with S's token, which it should not have."""
+        """Put a request. A caller without a session sends it from outside, with S's token, which it should not have."""
         if self.transport == "handoff":
             session = self.session or raw.Session(self.door)
             return session.call(**{KINDS[method]: request})
@@ -624,7 +624,7 @@ def map_sealed(me: Party, target: Any) -> Any:
     "kernel: the memfd's seals; on a GPU nothing",
 )
 def write_sealed(me: Party, target: Any) -> Any:
-    """By a mapping, by a write, by a hole, by a descriptor opened anew: all are refused alike."""
+    """By a mapping, by a write, by a hole, by a descriptor opened again: all are refused alike."""
     descriptor, libc = target.sealed_descriptor, ctypes.CDLL(None, use_errno=True)
 
     def punch() -> None:

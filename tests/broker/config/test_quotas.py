@@ -187,7 +187,7 @@ def test_a_place_that_cannot_be_written_is_told_before_a_command_fails(
 
 
 def test_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system's place for root and for whom it was given to; else the user's own, as the XDG directories have it."""
+    """The system's place for root and for the user that owns it; else the user's own XDG directory."""
     monkeypatch.setattr(quotas_module, "SYSTEM", tmp_path / "lib")
     env = {"XDG_STATE_HOME": "/home/me/state", "HOME": "/home/me"}
     assert state_directory("gpu-1", env, 0) == tmp_path / "lib" / "gpu-1"

@@ -218,7 +218,7 @@ def test_an_ambiguous_name_shows_what_to_type() -> None:
 
 
 def test_a_models_conflict_has_sizes_and_how_the_model_ends() -> None:
-    """Whoever ran something else a moment before finds the model with other numbers, for a minute."""
+    """A worker that ran with another size a moment before finds the model with other numbers, for a minute."""
     gib = 1 << 30
     numbers = {"model": MODEL, "what": "device limit"}
     told = sentence(Reason.MODEL_CONFLICT, **numbers, asked=8 * gib, registered=4 * gib)

@@ -95,7 +95,7 @@ def test_a_living_process_is_known_by_pid_uid_and_identity(listener: socket.sock
 
 
 def test_a_dead_process_is_refused_and_nothing_stays_open(listener: socket.socket, way: str) -> None:
-    """It connected and died before the broker came to it: whoever has its pid by then is not it."""
+    """It connected and died before the broker came to it: a process that has its pid by then is another one."""
     with Process(listener) as one:
         before = descriptors()
         one.kill()

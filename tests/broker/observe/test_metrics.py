@@ -373,7 +373,7 @@ def test_health_and_readiness_say_why_not(server: MetricsServer, trouble: Troubl
 
 
 def test_a_view_that_does_not_come_is_a_503(server: MetricsServer, source: Source) -> None:
-    """A daemon whose loop hangs says so; the scrape fails instead of waiting for ever."""
+    """A daemon whose loop hangs says so; the scrape fails instead of waiting forever."""
 
     def hang() -> MetricsView:
         raise TimeoutError

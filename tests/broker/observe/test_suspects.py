@@ -1,4 +1,4 @@
-"""What the driver sees of processes is held against the books: who has more than it may is found, others are not."""
+"""The driver's figures of processes are compared with the books: a process that has more than its charge is found."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_all_sessions_of_a_process_count_and_at_the_device_only() -> None:
 
 
 def test_a_segment_that_is_held_is_no_excess() -> None:
-    """The model is charged for it and all who attach it map it; two sessions of one process map the same bytes."""
+    """The model is charged for it, and its readers map it; two sessions of one process map the same bytes."""
     now = Books(
         *session(1, 11, device=2),
         *session(2, 11),
@@ -81,7 +81,7 @@ def test_a_segment_that_is_held_is_no_excess() -> None:
         *segment(102, 8, 1, location="host"),
     ).holders()
     found = compare([(11, 66 * MIB), (12, 64 * MIB)], now, now)
-    assert excesses(found) == [(12, 64), (11, 0)], "who holds it not has left it, or never had it"
+    assert excesses(found) == [(12, 64), (11, 0)], "a session that does not hold it may not map it"
     assert found[1].segments == 64 * MIB
 
 

@@ -162,7 +162,7 @@ class TestTheBrokersDeath:
     def test_a_successor_without_the_keeper(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """With it goes what the twin knows of earlier extents, and the weights."""
+        """What the host driver knows of earlier extents is lost with it, and so are the weights."""
         before_the_successor(monkeypatch, lambda state: demo_processes._end_keeper(state / "fdstore.sock"))
         fails(capsys, "the device and the workers' memory differ")
 

@@ -97,7 +97,7 @@ def test_no_gpu_is_no_fault_and_an_unusable_one_is_a_warning(monkeypatch: pytest
     assert (doctor.check_gpu().status, doctor.check_gpu().advice) == ("warn", "reboot")
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([Path("/dev/nvidia0")]))
     monkeypatch.setattr(doctor, "open_driver", absent)
-    assert doctor.check_gpu().status == "warn", "a card is there, and cannot be used"
+    assert doctor.check_gpu().status == "warn", "a GPU is there, and cannot be used"
 
 
 def test_missing_packages_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

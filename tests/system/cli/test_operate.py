@@ -165,7 +165,7 @@ def test_a_dead_process_needs_no_forgetting(daemon: Daemon) -> None:
 
 
 def test_a_drain_refuses_tells_and_lists_and_an_undrain_lends_again(daemon: Daemon, engine: Worker) -> None:
-    """A card is to be taken out: the operator sees who holds out, and each worker learns why it gets nothing."""
+    """A GPU is drained: the operator sees the sessions that remain, and each worker learns why it gets nothing."""
     engine.do("segment = model.create_segment('weights', 2 * MIB); segment.seal()")
     out = good(daemon, "drain")
     assert out.startswith("nothing more is lent, and the workers are told\nstill holding memory:\n\n")

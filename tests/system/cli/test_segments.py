@@ -205,7 +205,7 @@ def test_models_and_sessions_show_segments(daemon: Daemon, model: Path) -> None:
         assert row[header.index("in segments")] == row[header.index("used")] == "4.0 MiB"
         header, row, *_ = rows(io_of("sessions", *at(daemon)))
         assert row[header.index("segments")] == "m/weights"
-        assert row[header.index("used")] == "0 B", "charged to the model, not to who maps it"
+        assert row[header.index("used")] == "0 B", "charged to the model, not to its readers"
 
 
 def io_of(*arguments: str) -> str:
@@ -248,7 +248,7 @@ def test_a_file_that_is_no_safetensors_file_is_refused_before_the_broker_is_aske
 
 
 def test_a_header_that_no_reader_would_read_is_refused(tmp_path: Path) -> None:
-    """Who attaches reads at most 16 MiB of header: a file with more would be a segment that says nothing."""
+    """A reader takes at most 16 MiB of header, so a file with a longer one would be a segment that nothing can read."""
     header, _ = write_index({}, {"text": "x" * MAX_HEADER_BYTES})
     path = tmp_path / "x.safetensors"
     path.write_bytes(header)
@@ -436,7 +436,7 @@ def test_the_file_is_not_copied_into_memory(daemon: Daemon, tmp_path: Path, caps
 
 
 def stuffed_pipe() -> tuple[int, int]:
-    """A pipe that takes nothing more: whoever writes to it waits."""
+    """A pipe that is full: a process that writes to it waits."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     try:

@@ -39,7 +39,7 @@ def used(driver: Driver) -> int:
 
 
 def fail_once(driver: Driver, call: str, number: int = 1) -> None:
-    """Let the driver refuse one call, the `number`th from now on, as a card does while a graph is captured."""
+    """Let the driver refuse one call, the `number`th from now on, as a GPU does while a graph is captured."""
     real, left = getattr(driver, call), number
 
     def flaky(*arguments: Any, **options: Any) -> Any:
@@ -136,7 +136,7 @@ def test_a_client_that_could_not_end_all_keeps_its_session_until_it_can(
 def test_what_is_made_while_its_source_closes(
     daemon: Daemon, make: str, of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is refused, and its addresses are given back."""
+    """It is refused, and its addresses are released."""
     reserved: list[tuple[int, int]] = []
     if of == "client":
         client = membroker.connect(daemon.endpoint())
@@ -180,7 +180,7 @@ def test_what_is_made_while_its_source_closes(
 def test_a_segment_that_is_mapped_while_its_client_closes(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The session ends with it: its addresses were given back under its extents, which failed, and kept both."""
+    """The session ends with it: its addresses were released under its extents, which failed, and kept both."""
     with membroker.connect(daemon.endpoint()) as writer:
         model = writer.register_model("m")
         with model.create_segment("weights", PAGE) as segment:
@@ -211,7 +211,7 @@ def _is_closed(driver: Driver) -> bool:
 def test_a_forked_child_closes_while_another_thread_had_the_lock(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lock stays held in the child for ever: leaving an inherited `with connect()` takes none."""
+    """The lock stays held in the child forever: leaving an inherited `with connect()` takes none."""
     with membroker.connect(daemon.endpoint()) as client:
         with client._session._lock:
             child = os.fork()

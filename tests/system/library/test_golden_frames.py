@@ -1,7 +1,7 @@
 """docs/golden-frames.json is the wire: each vector decodes, encodes to the same bytes, and is what a broker says.
 
 The vectors are for clients in other languages, so they may not change while the protocol's version is 1, except by
-additions. MEMBROKER_REWRITE=1 records them anew from a real daemon: read the difference.
+additions. MEMBROKER_REWRITE=1 records them again from a real daemon: read the difference.
 """
 
 from __future__ import annotations

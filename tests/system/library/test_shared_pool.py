@@ -40,7 +40,7 @@ from membroker.vmm import Location
 
 @dataclass
 class Lending:
-    """Who lends, on what driver, and how many bytes the lender's own books say."""
+    """The lender, its driver, and how many bytes the lender's own books say."""
 
     lender: membroker.Client | LocalSource
     driver: FlakyDriver
@@ -108,7 +108,7 @@ class TestSeed:
             assert shared.global_stats() == GlobalMemoryStats(128 * MIB, 0, 1)
 
     def test_simple_usage(self, where: Lending) -> None:
-        """The seed's example of one pool: a large capacity, two allocations, what is mapped, and all given back."""
+        """The seed's example of one pool: a large capacity, two allocations, what is mapped, and all released."""
         lender = where.lender
         model = None if isinstance(lender, LocalSource) else lender.register_model("m", virtual_capacity="128GiB")
         with VirtualMemoryPool(model or lender, 128 * GIB, 2 * MIB) as pool:  # type: ignore[arg-type]

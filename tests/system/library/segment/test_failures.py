@@ -1,0 +1,178 @@
+"""Each way in which a segment's memory cannot be mapped, read or written, and threads that share a segment."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.support.daemons import Daemon, running, until
+from tests.support.processes import (
+    ends,
+    heard,
+    is_settled,
+    mapped_extents,
+    open_extents,
+    worker,
+)
+from tests.support.segments import SickDriver, holders, sealed
+from tests.support.sizes import GIB, MIB
+
+import membroker
+
+PAGE = 2 * MIB
+
+
+LARGE = 2 * GIB + PAGE
+"""Three extents in two packets: 1 GiB twice, and the rest."""
+
+FAILURES: dict[str, dict[str, Any]] = {
+    **{f"import {number}": {"imports_left": number} for number in range(3)},
+    "import interrupted": {"imports_left": 1, "failure": KeyboardInterrupt()},
+    "reserve": {"reserves": False},
+    **{f"map {number}": {"maps_left": number} for number in range(3)},
+    "map interrupted": {"maps_left": 1, "map_failure": KeyboardInterrupt()},
+    "set_access": {"lost": True},
+}
+
+
+@pytest.fixture(scope="module")
+def large_daemon() -> Iterator[Daemon]:
+    """A daemon with room for large segments, which are never written to."""
+    with running({"capacity": "8GiB"}) as one:
+        yield one
+
+
+class TestFailures:
+    @pytest.mark.parametrize("what", FAILURES)
+    def test_half_way(self, large_daemon: Daemon, transport: str, what: str) -> None:
+        """A create and an attach that fail at any step hold nothing afterwards: here, on the device, in the books."""
+        daemon, driver = large_daemon, SickDriver()
+        well = dict(vars(driver))
+        with membroker.connect(daemon.endpoint(), transport=transport, driver=driver) as client:
+            model = client.register_model("m")
+            sealed(model, size=LARGE)
+            client.attach("weights").close()
+            for call in (lambda: client.attach("weights"), lambda: model.create_segment("other", LARGE)):
+                vars(driver).update(FAILURES[what])
+                with pytest.raises((membroker.DeviceFailure, KeyboardInterrupt)):
+                    call()
+                vars(driver).update({key: well[key] for key in FAILURES[what]})
+                until(lambda: holders(client) == {"weights": 0})
+                assert (mapped_extents(), open_extents()) == (0, 0)
+                until(lambda: daemon.books().lent_bytes == LARGE)
+                call().close()
+            client.delete_segment("weights")
+        until(lambda: is_settled(daemon) and not daemon.sessions())
+
+    def test_the_device_is_lost_before_the_seal(self, daemon: Daemon, transport: str) -> None:
+        """The work that fills the segment has failed on the GPU: it is not sealed."""
+        driver = SickDriver()
+        with membroker.connect(daemon.endpoint(), transport=transport, driver=driver) as client:
+            segment = client.register_model("m").create_segment("weights", 1)
+            driver.lost = True
+            with pytest.raises(membroker.DeviceFailure, match="ILLEGAL_ADDRESS"):
+                segment.seal()
+            driver.lost = False
+            assert segment.writable
+            assert [one.state for one in client.segments()] == ["writing"]
+            segment.seal()
+
+    def test_no_descriptor_left(self, transport: str) -> None:
+        """`ulimit -n` is nearly used up: a packet of descriptors is cut short, and the segment is not held for it."""
+        script = """
+client = connect()
+model = client.register_model("m")
+with model.create_segment("weights", "66GiB") as segment:
+    segment.seal()
+client.attach("weights").close()
+client.segments()  # its gRPC channel stays open from here on
+gc.collect()
+opened = len(os.listdir("/proc/self/fd"))
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+for call in (lambda: client.attach("weights"), lambda: model.create_segment("other", "66GiB")):
+    for spare in (1, 10, 63, 64, 100):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (opened + spare, hard))
+        try:
+            call()
+            raise SystemExit("it did not raise")
+        except membroker.DescriptorLimit:
+            pass
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert len(os.listdir("/proc/self/fd")) == opened
+        assert "membroker-extent" not in open("/proc/self/maps").read()
+        while [(one.name[-7:], one.sessions) for one in client.segments()] != [("weights", 0)]: pass
+    call().close()
+client.delete_segment("weights")
+client.close()
+say("well")
+"""
+        with running({"capacity": "140GiB"}) as daemon:
+            with worker(script, daemon, transport) as process:
+                assert heard(process) == "well"
+                ends(process)
+            until(lambda: is_settled(daemon))
+
+    def test_the_broker_is_gone(self, transport: str) -> None:
+        """The daemon dies: weights stay readable, one being written can be written on, and closing raises nothing."""
+        with running() as daemon:
+            self.survive(daemon, transport)
+
+    def survive(self, daemon: Daemon, transport: str) -> None:
+        client = membroker.connect(daemon.endpoint(), transport=transport, outage=0)
+        model = client.register_model("m")
+        sealed(model, data=b"hello")
+        attached, written = client.attach("weights"), model.create_segment("other", 1)
+        raised: list[type[BaseException]] = []
+
+        def wait() -> None:
+            try:
+                client.attach("other")
+            except membroker.MembrokerError as error:
+                raised.append(type(error))
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        daemon.kill()
+        waiting.join(30)
+        assert raised == [membroker.BrokerUnavailable]
+        assert attached.read(0, 5) == b"hello"
+        written.write(0, b"on")
+        for call in (written.seal, attached.delete, lambda: client.attach("weights"), client.segments):
+            with pytest.raises(membroker.BrokerUnavailable):
+                call()
+        assert written.writable
+        written.write(0, b"and on")
+        attached.close()
+        written.close()
+        assert mapped_extents() == 0
+        client.close()
+
+
+def test_threads_share_a_segment(daemon: Daemon, transport: str) -> None:
+    """Eight threads of an engine attach, read and close the same weights again and again, and one deletes them."""
+    errors: list[BaseException] = []
+
+    def work(client: membroker.Client) -> None:
+        try:
+            for _ in range(10):
+                with client.attach("weights") as segment:
+                    assert segment.read(PAGE - 4, 4) == b"last"
+        except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
+            errors.append(error)
+
+    def run(target: Callable[..., None], *arguments: object) -> threading.Thread:
+        thread = threading.Thread(target=target, args=arguments)
+        thread.start()
+        return thread
+
+    with membroker.connect(daemon.endpoint(), transport=transport) as client:
+        sealed(client.register_model("m"), data=bytes(PAGE - 4) + b"last")
+        for thread in [run(work, client) for _ in range(8)]:
+            thread.join(60)
+        assert errors == []
+        until(lambda: holders(client) == {"weights": 0})
+        client.delete_segment("weights")
+        until(lambda: is_settled(daemon))
+    assert mapped_extents() == 0

@@ -1,0 +1,328 @@
+"""The life of a segment as a program sees it: written, sealed, read and deleted; its names; waiting for its seal."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from typing import Any
+
+import pytest
+from tests.support.daemons import Daemon, until
+from tests.support.processes import (
+    descriptors,
+    is_settled,
+    mapped_extents,
+    open_extents,
+)
+from tests.support.segments import holders, protections, sealed
+from tests.support.sizes import MIB
+
+import membroker
+
+PAGE = 2 * MIB
+ANCHOR_BYTES = 2 * MIB
+
+
+class TestLife:
+    def test_written_sealed_read_and_deleted(self, daemon: Daemon, transport: str) -> None:
+        """One engine loads the weights, another maps the same bytes: they are charged once, and outlive the first."""
+        with membroker.connect(daemon.endpoint(), transport=transport) as reader:
+            with membroker.connect(daemon.endpoint(), transport=transport) as writer:
+                segment = writer.register_model("llama").create_segment("weights", "3MiB")
+                assert (segment.name, segment.size, segment.location) == ("weights", 4 * MIB, "device")
+                assert segment.resource_name == "tenants/red/models/llama/segments/weights"
+                assert (segment.writable, segment.closed) == (True, False)
+                assert segment.address % PAGE == 0
+                assert segment.read(0, 4 * MIB) == bytes(4 * MIB)
+                segment.write(4 * MIB - 5, b"hello")
+                segment.view()[:2] = b"hi"
+                (listed,) = reader.segments()
+                assert (listed.state, listed.sessions, listed.writer) == ("writing", 1, writer.session)
+                segment.seal()
+                assert not segment.writable
+                with pytest.raises(membroker.SegmentNotWritable, match="weights"):
+                    segment.write(0, b"x")
+                with pytest.raises(membroker.SegmentNotWritable):
+                    segment.seal()
+
+                attached = reader.attach("weights")
+                assert attached.generation == segment.generation == reader.segments()[0].generation
+                assert attached.address != segment.address
+                assert (attached.size, attached.writable, attached.name) == (4 * MIB, False, "weights")
+                assert attached.read(0, 2) + attached.read(4 * MIB - 5, 5) == b"hihello"
+                with pytest.raises(membroker.SegmentNotWritable):
+                    attached.write(0, b"x")
+                with pytest.raises(membroker.SegmentNotWritable):
+                    attached.seal()
+                assert reader.sessions()[0].segments == (segment.resource_name,)
+                assert daemon.books().lent_bytes == 4 * MIB
+                until(lambda: daemon.books().device_used_bytes == 4 * MIB + ANCHOR_BYTES)
+                (books,) = [one.books[0] for one in daemon.models() if one.name.endswith("/llama")]
+                assert (books.used_bytes, books.segment_bytes) == (4 * MIB, 4 * MIB)
+            assert holders(reader) == {"weights": 1}
+            assert bytes(attached.view()[:2]) == b"hi"
+            ending = attached.delete()
+            assert (ending.state, ending.sessions) == ("ending", 1)
+            assert [one.state for one in reader.segments()] == ["ending"]
+            assert attached.read(4 * MIB - 5, 5) == b"hello", "a deleted segment stays where it is mapped"
+            assert daemon.books().lent_bytes == 4 * MIB
+            attached.close()
+            until(lambda: is_settled(daemon) and not reader.segments())
+
+    def test_what_the_kernel_allows(self, client: membroker.Client, model: membroker.Model) -> None:
+        """The seal takes the writer's own mapping too, and a reader never has another."""
+        segment = model.create_segment("weights", 1)
+        assert protections() == ["rw-s"]
+        segment.seal()
+        assert protections() == ["r--s"]
+        with client.attach("weights"):
+            assert protections() == ["r--s"] * 2
+
+    def test_two_attaches_of_one_process(self, client: membroker.Client, model: membroker.Model) -> None:
+        """Two parts of a program attach the same weights without knowing of each other; each closes its own."""
+        sealed(model, data=b"both")
+        one, two = client.attach("weights"), client.attach("weights")
+        assert one.address != two.address
+        assert holders(client) == {"weights": 1}
+        one.close()
+        assert two.read(0, 4) == b"both"
+        assert holders(client) == {"weights": 1}
+        two.close()
+        until(lambda: holders(client) == {"weights": 0})
+
+    def test_closed_twice(self, client: membroker.Client, model: membroker.Model) -> None:
+        """The second close says nothing to the broker: another hold of the session is not its to end."""
+        sealed(model)
+        other = client.attach("weights")
+        with client.attach("weights") as segment:
+            segment.close()
+        segment.close()
+        assert segment.closed
+        assert "closed" in repr(segment)
+        assert (segment.name, segment.size) == ("weights", PAGE)
+        for call in (segment.view, segment.seal, segment.index, lambda: segment.read(0, 1), lambda: segment.address):
+            with pytest.raises(membroker.ClosedError, match="this segment is closed"):
+                call()
+        assert holders(client) == {"weights": 1}
+        other.close()
+
+    def test_deleted_twice(self, client: membroker.Client, model: membroker.Model) -> None:
+        """A second delete by the object is not one of the segment that has the name by now."""
+        segment = model.create_segment("weights", 1)
+        segment.seal()
+        segment.delete()
+        with pytest.raises(membroker.SegmentNotFound):
+            segment.delete()
+        with pytest.raises(membroker.SegmentExists, match="ending"):
+            model.create_segment("weights", 1)
+        segment.close()
+        until(lambda: not client.segments())
+        anew = model.create_segment("weights", 1)
+        assert anew.generation != segment.generation
+        with pytest.raises(membroker.SegmentNotFound):
+            segment.delete()
+        assert holders(client) == {"weights": 1}
+
+    def test_given_up_before_its_seal(self, client: membroker.Client, model: membroker.Model) -> None:
+        """The loader raises half-way: what it has written is nobody's, and its name is free."""
+
+        def load() -> None:
+            with model.create_segment("weights", 1) as segment:
+                segment.write(0, b"half")
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            load()
+        until(lambda: not client.segments())
+        with pytest.raises(membroker.SegmentNotFound):
+            client.attach("weights")
+        assert model.create_segment("weights", 1).read(0, 4) == bytes(4)
+
+    def test_closed_with_its_client(self, daemon: Daemon, transport: str) -> None:
+        """What was sealed lives on; what was not is given up."""
+        with membroker.connect(daemon.endpoint(), transport=transport) as other:
+            with membroker.connect(daemon.endpoint(), transport=transport) as client:
+                model = client.register_model("m")
+                whole, half = model.create_segment("whole", 1), model.create_segment("half", 1)
+                whole.seal()
+                attached = client.attach("whole")
+            assert whole.closed
+            assert half.closed
+            assert attached.closed
+            assert mapped_extents() == 0
+            until(lambda: holders(other) == {"whole": 0})
+            other.delete_segment("whole")
+            until(lambda: is_settled(daemon))
+
+    def test_garbage(self, daemon: Daemon, client: membroker.Client, model: membroker.Model) -> None:
+        """A program loses its segments: each is let go of as if it was closed."""
+        sealed(model)
+        attached, written = client.attach("weights"), model.create_segment("cache", 1)
+        assert holders(client) == {"weights": 1, "cache": 1}
+        del attached, written
+        gc.collect()
+        until(lambda: holders(client) == {"weights": 0})
+        until(lambda: mapped_extents() == 0)
+        until(lambda: daemon.books().lent_bytes == PAGE)
+
+    def test_no_descriptor_is_left_behind(self, client: membroker.Client, model: membroker.Model) -> None:
+        before = descriptors()
+        for turn in range(60):
+            with model.create_segment(f"s{turn}", 1) as segment:
+                segment.seal()
+                client.attach(segment.name).close()
+                segment.delete()
+        assert open_extents() == 0
+        assert descriptors() < before + 30
+
+    def test_of_a_card(self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What frameworks ask of memory on a GPU, and are told of the host driver's."""
+        segment = model.create_segment("weights", 1)
+        with pytest.raises(AttributeError, match="view"):
+            segment.__cuda_array_interface__
+        monkeypatch.setattr(segment, "_on_host", False)
+        with pytest.raises(membroker.InvalidRequest, match="read"):
+            segment.view()
+        interface = {"shape": (PAGE,), "typestr": "|u1", "data": (segment.address, False), "version": 3}
+        assert segment.__cuda_array_interface__ == interface
+        segment.seal()
+        assert segment.__cuda_array_interface__["data"] == (segment.address, True)
+
+
+class TestNames:
+    def test_by_each_of_its_names(self, client: membroker.Client, model: membroker.Model) -> None:
+        """A short name does where it is alone; two models with a segment of one name want the model's too."""
+        sealed(model, data=b"m")
+        for name in (
+            "weights",
+            "m/weights",
+            "tenants/red/models/m/segments/weights",
+            "tenants/red/models/-/segments/weights",
+        ):
+            with client.attach(name, timeout=0) as segment:
+                assert segment.resource_name == "tenants/red/models/m/segments/weights"
+        sealed(client.register_model("n"), data=b"n")
+        with pytest.raises(membroker.InvalidRequest, match="as in m/weights or n/weights") as refused:
+            client.attach("weights")
+        assert refused.value.reason == "SEGMENT_AMBIGUOUS"
+        with client.attach("n/weights") as segment:
+            assert segment.read(0, 1) == b"n"
+        client.delete_segment("m/weights")
+        until(lambda: len(client.segments()) == 1)
+        with client.attach("weights") as segment:
+            assert segment.read(0, 1) == b"n"
+        client.delete_segment("weights")
+
+    @pytest.mark.parametrize("name", ["other", "m/other", "other/weights", "tenants/blue/models/m/segments/weights"])
+    def test_what_is_not_there(self, client: membroker.Client, model: membroker.Model, name: str) -> None:
+        """It is said at once, however long one would wait; another tenant's segment is not there either."""
+        sealed(model)
+        began = time.monotonic()
+        for call in (client.attach, client.delete_segment):
+            with pytest.raises(membroker.SegmentNotFound):
+                call(name)
+        assert time.monotonic() - began < 30
+        assert holders(client) == {"weights": 0}
+
+    @pytest.mark.parametrize("name", ["", "/", "a/b/c", "-", "m/", "../x", "x" * 97, "x\ny", "tenants/red"])
+    def test_what_is_no_name(self, client: membroker.Client, model: membroker.Model, name: str) -> None:
+        for call in (client.attach, client.delete_segment, lambda name: model.create_segment(name, 1)):
+            with pytest.raises((membroker.InvalidRequest, membroker.SegmentNotFound)):
+                call(name)
+        assert client.segments() == []
+
+    @pytest.mark.parametrize("name", [3, None, b"m/weights", "w\udce9ights"])
+    def test_what_is_not_even_text(self, client: membroker.Client, model: membroker.Model, name: Any) -> None:
+        for call in (client.attach, client.delete_segment, lambda name: model.create_segment(name, 1)):
+            with pytest.raises(membroker.InvalidRequest, match="the name of a segment is text"):
+                call(name)
+        with pytest.raises(membroker.InvalidRequest, match="the name of a model is text"):
+            client.register_model(name)
+
+    def test_another_tenants(self, daemon: Daemon, client: membroker.Client, model: membroker.Model) -> None:
+        sealed(model)
+        with membroker.connect(daemon.endpoint("blue")) as blue:
+            assert blue.segments() == []
+            for name in ("weights", "tenants/red/models/m/segments/weights"):
+                with pytest.raises(membroker.SegmentNotFound):
+                    blue.attach(name)
+                with pytest.raises(membroker.SegmentNotFound):
+                    blue.delete_segment(name)
+            with membroker.connect(daemon.endpoint(), observer=True) as observer:
+                assert [one.state for one in observer.segments()] == ["sealed"]
+                with pytest.raises(membroker.AccessDenied):
+                    observer.attach("weights")
+
+    def test_listed_in_pages(
+        self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from membroker import client as client_module
+
+        monkeypatch.setattr(client_module, "MAX_PAGE_ROWS", 2)
+        kept = [model.create_segment(f"s{number}", 1) for number in range(5)]
+        assert [one.name for one in client.segments()] == [one.resource_name for one in kept]
+
+
+class TestWaiting:
+    def test_attached_when_it_is_sealed(self, daemon: Daemon, client: membroker.Client, model: membroker.Model) -> None:
+        """The readers start first and wait; the seal lets all of them go on, with what was written last."""
+        found: list[bytes] = []
+
+        def read() -> None:
+            with client.attach("weights") as segment:
+                found.append(segment.read(0, 4))
+
+        segment = model.create_segment("weights", 1)
+        threads = [threading.Thread(target=read) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        with pytest.raises(membroker.SegmentNotSealed):
+            client.attach("weights", timeout=0)
+        segment.write(0, b"last")
+        assert found == []
+        segment.seal()
+        for thread in threads:
+            thread.join(30)
+        assert found == [b"last"] * 3
+        assert holders(client) == {"weights": 1}
+
+    @pytest.mark.parametrize("end", ["close", "delete"])
+    def test_its_writer_gives_up(self, client: membroker.Client, model: membroker.Model, end: str) -> None:
+        raised: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                client.attach("weights")
+            except membroker.MembrokerError as error:
+                raised.append(error)
+
+        segment = model.create_segment("weights", 1)
+        thread = threading.Thread(target=wait)
+        thread.start()
+        # The broker answers a session's frames in order, and the attach is the next one of this connection or is not
+        # yet there: then the segment is gone when it comes.
+        getattr(segment, end)()
+        thread.join(30)
+        assert [type(error) for error in raised] in ([membroker.WriterDied], [membroker.SegmentNotFound])
+
+    @pytest.mark.parametrize("timeout", [0, 0.2])
+    def test_for_a_time(self, client: membroker.Client, model: membroker.Model, timeout: float) -> None:
+        model.create_segment("other", 1)
+        segment = model.create_segment("weights", 1)
+        began = time.monotonic()
+        with pytest.raises(membroker.SegmentNotSealed, match="longer wait") as refused:
+            client.attach("weights", timeout=timeout)
+        assert timeout <= time.monotonic() - began < timeout + 20
+        assert isinstance(refused.value, TimeoutError)
+        segment.seal()
+        client.attach("weights", timeout=timeout).close()
+
+    @pytest.mark.parametrize("timeout", [-1, -1e-9, float("nan"), float("inf"), 24 * 3600 + 1, "5", None])
+    def test_for_a_time_that_is_none(self, client: membroker.Client, timeout: Any) -> None:
+        with pytest.raises(membroker.InvalidRequest, match="timeout"):
+            client.attach("weights", timeout=timeout)
+
+    def test_for_a_day(self, client: membroker.Client, model: membroker.Model) -> None:
+        sealed(model)
+        client.attach("weights", timeout=24 * 3600).close()

@@ -1,0 +1,159 @@
+"""Arrays in a segment: published, found by name, and checked before use."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from tests.support.daemons import Daemon, until
+from tests.support.processes import (
+    is_settled,
+    mapped_extents,
+)
+from tests.support.segments import SickDriver, holders, one_transport, sealed
+from tests.support.sizes import MIB
+
+import membroker
+from membroker.safetensors import InvalidTensorIndex
+from membroker.segment import publish_arrays, segment_size
+
+PAGE = 2 * MIB
+
+
+WEIGHTS = {
+    "layer.weight": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "layer.bias": np.array([1, -2], dtype=np.int64),
+    "flag": np.array([True, False, True]),
+    "scalar": np.float16(1.5).reshape(()),
+    "nothing": np.empty((0, 7), dtype=np.uint8),
+}
+
+
+@one_transport
+class TestTensors:
+    def test_published_and_read_by_name(self, client: membroker.Client, model: membroker.Model) -> None:
+        """One process publishes a model's weights, another finds them by name, shape and dtype, without a copy."""
+        with publish_arrays(model, "weights", WEIGHTS, metadata={"step": "7"}) as published:
+            assert not published.writable
+            attached = client.attach("weights")
+        index = attached.index()
+        assert set(index) == set(WEIGHTS)
+        assert index.metadata == {"step": "7"}
+        assert index.size <= attached.size
+        arrays = attached.arrays()
+        for name, array in WEIGHTS.items():
+            assert (arrays[name].dtype, arrays[name].shape) == (array.dtype, array.shape)
+            assert np.array_equal(arrays[name], array)
+            assert not arrays[name].flags.writeable
+            assert (index[name].dtype, index[name].size) != ("", None)
+        place = arrays["layer.weight"].__array_interface__["data"][0]
+        assert place == attached.address + index["layer.weight"].offset
+        attached.close()
+        assert arrays["layer.weight"][2, 3] == 11, "an array keeps the segment that it lies in"
+        assert holders(client) == {"weights": 1}
+        del arrays
+        until(lambda: holders(client) == {"weights": 0})
+
+    def test_laid_out_first_and_filled_later(self, client: membroker.Client, model: membroker.Model) -> None:
+        """A loader that streams: it says what will be there, and copies tensor by tensor into arrays over it."""
+        tensors = {"a": ("F32", [2, 3]), "b": ("BF16", (4,))}
+        segment = model.create_segment("weights", segment_size(tensors))
+        index = segment.lay_out(tensors)
+        arrays = segment.arrays(raw=True)
+        arrays["a"][:] = 2.5
+        segment.write(index["b"].offset, b"\x80\x3f" * 4)
+        with pytest.raises(BufferError):
+            segment.seal()
+        del arrays
+        segment.seal()
+        with client.attach("weights") as attached:
+            read = attached.arrays(raw=True)
+            assert (read["a"].tolist(), read["b"].tolist()) == ([[2.5] * 3] * 2, [0x3F80] * 4)
+            with pytest.raises(ValueError, match="read-only"):
+                read["a"][0, 0] = 1
+            del read
+
+    def test_what_does_not_fit(self, client: membroker.Client, model: membroker.Model) -> None:
+        segment = model.create_segment("weights", 1)
+        with pytest.raises(membroker.InvalidRequest, match=f"the segment has {PAGE}"):
+            segment.lay_out({"a": ("U8", [PAGE])})
+        assert segment.read(0, 8) == bytes(8)
+        with pytest.raises(InvalidTensorIndex, match="no index was written"):
+            segment.index()
+        segment.lay_out({"a": ("U8", [PAGE - 256])})
+        segment.seal()
+        with pytest.raises(membroker.SegmentNotWritable):
+            segment.lay_out({"a": ("U8", [1])})
+
+    def test_on_any_failure_there_is_no_segment(self, daemon: Daemon, transport: str) -> None:
+        driver = SickDriver()
+        with membroker.connect(daemon.endpoint(), transport=transport, driver=driver) as client:
+            model = client.register_model("m")
+            for array in (np.array(["text"]), np.zeros(3, ">f4")):
+                with pytest.raises(membroker.InvalidRequest):
+                    publish_arrays(model, "weights", {**WEIGHTS, "bad": array})
+            raised = []  # their tracebacks keep the segment: it must not be left to the garbage collector
+            for fault, well in (("writes", True), ("lost", False)):
+                setattr(driver, fault, not well)
+                with pytest.raises(membroker.DeviceFailure) as failure:
+                    publish_arrays(model, "weights", WEIGHTS)
+                raised.append(failure)
+                setattr(driver, fault, well)
+                until(lambda: not client.segments() and is_settled(daemon))
+                assert mapped_extents() == 0
+            publish_arrays(model, "weights", WEIGHTS).close()
+            with pytest.raises(membroker.SegmentExists):
+                publish_arrays(model, "weights", WEIGHTS)
+            assert holders(client) == {"weights": 0}
+
+    @pytest.mark.parametrize(
+        ("start", "says"),
+        [
+            ((1 << 63).to_bytes(8, "little"), "more than 16777216"),
+            (b"\xff" * 8, "more than 16777216"),
+            ((16 * MIB + 1).to_bytes(8, "little") + b"{" * 64, "more than 16777216"),
+            ((16 * MIB).to_bytes(8, "little") + b'{"a":' + b"[" * (16 * MIB - 5), "nested too deeply"),
+            ((16 * MIB).to_bytes(8, "little") + b"{" * (16 * MIB), "not JSON"),
+            ((17 * MIB).to_bytes(8, "little"), "more than 16777216"),
+            ((2).to_bytes(8, "little") + b"[]", "not with a brace"),
+            (bytes(8), "no index was written"),
+        ],
+        ids=["2^63", "2^64-1", "16 MiB and 1", "deep", "braces", "17 MiB", "a list", "nothing"],
+    )
+    def test_a_hostile_header(
+        self, client: membroker.Client, model: membroker.Model, start: bytes, says: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The first bytes are another process's: whatever they say, it is refused in words, and soon, and no more than
+        the longest header is copied.
+        """
+        sealed(model, size=18 * MIB, data=start)
+        with client.attach("weights") as segment:
+            began, read, sizes = time.monotonic(), segment.read, [0]
+            monkeypatch.setattr(segment, "read", lambda offset, size: sizes.append(size) or read(offset, size))
+            for call in (segment.index, segment.arrays):
+                with pytest.raises(InvalidTensorIndex, match=says):
+                    call()
+            assert time.monotonic() - began < 20
+            assert max(sizes) <= 8 + 16 * MIB
+        assert mapped_extents() == 0
+
+    def test_a_header_longer_than_its_segment(self, client: membroker.Client, model: membroker.Model) -> None:
+        sealed(model, data=(3 * MIB).to_bytes(8, "little"))
+        with client.attach("weights") as segment, pytest.raises(InvalidTensorIndex, match="of which 2097144 are there"):
+            segment.index()
+
+    def test_a_tensor_behind_the_end(self, client: membroker.Client, model: membroker.Model) -> None:
+        header = b'{"a":{"dtype":"U8","shape":[2097152],"data_offsets":[0,2097152]}}'
+        sealed(model, data=len(header).to_bytes(8, "little") + header)
+        with client.attach("weights") as segment:
+            for call in (segment.index, segment.arrays):
+                with pytest.raises(InvalidTensorIndex, match="there are 2097152"):
+                    call()
+
+    def test_the_longest_header(self, client: membroker.Client, model: membroker.Model) -> None:
+        """A header of exactly 16 MiB is read; so much is needed by some 160,000 tensors."""
+        header = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.ljust(16 * MIB)
+        sealed(model, size=18 * MIB, data=len(header).to_bytes(8, "little") + header + b"\7")
+        with client.attach("weights") as segment:
+            assert segment.arrays()["a"].tolist() == [7]

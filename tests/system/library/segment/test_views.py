@@ -1,0 +1,236 @@
+"""The arguments and the views of a segment."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.daemons import Daemon, until
+from tests.support.processes import (
+    is_settled,
+)
+from tests.support.segments import holders, one_transport, sealed
+from tests.support.sizes import MIB
+
+import membroker
+from membroker import segment as segment_module
+
+PAGE = 2 * MIB
+
+
+@one_transport
+class TestArguments:
+    @pytest.mark.parametrize("size", [0, -1, 2**63 - 1, 2**63, "0", "everything", None])
+    def test_sizes_that_are_none(self, client: membroker.Client, model: membroker.Model, size: int | str) -> None:
+        with pytest.raises(membroker.InvalidRequest):
+            model.create_segment("weights", size)
+        assert client.segments() == []
+
+    def test_refused(self, daemon: Daemon, client: membroker.Client, model: membroker.Model) -> None:
+        """Whatever the broker refuses, nothing is charged, and the exception has the numbers."""
+        with pytest.raises(membroker.OutOfMemory) as refused:
+            model.create_segment("weights", "257MiB")
+        assert (refused.value.level, refused.value.requested_bytes) == ("capacity", 258 * MIB)
+        assert (refused.value.available_bytes, refused.value.limit_bytes) == (256 * MIB, 256 * MIB)
+        with pytest.raises(membroker.InvalidRequest, match="location"):
+            model.create_segment("weights", 1, location="moon")
+        with pytest.raises(membroker.MembrokerError, match="host_capacity"):
+            model.create_segment("weights", 1, location="host")
+        segment = model.create_segment("weights", 1)
+        with pytest.raises(membroker.SegmentExists, match="writing"):
+            model.create_segment("weights", 1)
+        segment.close()
+        until(lambda: is_settled(daemon))
+        model.unregister()
+        with pytest.raises(membroker.ModelNotFound):
+            model.create_segment("weights", 1)
+
+    @pytest.mark.parametrize(
+        ("offset", "size"),
+        [(-1, 1), (0, -1), (0, PAGE + 1), (PAGE, 1), (PAGE + 1, 0), (1, PAGE), (2**64 - 1, 2), (2**63 - 1, 2**63 - 1)],
+    )
+    def test_ranges_outside(self, client: membroker.Client, model: membroker.Model, offset: int, size: int) -> None:
+        segment = model.create_segment("weights", 1)
+        with pytest.raises(membroker.InvalidRequest, match="do not lie in a segment"):
+            segment.read(offset, size)
+        if 0 <= size <= 2 * PAGE:
+            with pytest.raises(membroker.InvalidRequest, match="do not lie in a segment"):
+                segment.write(offset, bytes(size))
+
+    def test_ranges_inside(self, client: membroker.Client, model: membroker.Model) -> None:
+        """The last byte is one of its bytes, and no bytes at all can be read and written anywhere."""
+        segment = model.create_segment("weights", 1)
+        segment.write(PAGE - 1, b"z")
+        assert segment.read(PAGE - 1, 1) == b"z"
+        assert len(segment.read(0, PAGE)) == PAGE
+        for offset in (0, 1, PAGE):
+            segment.write(offset, b"")
+            assert segment.read(offset, 0) == b""
+
+    @pytest.mark.parametrize(
+        "data", [b"abcd", bytearray(b"abcd"), memoryview(b"abcd"), np.frombuffer(b"abcd", np.uint16).reshape(2, 1)]
+    )
+    def test_anything_with_bytes(self, client: membroker.Client, model: membroker.Model, data: Any) -> None:
+        segment = model.create_segment("weights", 1)
+        segment.write(3, data)
+        assert segment.read(2, 6) == b"\0abcd\0"
+
+    @pytest.mark.parametrize("data", [None, "text", [1, 2], np.eye(4)[:, ::2], np.zeros(2, "datetime64[s]")])
+    def test_bytes_that_are_none(self, client: membroker.Client, model: membroker.Model, data: Any) -> None:
+        segment = model.create_segment("weights", 1)
+        with pytest.raises(membroker.InvalidRequest, match="is contiguous bytes, not"):
+            segment.write(0, data)
+
+    def test_an_array_of_nothing(self, client: membroker.Client, model: membroker.Model) -> None:
+        model.create_segment("weights", 1).write(0, np.zeros((0, 3)))
+
+    @pytest.mark.parametrize(("offset", "size"), [(0.0, 1), (0, 1.0), ("0", 1), (0, "1KiB"), (None, 1), (True, 1)])
+    def test_ranges_that_are_none(
+        self, client: membroker.Client, model: membroker.Model, offset: Any, size: Any
+    ) -> None:
+        segment, buffer = model.create_segment("weights", 1), model.allocate(1)
+        for call in (segment.read, segment.span, buffer.span):
+            with pytest.raises(membroker.InvalidRequest, match="is a whole number"):
+                call(offset, size)
+
+    def test_progress(self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A loader shows how far it is; what raises in between ends the write there."""
+        told: list[tuple[int, int]] = []
+
+        def tell(done: int, total: int) -> None:
+            told.append((done, total))
+
+        segment = model.create_segment("weights", 2 * PAGE)
+        segment.write(0, bytes(3 * MIB), tell)
+        assert told == [(3 * MIB, 3 * MIB)]
+        monkeypatch.setattr(segment_module, "CHUNK_BYTES", MIB)
+        data = bytes(range(256)) * (5 * MIB // 512)
+        told.clear()
+        segment.write(1, data, tell)
+        assert told == [(done, len(data)) for done in (MIB, 2 * MIB, len(data))]
+        assert segment.read(1, len(data)) == data
+        with pytest.raises(ZeroDivisionError):
+            segment.write(0, bytes(MIB) * 2, lambda *_: 1 / 0)
+        assert segment.read(MIB + 1, 255) == data[MIB : MIB + 255]
+
+
+@one_transport
+class TestViews:
+    def test_a_view_keeps_a_closed_segment(self, client: membroker.Client, model: membroker.Model) -> None:
+        sealed(model, data=b"hello")
+        segment = client.attach("weights")
+        view = segment.view()[:5]
+        segment.close()
+        assert segment.closed
+        assert bytes(view) == b"hello"
+        assert holders(client) == {"weights": 1}
+        del view
+        until(lambda: holders(client) == {"weights": 0})
+
+    def test_a_view_keeps_a_forgotten_client(self, daemon: Daemon, transport: str) -> None:
+        """A function returns an array over attached weights, and everything else of its own is garbage."""
+        with membroker.connect(daemon.endpoint(), transport=transport) as writer:
+            sealed(writer.register_model("m"), data=b"hello")
+
+            def attach() -> memoryview:
+                return membroker.connect(daemon.endpoint(), transport=transport).attach("weights").view()
+
+            view = attach()
+            gc.collect()
+            assert bytes(view[:5]) == b"hello"
+            assert holders(writer) == {"weights": 1}
+            del view
+            gc.collect()
+            until(lambda: holders(writer) == {"weights": 0} and len(daemon.sessions()) == 1)
+
+    def test_readers_cannot_write_through_a_view(self, client: membroker.Client, model: membroker.Model) -> None:
+        segment = model.create_segment("weights", 1)
+        segment.view()[:2] = b"ok"
+        segment.seal()
+        for each in (segment, client.attach("weights")):
+            view = each.view()
+            assert view.readonly
+            assert bytes(view[:2]) == b"ok"
+            with pytest.raises(TypeError):
+                view[0] = 1
+            with pytest.raises(ValueError):
+                np.asarray(view)[0] = 1
+
+    def test_no_seal_under_a_writable_view(self, client: membroker.Client, model: membroker.Model) -> None:
+        """An array over the segment is still in somebody's hands: writing to it after the seal would kill them."""
+        segment = model.create_segment("weights", 1)
+        for view in (segment.view(), segment.view()[3:5], np.asarray(segment.view())):
+            with pytest.raises(BufferError, match="view"):
+                segment.seal()
+            assert segment.writable
+            view[0] = 7
+            del view
+        with pytest.raises(membroker.SegmentNotSealed):
+            client.attach("weights", timeout=0)
+        segment.seal()
+        assert segment.read(0, 4) == b"\7\0\0\7"
+
+    def test_a_view_that_is_taken_during_the_seal(
+        self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another thread takes a view while the broker has not answered yet: it is read-only already."""
+        segment = model.create_segment("weights", 1)
+        views: list[memoryview] = []
+        transport = client._session.transport
+        ask = transport.seal_segment
+
+        def slow(generation: int) -> Any:
+            views.append(segment.view())
+            with pytest.raises(membroker.SegmentNotWritable):
+                segment.write(0, b"x")
+            return ask(generation)
+
+        monkeypatch.setattr(transport, "seal_segment", slow)
+        segment.seal()
+        assert views.pop().readonly
+
+    def test_a_seal_that_fails(
+        self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The broker could not seal it: it is being written as before, and can be sealed later."""
+        segment = model.create_segment("weights", 1)
+
+        def fail(generation: int) -> Any:
+            raise membroker.DeviceFailure("no")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(client._session.transport, "seal_segment", fail)
+            with pytest.raises(membroker.DeviceFailure):
+                segment.seal()
+        assert segment.writable
+        segment.view()[:2] = b"ok"
+        segment.seal()
+        assert segment.read(0, 2) == b"ok"
+
+    @pytest.mark.parametrize("lost_by", [KeyboardInterrupt(), membroker.BrokerUnavailable("gone")])
+    def test_a_seal_whose_answer_is_lost(
+        self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch, lost_by: BaseException
+    ) -> None:
+        """Others read it already: the writer, who does not know, can write no more, and asks again."""
+        segment = model.create_segment("weights", 1)
+        segment.write(0, b"sealed")
+        ask = client._session.transport.seal_segment
+
+        def lost(generation: int) -> Any:
+            ask(generation)
+            raise lost_by
+
+        with monkeypatch.context() as patch:
+            patch.setattr(client._session.transport, "seal_segment", lost)
+            with pytest.raises(type(lost_by)):
+                segment.seal()
+        with client.attach("weights") as attached:
+            with pytest.raises(membroker.SegmentNotWritable):
+                segment.write(0, b"broken")
+            assert segment.view().readonly
+            assert attached.read(0, 6) == b"sealed"
+        segment.seal()
+        with pytest.raises(membroker.SegmentNotWritable):
+            segment.seal()
