@@ -23,7 +23,8 @@ from membroker.managed.hints import (
     apply_migration_policy,
 )
 from membroker.vmm import AddressRange, DriverUnavailable, Location, MappedRange, PhysicalMemory
-from membroker.vmm.cuda.driver import CudaDriver, load_bindings
+from membroker.vmm.cuda.driver import CudaDriver
+from membroker.vmm.cuda.gpu import load_bindings
 from membroker.vmm.sizes import MIB
 
 pytestmark = pytest.mark.gpu
