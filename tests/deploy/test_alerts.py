@@ -29,6 +29,8 @@ from tests.support.honest_worker import spare_descriptors
 from tests.support.sizes import MIB
 from tests.support.workers import PAGE, Worker, worker, workers
 
+from membroker.v1 import admin_pb2
+
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yml"
 ALERTS = set(re.findall(r"- alert: (\w+)", RULES.read_text()))
 SECONDS = 60.0
@@ -156,6 +158,7 @@ def test_every_alert_fires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stde
         watch.until_fired("MembrokerDriverFallback")
         assert watch.firing() == {"MembrokerDriverFallback"}, "nothing else is wrong"
 
+        _guarantee_what_is_lent(daemon, watch)
         _make_a_child_keep_memory(daemon, watch, parent)
         lost.do(f"raw = Raw({str(daemon.endpoint())!r}, 'handoff'); raw.hello(); raw.socket.shutdown(2)")
         borrow(asker, daemon, "red", 2 * MIB)
@@ -175,6 +178,18 @@ def test_every_alert_fires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stde
         daemon.kill()
         watch.until_fired("MembrokerDown")
         assert watch.fired == ALERTS
+
+
+def _guarantee_what_is_lent(daemon: Daemon, watch: Prometheus) -> None:
+    with worker() as one, daemon.admin_stub() as admin:
+        borrow(one, daemon, "blue", 160 * MIB)
+        request = admin_pb2.SetQuotaRequest(name="tenants/red", guarantee_bytes=128 * MIB)
+        request.update_mask.paths.append("guarantee_bytes")
+        admin.SetQuota(request)
+        watch.until_fired("MembrokerGuaranteeShortfall")
+        request.ClearField("guarantee_bytes")
+        admin.SetQuota(request)
+        one.do("pool.close(); client.close()")
 
 
 def _make_a_child_keep_memory(daemon: Daemon, watch: Prometheus, parent: Worker) -> None:

@@ -231,9 +231,10 @@ def _guarantee_misfits(config: Config) -> Iterator[tuple[str, str]]:
     quotas = dict(quotas_of(config.tenants))
     for location, (_, key) in QUOTA_KEYS.items():
         for one in misfits(quotas, rules, location):
-            parts = ("tenants", one.tenant or "*", *(("models", one.model) if one.model else ()), key)
+            of_model = ("models", one.model) if one.model else ()
+            path = ("tenants", one.tenant, *of_model, key) if one.tenant else ("tenants",)
             sizes = size_text(one.size), size_text(one.most)
-            yield joined(parts), f"{one} would be {sizes[0]}, more than {one.bound}, {sizes[1]}; write at most that"
+            yield joined(path), f"{one} would be {sizes[0]}, more than {one.bound}, {sizes[1]}; write at most that"
 
 
 def _bounds(config: Config) -> Iterator[tuple[str, int | None, str, int | None]]:

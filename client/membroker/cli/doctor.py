@@ -25,10 +25,12 @@ from ..vmm.driver import DriverError, DriverUnavailable, Location
 from ..vmm.sizes import MIB, format_size
 from ..wire.names import DESCRIPTORS_IN_FLIGHT, MAX_SOCKET_PATH_BYTES, MAX_TENANT_CHARACTERS
 from . import tables
-from .admin import open_books
+from .admin import open_admin, open_books
 
 DESCRIPTORS_PER_SESSION = DESCRIPTORS_IN_FLIGHT + 1
 FEW_SESSIONS = 16
+GUARANTEE_STEP = 64 * MIB
+"""Engines take pages of up to this size."""
 DEFAULT_MAPPINGS = 65_530
 FEW_WATCHES = 8_192
 FEW_INSTANCES = 16
@@ -87,6 +89,7 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[C
         ("packages", check_packages),
         ("runtime directory", lambda: check_runtime_directory(env, os.geteuid())),
         ("broker", lambda: check_broker(endpoint, env)),
+        ("guarantees", lambda: check_guarantees(endpoint, env)),
     )
     return [_look(name, look) for name, look in looks]
 
@@ -278,6 +281,29 @@ def check_broker(endpoint: str | None, env: Mapping[str, str]) -> Check:
         return Check("broker", "warn", str(error), "name the endpoint with --endpoint DIR")
     capacity = ", ".join(f"{format_size(books.capacity_bytes)} ({where})" for where, books in device.locations.items())
     return Check("broker", "ok", f"membrokerd {device.version} on {device.uuid} lends {capacity}")
+
+
+def check_guarantees(endpoint: str | None, env: Mapping[str, str]) -> Check:
+    """Check that the guarantees of a running broker can be kept and used. Only an operator can ask for them."""
+    try:
+        with open_admin(endpoint, env) as admin:
+            locations = admin.device().locations
+            quotas = [quota for quota in admin.quotas(configured=True) if quota.guarantee_bytes]
+    except MembrokerError:
+        return Check("guarantees", "ok", "not checked: that needs a broker's admin endpoint")
+    for where, books in locations.items():
+        if books.guarantee_shortfall_bytes:
+            missing = format_size(books.guarantee_shortfall_bytes)
+            advice = "others have borrowed it and keep it until they release it: see `membroker models --admin`"
+            return Check("guarantees", "warn", f"{missing} of the {where} guarantees are not free now", advice)
+    for quota in quotas:
+        size = quota.guarantee_bytes or 0
+        if size % GUARANTEE_STEP:
+            found = f"{tables.short_name(quota.name)} is guaranteed {format_size(size)}"
+            step = format_size(GUARANTEE_STEP)
+            advice = f"make it a multiple of {step}: a pool with pages of that size cannot use the rest"
+            return Check("guarantees", "warn", found, advice)
+    return Check("guarantees", "ok", f"{len(quotas)} set, all of them can be kept" if quotas else "none is set")
 
 
 def _sysctl(name: str) -> int:

@@ -1,0 +1,195 @@
+"""Guarantees with real daemons and workers: memory that is kept for a tenant or a model, used or not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.support.daemons import DEFAULTS, Daemon, running, to_toml, until
+from tests.support.sizes import MIB
+from tests.system.test_reload import hang_up, reload, written
+
+import membroker
+from membroker import Client, MembrokerError, OutOfMemory
+from membroker.cli import doctor
+from membroker.cli.admin import Admin, Quota
+from membroker.v1 import admin_pb2
+from membroker.vmm import Location
+
+DEVICE = Location.DEVICE
+TENANTS: dict[str, Any] = {
+    "red": {"guarantee": "96MiB", "models": {"chat": {"guarantee": "64MiB", "limit": "128MiB"}}},
+    "blue": {},
+}
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with running({"tenants": TENANTS}) as one:  # of 256 MiB
+        yield one
+
+
+@pytest.fixture
+def red(daemon: Daemon) -> Iterator[Client]:
+    with membroker.connect(daemon.endpoint("red")) as client:
+        yield client
+
+
+@pytest.fixture
+def blue(daemon: Daemon) -> Iterator[Client]:
+    with membroker.connect(daemon.endpoint("blue")) as client:
+        yield client
+
+
+@pytest.fixture
+def admin(daemon: Daemon) -> Iterator[Admin]:
+    one = Admin(daemon.admin / "grpc.sock")
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("transport", ["handoff", "grpc"])
+def test_the_rest_is_for_everybody_and_the_guarantee_for_its_owner(
+    daemon: Daemon, red: Client, blue: Client, transport: Any
+) -> None:
+    """Blue gets all but what is kept, and is told why; red gets its guarantee although the rest is lent."""
+    with membroker.connect(daemon.endpoint("blue"), transport=transport) as client:
+        batch = client.register_model("batch")
+        assert batch.available().now_bytes == 160 * MIB
+        with pytest.raises(OutOfMemory, match=r"96\.0 MiB of the rest is kept for guarantees") as caught:
+            batch.allocate("162MiB")
+        assert (caught.value.level, caught.value.available_bytes) == ("capacity", 160 * MIB)
+        with batch.allocate("160MiB"):
+            chat = red.register_model("chat", limit="128MiB")
+            assert chat.available() == membroker.Available(96 * MIB, 128 * MIB, 64 * MIB)
+            other = red.register_model("other")
+            assert other.available().now_bytes == 32 * MIB, "the model's own 64 are kept for it in its tenant, too"
+            with other.allocate("32MiB"), chat.allocate("64MiB"):
+                assert batch.available().now_bytes == 0
+    until(lambda: blue.register_model("batch").available().now_bytes == 160 * MIB)
+
+
+def test_an_operator_sees_what_is_kept(daemon: Daemon, red: Client, admin: Admin) -> None:
+    with red.register_model("chat").allocate("16MiB"):
+        books = admin.device().locations["device"]
+        assert (books.reserved_bytes, books.guarantee_shortfall_bytes) == (80 * MIB, 0)
+        assert [one.books["device"].guarantee_bytes for one in admin.tenants()] == [0, 96 * MIB]
+        assert [one.books["device"].guarantee_bytes for one in red.models()] == [64 * MIB]
+        scrape = {
+            (one.name, tuple(one.labels[key] for key in ("tenant", "model") if key in one.labels)): one.value
+            for family in text_string_to_metric_families(daemon.metrics())
+            for one in family.samples
+            if one.labels.get("location") == "device"
+        }
+        assert scrape["membroker_device_reserved_bytes", ()] == 80 * MIB
+        assert scrape["membroker_device_guarantee_shortfall_bytes", ()] == 0
+        assert scrape["membroker_tenant_guarantee_bytes", ("red",)] == 96 * MIB
+        assert scrape["membroker_model_guarantee_bytes", ("red", "chat")] == 64 * MIB
+
+
+def test_a_command_outlives_the_daemon_and_takes_nothing_back(daemon: Daemon, blue: Client, admin: Admin) -> None:
+    """What stands in its way is told, and is kept as it is released."""
+    batch = blue.register_model("batch")
+    first, second = batch.allocate("100MiB"), batch.allocate("60MiB")
+    quota = admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 128 * MIB})
+    assert (quota.guarantee_bytes, quota.limit_bytes, quota.shortfall_bytes) == (128 * MIB, None, 32 * MIB)
+    assert batch.available().now_bytes == 0
+    second.close()
+    until(lambda: admin.device().locations["device"].guarantee_shortfall_bytes == 0)
+    assert batch.available().now_bytes == 28 * MIB
+    admin.close()
+    assert daemon.stop() == 0
+    daemon.start_again()
+    again = Admin(daemon.admin / "grpc.sock")
+    assert again.quotas() == [Quota("tenants/red", "device", None, 0, 128 * MIB)]
+    until(lambda: batch.available().now_bytes == 28 * MIB)
+    again.set_quota("tenants/red", DEVICE, {"guarantee_bytes": None})
+    assert again.quotas() == []
+    assert batch.available().now_bytes == 60 * MIB, "the configured 96 are in force again"
+    again.close()
+    first.close()
+
+
+def test_numbers_that_do_not_fit_are_refused(admin: Admin) -> None:
+    """Each refusal has the numbers, and nothing is changed by it."""
+    for name, sizes, said in (
+        ("red/models/chat", {"guarantee_bytes": 130 * MIB}, "the guarantee of tenants/red/models/chat would be 130"),
+        ("red/models/chat", {"limit_bytes": 32 * MIB}, r"more than its limit, 32\.0 MiB"),
+        ("red", {"guarantee_bytes": 32 * MIB}, "the guarantees of the models of tenants/red would be 64"),
+        ("blue", {"guarantee_bytes": 162 * MIB}, r"would be 258\.0 MiB of device memory, more than the capacity"),
+    ):
+        with pytest.raises(membroker.InvalidRequest, match=said) as caught:
+            admin.set_quota(f"tenants/{name}", DEVICE, sizes)
+        assert caught.value.reason == "QUOTA_CONFLICT"
+    assert admin.quotas() == []
+    assert {(one.name, one.guarantee_bytes, one.limit_bytes) for one in admin.quotas(configured=True)} == {
+        ("tenants/red", 96 * MIB, None),
+        ("tenants/red/models/chat", 64 * MIB, 128 * MIB),
+    }
+
+
+def test_a_field_that_the_mask_does_not_name_is_refused(admin: Admin) -> None:
+    """A client that forgets the mask would set less than it says."""
+    request = admin_pb2.SetQuotaRequest(name="tenants/red", guarantee_bytes=MIB)
+    for mask, said in ([], "update_mask does not name it"), (["guarantee_bytes", "weights"], "'weights' is not"):
+        request.update_mask.paths[:] = mask
+        with pytest.raises(MembrokerError, match=said):
+            admin._call("SetQuota", request)
+    assert admin.quotas() == []
+
+
+def test_a_reload_changes_guarantees_or_says_why_not(daemon: Daemon, blue: Client) -> None:
+    batch = blue.register_model("batch")
+    reload(daemon, tenants={**TENANTS, "red": {"guarantee": "192MiB"}})
+    assert batch.available().now_bytes == 64 * MIB
+    tenants = {"red": {"guarantee": "258MiB"}, "blue": {}}
+    said = hang_up(daemon, to_toml({**written(daemon), "tenants": tenants}), "would be")
+    assert "the configuration was not reloaded" in said
+    assert "258MiB" in said
+    assert batch.available().now_bytes == 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"limit": "4MiB", "guarantee": "8MiB"}, 'tenants.red.guarantee: the guarantee of tenants/red would be "8MiB"'),
+        ({"guarantee": "512MiB"}, 'tenants: the guarantees of all tenants together would be "512MiB", more than'),
+    ],
+)
+def test_a_configuration_that_cannot_be_kept_is_wrong(tmp_path: Path, keys: dict[str, str], said: str) -> None:
+    path = tmp_path / "membrokerd.toml"
+    path.write_text(to_toml({**DEFAULTS, "runtime_directory": str(tmp_path), "tenants": {"red": keys}}))
+    command = [sys.executable, "-m", "membrokerd.cli", "--config", str(path), "--check-config"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert f"{path}: {said}" in ran.stderr
+
+
+def test_a_check_of_the_configuration_counts_contexts(tmp_path: Path) -> None:
+    """Each guaranteed model needs room for its CUDA context, which the broker does not lend."""
+    models = {"a": {"guarantee": "1GiB"}, "b": {"guarantee": "1GiB"}}
+    keys = {"driver": "cuda", "headroom": "1GiB", "tenants": {"red": {"models": models}}}
+    path = tmp_path / "membrokerd.toml"
+    path.write_text(to_toml({"runtime_directory": str(tmp_path), **keys}))
+    command = [sys.executable, "-m", "membrokerd.cli", "--config", str(path), "--check-config"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, f"{path}: good\n")
+    assert "headroom: 2 models have a guarantee" in ran.stderr
+
+
+def test_the_doctor_looks_at_guarantees(daemon: Daemon, blue: Client, admin: Admin) -> None:
+    def check() -> doctor.Check:
+        return doctor.check_guarantees(str(daemon.admin), {})
+
+    assert check().advice.startswith("make it a multiple of 64.0 MiB"), "96 MiB is not"
+    admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 64 * MIB})
+    assert (check().status, check().found) == ("ok", "2 set, all of them can be kept")
+    with blue.register_model("batch").allocate("128MiB"):
+        admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 192 * MIB})
+        assert (check().status, check().found) == ("warn", "64.0 MiB of the device guarantees are not free now")
+    assert doctor.check_guarantees(str(daemon.endpoint("nobody")), {}).status == "ok", "it is not this user's to ask"
