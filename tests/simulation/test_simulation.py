@@ -252,9 +252,19 @@ def _models_are_not_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _tenants_are_not_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_models(self: Any, tenant: str, location: Any) -> int:
-        return self._unused_by_models(self._guarantees[location][tenant], location)
+        return self._unused_by_models(tenant, location)
 
     monkeypatch.setattr(Admission, "_reserved_for", of_models)
+
+
+def _a_sum_is_never_worked_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    unused = Admission._unused_by_models
+
+    def stale(self: Any, tenant: str, location: Any) -> int:
+        known = self._unused.get((tenant, location))
+        return unused(self, tenant, location) if known is None else known[1]
+
+    monkeypatch.setattr(Admission, "_unused_by_models", stale)
 
 
 # --- a stock with a fault ---
@@ -429,6 +439,7 @@ FAULTS = (
     _a_command_is_not_seen,
     _models_are_not_kept_for,
     _tenants_are_not_kept_for,
+    _a_sum_is_never_worked_out_again,
 )
 
 

@@ -13,7 +13,7 @@ from . import policy
 from .denied import Denied, Reason, deny
 from .events import Location, ModelName
 from .ledger import Ledger
-from .rows import Quota
+from .rows import Quota, TenantCharge
 
 
 class _Guarantees(NamedTuple):
@@ -43,6 +43,7 @@ class Admission:
 
     def refresh(self) -> None:
         """Work out again which guarantees are in force."""
+        self._unused: dict[tuple[str, Location], tuple[TenantCharge | None, int]] = {}
         self._guarantees = {where: dict(self._in_force(where)) for where in self._ledger.totals}
 
     def _in_force(self, location: Location) -> Iterator[tuple[str, _Guarantees]]:
@@ -76,11 +77,22 @@ class Admission:
         return max(0, self.reserved(location) - self._ledger.totals[location].free)
 
     def _reserved_for(self, tenant: str, location: Location) -> int:
-        row = self._guarantees[location][tenant]
-        return max(self._unused_by_models(row, location), row.own - self._ledger.tenant_lent(tenant, location))
+        own = self._guarantees[location][tenant].own
+        return max(self._unused_by_models(tenant, location), own - self._ledger.tenant_lent(tenant, location))
 
-    def _unused_by_models(self, row: _Guarantees, location: Location) -> int:
-        return sum(max(0, size - self._lent(name, location)) for name, size in row.models.items())
+    def _unused_by_models(self, tenant: str, location: Location) -> int:
+        """Return what the tenant's models have not borrowed of their guarantees.
+
+        The sum is kept until a charge of the tenant changes: the ledger then has a new record of it.
+        """
+        key = (tenant, location)
+        charge = self._ledger.tenants.get(key)
+        known = self._unused.get(key)
+        if known is None or known[0] is not charge:
+            models = self._guarantees[location][tenant].models
+            known = charge, sum(max(0, size - self._lent(name, location)) for name, size in models.items())
+            self._unused[key] = known
+        return known[1]
 
     def _lent(self, name: ModelName, location: Location) -> int:
         """Return what a model is charged, without what is releasing."""
@@ -117,7 +129,7 @@ class Admission:
         row = self._guarantees[location].get(name.tenant)
         if row is not None:
             own = max(0, row.models.get(name, 0) - self._lent(name, location))
-            unused = self._unused_by_models(row, location)
+            unused = self._unused_by_models(name.tenant, location)
             others, slack = unused - own, max(0, row.own - ledger.tenant_lent(name.tenant, location) - unused)
         limit = policy.tenant_limit(ledger, rules, name.tenant, location)
         if limit is not None:
