@@ -63,6 +63,8 @@ class Settling:
         self._at_audit: dict[ev.Location, int | None] = dict.fromkeys(books.rules.capacities)
         self._at_look = self._at_audit
         """As `_at_audit`, but of the last audit or death, whichever was later."""
+        self._before_drop: dict[int, int | None] = {}
+        """By segment: the last figure from before its drop began, if there was another one since."""
         self._lately: deque[tuple[int, dict[ev.Location, int | None]]] = deque()
         self._baseline: int | None = None
         """The part of the device's `unaccounted` that was there from the start, or whose suspects were named."""
@@ -89,6 +91,7 @@ class Settling:
         row = self._books.ledger.sessions.get(event.session)
         if row is None or row.state == "releasing":
             return
+        self._keep_references()
         self._see(event.seen)
         references = {location: self._reference(location, now) for location in self._used}
         self._resuming.give_up(row.session)
@@ -104,11 +107,20 @@ class Settling:
     def segment_dropped(self, row: SegmentRow, now: int) -> None:
         """Turn a segment's charge to releasing: a holder died, so a process may still have it mapped.
 
-        The broker itself held it until now, so its reference is the last figure. What was lent or released since then
-        is in the books but not in that figure, and would pass for this segment's memory: the next audit decides.
+        The broker itself held it until the drop began, so its reference is the last figure before that. What was lent
+        or released since then is in the books but not in that figure, and would pass for this segment's memory: the
+        next audit decides.
         """
         self._books.record(ft.SegmentMoved(row.segment, "dropped after a death"))
-        self.deaths.append(Death(row.segment, row.location, now, self._at_look[row.location]))
+        reference = self._before_drop.pop(row.segment, self._at_look[row.location])
+        self.deaths.append(Death(row.segment, row.location, now, reference))
+
+    def _keep_references(self) -> None:
+        """Keep the last figure for the segments that are being dropped: the next one may show their memory free."""
+        for segment in self._segments.dropping:
+            row = self._books.ledger.segments[segment]
+            if row.uncertain:
+                self._before_drop.setdefault(segment, self._at_look[row.location])
 
     def restarted(self, seen: ev.Seen, now: int) -> None:
         """Take over the deaths of an earlier daemon; later ones are measured from the last figure that it recorded.
@@ -141,6 +153,7 @@ class Settling:
 
     def audit(self, event: ev.Audit, now: int) -> None:
         """Take the device's figures, and credit the deaths that they prove."""
+        self._keep_references()
         self._see(event.seen)
         self._settle(now)
         before = self._at_audit["device"]

@@ -52,6 +52,8 @@ class Segments:
         self._waiting: list[Waiting] = []
         self._sealing: dict[int, ev.SealSegment] = {}
         """By segment: the request to seal it that is to be answered."""
+        self.dropping: set[int] = set()
+        """The segments whose descriptors the broker is closing."""
         self.deadline: int | None = None
         """When the first of the waiting attaches times out, in nanoseconds."""
 
@@ -304,6 +306,7 @@ class Segments:
 
     def dropped(self, event: ev.Dropped) -> SegmentRow:
         """Return the segment whose descriptors the broker has closed; it is gone, unless a holder of it died."""
+        self.dropping.discard(event.segment)
         row = self._books.ledger.segments[event.segment]
         if not row.uncertain:
             self._books.record(ft.SegmentEnded(row.segment, None))
@@ -337,6 +340,7 @@ class Segments:
         if row.state == "ending" and not busy:
             self._books.record(ft.SegmentMoved(row.segment, "last session left"))
             self._books.emit(fx.Drop(row.segment))
+            self.dropping.add(row.segment)
 
     # --- looking ---
 
