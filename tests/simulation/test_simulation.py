@@ -76,7 +76,8 @@ def test_a_world_can_be_told_as_a_transcript(seed: int) -> None:
 
 
 def _no_tenant_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "tenant_limit", lambda *_: None)
+    set_limit = policy.set_limit
+    monkeypatch.setattr(policy, "set_limit", lambda *of: set_limit(*of) if of[2][1] else None)
 
 
 def _no_commanded_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,9 +231,9 @@ def _owners_may_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     levels = Admission._levels
 
     def strict(self: Any, name: Any, location: Any) -> Any:
-        *lower, capacity = levels(self, name, location)
-        room = min(capacity.room, max(0, self._ledger.totals[location].free - self.reserved(location)))
-        return [*lower, capacity._replace(room=room)]
+        *lower, (*capacity, room) = levels(self, name, location)
+        left = max(0, self._ledger.totals[location].free - self.reserved(location))
+        return [*lower, (*capacity, min(room, left))]
 
     monkeypatch.setattr(Admission, "_levels", strict)
 

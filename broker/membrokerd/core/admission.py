@@ -23,14 +23,8 @@ class _Guarantees(NamedTuple):
     models: Mapping[ModelName, int]
 
 
-class _Level(NamedTuple):
-    """One bound of a debit: the reason of a refusal, the level's word, bytes used, its limit, and what still fits."""
-
-    reason: Reason
-    word: str
-    used: int
-    limit: int
-    room: int
+_Level = tuple[Reason, str, int, int, int]
+"""One bound of a debit: the reason of a refusal, the level's word, bytes used, its limit, and what still fits."""
 
 
 class Admission:
@@ -104,7 +98,7 @@ class Admission:
     def admit(self, name: ModelName, location: Location, size: int) -> Denied | None:
         """Return why a debit of `size` bytes is refused, or None: the model's limit, the tenant's, the capacity."""
         for level in self._levels(name, location):
-            if size > level.room:
+            if size > level[-1]:
                 return _over(level, name, location, size)
         return None
 
@@ -113,49 +107,51 @@ class Admission:
 
         `device_room` is what the device itself could hold besides; None: it cannot say.
         """
-        rooms = [level.room for level in self._levels(name, location)]
+        rooms = [room for *_, room in self._levels(name, location)]
         if device_room is not None:
             rooms.append(device_room)
         return max(0, min(rooms)) // self._rules.granularity * self._rules.granularity
 
     def _levels(self, name: ModelName, location: Location) -> list[_Level]:
         """Return each level that has a limit, the lowest first."""
-        ledger, rules, levels = self._ledger, self._rules, []
+        ledger, rules = self._ledger, self._rules
+        levels: list[_Level] = []
         limit = policy.model_limit(ledger, rules, name, location)
         if limit is not None:
             used = ledger.models[name].charges[location].bytes
-            levels.append(_Level(Reason.MODEL_LIMIT, "model", used, limit, limit - used))
+            levels.append((Reason.MODEL_LIMIT, "model", used, limit, limit - used))
         own = others = slack = 0
         row = self._guarantees[location].get(name.tenant)
         if row is not None:
             own = max(0, row.models.get(name, 0) - self._lent(name, location))
             unused = self._unused_by_models(name.tenant, location)
             others, slack = unused - own, max(0, row.own - ledger.tenant_lent(name.tenant, location) - unused)
-        limit = policy.tenant_limit(ledger, rules, name.tenant, location)
+        limit = policy.set_limit(ledger.quotas, rules, (name.tenant, None, location))
         if limit is not None:
             used = ledger.tenant_charged(name.tenant, location)
             room = max(limit - used - others, min(limit - used, own))
-            levels.append(_Level(Reason.TENANT_LIMIT, "tenant", used, limit, room))
+            levels.append((Reason.TENANT_LIMIT, "tenant", used, limit, room))
         total = ledger.totals[location]
-        room = total.free
+        room = free = total.capacity - total.lent - total.releasing
         if self._guarantees[location]:
-            room = min(room, own + slack + max(0, room - self.reserved(location)))
-        levels.append(_Level(Reason.CAPACITY, "capacity", total.charged, total.capacity, room))
+            room = min(free, own + slack + max(0, free - self.reserved(location)))
+        levels.append((Reason.CAPACITY, "capacity", total.capacity - free, total.capacity, room))
         return levels
 
 
 def _over(level: _Level, name: ModelName, location: Location, size: int) -> Denied:
-    reserved = level.limit - level.used - level.room
-    numbers = {"reserved_bytes": reserved} if reserved > 0 and level.room >= 0 else {}
+    reason, word, used, limit, room = level
+    reserved = limit - used - max(0, room)
+    numbers = {"reserved_bytes": reserved} if reserved > 0 else {}
     return deny(
-        level.reason,
-        level=level.word,
+        reason,
+        level=word,
         model=str(name),
         location=location,
         requested_bytes=size,
-        used_bytes=level.used,
-        available_bytes=max(0, level.room),
-        limit_bytes=level.limit,
+        used_bytes=used,
+        available_bytes=max(0, room),
+        limit_bytes=limit,
         **numbers,
     )
 

@@ -82,7 +82,7 @@ def shape_of_segment(rules: Rules, size: int) -> tuple[int, int, int]:
 
 
 def set_limit(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> int | None:
-    """Return the limit that operators have set: what is commanded, or else configured."""
+    """Return the limit that operators have set, as commanded or else configured. A tenant's is the one in force."""
     quota = quotas.get(key)
     if quota is not None and quota.limit is not None:
         return quota.limit
@@ -109,11 +109,6 @@ def model_limit(ledger: Ledger, rules: Rules, name: ModelName, location: Locatio
     if asked is None or ruled is None:
         return ruled if asked is None else asked
     return min(asked, ruled)
-
-
-def tenant_limit(ledger: Ledger, rules: Rules, tenant: str, location: Location) -> int | None:
-    """Return the tenant's limit in force: what is commanded, or else configured, or else every tenant's default."""
-    return set_limit(ledger.quotas, rules, (tenant, None, location))
 
 
 def check_extents(rules: Rules, location: Location, extent_bytes: int, count: int) -> Denied | None:

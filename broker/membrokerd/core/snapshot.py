@@ -230,7 +230,7 @@ def take_tenants(broker: Broker, configured: Iterable[str]) -> tuple[TenantView,
                 TenantLocationView(
                     where,
                     ledger.tenant_charged(tenant, where),
-                    policy.tenant_limit(ledger, broker.rules, tenant, where),
+                    policy.set_limit(ledger.quotas, broker.rules, (tenant, None, where)),
                     broker.admission.tenant_guarantee(tenant, where),
                 )
                 for where in ledger.totals

@@ -465,7 +465,7 @@ def test_ctrl_c_in_mid_load_leaves_nothing(daemon: Daemon, tmp_path: Path) -> No
         assert process.stdout.read() == b""
     assert err.splitlines()[-1].endswith("membroker: interrupted: no segment was made")
     assert "Traceback" not in err
-    assert daemon.models() == []
+    until(lambda: daemon.models() == [])
     until(lambda: is_clean(daemon))
 
 

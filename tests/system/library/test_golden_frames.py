@@ -59,7 +59,7 @@ LEFT_AT_ZERO = {
         *("CreateSegment", "SealSegment", "AttachSegment", "DetachSegment", "DeleteSegment"),
         *("RegisterModel", "UnregisterModel"),
     )
-} | {"membroker.v1.ModelBooks.releasing_bytes"}
+} | {"membroker.v1.ModelBooks.releasing_bytes", "membroker.v1.ModelBooks.guarantee_bytes"}
 each_vector = pytest.mark.parametrize("vector", VECTORS, ids=[vector["name"] for vector in VECTORS])
 
 
