@@ -82,6 +82,7 @@ def _troubles(config: Config) -> Iterator[str]:
     """Yield what is not wrong in the file but would be here and now, for this user."""
     from .config import descriptor_limits as limits
     from .config import quotas
+    from .device import CUDA_HEADROOM
     from .observe.suspects import CONTEXT_BYTES
 
     if config.state_directory and (why := quotas.trouble(config.state_directory)):
@@ -93,7 +94,8 @@ def _troubles(config: Config) -> Iterator[str]:
     ):
         yield why
     models = sum(1 for tenant in config.tenants.values() for model in tenant.models.values() if model.guarantee)
-    if config.headroom is not None and config.driver != "host" and config.headroom < models * CONTEXT_BYTES["cuda"]:
+    headroom = CUDA_HEADROOM if config.headroom is None else config.headroom
+    if config.driver != "host" and headroom < models * CONTEXT_BYTES["cuda"]:
         yield (
             f"headroom: {models} models have a guarantee, and each needs a CUDA context of about 600 MiB beside it: "
             "raise headroom, or let the workers declare their contexts"

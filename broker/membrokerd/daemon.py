@@ -20,7 +20,7 @@ from membroker.wire.frames import close_all
 
 from . import __version__
 from .config import quotas
-from .config.config import Config, ConfigError, TenantConfig
+from .config.config import Config, ConfigError, TenantConfig, without_guarantees
 from .config.descriptor_limits import (
     in_flight_is_bounded,
     raise_descriptor_limit,
@@ -127,9 +127,10 @@ class Daemon:
         self._store.keep_driver(plan.driver.survivors())
         rules = plan.rules(config, anchor, *self._bounds(), cover_lent(plan.capacities, books.charged))
         journal.epoch = self._home.next_epoch(max(journal.epoch, books.epoch, last_epoch(kept)))
-        check_guarantees(rules)
+        # More may be lent already than is configured now: that must not hide what the next start would refuse.
+        check_guarantees(replace(rules, capacities=plan.capacities))
         broker = Broker(rules, journal.epoch, [*books.story, *self._commanded()])
-        warn_of_guarantees(broker.ledger.quotas, rules)
+        warn_of_guarantees(broker.ledger.quotas, rules, self._config)
         self._begin_journal(journal, broker)
         writer = Writer(broker, journal, self._metrics.journal.observe)
         self._loop = Loop(
@@ -331,7 +332,7 @@ class Daemon:
         for name in changes.removed:
             holds = self._holdings(name)
             if holds:
-                tenants[name] = self._config.tenants[name]
+                tenants[name] = without_guarantees(self._config.tenants[name])
                 logs.warn(
                     "a removed tenant stays while it has sessions or memory: end them, then reload again", **holds
                 )
@@ -347,7 +348,7 @@ class Daemon:
         for name, tenant in tenants.items():
             self._doors.admit(name, tenant.uids)
         self._loop.broker.change_rules(changed_rules(self._loop.broker.rules, self._config))
-        warn_of_guarantees(self._loop.broker.ledger.quotas, self._loop.broker.rules)
+        warn_of_guarantees(self._loop.broker.ledger.quotas, self._loop.broker.rules, self._config)
         logs.set_level(self._config.log.level)
         if changes.fixed:
             logs.warn("these keys have changed and need a restart of the daemon", keys=list(changes.fixed))

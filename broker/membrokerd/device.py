@@ -111,16 +111,22 @@ def check_guarantees(rules: policy.Rules) -> None:
         raise DeviceError("; ".join(problems) + ": lower guarantees in the configuration")
 
 
-def warn_of_guarantees(quotas: Mapping[policy.Key, Quota], rules: policy.Rules) -> None:
-    """Log which guarantees cannot be kept because of quotas that were set by command."""
+def warn_of_guarantees(quotas: Mapping[policy.Key, Quota], rules: policy.Rules, config: Config) -> None:
+    """Log which guarantees cannot be kept because of quotas that were set by command, and which are for no tenant."""
     for where in rules.capacities:
         for one in misfits(quotas, rules, where):
-            logs.warn(f"{_misfit(one, where)}: lower one with `membroker quota set`")
+            logs.warn(f"{_misfit(one, where)}: see `membroker quota list --all`, and lower one by `quota set`")
+    kept = {tenant for (tenant, _, _), quota in quotas.items() if quota.guarantee}
+    for tenant in sorted(kept - config.tenants.keys()) if config.tenants else ():
+        logs.warn(
+            "memory is kept for a tenant that is not configured: `membroker quota set NAME --guarantee none` ends that",
+            tenant=tenant,
+        )
 
 
 def _misfit(one: Misfit, where: CoreLocation) -> str:
     sizes = format_size(one.size), format_size(one.most)
-    return f"{one} would be {sizes[0]} of {where} memory, more than {one.bound}, {sizes[1]}"
+    return f"{one.what} would be {sizes[0]} of {where} memory, more than {one.bound}, {sizes[1]}"
 
 
 def plan(config: Config) -> Plan:

@@ -60,7 +60,13 @@ class GuaranteesReferee:
             models = {one for one in ledger.models if one.tenant == tenant} | self._guaranteed(tenant, where)
             lent = {one: self._lent(one, where) + (more if one == name else 0) for one in models}
             of_models = sum(max(self._guarantee(one, where), lent[one]) for one in models)
-            needed += max(of_models, self._referee.set_for((tenant, None, where)).guarantee or 0)
+            limit, guarantee = self._referee.set_for((tenant, None, where))
+            term = max(of_models, guarantee or 0)
+            if limit is not None:  # what a tenant may not borrow is not kept for it
+                mine = more if name and name.tenant == tenant else 0
+                left = max(0, limit - ledger.tenant_charged(tenant, where) - mine)
+                term = min(term, sum(lent.values()) + left)
+            needed += term
         return needed
 
     def _guaranteed(self, tenant: str, where: ev.Location) -> set[ev.ModelName]:

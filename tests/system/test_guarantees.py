@@ -120,7 +120,7 @@ def test_numbers_that_do_not_fit_are_refused(admin: Admin) -> None:
     for name, sizes, said in (
         ("red/models/chat", {"guarantee_bytes": 130 * MIB}, "the guarantee of tenants/red/models/chat would be 130"),
         ("red/models/chat", {"limit_bytes": 32 * MIB}, r"more than its limit, 32\.0 MiB"),
-        ("red", {"guarantee_bytes": 32 * MIB}, "the guarantees of the models of tenants/red would be 64"),
+        ("red", {"guarantee_bytes": 32 * MIB}, "the guarantees of the models of tenants/red together would be 64"),
         ("blue", {"guarantee_bytes": 162 * MIB}, r"would be 258\.0 MiB of device memory, more than the capacity"),
     ):
         with pytest.raises(membroker.InvalidRequest, match=said) as caught:
@@ -158,7 +158,10 @@ def test_a_reload_changes_guarantees_or_says_why_not(daemon: Daemon, blue: Clien
     ("keys", "said"),
     [
         ({"limit": "4MiB", "guarantee": "8MiB"}, 'tenants.red.guarantee: the guarantee of tenants/red would be "8MiB"'),
-        ({"guarantee": "512MiB"}, 'tenants: the guarantees of all tenants together would be "512MiB", more than'),
+        (
+            {"guarantee": "512MiB"},
+            'tenants."*".guarantee: the guarantees of all tenants together would be "512MiB", more than capacity',
+        ),
     ],
 )
 def test_a_configuration_that_cannot_be_kept_is_wrong(tmp_path: Path, keys: dict[str, str], said: str) -> None:
@@ -193,3 +196,67 @@ def test_the_doctor_looks_at_guarantees(daemon: Daemon, blue: Client, admin: Adm
         admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 192 * MIB})
         assert (check().status, check().found) == ("warn", "64.0 MiB of the device guarantees are not free now")
     assert doctor.check_guarantees(str(daemon.endpoint("nobody")), {}).status == "ok", "it is not this user's to ask"
+
+
+def test_a_command_that_cannot_be_written_changes_nothing(daemon: Daemon, admin: Admin) -> None:
+    """The numbers of before are in force again, although they do not fit each other."""
+    kept = daemon.directory / "kept" / "host" / "quotas.toml"
+    admin.close()
+    assert daemon.stop() == 0
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text('[tenants.red]\nguarantee = "200MiB"\n[tenants.blue]\nguarantee = "200MiB"\n')
+    daemon.start_again()
+    until(lambda: "together would be 400.0 MiB of device memory" in daemon.log())
+    again = Admin(daemon.admin / "grpc.sock")
+    kept.with_name("quotas.toml.new").mkdir()
+    with pytest.raises(MembrokerError, match="cannot be kept in"):
+        again.set_quota("tenants/blue", DEVICE, {"guarantee_bytes": 100 * MIB})
+    assert [quota.guarantee_bytes for quota in again.quotas()] == [200 * MIB, 200 * MIB]
+    kept.with_name("quotas.toml.new").rmdir()
+    again.set_quota("tenants/blue", DEVICE, {"guarantee_bytes": 100 * MIB})
+    again.close()
+
+
+def test_memory_that_is_kept_for_nobody_is_told_and_can_be_freed(daemon: Daemon, admin: Admin) -> None:
+    """A tenant that was guaranteed something by command is no longer configured."""
+    admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 128 * MIB, "limit_bytes": 200 * MIB})
+    said = reload(daemon, tenants={"blue": {}})
+    assert "memory is kept for a tenant that is not configured" in said
+    assert admin.device().locations["device"].reserved_bytes == 128 * MIB
+    admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": None})
+    assert admin.device().locations["device"].reserved_bytes == 0
+    with pytest.raises(MembrokerError, match="there is no tenant 'red'"):
+        admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": MIB})
+    admin.set_quota("tenants/red", DEVICE, {"limit_bytes": None})
+
+
+def test_a_tenant_that_stays_after_its_removal_has_no_guarantee(daemon: Daemon, red: Client, admin: Admin) -> None:
+    """What it holds stays; what was kept for it may have been given to others by the same reload."""
+    with red.register_model("other").allocate("2MiB"):
+        said = reload(daemon, tenants={"blue": {"guarantee": "192MiB"}})
+        assert "a removed tenant stays" in said
+        books = admin.device().locations["device"]
+        assert (books.reserved_bytes, books.guarantee_shortfall_bytes) == (192 * MIB, 0)
+
+
+def test_a_guarantee_above_a_lower_limit_is_kept_up_to_the_limit(daemon: Daemon, blue: Client, admin: Admin) -> None:
+    """What a tenant may not borrow is kept for nobody."""
+    admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 128 * MIB})
+    reload(daemon, tenants={"red": {"limit": "64MiB"}, "blue": {}})
+    assert admin.device().locations["device"].reserved_bytes == 64 * MIB
+    assert blue.register_model("batch").available().now_bytes == 192 * MIB
+
+
+def test_numbers_that_no_memory_has(daemon: Daemon, admin: Admin) -> None:
+    """A file that was changed by hand does not break the listings."""
+    kept = daemon.directory / "kept" / "host" / "quotas.toml"
+    admin.close()
+    assert daemon.stop() == 0
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    size = (1 << 63) - 1
+    kept.write_text(f"[tenants.red]\nguarantee = {size}\n[tenants.blue]\nguarantee = {size}\n")
+    daemon.start_again()
+    again = Admin(daemon.admin / "grpc.sock")
+    assert again.device().locations["device"].reserved_bytes == size
+    assert [quota.guarantee_bytes for quota in again.quotas()] == [size, size]
+    again.close()

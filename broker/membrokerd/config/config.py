@@ -100,6 +100,12 @@ class TenantConfig(TenantQuotas):
     mode: checks.Mode | None = None
 
 
+def without_guarantees(tenant: TenantConfig) -> TenantConfig:
+    """Return a tenant's configuration with its limits and without its guarantees."""
+    models = {name: replace(model, guarantee=None, host_guarantee=None) for name, model in tenant.models.items()}
+    return replace(tenant, guarantee=None, host_guarantee=None, models=models)
+
+
 @dataclass(frozen=True, slots=True)
 class Config(Table):
     """All keys. Sizes in bytes; where it is None, the driver decides, or the memory that the device has.
@@ -210,7 +216,8 @@ def _misfits(config: Config, wrong: Mapping[str, str]) -> Iterator[tuple[str, st
     for key, size, limit_key, limit in _bounds(config):
         if size is not None and limit is not None and size > limit and limit_key not in wrong:
             yield key, f"{size_text(size)} is more than {limit_key}, {size_text(limit)}; write at most that"
-    yield from _guarantee_misfits(config)
+    if not wrong:
+        yield from _guarantee_misfits(config)
     if config.keeper_socket is not None and config.keeper_socket.parent == config.runtime_directory:
         yield (
             "keeper_socket",
@@ -232,9 +239,10 @@ def _guarantee_misfits(config: Config) -> Iterator[tuple[str, str]]:
     for location, (_, key) in QUOTA_KEYS.items():
         for one in misfits(quotas, rules, location):
             of_model = ("models", one.model) if one.model else ()
-            path = ("tenants", one.tenant, *of_model, key) if one.tenant else ("tenants",)
+            path = ("tenants", one.tenant, *of_model, key) if one.tenant else ("tenants", "*", key)
             sizes = size_text(one.size), size_text(one.most)
-            yield joined(path), f"{one} would be {sizes[0]}, more than {one.bound}, {sizes[1]}; write at most that"
+            bound = ("host_capacity" if location == "host" else "capacity") if one.tenant is None else one.bound
+            yield joined(path), f"{one.what} would be {sizes[0]}, more than {bound}, {sizes[1]}; write at most that"
 
 
 def _bounds(config: Config) -> Iterator[tuple[str, int | None, str, int | None]]:

@@ -17,10 +17,11 @@ from .rows import Quota, TenantCharge
 
 
 class _Guarantees(NamedTuple):
-    """A tenant's guarantees at one location: its own (0: none), and those of its models."""
+    """A tenant's guarantees at one location: its own (0: none), and those of its models; and its limit."""
 
     own: int
-    models: Mapping[ModelName, int]
+    models: dict[ModelName, int]
+    limit: int | None
 
 
 _Level = tuple[Reason, str, int, int, int]
@@ -37,18 +38,23 @@ class Admission:
 
     def refresh(self) -> None:
         """Work out again which guarantees are in force."""
-        self._unused: dict[tuple[str, Location], tuple[TenantCharge | None, int]] = {}
-        self._guarantees = {where: dict(self._in_force(where)) for where in self._ledger.totals}
-
-    def _in_force(self, location: Location) -> Iterator[tuple[str, _Guarantees]]:
-        """Yield the guarantees of each tenant: a model whose workers asked for a lower limit has no more than that."""
         ledger, rules = self._ledger, self._rules
-        for tenant, row in _set_guarantees(ledger.quotas, rules, location).items():
-            models = {}
-            for name, size in row.models.items():
-                limit = policy.model_limit(ledger, rules, name, location)
-                models[name] = size if limit is None else min(size, limit)
-            yield tenant, row._replace(models=models)
+        self._unused: dict[tuple[str, Location], tuple[TenantCharge | None, int]] = {}
+        self._guarantees = {where: _set_guarantees(ledger.quotas, rules, where) for where in ledger.totals}
+        for rows in self._guarantees.values():
+            for row in rows.values():
+                for name in row.models:
+                    self.refresh_model(name)
+
+    def refresh_model(self, name: ModelName) -> None:
+        """Work out a model's guarantee again: it began or ended, or its workers asked for another limit."""
+        for location, rows in self._guarantees.items():
+            row = rows.get(name.tenant)
+            if row is not None and name in row.models:
+                size = policy.set_guarantee(self._ledger.quotas, self._rules, (*name, location))
+                limit = policy.model_limit(self._ledger, self._rules, name, location)
+                row.models[name] = size if limit is None else min(size, limit)
+                self._unused.pop((name.tenant, location), None)
 
     # --- guarantees ---
 
@@ -60,19 +66,24 @@ class Admission:
     def tenant_guarantee(self, tenant: str, location: Location) -> int:
         """Return the bytes that a tenant is guaranteed: its own guarantee, or its models' if these are more."""
         row = self._guarantees[location].get(tenant)
-        return max(row.own, sum(row.models.values())) if row else 0
+        size = max(row.own, sum(row.models.values())) if row else 0
+        return min(size, policy.MAX_BYTES if row is None or row.limit is None else row.limit)
 
     def reserved(self, location: Location) -> int:
         """Return the free bytes that are kept for guarantees which are not used."""
-        return sum(self._reserved_for(tenant, location) for tenant in self._guarantees[location])
+        return min(policy.MAX_BYTES, sum(self._reserved_for(tenant, location) for tenant in self._guarantees[location]))
 
     def shortfall(self, location: Location) -> int:
         """Return how many bytes of the unused guarantees are not free, so that they could not be borrowed now."""
         return max(0, self.reserved(location) - self._ledger.totals[location].free)
 
     def _reserved_for(self, tenant: str, location: Location) -> int:
-        own = self._guarantees[location][tenant].own
-        return max(self._unused_by_models(tenant, location), own - self._ledger.tenant_lent(tenant, location))
+        """Return what is kept for a tenant: no more than its limit lets it borrow."""
+        own, _, limit = self._guarantees[location][tenant]
+        unused = max(self._unused_by_models(tenant, location), own - self._ledger.tenant_lent(tenant, location))
+        if limit is None:
+            return unused
+        return min(unused, max(0, limit - self._ledger.tenant_charged(tenant, location)))
 
     def _unused_by_models(self, tenant: str, location: Location) -> int:
         """Return what the tenant's models have not borrowed of their guarantees.
@@ -162,7 +173,7 @@ def _over(level: _Level, name: ModelName, location: Location, size: int) -> Deni
 class Misfit(NamedTuple):
     """Guarantees that cannot be kept: `size` bytes are more than `most`, which is what `bound` allows.
 
-    They are a model's, a tenant's (`model` is None), or those of all tenants (`tenant` is None, too).
+    They are a model's, a tenant's (`model` is None), or those of all tenants (`tenant` is None, too). `what` says so.
     """
 
     tenant: str | None
@@ -170,16 +181,7 @@ class Misfit(NamedTuple):
     bound: str
     size: int
     most: int
-
-    def __str__(self) -> str:
-        """Return what does not fit, as a part of a sentence."""
-        if self.tenant is None:
-            return "the guarantees of all tenants together"
-        of = f"tenants/{self.tenant}" + (f"/models/{self.model}" if self.model else "")
-        return f"the guarantees of the models of {of}" if self.bound == _OF_TENANT else f"the guarantee of {of}"
-
-
-_OF_TENANT = "the guarantee of the tenant"
+    what: str
 
 
 def misfits(quotas: Mapping[policy.Key, Quota], rules: policy.Rules, location: Location) -> Iterator[Misfit]:
@@ -193,17 +195,19 @@ def misfits(quotas: Mapping[policy.Key, Quota], rules: policy.Rules, location: L
         for name, size in row.models.items():
             limit = policy.set_limit(quotas, rules, (*name, location))
             if limit is not None and size > limit:
-                yield Misfit(tenant, name.model, "its limit", size, limit)
+                yield Misfit(tenant, name.model, "its limit", size, limit, f"the guarantee of {name}")
         of_models = sum(row.models.values())
+        together = f"the guarantees of the models of tenants/{tenant} together"
         if 0 < row.own < of_models:
-            yield Misfit(tenant, None, _OF_TENANT, of_models, row.own)
+            yield Misfit(tenant, None, "the guarantee of the tenant", of_models, row.own, together)
         needed = max(row.own, of_models)
-        limit = policy.set_limit(quotas, rules, (tenant, None, location))
-        if limit is not None and needed > limit:
-            yield Misfit(tenant, None, "its limit", needed, limit)
+        if row.limit is not None and needed > row.limit:
+            what = f"the guarantee of tenants/{tenant}" if row.own >= of_models else together
+            yield Misfit(tenant, None, "the limit of the tenant", needed, row.limit, what)
         total += needed
-    if total > rules.capacities[location]:
-        yield Misfit(None, None, "the capacity", total, rules.capacities[location])
+    capacity = rules.capacities[location]
+    if total > capacity:
+        yield Misfit(None, None, "the capacity", total, capacity, "the guarantees of all tenants together")
 
 
 def _set_guarantees(
@@ -213,13 +217,14 @@ def _set_guarantees(
     found: dict[str, _Guarantees] = {}
     keys = [key for key, quota in quotas.items() if quota.guarantee is not None]
     for key in sorted({*keys, *rules.guarantees}, key=lambda key: (key[0], key[1] or "")):
-        size = policy.set_guarantee(quotas, rules, key)
         tenant, model, where = key
+        size = policy.set_guarantee(quotas, rules, key)
         if where != location or not size:
             continue
-        row = found.get(tenant, _Guarantees(0, {}))
+        if tenant not in found:
+            found[tenant] = _Guarantees(0, {}, policy.set_limit(quotas, rules, (tenant, None, location)))
         if model is None:
-            found[tenant] = row._replace(own=size)
+            found[tenant] = found[tenant]._replace(own=size)
         else:
-            found[tenant] = row._replace(models={**row.models, ModelName(tenant, model): size})
+            found[tenant].models[ModelName(tenant, model)] = size
     return found

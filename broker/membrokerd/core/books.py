@@ -18,7 +18,6 @@ from .admission import Admission
 from .denied import Denied, Reason, deny
 from .ledger import replay
 
-_CHANGES_OF_LIMITS = frozenset((ft.QuotaSet, ft.ModelBegan, ft.ModelAsked, ft.ModelEnded))
 COUNTER_BITS = 40
 """The low bits of an id are a counter; those above it are the epoch."""
 _COUNTER_MAX = (1 << COUNTER_BITS) - 1
@@ -67,8 +66,10 @@ class Books:
     def record(self, fact: ft.Fact) -> None:
         """Change the ledger."""
         self.ledger.apply(fact)
-        if type(fact) in _CHANGES_OF_LIMITS:
+        if isinstance(fact, ft.QuotaSet):
             self.admission.refresh()
+        elif isinstance(fact, ft.ModelBegan | ft.ModelAsked | ft.ModelEnded):
+            self.admission.refresh_model(fact.name)
         self._facts.append(fact)
 
     def take_ids(self, count: int) -> range:

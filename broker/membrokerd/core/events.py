@@ -345,7 +345,10 @@ class InputsDrained:
 
 @value
 class SetQuota:
-    """An operator sets the quota of a model, or of a tenant (`model` is None). None leaves the configured number."""
+    """An operator sets the quota of a model, or of a tenant (`model` is None). None leaves the configured number.
+
+    `undo`: the numbers of a moment ago, because the command could not be written down. It is never refused.
+    """
 
     call: int
     tenant: str
@@ -353,6 +356,7 @@ class SetQuota:
     location: Location
     limit: int | None
     guarantee: int | None = None
+    undo: bool = False
 
 
 @value

@@ -121,8 +121,10 @@ class Models:
     def _refuse_quota(self, event: ev.SetQuota) -> Denied | None:
         books, key = self._books, (event.tenant, event.model, event.location)
         quotas, quota = books.ledger.quotas, Quota(event.limit, event.guarantee)
+        if event.undo:
+            return None
         if event.location not in books.rules.capacities:
-            if quota == Quota() and key in quotas:  # an earlier daemon may have lent there
+            if key in quotas and only_removes(quotas[key], quota):  # an earlier daemon may have lent there
                 return None
             return deny(Reason.LOCATION_UNAVAILABLE, location=event.location)
         for size in quota:
@@ -134,13 +136,18 @@ class Models:
             if was is None or misfit.size - misfit.most > was.size - was.most:  # a command may mend it step by step
                 return deny(
                     Reason.QUOTA_CONFLICT,
-                    what=str(misfit),
+                    what=misfit.what,
                     asked_bytes=misfit.size,
                     bound=misfit.bound,
                     limit_bytes=misfit.most,
                     location=event.location,
                 )
         return None
+
+
+def only_removes(before: Quota, after: Quota) -> bool:
+    """Say whether a quota only loses numbers."""
+    return all(new is None or new == old for old, new in zip(before, after, strict=True))
 
 
 def _conflict(row: ModelRow, event: ev.RegisterModel) -> Denied | None:

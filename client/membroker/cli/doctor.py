@@ -294,7 +294,10 @@ def check_guarantees(endpoint: str | None, env: Mapping[str, str]) -> Check:
     for where, books in locations.items():
         if books.guarantee_shortfall_bytes:
             missing = format_size(books.guarantee_shortfall_bytes)
-            advice = "others have borrowed it and keep it until they release it: see `membroker models --admin`"
+            advice = (
+                "others have borrowed it and keep it until they release it (`membroker models --admin`), or all "
+                "guarantees are more than the capacity (`membroker quota list --all`)"
+            )
             return Check("guarantees", "warn", f"{missing} of the {where} guarantees are not free now", advice)
     for quota in quotas:
         size = quota.guarantee_bytes or 0

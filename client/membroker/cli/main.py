@@ -35,10 +35,11 @@ context."""
 
 _QUOTA = """
 A limit is the most that a model, or all models of a tenant together, may borrow. A guarantee is memory that is kept for
-them: nobody else can borrow it, even while they do not use it. Guarantees must fit: a model's within its limit, those
-of a tenant's models within the tenant's guarantee and limit, and all of them within the capacity; otherwise the command
-is refused with the numbers. Memory that is lent already stays lent: if it stands in the way of a guarantee, the answer
-says how much (shortfall), and nothing more is lent to others until that is released."""
+them: nobody else can borrow it, even while they do not use it. A guarantee of 0 takes the place of a configured one.
+Guarantees must fit: a model's within its limit, those of a tenant's models within the tenant's guarantee and limit, and
+all of them within the capacity; otherwise the command is refused with the numbers. Memory that is lent already stays
+lent: if it stands in the way of a guarantee, the answer says how much (shortfall), and nothing more is lent to others
+until that is released."""
 
 _FORGET = """
 A session is detached when its process lives and has no connection: it has been stopped since before the last restart of
@@ -259,7 +260,7 @@ def _add_quota(subparsers: Commands) -> None:
         operate.quota_list,
         "the limits and guarantees that were set by command",
         "quota list\nquota list --all",
-    ).add_argument("--all", action="store_true", help="those in the configuration, too: all that are in force")
+    ).add_argument("--all", action="store_true", help="those in the configuration, too, with the numbers in force")
     change = add(
         actions,
         "set",

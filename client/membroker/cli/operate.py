@@ -53,7 +53,7 @@ def _notes_on(quota: Quota, sizes: Mapping[str, int | None], admin: Admin) -> It
             yield f"that is more than the capacity, {format_size(capacity)}, which is in force as well"
     if guarantee is not None and quota.shortfall_bytes:
         yield (
-            f"{format_size(quota.shortfall_bytes)} of the guarantees cannot be kept yet: others have borrowed that "
+            f"{format_size(quota.shortfall_bytes)} of all guarantees cannot be kept yet: others have borrowed that "
             "memory. They get nothing more until they have released it (`membroker tenants`)"
         )
     if (limit or guarantee) and quota.name not in _known(admin):

@@ -225,11 +225,11 @@ class Quota(google.protobuf.message.Message):
     """tenants/{tenant} or tenants/{tenant}/models/{model}"""
     location: membroker.v1.resources_pb2.Location.ValueType
     limit_bytes: builtins.int
-    """Absent: no limit is set by command."""
+    """Absent: no limit is set by command; with `ListQuotasRequest.all`: none is set at all."""
     used_bytes: builtins.int
     """What is charged now."""
     guarantee_bytes: builtins.int
-    """Absent: no guarantee is set by command."""
+    """Absent: as for the limit."""
     shortfall_bytes: builtins.int
     """6 is for a later version.
     How much of all guarantees at this location cannot be kept now: too little memory is free. It shrinks as workers

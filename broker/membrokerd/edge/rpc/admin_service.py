@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from datetime import UTC
 from typing import Any
 
@@ -17,6 +17,7 @@ from ...core import effects as fx
 from ...core import events as ev
 from ...core import policy, snapshot
 from ...core.denied import Denied, Reason, deny
+from ...core.models import only_removes
 from ...core.rows import Quota
 from ...drain import Drain
 from ...executor import Failure
@@ -84,22 +85,23 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         location = convert.parse_location(request.location)
         before = self._loop.broker.ledger.quotas.get((tenant, model, location), Quota())
         after = convert.changed_quota(before, request)
-        if after != Quota() or before == Quota():  # a quota of a removed tenant can still be removed
+        if before == Quota() or not only_removes(before, after):  # a quota of a removed tenant can still be removed
             self._check_tenant(tenant)
         await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, *after))
         try:
             self._keep_quotas()
         except OSError as error:  # nothing was lent under that limit: no other event was handled since the step
-            await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, *before))
+            await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, *before, undo=True))
             raise Refused(deny(Reason.INTERNAL, fault=_unkept(error))) from error
-        return self._quota(tenant, model, location)
+        return self._quota(tenant, model, location, self._shortfalls())
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
         """Return the limits that were set."""
         broker = self._loop.broker
         configured = {*broker.rules.limits, *broker.rules.guarantees} if request.all else set()
         rows = sorted({*broker.ledger.quotas, *configured}, key=lambda key: (key[0], key[1] or "", key[2]))
-        return pb.ListQuotasResponse(quotas=[self._quota(*key, in_force=request.all) for key in rows])
+        shortfalls = self._shortfalls()
+        return pb.ListQuotasResponse(quotas=[self._quota(*key, shortfalls, in_force=request.all) for key in rows])
 
     async def ForgetSession(self, request: pb.ForgetSessionRequest, context: Any) -> resources_pb2.Session:
         """End a detached session, and return its last state."""
@@ -163,7 +165,19 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise Refused(result)
         return result
 
-    def _quota(self, tenant: str, model: str | None, location: ev.Location, *, in_force: bool = False) -> pb.Quota:
+    def _shortfalls(self) -> dict[ev.Location, int]:
+        admission = self._loop.broker.admission
+        return {where: admission.shortfall(where) for where in self._loop.broker.ledger.totals}
+
+    def _quota(
+        self,
+        tenant: str,
+        model: str | None,
+        location: ev.Location,
+        shortfalls: Mapping[ev.Location, int],
+        *,
+        in_force: bool = False,
+    ) -> pb.Quota:
         """Return what is set by command, or else, with `in_force`, configured."""
         broker, key = self._loop.broker, (tenant, model, location)
         ledger = broker.ledger
@@ -181,7 +195,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             limit_bytes=quota.limit,
             guarantee_bytes=quota.guarantee,
             used_bytes=used,
-            shortfall_bytes=broker.admission.shortfall(location) if location in ledger.totals else 0,
+            shortfall_bytes=shortfalls.get(location, 0),
         )
 
 
