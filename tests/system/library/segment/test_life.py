@@ -118,8 +118,8 @@ class TestLife:
             model.create_segment("weights", 1)
         segment.close()
         until(lambda: not client.segments())
-        anew = model.create_segment("weights", 1)
-        assert anew.generation != segment.generation
+        again = model.create_segment("weights", 1)
+        assert again.generation != segment.generation
         with pytest.raises(membroker.SegmentNotFound):
             segment.delete()
         assert holders(client) == {"weights": 1}
