@@ -243,19 +243,6 @@ def _the_dead_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger.Ledger, "tenant_lent", ledger.Ledger.tenant_charged)
 
 
-def _a_command_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = books.Books.record
-
-    def unseen(self: Any, fact: ft.Fact) -> None:
-        if isinstance(fact, ft.QuotaSet):
-            self.ledger.apply(fact)
-            self._facts.append(fact)
-        else:
-            record(self, fact)
-
-    monkeypatch.setattr(books.Books, "record", unseen)
-
-
 def _models_are_not_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Admission, "_unused_by_models", lambda *_: 0)
 
@@ -265,16 +252,6 @@ def _tenants_are_not_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
         return self._unused_by_models(tenant, location)
 
     monkeypatch.setattr(Admission, "_reserved_for", of_models)
-
-
-def _a_sum_is_never_worked_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    unused = Admission._unused_by_models
-
-    def stale(self: Any, tenant: str, location: Any) -> int:
-        known = self._unused.get((tenant, location))
-        return unused(self, tenant, location) if known is None else known[1]
-
-    monkeypatch.setattr(Admission, "_unused_by_models", stale)
 
 
 # --- a stock with a fault ---
@@ -446,10 +423,8 @@ FAULTS = (
     _nothing_is_kept,
     _owners_may_not_use_it,
     _the_dead_use_it,
-    _a_command_is_not_seen,
     _models_are_not_kept_for,
     _tenants_are_not_kept_for,
-    _a_sum_is_never_worked_out_again,
 )
 
 
