@@ -151,10 +151,16 @@ def unprivileged(config: Mapping[str, Any], descriptors: int) -> Iterator[Daemon
             yield daemon
 
 
+_LOOKS = 200
+
+
 def spare_descriptors(pid: int, spare: int | None) -> None:
-    """Let a process of this user have `spare` descriptors more than it has open; None: as many as it may have."""
+    """Let a process of this user have `spare` descriptors more than it has open; None: as many as it may have.
+
+    What it has open for a moment only, as for a scrape, does not count: the lowest of many looks does.
+    """
     hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
-    limit = hard if spare is None else _lowest_unused(pid, spare)
+    limit = hard if spare is None else min(_lowest_unused(pid, spare) for _ in range(_LOOKS))
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, hard))
 
 
