@@ -84,6 +84,8 @@ class Loop:
         self.on_forget: list[Callable[[int], None]] = []
         self.on_audit: Callable[[], None] = lambda: None
         """Called ten times a second, or more often."""
+        self.observe_wait: Callable[[fx.Waited], None] = lambda waited: None
+        """Called when a request that waited for room waits no more."""
         self.figures: Figures = {}
         self.drain: Notice | None = None
         """The drain that goes on, as a session is told of it that begins, or goes on, in the middle of it."""
@@ -353,6 +355,7 @@ class Loop:
     async def stop(self, seconds: float) -> None:
         """Take no more requests, and wait for the packets that are being made."""
         self.broker.stopping = True
+        self.tell(ev.Elapsed())  # requests that wait are refused
         for timer in (self._audit_timer, self._deadline_timer):
             if timer is not None:
                 timer.cancel()
@@ -371,6 +374,7 @@ class Loop:
 _CARRY_OUT: dict[type[fx.Effect], Callable[[Loop, Any], None]] = {
     fx.Answer: Loop._answer,
     fx.DrainInputs: lambda loop, effect: loop.deferrals.add(effect.call),
+    fx.Waited: lambda loop, waited: loop.observe_wait(waited),
     fx.Make: Loop._make,
     fx.Send: lambda loop, send: loop._sends.append(send),
     fx.Stock: Loop._stock_later,

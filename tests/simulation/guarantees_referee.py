@@ -60,7 +60,7 @@ class GuaranteesReferee:
             models = {one for one in ledger.models if one.tenant == tenant} | self._guaranteed(tenant, where)
             lent = {one: self._lent(one, where) + (more if one == name else 0) for one in models}
             of_models = sum(max(self._guarantee(one, where), lent[one]) for one in models)
-            limit, guarantee = self._referee.set_for((tenant, None, where))
+            limit, guarantee, _ = self._referee.set_for((tenant, None, where))
             term = max(of_models, guarantee or 0)
             if limit is not None:  # what a tenant may not borrow is not kept for it
                 mine = more if name and name.tenant == tenant else 0
@@ -79,7 +79,7 @@ class GuaranteesReferee:
     def _guarantee(self, name: ev.ModelName, where: ev.Location) -> int:
         """Return what a model is guaranteed: at most its limits."""
         asked = self._referee.asked.get(name, {}).get(where) if name in self._broker.ledger.models else None
-        limit, guarantee = self._referee.set_for((*name, where))
+        limit, guarantee, _ = self._referee.set_for((*name, where))
         sizes = (guarantee, asked, limit)
         return min(size for size in sizes if size is not None)
 

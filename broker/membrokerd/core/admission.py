@@ -6,7 +6,7 @@ guarantees in force. Must never change the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from . import policy
@@ -39,7 +39,7 @@ class Admission:
     def refresh(self) -> None:
         """Work out again which guarantees are in force."""
         ledger, rules = self._ledger, self._rules
-        self._unused: dict[tuple[str, Location], tuple[TenantCharge | None, int]] = {}
+        self._unused_sums: dict[tuple[str, Location], tuple[TenantCharge | None, int]] = {}
         self._guarantees = {where: _set_guarantees(ledger.quotas, rules, where) for where in ledger.totals}
         for rows in self._guarantees.values():
             for row in rows.values():
@@ -54,7 +54,7 @@ class Admission:
                 size = policy.set_guarantee(self._ledger.quotas, self._rules, (*name, location))
                 limit = policy.model_limit(self._ledger, self._rules, name, location)
                 row.models[name] = size if limit is None else min(size, limit)
-                self._unused.pop((name.tenant, location), None)
+                self._unused_sums.pop((name.tenant, location), None)
 
     # --- guarantees ---
 
@@ -68,6 +68,20 @@ class Admission:
         row = self._guarantees[location].get(tenant)
         size = max(row.own, sum(row.models.values())) if row else 0
         return min(size, policy.MAX_BYTES if row is None or row.limit is None else row.limit)
+
+    def guarantees_of_models(self, location: Location) -> dict[ModelName, int]:
+        """Return the guarantee of each model that has one."""
+        return {name: size for row in self._guarantees[location].values() for name, size in row.models.items()}
+
+    def guaranteed_beside(self, location: Location, tenants: Collection[str]) -> int:
+        """Return what all tenants but these are guaranteed together."""
+        others = (one for one in self._guarantees[location] if one not in tenants)
+        return sum(self.tenant_guarantee(one, location) for one in others)
+
+    def is_guaranteed(self, name: ModelName, location: Location, size: int) -> bool:
+        """Say whether the model would stay within its own guarantee, or that of its tenant, with `size` more bytes."""
+        own, _, slack = self._unused(name, location)
+        return size <= own + slack
 
     def reserved(self, location: Location) -> int:
         """Return the free bytes that are kept for guarantees which are not used."""
@@ -92,17 +106,26 @@ class Admission:
         """
         key = (tenant, location)
         charge = self._ledger.tenants.get(key)
-        known = self._unused.get(key)
+        known = self._unused_sums.get(key)
         if known is None or known[0] is not charge:
             models = self._guarantees[location][tenant].models
-            known = charge, sum(max(0, size - self._lent(name, location)) for name, size in models.items())
-            self._unused[key] = known
+            known = charge, sum(max(0, size - self.lent(name, location)) for name, size in models.items())
+            self._unused_sums[key] = known
         return known[1]
 
-    def _lent(self, name: ModelName, location: Location) -> int:
+    def lent(self, name: ModelName, location: Location) -> int:
         """Return what a model is charged, without what is releasing."""
         row = self._ledger.models.get(name)
         return row.charges[location].bytes - row.charges[location].releasing if row else 0
+
+    def _unused(self, name: ModelName, location: Location) -> tuple[int, int, int]:
+        """Return what is not used of a model's guarantee, of its tenant's other models', and of the tenant's beyond."""
+        row = self._guarantees[location].get(name.tenant)
+        if row is None:
+            return 0, 0, 0
+        own = max(0, row.models.get(name, 0) - self.lent(name, location))
+        unused = self._unused_by_models(name.tenant, location)
+        return own, unused - own, max(0, row.own - self._ledger.tenant_lent(name.tenant, location) - unused)
 
     # --- debits ---
 
@@ -131,12 +154,7 @@ class Admission:
         if limit is not None:
             used = ledger.models[name].charges[location].bytes
             levels.append((Reason.MODEL_LIMIT, "model", used, limit, limit - used))
-        own = others = slack = 0
-        row = self._guarantees[location].get(name.tenant)
-        if row is not None:
-            own = max(0, row.models.get(name, 0) - self._lent(name, location))
-            unused = self._unused_by_models(name.tenant, location)
-            others, slack = unused - own, max(0, row.own - ledger.tenant_lent(name.tenant, location) - unused)
+        own, others, slack = self._unused(name, location)
         limit = policy.set_limit(ledger.quotas, rules, (name.tenant, None, location))
         if limit is not None:
             used = ledger.tenant_charged(name.tenant, location)

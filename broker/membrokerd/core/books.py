@@ -72,6 +72,11 @@ class Books:
             self.admission.refresh_model(fact.name)
         self._facts.append(fact)
 
+    @property
+    def recorded(self) -> int:
+        """How many facts this step has recorded."""
+        return len(self._facts)
+
     def take_ids(self, count: int) -> range:
         """Return `count` ids that were never used."""
         first = self._next_id

@@ -96,7 +96,7 @@ class Settling:
         references = {location: self._reference(location, now) for location in self._used}
         self._resuming.give_up(row.session)
         self._books.record(ft.SessionMoved(row.session, "process died", now))
-        self._lending.give_up(row)
+        self._lending.give_up(row, now)
         self._segments.give_up(row.session)
         self._segments.leave_all(row, "holder died")
         for location, reference in references.items():

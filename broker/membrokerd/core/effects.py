@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from .denied import Denied
 from .events import Location, ModelName, SegmentName
 from .values import value
@@ -115,6 +117,20 @@ class DrainInputs:
     call: int
 
 
+WaitResult = Literal["granted", "refused", "cancelled"]
+
+
+@value
+class Waited:
+    """A request of `size` bytes that waited for room, for `waited_ns`, waits no more."""
+
+    name: ModelName
+    location: Location
+    size: int
+    waited_ns: int
+    result: WaitResult
+
+
 @value
 class Make:
     """Create, export and send one packet of extents, if the device gate allows. Outcome: Made or NotMade.
@@ -202,4 +218,6 @@ class Forget:
     session: int
 
 
-Effect = Answer | DrainInputs | Make | Send | Stock | DropStock | Seal | Drop | NameSuspects | Disconnect | Forget
+Effect = (
+    Answer | DrainInputs | Waited | Make | Send | Stock | DropStock | Seal | Drop | NameSuspects | Disconnect | Forget
+)

@@ -159,7 +159,7 @@ class UnregisterModel:
 
 @value
 class Allocate:
-    """Borrow `count` extents of `extent_bytes`."""
+    """Borrow `count` extents of `extent_bytes`; wait at most `wait_ns` for room (None: as the rules say)."""
 
     call: int
     session: int
@@ -168,6 +168,7 @@ class Allocate:
     location: Location
     extent_bytes: int
     count: int
+    wait_ns: int | None = None
 
 
 @value
@@ -194,7 +195,7 @@ class Declare:
 
 @value
 class CreateSegment:
-    """Create a segment of `size` bytes under a model, to be written by this session."""
+    """Create a segment of `size` bytes under a model, to be written by this session; wait as `Allocate` does."""
 
     call: int
     session: int
@@ -202,6 +203,7 @@ class CreateSegment:
     name: SegmentName
     location: Location
     size: int
+    wait_ns: int | None = None
 
 
 @value
@@ -356,7 +358,18 @@ class SetQuota:
     location: Location
     limit: int | None
     guarantee: int | None = None
+    weight: int | None = None
     undo: bool = False
+
+
+@value
+class CancelWait:
+    """The caller of `call` does not want its answer any more: if the call waits for room, its wait ends.
+
+    A call that does not wait is not changed, nor is one that is not known.
+    """
+
+    call: int
 
 
 @value
@@ -400,4 +413,5 @@ Event = (
     | Audit
     | InputsDrained
     | SetQuota
+    | CancelWait
 )

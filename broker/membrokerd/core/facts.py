@@ -239,6 +239,7 @@ class QuotaSet:
     location: Location
     limit: int | None
     guarantee: int | None = None
+    weight: int | None = None
 
 
 Fact = (

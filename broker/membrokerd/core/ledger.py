@@ -213,7 +213,7 @@ class Ledger:
             self.totals[fact.location].unaccounted = fact.unaccounted
 
     def _quota_set(self, fact: facts.QuotaSet) -> None:
-        key, quota = (fact.tenant, fact.model, fact.location), Quota(fact.limit, fact.guarantee)
+        key, quota = (fact.tenant, fact.model, fact.location), Quota(fact.limit, fact.guarantee, fact.weight)
         if quota == Quota():
             self.quotas.pop(key, None)
         else:

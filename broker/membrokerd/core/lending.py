@@ -16,10 +16,10 @@ from . import facts as ft
 from . import policy
 from .books import Books
 from .denied import Denied, Reason, deny
-from .hearing import Hearing
 from .rows import SessionRow
 from .stock import Stock
 from .traffic import Call, Traffic
+from .waiting import Waiting
 
 _NOT_SENT = "it acknowledged a packet that it was not sent"
 
@@ -27,29 +27,25 @@ _NOT_SENT = "it acknowledged a packet that it was not sent"
 class Lending:
     """The calls of all sessions."""
 
-    def __init__(self, books: Books, stock: Stock, hearing: Hearing) -> None:
+    def __init__(self, books: Books, stock: Stock, waiting: Waiting) -> None:
         self._books = books
         self._stock = stock
-        self._hearing = hearing
+        self._waiting = waiting
         self._traffic: dict[int, Traffic] = {}
 
     def begin(self, session: int) -> None:
         """Begin with nothing in flight for a session."""
         self._traffic[session] = Traffic()
 
-    def forget(self, session: int) -> None:
+    def forget(self, session: int, now: int) -> None:
         """Drop what a session has in flight: it ended, or is resumed."""
-        self._hearing.give_up(session)
+        self._waiting.give_up(session, now)
         del self._traffic[session]
 
     def in_flight(self, session: int, request_id: int) -> bool:
-        """Say whether a request of this id is deferred or unanswered, or its packets are still unacknowledged."""
+        """Say whether a request of this id waits or is unanswered, or its packets are still unacknowledged."""
         traffic = self._traffic[session]
-        return (
-            request_id in traffic.calls
-            or request_id in traffic.unanswered
-            or (session in self._hearing.deferred and self._hearing.has(session, request_id))
-        )
+        return request_id in traffic.calls or request_id in traffic.unanswered or self._waiting.has(session, request_id)
 
     def making_of(self, session: int) -> bool:
         """Say whether packets of the session are being made."""
@@ -103,8 +99,8 @@ class Lending:
     def allocate(self, event: ev.Allocate, now: int) -> None:
         """Debit the whole call, then send it out in packets."""
         denied = self._refuse_allocate(event)
-        if denied:
-            self._hearing.refuse(event, denied, event.name)
+        if denied or self._waiting.is_behind(event):
+            self._waiting.refuse(event, denied, event.name, event.extent_bytes * event.count, now)
             return
         ids = self._books.take_ids(event.count)
         fact = ft.Debited(event.session, event.name, event.location, event.extent_bytes, ids.start, event.count)
@@ -134,6 +130,7 @@ class Lending:
             or self.refuse_call(event.session)
             or books.refuse_debit()
             or policy.check_extents(books.rules, event.location, event.extent_bytes, event.count)
+            or policy.check_wait(event.wait_ns)
             or books.admission.admit(event.name, event.location, event.extent_bytes * event.count)
         )
 
@@ -246,7 +243,7 @@ class Lending:
         if traffic.queue:
             self._issue(event.session)
 
-    def give_up(self, row: SessionRow) -> None:
+    def give_up(self, row: SessionRow, now: int) -> None:
         """Give up the calls of a session that is disconnected, leaving or dead; credit packets not yet begun."""
         traffic = self._traffic[row.session]
         for call in list(traffic.calls.values()):
@@ -255,7 +252,7 @@ class Lending:
                 self._abandon(row.session, call)
                 if call.done:
                     self._answer(traffic, row.session, call)
-        self._hearing.give_up(row.session)
+        self._waiting.give_up(row.session, now)
 
     def _abandon(self, session: int, call: Call) -> None:
         """Give up the packets of a call that still wait."""
@@ -325,15 +322,16 @@ class Lending:
                 return deny(Reason.EXTENT_NOT_FOUND, extent=extent)
         return None
 
-    def declare(self, event: ev.Declare) -> None:
+    def declare(self, event: ev.Declare, now: int) -> None:
         """Set a declaration; more is admitted like a debit, less is credited by the session's word."""
         denied = self._refuse_declare(event)
         if denied is None or denied.reason in policy.WANTS_OF_ROOM:
-            for older in self._hearing.take_older(event):
-                self.declare(older)
+            for older in self._waiting.take_older(event):
+                self.declare(older, now)
                 denied = self._refuse_declare(event)
-        if denied:
-            self._hearing.refuse(event, denied, event.name)
+        more = self._more_declared(event)
+        if denied or (more > 0 and self._waiting.is_behind(event)):
+            self._waiting.refuse(event, denied, event.name, more, now)
             return
         fact = ft.DeclarationSet(event.session, event.name, event.location, event.declared_bytes)
         self._books.record(fact)
@@ -349,8 +347,11 @@ class Lending:
             return deny(Reason.LOCATION_UNAVAILABLE, location=event.location)
         if not 0 <= event.declared_bytes <= policy.MAX_BYTES:
             return deny(Reason.INVALID_SIZE, size_bytes=event.declared_bytes, least_bytes=0, granularity_bytes=1)
-        charge = books.ledger.sessions[event.session].charges.get((event.name, event.location))
-        more = event.declared_bytes - (charge.declared if charge else 0)
+        more = self._more_declared(event)
         if more <= 0:
             return None
         return books.refuse_debit() or books.admission.admit(event.name, event.location, more)
+
+    def _more_declared(self, event: ev.Declare) -> int:
+        charge = self._books.ledger.sessions[event.session].charges.get((event.name, event.location))
+        return event.declared_bytes - (charge.declared if charge else 0)

@@ -1,6 +1,6 @@
 """The machine: `step(event, now)` is the only way into the core. It hands each event to the part that answers for it.
 
-The parts stand in a straight stack: books, stock, hearing, lending, segments, models, sessions, resuming, settling.
+The parts stand in a straight stack: books, stock, waiting, lending, segments, models, sessions, resuming, settling.
 Each is given the books and the parts below it that it uses, and knows nothing above it. Where one event concerns
 several parts, the machine calls them in turn.
 """
@@ -18,7 +18,6 @@ from .admission import Admission
 from .books import Books, Step
 from .deaths import Settling
 from .denied import Denied, Reason, deny
-from .hearing import Hearing
 from .ledger import Ledger
 from .lending import Lending
 from .models import Models
@@ -26,6 +25,7 @@ from .resuming import Resuming
 from .segments import Segments
 from .sessions import Sessions
 from .stock import Stock
+from .waiting import Waiting
 
 _Request = (
     ev.Goodbye
@@ -55,9 +55,9 @@ class Broker:
     def __init__(self, rules: policy.Rules, epoch: int, story: Iterable[ft.Fact] = ()) -> None:
         books = self.books = Books(rules, epoch, story)
         stock = self.stock = Stock(books)
-        hearing = self.hearing = Hearing(books)
-        lending = self.lending = Lending(books, stock, hearing)
-        segments = self.segments = Segments(books, stock, hearing, lending)
+        waiting = self.waiting = Waiting(books)
+        lending = self.lending = Lending(books, stock, waiting)
+        segments = self.segments = Segments(books, stock, waiting, lending)
         models = self.models = Models(books)
         sessions = self.sessions = Sessions(books, lending, segments)
         resuming = self.resuming = Resuming(books, lending, segments, sessions)
@@ -76,7 +76,7 @@ class Broker:
             ev.UnregisterModel: models.unregister,
             ev.Allocate: lending.allocate,
             ev.Release: lambda event, _: lending.release(event),
-            ev.Declare: lambda event, _: lending.declare(event),
+            ev.Declare: lending.declare,
             ev.CreateSegment: segments.create,
             ev.SealSegment: lambda event, _: segments.seal(event),
             ev.AttachSegment: segments.attach,
@@ -93,26 +93,38 @@ class Broker:
             ev.NotMade: self._not_made,
             ev.NotDelivered: self._not_delivered,
             ev.Audit: self._audit,
+            ev.InputsDrained: lambda event, now: self._decide(event.call, now),
             ev.SetQuota: lambda event, _: models.set_quota(event),
+            ev.CancelWait: waiting.cancel,
         }
 
     def step(self, event: ev.Event, now: int) -> Step:
         """Take one event at `now` (nanoseconds of CLOCK_BOOTTIME) and return what follows from it."""
         step = self.books.begin_step()
-        taken: Any = event
-        if isinstance(event, ev.InputsDrained):  # a request that was deferred
-            taken = self.hearing.inputs_drained(event)
-        denied = self._refuse_request(taken) if type(taken) in _REQUESTS else None
-        if denied:
-            self._answer_refused(taken, denied)
-        elif taken is not None:
-            self._handlers[type(taken)](taken, now)
+        self._take(event, now)
+        while self.waiting.deadline is not None and (call := self.waiting.next(now)) is not None:
+            self._decide(call, now)
         return step
+
+    def _take(self, event: Any, now: int) -> None:
+        denied = self._refuse_request(event) if type(event) in _REQUESTS else None
+        if denied:
+            self._answer_refused(event, denied)
+        else:
+            self._handlers[type(event)](event, now)
+
+    def _decide(self, call: int, now: int) -> None:
+        """Decide a request that has waited, for good; it may have been decided before."""
+        event = self.waiting.take(call)
+        if event is not None:
+            before = self.books.recorded
+            self._take(event, now)
+            self.waiting.decided(granted=self.books.recorded > before, now=now)  # a refusal records nothing
 
     @property
     def deadline(self) -> int | None:
         """When the core wants to hear `Elapsed`, in nanoseconds of CLOCK_BOOTTIME; None: not at all."""
-        return self.segments.deadline
+        return min((at for at in (self.segments.deadline, self.waiting.deadline) if at is not None), default=None)
 
     def change_rules(self, rules: policy.Rules) -> None:
         """Apply other limits and times from the next step on. Memory that is lent stays lent; no books change."""

@@ -110,24 +110,27 @@ class Models:
                 self._end_if_idle(row)
 
     def set_quota(self, event: ev.SetQuota) -> None:
-        """Set or remove the limit and the guarantee of a model or a tenant, as an operator orders."""
+        """Set or remove the limit, the guarantee and the weight of a model or a tenant, as an operator orders."""
         denied = self._refuse_quota(event)
         if denied:
             self._books.answer(event.call, denied)
             return
-        self._books.record(ft.QuotaSet(event.tenant, event.model, event.location, event.limit, event.guarantee))
+        quota = event.limit, event.guarantee, event.weight
+        self._books.record(ft.QuotaSet(event.tenant, event.model, event.location, *quota))
         self._books.answer(event.call, fx.Done())
 
     def _refuse_quota(self, event: ev.SetQuota) -> Denied | None:
         books, key = self._books, (event.tenant, event.model, event.location)
-        quotas, quota = books.ledger.quotas, Quota(event.limit, event.guarantee)
+        quotas, quota = books.ledger.quotas, Quota(event.limit, event.guarantee, event.weight)
         if event.undo:
             return None
         if event.location not in books.rules.capacities:
             if key in quotas and only_removes(quotas[key], quota):  # an earlier daemon may have lent there
                 return None
             return deny(Reason.LOCATION_UNAVAILABLE, location=event.location)
-        for size in quota:
+        if event.weight is not None and not 0 <= event.weight <= policy.MAX_WEIGHT:
+            return deny(Reason.INVALID_ARGUMENT, what=f"a weight is between 0 and {policy.MAX_WEIGHT:,}")
+        for size in (quota.limit, quota.guarantee):
             if size is not None and not 0 <= size <= policy.MAX_BYTES:
                 return deny(Reason.INVALID_SIZE, size_bytes=size, least_bytes=0, granularity_bytes=1)
         before = {misfit[:3]: misfit for misfit in misfits(quotas, books.rules, event.location)}

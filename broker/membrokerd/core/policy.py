@@ -22,13 +22,16 @@ WINDOW = names.WINDOW
 MAX_COUNT = names.MAX_EXTENTS_PER_CALL
 MAX_RELEASE = names.MAX_IDS_PER_FRAME
 MAX_BYTES = names.MAX_BYTES
+MAX_WEIGHT = 1_000
 MAX_WAIT_NS = names.MAX_ATTACH_SECONDS * 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the configuration says, in bytes, nanoseconds and counts. `limits` and `guarantees` of a tenant have no
-    model; `default_limits` are those of each tenant that has no limit of its own there.
+    """What the configuration says, in bytes, nanoseconds and counts. `limits`, `guarantees` and `weights` of a tenant
+    have no model; `default_limits` are those of each tenant that has no limit of its own there.
+
+    A request within its model's guarantee waits `guarantee_wait_ns` for room, if it does not say how long.
 
     A segment is made of extents of `segment_extent_bytes`, and one of the rest. `stock_extents` and `stock_bytes` are
     the most that is kept ready, all sizes together; 0: nothing.
@@ -39,9 +42,11 @@ class Rules:
     limits: Mapping[tuple[str, str | None, Location], int] = field(default_factory=dict)
     default_limits: Mapping[Location, int] = field(default_factory=dict)
     guarantees: Mapping[tuple[str, str | None, Location], int] = field(default_factory=dict)
+    weights: Mapping[tuple[str, str | None, Location], int] = field(default_factory=dict)
     anchor_bytes: int = 0
     settle_ns: int = 10_000_000_000
     model_grace_ns: int = 60_000_000_000
+    guarantee_wait_ns: int = 10_000_000_000
     max_sessions: int = 128
     max_sessions_per_process: int = 16
     max_sessions_per_tenant: int | None = None
@@ -62,8 +67,10 @@ def fixed(rules: Rules) -> Rules:
         limits={},
         default_limits={},
         guarantees={},
+        weights={},
         settle_ns=0,
         model_grace_ns=0,
+        guarantee_wait_ns=0,
         max_sessions_per_tenant=None,
         max_models_per_tenant=0,
     )
@@ -98,7 +105,15 @@ def set_guarantee(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> int:
 
 def set_quota(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> Quota:
     """Return what operators have set: each number as commanded, or else configured."""
-    return Quota(set_limit(quotas, rules, key), set_guarantee(quotas, rules, key) or None)
+    quota = quotas.get(key, Quota())
+    weight = rules.weights.get(key) if quota.weight is None else quota.weight
+    return Quota(set_limit(quotas, rules, key), set_guarantee(quotas, rules, key) or None, weight)
+
+
+def set_weight(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> int:
+    """Return the weight in force: what is commanded, or else configured, or else 1."""
+    quota = quotas.get(key)
+    return rules.weights.get(key, 1) if quota is None or quota.weight is None else quota.weight
 
 
 def model_limit(ledger: Ledger, rules: Rules, name: ModelName, location: Location) -> int | None:
@@ -122,6 +137,13 @@ def check_extents(rules: Rules, location: Location, extent_bytes: int, count: in
     if not 0 < count <= MAX_COUNT:
         return deny(Reason.INVALID_COUNT, count=count, max_count=MAX_COUNT)
     return None
+
+
+def check_wait(wait_ns: int | None) -> Denied | None:
+    """Return why a call cannot wait that long, or None."""
+    if wait_ns is None or 0 <= wait_ns <= MAX_WAIT_NS:
+        return None
+    return deny(Reason.INVALID_ARGUMENT, what="a wait is between 0 and 24 hours")
 
 
 def gate(free: int | None, size: int, reserve: int) -> bool:

@@ -90,7 +90,7 @@ class Resuming:
         del self.stated[session]
         row = self._books.ledger.sessions[session]
         self._segments.give_up_seals(session)
-        self._lending.forget(session)
+        self._lending.forget(session, now)
         self._lending.begin(session)
         self._reconcile(row, event)
         self._books.record(ft.SessionMoved(session, "resumed", now))

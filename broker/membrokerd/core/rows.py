@@ -21,10 +21,14 @@ class Loan(NamedTuple):
 
 
 class Quota(NamedTuple):
-    """What an operator has set for a model or a tenant at one location, in bytes. None leaves the configuration."""
+    """What an operator has set for a model or a tenant at one location: bytes, and a weight of 0 to `MAX_WEIGHT`.
+
+    None leaves the configuration.
+    """
 
     limit: int | None = None
     guarantee: int | None = None
+    weight: int | None = None
 
 
 @dataclass(slots=True)

@@ -19,11 +19,11 @@ from . import facts as ft
 from . import policy
 from .books import Books
 from .denied import Denied, Reason, deny
-from .hearing import Hearing
 from .lending import Lending
 from .rows import SegmentRow, SessionRow
 from .stock import Stock
 from .traffic import Call
+from .waiting import Waiting
 
 _WRITING = ("writing", "sealing")
 _TOLD = {"sealing": "writing", "dropping": "ending"}
@@ -31,7 +31,7 @@ _TOLD = {"sealing": "writing", "dropping": "ending"}
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingAttach:
     """An attach that waits for a seal."""
 
     call: int
@@ -44,12 +44,12 @@ class Waiting:
 class Segments:
     """The calls about segments, and those of them that wait."""
 
-    def __init__(self, books: Books, stock: Stock, hearing: Hearing, lending: Lending) -> None:
+    def __init__(self, books: Books, stock: Stock, waiting: Waiting, lending: Lending) -> None:
         self._books = books
         self._stock = stock
-        self._hearing = hearing
+        self._waiting = waiting
         self._lending = lending
-        self._waiting: list[Waiting] = []
+        self._attaches: list[WaitingAttach] = []
         self._sealing: dict[int, ev.SealSegment] = {}
         """By segment: the request to seal it that is to be answered."""
         self.dropping: set[int] = set()
@@ -63,8 +63,8 @@ class Segments:
         """Debit the whole segment, then make it for its writer packet by packet."""
         books, name = self._books, ev.ModelName(event.name.tenant, event.name.model)
         denied = self._refuse_create(event, name)
-        if denied:
-            self._hearing.refuse(event, denied, name)
+        if denied or self._waiting.is_behind(event):
+            self._waiting.refuse(event, denied, name, event.size, now)
             return
         extent, last, count = policy.shape_of_segment(books.rules, event.size)
         segment, ids = books.take_ids(1)[0], books.take_ids(count)
@@ -92,6 +92,7 @@ class Segments:
             self._lending.refuse_call(event.session)
             or books.refuse_debit()
             or policy.check_extents(books.rules, event.location, event.size, 1)
+            or policy.check_wait(event.wait_ns)
             or self._refuse_one_more(event)
             or books.admission.admit(name, event.location, event.size)
         )
@@ -188,7 +189,8 @@ class Segments:
                 return
             self._lending.wait(event.session, event.request_id)
             deadline = now + event.wait_ns
-            self._waiting.append(Waiting(event.call, event.session, event.request_id, row.segment, deadline))
+            waiting = WaitingAttach(event.call, event.session, event.request_id, row.segment, deadline)
+            self._attaches.append(waiting)
             self.deadline = deadline if self.deadline is None else min(deadline, self.deadline)
         elif isinstance(row, SegmentRow) and row.state == "sealed":
             self._begin_attach(event.call, event.session, event.request_id, row)
@@ -204,14 +206,12 @@ class Segments:
             return deny(Reason.OBSERVER)
         if event.name.tenant != row.tenant:
             return deny(Reason.SEGMENT_NOT_FOUND, segment=str(event.name))
-        if not 0 <= event.wait_ns <= policy.MAX_WAIT_NS:
-            return deny(Reason.INVALID_ARGUMENT, what="a wait is between 0 and 24 hours")
-        return self._lending.refuse_call(event.session) or books.refuse_debit()
+        return policy.check_wait(event.wait_ns) or self._lending.refuse_call(event.session) or books.refuse_debit()
 
     def _refuse_waiting(self, tenant: str) -> Denied | None:
         """Return why no more attaches of a tenant may wait, or None: one seal begins all of them in one step."""
         segments, limit = self._books.ledger.segments, self._books.rules.max_waiting_per_tenant
-        if sum(1 for one in self._waiting if segments[one.segment].name.tenant == tenant) < limit:
+        if sum(1 for one in self._attaches if segments[one.segment].name.tenant == tenant) < limit:
             return None
         return deny(Reason.TOO_MANY_REQUESTS, limit=limit, whose="tenant", calls="attaches that wait for a seal")
 
@@ -377,13 +377,13 @@ class Segments:
         segment = ledger.labels.get(name)
         return [] if segment is None else [ledger.segments[segment]]
 
-    def _take_waiting(self, wanted: Callable[[Waiting], bool]) -> list[Waiting]:
+    def _take_waiting(self, wanted: Callable[[WaitingAttach], bool]) -> list[WaitingAttach]:
         """Remove the waiting attaches that are `wanted`, and return them in the order of their requests."""
-        taken = [one for one in self._waiting if wanted(one)]
+        taken = [one for one in self._attaches if wanted(one)]
         if not taken:
             return taken
-        self._waiting = [one for one in self._waiting if not wanted(one)]
-        self.deadline = min((one.deadline for one in self._waiting), default=None)
+        self._attaches = [one for one in self._attaches if not wanted(one)]
+        self.deadline = min((one.deadline for one in self._attaches), default=None)
         for one in taken:
             self._lending.wait_no_more(one.session, one.request_id)
         return taken

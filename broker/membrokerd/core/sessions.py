@@ -71,7 +71,7 @@ class Sessions:
         """Note that the session has lost its connection, and give up what is in flight to it."""
         if row.state in ("open", "leaving"):
             self._books.record(ft.SessionMoved(row.session, "connection lost", now))
-            self._lending.give_up(row)
+            self._lending.give_up(row, now)
             self._segments.give_up(row.session)
 
     def goodbye(self, event: ev.Goodbye, now: int) -> None:
@@ -82,7 +82,7 @@ class Sessions:
             return
         self._books.record(ft.SessionMoved(row.session, "goodbye", now))
         self._books.answer(event.call, fx.Done())
-        self._lending.give_up(row)
+        self._lending.give_up(row, now)
         self._segments.give_up(row.session)
         self._segments.writer_leaves(row)
         self.finish_leaving(row, now)
@@ -106,5 +106,5 @@ class Sessions:
     def end(self, row: SessionRow, now: int) -> None:
         """Remove a session whose charges are all credited."""
         self._books.record(ft.SessionEnded(row.session, now))
-        self._lending.forget(row.session)
+        self._lending.forget(row.session, now)
         self._books.emit(fx.Forget(row.session))

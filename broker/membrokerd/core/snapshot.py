@@ -36,11 +36,13 @@ class LocationView:
     unaccounted: int | None
     reserved: int
     shortfall: int
+    waiting: int
+    waiting_requests: int
 
 
 @value
 class ModelLocationView:
-    """A model's charge at one location; `limit` and `guarantee` are those in force."""
+    """A model's charge at one location, and what its requests wait for; the quota is the one in force."""
 
     location: Location
     used: int
@@ -51,6 +53,9 @@ class ModelLocationView:
     extents: int
     limit: int | None
     guarantee: int
+    weight: int
+    waiting: int
+    waiting_requests: int
 
 
 @value
@@ -68,12 +73,14 @@ class ModelView:
 
 @value
 class TenantLocationView:
-    """A tenant's charge at one location; `limit` and `guarantee` are those in force."""
+    """A tenant's charge at one location, and what its requests wait for; the quota is the one in force."""
 
     location: Location
     used: int
     limit: int | None
     guarantee: int
+    weight: int
+    waiting: int
 
 
 @value
@@ -146,6 +153,7 @@ def take_locations(broker: Broker) -> tuple[LocationView, ...]:
             broker.settling.shown(where),
             broker.admission.reserved(where),
             broker.admission.shortfall(where),
+            *broker.waiting.of_location(where),
         )
         for where, t in broker.ledger.totals.items()
     )
@@ -173,6 +181,8 @@ def take_model(broker: Broker, name: ModelName) -> ModelView:
                 charge.extents,
                 policy.model_limit(broker.ledger, broker.rules, row.name, where),
                 broker.admission.model_guarantee(row.name, where),
+                policy.set_weight(broker.ledger.quotas, broker.rules, (*row.name, where)),
+                *broker.waiting.of_model(row.name, where),
             )
             for where, charge in row.charges.items()
         ),
@@ -232,6 +242,8 @@ def take_tenants(broker: Broker, configured: Iterable[str]) -> tuple[TenantView,
                     ledger.tenant_charged(tenant, where),
                     policy.set_limit(ledger.quotas, broker.rules, (tenant, None, where)),
                     broker.admission.tenant_guarantee(tenant, where),
+                    policy.set_weight(ledger.quotas, broker.rules, (tenant, None, where)),
+                    broker.waiting.of_location(where, tenant)[0],
                 )
                 for where in ledger.totals
             ),

@@ -126,8 +126,8 @@ def to_event(session: int, tenant: str, request_id: int, request: Message) -> Ma
     match request:
         case bpb.AllocateExtentsRequest():
             name, location = parse_model(request.model), parse_location(request.location)
-            size, count = request.extent_bytes, request.count
-            return lambda call: ev.Allocate(call, session, request_id, name, location, size, count)
+            size, count, wait_ns = request.extent_bytes, request.count, _wait_ns(request)
+            return lambda call: ev.Allocate(call, session, request_id, name, location, size, count, wait_ns)
         case bpb.ReleaseExtentsRequest():
             ids = tuple(request.extent_ids)
             return lambda call: ev.Release(call, session, request_id, ids)
@@ -138,12 +138,13 @@ def to_event(session: int, tenant: str, request_id: int, request: Message) -> Ma
         case bpb.CreateSegmentRequest():
             name, location, size = parse_model(request.model), parse_location(request.location), request.size_bytes
             segment = parse_segment(f"{name}/segments/{request.segment_id}")
-            return lambda call: ev.CreateSegment(call, session, request_id, segment, location, size)
+            wait_ns = _wait_ns(request)
+            return lambda call: ev.CreateSegment(call, session, request_id, segment, location, size, wait_ns)
         case bpb.SealSegmentRequest():
             generation = request.generation
             return lambda call: ev.SealSegment(call, session, request_id, generation)
         case bpb.AttachSegmentRequest():
-            segment, wait_ns = parse_segment(request.name), request.wait.seconds * 1_000_000_000 + request.wait.nanos
+            segment, wait_ns = parse_segment(request.name), _wait_ns(request) or 0
             return lambda call: ev.AttachSegment(call, session, request_id, segment, wait_ns)
         case bpb.DetachSegmentRequest():
             generation = request.generation
@@ -158,6 +159,11 @@ def to_event(session: int, tenant: str, request_id: int, request: Message) -> Ma
             return lambda call: ev.UnregisterModel(call, session, request_id, name)
         case _:
             raise AssertionError(f"no event for {type(request).__name__}")
+
+
+def _wait_ns(request: bpb.AllocateExtentsRequest | bpb.CreateSegmentRequest | bpb.AttachSegmentRequest) -> int | None:
+    wait = request.wait
+    return wait.seconds * 1_000_000_000 + wait.nanos if request.HasField("wait") else None
 
 
 def _registration(session: int, tenant: str, request_id: int, request: bpb.RegisterModelRequest) -> MakeEvent:

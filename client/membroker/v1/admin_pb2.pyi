@@ -99,6 +99,8 @@ class TenantBooks(google.protobuf.message.Message):
     USED_BYTES_FIELD_NUMBER: builtins.int
     LIMIT_BYTES_FIELD_NUMBER: builtins.int
     GUARANTEE_BYTES_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
+    WAITING_BYTES_FIELD_NUMBER: builtins.int
     location: membroker.v1.resources_pb2.Location.ValueType
     used_bytes: builtins.int
     """What its models are charged: lent + releasing."""
@@ -106,6 +108,10 @@ class TenantBooks(google.protobuf.message.Message):
     """The limit in force, commanded or configured. Absent: only the capacity applies."""
     guarantee_bytes: builtins.int
     """The guarantee in force: its own, or the sum of its models' if that is more."""
+    weight: builtins.int
+    """The weight in force."""
+    waiting_bytes: builtins.int
+    """What its models wait for."""
     def __init__(
         self,
         *,
@@ -113,9 +119,11 @@ class TenantBooks(google.protobuf.message.Message):
         used_bytes: builtins.int = ...,
         limit_bytes: builtins.int | None = ...,
         guarantee_bytes: builtins.int = ...,
+        weight: builtins.int = ...,
+        waiting_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "used_bytes", b"used_bytes", "waiting_bytes", b"waiting_bytes", "weight", b"weight"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_limit_bytes", b"_limit_bytes"]) -> typing.Literal["limit_bytes"] | None: ...
 
 global___TenantBooks = TenantBooks
@@ -178,6 +186,7 @@ class SetQuotaRequest(google.protobuf.message.Message):
     LOCATION_FIELD_NUMBER: builtins.int
     LIMIT_BYTES_FIELD_NUMBER: builtins.int
     GUARANTEE_BYTES_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
     UPDATE_MASK_FIELD_NUMBER: builtins.int
     name: builtins.str
     """tenants/{tenant} or tenants/{tenant}/models/{model}"""
@@ -187,11 +196,13 @@ class SetQuotaRequest(google.protobuf.message.Message):
     """Absent: the command ends, and the configured limit applies again."""
     guarantee_bytes: builtins.int
     """Memory that is kept for the model or the tenant: nobody else can borrow it. Absent: as for the limit."""
+    weight: builtins.int
+    """How memory above the guarantees is divided, 0 to 1,000; 1 without it. 0: gets only what nobody with a weight wants.
+    Absent: as for the limit.
+    """
     @property
     def update_mask(self) -> google.protobuf.field_mask_pb2.FieldMask:
-        """5 is for a later version.
-        Which of `limit_bytes` and `guarantee_bytes` are set or, if absent, removed. Empty: `limit_bytes` alone.
-        """
+        """Which of `limit_bytes`, `guarantee_bytes` and `weight` are set or, if absent, removed. Empty: `limit_bytes` alone."""
 
     def __init__(
         self,
@@ -200,14 +211,17 @@ class SetQuotaRequest(google.protobuf.message.Message):
         location: membroker.v1.resources_pb2.Location.ValueType = ...,
         limit_bytes: builtins.int | None = ...,
         guarantee_bytes: builtins.int | None = ...,
+        weight: builtins.int | None = ...,
         update_mask: google.protobuf.field_mask_pb2.FieldMask | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_guarantee_bytes", b"_guarantee_bytes", "_limit_bytes", b"_limit_bytes", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "update_mask", b"update_mask"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_guarantee_bytes", b"_guarantee_bytes", "_limit_bytes", b"_limit_bytes", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "name", b"name", "update_mask", b"update_mask"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_guarantee_bytes", b"_guarantee_bytes", "_limit_bytes", b"_limit_bytes", "_weight", b"_weight", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "update_mask", b"update_mask", "weight", b"weight"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_guarantee_bytes", b"_guarantee_bytes", "_limit_bytes", b"_limit_bytes", "_weight", b"_weight", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "name", b"name", "update_mask", b"update_mask", "weight", b"weight"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_guarantee_bytes", b"_guarantee_bytes"]) -> typing.Literal["guarantee_bytes"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_limit_bytes", b"_limit_bytes"]) -> typing.Literal["limit_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_weight", b"_weight"]) -> typing.Literal["weight"] | None: ...
 
 global___SetQuotaRequest = SetQuotaRequest
 
@@ -220,6 +234,7 @@ class Quota(google.protobuf.message.Message):
     LIMIT_BYTES_FIELD_NUMBER: builtins.int
     USED_BYTES_FIELD_NUMBER: builtins.int
     GUARANTEE_BYTES_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
     SHORTFALL_BYTES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """tenants/{tenant} or tenants/{tenant}/models/{model}"""
@@ -230,9 +245,10 @@ class Quota(google.protobuf.message.Message):
     """What is charged now."""
     guarantee_bytes: builtins.int
     """Absent: as for the limit."""
+    weight: builtins.int
+    """Absent: as for the limit."""
     shortfall_bytes: builtins.int
-    """6 is for a later version.
-    How much of all guarantees at this location cannot be kept now: too little memory is free. It shrinks as workers
+    """How much of all guarantees at this location cannot be kept now: too little memory is free. It shrinks as workers
     release memory.
     """
     def __init__(
@@ -243,14 +259,17 @@ class Quota(google.protobuf.message.Message):
         limit_bytes: builtins.int | None = ...,
         used_bytes: builtins.int = ...,
         guarantee_bytes: builtins.int | None = ...,
+        weight: builtins.int | None = ...,
         shortfall_bytes: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_guarantee_bytes", b"_guarantee_bytes", "_limit_bytes", b"_limit_bytes", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_guarantee_bytes", b"_guarantee_bytes", "_limit_bytes", b"_limit_bytes", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "name", b"name", "shortfall_bytes", b"shortfall_bytes", "used_bytes", b"used_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_guarantee_bytes", b"_guarantee_bytes", "_limit_bytes", b"_limit_bytes", "_weight", b"_weight", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "weight", b"weight"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_guarantee_bytes", b"_guarantee_bytes", "_limit_bytes", b"_limit_bytes", "_weight", b"_weight", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "name", b"name", "shortfall_bytes", b"shortfall_bytes", "used_bytes", b"used_bytes", "weight", b"weight"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_guarantee_bytes", b"_guarantee_bytes"]) -> typing.Literal["guarantee_bytes"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_limit_bytes", b"_limit_bytes"]) -> typing.Literal["limit_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_weight", b"_weight"]) -> typing.Literal["weight"] | None: ...
 
 global___Quota = Quota
 

@@ -95,6 +95,7 @@ class AllocateExtentsRequest(google.protobuf.message.Message):
     LOCATION_FIELD_NUMBER: builtins.int
     EXTENT_BYTES_FIELD_NUMBER: builtins.int
     COUNT_FIELD_NUMBER: builtins.int
+    WAIT_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """Zero inside a handoff frame, which has its own id."""
     model: builtins.str
@@ -105,6 +106,12 @@ class AllocateExtentsRequest(google.protobuf.message.Message):
     """The size of each extent: positive, a multiple of the granularity."""
     count: builtins.int
     """The number of extents, 1 to 65,536."""
+    @property
+    def wait(self) -> google.protobuf.duration_pb2.Duration:
+        """How long the call waits for memory, 0 to 24 hours, before it is refused for want of room. Absent: the broker's
+        default, which is not at all, but for a request within the model's guarantee.
+        """
+
     def __init__(
         self,
         *,
@@ -113,8 +120,11 @@ class AllocateExtentsRequest(google.protobuf.message.Message):
         location: membroker.v1.resources_pb2.Location.ValueType = ...,
         extent_bytes: builtins.int = ...,
         count: builtins.int = ...,
+        wait: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["count", b"count", "extent_bytes", b"extent_bytes", "location", b"location", "model", b"model", "request_id", b"request_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_wait", b"_wait", "wait", b"wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_wait", b"_wait", "count", b"count", "extent_bytes", b"extent_bytes", "location", b"location", "model", b"model", "request_id", b"request_id", "wait", b"wait"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_wait", b"_wait"]) -> typing.Literal["wait"] | None: ...
 
 global___AllocateExtentsRequest = AllocateExtentsRequest
 
@@ -232,6 +242,7 @@ class CreateSegmentRequest(google.protobuf.message.Message):
     SEGMENT_ID_FIELD_NUMBER: builtins.int
     LOCATION_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
+    WAIT_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """Zero inside a handoff frame."""
     model: builtins.str
@@ -242,6 +253,10 @@ class CreateSegmentRequest(google.protobuf.message.Message):
     """Unspecified: the device."""
     size_bytes: builtins.int
     """Positive, a multiple of the granularity."""
+    @property
+    def wait(self) -> google.protobuf.duration_pb2.Duration:
+        """As for AllocateExtentsRequest."""
+
     def __init__(
         self,
         *,
@@ -250,8 +265,11 @@ class CreateSegmentRequest(google.protobuf.message.Message):
         segment_id: builtins.str = ...,
         location: membroker.v1.resources_pb2.Location.ValueType = ...,
         size_bytes: builtins.int = ...,
+        wait: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["location", b"location", "model", b"model", "request_id", b"request_id", "segment_id", b"segment_id", "size_bytes", b"size_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_wait", b"_wait", "wait", b"wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_wait", b"_wait", "location", b"location", "model", b"model", "request_id", b"request_id", "segment_id", b"segment_id", "size_bytes", b"size_bytes", "wait", b"wait"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_wait", b"_wait"]) -> typing.Literal["wait"] | None: ...
 
 global___CreateSegmentRequest = CreateSegmentRequest
 
@@ -392,33 +410,41 @@ global___GetAvailableRequest = GetAvailableRequest
 
 @typing.final
 class Available(google.protobuf.message.Message):
-    """A figure of one moment, not a reservation: the next request of any worker can change it. Numbers 2 and 5 are kept for
-    what a model can obtain, and its share.
-    """
+    """A figure of one moment, not a reservation: the next request of any worker can change it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NOW_BYTES_FIELD_NUMBER: builtins.int
+    OBTAINABLE_BYTES_FIELD_NUMBER: builtins.int
     GUARANTEE_BYTES_FIELD_NUMBER: builtins.int
     LIMIT_BYTES_FIELD_NUMBER: builtins.int
+    SHARE_BYTES_FIELD_NUMBER: builtins.int
     now_bytes: builtins.int
     """What one request could borrow now: the smallest of what the model's limit, the tenant's limit, the capacity (without
     what is kept for guarantees of others) and the device leave, rounded down to the granularity. 0 while the device is
     drained.
     """
+    obtainable_bytes: builtins.int
+    """What a request that waits could borrow: what the share and the limits leave beside what the model is charged."""
     guarantee_bytes: builtins.int
     """The model's guarantee in force; 0 if it has none."""
     limit_bytes: builtins.int
     """The model's limit in force. Absent if only the tenant's limit and the capacity apply."""
+    share_bytes: builtins.int
+    """What the model could have now, if it wanted as much as there is: its part of the capacity, divided by weight among
+    all models by what they have and wait for.
+    """
     def __init__(
         self,
         *,
         now_bytes: builtins.int = ...,
+        obtainable_bytes: builtins.int = ...,
         guarantee_bytes: builtins.int = ...,
         limit_bytes: builtins.int | None = ...,
+        share_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "now_bytes", b"now_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "now_bytes", b"now_bytes", "obtainable_bytes", b"obtainable_bytes", "share_bytes", b"share_bytes"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_limit_bytes", b"_limit_bytes"]) -> typing.Literal["limit_bytes"] | None: ...
 
 global___Available = Available

@@ -133,6 +133,8 @@ class LocationBooks(google.protobuf.message.Message):
     HEADROOM_BYTES_FIELD_NUMBER: builtins.int
     RESERVED_BYTES_FIELD_NUMBER: builtins.int
     GUARANTEE_SHORTFALL_BYTES_FIELD_NUMBER: builtins.int
+    WAITING_BYTES_FIELD_NUMBER: builtins.int
+    WAITING_REQUESTS_FIELD_NUMBER: builtins.int
     location: global___Location.ValueType
     capacity_bytes: builtins.int
     """What the broker may lend."""
@@ -157,6 +159,9 @@ class LocationBooks(google.protobuf.message.Message):
     """What tenants and models are guaranteed and have not borrowed: it is lent to nobody else."""
     guarantee_shortfall_bytes: builtins.int
     """The part of `reserved_bytes` that is not free: these guarantees cannot be kept now."""
+    waiting_bytes: builtins.int
+    """What requests wait for at this location, and how many wait."""
+    waiting_requests: builtins.int
     def __init__(
         self,
         *,
@@ -172,9 +177,11 @@ class LocationBooks(google.protobuf.message.Message):
         headroom_bytes: builtins.int = ...,
         reserved_bytes: builtins.int = ...,
         guarantee_shortfall_bytes: builtins.int = ...,
+        waiting_bytes: builtins.int = ...,
+        waiting_requests: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_device_total_bytes", b"_device_total_bytes", "_device_used_bytes", b"_device_used_bytes", "_unaccounted_bytes", b"_unaccounted_bytes", "device_total_bytes", b"device_total_bytes", "device_used_bytes", b"device_used_bytes", "unaccounted_bytes", b"unaccounted_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_device_total_bytes", b"_device_total_bytes", "_device_used_bytes", b"_device_used_bytes", "_unaccounted_bytes", b"_unaccounted_bytes", "capacity_bytes", b"capacity_bytes", "device_total_bytes", b"device_total_bytes", "device_used_bytes", b"device_used_bytes", "free_bytes", b"free_bytes", "guarantee_shortfall_bytes", b"guarantee_shortfall_bytes", "headroom_bytes", b"headroom_bytes", "lent_bytes", b"lent_bytes", "location", b"location", "releasing_bytes", b"releasing_bytes", "reserved_bytes", b"reserved_bytes", "stock_bytes", b"stock_bytes", "unaccounted_bytes", b"unaccounted_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_device_total_bytes", b"_device_total_bytes", "_device_used_bytes", b"_device_used_bytes", "_unaccounted_bytes", b"_unaccounted_bytes", "capacity_bytes", b"capacity_bytes", "device_total_bytes", b"device_total_bytes", "device_used_bytes", b"device_used_bytes", "free_bytes", b"free_bytes", "guarantee_shortfall_bytes", b"guarantee_shortfall_bytes", "headroom_bytes", b"headroom_bytes", "lent_bytes", b"lent_bytes", "location", b"location", "releasing_bytes", b"releasing_bytes", "reserved_bytes", b"reserved_bytes", "stock_bytes", b"stock_bytes", "unaccounted_bytes", b"unaccounted_bytes", "waiting_bytes", b"waiting_bytes", "waiting_requests", b"waiting_requests"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_device_total_bytes", b"_device_total_bytes"]) -> typing.Literal["device_total_bytes"] | None: ...
     @typing.overload
@@ -258,6 +265,9 @@ class ModelBooks(google.protobuf.message.Message):
     EXTENTS_FIELD_NUMBER: builtins.int
     SEGMENT_BYTES_FIELD_NUMBER: builtins.int
     GUARANTEE_BYTES_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
+    WAITING_BYTES_FIELD_NUMBER: builtins.int
+    WAITING_REQUESTS_FIELD_NUMBER: builtins.int
     location: global___Location.ValueType
     used_bytes: builtins.int
     """What the model is charged: lent + releasing."""
@@ -275,6 +285,11 @@ class ModelBooks(google.protobuf.message.Message):
     """Part of `used_bytes`: the model's segments, each charged once, however many sessions map it."""
     guarantee_bytes: builtins.int
     """The guarantee in force: the model can be charged as much at any time. At most its limit; 0 if it has none."""
+    weight: builtins.int
+    """The weight in force, within its tenant."""
+    waiting_bytes: builtins.int
+    """What the model's requests wait for, and how many wait."""
+    waiting_requests: builtins.int
     def __init__(
         self,
         *,
@@ -287,9 +302,12 @@ class ModelBooks(google.protobuf.message.Message):
         extents: builtins.int = ...,
         segment_bytes: builtins.int = ...,
         guarantee_bytes: builtins.int = ...,
+        weight: builtins.int = ...,
+        waiting_bytes: builtins.int = ...,
+        waiting_requests: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "declared_bytes", b"declared_bytes", "extents", b"extents", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "peak_bytes", b"peak_bytes", "releasing_bytes", b"releasing_bytes", "segment_bytes", b"segment_bytes", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "declared_bytes", b"declared_bytes", "extents", b"extents", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "peak_bytes", b"peak_bytes", "releasing_bytes", b"releasing_bytes", "segment_bytes", b"segment_bytes", "used_bytes", b"used_bytes", "waiting_bytes", b"waiting_bytes", "waiting_requests", b"waiting_requests", "weight", b"weight"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_limit_bytes", b"_limit_bytes"]) -> typing.Literal["limit_bytes"] | None: ...
 
 global___ModelBooks = ModelBooks

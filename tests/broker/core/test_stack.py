@@ -11,7 +11,7 @@ from tests.simulation.world import World
 
 from membrokerd.core.books import Books
 from membrokerd.core.deaths import Settling
-from membrokerd.core.hearing import Hearing
+from membrokerd.core.waiting import Waiting
 from membrokerd.core.lending import Lending
 from membrokerd.core.machine import Broker
 from membrokerd.core.models import Models
@@ -20,7 +20,7 @@ from membrokerd.core.segments import Segments
 from membrokerd.core.sessions import Sessions
 from membrokerd.core.stock import Stock
 
-STACK = (Books, Stock, Hearing, Lending, Segments, Models, Sessions, Resuming, Settling, Broker)
+STACK = (Books, Stock, Waiting, Lending, Segments, Models, Sessions, Resuming, Settling, Broker)
 
 
 def _held(value: Any) -> list[Any]:

@@ -1,0 +1,143 @@
+"""Shares: how a location's memory is divided among the models that borrow there, by weighted max-min fairness.
+
+A model's share is what it could have now: its guarantee, what it has already, and its part of the rest, up to what it
+has and waits for. Tenants are divided first, then each tenant's models: a tenant gains nothing by more models. What is
+lent is never part of somebody else's share, because it cannot be taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from . import policy
+from .admission import Admission
+from .events import Location, ModelName
+from .ledger import Ledger
+
+_FRACTION = 16
+"""Fraction bits of the level at which items are filled."""
+
+
+class Item(NamedTuple):
+    """One that takes part in a division: at least `low` bytes, at most `high`, and between them by `weight`."""
+
+    weight: int
+    low: int
+    high: int
+
+
+def fill(room: int, items: Sequence[Item], granule: int) -> list[int]:
+    """Return how many bytes each item gets of `room`.
+
+    Each gets its `low`, even if that is more than there is. Items of weight 0 get what the others leave, in equal
+    parts.
+    """
+    found = [item.low for item in items]
+    left = room - sum(found)
+    for group in (
+        [i for i, item in enumerate(items) if item.weight],
+        [i for i, item in enumerate(items) if not item.weight],
+    ):
+        if left > 0 and group:
+            members = [items[i]._replace(weight=items[i].weight or 1) for i in group]
+            for i, size in zip(
+                group, _fill_group(left + sum(member.low for member in members), members, granule), strict=True
+            ):
+                left -= size - found[i]
+                found[i] = size
+    return found
+
+
+def _fill_group(room: int, items: Sequence[Item], granule: int) -> list[int]:
+    level = _level(room, items)
+    sizes = []
+    for weight, low, high in items:
+        size = weight * level >> _FRACTION
+        sizes.append(high if size >= high else max(low, size // granule * granule))
+    left = room - sum(sizes)
+    for i, item in enumerate(items):  # what rounding left over
+        more = min(left, granule, item.high - sizes[i])
+        if more > 0:
+            sizes[i] += more
+            left -= more
+    return sizes
+
+
+def _level(room: int, items: Iterable[Item]) -> int:
+    """Return the highest level at which all take no more than `room`: each takes its weight times the level."""
+    bends = []
+    total = 0
+    for weight, low, high in items:
+        total += low << _FRACTION
+        bends += [(-(-(low << _FRACTION) // weight), weight), ((high << _FRACTION) // weight, -weight)]
+    bends.sort()
+    level = slope = 0
+    room <<= _FRACTION
+    for bend, change in bends:
+        if total + slope * (bend - level) > room:
+            return level + (room - total) // slope
+        total += slope * (bend - level)
+        level, slope = bend, slope + change
+    return level
+
+
+class _Model(NamedTuple):
+    name: ModelName
+    base: int
+    item: Item
+
+
+class Shares:
+    """The division over one ledger."""
+
+    def __init__(self, ledger: Ledger, rules: policy.Rules, admission: Admission) -> None:
+        self._ledger = ledger
+        self._rules = rules
+        self._admission = admission
+
+    def divide(self, location: Location, wanted: Mapping[ModelName, int]) -> dict[ModelName, int]:
+        """Return the share of each model that has a charge or a guarantee, or wants more: `wanted` bytes."""
+        total = self._ledger.totals[location]
+        tenants: dict[str, list[_Model]] = {}
+        guarantees = self._admission.guarantees_of_models(location)
+        for name in sorted({*self._ledger.models, *guarantees, *wanted}):
+            model = self._model(name, location, wanted.get(name, 0), guarantees.get(name, 0))
+            if model.base or model.item.high:
+                tenants.setdefault(name.tenant, []).append(model)
+        bases = {tenant: self._admission.tenant_guarantee(tenant, location) for tenant in tenants}
+        items = [self._tenant(tenant, location, bases[tenant], models) for tenant, models in tenants.items()]
+        kept = sum(bases.values()) + self._admission.guaranteed_beside(location, tenants)
+        granule = self._rules.granularity
+        found: dict[ModelName, int] = {}
+        parts = fill(total.capacity - total.releasing - kept, items, granule)
+        for (tenant, models), extra in zip(tenants.items(), parts, strict=True):
+            room = bases[tenant] + extra - sum(model.base for model in models)
+            sizes = fill(room, [model.item for model in models], granule)
+            found.update((model.name, model.base + size) for model, size in zip(models, sizes, strict=True))
+        return found
+
+    def _model(self, name: ModelName, location: Location, wanted: int, guarantee: int) -> _Model:
+        """Return a model's part: its guarantee, and from what it has beyond that up to what it has and wants."""
+        ledger, rules = self._ledger, self._rules
+        row = ledger.models.get(name)
+        charge = row.charges[location] if row else None
+        releasing = charge.releasing if charge else 0
+        lent = charge.bytes - releasing if charge else 0
+        limit = policy.model_limit(ledger, rules, name, location)
+        most = lent + wanted if limit is None else min(lent + wanted, limit - releasing)
+        low = max(0, lent - guarantee)
+        weight = policy.set_weight(ledger.quotas, rules, (*name, location))
+        return _Model(name, guarantee, Item(weight, low, max(low, most - guarantee)))
+
+    def _tenant(self, tenant: str, location: Location, base: int, models: Sequence[_Model]) -> Item:
+        ledger, rules = self._ledger, self._rules
+        key = (tenant, None, location)
+        least = sum(model.base + model.item.low for model in models)
+        most = sum(model.base + model.item.high for model in models)
+        limit = policy.set_limit(ledger.quotas, rules, key)
+        if limit is not None:
+            charge = ledger.tenants.get((tenant, location))
+            most = min(most, limit - (charge.releasing if charge else 0))
+        low = max(0, least - base)
+        return Item(policy.set_weight(ledger.quotas, rules, key), low, max(low, most - base))
