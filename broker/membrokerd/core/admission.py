@@ -154,7 +154,9 @@ class Admission:
         if limit is not None:
             used = ledger.models[name].charges[location].bytes
             levels.append((Reason.MODEL_LIMIT, "model", used, limit, limit - used))
-        own, others, slack = self._unused(name, location)
+        own = others = slack = 0
+        if self._guarantees[location]:
+            own, others, slack = self._unused(name, location)
         limit = policy.set_limit(ledger.quotas, rules, (name.tenant, None, location))
         if limit is not None:
             used = ledger.tenant_charged(name.tenant, location)
