@@ -639,7 +639,9 @@ class World:
         return self.random.choice((None, None, None, 0, 20 * MILLISECOND, 300 * MILLISECOND, 2 * SECOND))
 
     def crowd(self) -> None:
-        """Several ask for a little more than is free, and have time; then somebody releases memory."""
+        """Several ask for a little more than is free, and have time; then memory is released, or a rule changes."""
+        if self.random.random() < 0.3:
+            self.set_quota()
         where, size = self.where(), self.random.choice((2, 10, 40)) * MIB
         more = self.random.choice((0, 2, 40)) * MIB
         count = max(1, min(300, (self.broker.ledger.totals[where].free + more) // size + 1))
@@ -647,11 +649,11 @@ class World:
             self.salt = self.random.getrandbits(30)
             worker = self.borrower()
             if worker:
-                wait = self.random.choice((500 * MILLISECOND, 2 * SECOND, 5 * SECOND))
+                wait = self.random.choice((None, 500 * MILLISECOND, 2 * SECOND, 5 * SECOND))
                 self.send(ev.Allocate(*self.ask(worker), self.model(worker), where, size, count, wait))
         for _ in range(self.random.choice((0, 1, 3))):
             self.salt = self.random.getrandbits(30)
-            self.release()
+            self.random.choice((self.release, self.release, self.release, self.set_quota, self.reload))()
 
     def cancel(self) -> None:
         """A caller that waits gives up; or one whose answer is on its way."""

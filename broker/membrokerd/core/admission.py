@@ -78,6 +78,10 @@ class Admission:
         others = (one for one in self._guarantees[location] if one not in tenants)
         return sum(self.tenant_guarantee(one, location) for one in others)
 
+    def has_guarantees(self, location: Location) -> bool:
+        """Say whether anything is guaranteed at a location."""
+        return bool(self._guarantees[location])
+
     def is_guaranteed(self, name: ModelName, location: Location, size: int) -> bool:
         """Say whether the model would stay within its own guarantee, or that of its tenant, with `size` more bytes."""
         own, _, slack = self._unused(name, location)

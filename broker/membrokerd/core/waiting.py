@@ -53,6 +53,8 @@ class Waiting:
         """The request that is decided for good."""
         self._recorded = 0
         """How many facts there were before it."""
+        self._divided: dict[ev.Location, dict[ev.ModelName, int]] = {}
+        """The shares that hold for all of a step's grants: what was waited for is lent then, and wanted as before."""
         self.busy = False
         """Whether `next` has something to do: a request waits with a deadline, or one is decided."""
         self._looked_at: object = None
@@ -208,10 +210,15 @@ class Waiting:
         The one before it is decided by now. A refusal records nothing.
         """
         if self._deciding is not None:
-            self._report(self._deciding, "granted" if self._books.recorded > self._recorded else "refused", now)
+            granted = self._books.recorded > self._recorded
+            self._report(self._deciding, "granted" if granted else "refused", now)
             self._deciding = None
+            if not granted:
+                self._divided.clear()
         call = self._next_call(now) if self._timed else None
         self.busy = bool(self._timed)
+        if call is None:
+            self._divided.clear()
         return self.take(call) if call is not None else None
 
     def _next_call(self, now: int) -> int | None:
@@ -250,11 +257,19 @@ class Waiting:
 
     def _first(self, ready: Sequence[Waiter], location: ev.Location) -> Waiter:
         """Return the request that goes first of those that have room: guaranteed, within its share, the oldest."""
+        admission = self._books.admission
+        if admission.has_guarantees(location):
+            for one in ready:
+                if admission.is_guaranteed(one.name, location, one.size):
+                    return one
+        if location not in self._divided:
+            self._divided[location] = self._shares(location)
+        shares = self._divided[location]
         for one in ready:
-            if self._books.admission.is_guaranteed(one.name, location, one.size):
+            if self._lent(one.name, location) + one.size <= shares[one.name]:
                 return one
-        shares = self._shares(location)
-        return next((one for one in ready if self._lent(one.name, location) + one.size <= shares[one.name]), ready[0])
+        self._divided.clear()  # a grant beyond a share changes the shares of the others
+        return ready[0]
 
     def _shares(self, location: ev.Location, name: ev.ModelName | None = None) -> dict[ev.ModelName, int]:
         """Return the share of every model; `name` is one that wants as much as there is."""
