@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -339,6 +340,34 @@ class TestLending:
         assert lending.owns(address, 4 * MIB)
         assert (lending.lent, lending.reclaimed_bytes, lending.refusals) == (4 * MIB, 6 * MIB, 0)
         assert lending.last_denial is None
+
+    @pytest.mark.parametrize("size", [4 * MIB, 16 * MIB], ids=["lent after all", "refused"])
+    def test_a_denial_keeps_nothing_of_the_program(self, client: membroker.Client, alive: set[int], size: int) -> None:
+        """A traceback holds the frames below it, and they the tensors of a forward pass, which would stay lent."""
+
+        def empty() -> bool:
+            alive.clear()
+            return True
+
+        class Activations:
+            """What a frame of the program holds."""
+
+        def forward() -> weakref.ref[Activations]:
+            held = Activations()
+            allocate(size, 0, None)
+            return weakref.ref(held)
+
+        model = client.register_model("lending", limit="8MiB")
+        lending = lendings.TorchLending(model, 0, lambda: set(alive), empty)
+        allocate = self.ALLOCATE(lending.allocate_address)
+        alive.add(allocate(8 * MIB, 0, None))
+        gc.disable()
+        try:
+            assert forward()() is None
+        finally:
+            gc.enable()
+        assert lending.refusals == (size > 8 * MIB)
+        lending.collect(ended=True)
 
     def test_what_came_and_went_between_two_looks(self, lending: Any, alive: set[int]) -> None:
         """A thread that calls again has finished its last allocation; until then that memory may be in use."""

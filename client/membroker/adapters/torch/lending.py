@@ -135,7 +135,7 @@ class TorchLending:
             _thread.interrupt_main()
         except MembrokerError as error:
             self.refusals += isinstance(error, OutOfMemory)
-            self.last_denial = error
+            self.last_denial = _without_frames(error)
         except BaseException as error:
             logger.exception("an allocation for torch failed")
             self.last_denial = MembrokerError(f"an allocation for torch failed: {error!r}")
@@ -158,7 +158,8 @@ class TorchLending:
             before = self.released_bytes
             try:
                 return self._model.allocate(size)
-            except OutOfMemory:
+            except OutOfMemory as error:
+                _without_frames(error)
                 if not self._reclaim(before):
                     raise
         return self._model.allocate(size)
@@ -181,6 +182,15 @@ class TorchLending:
             return self.released_bytes != before
         finally:
             self._collecting.release()
+
+
+def _without_frames(error: MembrokerError) -> MembrokerError:
+    """Drop the tracebacks of an error: they hold the frames of the program that allocates, and so its tensors."""
+    one: BaseException | None = error
+    while one is not None and one.__traceback__ is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error
 
 
 def _address_of(function: Any) -> int:
