@@ -10,6 +10,7 @@ import _thread
 import ctypes
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,7 @@ class TorchLending:
         self._device = device
         self._lent: dict[int, _Lent] = {}
         self._latest: dict[int, _Lent] = {}
-        self._calls: set[object] = set()
+        self._calls: dict[object, float] = {}
         self._collecting = threading.RLock()
         self._function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(
             self._allocate
@@ -84,9 +85,9 @@ class TorchLending:
         return sum(lent.buffer.size for lent in list(self._lent.values()))
 
     @property
-    def busy(self) -> bool:
-        """Whether a thread is borrowing now."""
-        return bool(self._calls)
+    def busy_since(self) -> float | None:
+        """When the oldest call that still runs began, by `time.monotonic`; None if no thread is borrowing."""
+        return min(list(self._calls.values()), default=None)
 
     def owns(self, address: int, size: int) -> bool:
         """Return whether [address, address + size) lies in one lent buffer."""
@@ -129,7 +130,7 @@ class TorchLending:
         """Borrow for torch, and never raise: the caller is C++."""
         call = object()
         try:
-            self._calls.add(call)
+            self._calls[call] = time.monotonic()
             return self._borrow(size, device)
         except KeyboardInterrupt:
             _thread.interrupt_main()
@@ -140,7 +141,7 @@ class TorchLending:
             logger.exception("an allocation for torch failed")
             self.last_denial = MembrokerError(f"an allocation for torch failed: {error!r}")
         finally:
-            self._calls.discard(call)
+            self._calls.pop(call, None)
         return 0
 
     def _borrow(self, size: int, device: int) -> int:

@@ -7,6 +7,7 @@ frees a tensor waits for that lock while it holds the GIL, so the two would dead
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -64,8 +65,7 @@ class TorchMemory(Closing):
         self._capturing = False
         self._closed = False
         self._pool: Pool | None = None
-        self._retired: list[Pool] = []
-        self._unused: list[Pool] = []
+        self._retired: list[tuple[float, Pool]] = []
         self._graph_pools: list[Pool] = []
 
     @property
@@ -150,9 +150,9 @@ class TorchMemory(Closing):
         """Release all segments without a live tensor, and return how many bytes that was.
 
         Other threads may allocate meanwhile. Only if a tensor that was used on a second stream (`record_stream`) waits
-        to be freed, allocations of other threads are not borrowed for a moment. Up to 6 MiB stay lent, and the
-        workspaces of cuBLAS. Waits for the work on the device, so do not call it during a graph capture. Raises
-        `InvalidRequest` during a `capture`, and `ClosedError`.
+        to be freed, allocations of other threads are not borrowed for a moment. The workspaces of cuBLAS stay lent, and
+        2 MiB; after several blocks and trims within a second, 2 MiB for each. Waits for the work on the device, so do
+        not call it during a graph capture. Raises `InvalidRequest` during a `capture`, and `ClosedError`.
         """
         with _routing:
             self._check_open()
@@ -179,12 +179,9 @@ class TorchMemory(Closing):
                 raise InvalidRequest("this memory is in use: close it outside of the block")
             self._closed = True
             # Nothing is routed, so no allocation can begin. One that torch is finishing has all of `_release` for it.
-            ended = not self._lending.busy
+            ended = self._lending.busy_since is None
             self._retire()
             self._retire_graph_pools()
-            if ended:
-                self._unpin(self._unused)
-                self._unpin(self._retired)
             if not self._graph_pools:
                 # torch never frees them itself. Not in `trim`: a graph, or a kernel of another thread, may use them.
                 torch._C._cuda_clearCublasWorkspaces()
@@ -213,6 +210,11 @@ class TorchMemory(Closing):
 
     def _release(self, ended: bool = False) -> None:
         """Release the cached segments of all open pools. `ended`: no allocation is in progress."""
+        quiet_since = self._lending.busy_since or time.monotonic()
+        for one in list(self._retired):
+            if ended or one[0] < quiet_since - _GRACE_SECONDS:
+                one[1].unpin()
+                self._retired.remove(one)
         self._lending.collect()
         torch.cuda.empty_cache()
         self._lending.collect(ended)
@@ -220,20 +222,12 @@ class TorchMemory(Closing):
     def _retire(self) -> None:
         """Open the pool, which is not routed to, and forget it: the next routing gets a new one.
 
-        A thread may still be amid an allocation from it. So it keeps its pin until a moment comes when no thread
-        borrows, and then for one retirement more, because a thread has not finished when its call to us returns.
+        A thread may still be amid an allocation from it, so it keeps its pin for a while: see `_GRACE_SECONDS`.
         """
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.retire()
-            self._unpin(self._unused)
-            if not self._lending.busy:
-                self._unused, self._retired = self._retired, []
-            self._retired.append(pool)
-
-    def _unpin(self, pools: list[Pool]) -> None:
-        while pools:
-            pools.pop().unpin()
+            self._retired.append((time.monotonic(), pool))
 
     def _retire_graph_pools(self) -> None:
         ended = [pool for pool in self._graph_pools if not pool.in_a_graph]
@@ -275,6 +269,9 @@ class TorchMemory(Closing):
 
 _routing = threading.RLock()
 """Held while routing changes: torch has one routing table for each GPU."""
+_GRACE_SECONDS = 1.0
+"""How long a retired pool is kept for a thread amid an allocation, which may wait for the interpreter's lock before and
+for torch's lock after its call to us. The call itself is seen, and takes as long as it takes."""
 _in_use: TorchMemory | None = None
 _FOREVER: list[Any] = []
 """torch may call an allocator until the process ends."""
