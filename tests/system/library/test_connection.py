@@ -502,7 +502,7 @@ client.close()
             until(lambda: daemon.device().locations[1].lent_bytes == 0)
 
     def test_ctrl_c_at_any_moment(self, daemon: Daemon, transport: str) -> None:
-        """Interrupts rain on a loop that borrows and gives back; whatever they hit, nothing is left mapped or lent."""
+        """Interrupts strike a loop that borrows and releases, at any point: nothing is left mapped or lent."""
         script = """
 client = connect()
 model = client.register_model("m")
@@ -524,7 +524,7 @@ for turn in range(150):
             buffers.append(model.allocate(1))
             buffers[-1].close()
         except membroker.OutOfMemory:
-            pass  # calls given up before this one are still being given back
+            pass  # earlier calls that were abandoned are still being released
         armed = False
     except KeyboardInterrupt:
         armed = False
