@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.gpu.daemon import difference, parsed
+from benchmarks.gpu.daemon import difference, parsed, running
 from benchmarks.gpu.figures import IN_PROCESS, Times, brokered, hits, share, total
 from benchmarks.gpu.scenes import PAGE_BY_PAGE, PAIR, PAIR_AHEAD
 from benchmarks.gpu.targets import Goal
@@ -251,6 +252,14 @@ def _ten() -> Times:
         times.take.append(300_000)
         times.give.append(100_000)
     return times
+
+
+def test_counts_do_not_wait_for_a_new_page() -> None:
+    """A daemon shares one text of /metrics for a second, and the benchmark reads it before and after each turn."""
+    with running("host", stock=False) as daemon:
+        pages = [daemon.scrape().decode() for _ in range(3)]
+    times = re.findall(r"^membroker_scrape_time_seconds\S* (\S+)$", "\n".join(pages), re.MULTILINE)
+    assert len(set(times)) == 3, "two scrapes got the same text"
 
 
 def test_a_share_is_what_came_between_two_scrapes() -> None:
