@@ -395,38 +395,6 @@ def test_three_threads_train_inside_one_limit(card: Daemon, state: Callable[[str
     state("three threads in one limit", figures)
 
 
-def test_trim_beside_threads_that_allocate(card: Daemon) -> None:
-    """`trim` is safe at any time: no tensor loses its bytes, and nothing goes around the broker."""
-    run(
-        card,
-        """
-        model = client.register_model("gpu", limit="1GiB")
-        rounds, failures = [0] * 3, []
-        with TorchMemory(model) as memory, memory.use():
-            def work(number):
-                try:
-                    with torch.cuda.stream(torch.cuda.Stream()):
-                        while rounds[number] < 100:
-                            sizes = [MIB, 3 * MIB, 12 * MIB]
-                            blocks = [torch.full((size,), number, dtype=torch.uint8, device="cuda") for size in sizes]
-                            assert all(memory.owns(block) and block.eq(number).all().item() for block in blocks)
-                            blocks = None
-                            rounds[number] += 1
-                except BaseException as error:
-                    failures.append(error)
-            threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-            for thread in threads:
-                thread.start()
-            released = 0
-            while any(thread.is_alive() for thread in threads):
-                released += memory.trim()
-            assert not failures, failures
-            assert released > 0
-        assert used() == 0, used()
-        """,
-    )
-
-
 def test_trim_frees_what_other_streams_used(card: Daemon) -> None:
     """Fact: while it routes to a pool, torch does not free a tensor that was passed to `record_stream`."""
     run(

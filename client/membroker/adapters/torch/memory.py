@@ -149,8 +149,8 @@ class TorchMemory(Closing):
     def trim(self) -> int:
         """Release all segments without a live tensor, and return how many bytes that was.
 
-        Other threads may allocate meanwhile. Only if a tensor that was used on a second stream (`record_stream`) waits
-        to be freed, allocations of other threads are not borrowed for a moment. The workspaces of cuBLAS stay lent, and
+        Call it while no other thread allocates. If a tensor that was used on a second stream (`record_stream`) waits to
+        be freed, allocations of other threads are not borrowed for a moment. The workspaces of cuBLAS stay lent, and
         2 MiB; after several blocks and trims within a second, 2 MiB for each. Waits for the work on the device, so do
         not call it during a graph capture. Raises `InvalidRequest` during a `capture`, and `ClosedError`.
         """
