@@ -111,11 +111,12 @@ class Loop:
 
     # --- events in ---
 
-    def ask(self, make_event: Callable[[int], ev.Event], reply: Reply) -> None:
-        """Put a question to the core; `reply` is called once, now or later, with a result or a refusal."""
+    def ask(self, make_event: Callable[[int], ev.Event], reply: Reply) -> int:
+        """Ask the core, and return the call's number. `reply` is called once, now or later, with its answer."""
         call = next(self._calls)
         self._replies[call] = reply
         self.tell(make_event(call))
+        return call
 
     def tell(self, event: ev.Event) -> None:
         """Give the core an event and carry out what follows."""

@@ -32,7 +32,7 @@ from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2
 from .vmm.driver import AccessFlags, Driver, Handle, Location
 from .vmm.sizes import MIB
-from .wire.names import MAX_ATTACH_SECONDS
+from .wire.names import MAX_WAIT_SECONDS
 
 if TYPE_CHECKING:
     import numpy
@@ -73,8 +73,8 @@ class Segment(AtAddress):
     @classmethod
     def attach(cls, session: Session, name: str, timeout: float) -> Segment:
         """Attach a segment by its resource name; see `Client.attach`."""
-        if arguments.seconds_of("timeout", timeout) > MAX_ATTACH_SECONDS:
-            raise InvalidRequest(f"a timeout is between 0 and {MAX_ATTACH_SECONDS} seconds, not {timeout!r}")
+        if arguments.seconds_of("timeout", timeout) > MAX_WAIT_SECONDS:
+            raise InvalidRequest(f"a timeout is between 0 and {MAX_WAIT_SECONDS} seconds, not {timeout!r}")
         wait = Duration()
         wait.FromNanoseconds(int(timeout * 1e9))
         request = pb.AttachSegmentRequest(name=name, wait=wait)
