@@ -61,14 +61,17 @@ class Segment(AtAddress):
         self._filling = threading.Lock()
 
     @classmethod
-    def create(cls, session: Session, model: str, name: str, size: int | str, location: Location | str) -> Segment:
+    def create(
+        cls, session: Session, model: str, name: str, size: int | str, location: Location | str, wait: float | None
+    ) -> Segment:
         """Make a segment under a model's resource name; see `Model.create_segment`."""
+        until = arguments.deadline_of(wait)
         length = rounded_up("a segment", size, session.driver.device.granularity)
         place = location_to_wire(location_of(location))
         request = pb.CreateSegmentRequest(
             model=model, segment_id=arguments.name_of("segment", name), location=place, size_bytes=length
         )
-        return cls._take(session, lambda hold: session.transport.create_segment(request, hold), writable=True)
+        return cls._take(session, lambda hold: session.transport.create_segment(request, hold, until), writable=True)
 
     @classmethod
     def attach(cls, session: Session, name: str, timeout: float) -> Segment:
