@@ -29,7 +29,8 @@ scenes:
   2  500 sessions open and idle, while one worker works: its times, the daemon's memory and CPU
   3  100,000 extents in the books: time to fill and to empty, memory, and what everybody else feels of it
   4  64 workers at once, and 64 processes that do the bare work
-  5  1,000 models in /metrics, scraped while one worker works"""
+  5  1,000 models in /metrics, scraped while one worker works
+  6  a refusal for want of room, alone and beside 16 neighbours that borrow and release"""
 
 _EPILOG = """\
 how to read it:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic_ns
@@ -16,12 +17,13 @@ from typing import Protocol
 import grpc
 
 import membroker
-from membroker.errors import TooMany
+from membroker.errors import OutOfMemory, TooMany
 
 from .bare import EXTENT, METHOD, pin
 from .wire import RawSession
 
 MODEL = "bench"
+FAR_TOO_MUCH = 1 << 44
 
 
 class Job(Protocol):
@@ -118,6 +120,28 @@ class LibraryWorker:
     def close(self) -> None:
         """End the session."""
         self._client.close()
+
+
+class Neighbour(LibraryWorker):
+    """A worker that borrows and gives back a hundred times a second, and works meanwhile."""
+
+    def once(self) -> tuple[int, ...]:
+        """Allocate and close, after a pause."""
+        time.sleep(0.01)
+        return super().once()
+
+
+class RefusedWorker(LibraryWorker):
+    """Asks for more than there is, without a wait."""
+
+    parts = ()
+
+    def once(self) -> tuple[int, ...]:
+        """Be refused."""
+        begun = monotonic_ns()
+        with suppress(OutOfMemory):
+            self._model.allocate(FAR_TOO_MUCH, wait=0).close()
+        return begun, monotonic_ns()
 
 
 class RawWorker:

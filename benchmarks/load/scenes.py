@@ -1,4 +1,4 @@
-"""What is measured: five scenes, each with a daemon of its own, and in each the bare work beside the broker's.
+"""What is measured: six scenes, each with a daemon of its own, and in each the bare work beside the broker's.
 
 Owns the story of a run and the names of its rows. A scene measures in the same minute what it compares.
 """
@@ -22,12 +22,24 @@ from .bare import EXTENT, cores, serve_grpc, serve_packets
 from .crew import Crew, MakeJob, serving, working
 from .daemon import CpuMeter, Daemon, running
 from .figures import WHOLE, Samples, Section, Timing, joined, timing
-from .jobs import MODEL, Filler, GrpcEcho, Idle, LibraryWorker, PacketEcho, RawWorker, Registrar
+from .jobs import (
+    MODEL,
+    Filler,
+    GrpcEcho,
+    Idle,
+    LibraryWorker,
+    Neighbour,
+    PacketEcho,
+    RawWorker,
+    RefusedWorker,
+    Registrar,
+)
 from .wire import allocate_frame
 
 SESSIONS_PER_PROCESS = 16
 """The most that the broker lets one process have."""
 FILLERS = 8
+NEIGHBOURS = 16
 TENANTS = ("bench", "bench-2", "bench-3", "bench-4")
 ROUNDS = 3
 """What is compared is measured in so many turns, one after the other."""
@@ -291,9 +303,46 @@ def _scraped(daemon: Daemon, worker: Crew, scrapes: int, taken: list[Samples]) -
     return worker.end()
 
 
+# --- 6: refusals ---
+
+
+def refusals(scale: Scale, tell: Tell) -> Section:
+    """Refuse one worker again and again, alone and beside neighbours that borrow and release."""
+    section = Section(
+        f"A refusal beside {NEIGHBOURS} neighbours",
+        "A worker asks for more than there is, without a wait. It is refused once all has been read that the others "
+        f"had sent before. Each of the {NEIGHBOURS} neighbours borrows and releases a hundred times a second.",
+    )
+    with running(TENANTS[:2]) as daemon:
+        mine, theirs = (daemon.endpoint(tenant) for tenant in TENANTS[:2])
+        asker, granted = partial(RefusedWorker, mine, "handoff"), partial(LibraryWorker, mine, "handoff")
+        neighbour = partial(Neighbour, theirs, "handoff")
+        with working([asker]) as refused, working([granted]) as worker, working([neighbour] * NEIGHBOURS) as neighbours:
+            turns = {
+                "alone": refused.run,
+                "beside": partial(_beside, neighbours, refused),
+                "granted": partial(_beside, neighbours, worker),
+            }
+            taken = _in_turns("refusals: alone and beside neighbours", turns, scale.seconds, tell)
+    names = "a refusal, nobody else works", "a refusal beside neighbours"
+    section.timings += _compared("refused", {"alone": taken["alone"], "among": taken["beside"]}, *names)
+    section.timings.append(timing("refused.granted", "a grant beside neighbours", taken["granted"], "allocate"))
+    return section
+
+
+def _beside(neighbours: Crew, worker: Crew, seconds: float) -> Samples:
+    """Let a worker work while its neighbours do."""
+    neighbours.begin()
+    samples = worker.run(seconds)
+    neighbours.end()
+    return samples
+
+
 # --- what scenes share ---
 
-SCENES: Sequence[Callable[[Scale, Tell], Section]] = (one_caller, idle_sessions, full_books, many_workers, many_models)
+SCENES: Sequence[Callable[[Scale, Tell], Section]] = (
+    *(one_caller, idle_sessions, full_books, many_workers, many_models, refusals),
+)
 
 
 @contextmanager

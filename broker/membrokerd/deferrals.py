@@ -1,7 +1,7 @@
 """Deferrals: when a refusal for lack of room that the core has deferred is decided.
 
-That is after every connection has been read, because a release that was sent before the request may still be unread.
-Owns how long a call waits for that, and decides nothing about it.
+That is after what every connection had queued at that time has been read, because a release that was sent before the
+request may be among it. Owns how long a call waits for that, and decides nothing about it.
 """
 
 from __future__ import annotations
@@ -9,49 +9,89 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
 from .turns import SHARE_SECONDS
 
 HEARING_SECONDS = 0.02
-"""How long a call waits at most while other connections keep sending."""
+"""How long a call waits at most for connections that had more queued than they may send in a turn or two."""
+
+
+class Input(Protocol):
+    """A connection from which releases come."""
+
+    heard: int
+    """The bytes that were read from it so far."""
+
+    def queued(self) -> int:
+        """Return the bytes that have arrived and were not read; 0 if nothing is read from it at the moment."""
+        ...
+
+    def read(self) -> None:
+        """Read frames, as many as this connection and its tenant may send in one turn."""
+        ...
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Calls that were deferred in one turn, until when they wait, and what is to be read before: up to which byte."""
+
+    calls: deque[int]
+    until: float
+    unread: list[tuple[Input, int]]
+
+    def is_heard(self) -> bool:
+        """Read what is to be read, as far as this turn allows, and say whether that was all."""
+        for one, end in self.unread:
+            if one.heard < end:
+                one.read()
+        self.unread = [(one, end) for one, end in self.unread if one.heard < end and one.queued()]
+        return not self.unread
 
 
 class Deferrals:
-    """The calls that wait. `decide` is told of each, once."""
+    """The calls that wait. `decide` is told of each, once; `inputs` returns all connections."""
 
-    def __init__(self, decide: Callable[[int], None]) -> None:
-        self.cut_short = 0
-        """How many times a connection had more to say than it may in one turn."""
+    def __init__(self, decide: Callable[[int], None], inputs: Callable[[], Iterable[Input]]) -> None:
         self._decide = decide
+        self._inputs = inputs
         self._io = asyncio.get_running_loop()
-        self._cut_short_before = 0
-        self._turn = 0
-        self._waiting: deque[tuple[int, int, float]] = deque()
-        """Each call, the turn in which it was deferred, and when."""
+        self._new: deque[int] = deque()
+        """The calls that were deferred in this turn."""
+        self._batches: deque[_Batch] = deque()
+        self._scheduled = False
 
     def add(self, call: int) -> None:
         """Defer a call."""
-        self._waiting.append((call, self._turn, self._io.time()))
-        if len(self._waiting) == 1:
+        self._new.append(call)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
             self._io.call_soon(self._begin_turn)
 
     def _begin_turn(self) -> None:
-        """Decide the calls that have waited for a whole turn, in which all that there was to read was read.
+        """Note what is queued, once for all calls of the last turn, read it, and decide those for which that was all.
 
-        Runs before the reading of its turn, because the event loop keeps the order of its calls.
+        This reading comes first in the turn, because the event loop keeps the order of its calls.
         """
-        self._turn += 1
-        silent, self._cut_short_before = self.cut_short == self._cut_short_before, self.cut_short
-        late = self._io.time() - HEARING_SECONDS
-        end = time.perf_counter() + SHARE_SECONDS
+        self._scheduled = False
+        now, end = self._io.time(), time.perf_counter() + SHARE_SECONDS
+        if self._new:
+            unread = [(one, one.heard + queued) for one in self._inputs() if (queued := one.queued())]
+            self._batches.append(_Batch(self._new, now + HEARING_SECONDS, unread))
+            self._new = deque()
         try:
-            while self._waiting and time.perf_counter() < end:
-                call, turn, deferred_at = self._waiting[0]
-                if turn + 2 > self._turn or not (silent or deferred_at <= late):
+            while self._batches and (now >= self._batches[0].until or self._batches[0].is_heard()):
+                calls = self._batches[0].calls
+                while calls and time.perf_counter() < end:
+                    self._decide(calls.popleft())
+                if calls:
                     break
-                self._waiting.popleft()
-                self._decide(call)
+                self._batches.popleft()
         finally:
-            if self._waiting:
-                self._io.call_soon(self._begin_turn)
+            if self._batches:
+                self._schedule()

@@ -39,6 +39,17 @@ RELEASING_AUDIT_SECONDS = 0.01
 class Link(Protocol):
     """A session's connection, as far as effects need it."""
 
+    heard: int
+    """The bytes that were read from it so far."""
+
+    def queued(self) -> int:
+        """Return the bytes that have arrived and were not read; 0 while nothing is read."""
+        ...
+
+    def read(self) -> None:
+        """Read frames, as many as this connection and its tenant may send in one turn."""
+        ...
+
     def deliver(self, packet: fx.Make | fx.Send, descriptors: list[int]) -> None:
         """Queue a packet; the descriptors are the link's from now on."""
         ...
@@ -89,7 +100,9 @@ class Loop:
         self.figures: Figures = {}
         self.drain: Notice | None = None
         """The drain that goes on, as a session is told of it that begins, or goes on, in the middle of it."""
-        self.deferrals = Deferrals(lambda call: self.tell(ev.InputsDrained(call)))
+        self.deferrals = Deferrals(
+            lambda call: self.tell(ev.InputsDrained(call)), lambda: [*self.links.values(), *self.resuming.values()]
+        )
         self._sends: deque[fx.Send] = deque()
         """Packets of segments that are to be sent: a seal can begin a thousand attaches in one step."""
         self._sending = False
@@ -111,11 +124,12 @@ class Loop:
 
     # --- events in ---
 
-    def ask(self, make_event: Callable[[int], ev.Event], reply: Reply) -> None:
-        """Put a question to the core; `reply` is called once, now or later, with a result or a refusal."""
+    def ask(self, make_event: Callable[[int], ev.Event], reply: Reply) -> int:
+        """Ask the core, and return the call's number. `reply` is called once, now or later, with its answer."""
         call = next(self._calls)
         self._replies[call] = reply
         self.tell(make_event(call))
+        return call
 
     def tell(self, event: ev.Event) -> None:
         """Give the core an event and carry out what follows."""

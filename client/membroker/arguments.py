@@ -6,6 +6,7 @@ Owns the rules, and the sentence of each refusal. It must never talk to a broker
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from .errors import InvalidPageSize, InvalidRequest
 from .vmm.driver import AccessFlags, Location
 from .vmm.sizes import MAX_BYTES, format_size, is_power_of_two, parse_size, round_up
+from .wire.names import MAX_WAIT_SECONDS
 
 MAX_SECONDS = 7 * 24 * 3600.0
 """The longest time that a user may ask for: a week. The kernel's own timeouts end at 24 days."""
@@ -109,6 +111,19 @@ def seconds_of(what: str, seconds: float, *, positive: bool = False) -> float:
         least = "more than 0" if positive else "0 or more"
         raise InvalidRequest(f"{what} is a number of seconds, {least} and at most a week, not {seconds!r}")
     return float(seconds)
+
+
+def deadline_of(wait: float | None) -> float | None:
+    """Return when a call that waits `wait` seconds for memory ends, on the monotonic clock; None if it does not say.
+
+    Raises `InvalidRequest` for anything but 0 to 24 hours.
+    """
+    if wait is None:
+        return None
+    is_number = isinstance(wait, Real) and not isinstance(wait, bool)
+    if not is_number or not 0 <= wait <= MAX_WAIT_SECONDS:
+        raise InvalidRequest(f"wait is a number of seconds, 0 or more and at most 24 hours, not {wait!r}")
+    return time.monotonic() + float(wait)
 
 
 def check_progress(progress: Progress | None) -> None:

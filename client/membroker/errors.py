@@ -51,7 +51,8 @@ class OutOfMemory(MembrokerError, MemoryError):
 
     `level` says which limit: `model`, `tenant`, `capacity`, `device` or `shared pool`. `requested_bytes`,
     `available_bytes` and `limit_bytes` are at that level. A smaller request could have got `available_bytes` at that
-    moment. `limit_bytes` is None if the level has no limit of its own (a GPU that other programs filled).
+    moment. `limit_bytes` is None if the level has no limit of its own (a GPU that other programs filled). A broker
+    whose capacity refused also says `share_bytes`, `obtainable_bytes` and, if the request waited, `waited_seconds`.
     """
 
     @property
@@ -77,7 +78,29 @@ class OutOfMemory(MembrokerError, MemoryError):
     @property
     def limit_bytes(self) -> int | None:
         """The limit of this level in bytes, or None."""
-        text = self.metadata.get("limit_bytes")
+        return self._number("limit_bytes")
+
+    @property
+    def share_bytes(self) -> int | None:
+        """What the model could have at that moment, if it wanted as much as there is; None if the level has no shares.
+
+        The capacity is divided among the models that hold or want memory: each has its guarantee, and the rest is
+        divided by weight. What others hold already stays theirs.
+        """
+        return self._number("share_bytes")
+
+    @property
+    def obtainable_bytes(self) -> int | None:
+        """How much more than it held the model could get by waiting: up to `share_bytes`. None as there."""
+        return self._number("obtainable_bytes")
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long the request waited at the broker before it was refused; 0.0 if it did not wait."""
+        return int(self.metadata.get("waited_ms", 0)) / 1000
+
+    def _number(self, key: str) -> int | None:
+        text = self.metadata.get(key)
         return None if text is None else int(text)
 
 

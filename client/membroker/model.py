@@ -91,14 +91,22 @@ class Model:
         capacity = self.virtual_capacity if virtual_capacity is None else virtual_capacity
         return VirtualMemoryPool(self, capacity, page_size, location, spare_pages)
 
-    def allocate(self, size: int | str, location: Location | str = Location.DEVICE) -> Buffer:
+    def allocate(
+        self, size: int | str, location: Location | str = Location.DEVICE, *, wait: float | None = None
+    ) -> Buffer:
         """Borrow one contiguous extent of at least `size` bytes, map it, and return it as a buffer.
 
-        Raises `OutOfMemory` with the numbers and the level that refused, `InvalidRequest`, `DeviceFailure`,
-        `DescriptorLimit`, `BrokerUnavailable`; nothing is mapped or charged then.
+        `wait` is how many seconds the call may wait until the broker has so much memory free, from 0 (not at all) to
+        24 hours. The time also runs while the broker is away. By default a request within the model's guarantee waits
+        as long as the broker is configured to let it, and any other does not. The limits of the model and its tenant
+        refuse at once: no other model's release can change them.
+
+        Raises `OutOfMemory` with the numbers and the level that refused, `InvalidRequest`, `DeviceFailure`, `TooMany`
+        when too many requests wait already, `DescriptorLimit`, `BrokerUnavailable` also when an operator drains the
+        device, and `ClosedError` when the client is closed; nothing is mapped or charged then.
         """
         self._session.check_open()
-        return Buffer(self, size, location)
+        return Buffer(self, size, location, wait=wait)
 
     def growable_buffer(
         self,
@@ -106,13 +114,16 @@ class Model:
         capacity: int | str,
         page_size: int | str = GROWABLE_PAGE_SIZE,
         location: Location | str = Location.DEVICE,
+        *,
+        wait: float | None = None,
     ) -> GrowableBuffer:
         """Reserve addresses for `capacity` bytes, borrow memory for the first `size`, and return both as a buffer.
 
-        Raises `InvalidPageSize` as `pool` does, and what `allocate` raises; nothing is mapped or charged then.
+        `wait` is that of `allocate`, for the first `size` bytes. Raises `InvalidPageSize` as `pool` does, and what
+        `allocate` raises; nothing is mapped or charged then.
         """
         self._session.check_open()
-        return GrowableBuffer(self, size, capacity, page_size, location)
+        return GrowableBuffer(self, size, capacity, page_size, location, wait=wait)
 
     def sparse_array(
         self,
@@ -131,15 +142,17 @@ class Model:
         self._session.check_open()
         return SparseArray(self, shape, dtype, tile_rows, absent, location)
 
-    def create_segment(self, name: str, size: int | str, location: Location | str = Location.DEVICE) -> Segment:
+    def create_segment(
+        self, name: str, size: int | str, location: Location | str = Location.DEVICE, *, wait: float | None = None
+    ) -> Segment:
         """Create a segment: `size` bytes under a name, charged to this model once, that many processes can attach.
 
-        It is mapped writable in this process. Write it, then `seal` it. Raises `SegmentExists`, `OutOfMemory`,
-        `InvalidRequest`, `TooMany`, `DeviceFailure`, `DescriptorLimit`, `BrokerUnavailable`; nothing is mapped or
-        charged then.
+        It is mapped writable in this process. Write it, then `seal` it. `wait` is that of `allocate`. Raises
+        `SegmentExists`, `OutOfMemory`, `InvalidRequest`, `TooMany`, `DeviceFailure`, `DescriptorLimit`,
+        `BrokerUnavailable`; nothing is mapped or charged then.
         """
         self._session.check_open()
-        return Segment.create(self._session, self.resource_name, name, size, location)
+        return Segment.create(self._session, self.resource_name, name, size, location, wait)
 
     def declare(self, size: int | str, location: Location | str = Location.DEVICE) -> None:
         """Declare the total bytes that this process allocates for the model without the broker; the model is charged.
@@ -171,9 +184,10 @@ class Model:
         return messages.model(self._session.ask("GetModel", pb.GetModelRequest(name=self.resource_name)))
 
     def available(self, location: Location | str = Location.DEVICE) -> Available:
-        """Return the bytes that one request could borrow at a location now.
+        """Return the bytes that one request could borrow at a location now, and by waiting.
 
-        It reserves nothing, so a request for as much may still be refused. It is 0 while an operator drains the device.
+        It reserves nothing, so a request for as much may still be refused. Both are 0 while an operator drains the
+        device.
         Raises `ModelNotFound` once the model has ended, `InvalidRequest` if the broker does not lend memory at the
         location, `BrokerUnavailable` and `ClosedError`.
         """
@@ -193,7 +207,9 @@ class _ModelSource(SessionOwner):
         super().__init__(session)
         self._name = name
 
-    def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
+    def borrow(
+        self, extent_bytes: int, count: int, location: Location, placement: Placement, until: float | None
+    ) -> None:
         """Borrow extents from the broker and place them in packets, as they arrive. All or nothing."""
         if count > MAX_EXTENTS_PER_CALL:
             raise InvalidRequest(
@@ -202,7 +218,7 @@ class _ModelSource(SessionOwner):
             )
         self._session.check_open()
         place = messages.location_to_wire(location)
-        self._session.transport.allocate(self._name, place, extent_bytes, count, placement)
+        self._session.transport.allocate(self._name, place, extent_bytes, count, placement, until)
 
     def charge(self, size: int, location: Location) -> None:
         """Declare `size` bytes more."""

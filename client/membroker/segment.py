@@ -32,7 +32,7 @@ from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2
 from .vmm.driver import AccessFlags, Driver, Handle, Location
 from .vmm.sizes import MIB
-from .wire.names import MAX_ATTACH_SECONDS
+from .wire.names import MAX_WAIT_SECONDS
 
 if TYPE_CHECKING:
     import numpy
@@ -61,20 +61,23 @@ class Segment(AtAddress):
         self._filling = threading.Lock()
 
     @classmethod
-    def create(cls, session: Session, model: str, name: str, size: int | str, location: Location | str) -> Segment:
+    def create(
+        cls, session: Session, model: str, name: str, size: int | str, location: Location | str, wait: float | None
+    ) -> Segment:
         """Make a segment under a model's resource name; see `Model.create_segment`."""
+        until = arguments.deadline_of(wait)
         length = rounded_up("a segment", size, session.driver.device.granularity)
         place = location_to_wire(location_of(location))
         request = pb.CreateSegmentRequest(
             model=model, segment_id=arguments.name_of("segment", name), location=place, size_bytes=length
         )
-        return cls._take(session, lambda hold: session.transport.create_segment(request, hold), writable=True)
+        return cls._take(session, lambda hold: session.transport.create_segment(request, hold, until), writable=True)
 
     @classmethod
     def attach(cls, session: Session, name: str, timeout: float) -> Segment:
         """Attach a segment by its resource name; see `Client.attach`."""
-        if arguments.seconds_of("timeout", timeout) > MAX_ATTACH_SECONDS:
-            raise InvalidRequest(f"a timeout is between 0 and {MAX_ATTACH_SECONDS} seconds, not {timeout!r}")
+        if arguments.seconds_of("timeout", timeout) > MAX_WAIT_SECONDS:
+            raise InvalidRequest(f"a timeout is between 0 and {MAX_WAIT_SECONDS} seconds, not {timeout!r}")
         wait = Duration()
         wait.FromNanoseconds(int(timeout * 1e9))
         request = pb.AttachSegmentRequest(name=name, wait=wait)

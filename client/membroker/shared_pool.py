@@ -114,15 +114,16 @@ class SharedMemoryPool(Closing):
         """
         return self._hosted(model_id).pool
 
-    def allocate_for_model(self, model_id: str, size: int | str) -> int:
+    def allocate_for_model(self, model_id: str, size: int | str, *, wait: float | None = None) -> int:
         """Back `size` bytes for a model, and return their address. It is constant until they are deallocated or moved.
 
-        They begin at a page, in the lowest free run of pages that holds them. Raises `ModelNotFound`,
+        They begin at a page, in the lowest free run of pages that holds them. `wait` is that of
+        `VirtualMemoryPool.allocate`: nothing waits for room within `physical_limit`. Raises `ModelNotFound`,
         `OutOfPhysicalMemory` with the requested and the available bytes, `OutOfVirtualMemory` if the model has no free
         run of addresses that is long enough, and otherwise what `VirtualMemoryPool.allocate` raises; nothing has
         changed then.
         """
-        return self.pool(model_id).allocate_anywhere(size)
+        return self.pool(model_id).allocate_anywhere(size, wait=wait)
 
     def deallocate_for_model(self, model_id: str, offset: int, size: int | str) -> None:
         """Release every page that [offset, offset + size) of a model touches.
@@ -243,13 +244,16 @@ class _Counted:
     def later(self, work: Callable[[], None]) -> None:
         self._source.later(work)
 
-    def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
-        """Debit the budgets, then borrow."""
+    def borrow(
+        self, extent_bytes: int, count: int, location: Location, placement: Placement, until: float | None
+    ) -> None:
+        """Debit the budgets, then borrow. Only the lender lets it wait: the budgets refuse at once."""
         key = borrowing()
         try:
             for budget in self._budgets:
                 budget.debit(extent_bytes * count, key)
-            self._source.borrow(extent_bytes, count, location, _CountedPlacement(placement, key, self._budgets))
+            counted = _CountedPlacement(placement, key, self._budgets)
+            self._source.borrow(extent_bytes, count, location, counted, until)
         finally:
             for budget in self._budgets:
                 budget.credit([key])

@@ -173,11 +173,17 @@ class Available:
     `now_bytes` is the most that one request could have got: the smallest of what the model's limit, the tenant's
     limit, the capacity and the device left, without what is kept for guarantees of others. `limit_bytes` is the model's
     limit, or None if only the others apply. `guarantee_bytes` is what the model can be charged at any time.
+
+    `share_bytes` is what the model could have if it wanted as much as there is: the capacity is divided by weight among
+    the models that hold or wait for memory, and nobody loses what it holds. `obtainable_bytes` is how much more than it
+    holds that is: what a request that waits could get.
     """
 
     now_bytes: int
     limit_bytes: int | None
     guarantee_bytes: int = 0
+    obtainable_bytes: int = 0
+    share_bytes: int = 0
 
 
 @renamed("used")

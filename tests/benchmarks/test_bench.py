@@ -43,11 +43,15 @@ TIMINGS = {
     "models.scrape",
     "models.alone",
     "models.among",
+    "refused.alone",
+    "refused.among",
+    "refused.granted",
 }
 COMPARED = TIMINGS - {
     *("bare.echo.one_core", "bare.echo", "bare.lend.one_core", "bare.lend", "bare.grpc"),
     *("raw", "grpc", "handoff.close", "many.bare", "many.close"),
     *("idle.alone", "extents.alone", "extents.scrape", "extents.get_device", "models.alone", "models.scrape_one"),
+    *("refused.alone", "refused.granted"),
 }
 FIGURES = {
     *(f"idle.{what}" for what in ("before.rss", "before.pss", "sessions", "cpu", "busy_cpu", "with.rss", "with.pss")),

@@ -12,6 +12,7 @@ import pytest
 from tests.support.loop_world import SECONDS, World, play
 from tests.support.sizes import MIB
 
+from membrokerd import deferrals
 from membrokerd import loop as loop_module
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
@@ -94,16 +95,28 @@ def test_a_refusal_does_not_wait_for_ever_for_others() -> None:
     """Somebody always has more to say than one turn takes."""
 
     async def story(world: World) -> None:
-        session, io = await world.open(), asyncio.get_running_loop()
-
-        def talk() -> None:
-            world.loop.deferrals.cut_short += 1
-            io.call_soon(talk)
-
-        talk()
+        session, other = await world.open(), await world.open()
+        world.queues[other].unread = 1
         refused = await asyncio.wait_for(world.allocate(session, size=1 << 40), 10)
         assert isinstance(refused, Denied)
         assert refused.reason is Reason.CAPACITY
+
+    play(story)
+
+
+def test_a_refusal_waits_for_what_was_queued_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One connection has 100 bytes queued, and more come as they are read. Another one is silent."""
+    monkeypatch.setattr(deferrals, "HEARING_SECONDS", 10)
+
+    async def story(world: World) -> None:
+        session, other = await world.open(), await world.open()
+        talker = world.queues[other]
+        talker.unread, talker.a_turn = 100, 30
+        await world.allocate(session, size=1 << 40)
+        assert talker.heard == 120
+        talker.unread, before = 0, talker.heard
+        await world.allocate(session, size=1 << 40)
+        assert talker.heard == before, "nobody had anything to say, and it was waited for"
 
     play(story)
 

@@ -12,6 +12,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,17 @@ def prepared(program: Program, name: str) -> Call:
             own = program.keep(membroker.VirtualMemoryPool(program.local, 64 * PAGE, page_size=PAGE))
             own.allocate(0, 3 * PAGE)
             return lambda: own.deallocate(0, 3 * PAGE)
+        case "wait for memory" | "wait for a segment":
+
+            def wait() -> None:
+                """Wait for more than there is, as long as a few turns of the daemon take."""
+                with suppress(membroker.OutOfMemory):
+                    if name == "wait for memory":
+                        program.model.allocate("1GiB", wait=0.05)
+                    else:
+                        program.model.create_segment("late", "1GiB", wait=0.05)
+
+            return wait
         case "lend to a framework":
             lending = program.keep(Lending(program.model, PAGE))
             return lambda: lending.allocate(1)
@@ -161,7 +173,14 @@ CALLS = [
     *("allocate a buffer", "close a buffer", "make a pool", "allocate", "allocate beside spare pages", "grow"),
     *("deallocate", "free", "protect", "close a pool", "compact", "offload", "restore", "make a growable buffer"),
     *("grow a buffer", "shrink a buffer", "back tiles", "drop tiles", "create a segment", "seal", "attach"),
-    *("close a segment", "lend to a framework", "allocate without a broker", "deallocate without a broker"),
+    *(
+        "close a segment",
+        "wait for memory",
+        "wait for a segment",
+        "lend to a framework",
+        "allocate without a broker",
+        "deallocate without a broker",
+    ),
 ]
 
 

@@ -30,12 +30,12 @@ class Broker:
 
     def hear(self, kind: str) -> pb.Frame:
         """Return the next frame, which must be of this kind."""
-        frame = handoff.receive_without_descriptors(self.end, self._buffer)
+        frame, _ = handoff.receive_without_descriptors(self.end, self._buffer)
         assert frame.WhichOneof("kind") == kind, frame
         return frame
 
     def hear_any(self) -> pb.Frame:
-        return handoff.receive_without_descriptors(self.end, self._buffer)
+        return handoff.receive_without_descriptors(self.end, self._buffer)[0]
 
     def hears_nothing(self) -> bool:
         self.end.setblocking(False)

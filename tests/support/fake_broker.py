@@ -197,7 +197,7 @@ class PlayedBroker:
 
     def hear(self, kind: str) -> pb.Frame:
         """Return the next frame, which must be of this kind."""
-        frame = handoff.receive_without_descriptors(self._open(), self._buffer)
+        frame, _ = handoff.receive_without_descriptors(self._open(), self._buffer)
         assert frame.WhichOneof("kind") == kind, frame
         return frame
 

@@ -105,7 +105,9 @@ class Lender:
         while self.work:
             self.work.popleft()()
 
-    def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
+    def borrow(
+        self, extent_bytes: int, count: int, location: Location, placement: Placement, until: float | None = None
+    ) -> None:
         self.before_borrow()
         if self.lent_bytes + extent_bytes * count > self.capacity:
             raise OutOfMemory("the lender's capacity")

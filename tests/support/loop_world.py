@@ -70,6 +70,13 @@ class Queue:
     def __init__(self) -> None:
         self.packets: list[fx.Make | fx.Send] = []
         self.descriptors: list[int] = []
+        self.heard = self.unread = self.a_turn = 0
+
+    def queued(self) -> int:
+        return self.unread
+
+    def read(self) -> None:
+        self.heard += self.a_turn
 
     def deliver(self, packet: fx.Make | fx.Send, descriptors: list[int]) -> None:
         self.packets.append(packet)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
 
@@ -194,6 +195,13 @@ class Asker:
         """DeclareMemory."""
         request = bpb.DeclareMemoryRequest(model=model, declared_bytes=size, location=location)
         return self._ask("declare", "DeclareMemory", request)
+
+    def wait(self, request: bpb.AllocateExtentsRequest | bpb.CreateSegmentRequest, wait: Duration) -> Any:
+        """AllocateExtents or CreateSegment, which may take that long."""
+        request.wait.CopyFrom(wait)
+        if isinstance(request, bpb.CreateSegmentRequest):
+            return self._ask("create_segment", "CreateSegment", request)
+        return self._ask("allocate", "AllocateExtents", request)
 
     def _ask(self, kind: str, method: str, request: Any) -> Any:
         if self.transport == "handoff":

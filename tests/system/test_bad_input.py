@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from tests.support import raw
 from tests.support.raw import Asker, Session, reason
 from tests.support.scene import CONFIG, PAGE, Scene
@@ -29,6 +31,16 @@ HOST = resources_pb2.LOCATION_HOST
 # --- Sizes, counts, names, locations, ids ---
 
 MINE, BLUE = "tenants/red/models/mine", "tenants/blue/models/honest"
+WAITS = [(-1, 0), (0, -1), (-1, 2_000_000_000), (1, 1_000_000_000), (86_400, 1), (MAX, 0), (-MAX - 1, 0)]
+"""Seconds and nanoseconds that no call may wait."""
+
+
+def _wait(what: str, seconds: int, nanos: int, ask: Asker) -> Any:
+    """Ask for memory that is there, and say that it may take that long."""
+    kind, request = raw.allocation(MINE, PAGE), raw.segment_of(MINE, "s", PAGE)
+    return ask.wait(kind if what == "allocate" else request, Duration(seconds=seconds, nanos=nanos))
+
+
 REQUESTS: dict[str, tuple[str, Callable[[Asker], Any]]] = {
     "size 0": ("INVALID_SIZE", lambda ask: ask.allocate(MINE, 0, 1)),
     "size negative": ("INVALID_SIZE", lambda ask: ask.allocate(MINE, -PAGE, 1)),
@@ -62,6 +74,11 @@ REQUESTS: dict[str, tuple[str, Callable[[Asker], Any]]] = {
     "unprintable": ("INVALID_NAME", lambda ask: ask.allocate("\U000e0001" * 2000, PAGE, 1)),
     "10 kB of name": ("INVALID_NAME", lambda ask: ask.allocate("tenants/red/models/" + "a" * 10_000, PAGE, 1)),
     "10 kB of quotes": ("INVALID_NAME", lambda ask: ask.declare('"\\' * 5_000, PAGE)),
+    **{
+        f"{what} of {seconds} s and {nanos} ns": ("INVALID_ARGUMENT", partial(_wait, what, seconds, nanos))
+        for what in ("allocate", "create_segment")
+        for seconds, nanos in WAITS
+    },
     "no ids": ("INVALID_COUNT", lambda ask: ask.release()),
     "4,097 ids": ("INVALID_COUNT", lambda ask: ask.release(*range(1, 4_098))),
     "id 0": ("EXTENT_NOT_FOUND", lambda ask: ask.release(0)),

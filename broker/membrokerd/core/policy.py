@@ -23,7 +23,7 @@ MAX_COUNT = names.MAX_EXTENTS_PER_CALL
 MAX_RELEASE = names.MAX_IDS_PER_FRAME
 MAX_BYTES = names.MAX_BYTES
 MAX_WEIGHT = 1_000
-MAX_WAIT_NS = names.MAX_ATTACH_SECONDS * 10**9
+MAX_WAIT_NS = names.MAX_WAIT_SECONDS * 10**9
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,8 +166,13 @@ def to_event(session: int, tenant: str, request_id: int, request: Message) -> Ma
 
 
 def _wait_ns(request: bpb.AllocateExtentsRequest | bpb.CreateSegmentRequest | bpb.AttachSegmentRequest) -> int | None:
-    wait = request.wait
-    return wait.seconds * 1_000_000_000 + wait.nanos if request.HasField("wait") else None
+    """Return how long a request waits, or None if it does not say. Raises `Refused` for no valid Duration."""
+    if not request.HasField("wait"):
+        return None
+    seconds, nanos = request.wait.seconds, request.wait.nanos
+    if seconds < 0 or not 0 <= nanos < 1_000_000_000:
+        raise Refused(deny(Reason.INVALID_ARGUMENT, what=f"a wait of {seconds} s and {nanos} ns is not a valid time"))
+    return seconds * 1_000_000_000 + nanos
 
 
 def _registration(session: int, tenant: str, request_id: int, request: bpb.RegisterModelRequest) -> MakeEvent:
@@ -279,6 +284,9 @@ def from_model(row: ModelView) -> rpb.Model:
                 extents=one.extents,
                 segment_bytes=one.segments,
                 guarantee_bytes=one.guarantee,
+                weight=one.weight,
+                waiting_bytes=one.waiting,
+                waiting_requests=one.waiting_requests,
             )
             for one in row.locations
         ],

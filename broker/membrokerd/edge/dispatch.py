@@ -61,14 +61,17 @@ class Dispatcher:
             raise convert.Refused(deny(Reason.TOKEN_REJECTED))
         return ticket
 
-    def request(self, session: int, tenant: str, request_id: int, message: Message, respond: Respond) -> None:
-        """Put a request to the core; `respond` gets its result or refusal, now or later."""
+    def request(self, session: int, tenant: str, request_id: int, message: Message, respond: Respond) -> int | None:
+        """Put a request to the core; `respond` gets its result or refusal, now or later.
+
+        Returns the number of the call, or None if the request was refused before the core saw it.
+        """
         try:
             make_event = convert.to_event(session, tenant, request_id, message)
         except convert.Refused as refused:
             respond(refused.denied)
-        else:
-            self.loop.ask(make_event, respond)
+            return None
+        return self.loop.ask(make_event, respond)
 
     def response(self, result: fx.Result) -> tuple[str, Any]:
         """Return the response of a request, and the name of its field in a handoff Reply; raises `Refused`."""

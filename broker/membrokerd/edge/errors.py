@@ -35,7 +35,7 @@ _TABLE: Mapping[Reason, _Row] = {
     Reason.CAPACITY: _Row(
         Code.RESOURCE_EXHAUSTED,
         "the broker lends {limit} of {location} memory in all and {used} is out{kept}: {requested} more for {of} does "
-        "not fit, {available} does",
+        "not fit, {available} does{fair}",
         retry=True,
     ),
     Reason.DEVICE_FULL: _Row(
@@ -201,6 +201,7 @@ class _Words(dict[str, object]):
         self["detached"] = f"; detached, and ended by `membroker forget SESSION`, are {lost}" if lost else ""
         reserved = numbers.get("reserved_bytes")
         self["kept"] = f", and {format_size(int(reserved))} of the rest is kept for guarantees" if reserved else ""
+        self["fair"] = _fair(numbers)
         self.setdefault("whose", "session")
         self.setdefault("calls", "allocations in flight")
         self.setdefault("fault", "a fault of the broker, written in its log")
@@ -216,6 +217,15 @@ class _Words(dict[str, object]):
 
     def __missing__(self, key: str) -> object:
         return f"<{key}>"
+
+
+def _fair(numbers: Mapping[str, int | str]) -> str:
+    """Say what the model could have, and how long the request waited for it."""
+    if "share_bytes" not in numbers:
+        return ""
+    share, obtainable = (format_size(int(numbers[key])) for key in ("share_bytes", "obtainable_bytes"))
+    waited = f", and the request waited {int(numbers['waited_ms']) / 1000:.1f} s" if "waited_ms" in numbers else ""
+    return f"; its share is {share}, {obtainable} more than it has{waited}"
 
 
 def _missing(segment: int | str) -> str:

@@ -66,11 +66,18 @@ class Views:
         if not broker.rules.capacities.get(location):
             raise convert.Refused(deny(Reason.LOCATION_UNAVAILABLE, location=location))
         now = 0
-        if not broker.draining:
+        share, more = broker.waiting.share(name, location)
+        if broker.draining:
+            more = 0
+        else:
             now = broker.admission.available(name, location, self._device_room(location))
-        limit = policy.model_limit(broker.ledger, broker.rules, name, location)
-        guarantee = broker.admission.model_guarantee(name, location)
-        return pb.Available(now_bytes=now, limit_bytes=limit, guarantee_bytes=guarantee)
+        return pb.Available(
+            now_bytes=now,
+            obtainable_bytes=more,
+            guarantee_bytes=broker.admission.model_guarantee(name, location),
+            limit_bytes=policy.model_limit(broker.ledger, broker.rules, name, location),
+            share_bytes=share,
+        )
 
     def _device_room(self, location: Location) -> int | None:
         """Return the room for more extents at the last look. Stock counts as room: it is dropped before a refusal."""

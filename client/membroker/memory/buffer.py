@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..arguments import bytes_of, check_range, location_of, rounded_up
+from ..arguments import bytes_of, check_range, deadline_of, location_of, rounded_up
 from ..errors import InvalidRequest, OutOfMemory
 from ..interrupts import Operation, device_failures
 from ..vmm.driver import Location
@@ -22,13 +22,21 @@ class Buffer(AtAddress):
     """`size` bytes at `address`, borrowed from a source. A context manager. `Model.allocate` makes it.
 
     `size` is in bytes, or text such as `"8MiB"`. New memory is zero. On GPUs this was measured, but CUDA does not
-    promise it. The host driver gets zeroed pages from the kernel.
+    promise it. The host driver gets zeroed pages from the kernel. `wait` is that of `Model.allocate`.
 
     Raises `InvalidRequest`, `OutOfMemory` with the level that refused, `DeviceFailure`, `DescriptorLimit`,
     `BrokerUnavailable` and `ClosedError`; nothing is borrowed then.
     """
 
-    def __init__(self, source: Source | Lender, size: int | str, location: Location | str = Location.DEVICE) -> None:
+    def __init__(
+        self,
+        source: Source | Lender,
+        size: int | str,
+        location: Location | str = Location.DEVICE,
+        *,
+        wait: float | None = None,
+    ) -> None:
+        until = None if wait is None else deadline_of(wait)
         self._size = bytes_of("a buffer", size, at_least=1)
         self._location = location_of(location)
         device = source.driver.device
@@ -41,7 +49,7 @@ class Buffer(AtAddress):
         with Operation(self._holding) as operation:
             operation.undo += [self._holding.end, placing.take_back]
             try:
-                lender.borrow(self._extent_size, 1, self._location, placing)
+                lender.borrow(self._extent_size, 1, self._location, placing, until)
             except OutOfMemory as error:
                 add_asked(error, self._size, "granules", device.granularity)
                 raise

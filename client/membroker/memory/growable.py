@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..arguments import bytes_of, check_page_size, check_range, location_of, rounded_up
+from ..arguments import bytes_of, check_page_size, check_range, deadline_of, location_of, rounded_up
 from ..deprecated import renamed
 from ..errors import InvalidRequest, OutOfMemory, OutOfVirtualMemory
 from ..interrupts import Operation, Turns, device_failures
@@ -53,6 +53,8 @@ class GrowableBuffer(AtAddress):
         capacity: int | str,
         page_size: int | str = DEFAULT_PAGE_SIZE,
         location: Location | str = Location.DEVICE,
+        *,
+        wait: float | None = None,
     ) -> None:
         self._page_size = check_page_size(page_size, source.driver.device.granularity)
         self._location = location_of(location)
@@ -70,7 +72,7 @@ class GrowableBuffer(AtAddress):
             self._holding = MappedMemory(self._source, self, self._capacity, "growable buffer")
         with Operation(self._holding) as operation:
             operation.undo.append(self._holding.end)
-            self.resize(first_size)
+            self.resize(first_size, wait=wait)
             operation.undo.clear()
 
     # What it is
@@ -97,16 +99,19 @@ class GrowableBuffer(AtAddress):
 
     # Growing and shrinking
 
-    def resize(self, size: int | str) -> None:
+    def resize(self, size: int | str, *, wait: float | None = None) -> None:
         """Grow or shrink the buffer at its end to `size` bytes. All or nothing.
 
-        Growing raises `OutOfVirtualMemory` beyond the capacity, `OutOfMemory` with the level that refused,
+        `wait` is how many seconds growing may wait for memory, as in `Model.allocate`. Another call that resizes waits
+        for this one meanwhile.
+
+        Growing raises `OutOfVirtualMemory` beyond the capacity, `OutOfMemory` with the level that refused, `TooMany`,
         `DeviceFailure`, `DescriptorLimit`, `BrokerUnavailable`. Shrinking first waits for all work that this process
         has submitted to the device, then releases whole pages, also while the broker is unreachable. It raises
         `DeviceFailure`, and `BufferError` while a view, a span or a tensor uses bytes that it would remove. Both raise
         `ClosedError`. After any of these errors the buffer is unchanged.
         """
-        target = bytes_of("a size", size)
+        target, until = bytes_of("a size", size), deadline_of(wait)
         with self._resizing() as operation:
             if target > self._capacity:
                 raise OutOfVirtualMemory(
@@ -114,14 +119,14 @@ class GrowableBuffer(AtAddress):
                     self._capacity,
                     f"a buffer cannot have {target} bytes: its capacity is {self._capacity} bytes",
                 )
-            self._become(target, operation)
+            self._become(target, operation, until)
 
-    def grow(self, by: int | str) -> int:
+    def grow(self, by: int | str, *, wait: float | None = None) -> int:
         """Add `by` bytes at the end, and return the offset of the first one. Concurrent callers get disjoint ranges.
 
-        Raises what `resize` raises.
+        `wait` is that of `resize`. Raises what `resize` raises.
         """
-        more = bytes_of("a growth", by)
+        more, until = bytes_of("a growth", by), deadline_of(wait)
         with self._resizing() as operation:
             offset = self._size
             if more > self._capacity - offset:
@@ -130,7 +135,7 @@ class GrowableBuffer(AtAddress):
                     self._capacity - offset,
                     f"a buffer of {offset} bytes cannot grow by {more}: its capacity is {self._capacity} bytes",
                 )
-            self._become(offset + more, operation)
+            self._become(offset + more, operation, until)
             return offset
 
     def shrink(self, by: int | str) -> None:
@@ -139,7 +144,7 @@ class GrowableBuffer(AtAddress):
         with self._resizing() as operation:
             if less > self._size:
                 raise InvalidRequest(f"a buffer of {self._size} bytes cannot shrink by {less}")
-            self._become(self._size - less, operation)
+            self._become(self._size - less, operation, None)
 
     @contextmanager
     def _resizing(self) -> Iterator[Operation]:
@@ -148,12 +153,12 @@ class GrowableBuffer(AtAddress):
             self._holding.check_open()  # another thread may have closed it while this call waited
             yield operation
 
-    def _become(self, size: int, operation: Operation) -> None:
+    def _become(self, size: int, operation: Operation, until: float | None) -> None:
         before = self._size
         operation.undo.append(lambda: self._set_size(before))
         if size >= before:
             try:
-                self._back(round_up(size, self._page_size), operation)
+                self._back(round_up(size, self._page_size), operation, until)
             except OutOfMemory as error:
                 add_asked(error, size - before, "pages", self._page_size)
                 raise
@@ -165,12 +170,12 @@ class GrowableBuffer(AtAddress):
     def _set_size(self, size: int) -> None:
         self._size = size
 
-    def _back(self, end: int, operation: Operation) -> None:
+    def _back(self, end: int, operation: Operation, until: float | None) -> None:
         backed = self.physical_usage_bytes
         if end > backed:
             placing = Placing(self._holding, range(backed, end, self._page_size))
             operation.undo.append(placing.take_back)
-            self._source.borrow(self._page_size, (end - backed) // self._page_size, self._location, placing)
+            self._source.borrow(self._page_size, (end - backed) // self._page_size, self._location, placing, until)
             self._holding.check_open()  # if it was closed meanwhile, the undo releases the new pages
 
     def _cut(self, size: int, operation: Operation) -> None:

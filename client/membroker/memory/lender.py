@@ -71,8 +71,13 @@ class Owner(Protocol):
 class Source(Owner, Protocol):
     """An owner that lends extents."""
 
-    def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
+    def borrow(
+        self, extent_bytes: int, count: int, location: Location, placement: Placement, until: float | None
+    ) -> None:
         """Borrow `count` extents of `extent_bytes` each, and place them in packets.
+
+        A broker that has no room lets the call wait `until` then (on the monotonic clock; None: as long as its rules
+        say). A source without a broker does not wait.
 
         All or nothing: after any failure, also one of `placement`, it calls `undo`, releases everything and raises.
         """

@@ -170,8 +170,10 @@ class LocalSource(Holder["_Link"], Closing):
             self.check_open()
         return self._link.driver
 
-    def borrow(self, extent_bytes: int, count: int, location: Location, placement: Placement) -> None:
-        """Create `count` extents of `extent_bytes` each, and place them in packets. All or nothing.
+    def borrow(
+        self, extent_bytes: int, count: int, location: Location, placement: Placement, until: float | None = None
+    ) -> None:
+        """Create `count` extents of `extent_bytes` each, and place them in packets. All or nothing. It never waits.
 
         Raises `ClosedError`, what `placement` raises, `DriverError`, and `OutOfMemory` with the level `capacity` for
         the limit or `device` for the device itself.

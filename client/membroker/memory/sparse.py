@@ -13,7 +13,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import check_range, check_total, contiguous_bytes, location_of, shape_of, whole_number
+from ..arguments import (
+    check_range,
+    check_total,
+    contiguous_bytes,
+    deadline_of,
+    location_of,
+    shape_of,
+    whole_number,
+)
 from ..deprecated import renamed
 from ..dtypes import word_of
 from ..errors import InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped
@@ -130,19 +138,20 @@ class SparseArray(AtAddress):
 
     # Copies in and out
 
-    def write(self, row: int, data: Any) -> None:
+    def write(self, row: int, data: Any, *, wait: float | None = None) -> None:
         """Copy whole rows, from any object with contiguous bytes, to `row` and the following rows.
 
-        All absent tiles get memory in one request, or none does. Raises `InvalidOffset` for rows outside of the array,
+        All absent tiles get memory in one request, or none does. `wait` is how many seconds the call may wait for that
+        memory, as in `Model.allocate`. Raises `InvalidOffset` for rows outside of the array,
         `InvalidRequest` for a part of a row, `OutOfMemory`, `DescriptorLimit`, `BrokerUnavailable`, `ClosedError`; the
         array is unchanged then. Raises `DeviceFailure`, after which some of the rows may have been written.
         """
-        source = contiguous_bytes("what rows are written from", data)
+        source, until = contiguous_bytes("what rows are written from", data), deadline_of(wait)
         rows, rest = divmod(len(source), self._row_size)
         if rest or not rows:
             raise InvalidRequest(f"{len(source)} bytes are no whole rows of {self._row_size} bytes")
         offset = self._offset(row, rows)
-        span = self._backed(offset, len(source))
+        span = self._backed(offset, len(source), until)
         with device_failures():
             self._source.driver.write(span.address, source)
 
@@ -200,13 +209,13 @@ class SparseArray(AtAddress):
                 raise NotMapped(f"tile {missing} has no memory: nothing was written there")
             return self._holding.span(self, offset, size)
 
-    def back(self, *tiles: int) -> None:
+    def back(self, *tiles: int, wait: float | None = None) -> None:
         """Borrow memory for all absent ones of these tiles, in one request. All or nothing.
 
-        Raises `InvalidOffset` for a tile outside of the array, `OutOfMemory`, `DeviceFailure`, `DescriptorLimit`,
-        `BrokerUnavailable` and `ClosedError`.
+        `wait` is that of `write`. Raises `InvalidOffset` for a tile outside of the array, `OutOfMemory`,
+        `DeviceFailure`, `DescriptorLimit`, `BrokerUnavailable` and `ClosedError`.
         """
-        self._borrow_missing(self._numbers(tiles))
+        self._borrow_missing(self._numbers(tiles), deadline_of(wait))
 
     def drop(self, *tiles: int) -> None:
         """Release tiles, after waiting for all work that this process has submitted to the device.
@@ -240,15 +249,15 @@ class SparseArray(AtAddress):
         with self._lock:
             self._hidden.difference_update(offsets)
 
-    def _backed(self, offset: int, size: int) -> Span:
+    def _backed(self, offset: int, size: int, until: float | None) -> Span:
         """Return a span of bytes, after borrowing memory for absent tiles."""
         while True:
             try:
                 return self.span(offset, size)
             except NotMapped:
-                self._borrow_missing(self._touched(offset, size))
+                self._borrow_missing(self._touched(offset, size), until)
 
-    def _borrow_missing(self, tiles: Sequence[int]) -> None:
+    def _borrow_missing(self, tiles: Sequence[int], until: float | None) -> None:
         with Operation(self._holding) as operation:
             self._turns.take(tiles, operation)
             self._holding.check_open()  # another thread may have closed it while this call waited
@@ -258,7 +267,7 @@ class SparseArray(AtAddress):
                 operation.ends.append(lambda: self._show(offsets))
                 operation.undo.append(placing.take_back)
                 self._hidden.update(offsets)
-                self._source.borrow(self._tile_size, len(offsets), self._location, placing)
+                self._source.borrow(self._tile_size, len(offsets), self._location, placing, until)
                 operation.undo.clear()
 
     # Its end

@@ -46,10 +46,13 @@ class Backing:
         self._location = location
         self._offloaded = OffloadedPages(self.holding, source, self._table, self._lock, location)
 
-    def back(self, choose: Choose, asked: int | str, *, within: int = 0, spare: bool = False) -> range:
+    def back(
+        self, choose: Choose, asked: int | str, until: float | None, *, within: int = 0, spare: bool = False
+    ) -> range:
         """Map the missing pages of an unused range, all or nothing, and mark the range used, or spare.
 
-        `asked` is the size that the user requested. Its first byte is byte `within` of the first page.
+        `asked` is the size that the user requested. Its first byte is byte `within` of the first page. `until` is the
+        source's, here and below.
         """
         if self._table.spare and not spare and (pages := self._take_spare(choose, within)):
             return pages
@@ -63,7 +66,7 @@ class Backing:
                 placing = Placing(self.holding, offsets)
                 operation.undo.append(placing.take_back)
                 try:
-                    self._source.borrow(self._page_size, len(run), self._location, placing)
+                    self._source.borrow(self._page_size, len(run), self._location, placing, until)
                 except OutOfMemory as error:
                     add_asked(error, asked, "pages", self._page_size)
                     raise
@@ -145,13 +148,15 @@ class Backing:
         self.trim(pages)
         return copied
 
-    def restore(self, pages: range, progress: Progress | None, *, keep_pinned: bool) -> int:
+    def restore(self, pages: range, progress: Progress | None, until: float | None, *, keep_pinned: bool) -> int:
         """Restore the offloaded ones of `pages`, and return the number of bytes copied."""
         with Operation(self.holding) as operation:
             runs = self._claim_runs(operation, lambda: self._table.runs_of(OFFLOADED, pages))
-            return self._offloaded.restore(runs, progress, keep_pinned=keep_pinned)
+            return self._offloaded.restore(runs, progress, until, keep_pinned=keep_pinned)
 
-    def restore_from(self, segment: PageStore, found: Mapping[range, int], progress: Progress | None) -> int:
+    def restore_from(
+        self, segment: PageStore, found: Mapping[range, int], progress: Progress | None, until: float | None
+    ) -> int:
         """Restore pages from a segment: `found` has runs, with the offset of each in the segment, in bytes."""
         for run in found:
             self.trim(run)
@@ -161,7 +166,7 @@ class Backing:
                 self._offloaded.adopt(segment, found)
                 with self._lock:
                     self._table.begins.update((run.start, 0) for run in runs)
-            return self._offloaded.restore(runs, progress)
+            return self._offloaded.restore(runs, progress, until)
 
     def _unbind(self, pages: range, operation: Operation) -> None:
         """Unmap claimed pages, and release their extents."""

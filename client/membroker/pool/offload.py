@@ -132,7 +132,9 @@ class OffloadedPages:
 
     # Back to the device
 
-    def restore(self, runs: Sequence[range], progress: Progress | None, *, keep_pinned: bool = False) -> int:
+    def restore(
+        self, runs: Sequence[range], progress: Progress | None, until: float | None, *, keep_pinned: bool = False
+    ) -> int:
         """Borrow memory for offloaded pages, copy their bytes there, and free the host memory, or keep it pinned.
 
         If it stops half way, the copied pages are used again and the rest stays offloaded. Returns the number of bytes
@@ -151,15 +153,15 @@ class OffloadedPages:
             moving = ends.enter_context(_Moving(self._source.driver, arrive, progress, total))
             for chunk in self._chunks(runs):
                 self._holding.check_open()
-                placings[chunk] = self._borrow(chunk)
+                placings[chunk] = self._borrow(chunk, until)
                 moving.begin(chunk, self._copies(chunk, self._places, to_host=False))
             moving.finish()
         return total
 
-    def _borrow(self, chunk: range) -> Placing:
+    def _borrow(self, chunk: range, until: float | None) -> Placing:
         start, end = chunk.start * self._page_size, chunk.stop * self._page_size
         placing = Placing(self._holding, range(start, end, self._page_size))
-        self._source.borrow(self._page_size, len(chunk), self._location, placing)
+        self._source.borrow(self._page_size, len(chunk), self._location, placing, until)
         return placing
 
     def _arrive_on_device(self, placings: dict[range, Placing], back: Places, chunk: range) -> int:

@@ -15,6 +15,7 @@ from ..arguments import (
     bytes_of,
     check_page_size,
     check_progress,
+    deadline_of,
     location_of,
     rounded_up,
     whole_number,
@@ -120,28 +121,35 @@ class VirtualMemoryPool(Resource):
 
     # Backing addresses
 
-    def allocate(self, offset: int, size: int | str) -> int:
+    def allocate(self, offset: int, size: int | str, *, wait: float | None = None) -> int:
         """Back every page that [offset, offset + size) touches, and return the address of `offset`.
+
+        `wait` is how many seconds the call may wait until the broker has so much memory free, from 0 (not at all) to
+        24 hours, for all missing pages together. By default a request within the model's guarantee waits as long as
+        the broker is configured to let it, and any other does not. The limits of the model and its tenant refuse at
+        once. Without a broker nothing waits. Meanwhile other calls refuse these pages.
 
         All or nothing: after an error, nothing more is mapped or charged than before. There is one exception: Ctrl-C
         after the mapping of the last page is raised at the end, and the pages are allocated. Raises `InvalidOffset`
         beyond the capacity, `InvalidRequest` for a size of 0, `AlreadyMapped` when a page is backed already or
-        another thread is changing it, `Offloaded`, `OutOfMemory` with the level that refused, `DeviceFailure`,
-        `DescriptorLimit`, `BrokerUnavailable`, `ClosedError`.
+        another thread is changing it, `Offloaded`, `OutOfMemory` with the level that refused, `TooMany` when too many
+        requests wait already, `DeviceFailure`, `DescriptorLimit`, `BrokerUnavailable`, `ClosedError`.
         """
+        until = None if wait is None else deadline_of(wait)
         self._holding.check_open()
         offset = whole_number("an offset", offset, InvalidOffset)
         pages, within = self._touched(offset, size), offset % self._page_size
-        self._backing.back(lambda _: pages, size, within=within)
+        self._backing.back(lambda _: pages, size, until, within=within)
         return self._holding.region.address + offset
 
-    def allocate_anywhere(self, size: int | str, alignment: int | str = 0) -> int:
+    def allocate_anywhere(self, size: int | str, alignment: int | str = 0, *, wait: float | None = None) -> int:
         """Back `size` bytes in the lowest free run of pages that holds them, and return its address.
 
         The address is a multiple of the page size and of `alignment`, a power of two in bytes. Spare pages count as
-        free. `free` takes the address. Raises `OutOfVirtualMemory` if no free run of addresses is that long, and
-        otherwise what `allocate` raises.
+        free. `free` takes the address. `wait` is that of `allocate`. Raises `OutOfVirtualMemory` if no free run of
+        addresses is that long, and otherwise what `allocate` raises.
         """
+        until = deadline_of(wait)
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
         count = -(-length // self._page_size)
@@ -150,18 +158,20 @@ class VirtualMemoryPool(Resource):
             raise InvalidRequest(f"an alignment is a power of two, not {alignment!r}")
         base, step = self._holding.region.address, max(align, self._page_size) // self._page_size
         first = -(base // self._page_size) % step
-        pages = self._backing.back(lambda table: table.first_fit(count, step, first), length)
+        pages = self._backing.back(lambda table: table.first_fit(count, step, first), length, until)
         return base + pages.start * self._page_size
 
-    def grow(self, size: int | str) -> int:
+    def grow(self, size: int | str, *, wait: float | None = None) -> int:
         """Back the first `size` bytes after the highest allocated page, and return their address.
 
         Holes below stay as they are. A page that another thread is backing counts as allocated, so concurrent callers
-        get neighbouring ranges. Raises `OutOfVirtualMemory` beyond the capacity, and otherwise what `allocate` raises.
+        get neighbouring ranges. `wait` is that of `allocate`. Raises `OutOfVirtualMemory` beyond the capacity, and
+        otherwise what `allocate` raises.
         """
+        until = deadline_of(wait)
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        pages = self._backing.back(lambda table: table.above(length), length)
+        pages = self._backing.back(lambda table: table.above(length), length, until)
         return self._holding.region.address + pages.start * self._page_size
 
     def shrink(self, size: int | str) -> None:
@@ -174,15 +184,16 @@ class VirtualMemoryPool(Resource):
         length = bytes_of("a size", size, at_least=1)
         self._backing.drop(lambda table: table.below(length))
 
-    def prepare(self, size: int | str) -> None:
+    def prepare(self, size: int | str, *, wait: float | None = None) -> None:
         """Back the next `size` bytes after the highest allocated page ahead of need, as spare pages.
 
         The next `grow`, or `allocate` there, needs no call of the broker. The pages are charged from now on, in
-        addition to `spare_pages`. Raises what `grow` raises.
+        addition to `spare_pages`. `wait` is that of `allocate`. Raises what `grow` raises.
         """
+        until = deadline_of(wait)
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        self._backing.back(lambda table: table.above(length), length, spare=True)
+        self._backing.back(lambda table: table.above(length), length, until, spare=True)
 
     def trim(self) -> int:
         """Release every spare page, and return the number of bytes released. Waits as `deallocate` does.
@@ -309,38 +320,44 @@ class VirtualMemoryPool(Resource):
         *,
         progress: Progress | None = None,
         keep_pinned: bool = False,
+        wait: float | None = None,
     ) -> int:
         """Borrow memory for the offloaded pages of [offset, offset + size), and copy their bytes back.
 
         The pages keep their addresses and their access. Without a range it restores the whole pool. It skips pages that
         are not offloaded. Pinned memory is freed and no longer declared. With `keep_pinned` it stays for the next
         `offload`, because pinning memory takes far longer than copying it. A segment stays as it is. Returns the number
-        of bytes copied; `progress` is that of `offload`.
+        of bytes copied; `progress` is that of `offload`, and `wait` that of `allocate`: one time for all pages.
 
         Raises `OutOfMemory` when there is not enough memory: the pages restored until then stay restored, the rest
         stays offloaded, and `metadata` has `restored_bytes` and `offloaded_bytes`. The same is true for every error
         half way. Also raises the other errors of `allocate`, and `NotMapped` when another call is changing a page.
         """
+        until = deadline_of(wait)
         self._holding.check_open()
         check_progress(progress)
         pages = self._touched_or_all(offset, size)
         return uninterrupted(
-            lambda: self._backing.restore(pages, progress, keep_pinned=keep_pinned), self._holding.interrupted
+            lambda: self._backing.restore(pages, progress, until, keep_pinned=keep_pinned), self._holding.interrupted
         )
 
-    def restore_from(self, segment: PageStore, *, progress: Progress | None = None) -> int:
+    def restore_from(self, segment: PageStore, *, progress: Progress | None = None, wait: float | None = None) -> int:
         """Restore pages that another pool, possibly of another process, has offloaded to `segment`.
 
         They keep their offsets, where nothing may be allocated. The page size must divide their offsets and sizes. Then
-        they are as if this pool had offloaded and restored them, also after an error half way. Returns the number of
-        bytes copied. Raises `InvalidRequest` if `segment` is not a sealed segment of offloaded pages, or its pages do
-        not fit this pool, `InvalidTensorIndex`, `AlreadyMapped`, and what `restore` raises.
+        they are as if this pool had offloaded and restored them, also after an error half way. `wait` is that of
+        `restore`. Returns the number of bytes copied. Raises `InvalidRequest` if `segment` is not a sealed segment of
+        offloaded pages, or its pages do not fit this pool, `InvalidTensorIndex`, `AlreadyMapped`, and what `restore`
+        raises.
         """
+        until = deadline_of(wait)
         self._holding.check_open()
         check_progress(progress)
         check_segment(segment, self._holding.source.driver)
         found = runs_in(segment, self._page_size, self._capacity)
-        return uninterrupted(lambda: self._backing.restore_from(segment, found, progress), self._holding.interrupted)
+        return uninterrupted(
+            lambda: self._backing.restore_from(segment, found, progress, until), self._holding.interrupted
+        )
 
     # Using it
 

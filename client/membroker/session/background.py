@@ -99,7 +99,7 @@ class Background:
 
     def _read_notice(self, notices: socket.socket) -> None:
         try:
-            frame = handoff.receive_without_descriptors(notices, self._buffer)
+            frame, _ = handoff.receive_without_descriptors(notices, self._buffer)
         except handoff.BrokenPacket:
             self._stop_reading()
         except (handoff.EndOfConnection, OSError):

@@ -170,6 +170,11 @@ class Connection:
         """Whether the connection ended without `close`."""
         return self._end is not None and self._end[0] is BrokerUnavailable
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call has not ended."""
+        return bool(self._calls)
+
     def interrupt(self) -> None:
         """End the connection, because an interrupt left a call half done: the resume agrees on what is held."""
         self._break(

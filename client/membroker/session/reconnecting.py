@@ -221,6 +221,7 @@ class ReconnectingConnection:
         """Return the connection after a lost one. Raises if that takes too long, or if this one is not lost."""
         if error.reason not in _UNANSWERED:
             raise error
+        let_through()  # an interrupt may have ended the connection, and there may be another one already
         begun = time.monotonic()
         with self._changed.lock:
             while self.connection is connection:
@@ -399,12 +400,17 @@ class ReconnectingConnection:
     # The end
 
     def end_waits(self, *, at_exit: bool) -> None:
-        """Let no call wait for another connection any more. The session still gets one to end over, but not at exit."""
+        """Let no call wait any more: neither for another connection, nor at the broker for memory or a seal.
+
+        The calls in flight end with their connection. The session still gets another one to end over, but not at exit.
+        """
         with self._changed.lock:
             self._closing = True
             if at_exit:
                 self._move("goodbye")
             self._changed.tell_all()
+        if not at_exit and self.connection.has_calls:
+            self.connection.interrupt()
 
     def say_goodbye(self, *, wait: bool) -> None:
         """End the session at the broker; `wait` for the next connection as long as the goodbye, or a call, may take."""

@@ -7,13 +7,17 @@ over none.
 
 from __future__ import annotations
 
+import time
 from typing import cast
+
+from google.protobuf.message import Message
 
 from ..errors import SegmentNotFound
 from ..memory.lender import Placement
 from ..v1 import broker_pb2 as pb
 from ..v1.handoff_pb2 import Frame
 from ..v1.resources_pb2 import Location, Segment
+from ..wire.names import MAX_WAIT_SECONDS
 from .connection import Connection
 from .reconnecting import ReconnectingConnection
 
@@ -28,23 +32,54 @@ class Transport:
         self.declare_less = connection.declare_less
 
     def allocate(
-        self, model: str, location: Location.ValueType, extent_bytes: int, count: int, placement: Placement
+        self,
+        model: str,
+        location: Location.ValueType,
+        extent_bytes: int,
+        count: int,
+        placement: Placement,
+        until: float | None,
     ) -> None:
-        """Borrow `count` extents for a model, whose descriptors `placement` takes. All or nothing."""
+        """Borrow `count` extents for a model, whose descriptors `placement` takes. All or nothing.
+
+        The broker lets it wait for memory `until` then, on the monotonic clock; None: as long as its rules say.
+        """
         frame = Frame()
         request = frame.allocate
         request.model, request.location = model, location
         request.extent_bytes, request.count = extent_bytes, count
-        self._connection.call(frame, placement)
+        if until is None:
+            self._connection.call(frame, placement)
+        else:
+            self._wait(frame, request, placement, until)
+
+    def _wait(
+        self,
+        frame: Frame,
+        request: pb.AllocateExtentsRequest | pb.CreateSegmentRequest,
+        placement: Placement,
+        until: float,
+    ) -> Message:
+        """Make a call that waits. What is repeated over the next connection waits for the rest of the time."""
+
+        def state(_: Connection | None = None) -> None:
+            left = max(0.0, until - time.monotonic())
+            request.wait.FromNanoseconds(min(int(left * 1e9), MAX_WAIT_SECONDS * 10**9))
+
+        state()
+        return self._connection.call(frame, placement, before_repeat=state)
 
     def declare(self, request: pb.DeclareMemoryRequest) -> None:
         """Declare memory that this process allocates itself."""
         inventory = self._connection.inventory
         self._connection.call(Frame(declare=request), note=lambda: inventory.declared(request))
 
-    def create_segment(self, request: pb.CreateSegmentRequest, placement: Placement) -> Segment:
-        """Create a segment, whose descriptors `placement` takes. All or nothing."""
-        return cast("Segment", self._connection.call(Frame(create_segment=request), placement))
+    def create_segment(self, request: pb.CreateSegmentRequest, placement: Placement, until: float | None) -> Segment:
+        """Create a segment, whose descriptors `placement` takes. All or nothing; waits as `allocate` does."""
+        frame = Frame(create_segment=request)
+        if until is None:
+            return cast("Segment", self._connection.call(frame, placement))
+        return cast("Segment", self._wait(frame, frame.create_segment, placement, until))
 
     def attach_segment(self, request: pb.AttachSegmentRequest, placement: Placement) -> Segment:
         """Attach a segment, whose descriptors `placement` takes. All or nothing; waits as long as the writer writes."""

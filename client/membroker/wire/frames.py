@@ -72,8 +72,8 @@ def receive(connection: socket.socket) -> Packet:
         raise
 
 
-def receive_without_descriptors(connection: socket.socket, buffer: bytearray) -> pb.Frame:
-    """Receive one packet into `buffer`, of MAX_FRAME_BYTES, and never a descriptor.
+def receive_without_descriptors(connection: socket.socket, buffer: bytearray) -> tuple[pb.Frame, int]:
+    """Receive one packet into `buffer`, of MAX_FRAME_BYTES, and never a descriptor; return it, and its bytes.
 
     Without a control buffer the kernel installs no descriptor of the peer in this process, and reports it.
     Raises as `receive`, and `BrokenPacket` for a packet that carried descriptors.
@@ -85,4 +85,4 @@ def receive_without_descriptors(connection: socket.socket, buffer: bytearray) ->
         raise BrokenPacket("the packet carries descriptors")
     if not count:
         raise EndOfConnection
-    return decode(memoryview(buffer)[:count])
+    return decode(memoryview(buffer)[:count]), count

@@ -60,7 +60,6 @@ class Lender:
         self.links: dict[int, Connection] = {}
         self.resuming: dict[int, Connection] = {}
         self.drain: Any = None
-        self.deferrals = SimpleNamespace(cut_short=0)
         self.turns = SimpleNamespace(may=lambda *_: True, charge=lambda *_: None)  # no loop begins turns here
         self.broker = SimpleNamespace(rules=policy.Rules(PAGE, cast(Any, capacities)))
         self.dispatcher = SimpleNamespace(

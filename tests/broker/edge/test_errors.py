@@ -32,12 +32,13 @@ LEVEL = {
     "available_bytes": 4 * MIB,
     "limit_bytes": 12 * MIB,
 }
+SHARE = {"share_bytes": 20 * MIB, "obtainable_bytes": 12 * MIB}
 MADE = {"model": MODEL, "level": "device", "location": "device", "requested_bytes": 6 * MIB}
 SAYS = {**MADE, "driver_says": "cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY (2)"}
 NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.MODEL_LIMIT: [LEVEL],
     Reason.TENANT_LIMIT: [LEVEL],
-    Reason.CAPACITY: [LEVEL],
+    Reason.CAPACITY: [LEVEL, {**LEVEL, **SHARE}, {**LEVEL, **SHARE, "waited_ms": 1_500}],
     Reason.DEVICE_FULL: [SAYS, {**MADE, "device_free_bytes": 5, "available_bytes": 0, "reserve_bytes": 9}],
     Reason.DRIVER_FAILED: [SAYS],
     Reason.DESCRIPTORS_EXHAUSTED: [SAYS, {"driver_says": "socketpair: Too many open files"}],
@@ -188,6 +189,11 @@ def test_the_sentence_has_the_numbers() -> None:
     status = to_status(deny(Reason.MODEL_LIMIT, **LEVEL))
     for shown in (MODEL, "12.0 MiB", "8.0 MiB", "6.0 MiB", "4.0 MiB", "device"):
         assert shown in status.message
+
+
+def test_a_refusal_for_want_of_room_tells_the_share() -> None:
+    told = sentence(Reason.CAPACITY, **{**LEVEL, **SHARE, "waited_ms": 1_500})  # type: ignore[arg-type]
+    assert told.endswith("; its share is 20.0 MiB, 12.0 MiB more than it has, and the request waited 1.5 s")
 
 
 def sentence(reason: Reason, **numbers: int | str) -> str:

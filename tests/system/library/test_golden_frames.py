@@ -59,7 +59,10 @@ LEFT_AT_ZERO = {
         *("CreateSegment", "SealSegment", "AttachSegment", "DetachSegment", "DeleteSegment"),
         *("RegisterModel", "UnregisterModel"),
     )
-} | {"membroker.v1.ModelBooks.releasing_bytes", "membroker.v1.ModelBooks.guarantee_bytes"}
+} | {
+    f"membroker.v1.ModelBooks.{name}"
+    for name in ("releasing_bytes", "guarantee_bytes", "waiting_bytes", "waiting_requests")
+}
 each_vector = pytest.mark.parametrize("vector", VECTORS, ids=[vector["name"] for vector in VECTORS])
 
 
@@ -241,7 +244,8 @@ def test_the_page_has_the_limits_as_they_are() -> None:
         "unacknowledged packets of a session": names.WINDOW,
         "bytes of a segment's extents, but for the last": rules.segment_extent_bytes,
         "segments of a tenant": rules.max_segments_per_tenant,
-        "seconds that an attach may wait": names.MAX_ATTACH_SECONDS,
+        "requests that wait for memory": rules.max_waiting_per_tenant,
+        "seconds that a call may wait": names.MAX_WAIT_SECONDS,
         "protocol version": names.PROTOCOL_VERSION,
         "protocol revision": names.PROTOCOL_REVISION,
         "ids of a Holds": names.MAX_IDS_PER_FRAME,
@@ -257,7 +261,7 @@ def test_the_page_has_the_limits_as_they_are() -> None:
         "characters of the name of a tenant": names.MAX_TENANT_CHARACTERS,
     }
     texts = {
-        "unanswered calls that bring descriptors, waiting attaches among them, by frames and gRPC": (
+        "unanswered calls that bring descriptors, waiting ones among them, by frames and gRPC": (
             f"{rules.max_calls_per_session}"
         ),
         "extents of all segments": f"{limits.MAX_SEGMENT_EXTENTS:,}, or what the broker's descriptors allow",

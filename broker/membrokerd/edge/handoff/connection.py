@@ -7,8 +7,11 @@ does not read cannot make the broker work or grow. Must never decide anything ab
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
+import sys
+import termios
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -65,7 +68,7 @@ class Connection:
         self._notices: socket.socket | None = None
         self._session: int | None = None
         self._tenant = ""
-        self._outbox = Outbox(sock, self._readable, listener.traffic, self.close)
+        self._outbox = Outbox(sock, self.read, listener.traffic, self.close)
         self._outgoing = self._outbox.packets
         self.flush = self._outbox.flush
         """Send what is queued, unless the socket is full."""
@@ -74,6 +77,8 @@ class Connection:
         self._told: int | None = None
         """An allocation whose answer was sent with its delivery, before the core has answered."""
         self._closed = False
+        self.heard = 0
+        """The bytes of all frames that were read."""
         self._pidfd: int | None = peer.pidfd
         self._holds: Holds | None = None
         self._holds_timer: asyncio.TimerHandle | None = None
@@ -83,7 +88,7 @@ class Connection:
         self._turns = self._loop.turns
         self._whose = listener.tenant_of(peer)
         self._descriptor = sock.fileno()
-        self._io.add_reader(sock, self._readable)
+        self._io.add_reader(sock, self.read)
 
     @property
     def session(self) -> int | None:
@@ -92,24 +97,24 @@ class Connection:
 
     # --- in ---
 
-    def _readable(self) -> None:
+    def read(self) -> None:
         """Read frames, as many as this connection and its tenant may send in one turn."""
         for _ in range(FRAMES_PER_TURN):
             if self._closed or self._outgoing or self._waiting:
                 return
             if not self._turns.may(self._whose, self._descriptor):
-                break  # the socket stays readable in the next turn
+                return  # the socket stays readable in the next turn
             began = time.perf_counter()
             went_on = self._read()
             self._turns.charge(self._whose, time.perf_counter() - began)
             if not went_on:
                 return
-        self._loop.deferrals.cut_short += 1
 
     def _read(self) -> bool:
         """Read and handle one frame. Return False when nothing is queued, or the connection has ended."""
         try:
-            frame = handoff.receive_without_descriptors(self._sock, self._listener.buffer)
+            frame, size = handoff.receive_without_descriptors(self._sock, self._listener.buffer)
+            self.heard += size
         except BlockingIOError:
             return False
         except handoff.EndOfConnection:
@@ -127,6 +132,12 @@ class Connection:
             logs.fault(error, endpoint=self._listener.endpoint, pid=self._peer.pid)
             self._refuse(frame.request_id, deny(Reason.INTERNAL))
         return True
+
+    def queued(self) -> int:
+        """Return the bytes that have arrived and were not read; 0 while nothing is read."""
+        if self._closed or self._outgoing or self._waiting:
+            return 0
+        return int.from_bytes(fcntl.ioctl(self._sock, termios.FIONREAD, bytes(4)), sys.byteorder)
 
     def hear(self) -> None:
         """Read the next frame if it has arrived, even if this tenant has used up its turn."""
@@ -257,7 +268,7 @@ class Connection:
     def _go_on(self) -> None:
         self._waiting = False
         if not self._closed:
-            self._readable()
+            self.read()
 
     def _turn_away(self, request_id: int, pair: _Pair, denied: Denied) -> None:
         for end in pair:

@@ -10,6 +10,7 @@ from membroker.v1 import broker_pb2_grpc, resources_pb2
 from membroker.wire.names import TOKEN_METADATA
 
 from ...core import effects as fx
+from ...core import events as ev
 from ...core.denied import Denied
 from ...observe import logs
 from ..convert import Refused
@@ -67,12 +68,17 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         answer: asyncio.Future[fx.Result | Denied] = asyncio.get_running_loop().create_future()
 
         def respond(result: fx.Result | Denied) -> None:
-            # A caller that gave up has cancelled the future. Its request is still carried out.
-            if not answer.done():
+            if not answer.done():  # a caller that gave up has cancelled it
                 answer.set_result(result)
 
-        self._dispatcher.request(ticket.session, ticket.tenant, request.request_id, request, respond)
-        result = await answer
+        call = self._dispatcher.request(ticket.session, ticket.tenant, request.request_id, request, respond)
+        try:
+            result = await answer
+        except asyncio.CancelledError:
+            # The call was cancelled, or its deadline has passed. It waits no longer; what was granted is still done.
+            if call is not None:
+                self._dispatcher.loop.tell(ev.CancelWait(call))
+            raise
         if isinstance(result, Denied):
             logs.log_denied(ticket.session, type(request).__name__.removesuffix("Request"), result)
             raise Refused(result)

@@ -1,0 +1,415 @@
+"""Calls that wait for memory, from the worker's side: what grants them, what ends them, and what outlasts them."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from tests.support import raw
+from tests.support.daemons import Daemon, running, until
+from tests.support.honest_worker import State, check_turns, honest
+from tests.support.sizes import MIB
+from tests.support.workers import Worker, worker, workers
+from tests.system.test_reload import reload
+
+from membroker.v1 import admin_pb2 as apb
+from membroker.v1 import broker_pb2_grpc
+
+CAPACITY = 256 * MIB
+LONG = 600
+"""Seconds that no test waits for."""
+CALLS = {
+    "a buffer": "held = model.allocate(64 * MIB, wait={wait})",
+    "pages": "held = pool.allocate(0, 64 * MIB, wait={wait})",
+    "pages anywhere": "held = pool.allocate_anywhere(64 * MIB, wait={wait})",
+    "a pool that grows": "held = pool.grow(64 * MIB, wait={wait})",
+    "spare pages": "pool.prepare(64 * MIB, wait={wait})",
+    "a growable buffer": "held = model.growable_buffer(64 * MIB, CAPACITY, PAGE, wait={wait})",
+    "a buffer that grows": "held = grown.grow(64 * MIB, wait={wait})",
+    "tiles": "held = array.back(*range(32), wait={wait})",
+    "rows": "held = array.write(0, bytes(64 * MIB), wait={wait})",
+    "a segment": "held = model.create_segment('s', 64 * MIB, wait={wait})",
+    "a shared pool": "held = shared.allocate_for_model('own', 64 * MIB, wait={wait})",
+}
+PREPARE = f"""
+import threading, time
+CAPACITY = {CAPACITY}
+model = client.register_model('m', virtual_capacity='1GiB')
+pool = model.pool(page_size=PAGE)
+grown = model.growable_buffer(0, CAPACITY, PAGE)
+array = model.sparse_array((CAPACITY // PAGE, PAGE), 'U8')
+shared = membroker.SharedMemoryPool(client, page_size=PAGE)
+shared.register_model('own', '1GiB')
+
+def ended(call):
+    error = None
+    try:
+        call()
+    except BaseException as raised:
+        error = raised
+    return type(error).__name__, getattr(error, 'reason', ''), getattr(error, 'waited_seconds', 0.0)
+
+class Thread(threading.Thread):
+    def __init__(self, call):
+        super().__init__(daemon=True)
+        self.call, self.outcome = call, None
+        self.start()
+    def run(self):
+        self.outcome = ended(self.call)
+    def result(self):
+        self.join(30)
+        return self.outcome
+"""
+
+
+def waiting(daemon: Daemon) -> int:
+    """Return how many requests wait for memory."""
+    return sum(books.waiting_requests for model in daemon.models() for books in model.books)
+
+
+@contextmanager
+def full(daemon: Daemon, transport: str = "handoff", size: int = CAPACITY) -> Iterator[Worker]:
+    """Yield a worker of the tenant blue that has borrowed all there is; `buffers` are of 64 MiB each."""
+    with worker() as holder:
+        holder.connect(daemon, "blue", transport)
+        holder.do("other = client.register_model('other')")
+        holder.do(f"buffers = [other.allocate(64 * MIB) for _ in range({size // (64 * MIB)})]")
+        yield holder
+
+
+@pytest.fixture
+def asker(daemon: Daemon, transport: str) -> Iterator[Worker]:
+    """A worker of the tenant red that has borrowed nothing yet."""
+    with worker() as one:
+        one.connect(daemon, "red", transport)
+        one.do(PREPARE)
+        yield one
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_release_grants_what_waits(daemon: Daemon, asker: Worker, call: str, transport: str) -> None:
+    """The memory is full. A worker waits for 64 MiB, and gets them as another process releases them."""
+    with full(daemon, transport) as holder:
+        asker.begin(CALLS[call].format(wait=LONG))
+        until(lambda: waiting(daemon) == 1)
+        assert [(one.waiting_bytes, one.weight) for model in daemon.models() for one in model.books][-1]
+        holder.do("buffers.pop().close()")
+        asker.result()
+        assert waiting(daemon) == 0
+        assert daemon.books().lent_bytes == CAPACITY
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_refusal_comes_at_the_deadline_with_its_numbers(daemon: Daemon, asker: Worker, call: str) -> None:
+    """Nobody releases anything. The call is refused when its time is over, and at once if it has none."""
+    with full(daemon):
+        for wait in (0, 0.3):
+            began = time.monotonic()
+            refused = asker.refused(CALLS[call].format(wait=wait))
+            took = time.monotonic() - began
+            assert (refused.error, refused.reason) == ("OutOfMemory", "CAPACITY")
+            waited = int(refused.metadata.get("waited_ms", 0)) / 1000
+            assert wait <= waited <= took
+            assert took < wait + 10
+            # Nobody gives back what it has: a wait could bring nothing.
+            assert (refused.metadata["share_bytes"], refused.metadata["obtainable_bytes"]) == ("0", "0")
+            assert "its share is 0 B, 0 B more than it has" in refused.message
+            assert ("the request waited" in refused.message) == (wait > 0)
+        assert daemon.books().lent_bytes == CAPACITY
+
+
+def test_an_error_has_the_numbers_of_the_share(daemon: Daemon, asker: Worker) -> None:
+    """Two models want more than is free: each is told what it could have, before it asks and when it is refused."""
+    with full(daemon, size=CAPACITY // 2), worker() as third:
+        third.connect(daemon, "blue")
+        third.do("third = client.register_model('third')")
+        numbers = "(lambda one: [one.now_bytes, one.obtainable_bytes, one.share_bytes])(model.available())"
+        assert asker.ask(numbers) == [CAPACITY // 2, CAPACITY // 2, CAPACITY // 2]
+        third.begin(f"third.allocate({CAPACITY}, wait={LONG})")
+        until(lambda: waiting(daemon) == 1)
+        assert asker.ask(numbers) == [CAPACITY // 2, CAPACITY // 2, CAPACITY // 2], "red has borrowed nothing yet"
+        asker.begin(
+            "try:\n    model.allocate(200 * MIB, wait=0.2)\n"
+            "except membroker.OutOfMemory as error:\n"
+            "    answer = [error.share_bytes, error.obtainable_bytes, error.waited_seconds, error.available_bytes]\n"
+        )
+        share, obtainable, waited, available = asker.result()
+        assert (share, obtainable, available) == (CAPACITY // 2, CAPACITY // 2, CAPACITY // 2)
+        assert 0.2 <= waited < 10
+        asker.do("model.declare(0); limited = client.register_model('limited', limit='16MiB')")
+        asker.begin(
+            "try:\n    limited.allocate('20MiB', wait=60)\n"
+            "except membroker.OutOfMemory as error:\n"
+            "    answer = [error.reason, error.share_bytes, error.obtainable_bytes, error.waited_seconds]\n"
+        )
+        assert asker.result() == ["MODEL_LIMIT", None, None, 0.0], "a limit that no release changes refuses at once"
+        assert asker.ask("limited.available().obtainable_bytes") == 16 * MIB
+
+
+@pytest.mark.parametrize("wait", [-1, 86_401, "'1'", True, "float('nan')", "float('inf')"])
+def test_a_wait_that_is_none_is_refused(daemon: Daemon, wait: object) -> None:
+    """More than a day, less than nothing, no number: the library says so, and asks nobody."""
+    with worker() as one:
+        one.connect(daemon)
+        one.do(PREPARE)
+        before = daemon.device().revision
+        for call in CALLS.values():
+            refused = one.refused(call.format(wait=wait))
+            assert refused.error == "InvalidRequest"
+            assert "wait is a number of seconds" in refused.message
+        assert daemon.device().revision == before
+        one.do("held = model.allocate(PAGE, wait=86_400); more = model.allocate(PAGE, wait=0)")
+
+
+def test_without_a_broker_nothing_waits() -> None:
+    """A program that runs without a broker keeps its `wait`: there is nobody who could release anything."""
+    with worker() as one:
+        one.do("source = membroker.LocalSource('host', limit=4 * PAGE)")
+        one.do("pool = membroker.VirtualMemoryPool(source, '1GiB', page_size=PAGE)")
+        one.do(f"pool.allocate(0, 4 * PAGE, wait={LONG})")
+        refused = one.refused(f"pool.grow(PAGE, wait={LONG})")
+        assert (refused.error, refused.metadata.get("waited_ms")) == ("OutOfMemory", None)
+
+
+# --- Whose turn it is ---
+
+
+def test_guaranteed_first_then_within_the_share_then_by_arrival() -> None:
+    """The one that came first wants more than its share, the second what is its share, the third its guarantee.
+
+    The memory comes back in pieces that fit one of them at a time.
+    """
+    tenants: dict[str, Any] = {name: {} for name in ("holder", "big", "small", "sure")}
+    with running({"capacity": "96MiB", "tenants": tenants}) as daemon, workers(5) as (holder, *askers):
+        big, late, small, sure = askers
+        for tenant, each in (("holder", holder), ("big", big), ("big", late), ("small", small), ("sure", sure)):
+            each.connect(daemon, tenant)
+            each.do("model = client.register_model('m')")
+        holder.do("buffers = [model.allocate(16 * MIB) for _ in range(4)]")
+        big.do("first = model.allocate(32 * MIB)")
+        reload(daemon, tenants={**tenants, "sure": {"models": {"m": {"guarantee": "16MiB"}}}})
+        for number, each in enumerate(askers, 1):
+            each.begin(f"held = model.allocate(16 * MIB, wait={LONG})")
+            until(lambda number=number: waiting(daemon) == number)
+        for left, each in ((3, sure), (2, small), (1, big), (0, late)):
+            holder.do("buffers.pop().close()")
+            each.result()
+            assert waiting(daemon) == left
+        assert daemon.books().free_bytes == 0
+
+
+def test_a_guaranteed_request_waits_without_being_asked_to() -> None:
+    """A guarantee that cannot be kept yet: an allocation within it waits, and one beyond it does not."""
+    with running() as daemon, full(daemon) as holder, worker() as owner:
+        owner.connect(daemon)
+        owner.do("model = client.register_model('m')")
+        reload(daemon, tenants={"red": {"models": {"m": {"guarantee": "64MiB"}}}, "blue": {}})
+        assert owner.refused("model.allocate(66 * MIB)").metadata.get("waited_ms") is None
+        assert owner.refused("model.allocate(64 * MIB, wait=0)").metadata.get("waited_ms") is None
+        owner.begin("held = model.allocate(64 * MIB)")
+        until(lambda: waiting(daemon) == 1)
+        holder.do("buffers.pop().close()")
+        owner.result()
+
+
+# --- What ends a wait ---
+
+
+@pytest.mark.parametrize("call", ["a buffer", "pages", "a buffer that grows", "a segment", "tiles"])
+def test_ctrl_c_ends_a_wait(daemon: Daemon, asker: Worker, call: str) -> None:
+    """A person gives up. The prompt is back at once, nobody waits at the broker, and the session goes on."""
+    with full(daemon) as holder:
+        code = f"def call():\n    {CALLS[call].format(wait=LONG)}\nanswer = ended(call)"
+        asker.begin(code)
+        until(lambda: waiting(daemon) == 1)
+        began = time.monotonic()
+        asker.process.send_signal(signal.SIGINT)
+        kind, _, _ = asker.result()
+        took = time.monotonic() - began
+        assert kind == "KeyboardInterrupt"
+        assert took < 5, "an interrupt is looked for once a second"
+        until(lambda: waiting(daemon) == 0)
+        holder.do("buffers.pop().close()")
+        asker.do(CALLS[call].format(wait=0))
+        assert daemon.books().lent_bytes == CAPACITY
+
+
+@pytest.mark.parametrize("call", ["a buffer", "pages", "a segment"])
+def test_closing_the_client_ends_its_waits(daemon: Daemon, asker: Worker, call: str) -> None:
+    """One thread waits, and another closes the client: the first one gets `ClosedError`, at once."""
+    with full(daemon):
+        asker.do(f"def call():\n    {CALLS[call].format(wait=LONG)}\nthread = Thread(call)")
+        until(lambda: waiting(daemon) == 1)
+        asker.do("client.close()")
+        kind, _, _ = asker.ask("thread.result()")
+        assert kind == "ClosedError"
+        until(lambda: [session.tenant for session in daemon.sessions()] == ["tenants/blue"])
+        assert waiting(daemon) == 0
+        assert daemon.books().lent_bytes == CAPACITY
+
+
+def test_a_drain_ends_all_waits(daemon: Daemon, asker: Worker) -> None:
+    """An operator empties the device: whoever waits is told why nothing will come."""
+    with full(daemon), daemon.admin_stub() as admin:
+        asker.do(f"threads = [Thread(lambda: model.allocate(64 * MIB, wait={LONG})) for _ in range(3)]")
+        until(lambda: waiting(daemon) == 3)
+        admin.Drain(apb.DrainRequest())
+        outcomes = asker.ask("[thread.result() for thread in threads]")
+        assert {(kind, reason) for kind, reason, _ in outcomes} == {("BrokerUnavailable", "DRAINING")}
+        assert waiting(daemon) == 0
+        admin.Undrain(apb.UndrainRequest())
+
+
+def test_leaving_the_model_ends_its_waits(daemon: Daemon, asker: Worker) -> None:
+    """A thread waits for memory of a model that another thread unregisters."""
+    with full(daemon):
+        asker.do("gone = client.register_model('gone')")
+        asker.do(f"thread = Thread(lambda: gone.allocate(64 * MIB, wait={LONG}))")
+        until(lambda: waiting(daemon) == 1)
+        asker.do("gone.unregister()")
+        assert asker.ask("thread.result()[:2]") == ["ModelNotFound", "MODEL_NOT_FOUND"]
+        assert waiting(daemon) == 0
+
+
+@contextmanager
+def waiting_by_grpc(daemon: Daemon, session: raw.Session, model: str, timeout: float | None) -> Iterator[Any]:
+    """Yield a call of AllocateExtents that waits, of a client without our library."""
+    request = raw.allocation(model, 64 * MIB)
+    request.request_id, request.wait.seconds = 7, LONG
+    with grpc.insecure_channel(f"unix:{session.endpoint}/grpc.sock") as channel:
+        stub = broker_pb2_grpc.BrokerServiceStub(channel)
+        call = stub.AllocateExtents.future(request, metadata=(("membroker-token", session.token),), timeout=timeout)
+        until(lambda: waiting(daemon) == 1)
+        yield call
+
+
+def test_a_grpc_call_that_ends_waits_no_more(daemon: Daemon) -> None:
+    """Its caller cancels it, or its own deadline passes: nothing is lent to a caller that has gone."""
+    with full(daemon) as holder, raw.Session(daemon.endpoint()) as session:
+        model = session.register("m")
+        with waiting_by_grpc(daemon, session, model, 1.0) as call:
+            assert call.exception().code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            until(lambda: waiting(daemon) == 0)
+        with waiting_by_grpc(daemon, session, model, None) as call:
+            assert call.cancel()
+            until(lambda: waiting(daemon) == 0)
+        holder.do("buffers.pop().close()")
+        assert daemon.books().lent_bytes == CAPACITY - 64 * MIB
+        assert session.borrow(model, 64 * MIB), "its request id, or the session, was still taken"
+
+
+# --- What outlasts a wait, and what does not ---
+
+
+def test_a_wait_goes_on_after_the_daemons_death(daemon: Daemon, asker: Worker) -> None:
+    """The daemon is killed under two calls. Each asks the next one again, for the rest of its time."""
+    with full(daemon) as holder:
+        asker.do(f"granted = Thread(lambda: model.allocate(64 * MIB, wait={LONG}))")
+        asker.do("refused = Thread(lambda: model.allocate(128 * MIB, wait=6))")
+        until(lambda: waiting(daemon) == 2)
+        away(daemon, 1)
+        until(lambda: waiting(daemon) == 2)
+        kind, reason, waited = asker.ask("refused.result()")
+        assert (kind, reason) == ("OutOfMemory", "CAPACITY")
+        assert 0 < waited < 5.1, "the second daemon let it wait for all of its time"
+        assert waiting(daemon) == 1
+        holder.do("buffers.pop().close()")
+        assert asker.ask("granted.result()[0]") == "NoneType"
+
+
+def test_no_time_is_left_after_a_long_outage(daemon: Daemon, asker: Worker) -> None:
+    """The daemon is away for longer than the call may wait. The next one is still asked, and refuses it at once."""
+    with full(daemon):
+        asker.do("thread = Thread(lambda: model.allocate(64 * MIB, wait=1))")
+        until(lambda: waiting(daemon) == 1)
+        away(daemon, 1)
+        assert asker.ask("thread.result()") == ["OutOfMemory", "CAPACITY", 0.0]
+        denied = [model.denials_total["CAPACITY"] for model in daemon.models() if model.name == "tenants/red/models/m"]
+        assert denied == [1]
+
+
+def away(daemon: Daemon, seconds: float) -> None:
+    """Kill the daemon, and start the next one so many seconds later."""
+    daemon.kill()
+    killed = time.monotonic()
+    until(lambda: time.monotonic() >= killed + seconds)
+    daemon.start_again()
+
+
+def test_a_killed_worker_waits_no_more(daemon: Daemon, asker: Worker) -> None:
+    """A worker dies while it waits in front of another: the other one gets the memory."""
+    with full(daemon) as holder, worker() as dead:
+        dead.connect(daemon, "red")
+        dead.do("model = client.register_model('m')")
+        dead.begin(f"model.allocate(64 * MIB, wait={LONG})")
+        until(lambda: waiting(daemon) == 1)
+        asker.begin(CALLS["a buffer"].format(wait=LONG))
+        until(lambda: waiting(daemon) == 2)
+        dead.kill()
+        until(lambda: waiting(daemon) == 1)
+        holder.do("buffers.pop().close()")
+        asker.result()
+
+
+def test_a_stopped_worker_holds_nobody_up(daemon: Daemon, asker: Worker) -> None:
+    """A worker is stopped while it waits. It is granted the memory all the same, and the others are served."""
+    with full(daemon) as holder:
+        asker.begin(CALLS["pages"].format(wait=LONG))
+        until(lambda: waiting(daemon) == 1)
+        asker.send(signal.SIGSTOP)
+        holder.do("buffers.pop().close()")
+        until(lambda: waiting(daemon) == 0)
+        assert daemon.books().lent_bytes == CAPACITY
+        holder.do("buffers.pop().close(); [other.allocate(PAGE).close() for _ in range(100)]")
+        asker.send(signal.SIGCONT)
+        asker.result()
+        assert asker.ask("len(pool.view(0, 64 * MIB))") == 64 * MIB
+
+
+# --- Many ---
+
+SESSIONS = 16
+BEGIN = """
+from pathlib import Path
+from tests.support import raw
+from membroker.v1 import handoff_pb2 as pb
+sessions = [raw.Session(Path({endpoint!r})) for _ in range({sessions})]
+def wait(session, name):
+    model = session.register(name)
+    for number in range({waits}):
+        request = raw.allocation(model, 64 * MIB)
+        request.wait.seconds = {wait}
+        session.send(pb.Frame(request_id=100_000 + number, allocate=request))
+for number, session in enumerate(sessions):
+    wait(session, f'm{process}-{{number}}')
+"""
+
+
+def test_a_thousand_waits_stop_nobody(state: State) -> None:
+    """64 models with 16 requests each wait for more than there will be. Beside them an honest worker borrows.
+
+    The tenant may have no more of them: the next one is refused, whatever its model.
+    """
+    config = {"capacity": "64MiB", "max_sessions": 96, "log": {"level": "info"}}
+    with running(config) as daemon, honest(daemon) as one, workers(4) as crowd, worker() as late:
+        one.do("kept = model.allocate(PAGE)")
+        for process, each in enumerate(crowd):
+            values = {"endpoint": str(daemon.endpoint()), "sessions": SESSIONS, "waits": 16, "wait": LONG}
+            each.do(BEGIN.format(process=process, **values))
+        until(lambda: waiting(daemon) == 4 * SESSIONS * 16)
+        late.connect(daemon)
+        late.do("model = client.register_model('late')")
+        refused = late.refused("model.allocate(64 * MIB, wait=5)")
+        assert (refused.error, refused.reason) == ("TooMany", "TOO_MANY_REQUESTS")
+        assert "the tenant has 1024 requests that wait for memory, which is its bound" in refused.message
+        one.beside(state, "1,024 requests that wait")
+        check_turns(daemon, state, "beside 1,024 requests that wait")
+        assert waiting(daemon) == 4 * SESSIONS * 16
+        for each in crowd:
+            each.kill()
+        until(lambda: waiting(daemon) == 0)
