@@ -148,9 +148,11 @@ class World:
         await self.ask(lambda call: ev.RegisterModel(call, session, self.request(), MODEL, None, {}, False))
         return session
 
-    def allocate(self, session: int, count: int = 1, size: int = 2 * MIB) -> asyncio.Future[Any]:
-        number = self.request()
-        return self.ask(lambda call: ev.Allocate(call, session, number, MODEL, "device", size, count))
+    def allocate(
+        self, session: int, count: int = 1, size: int = 2 * MIB, wait: float | None = None
+    ) -> asyncio.Future[Any]:
+        number, wait_ns = self.request(), None if wait is None else int(wait * 1e9)
+        return self.ask(lambda call: ev.Allocate(call, session, number, MODEL, "device", size, count, wait_ns))
 
     async def give_back(self, session: int) -> None:
         """Close all that was delivered, and release it."""
@@ -220,6 +222,7 @@ def play(
     store: Store | None = None,
     stock: int = 0,
     context_bytes: int = 0,
+    audit_seconds: float = 0.05,
 ) -> _T:
     """Tell a story in a world of 64 MiB whose segments are made of extents of 4 MiB; nothing of it stays open.
 
@@ -235,7 +238,7 @@ def play(
         rules = policy.Rules(2 * MIB, {"device": 64 * MIB}, segment_extent_bytes=4 * MIB)
         rules = dataclasses.replace(rules, stock_extents=stock, stock_bytes=64 * MIB if stock else 0)
         kept = store if store is not None else Store()
-        loop = Loop(Broker(rules, epoch=1), executor, kept, audit_seconds=0.05, context_bytes=context_bytes)
+        loop = Loop(Broker(rules, epoch=1), executor, kept, audit_seconds, context_bytes=context_bytes)
         loop.start()
         world = World(loop, driver)
         try:
@@ -555,6 +558,31 @@ def test_waits_end_when_their_time_has_come() -> None:
         await world.until(lambda: not world.charged())
 
     play(story)
+
+
+def test_waits_for_memory_end_when_their_time_has_come() -> None:
+    """Nothing else happens meanwhile: the device is audited once an hour. The other request goes on waiting."""
+
+    async def story(world: World) -> None:
+        ended: list[fx.Waited] = []
+        world.loop.observe_wait = ended.append
+        holder, waiter = await world.open(), await world.open()
+        await world.allocate(holder, 32)
+        long, short = world.allocate(waiter, wait=SECONDS), world.allocate(waiter, 2, wait=0.02)
+        refused = await short
+        assert refused.reason is Reason.CAPACITY
+        assert refused.numbers["waited_ms"] >= 20
+        assert not long.done()
+        await world.give_back(holder)
+        assert (await long).count == 1
+        await world.give_back(waiter)
+        assert [(one.name, one.size, one.result) for one in ended] == [
+            (MODEL, 4 * MIB, "refused"),
+            (MODEL, 2 * MIB, "granted"),
+        ]
+        assert ended[0].waited_ns >= 20_000_000
+
+    play(story, audit_seconds=3_600)
 
 
 def test_an_answer_that_is_known_is_on_its_way_before_the_books_hear_of_the_packet(
