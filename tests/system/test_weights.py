@@ -25,7 +25,11 @@ from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm import Location
 
 DEVICE = Location.DEVICE
-TENANTS: dict[str, Any] = {"red": {"weight": 2, "models": {"chat": {"weight": 4}}}, "blue": {}, "green": {}}
+TENANTS: dict[str, Any] = {
+    "red": {"weight": 2, "host_weight": 3, "models": {"chat": {"weight": 4}}},
+    "blue": {},
+    "green": {},
+}
 MODEL = "tenants/{}/models/chat"
 HOURS = 7_200.0
 _ids = itertools.count(1_000)
@@ -106,9 +110,10 @@ def numbers(daemon: Daemon) -> dict[tuple[str, ...], float]:
 def test_weights_are_configured_commanded_and_kept(daemon: Daemon, admin: Admin) -> None:
     """A command stands before the configuration, also after a restart, until `none` ends it."""
     assert weights(admin) == {"red": 2, "blue": 1, "green": 1}
-    assert {(one.name, one.weight) for one in admin.quotas(configured=True)} == {
-        ("tenants/red", 2),
-        ("tenants/red/models/chat", 4),
+    assert {(one.name, one.location, one.weight) for one in admin.quotas(configured=True)} == {
+        ("tenants/red", "device", 2),
+        ("tenants/red", "host", 3),
+        ("tenants/red/models/chat", "device", 4),
     }
     assert admin.quotas() == []
     assert admin.set_quota("tenants/red", DEVICE, {"weight": 5}) == Quota("tenants/red", "device", None, 0, weight=5)
@@ -143,8 +148,10 @@ def test_the_larger_part_goes_first(admin: Admin, tenants: Tenants, weight: int,
     """With equal weights half of the room is too little for either, so the older request goes first."""
     admin.set_quota("tenants/red", DEVICE, {"weight": weight})
     half = tenants.borrow("green", 128 * MIB), tenants.borrow("green", 128 * MIB)
-    asked = {name: tenants.ask(name, 96 * MIB, HOURS) for name in ("blue", "red")}
-    until(lambda: waiting(admin) == (192 * MIB, 2))
+    asked = {}
+    for count, name in enumerate(("blue", "red"), 1):
+        asked[name] = tenants.ask(name, 96 * MIB, HOURS)
+        until(lambda: waiting(admin)[1] == count)  # noqa: B023 - it is called at once
     tenants.release("green", half[0])
     assert len(tenants.answer(first, asked[first])) == 1
     assert waiting(admin) == (96 * MIB, 1)
@@ -236,11 +243,12 @@ def test_the_command_sets_and_shows_weights_and_waits(
     assert "the quota waits for its first session" in say("quota", "set", "blue/batch", "--weight", "0")[1]
     table = [line.split() for line in say("quota", "list", "--all")]
     assert table[0] == ["name", "where", "guarantee", "limit", "weight", "used"]
-    assert [(row[0], row[4]) for row in table[1:]] == [
-        ("blue/batch", "0"),
-        ("blue/chat", "2"),
-        ("red", "2"),
-        ("red/chat", "4"),
+    assert [(row[0], row[1], row[4]) for row in table[1:]] == [
+        ("blue/batch", "device", "0"),
+        ("blue/chat", "device", "2"),
+        ("red", "device", "2"),
+        ("red", "host", "3"),
+        ("red/chat", "device", "4"),
     ]
     say("quota", "set", "blue/batch", "--weight", "none")
     assert [(one["name"], one["weight"]) for one in json.loads(say("quota", "list", "--json")[0])] == [
