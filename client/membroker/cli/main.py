@@ -42,9 +42,10 @@ lent: if it stands in the way of a guarantee, the answer says how much (shortfal
 until that is released.
 
 A weight, 0 to 1000, says how the memory above the guarantees is divided while requests wait for it; it is 1 where none
-is set. The memory is divided among tenants first, then among the models of each tenant, in proportion to their weights.
-A waiting request that stays within its model's part goes before those that do not. Weight 0 is for work that can wait
-for all others: it gets what they leave. Nothing that is lent is taken back, whatever the weights."""
+is set. The memory is divided among tenants first, then among the models of each tenant, in proportion to their weights;
+what each has borrowed already is a part of what it gets. A waiting request that stays within its model's part goes
+before those that do not. Weight 0 is for work that can wait for all others: it gets what they leave. Nothing that is
+lent is taken back, whatever the weights."""
 
 _FORGET = """
 A session is detached when its process lives and has no connection: it has been stopped since before the last restart of
