@@ -173,7 +173,7 @@ DRIVER_CALLS = Spec("membroker_driver_call_seconds", "histogram", "Time of one d
 REQUESTS = Spec(
     "membroker_request_seconds",
     "histogram",
-    "Time from a request's arrival to its answer.",
+    "Time from a request's arrival to its answer, waits included.",
     ("method", "transport"),
 )
 WAITS = Spec(
