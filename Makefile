@@ -35,7 +35,8 @@ PAGES := tests/docs/test_docs.py
 QUICK := tests/broker tests/deploy/test_deploy.py tests/tools tests/client/test_errors.py tests/client/test_import.py \
   tests/docs/test_links.py tests/docs/test_migrating.py tests/docs/test_prose.py '$(PAGES)::test_the_blocks_of_a_page_run[README]' \
   $(PAGES)::test_every_block_of_readme_runs $(PAGES)::test_readme_requires_what_pyproject_does \
-  tests/client/pool/test_pool.py tests/client/session/test_calls.py tests/client/vmm/test_ranges.py tests/system/test_main_job.py \
+  tests/client/pool/test_pool.py tests/client/pool/test_spare_pages.py tests/client/session/test_calls.py \
+  tests/client/session/test_calls_by_grpc.py tests/client/vmm/test_ranges.py tests/system/test_main_job.py \
   tests/system/cli/test_cli.py tests/system/library/test_golden_frames.py \
   $(WHO_MAY)::test_every_call_has_a_row $(WHO_MAY)::test_the_page_is_what_the_table_says
 quick: $(STAMP)  ## the core of the tests, in about a minute: also what a new reason, metric or command touches

@@ -45,7 +45,12 @@ PARTS = (
     Part(
         "journal",
         ("broker/membrokerd/restart/journal.py", "broker/membrokerd/restart/records.py"),
-        ("tests/broker/restart/test_journal.py", "tests/broker/restart/test_takeover.py"),
+        (
+            "tests/broker/restart/test_journal.py",
+            "tests/broker/restart/test_journal_damage.py",
+            "tests/broker/restart/test_journal_full_disk.py",
+            "tests/broker/restart/test_takeover.py",
+        ),
     ),
     Part(
         "handoff",
@@ -53,7 +58,11 @@ PARTS = (
         ("tests/broker/edge", "tests/system/test_handoff_calls.py", "tests/system/test_frame_lengths.py"),
     ),
     Part("session", ("client/membroker/session/*.py",), ("tests/client/session",)),
-    Part("memory", ("client/membroker/memory/*.py",), ("tests/client/memory", "tests/client/pool/test_pool.py")),
+    Part(
+        "memory",
+        ("client/membroker/memory/*.py",),
+        ("tests/client/memory", "tests/client/pool/test_pool.py", "tests/client/pool/test_spare_pages.py"),
+    ),
 )
 
 

@@ -19,7 +19,7 @@ ACTIONS = (
     r"attach|connect|call|send|sent|map|lose|lost|grow"
 )
 BANNED = {
-    r"whoever|whomever|whom": "name the thing: the process, the caller, the session",
+    r"whoever|whomever|(?<!kill-)whom": "name the thing: the process, the caller, the session",
     rf"(?<!people )who (?:{ACTIONS})(?:s|es|d|ed)?": "name the process: 'the worker that holds …', not 'who holds …'",
     r"he|him|his|himself": "'it' for a process, 'they' for a person",
     r"(?-i:is|are) (?-i:none)(?! of)": "'is not a …', 'invalid', or 'there are none'",

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from membroker.vmm import DriverUnavailable, open_driver
 
-from ..load.machine import busy_percent
-from ..load.report import progress
+from ..machine import busy_percent
+from ..report import progress
 from . import machine, plot, report, scenes
 from .figures import Section
 from .targets import goals

@@ -1,7 +1,7 @@
 """Processes that borrow, or do without a broker, all at the same moment.
 
 Each has one context on the GPU and can do every work, so that a turn of bare processes and one of borrowers are the
-same processes. They are spawned, since CUDA survives no fork. Owns processes; knows nothing of what is compared.
+same processes. They are spawned, since CUDA survives no fork.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import multiprocessing
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
-from ..load.crew import WorkerFailed
+from .. import crew
 from .bare import open_bare
 from .figures import IN_PROCESS, Times
 from .pair import PairExtent
@@ -38,79 +36,21 @@ Lenders = Mapping[str, Path]
 """Where processes lend that do nothing else, by the name of the row."""
 
 
-class Crew:
-    """Workers that wait to be told what to do."""
+class Crew(crew.Crew):
+    """Workers that borrow in each way, or do without a broker."""
 
     def __init__(self, count: int, driver: str, size: int, routes: Routes, lenders: Lenders) -> None:
-        self._workers: list[tuple[BaseProcess, Connection]] = []
-        try:
-            for _ in range(count):
-                self._workers.append(_start(driver, size, routes, lenders))
-            self._hear(self._workers, START_SECONDS)
-        except BaseException:
-            self.kill()
-            raise
+        super().__init__(CONTEXT, _work, [(driver, size, routes, lenders)] * count, START_SECONDS)
 
     def run(self, count: int, by: str, seconds: float) -> list[Times]:
         """Let the first `count` do one work for some seconds, from the same moment on."""
-        chosen = self._workers[:count]
-        begin = time.monotonic_ns() + int(BEGIN_SECONDS * 1e9)
-        for _, connection in chosen:
-            connection.send((by, begin, seconds))
-        return self._hear(chosen, seconds + ANSWER_SECONDS)
-
-    def close(self) -> None:
-        """Let them end by themselves, and wait for it."""
-        for _, connection in self._workers:
-            connection.send(None)
-        self._hear(self._workers, ANSWER_SECONDS)
-        for process, _ in self._workers:
-            process.join(ANSWER_SECONDS)
-        self.kill()
-
-    def kill(self) -> None:
-        """End them whatever they do."""
-        for process, connection in self._workers:
-            connection.close()
-            process.kill()
-        for process, _ in self._workers:
-            process.join()
-        self._workers = []
-
-    def _hear(self, workers: Sequence[tuple[BaseProcess, Connection]], seconds: float) -> list[Any]:
-        end = time.monotonic() + seconds
-        return [_answer(connection, end) for _, connection in workers]
+        self._tell((by, time.monotonic_ns() + int(BEGIN_SECONDS * 1e9), seconds), count)
+        return self._hear(seconds + ANSWER_SECONDS, count)
 
 
-@contextmanager
-def crew(count: int, driver: str, size: int, routes: Routes, lenders: Lenders) -> Iterator[Crew]:
-    """Yield a crew that is warm; it ends by itself when all went well."""
-    workers = Crew(count, driver, size, routes, lenders)
-    try:
-        yield workers
-        workers.close()
-    finally:
-        workers.kill()
-
-
-def _start(driver: str, size: int, routes: Routes, lenders: Lenders) -> tuple[BaseProcess, Connection]:
-    ours, theirs = CONTEXT.Pipe()
-    with theirs:
-        process = CONTEXT.Process(target=_work, args=(theirs, driver, size, routes, lenders), daemon=True)
-        process.start()
-    return process, ours
-
-
-def _answer(connection: Connection, end: float) -> Any:
-    try:
-        if not connection.poll(max(0.0, end - time.monotonic())):
-            raise WorkerFailed("a process of the benchmark did not answer in time")
-        kind, what = connection.recv()
-    except (EOFError, ConnectionResetError):
-        raise WorkerFailed("a process of the benchmark ended without a word") from None
-    if kind == "failed":
-        raise WorkerFailed(what)
-    return what
+def working(count: int, driver: str, size: int, routes: Routes, lenders: Lenders) -> AbstractContextManager[Crew]:
+    """Yield a crew, which ends by itself if all went well."""
+    return crew.closing(Crew(count, driver, size, routes, lenders))
 
 
 # --- in the other processes ---
@@ -130,8 +70,8 @@ def _work(connection: Connection, driver: str, size: int, routes: Routes, lender
                 connection.send(("times", timed(works[by], seconds)))
         connection.send(("closed", None))
     except (EOFError, BrokenPipeError):
-        return  # nobody listens any more
-    except Exception:  # noqa: BLE001 - the first process is told of each, and says it
+        return  # the first process has ended
+    except Exception:  # noqa: BLE001 - the first process reports it
         connection.send(("failed", traceback.format_exc()))
 
 

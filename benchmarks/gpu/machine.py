@@ -1,4 +1,4 @@
-"""What the figures depend on: the GPU, its driver, and what `benchmarks.load` says of the machine."""
+"""What the figures depend on: the GPU, its driver, and what both benchmarks report of the machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import resource
 
 from membroker.vmm import Location, format_size
 
-from ..load import machine
+from .. import machine
 from .bare import Bare
 
 

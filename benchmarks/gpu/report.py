@@ -14,6 +14,7 @@ from typing import TextIO
 from membroker.cli.tables import NONE, Table, print_tables
 from membroker.vmm.sizes import GIB
 
+from ..report import folded
 from .figures import OFFLOAD, WORKERS, Row, Section, Share
 from .targets import Goal
 
@@ -36,7 +37,7 @@ def show(facts: Mapping[str, str], sections: Sequence[Section], goals: Sequence[
     """Print everything."""
     print_tables([_facts_table(facts)], stream)
     for title, note, tables in _chapters(sections, goals):
-        print(f"\n{title}\n{_folded(note)}\n", file=stream)
+        print(f"\n{title}\n{folded(note)}\n", file=stream)
         print_tables(tables, stream)
 
 
@@ -44,7 +45,7 @@ def show_markdown(facts: Mapping[str, str], sections: Sequence[Section], goals: 
     """Print everything as Markdown."""
     print(_markdown(_facts_table(facts)), file=stream)
     for title, note, tables in _chapters(sections, goals):
-        print(f"\n### {title}\n\n{_folded(note)}", file=stream)
+        print(f"\n### {title}\n\n{folded(note)}", file=stream)
         for table in tables:
             print(f"\n{_markdown(table)}", file=stream)
 
@@ -189,12 +190,3 @@ def _markdown(table: Table) -> str:
     heads = [column.lstrip(">") for column in table.columns]
     lines = [heads, ["---:" if column.startswith(">") else "---" for column in table.columns], *table.rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def _folded(text: str, width: int = 120) -> str:
-    lines = [""]
-    for word in text.split():
-        if len(lines[-1]) + len(word) >= width:
-            lines.append("")
-        lines[-1] += f" {word}" if lines[-1] else word
-    return "\n".join(lines)

@@ -14,8 +14,9 @@ from membroker.session.session import Session
 from membroker.v1 import broker_pb2
 from membroker.vmm.sizes import GIB, MIB, format_size
 
+from ..report import Tell
 from .bare import Bare, close_all, free_bytes, open_bare
-from .crew import crew
+from .crew import working
 from .daemon import Daemon, difference, running
 from .figures import (
     ATTACH,
@@ -69,7 +70,6 @@ PAIR = "two processes, no broker"
 PAIR_AHEAD = "two processes, made ahead"
 PAGE_BY_PAGE = "driver in process, access page by page"
 
-Tell = Callable[[str], None]
 """Told what is being done now."""
 
 
@@ -248,7 +248,7 @@ def cached(stage: Stage) -> Iterator[Section]:
     yield section
     page, count = PAGE_SIZES[0], GROWN // PAGE_SIZES[0]
     with bare_driver(stage.driver) as bare, running(stage.driver, stock=False) as daemon, ExitStack() as stack:
-        model = stack.enter_context(connect(daemon.endpoint, TRANSPORTS[0])).register_model(MODEL)
+        model = stack.enter_context(connect(daemon.endpoint(), TRANSPORTS[0])).register_model(MODEL)
         fresh = BarePages(bare, GROWN, page, access_each=False)
         stack.callback(fresh.close)
         bares: Mapping[str, Work] = {
@@ -304,7 +304,7 @@ def attach(stage: Stage) -> Iterator[Section]:
 def _descriptors(daemon: Daemon, resource: str) -> list[tuple[int, int]]:
     """Return copies of a segment's descriptors, which the broker exported, with their sizes."""
     session = Session(
-        daemon.endpoint, transport="handoff", observer=False, client="benchmarks", timeout=60, outage=0, driver=None
+        daemon.endpoint(), transport="handoff", observer=False, client="benchmarks", timeout=60, outage=0, driver=None
     )
     keeper = Keeper()
     try:
@@ -335,7 +335,7 @@ def offload(stage: Stage) -> Iterator[Section]:
     )
     yield section
     with bare_driver(stage.driver) as bare, running(stage.driver, stock=False) as daemon, ExitStack() as stack:
-        model = stack.enter_context(connect(daemon.endpoint, TRANSPORTS[0])).register_model(MODEL)
+        model = stack.enter_context(connect(daemon.endpoint(), TRANSPORTS[0])).register_model(MODEL)
         for page in PAGE_SIZES:
             with ExitStack() as held:
                 ways = []
@@ -368,13 +368,13 @@ def crowd(stage: Stage) -> Iterator[Section]:
         lender(stage.driver) as bare_lender,
     ):
         ways = {
-            brokered(transport, daemon.stock): (daemon.endpoint, transport)
+            brokered(transport, daemon.stock): (daemon.endpoint(), transport)
             for transport in TRANSPORTS
             for daemon in (without, stocked)
         }
         stage.tell(f"workers: starting {max(scale.workers)} processes")
         bys = (IN_PROCESS, PAIR, *ways)
-        with crew(max(scale.workers), stage.driver, size, ways, {PAIR: bare_lender.path}) as workers:
+        with working(max(scale.workers), stage.driver, size, ways, {PAIR: bare_lender.path}) as workers:
             for count in scale.workers:
                 taken: dict[str, list[Times]] = {by: [Times() for _ in range(count)] for by in bys}
                 for number in range(scale.worker_rounds):
@@ -433,7 +433,7 @@ def routes(stage: Stage, stocks: Sequence[bool] = (False, True)) -> Iterator[lis
     with ExitStack() as stack:
         daemons = [stack.enter_context(running(stage.driver, stock=stock)) for stock in stocks]
         yield [
-            Route(daemon, transport, stack.enter_context(connect(daemon.endpoint, transport)))
+            Route(daemon, transport, stack.enter_context(connect(daemon.endpoint(), transport)))
             for transport in TRANSPORTS
             for daemon in daemons
         ]

@@ -13,9 +13,11 @@ import grpc
 
 from membroker.errors import MembrokerError
 
-from . import machine, report, scenes
-from .crew import WorkerFailed
-from .daemon import DaemonFailed
+from .. import machine
+from ..crew import WorkerFailed
+from ..daemon import DaemonFailed
+from ..report import progress
+from . import report, scenes
 from .figures import Section
 
 _DESCRIPTION = """\
@@ -73,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(scale: scenes.Scale) -> list[Section]:
     sections = []
-    with report.progress(len(scenes.SCENES)) as (tell, done):
+    with progress(len(scenes.SCENES)) as (tell, done):
         before = machine.busy_percent(scale.look_seconds)
         for scene in scenes.SCENES:
             section = scene(scale, tell)

@@ -1,35 +1,16 @@
-"""A daemon of the benchmark's own, and what it costs: its memory, its share of a processor, its answers.
-
-Owns one membrokerd on the host driver. Its memory and CPU are what the kernel says of the process.
-"""
+"""A daemon on the host driver, with its memory and its share of a processor as the kernel reports them."""
 
 from __future__ import annotations
 
 import os
-import select
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
-import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
-import grpc
+from .. import daemon
+from ..daemon import TENANT
 
-from membroker.v1 import admin_pb2_grpc, broker_pb2
-
-from ..scraping import fresh_scrape
-
-START_SECONDS = 30.0
-STOP_SECONDS = 60.0
-ANSWER_SECONDS = 60.0
-TENANT = "bench"
 _CPU_CLOCK = 2
 """What makes a pid the number of a process's CPU clock, as clock_getcpuclockid(3) does."""
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -38,67 +19,19 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _CONFIG = """\
 driver = "host"
 capacity = "256GiB"
-runtime_directory = "{directory}/run"
-state_directory = "{directory}/kept"
 [metrics]
 port = 0
 [tenants]
 """
 
 
-class DaemonFailed(Exception):
-    """The daemon did not start, or did not stop cleanly; the message has its log."""
-
-
-class Daemon:
-    """A running membrokerd, watched from outside: this tree's, or that of another checkout at `tree`."""
+class Daemon(daemon.Daemon):
+    """A running membrokerd: this tree's, or that of another checkout at `tree`."""
 
     def __init__(self, directory: Path, tenants: Sequence[str], tree: Path | None = None, config: str = "") -> None:
-        self._root = directory / "run" / "host"
-        self._log = directory / "log"
-        path = directory / "membrokerd.toml"
         names = "".join(f"{name} = {{}}\n" for name in tenants)
-        path.write_text(config + _CONFIG.format(directory=directory) + names)
         sources = {"PYTHONPATH": f"{tree}/client:{tree}/broker"} if tree is not None else {}
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready, self._log.open("w") as log:
-            ready.bind(str(directory / "notify"))
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "membrokerd.cli", "--config", str(path)],
-                env={**os.environ, **sources, "NOTIFY_SOCKET": str(directory / "notify")},
-                stderr=log,
-            )
-            try:
-                self._wait(ready)
-            except BaseException:
-                self.kill()
-                raise
-        self._channel = grpc.insecure_channel(f"unix:{self._root}/admin/grpc.sock")
-        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
-        self._metrics_url: str = self.device().metrics_url
-
-    def _wait(self, ready: socket.socket) -> None:
-        end = time.monotonic() + START_SECONDS
-        while not select.select([ready], [], [], 0.05)[0]:
-            if self.process.poll() is not None or time.monotonic() > end:
-                raise DaemonFailed(f"membrokerd did not start:\n{self._log.read_text()}")
-
-    def endpoint(self, tenant: str = TENANT) -> Path:
-        """Return the directory through which a tenant enters."""
-        return self._root / "tenants" / tenant
-
-    def device(self) -> Any:
-        """Return the device and its books (GetDevice, by gRPC)."""
-        return self._admin.GetDevice(broker_pb2.GetDeviceRequest(), timeout=ANSWER_SECONDS)
-
-    def scrape(self) -> bytes:
-        """Return the body of /metrics, over a connection of its own."""
-        with urllib.request.urlopen(self._metrics_url, timeout=ANSWER_SECONDS) as answer:
-            body: bytes = answer.read()
-        return body
-
-    def fresh_scrape(self) -> bytes:
-        """Return a body of /metrics that is not older than this call."""
-        return fresh_scrape(self._metrics_url, ANSWER_SECONDS).encode()
+        super().__init__(directory, config + _CONFIG + names, sources)
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes that the daemon has resident (RSS), and its share of them (PSS)."""
@@ -109,19 +42,6 @@ class Daemon:
     def cpu_seconds(self) -> float:
         """Return the processor time that the process has used, in nanoseconds' resolution."""
         return time.clock_gettime((~self.process.pid << 3) | _CPU_CLOCK)
-
-    def stop(self) -> None:
-        """Ask it to stop."""
-        self._channel.close()
-        self.process.send_signal(signal.SIGTERM)
-        if self.process.wait(STOP_SECONDS):
-            raise DaemonFailed(f"membrokerd did not stop cleanly:\n{self._log.read_text()}")
-
-    def kill(self) -> None:
-        """End it whatever happened."""
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
 
 
 class CpuMeter:
@@ -150,16 +70,8 @@ class CpuMeter:
         return sum(int(fields[11]) + int(fields[12]) for fields in stats) / _TICKS_PER_SECOND
 
 
-@contextmanager
-def running(tenants: Sequence[str] = (TENANT,), tree: Path | None = None, config: str = "") -> Iterator[Daemon]:
+def running(
+    tenants: Sequence[str] = (TENANT,), tree: Path | None = None, config: str = ""
+) -> AbstractContextManager[Daemon]:
     """Run a daemon; it must stop cleanly at the end."""
-    directory = Path(tempfile.mkdtemp(prefix="membroker-bench-"))
-    daemon = None
-    try:
-        daemon = Daemon(directory, tenants, tree, config)
-        yield daemon
-        daemon.stop()
-    finally:
-        if daemon is not None:
-            daemon.kill()
-        shutil.rmtree(directory, ignore_errors=True)
+    return daemon.running(lambda directory: Daemon(directory, tenants, tree, config))

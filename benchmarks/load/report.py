@@ -1,4 +1,4 @@
-"""What a person reads, and a program: what is being done, the tables, the JSON.
+"""What a person reads, and a program: the tables and the JSON.
 
 Tables are the command line's own: with lines on a terminal, plain text elsewhere. Owns no figure.
 """
@@ -6,43 +6,22 @@ Tables are the command line's own: with lines on a terminal, plain text elsewher
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
 from membroker.cli.tables import NONE, Table, print_tables
 
+from ..report import folded
 from .figures import Figure, Section, Timing
-from .scenes import Tell
-
-REFRESH_PER_SECOND = 2
-"""Showing progress takes time of the processors that are being measured."""
-
-
-@contextmanager
-def progress(scenes: int) -> Iterator[tuple[Tell, Tell]]:
-    """Yield what shows progress, and the end of each scene: a bar on a terminal, else lines."""
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield lambda what: print(f"... {what}", file=sys.stderr, flush=True), lambda _: None
-        return
-    columns = (BarColumn(bar_width=20), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, refresh_per_second=REFRESH_PER_SECOND, transient=True) as bar:
-        task = bar.add_task("", total=scenes)
-        yield lambda what: bar.update(task, description=what), lambda _: bar.advance(task)
 
 
 def show(facts: Mapping[str, str], sections: Iterable[Section], stream: TextIO) -> None:
     """Print everything."""
     print_tables([Table(("machine", ""), list(facts.items()))], stream)
     for section in sections:
-        print(f"\n{section.title}\n{_folded(section.note)}\n", file=stream)
+        print(f"\n{section.title}\n{folded(section.note)}\n", file=stream)
         tables = [Table(_TIMING_COLUMNS, [_timing_row(row) for row in section.timings])]
         if section.figures:
             tables.append(Table(("what", ">figure", ""), [_figure_row(row) for row in section.figures]))
@@ -74,12 +53,3 @@ def _timing_row(row: Timing) -> list[str]:
 
 def _figure_row(row: Figure) -> list[str]:
     return [row.name, f"{row.value:,.0f}" if row.value == round(row.value) else f"{row.value:,.2f}", row.unit]
-
-
-def _folded(text: str, width: int = 120) -> str:
-    lines = [""]
-    for word in text.split():
-        if len(lines[-1]) + len(word) >= width:
-            lines.append("")
-        lines[-1] += f" {word}" if lines[-1] else word
-    return "\n".join(lines)

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from membroker.vmm.sizes import MIB
 
+from ..report import Tell
 from .bare import EXTENT, cores, serve_grpc, serve_packets
-from .crew import Crew, MakeJob, crew, serving
+from .crew import Crew, MakeJob, serving, working
 from .daemon import CpuMeter, Daemon, running
 from .figures import WHOLE, Samples, Section, Timing, joined, timing
 from .jobs import MODEL, Filler, GrpcEcho, Idle, LibraryWorker, PacketEcho, RawWorker, Registrar
@@ -31,7 +32,6 @@ TENANTS = ("bench", "bench-2", "bench-3", "bench-4")
 ROUNDS = 3
 """What is compared is measured in so many turns, one after the other."""
 
-Tell = Callable[[str], None]
 """Told what is being done now."""
 
 Turn = Callable[[float], Samples]
@@ -109,7 +109,7 @@ def one_caller(scale: Scale, tell: Tell) -> Section:
             "grpc": partial(LibraryWorker, daemon.endpoint(), "grpc"),
         }
         tell("one caller: starting the processes")
-        turns = {name: stack.enter_context(crew([job])).run for name, job in jobs.items()}
+        turns = {name: stack.enter_context(working([job])).run for name, job in jobs.items()}
         taken = _in_turns("one caller: bare, raw and the library", turns, scale.seconds, tell)
     section.timings += _one_caller_rows(taken)
     return section
@@ -142,7 +142,7 @@ def idle_sessions(scale: Scale, tell: Tell) -> Section:
     with running() as lone, running() as daemon, _honest_worker(lone) as alone, _honest_worker(daemon) as among:
         _memory(section, "idle.before", daemon, "daemon, without them")
         tell(f"idle sessions: opening {scale.sessions}")
-        with crew(_idle_jobs(daemon.endpoint(), scale.sessions)):
+        with working(_idle_jobs(daemon.endpoint(), scale.sessions)):
             # The daemon counts them, since it may have had room for fewer; the worker's own is one more.
             reached = daemon.device().sessions - 1
             section.note = _reached(reached, scale.sessions)
@@ -192,7 +192,7 @@ def full_books(scale: Scale, tell: Tell) -> Section:
     share = scale.extents // FILLERS
     with running() as lone, running() as daemon, _honest_worker(lone) as alone, _honest_worker(daemon) as among:
         empty, _ = daemon.memory()
-        with crew([partial(Filler, daemon.endpoint(), share)] * FILLERS) as fillers:
+        with working([partial(Filler, daemon.endpoint(), share)] * FILLERS) as fillers:
             tell(f"extents: borrowing {share * FILLERS}")
             filled = _seconds(fillers.once)
             lent = daemon.device().locations[0].lent_bytes // EXTENT
@@ -229,9 +229,9 @@ def many_workers(scale: Scale, tell: Tell) -> Section:
         "time; in turns with as many that do the bare packet echo + memfd against one server.",
     )
     tell(f"many workers: starting {scale.workers}, and as many bare ones")
-    with _packet_server(lends=True) as client, crew([client(None)] * scale.workers) as bare, running() as daemon:
+    with _packet_server(lends=True) as client, working([client(None)] * scale.workers) as bare, running() as daemon:
         job = partial(LibraryWorker, daemon.endpoint(), "handoff")
-        with crew([job] * scale.workers) as workers:
+        with working([job] * scale.workers) as workers:
             its_cpu, their_cpu = CpuMeter([daemon.process.pid]), CpuMeter(workers.pids)
             turns = {"bare": bare.run, "broker": _metered(its_cpu, _metered(their_cpu, workers.run))}
             what = f"many workers: {scale.workers} bare ones, and {scale.workers} of the broker"
@@ -265,7 +265,7 @@ def many_models(scale: Scale, tell: Tell) -> Section:
         tell(f"models: {scale.scrapes} scrapes with the worker's model alone")
         one = timing("models.scrape_one", "/metrics with 1 model", _repeated(daemon.scrape, scale.scrapes))
         tell(f"models: registering {scale.models}")
-        with crew([partial(Registrar, daemon.endpoint(tenant), share) for tenant in TENANTS]):
+        with working([partial(Registrar, daemon.endpoint(tenant), share) for tenant in TENANTS]):
             tell(f"models: {scale.scrapes} scrapes, and nobody works")
             quiet = _repeated(daemon.scrape, scale.scrapes)
             scrapes: list[Samples] = []
@@ -316,7 +316,7 @@ def _grpc_server() -> Iterator[MakeJob]:
 
 @contextmanager
 def _honest_worker(daemon: Daemon) -> Iterator[Crew]:
-    with crew([partial(LibraryWorker, daemon.endpoint(), "handoff")]) as workers:
+    with working([partial(LibraryWorker, daemon.endpoint(), "handoff")]) as workers:
         yield workers
 
 

@@ -1,4 +1,4 @@
-"""`make bench` in small: every row is there, with a number that can be true. How long anything took is no test."""
+"""`make bench` in small: every row is there, with a plausible number. No time is tested."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def rows(document: Any, kind: str) -> dict[str, Any]:
-    """Return the rows of all sections by their keys, of which none comes twice."""
+    """Return the rows of all sections by their keys, which are unique."""
     found = [row for section in document["sections"] for row in section[kind]]
     by_key = {row["key"]: row for row in found}
     assert len(by_key) == len(found)
@@ -86,7 +86,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
 
 
 def test_every_row_is_there(quick: tuple[Any, str]) -> None:
-    """With numbers that can be true."""
+    """Every row has plausible numbers."""
     document, _ = quick
     assert {"processor", "cores", "kernel", "python", "grpc", "protobuf"} <= document["machine"].keys()
     assert all(0 <= percent <= 100 for section in document["sections"] for percent in section["others_percent"])
@@ -102,7 +102,7 @@ def test_every_row_is_there(quick: tuple[Any, str]) -> None:
 
 
 def test_what_is_compared_has_a_ratio(quick: tuple[Any, str]) -> None:
-    """A ratio stands beside the row that it is to, and is that of the medians."""
+    """A ratio names the row that it compares with, and is the ratio of the medians."""
     timings = rows(quick[0], "timings")
     assert {key for key, row in timings.items() if row["ratio"]} == COMPARED
     for section in quick[0]["sections"]:
@@ -113,7 +113,7 @@ def test_what_is_compared_has_a_ratio(quick: tuple[Any, str]) -> None:
 
 
 def test_the_numbers_are_what_the_scenes_say(quick: tuple[Any, str]) -> None:
-    """What the daemon counted is what was asked for: nothing was refused in silence, nothing is left lent."""
+    """The daemon counted every request: nothing was refused silently, and nothing is still lent."""
     figures = {key: row["value"] for key, row in rows(quick[0], "figures").items()}
     assert figures["idle.sessions"] == 20
     assert figures["extents.count"] == 2_000
@@ -130,14 +130,14 @@ def test_the_table_is_plain_text(quick: tuple[Any, str]) -> None:
 
 
 def test_a_place_that_is_not_there_is_told_at_once() -> None:
-    """Not after minutes of work."""
+    """A file that cannot be written is refused at once, not after minutes of work."""
     done = bench("--json", "/nowhere/bench.json")
     assert done.returncode == 2
     assert "there is no directory /nowhere" in done.stderr
 
 
 def test_help_teaches() -> None:
-    """It says what is measured, and how to read it."""
+    """`--help` says what is measured, and how to read the report."""
     done = bench("--help")
     assert done.returncode == 0
     for word in ("scenes:", "how to read it:", "examples:", "--quick", "--json FILE"):

@@ -1,12 +1,13 @@
-"""`make bench-gpu` in small, on the host driver and on the fake GPU: every row is there, with a possible number.
+"""`make bench-gpu` in small, on the host driver and on the fake GPU: every row is there, with a plausible number.
 
-How long anything took is no test, nor is a target that is missed.
+No time is tested, and a missed target does not fail.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.gpu.daemon import difference, parsed
+from benchmarks.gpu.daemon import difference, parsed, running
 from benchmarks.gpu.figures import IN_PROCESS, Times, brokered, hits, share, total
 from benchmarks.gpu.scenes import PAGE_BY_PAGE, PAIR, PAIR_AHEAD
 from benchmarks.gpu.targets import Goal
@@ -78,7 +79,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
 
 
 def test_every_row_is_there(quick: tuple[Any, str]) -> None:
-    """Each work by each way, with and without a gap; none is lost in silence."""
+    """Each work by each way, with and without a gap; no row is missing."""
     document, _ = quick
     assert [section["key"] for section in document["sections"]] == list(ROWS)
     for section in document["sections"]:
@@ -117,7 +118,7 @@ def test_the_broker_was_asked_as_often_as_it_says(quick: tuple[Any, str]) -> Non
 
 
 def test_targets_stand_beside_their_figures(quick: tuple[Any, str]) -> None:
-    """Every target of the handoff has its figure, but for the 32 workers, who are two here."""
+    """Every target of the handoff has its figure, except for the 32 workers: here there are two."""
     targets = {goal["what"] for goal in quick[0]["targets"]}
     assert {"allocate 2.0 MiB, handoff, stock off", "allocate 1.0 GiB, handoff, stock on"} <= targets
     assert {"attach 64.0 GiB, handoff", "from the pool, one page of 2.0 MiB"} <= targets
@@ -139,7 +140,7 @@ def test_the_table_is_plain_text(quick: tuple[Any, str]) -> None:
 
 
 def test_markdown_of_one_scene_on_the_fake_card(tmp_path: Path) -> None:
-    """The calls of cuda-bindings themselves, a process of the crew among them; the tables are Markdown."""
+    """With the calls of cuda-bindings, also in a worker process; the tables are Markdown."""
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
     libraries = build_fake_cuda(tmp_path / "fake")
@@ -148,7 +149,7 @@ def test_markdown_of_one_scene_on_the_fake_card(tmp_path: Path) -> None:
     own = {"LD_LIBRARY_PATH": str(libraries), "FAKE_CUDA_CARD": uuid.uuid4().hex[:12]}
     done = bench("--quick", "--markdown", "--only", "attach", "--only", "offload", "--only", "workers", **own)
     assert done.returncode == 0, done.stderr
-    assert "| device | Fake card |" in done.stdout
+    assert "| device | Fake GPU |" in done.stdout
     assert "64.0 GiB did not fit here" in done.stdout.replace("\n", " ")
     for start in (
         "| 1.0 GiB | 2 ms | driver in process |",
@@ -160,7 +161,7 @@ def test_markdown_of_one_scene_on_the_fake_card(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_all_that_was_started(number: int, status: int) -> None:
-    """In the middle, as from `timeout` or by Ctrl-C: no daemon is left, nor its directory."""
+    """It is stopped halfway, by `timeout` or Ctrl-C: neither a daemon nor its directory is left."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--driver", "host", "--only", "workers", "--quick"]
     with (
         tempfile.TemporaryDirectory(prefix="mb-") as directory,  # short, for sockets
@@ -199,7 +200,7 @@ def _lives(session: int) -> bool:
 
 
 def test_a_machine_without_a_card_is_told_what_to_do() -> None:
-    """Not a traceback."""
+    """An unusable driver is one sentence, without a traceback."""
     done = bench("--quick", FAKE_CUDA_INIT="100", CUDA_VISIBLE_DEVICES="")
     if done.returncode == 0:
         pytest.skip("this machine has a GPU that cannot be hidden")
@@ -208,14 +209,14 @@ def test_a_machine_without_a_card_is_told_what_to_do() -> None:
 
 
 def test_a_place_that_is_not_there_is_told_at_once() -> None:
-    """Not after minutes of work."""
+    """A file that cannot be written is refused at once, not after minutes of work."""
     done = bench("--json", "/nowhere/gpu.json")
     assert done.returncode == 2
     assert "there is no directory /nowhere" in done.stderr
 
 
 def test_help_teaches() -> None:
-    """It says what is measured, and how to read it."""
+    """`--help` says what is measured, and how to read the report."""
     done = bench("--help")
     assert done.returncode == 0
     for word in ("scenes:", "how to read it:", "examples:", "--quick", "--json FILE", "--only SCENE"):
@@ -253,6 +254,14 @@ def _ten() -> Times:
     return times
 
 
+def test_counts_do_not_wait_for_a_new_page() -> None:
+    """A daemon shares one text of /metrics for a second, and the benchmark reads it before and after each turn."""
+    with running("host", stock=False) as daemon:
+        pages = [daemon.scrape().decode() for _ in range(3)]
+    times = re.findall(r"^membroker_scrape_time_seconds\S* (\S+)$", "\n".join(pages), re.MULTILINE)
+    assert len(set(times)) == 3, "two scrapes got the same text"
+
+
 def test_a_share_is_what_came_between_two_scrapes() -> None:
     """Ten works: 100 us of the broker in each, 50 of them its driver's."""
     counts = difference(parsed(BEFORE), parsed(AFTER))
@@ -277,14 +286,14 @@ def test_driver_calls_for_the_stock_are_nobodys() -> None:
 
 
 def test_without_a_count_of_the_stock_nothing_is_claimed() -> None:
-    """Whose the driver calls were cannot be said then."""
+    """Then the driver calls cannot be attributed to requests."""
     found = share(difference(parsed(BEFORE), parsed(AFTER)), _ten(), "handoff", extents=10, stock=True)
     assert (found.driver, found.transport, found.for_stock) == (None, None, None)
     assert hits(parsed(AFTER), 10) is None
 
 
 def test_a_target_is_a_bound_on_the_right_side() -> None:
-    """At most for a time, at least for a rate."""
+    """A time must not exceed its target; a rate must reach it."""
     assert Goal("time", 0, 3.0, 3.0).reached
     assert not Goal("time", 0, 3.1, 3.0).reached
     assert Goal("rate", 0, 0.9, 0.8, at_least=True).reached

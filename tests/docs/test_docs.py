@@ -1,4 +1,4 @@
-"""README and the pages of docs/ keep their word: what they show as code runs, as a reader would run it.
+"""The code in README and in the pages of docs/ runs as a reader would run it.
 
 A block that opens with ```` ```python run ```` is run. The blocks of one page run in order, in one process, against a
 daemon of its own on the host driver: MEMBROKER_ENDPOINT is set, and 1 GiB can be lent at either location. Words after
@@ -42,7 +42,7 @@ def program(text: str) -> str:
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
-    """From top to bottom, without a word on stderr; at the end nothing is lent and nobody is left."""
+    """From top to bottom, with nothing on stderr; at the end nothing is lent and no session is left."""
     script = tmp_path / f"{page.stem}.py"
     script.write_text(program(page.read_text()))
     with running({"capacity": "1GiB", "host_capacity": "1GiB"}) as daemon:
@@ -60,7 +60,9 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
 
 
 def test_a_reader_goes_on_to_the_next_page(tmp_path: Path) -> None:
-    """Who runs README's block, and a page's within the minute that a model lives on, meets no other numbers."""
+    """A reader runs README's block and then a page's while the first model still exists: their numbers must not
+    conflict.
+    """
     texts = [page.read_text() for page in pages()]
     names = Counter(name for text in texts for name in set(MODEL.findall(program(text))))
     with running({"capacity": "2GiB", "host_capacity": "1GiB"}) as daemon:
@@ -82,13 +84,13 @@ def test_a_reader_goes_on_to_the_next_page(tmp_path: Path) -> None:
 
 
 def test_every_block_of_readme_runs() -> None:
-    """A newcomer pastes the first page: no block of Python there is only to be looked at."""
+    """A newcomer pastes the first page: every block of Python there runs."""
     text = (DOCS.parent / "README.md").read_text()
     assert text.count("```python") == len(BLOCK.findall(text)) == 2
 
 
 def test_readme_requires_what_pyproject_does() -> None:
-    """The table at the top has the numbers that pip goes by."""
+    """The table at the top has the versions that pip requires."""
     text = (DOCS.parent / "README.md").read_text()
     project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

@@ -1,4 +1,4 @@
-"""The links of the Markdown pages lead somewhere: to a file of the repository, and to a heading of it."""
+"""Each link of the Markdown pages names a file of the repository that exists, and a heading in it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PAGES = sorted(
 
 
 def headings(page: Path) -> set[str]:
-    """Return the anchors that GitHub makes of a page's headings."""
+    """Return the anchors that GitHub makes from a page's headings."""
     titles = re.findall(r"^#+ (.*)$", CODE.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", LINK.sub("]", title).lower()).replace(" ", "-") for title in titles}
 
 
 def broken(page: Path) -> Iterator[str]:
-    """Yield the links of a page, within the repository, that lead nowhere."""
+    """Yield the broken links of a page within the repository."""
     for link in LINK.findall(CODE.sub("", page.read_text())):
         if re.match(r"[a-z]+:", link):
             continue

@@ -27,7 +27,7 @@ def rows(page: Path, column: str) -> list[list[str]]:
 
 
 def is_here(name: str) -> bool:
-    """Say whether a name of the column "here" exists: in a module, of a class, or of its instances."""
+    """Return whether a name of the column "here" exists in a module, a class, or its instances."""
     head, _, member = name.partition(".")
     modules: list[ModuleType] = [membroker, membroker.vmm, membroker.managed.hints]
     for module in modules:
@@ -37,13 +37,13 @@ def is_here(name: str) -> bool:
 
 
 def _is_set(owner: type, member: str) -> bool:
-    """Say whether a class, or one that it is made from, gives its instances an attribute."""
+    """Return whether instances of a class have an attribute, its base classes included."""
     sources = (inspect.getsource(base) for base in owner.__mro__ if base.__module__.startswith("membroker"))
     return any(re.search(rf"\bself\.{member}\b[^\n=]* = ", source) for source in sources)
 
 
 def test_every_name_is_here() -> None:
-    """Somebody ports a program row by row, and finds each name; a name that is renamed takes its row along."""
+    """A user ports a program row by row and finds each name; renaming one means editing its row."""
     names = rows(PAGE, "there.*")
     assert len(names) > 140
     for there, here, *_ in names:
@@ -53,7 +53,7 @@ def test_every_name_is_here() -> None:
 
 
 def test_a_name_that_is_not_here_is_found_out() -> None:
-    """The check can fail: for a name, a method and an attribute that are made up, and only for those."""
+    """The check fails for a made-up name, method and attribute, and only for those."""
     assert is_here("AddressRange.base")
     assert is_here("PrefetchEntry.location")
     assert not is_here("AddressRange.bottom")
@@ -62,7 +62,9 @@ def test_a_name_that_is_not_here_is_found_out() -> None:
 
 
 def test_every_row_has_its_test() -> None:
-    """Somebody adds, renames or moves a row: the table of tests must follow. Only rows without behaviour need none."""
+    """When a row is added, renamed or moved, the table of tests must follow. Only rows without behaviour need no
+    test.
+    """
     shown = rows(TESTS, "there")
     assert [there for there, _ in shown] == [there for there, *_ in rows(PAGE, "there")]
     assert [there for there, tests in shown if not tests] == [
@@ -74,7 +76,7 @@ def test_every_row_has_its_test() -> None:
 
 
 def test_every_test_that_is_named_exists() -> None:
-    """A test that is renamed takes its row along, and each test of a crate is listed once."""
+    """Renaming a test means editing its row, and each test of a crate is listed once."""
     text = "\n".join(path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")))
     tests = set(re.findall(r"^ *def (test_\w+)\(", text, re.MULTILINE))
     assert set(re.findall(r"`(test_\w+)`", TESTS.read_text())) - tests == set()

@@ -1,4 +1,4 @@
-"""The picture of the packages in ARCHITECTURE.md is drawn from the imports, and `make check` sees when it is stale."""
+"""The picture of the packages in ARCHITECTURE.md is drawn from the imports, and `make check` fails when it is stale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tools import picture
 def test_a_stale_picture_is_seen_and_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Somebody adds an import, so that the page lacks an arrow; what is around the picture stays."""
+    """A new import is missing from the page as an arrow; the text around the picture stays."""
     page = picture.PAGE.read_text()
     assert "    client --> model\n" in page
     stale = tmp_path / "ARCHITECTURE.md"

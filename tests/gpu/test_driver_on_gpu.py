@@ -1,7 +1,7 @@
-"""A real card: the promises of a driver, and the facts about CUDA that the design stands on.
+"""The CUDA driver on a real GPU: the driver contract, and the facts about CUDA that the design depends on.
 
-A test that fails here says that a fact has stopped being true on this card or driver: the design, not only the
-code, must be looked at. Nothing else may use the card while this runs.
+If a test fails here, a fact is no longer true on this GPU or driver: look at the design, not only at the
+code. Nothing else may use the GPU while this runs.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def wait():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _a_card() -> None:
+def _a_gpu() -> None:
     try:
         CudaDriver().close()
     except DriverUnavailable as error:
-        pytest.skip(f"no NVIDIA card to test on: {error}")
+        pytest.skip(f"no NVIDIA GPU to test on: {error}")
 
 
 @pytest.fixture
 def broker() -> Iterator[CudaDriver]:
-    """The card as a broker uses it: without a context."""
+    """The GPU as a broker uses it: without a context."""
     driver = CudaDriver()
     yield driver
     driver.close()
@@ -53,7 +53,7 @@ def broker() -> Iterator[CudaDriver]:
 
 @pytest.fixture
 def worker() -> Iterator[CudaDriver]:
-    """The card as a worker uses it."""
+    """The GPU as a worker uses it."""
     driver = CudaDriver(context=True)
     yield driver
     driver.close()
@@ -67,7 +67,7 @@ def used(driver: CudaDriver) -> int:
 
 @contextmanager
 def process(code: str) -> Iterator[subprocess.Popen[str]]:
-    """Run `code` in a process of its own; it says words with `say` and waits for a line with `wait`."""
+    """Run `code` in a process of its own; it prints with `say` and reads a line with `wait`."""
     command = [sys.executable, "-c", _PRELUDE + textwrap.dedent(code)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
         try:
@@ -88,7 +88,7 @@ def go_on(started: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_a_card_keeps_a_drivers_promises(check: Callable[[MakeDriver], None]) -> None:
+def test_a_gpu_keeps_a_drivers_promises(check: Callable[[MakeDriver], None]) -> None:
     check(partial(open_driver, "cuda", context=True))
 
 
@@ -127,12 +127,12 @@ def test_a_process_without_a_context_costs_under_5_mib(broker: CudaDriver) -> No
 
 
 def test_the_granularity_is_2_mib(broker: CudaDriver) -> None:
-    """Fact: the twin's granularity is the card's, so that sizes that pass there pass here."""
+    """Fact: the host driver has the GPU's granularity, so a size that is valid there is valid here."""
     assert broker.device.granularity == 2 * MIB
 
 
 def test_an_imported_extent_cannot_be_exported_again(broker: CudaDriver) -> None:
-    """Fact: CUDA_ERROR_INVALID_VALUE. What a worker borrowed it cannot lend on."""
+    """Fact: CUDA_ERROR_INVALID_VALUE. A worker cannot lend what it has borrowed."""
     handle = broker.create(broker.device.granularity)
     descriptor = broker.export(handle)
     imported = broker.import_extent(descriptor, handle.size)
@@ -154,7 +154,7 @@ def test_an_extent_is_never_mapped_in_part(worker: CudaDriver) -> None:
 
 
 def test_an_exported_descriptor_is_nvidias(broker: CudaDriver) -> None:
-    """Fact: a forked child gives memory back by closing its /dev/nvidia* descriptors, exported ones included."""
+    """Fact: a forked child frees the memory when it closes its /dev/nvidia* descriptors, exported ones included."""
     handle = broker.create(broker.device.granularity)
     descriptor = broker.export(handle)
     assert os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia")

@@ -1,7 +1,7 @@
-"""A real card and a real daemon: borrowed memory in each framework that is installed, without a copy.
+"""Borrowed memory in each installed framework, without a copy, with a real GPU and a real daemon.
 
 All frameworks share this process's primary context with the library, as they do in an engine. What a framework must be
-told before its first use of the card runs in a process of its own.
+told before its first use of the GPU runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from membroker.segment import publish_arrays
 from membroker.vmm import DriverUnavailable
 from membroker.vmm.cuda.driver import CudaDriver
 
-# XLA takes three quarters of the card otherwise.
+# XLA takes three quarters of the GPU otherwise.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +38,7 @@ LONG_CYCLES = 400_000_000
 
 
 def package(name: str) -> Any:
-    """Return a framework, or skip with a sentence where it is not installed or sees no card."""
+    """Return a framework, or skip with a sentence where it is not installed or sees no GPU."""
     try:
         module = importlib.import_module(name)
     except ImportError as error:
@@ -54,11 +54,11 @@ def package(name: str) -> Any:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _a_card() -> None:
+def _a_gpu() -> None:
     try:
         CudaDriver().close()
     except DriverUnavailable as error:
-        pytest.skip(f"no NVIDIA card to test on: {error}")
+        pytest.skip(f"no NVIDIA GPU to test on: {error}")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def client(daemon: Daemon) -> Iterator[membroker.Client]:
 
 @pytest.fixture
 def model(daemon: Daemon, client: membroker.Client) -> Iterator[Model]:
-    """A model; at the end of each test everything has come back."""
+    """A model; at the end of each test all its memory has been released."""
     yield client.register_model("llama", virtual_capacity="8GiB")
     gc.collect()
     until(lambda: daemon.books().lent_bytes == 0)
@@ -115,7 +115,7 @@ class TestTorch:
         ],
     )
     def test_both_sides_see_the_same_bytes(self, model: Model, torch: Any, dtype: str, name: str, bits: str) -> None:
-        """One is written by the driver, read by torch, and four by torch, read by the driver."""
+        """The driver writes ones and torch reads them; torch writes fours and the driver reads them."""
         one = bytes.fromhex(bits)
         with model.allocate(PAGE) as buffer:
             put(model, buffer.address + 256, one)
@@ -151,7 +151,7 @@ class TestTorch:
         client.delete_segment("llama/weights")
 
     def test_closing_waits_for_the_work_on_every_stream(self, daemon: Daemon, model: Model, torch: Any) -> None:
-        """No tensor lives any more, and a kernel that was given one still runs, on a stream of its own."""
+        """A kernel still runs on a stream of its own after the last reference to its tensor is gone."""
         buffer = model.allocate(PAGE)
         tensor = torch.from_dlpack(export(buffer, "F32", (1024,)))
         stream, done = torch.cuda.Stream(), torch.cuda.Event()
@@ -162,7 +162,7 @@ class TestTorch:
             tensor.add_(1)
             done.record()
         del tensor
-        assert not done.query(), "the kernel was to be slow"
+        assert not done.query(), "the kernel ended too early: the test shows nothing"
         buffer.close()
         assert done.query()
         torch.cuda.synchronize()
@@ -200,7 +200,9 @@ class TestCupy:
         return importlib.import_module("membroker.adapters.cupy")
 
     def test_an_array_over_a_buffer(self, daemon: Daemon, model: Model, cupy: Any, adapter: Any) -> None:
-        """It is where the buffer is, it is written in place, and it keeps the memory after the buffer is closed."""
+        """The array has the buffer's address, writes are in place, and it keeps the memory after the buffer is
+        closed.
+        """
         buffer = model.allocate(PAGE)
         array = adapter.array(buffer, "F32", (16, 4), offset=512)
         assert array.data.ptr == buffer.address + 512
@@ -249,7 +251,9 @@ class TestCupy:
             del array
 
     def test_cupy_computes_in_borrowed_memory(self, daemon: Daemon, model: Model, cupy: Any, adapter: Any) -> None:
-        """Arrays made in the block are the broker's; they leave it alive, and go back when they die."""
+        """Arrays made in the block are in borrowed memory; they stay valid after the block, and are released when
+        they are deleted.
+        """
         before = cupy.cuda.get_allocator()
         with adapter.use(model) as pool:
             small = [cupy.full(100, number, "f4") for number in range(100)]
@@ -267,7 +271,9 @@ class TestCupy:
     def test_a_refusal_is_cupys_own_error(
         self, daemon: Daemon, client: membroker.Client, cupy: Any, adapter: Any
     ) -> None:
-        """What the pool caches is given back first: a second array as large as the limit fits after the first died."""
+        """What the pool caches is released first: a second array as large as the limit fits once the first is
+        deleted.
+        """
         model = client.register_model("small", limit="64MiB")
         with adapter.use(model):
             for _ in range(5):
@@ -282,7 +288,7 @@ class TestCupy:
     def test_another_stream_still_reads_what_is_given_back(
         self, daemon: Daemon, model: Model, cupy: Any, adapter: Any
     ) -> None:
-        """An array dies, and its pool, with work of a stream unfinished: it is waited for, and nothing faults."""
+        """An array and its pool are deleted while a stream still works on them: the pool waits, and nothing faults."""
         torch = package("torch")
         done, stream = torch.cuda.Event(), torch.cuda.Stream()
         with adapter.use(model) as pool:
@@ -356,7 +362,9 @@ def used():
 
 
 def test_numba_computes_in_borrowed_memory(daemon: Daemon) -> None:
-    """Its arrays are the broker's, an array over a buffer is where the buffer is, and a refusal has its numbers."""
+    """Its arrays are in borrowed memory, an array over a buffer has the buffer's address, and a refusal has the
+    numbers.
+    """
     code = """
         try:
             from numba import cuda
@@ -406,7 +414,7 @@ def test_numba_computes_in_borrowed_memory(daemon: Daemon) -> None:
 
 
 def test_rmm_allocates_borrowed_memory(daemon: Daemon) -> None:
-    """RMM's pool stands on the broker, a refusal is a MemoryError, and all comes back with the pool."""
+    """RMM's pool borrows from the broker, a refusal is a MemoryError, and closing the pool releases everything."""
     code = """
         try:
             import rmm

@@ -1,4 +1,6 @@
-"""Growable buffers and sparse arrays on a real card: what stays is not touched, and nothing goes under a kernel."""
+"""Growable buffers and sparse arrays on a real GPU: what stays is not touched, and nothing is unmapped while a kernel
+uses it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, until
-from tests.support.gpu import near, on_card, used
+from tests.support.gpu import near, on_gpu, used
 from tests.support.sizes import MIB
 
 import membroker
@@ -30,9 +32,9 @@ LONG_CYCLES = 400_000_000
 
 
 @pytest.fixture(scope="module")
-def daemon(card: CudaDriver) -> Iterator[Daemon]:
-    """A daemon that owns 4 GiB of the card. This process's context stays when it ends."""
-    with on_card(card, back=False) as daemon:
+def daemon(gpu: CudaDriver) -> Iterator[Daemon]:
+    """A daemon that owns 4 GiB of the GPU. This process's context stays when it ends."""
+    with on_gpu(gpu, back=False) as daemon:
         yield daemon
 
 
@@ -44,7 +46,7 @@ def client(daemon: Daemon) -> Iterator[membroker.Client]:
 
 @pytest.fixture
 def model(daemon: Daemon, client: membroker.Client) -> Iterator[Model]:
-    """A model; at the end of each test everything has come back."""
+    """A model; at the end of each test all its memory has been released."""
     yield client.register_model("growing", virtual_capacity="8GiB")
     gc.collect()
     until(lambda: daemon.books().lent_bytes == 0)
@@ -67,7 +69,7 @@ def warm_up(torch: Any, tensor: Any) -> None:
 
 class TestGrowableBuffer:
     def test_tensors_stay_valid(self, model: Model, torch: Any) -> None:
-        """A cache grows in ten steps and shrinks again: each tensor of before is the same memory, with its contents."""
+        """A cache grows in ten steps and shrinks again: earlier tensors keep their memory and contents."""
         adapter = pytest.importorskip("membroker.adapters.torch")
         with model.growable_buffer(0, "64GiB", PAGE) as buffer:
             address, step, parts = buffer.address, 3 * MIB, []
@@ -89,7 +91,9 @@ class TestGrowableBuffer:
             parts.clear()
 
     def test_new_pages_are_zero_and_old_bytes_are_old(self, model: Model, torch: Any) -> None:
-        """What a shrink gives back comes again fresh; what stayed of the last page has what it had."""
+        """Memory that a shrink released is zeroed when it is borrowed again; what stayed of the last page keeps its
+        bytes.
+        """
         with model.growable_buffer(4 * PAGE, "1GiB", PAGE) as buffer:
             torch.from_dlpack(export(buffer, "U8", (4 * PAGE,))).fill_(0x5A)
             buffer.resize(PAGE + 100)
@@ -100,7 +104,7 @@ class TestGrowableBuffer:
             del every
 
     def test_it_grows_beside_a_kernel(self, model: Model, torch: Any) -> None:
-        """A kernel is at work on the beginning while the end grows: it neither waits nor loses anything."""
+        """A kernel works on the beginning while the end grows: it does not wait, and no byte is lost."""
         with model.growable_buffer(PAGE, "1GiB", PAGE) as buffer:
             first = torch.from_dlpack(export(buffer, "F32", (PAGE // 4,)))
             warm_up(torch, first)
@@ -113,7 +117,7 @@ class TestGrowableBuffer:
             del first, every
 
     def test_shrinking_waits_for_the_kernel(self, model: Model, torch: Any) -> None:
-        """Its last tensor is gone, and a kernel that was given it still runs, on a stream of its own."""
+        """A kernel still runs on a stream of its own after the last reference to its tensor is gone."""
         with model.growable_buffer(8 * PAGE, "1GiB", PAGE) as buffer:
             last = torch.from_dlpack(export(buffer, "F32", (PAGE // 4,), 7 * PAGE))
             stream, done = torch.cuda.Stream(), torch.cuda.Event()
@@ -123,24 +127,24 @@ class TestGrowableBuffer:
                 last.add_(1)
                 done.record()
             del last
-            assert not done.query(), "the kernel was to be slow"
+            assert not done.query(), "the kernel ended too early: the test shows nothing"
             buffer.resize(PAGE)
             assert done.query()
             torch.cuda.synchronize()
 
-    def test_the_card_has_it_back(self, card: CudaDriver, model: Model, daemon: Daemon) -> None:
-        """The card's own figure follows, up and down; a refusal has the numbers, and changes nothing."""
+    def test_the_gpu_has_it_back(self, gpu: CudaDriver, model: Model, daemon: Daemon) -> None:
+        """The GPU's own figure rises and falls with the buffer; a refusal has the numbers and changes nothing."""
         with model.growable_buffer(PAGE, "64GiB") as buffer:
             assert buffer.physical_usage_bytes == 16 * MIB
-            before = used(card)
+            before = used(gpu)
             buffer.resize("1GiB")
-            until(lambda: near(used(card), before + 1024 * MIB))
+            until(lambda: near(used(gpu), before + 1024 * MIB))
             with pytest.raises(OutOfMemory) as refused:
                 buffer.resize("8GiB")
             assert refused.value.level == "capacity"
             assert buffer.size == daemon.books().lent_bytes == 1024 * MIB
             buffer.resize(0)
-            until(lambda: near(used(card), before))
+            until(lambda: near(used(gpu), before))
             assert daemon.books().lent_bytes == 0
 
     def test_copies_go_over_pages(self, model: Model) -> None:
@@ -168,7 +172,7 @@ class TestGrowableBuffer:
 
 class TestSparseArray:
     def test_copies(self, model: Model, daemon: Daemon) -> None:
-        """Rows go in and out over the borders of tiles; what is absent is an error, or zero, and takes no memory."""
+        """Rows are written and read across tile borders; an absent tile is an error or zero, and takes no memory."""
         with (
             model.sparse_array((1 << 30, 256), "F32") as table,
             model.sparse_array((1 << 30, 256), "F32", absent="zero") as zeros,
@@ -188,7 +192,7 @@ class TestSparseArray:
             assert table.read(4 * 2048, 2048) == text[(4 * 2048 - 5000) * 1024 :][:PAGE]
 
     def test_a_tile_in_place(self, model: Model, torch: Any) -> None:
-        """torch writes a block of a cache where it is, and all that is around it stays absent."""
+        """torch writes a block of a cache in place, and everything around it stays absent."""
         with model.sparse_array((4096, 2, 1024, 8, 128), "BF16", tile_rows=1) as cache:
             cache.back(7, 4095)
             block = torch.from_dlpack(cache.tensor(7))
@@ -208,7 +212,7 @@ class TestSparseArray:
             del block
             cache.drop(7, 4095)
             cache.back(7)
-            assert not torch.from_dlpack(cache.tensor(7)).any(), "a tile that comes again is fresh"
+            assert not torch.from_dlpack(cache.tensor(7)).any(), "a tile that is borrowed again must be zeroed"
 
     def test_a_kernel_over_several_tiles(self, model: Model, torch: Any) -> None:
         """A gather of rows by their numbers, as from a dense table: tiles that lie side by side are one tensor."""
@@ -225,7 +229,7 @@ class TestSparseArray:
             del rows
 
     def test_float8(self, model: Model, torch: Any) -> None:
-        """In place by torch's own dtype, and by copies of one byte an element."""
+        """In place with torch's own dtype, and by copies of one byte per element."""
         adapter = pytest.importorskip("membroker.adapters.torch")
         with model.sparse_array((1000, 4096), "F8_E4M3") as table:
             table.write(0, b"\x38" * 4096)
@@ -244,7 +248,7 @@ class TestSparseArray:
                 tile.add_(1)
                 done.record()
             del tile
-            assert not done.query(), "the kernel was to be slow"
+            assert not done.query(), "the kernel ended too early: the test shows nothing"
             array.drop(3)
             assert done.query()
             torch.cuda.synchronize()
@@ -258,7 +262,7 @@ class TestSparseArray:
     ],
 )
 def test_the_examples(daemon: Daemon, torch: Any, name: str, words: list[str]) -> None:
-    """As on the host twin, on the card."""
+    """The examples run on the GPU as they do on the host driver."""
     environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
     command = [sys.executable, str(EXAMPLES / name)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)

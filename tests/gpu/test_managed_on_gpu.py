@@ -1,7 +1,7 @@
-"""Managed memory on a real card: hints as CUDA itself reports them, and bytes that both sides see.
+"""Managed memory on a real GPU: hints as CUDA itself reports them, and bytes that both sides see.
 
-At most 64 MiB of managed memory at a time. A test that fails here says that CUDA's rules have changed, or that the
-fake, on which the same hints are tested without a card, is not like one.
+At most 64 MiB of managed memory at a time. If a test fails here, CUDA's rules have changed, or the fake, on which the
+same hints are tested without a GPU, does not behave like one.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ SIZE = 16 * MIB
 
 @pytest.fixture
 def worker() -> Iterator[CudaDriver]:
-    """The card as a worker uses it, where it takes hints."""
+    """The GPU as a worker uses it, where it takes hints."""
     try:
         driver = CudaDriver(context=True)
     except DriverUnavailable as error:
-        pytest.skip(f"no NVIDIA card to test on: {error}")
+        pytest.skip(f"no NVIDIA GPU to test on: {error}")
     kind = load_bindings().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS
     if not driver.in_context("cuDeviceGetAttribute", kind, driver.device.ordinal):
         driver.close()
-        pytest.skip("this card has no concurrent managed access")
+        pytest.skip("this GPU has no concurrent managed access")
     yield driver
     driver.close()
 
@@ -69,14 +69,14 @@ def attribute(buffer: UnifiedBuffer, name: str, offset: int = 0, size: int = SIZ
 
 
 def fill(buffer: UnifiedBuffer, value: int, offset: int, size: int) -> None:
-    """Have the card set bytes, and wait for it."""
+    """Have the GPU set bytes, and wait for it."""
     assert isinstance(buffer.driver, CudaDriver)
     buffer.driver.in_context("cuMemsetD8", buffer.address + offset, value, size)
     buffer.driver.synchronize()
 
 
 def test_each_advice_is_read_back(buffer: UnifiedBuffer, hints: ManagedMemoryHints) -> None:
-    """CUDA itself says what it was told, and that it was taken back."""
+    """CUDA reports each hint that was set, and no hint after it was cleared."""
     assert attribute(buffer, "READ_MOSTLY") == 0
     hints.set_read_mostly()
     assert attribute(buffer, "READ_MOSTLY") == 1
@@ -98,7 +98,7 @@ def test_each_advice_is_read_back(buffer: UnifiedBuffer, hints: ManagedMemoryHin
     assert set(attribute(buffer, "ACCESSED_BY")) == {NOWHERE}
 
 
-def test_policies_on_the_card(worker: CudaDriver, buffer: UnifiedBuffer, hints: ManagedMemoryHints) -> None:
+def test_policies_on_the_gpu(worker: CudaDriver, buffer: UnifiedBuffer, hints: ManagedMemoryHints) -> None:
     """`PreferDevice(0)` is device 0, `PreferHost` the host, and the default changes nothing."""
     hints.apply_policy(MigrationPolicy.PreferDevice(0))
     assert attribute(buffer, "PREFERRED_LOCATION") == 0
@@ -111,11 +111,11 @@ def test_policies_on_the_card(worker: CudaDriver, buffer: UnifiedBuffer, hints: 
     assert attribute(buffer, "READ_MOSTLY", MIB, MIB) == 0
 
 
-def test_prefer_device_on_a_second_card(worker: CudaDriver, buffer: UnifiedBuffer, hints: ManagedMemoryHints) -> None:
-    """A driver of device 0 advises for device 1: the seed preferred the device it was called with."""
+def test_prefer_device_on_a_second_gpu(worker: CudaDriver, buffer: UnifiedBuffer, hints: ManagedMemoryHints) -> None:
+    """A driver of device 0 advises for device 1: the preferred device is the one that the call names."""
     count = worker.in_context("cuDeviceGetCount")
     if count < 2:
-        pytest.skip("one card only")
+        pytest.skip("one GPU only")
     try:
         hints.apply_policy(MigrationPolicy.PreferDevice(1))
     except ManagedMemoryUnavailable as error:
@@ -127,7 +127,7 @@ def test_prefer_device_on_a_second_card(worker: CudaDriver, buffer: UnifiedBuffe
 
 
 def test_prefetches_are_read_back(worker: CudaDriver, buffer: UnifiedBuffer, hints: ManagedMemoryHints) -> None:
-    """To the card, to the host, and a part; the bytes stay what they are."""
+    """To the GPU, to the host, and only a part; the bytes do not change."""
     view = buffer.view()
     view[:] = bytes([7]) * SIZE
     assert attribute(buffer, "LAST_PREFETCH_LOCATION") == NOWHERE
@@ -144,7 +144,7 @@ def test_prefetches_are_read_back(worker: CudaDriver, buffer: UnifiedBuffer, hin
 
 
 def test_both_sides_see_one_memory(buffer: UnifiedBuffer, hints: ManagedMemoryHints) -> None:
-    """The card writes a half, the processor the other; wherever the pages are, each reads what both wrote."""
+    """The GPU writes a half, the processor the other; wherever the pages are, each reads what both wrote."""
     half = SIZE // 2
     hints.prefetch_to(0)
     fill(buffer, 0x5A, 0, half)
@@ -169,7 +169,9 @@ def test_a_framework_writes_and_the_processor_reads(buffer: UnifiedBuffer) -> No
 def test_streams_of_the_driver_and_of_frameworks(
     worker: CudaDriver, buffer: UnifiedBuffer, hints: ManagedMemoryHints
 ) -> None:
-    """A handle, an object that has it as torch or CuPy do, and the default stream: all are queued on."""
+    """Each form of a stream works: a handle, an object with a handle as torch and CuPy have it, and the default
+    stream.
+    """
     stream = worker.in_context("cuStreamCreate", 1)
     try:
         for each in (int(stream), SimpleNamespace(cuda_stream=int(stream)), SimpleNamespace(ptr=int(stream)), 0):
@@ -182,7 +184,9 @@ def test_streams_of_the_driver_and_of_frameworks(
 
 
 def test_a_plan_stops_at_a_bad_entry(worker: CudaDriver, buffer: UnifiedBuffer) -> None:
-    """Borrowed memory cannot be prefetched: the plan says which entry that was, and the one before it is queued."""
+    """Borrowed memory cannot be prefetched: the error names that entry of the plan, and the entry before it is
+    queued.
+    """
     granule = worker.device.granularity
     with (
         AddressRange(worker, granule) as addresses,
@@ -199,8 +203,8 @@ def test_a_plan_stops_at_a_bad_entry(worker: CudaDriver, buffer: UnifiedBuffer) 
     assert attribute(buffer, "LAST_PREFETCH_LOCATION", MIB, MIB) == NOWHERE
 
 
-def test_a_plan_with_a_wrong_device_queues_nothing_on_the_card(worker: CudaDriver, buffer: UnifiedBuffer) -> None:
-    """The device is looked for before anything is queued."""
+def test_a_plan_with_a_wrong_device_queues_nothing_on_the_gpu(worker: CudaDriver, buffer: UnifiedBuffer) -> None:
+    """The device is checked before anything is queued."""
     count = worker.in_context("cuDeviceGetCount")
     plan = PrefetchPlan().add(buffer.address, MIB, 0).add(buffer.address, MIB, count)
     with pytest.raises(PrefetchFailed, match=f"device {count}.* 0 queued before it"):
@@ -211,7 +215,7 @@ def test_a_plan_with_a_wrong_device_queues_nothing_on_the_card(worker: CudaDrive
 
 
 def test_a_good_plan_is_queued_whole(worker: CudaDriver, buffer: UnifiedBuffer) -> None:
-    """Half to the card and half to the host, in one go."""
+    """Half to the GPU and half to the host, in one go."""
     half = SIZE // 2
     PrefetchPlan().add(buffer.address, half, 0).add(buffer.address + half, half, "host").execute(worker)
     assert attribute(buffer, "LAST_PREFETCH_LOCATION", 0, half) == 0
@@ -219,7 +223,7 @@ def test_a_good_plan_is_queued_whole(worker: CudaDriver, buffer: UnifiedBuffer) 
 
 
 def test_borrowed_memory_takes_no_hints(worker: CudaDriver) -> None:
-    """What a broker lends is where it is: CUDA's own word says so, and the context survives it."""
+    """Borrowed memory does not migrate: CUDA refuses the prefetch, and the context survives it."""
     granule = worker.device.granularity
     with (
         AddressRange(worker, granule) as addresses,
@@ -233,7 +237,7 @@ def test_borrowed_memory_takes_no_hints(worker: CudaDriver) -> None:
 
 
 def test_a_view_outlives_the_block_and_then_the_memory_goes(worker: CudaDriver) -> None:
-    """The last view's death frees: afterwards CUDA does not know the address any more."""
+    """Deleting the last view frees the memory: afterwards CUDA does not know the address."""
     with UnifiedBuffer(worker, SIZE) as buffer:
         address = buffer.address
         fill(buffer, 0x33, 0, SIZE)

@@ -1,7 +1,8 @@
-"""The main stories with workers under an MPS daemon of their own: what works is told as a table.
+"""The main stories with workers under an MPS daemon of their own: a table shows what works.
 
-Under MPS workers' contexts live in a server, so whose memory it is, and when it comes back, is the server's doing.
-Nothing is promised of that yet: a story that fails is stated, and the test is an expected failure.
+Under MPS the workers' contexts are in a server process, so the server decides which process owns memory and when it
+is freed.
+membroker promises nothing about that yet: a story that fails is reported, and the test is an expected failure.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.support.gpu import (
     enter,
     kill_and_time,
     milliseconds,
-    on_card,
+    on_gpu,
     still_has,
     until_lendable,
     used,
@@ -34,7 +35,7 @@ from tests.support.workers import Worker
 
 from membroker.vmm.cuda.driver import CudaDriver
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("card")]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("gpu")]
 
 State = Callable[[str, str], None]
 Start = Callable[[], Worker]
@@ -57,7 +58,7 @@ class Mps:
             (directory / name).mkdir()
 
     def start(self) -> str:
-        """Start it, and return what it said if that failed."""
+        """Start it, and return its output if that failed."""
         return "" if self._run(["-d"]) == 0 else self.said()
 
     def ask(self, line: str) -> str:
@@ -71,7 +72,7 @@ class Mps:
         return " | ".join(" ".join(texts).splitlines()[-4:])
 
     def stop(self) -> None:
-        """Have it quit, and end what does not."""
+        """Ask it to quit, and kill what does not exit."""
         pids = [int(word) for word in self.ask("get_server_list").split() if word.isdigit()]
         with suppress(OSError, ValueError):
             pids.append(int((self.directory / "pipe" / f"{CONTROL}.pid").read_text()))
@@ -95,7 +96,7 @@ class Mps:
         return self.directory / "answer"
 
     def _run(self, arguments: list[str], line: str = "") -> int:
-        # A file, not a pipe: the daemon that stays would hold a pipe open.
+        # A file, not a pipe: the daemon that stays would keep a pipe open.
         asked = self.directory / "asked"
         asked.write_text(line)
         with asked.open("rb") as given, self._answer.open("wb") as answer:
@@ -113,7 +114,7 @@ class Mps:
 
 @pytest.fixture
 def mps() -> Iterator[Mps]:
-    """A running MPS control daemon, or a skip with what stands against it."""
+    """A running MPS control daemon, or a skip with the reason."""
     control = shutil.which(CONTROL, path=os.pathsep.join(PLACES))
     if control is None:
         pytest.skip(f"there is no {CONTROL} on this machine")
@@ -134,8 +135,8 @@ def mps() -> Iterator[Mps]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def test_the_main_stories_with_workers_under_mps(card: CudaDriver, mps: Mps, state: State) -> None:
-    """The daemon knows nothing of it; its workers compute through the server."""
+def test_the_main_stories_with_workers_under_mps(gpu: CudaDriver, mps: Mps, state: State) -> None:
+    """Workers compute through the MPS server, and the daemon does not know about it."""
     everybody: list[Worker] = []
 
     def start() -> Worker:
@@ -145,14 +146,14 @@ def test_the_main_stories_with_workers_under_mps(card: CudaDriver, mps: Mps, sta
     try:
         first = start()
         try:
-            device = card.device.uuid
+            device = gpu.device.uuid
             first.do(f"import membroker.vmm; driver = membroker.vmm.open_driver('cuda', {device!r}, context=True)")
             first.do("from tests.support.gpu_work import *; warm_up(driver)")
-        except Exception as error:  # noqa: BLE001 - whatever it is, MPS is not usable here
+        except Exception as error:  # noqa: BLE001 - any error means that MPS is not usable here
             pytest.skip(f"no worker gets a context under MPS on this machine: {error}; {mps.said()}")
         state("MPS, servers", mps.ask("get_server_list") or "none: the workers are not under MPS")
-        with on_card(card, {"settle_seconds": 5.0}, back=False) as daemon:
-            outcomes = {name: outcome(story, card, daemon, start) for name, story in STORIES.items()}
+        with on_gpu(gpu, {"settle_seconds": 5.0}, back=False) as daemon:
+            outcomes = {name: outcome(story, gpu, daemon, start) for name, story in STORIES.items()}
             for name, found in outcomes.items():
                 state(f"MPS, {name}", found)
             for each in everybody:
@@ -166,8 +167,8 @@ def test_the_main_stories_with_workers_under_mps(card: CudaDriver, mps: Mps, sta
         pytest.xfail(f"under MPS: {failed}")
 
 
-def outcome(story: Callable[[CudaDriver, Daemon, Start], str], card: CudaDriver, daemon: Daemon, start: Start) -> str:
-    """Run a story, and say how it went; the workers of one that failed are ended."""
+def outcome(story: Callable[[CudaDriver, Daemon, Start], str], gpu: CudaDriver, daemon: Daemon, start: Start) -> str:
+    """Run a story and return its outcome; the workers of a failed story are killed."""
     mine: list[Worker] = []
 
     def start_mine() -> Worker:
@@ -175,7 +176,7 @@ def outcome(story: Callable[[CudaDriver, Daemon, Start], str], card: CudaDriver,
         return mine[-1]
 
     try:
-        told = story(card, daemon, start_mine)
+        told = story(gpu, daemon, start_mine)
     except Exception as error:  # noqa: BLE001 - this is the result
         return f"fails: {type(error).__name__}: {str(error)[:200]}"
     else:
@@ -188,7 +189,7 @@ def outcome(story: Callable[[CudaDriver, Daemon, Start], str], card: CudaDriver,
             until_lendable(daemon)
 
 
-def sharing(card: CudaDriver, daemon: Daemon, start: Start) -> str:
+def sharing(gpu: CudaDriver, daemon: Daemon, start: Start) -> str:
     red, blue = enter(start(), daemon), enter(start(), daemon, "blue")
     borrow(red, GIB, 1)
     borrow(blue, GIB, 2)
@@ -198,46 +199,48 @@ def sharing(card: CudaDriver, daemon: Daemon, start: Start) -> str:
     red.do("pool.deallocate(0, GIB)")
     until(lambda: daemon.books().lent_bytes == GIB)
     blue.do("pool.grow('1GiB')")
-    assert blue.ask("holds(driver, pool.base_address + GIB, GIB, 0)"), "it is not fresh"
+    assert blue.ask("holds(driver, pool.base_address + GIB, GIB, 0)"), "the memory was not zeroed"
     return ""
 
 
-def death(card: CudaDriver, daemon: Daemon, start: Start) -> str:
+def death(gpu: CudaDriver, daemon: Daemon, start: Start) -> str:
     other, left, size = enter(start(), daemon, "blue"), 256 * MIB, 2 * GIB
     borrow(other, left, 9)
     times = []
     for _ in range(2):
         one = enter(start(), daemon)
         borrow(one, size)
-        held, said = at_rest(lambda: used(card)), len(daemon.log())
+        held, said = at_rest(lambda: used(gpu)), len(daemon.log())
         times.append(kill_and_time(one, daemon, left))
-        assert "proven=false" not in daemon.log()[said:], "credited by the limit of time, not by the card"
-        assert used(card) <= held - size + SLACK
-        assert still_has(other, left, 9), "another worker felt it"
+        assert "proven=false" not in daemon.log()[said:], (
+            "credited by the time limit, not because the GPU showed it free"
+        )
+        assert used(gpu) <= held - size + SLACK
+        assert still_has(other, left, 9), "another worker's memory changed"
     return f": {milliseconds(times)} from SIGKILL until lendable"
 
 
-def death_alone(card: CudaDriver, daemon: Daemon, start: Start) -> str:
+def death_alone(gpu: CudaDriver, daemon: Daemon, start: Start) -> str:
     one = enter(start(), daemon)
     borrow(one, GIB)
     return f": {milliseconds([kill_and_time(one, daemon)])} from SIGKILL until lendable"
 
 
-def forked_child(card: CudaDriver, daemon: Daemon, start: Start) -> str:
+def forked_child(gpu: CudaDriver, daemon: Daemon, start: Start) -> str:
     one, size = enter(start(), daemon), GIB
     borrow(one, size)
-    held = at_rest(lambda: used(card))
+    held = at_rest(lambda: used(gpu))
     child = one.ask("fork_unseen()")
     try:
         one.kill()
         until_lendable(daemon)
-        kept = at_rest(lambda: used(card)) >= held - size + SLACK
+        kept = at_rest(lambda: used(gpu)) >= held - size + SLACK
     finally:
         os.kill(child, signal.SIGKILL)
     return ": the child keeps the memory" if kept else ": the child keeps nothing"
 
 
-def segment(card: CudaDriver, daemon: Daemon, start: Start) -> str:
+def segment(gpu: CudaDriver, daemon: Daemon, start: Start) -> str:
     writer, reader = enter(start(), daemon), enter(start(), daemon)
     writer.do(f"segment = model.create_segment('weights', {512 * MIB}); write_blocks(segment, 3); segment.seal()")
     reader.do("segment = client.attach('m/weights')")

@@ -1,6 +1,6 @@
-"""NCCL over borrowed memory on two cards: which settings work, told as a table.
+"""NCCL over borrowed memory on two GPUs: a table shows which settings work.
 
-NVLink's multicast stays off in all of it (NCCL_NVLS_ENABLE=0): it wants memory of a kind of its own, which an
+NVLink multicast stays off in all of it (NCCL_NVLS_ENABLE=0): it needs its own kind of memory, which an
 imported extent is not.
 """
 
@@ -18,14 +18,14 @@ from pathlib import Path
 
 import pytest
 from tests.support.daemons import Daemon
-from tests.support.gpu import on_card, until_lendable
+from tests.support.gpu import on_gpu, until_lendable
 from tests.support.sizes import GIB
 from tests.support.workers import ROOT
 
 from membroker.vmm import DriverUnavailable
 from membroker.vmm.cuda.driver import CudaDriver
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.usefixtures("card")]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.usefixtures("gpu")]
 
 State = Callable[[str, str], None]
 SECONDS = 60
@@ -50,16 +50,16 @@ def _torch_with_nccl() -> None:
 
 @pytest.fixture(scope="module")
 def daemons() -> Iterator[list[Daemon]]:
-    """A broker for each of two cards."""
+    """A broker for each of two GPUs."""
     with ExitStack() as stack:
-        cards = []
+        gpus = []
         for number in range(2):
             try:
-                cards.append(CudaDriver(number))
+                gpus.append(CudaDriver(number))
             except DriverUnavailable as error:
-                pytest.skip(f"NCCL between cards needs two of them: {error}")
-            stack.callback(cards[-1].close)
-        yield [stack.enter_context(on_card(each, {"capacity": 4 * GIB}, back=False)) for each in cards]
+                pytest.skip(f"NCCL between GPUs needs two of them: {error}")
+            stack.callback(gpus[-1].close)
+        yield [stack.enter_context(on_gpu(each, {"capacity": 4 * GIB}, back=False)) for each in gpus]
 
 
 def free_port() -> int:
@@ -68,7 +68,7 @@ def free_port() -> int:
 
 
 def outcome(daemons: list[Daemon], settings: Mapping[str, str], *options: str) -> str:
-    """Run the example, a process for each broker or one for all, and say `works` or what went wrong where."""
+    """Run the example, with a process for each broker or one for all; return `works`, or what failed and where."""
     endpoints = [str(daemon.endpoint()) for daemon in daemons]
     ranks = 1 if "--one-process" in options else len(daemons)
     command = [sys.executable, str(EXAMPLE), *options, *endpoints]
@@ -91,7 +91,7 @@ def outcome(daemons: list[Daemon], settings: Mapping[str, str], *options: str) -
 
 
 def wait_for(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Wait for all to end; when one has failed the others have little time, since they wait for it."""
+    """Wait for all to end. Once one has failed, the others get little time, since they wait for it."""
     end = time.monotonic() + SECONDS
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
@@ -104,7 +104,7 @@ def wait_for(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def told(status: int, log: Path) -> str:
-    """Say how one process ended, by its last step and the last line that looks like a reason."""
+    """Return how one process ended: its last step, and the last line that looks like a reason."""
     lines = log.read_text(errors="replace").splitlines()
     if status == 0 and "all done" in lines:
         return "works"
@@ -115,7 +115,7 @@ def told(status: int, log: Path) -> str:
 
 
 def table(daemons: list[Daemon], state: State, what: str, *options: str) -> dict[str, str]:
-    """Try every setting, and torch's own memory under those that fail, and state it all."""
+    """Try every setting, and torch's own memory with those that fail, and report all results."""
     found = {}
     for name, settings in SETTINGS.items():
         found[name] = outcome(daemons, settings, *options)
@@ -126,21 +126,21 @@ def table(daemons: list[Daemon], state: State, what: str, *options: str) -> dict
     return found
 
 
-def test_one_rank_on_one_card(card: CudaDriver, state: State) -> None:
+def test_one_rank_on_one_gpu(gpu: CudaDriver, state: State) -> None:
     """A group of one: NCCL takes borrowed memory, in one extent and in several, and in a captured graph."""
-    with on_card(card, back=False) as daemon:
+    with on_gpu(gpu, back=False) as daemon:
         found = outcome([daemon], {})
         state("NCCL, one rank alone, default", found)
         assert found == "works"
 
 
-def test_a_rank_on_each_of_two_cards(daemons: list[Daemon], state: State) -> None:
-    """Two brokers, two processes: what tensor parallelism does."""
-    found = table(daemons, state, "a process for each card")
+def test_a_rank_on_each_of_two_gpus(daemons: list[Daemon], state: State) -> None:
+    """Two brokers and two processes, as in tensor parallelism."""
+    found = table(daemons, state, "a process for each GPU")
     assert "works" in found.values(), found
 
 
 def test_one_process_at_both_brokers(daemons: list[Daemon], state: State) -> None:
-    """One process with two cards, and a session at each card's broker."""
-    found = table(daemons, state, "one process with both cards", "--one-process")
+    """One process with two GPUs, and a session at each GPU's broker."""
+    found = table(daemons, state, "one process with both GPUs", "--one-process")
     assert "works" in found.values(), found

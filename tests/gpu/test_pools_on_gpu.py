@@ -1,4 +1,4 @@
-"""Pools on a real card: compaction without a copy, a source without a broker, and several models of one program."""
+"""Pools on a real GPU: compaction without a copy, a source without a broker, and several models of one program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.support.gpu import SLACK, at_rest, enter, on_card, until_lendable, used
+from tests.support.gpu import SLACK, at_rest, enter, on_gpu, until_lendable, used
 from tests.support.sizes import GIB, MIB
 from tests.support.workers import PAGE, worker, workers
 
@@ -17,31 +17,31 @@ from membroker.errors import OutOfMemory, OutOfPhysicalMemory
 from membroker.vmm import DriverError, Location
 from membroker.vmm.cuda.driver import CudaDriver
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("card")]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("gpu")]
 
 State = Callable[[str, str], None]
 
 
 @pytest.fixture
 def source() -> Iterator[LocalSource]:
-    """The first card in this process, without a broker."""
+    """The first GPU in this process, without a broker."""
     with LocalSource(limit="8GiB") as source:
         yield source
 
 
 def content(seed: int) -> bytes:
-    """What is written into a page: the same for the same seed, and different all over."""
+    """The bytes of a page: the same for the same seed, and different at every place."""
     return random.Random(seed).randbytes(PAGE)
 
 
-def test_compaction_keeps_every_byte(source: LocalSource, card: CudaDriver) -> None:
-    """Pages all over the addresses come together; each has its bytes and its access, and the card uses no more."""
+def test_compaction_keeps_every_byte(source: LocalSource, gpu: CudaDriver) -> None:
+    """Scattered pages become contiguous; each keeps its bytes and its access, and the GPU uses no more memory."""
     driver = source.driver
     with VirtualMemoryPool(source, "64GiB", PAGE) as pool:
         for page in (1, 2, 7, 30, 31, 32, 1000):
             driver.write(pool.allocate(page * PAGE, PAGE), content(page))
         pool.protect(31 * PAGE, PAGE, "read")
-        rest = at_rest(lambda: used(card))
+        rest = at_rest(lambda: used(gpu))
         where = {page: pool.base_address + page * PAGE for page in (1, 2, 7, 30, 31, 32, 1000)}
         with pool.pin(7 * PAGE, 1):
             moves = pool.compact()
@@ -57,7 +57,7 @@ def test_compaction_keeps_every_byte(source: LocalSource, card: CudaDriver) -> N
         with pytest.raises(DriverError):
             driver.write(where[31], b"x")
         driver.write(where[32], b"written")
-        assert abs(used(card) - rest) <= SLACK
+        assert abs(used(gpu) - rest) <= SLACK
         assert source.physical_usage_bytes == 7 * PAGE
         pool.compact()
         assert pool.stats().fragmentation_ratio == 0.0
@@ -65,7 +65,7 @@ def test_compaction_keeps_every_byte(source: LocalSource, card: CudaDriver) -> N
 
 
 def test_a_run_moves_over_itself(source: LocalSource) -> None:
-    """Sixteen pages go down by one: each lies where its neighbour was a moment ago."""
+    """Sixteen pages move down by one: each takes the address that its neighbour has just left."""
     driver = source.driver
     with VirtualMemoryPool(source, "1GiB", PAGE) as pool:
         pool.allocate(PAGE, 16 * PAGE)
@@ -78,7 +78,9 @@ def test_a_run_moves_over_itself(source: LocalSource) -> None:
 
 
 def test_compaction_waits_for_what_runs(source: LocalSource) -> None:
-    """Work that was queued before still writes to the old addresses: it is all there afterwards, and no fault."""
+    """Work that was queued before still writes to the old addresses: all of it is there afterwards, and nothing
+    faults.
+    """
     import cuda.bindings.driver as cuda
 
     size = GIB
@@ -95,7 +97,9 @@ def test_compaction_waits_for_what_runs(source: LocalSource) -> None:
 
 
 def test_what_compaction_costs(source: LocalSource, state: State) -> None:
-    """1 GiB in pages, every second one a hole. Stated beside what mapping it cost; bytes are what it would copy."""
+    """1 GiB in pages, every second one a hole. The report has the cost of mapping beside it; bytes are what a copy
+    would move.
+    """
     for page_size in (2 * MIB, 64 * MIB):
         count = GIB // page_size
         with VirtualMemoryPool(source, 4 * GIB, page_size) as pool:
@@ -112,10 +116,12 @@ def test_what_compaction_costs(source: LocalSource, state: State) -> None:
             state(what, f"{1000 * took:.1f} ms (to borrow it: {1000 * mapped:.1f} ms)")
 
 
-def test_a_card_that_is_full(source: LocalSource, card: CudaDriver) -> None:
-    """More than the card has, without a limit in the way: refused with the card's own figure, and nothing stays."""
-    rest = at_rest(lambda: used(card))
-    memory = card.memory(Location.DEVICE)
+def test_a_gpu_that_is_full(source: LocalSource, gpu: CudaDriver) -> None:
+    """More than the GPU has, without a limit in the way: refused with the GPU's own figure, and nothing stays
+    allocated.
+    """
+    rest = at_rest(lambda: used(gpu))
+    memory = gpu.memory(Location.DEVICE)
     assert memory is not None
     with LocalSource() as unlimited, VirtualMemoryPool(unlimited, 2 * memory.total, GIB) as pool:
         with pytest.raises(OutOfMemory) as refused:
@@ -123,14 +129,16 @@ def test_a_card_that_is_full(source: LocalSource, card: CudaDriver) -> None:
         assert refused.value.level == "device"
         assert 0 < refused.value.available_bytes < refused.value.requested_bytes
         assert unlimited.physical_usage_bytes == pool.physical_usage_bytes == 0
-    assert at_rest(lambda: used(card)) <= rest + SLACK
+    assert at_rest(lambda: used(gpu)) <= rest + SLACK
     with VirtualMemoryPool(source, "16GiB", GIB) as pool, pytest.raises(OutOfMemory) as refused:
         pool.allocate(0, "9GiB")
     assert (refused.value.level, refused.value.available_bytes) == ("capacity", 8 * GIB)
 
 
 def test_models_of_one_program(source: LocalSource) -> None:
-    """Two models under one limit, in process: each has its addresses, and what one gives back the other gets."""
+    """Two models under one limit, in process: each has its own addresses, and what one releases the other can
+    allocate.
+    """
     driver = source.driver
     with SharedMemoryPool(source, "64MiB", "2MiB") as shared:
         shared.register_model("llama-7b", "64GiB")
@@ -149,9 +157,11 @@ def test_models_of_one_program(source: LocalSource) -> None:
         assert shared.global_stats().physical_usage_bytes == 64 * MIB
 
 
-def test_compaction_of_what_a_broker_lent(card: CudaDriver) -> None:
-    """Imported extents have neither handle nor descriptor here: they move all the same, and the books stay."""
-    with on_card(card) as daemon, worker() as one:
+def test_compaction_of_what_a_broker_lent(gpu: CudaDriver) -> None:
+    """Imported extents have neither handle nor descriptor here: they can be moved all the same, and the books do not
+    change.
+    """
+    with on_gpu(gpu) as daemon, worker() as one:
         enter(one, daemon, page="2MiB")
         one.do("for page in (3, 4, 9, 20): fill(driver, pool.allocate(page * PAGE, PAGE), PAGE, page)")
         one.do("moves = pool.compact()")
@@ -167,9 +177,11 @@ def test_compaction_of_what_a_broker_lent(card: CudaDriver) -> None:
         assert daemon.books().lent_bytes == 0
 
 
-def test_a_shared_pool_over_a_daemon(card: CudaDriver) -> None:
-    """Two programs host models of one tenant; the daemon charges each model, and has all back when one is killed."""
-    with on_card(card) as daemon, workers(2) as (one, other):
+def test_a_shared_pool_over_a_daemon(gpu: CudaDriver) -> None:
+    """Two programs host models of one tenant; the daemon charges each model, and gets all memory back when one is
+    killed.
+    """
+    with on_gpu(gpu) as daemon, workers(2) as (one, other):
         for each in (one, other):
             enter(each, daemon)
             each.do("shared = membroker.SharedMemoryPool(client, '64MiB', '2MiB')")

@@ -1,4 +1,4 @@
-"""Segments on a real card: written once, sealed, read by others in place, and gone when the card says so."""
+"""Segments on a real GPU: written once, sealed, read in place by other processes, and free when the GPU shows it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, until
-from tests.support.gpu import SLACK, at_rest, enter, milliseconds, on_card, run, states, until_lendable, used
+from tests.support.gpu import SLACK, at_rest, enter, milliseconds, on_gpu, run, states, until_lendable, used
 from tests.support.sizes import GIB, MIB
 from tests.support.workers import worker, workers
 
@@ -20,7 +20,7 @@ from membroker.safetensors import write_index
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.vmm.cuda.driver import CudaDriver
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("card")]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("gpu")]
 
 State = Callable[[str, str], None]
 EXTENTS = 16
@@ -35,7 +35,7 @@ def segment_states(daemon: Daemon) -> list[str]:
 
 
 def write(size: int, seed: int = 7) -> str:
-    """The lines of a worker that writes a segment of so many bytes and does not seal it."""
+    """The lines of a worker that writes a segment of `size` bytes and does not seal it."""
     return f"segment = model.create_segment('weights', {size}); write_blocks(segment, {seed})"
 
 
@@ -43,10 +43,10 @@ READ = "segment = client.attach('m/weights', timeout=60)"
 DIGEST = "digest(segment, driver)"
 
 
-def test_a_segment_is_written_sealed_and_read_by_others(card: CudaDriver, transport: str) -> None:
+def test_a_segment_is_written_sealed_and_read_by_others(gpu: CudaDriver, transport: str) -> None:
     """A reader waits for the seal; then three processes have the same bytes, charged once, and none can change them."""
     size = 256 * MIB
-    with on_card(card) as daemon, workers(3) as (writer, reader, late), worker() as foreign:
+    with on_gpu(gpu) as daemon, workers(3) as (writer, reader, late), worker() as foreign:
         for each in (writer, reader, late):
             enter(each, daemon, transport=transport)
         enter(foreign, daemon, "blue", transport)
@@ -65,7 +65,7 @@ def test_a_segment_is_written_sealed_and_read_by_others(card: CudaDriver, transp
         assert foreign.refused("client.attach('m/weights', timeout=0)").error == "SegmentNotFound"
         assert daemon.books().lent_bytes == size
         (model,) = [each for each in daemon.models() if each.name == "tenants/red/models/m"]
-        assert model.books[0].used_bytes == size, "charged for each that reads it"
+        assert model.books[0].used_bytes == size, "charged once for each reader"
         writer.do("client.close()")
         late.do("segment.close()")
         assert reader.ask(DIGEST) == written
@@ -73,15 +73,15 @@ def test_a_segment_is_written_sealed_and_read_by_others(card: CudaDriver, transp
         until_lendable(daemon)
 
 
-def test_a_large_segment_of_many_extents_is_attached_elsewhere(card: CudaDriver, state: State) -> None:
+def test_a_large_segment_of_many_extents_is_attached_elsewhere(gpu: CudaDriver, state: State) -> None:
     """Extents of 1 GiB, side by side in three processes, with the same sums over all of their bytes."""
     size = EXTENTS * GIB
-    with on_card(card, {"capacity": size + GIB}) as daemon, workers(3) as (writer, *readers):
+    with on_gpu(gpu, {"capacity": size + GIB}) as daemon, workers(3) as (writer, *readers):
         for each in (writer, *readers):
             enter(each, daemon)
-            # What torch loads for its sums grows the context once: before anything is measured.
-            each.do("warm = model.allocate('8MiB'); digest(warm, driver) if torch_on_the_card() else 0; warm.close()")
-        rest = at_rest(lambda: used(card))
+            # What torch loads for its sums grows the context once: do that before anything is measured.
+            each.do("warm = model.allocate('8MiB'); digest(warm, driver) if torch_on_the_gpu() else 0; warm.close()")
+        rest = at_rest(lambda: used(gpu))
         began = time.monotonic()
         writer.do(write(size))
         wrote = time.monotonic() - began
@@ -99,7 +99,7 @@ def test_a_large_segment_of_many_extents_is_attached_elsewhere(card: CudaDriver,
             theirs = writer.ask("segment.read(64 * MIB - 4, 4).hex()") + seam.to_bytes(8, "little").hex()
             assert {each.ask(read) for each in (writer, *readers)} == {theirs}
         assert daemon.books().lent_bytes == size
-        assert used(card) <= rest + size * 3 // 2, "there is more than one copy of it, beside the readers' contexts"
+        assert used(gpu) <= rest + size * 3 // 2, "there is more than one copy of it, beside the readers' contexts"
         writer.do("segment.delete(); client.close()")
         assert daemon.books().lent_bytes == size
         for each in readers:
@@ -112,32 +112,32 @@ def test_a_large_segment_of_many_extents_is_attached_elsewhere(card: CudaDriver,
     state(f"attach of {EXTENTS} extents of 1 GiB, in two readers", milliseconds(times))
 
 
-def test_a_writer_killed_before_the_seal_takes_the_segment_with_it(card: CudaDriver, state: State) -> None:
-    """Who waits for it is told, and may make it anew once the bytes are back."""
+def test_a_writer_killed_before_the_seal_takes_the_segment_with_it(gpu: CudaDriver, state: State) -> None:
+    """A worker that waits for it gets an error, and can create it again once the bytes are free."""
     size = 2 * GIB
-    with on_card(card, {"capacity": size}) as daemon, workers(2) as (writer, reader):
+    with on_gpu(gpu, {"capacity": size}) as daemon, workers(2) as (writer, reader):
         for each in (writer, reader):
             enter(each, daemon)
         writer.do(write(size))
-        held = at_rest(lambda: used(card))
+        held = at_rest(lambda: used(gpu))
         reader.begin(f"try:\n    {READ}\nexcept membroker.WriterDied as error:\n    answer = str(error)\n")
         until(lambda: states(daemon) == ["OPEN", "OPEN"])
         began = time.monotonic()
         writer.kill()
-        assert reader.result(), "it attached what was never sealed"
+        assert reader.result(), "it attached a segment that was never sealed"
         until_lendable(daemon)
         seconds = time.monotonic() - began
-        assert used(card) <= held - size + SLACK
+        assert used(gpu) <= held - size + SLACK
         assert "proven=false" not in daemon.log()
         reader.do(f"{write(size)}; segment.seal(); segment.delete(); client.close()")
         until_lendable(daemon)
     state("from SIGKILL of a segment's writer until its 2 GiB are lendable", milliseconds([seconds]))
 
 
-def test_a_sealed_segment_outlives_its_killed_writer(card: CudaDriver) -> None:
-    """The broker keeps it. Whoever comes later reads the same bytes; its deletion gives them back."""
+def test_a_sealed_segment_outlives_its_killed_writer(gpu: CudaDriver) -> None:
+    """The broker keeps it. A worker that attaches later reads the same bytes; deleting the segment frees them."""
     size = GIB
-    with on_card(card) as daemon, workers(2) as (writer, reader):
+    with on_gpu(gpu) as daemon, workers(2) as (writer, reader):
         for each in (writer, reader):
             enter(each, daemon)
         writer.do(f"{write(size)}; segment.seal()")
@@ -153,15 +153,17 @@ def test_a_sealed_segment_outlives_its_killed_writer(card: CudaDriver) -> None:
         reader.do("client.close()")
 
 
-def test_a_killed_readers_child_keeps_a_deleted_segment_charged(card: CudaDriver, state: State) -> None:
-    """A child that was forked unseen has it mapped: the bytes are lent to nobody until the card shows them free."""
+def test_a_killed_readers_child_keeps_a_deleted_segment_charged(gpu: CudaDriver, state: State) -> None:
+    """A child that was forked behind Python's back has it mapped: the bytes are not lent again until the GPU shows
+    them free.
+    """
     size = 2 * GIB
-    with on_card(card, {"settle_seconds": 60.0}) as daemon, workers(2) as (writer, reader):
+    with on_gpu(gpu, {"settle_seconds": 60.0}) as daemon, workers(2) as (writer, reader):
         for each in (writer, reader):
             enter(each, daemon)
         writer.do(f"{write(size)}; segment.seal(); segment.close()")
         reader.do(READ)
-        held = at_rest(lambda: used(card))
+        held = at_rest(lambda: used(gpu))
         child = reader.ask("fork_unseen()")
         try:
             reader.kill()
@@ -172,21 +174,21 @@ def test_a_killed_readers_child_keeps_a_deleted_segment_charged(card: CudaDriver
             with worker() as stranger:
                 enter(stranger, daemon, "blue")
                 stranger.kill()
-            at_rest(lambda: used(card))
+            at_rest(lambda: used(gpu))
             assert daemon.books().releasing_bytes == size, "credited while a child still held it"
-            assert used(card) >= held - SLACK
+            assert used(gpu) >= held - SLACK
         finally:
             os.kill(child, signal.SIGKILL)
         began = time.monotonic()
         until_lendable(daemon)
         state("from SIGKILL of a reader's child until 2 GiB are lendable", milliseconds([time.monotonic() - began]))
-        assert used(card) <= held - size + SLACK
+        assert used(gpu) <= held - size + SLACK
         assert "proven=false" not in daemon.log()
         writer.do("client.close()")
 
 
-def test_a_file_is_loaded_shown_and_deleted_by_the_command(card: CudaDriver, state: State, tmp_path: Path) -> None:
-    """`membroker segments load` puts 100 MiB of a safetensors file on the card, where a worker finds its bytes."""
+def test_a_file_is_loaded_shown_and_deleted_by_the_command(gpu: CudaDriver, state: State, tmp_path: Path) -> None:
+    """`membroker segments load` puts 100 MiB of a safetensors file on the GPU, where a worker finds its bytes."""
     header, index = write_index({"embed": ("F32", (1024, 5120)), "head": ("F16", (4096, 10240))}, {"format": "pt"})
     content = header.ljust(index.size, b"\0")
     content = content[: len(header)] + os.urandom(MIB) * 101
@@ -195,7 +197,7 @@ def test_a_file_is_loaded_shown_and_deleted_by_the_command(card: CudaDriver, sta
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
 
-    with on_card(card) as daemon, worker() as reader:
+    with on_gpu(gpu) as daemon, worker() as reader:
         at = ("--endpoint", str(daemon.endpoint()))
 
         def segments(*arguments: str) -> Any:

@@ -1,4 +1,4 @@
-"""How the daemon starts on a real card: what it costs, what it tries, what it says of the card and of what is wrong."""
+"""How the daemon starts on a real GPU: its memory, its checks, what it reports about the GPU, and its errors."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
-from tests.support.gpu import at_rest, borrow, enter, nvidia_descriptors, on_card, run, until_lendable, used
+from tests.support.gpu import at_rest, borrow, enter, nvidia_descriptors, on_gpu, run, until_lendable, used
 from tests.support.sizes import GIB, MIB
 from tests.support.workers import worker
 
 from membroker.vmm import Location
 from membroker.vmm.cuda.driver import CudaDriver
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.usefixtures("card")]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.usefixtures("gpu")]
 
 State = Callable[[str, str], None]
 DAEMON, COMMAND = "membrokerd.cli", "membroker.cli.main"
 HEADROOM = 2 * GIB
-"""What a daemon keeps of a card by default."""
+"""What a daemon keeps of a GPU by default."""
 WITHOUT_CONTEXT = 5 * MIB
 
 
@@ -38,7 +38,7 @@ def a_runtime_directory() -> Iterator[Path]:
 
 
 def refuse_to_start(*arguments: str, **environment: str) -> str:
-    """Run a membrokerd on the CUDA driver that must not start, and return the sentence that it says."""
+    """Run a membrokerd on the CUDA driver that must not start, and return its error."""
     with a_runtime_directory() as directory:
         own = ("--driver", "cuda", "--runtime-directory", str(directory), "--metrics-port", "0")
         done = run(DAEMON, *own, *arguments, status=1, **environment)
@@ -48,37 +48,37 @@ def refuse_to_start(*arguments: str, **environment: str) -> str:
     return said
 
 
-def test_it_starts_without_a_context(card: CudaDriver, state: State) -> None:
-    """NVML shows at most 5 MiB for it: at its start, while it lends, and after. A context would be 518."""
-    before = at_rest(lambda: used(card))
-    with on_card(card) as daemon, worker() as one:
+def test_it_starts_without_a_context(gpu: CudaDriver, state: State) -> None:
+    """NVML shows at most 5 MiB for it: at its start, while it lends, and afterwards. A context would be 518 MiB."""
+    before = at_rest(lambda: used(gpu))
+    with on_gpu(gpu) as daemon, worker() as one:
 
         def share() -> int:
-            return dict(card.processes()).get(daemon.process.pid, 0)
+            return dict(gpu.processes()).get(daemon.process.pid, 0)
 
-        cost = at_rest(lambda: used(card)) - before
+        cost = at_rest(lambda: used(gpu)) - before
         assert share() <= WITHOUT_CONTEXT
-        assert cost <= WITHOUT_CONTEXT + card.device.granularity, f"the start takes {cost >> 20} MiB of the card"
+        assert cost <= WITHOUT_CONTEXT + gpu.device.granularity, f"the start takes {cost >> 20} MiB of the GPU"
         enter(one, daemon)
         borrow(one, GIB)
         assert share() <= WITHOUT_CONTEXT
-        seen = one.pid in dict(card.processes())
+        seen = one.pid in dict(gpu.processes())
         one.do("segment = model.create_segment('s', '64MiB'); segment.seal(); segment.delete(); client.close()")
         until_lendable(daemon)
         assert share() <= WITHOUT_CONTEXT
         one.kill()
-        until(lambda: used(card) - before <= WITHOUT_CONTEXT + card.device.granularity)
-    state("what a daemon takes of the card, its anchor included", f"{cost / MIB:.1f} MiB")
+        until(lambda: used(gpu) - before <= WITHOUT_CONTEXT + gpu.device.granularity)
+    state("what a daemon takes of the GPU, its anchor included", f"{cost / MIB:.1f} MiB")
     state("NVML names this machine's processes by their pids", "yes" if seen else "no: it is told other pids")
 
 
-def test_its_anchor_is_one_granule_that_stays_exported(card: CudaDriver) -> None:
-    """One create, export and import at the start, and one descriptor of the card's memory that it keeps."""
-    with on_card(card) as daemon:
+def test_its_anchor_is_one_granule_that_stays_exported(gpu: CudaDriver) -> None:
+    """One create, export and import at the start, and one descriptor of the GPU's memory that it keeps."""
+    with on_gpu(gpu) as daemon:
         device = daemon.device()
         assert device.locations[0].lent_bytes == 0
         assert re.search(r"^membroker_memory_descriptors_open\{.*\} 1\.0$", daemon.metrics(), re.MULTILINE)
-        assert nvidia_descriptors(daemon.process.pid), "nothing of the card is open in it"
+        assert nvidia_descriptors(daemon.process.pid), "it has no descriptor of the GPU open"
         with worker() as one:
             enter(one, daemon)
             one.do("[model.allocate('64MiB').close() for _ in range(8)]; client.close()")
@@ -87,25 +87,25 @@ def test_its_anchor_is_one_granule_that_stays_exported(card: CudaDriver) -> None
 
 
 @pytest.mark.parametrize("form", ["NVML's text", "without its prefix", "an ordinal"])
-def test_the_card_is_named_by_ordinal_or_uuid(card: CudaDriver, form: str) -> None:
-    uuid = card.device.uuid
+def test_the_gpu_is_named_by_ordinal_or_uuid(gpu: CudaDriver, form: str) -> None:
+    uuid = gpu.device.uuid
     names: dict[str, str | int] = {"NVML's text": uuid, "without its prefix": uuid.partition("-")[2], "an ordinal": 0}
-    with on_card(card, {"device": names[form]}) as daemon:
+    with on_gpu(gpu, {"device": names[form]}) as daemon:
         assert daemon.device().uuid == uuid
         assert daemon.root.name == "gpu-" + uuid.partition("-")[2].replace("-", "")[:8].lower()
 
 
-def test_a_card_that_is_not_there_is_told_in_a_sentence(card: CudaDriver) -> None:
+def test_a_gpu_that_is_not_there_is_told_in_a_sentence(gpu: CudaDriver) -> None:
     said = refuse_to_start("--device", "99")
     assert re.search(r"there is no GPU number 99: this process sees \d+$", said)
     wrong = "GPU-00000000-1111-2222-3333-444444444444"
     said = refuse_to_start("--device", wrong)
     assert f"there is no GPU {wrong} among those that this process sees: " in said
-    assert card.device.uuid.partition("-")[2].lower() in said
+    assert gpu.device.uuid.partition("-")[2].lower() in said
 
 
-def test_a_hidden_card_is_told_in_a_sentence() -> None:
-    """CUDA_VISIBLE_DEVICES is empty: to CUDA the machine has no card. On `auto` the host twin takes its place."""
+def test_a_hidden_gpu_is_told_in_a_sentence() -> None:
+    """CUDA_VISIBLE_DEVICES is empty: for CUDA the machine has no GPU. With `auto` the daemon uses the host driver."""
     said = refuse_to_start(CUDA_VISIBLE_DEVICES="")
     assert "CUDA_ERROR_NO_DEVICE" in said
     with a_runtime_directory() as directory, by_command(directory, "", CUDA_VISIBLE_DEVICES="") as status:
@@ -119,9 +119,9 @@ def test_a_capacity_that_does_not_fit_is_told_in_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("headroom", [None, "10GiB"])
-def test_the_capacity_is_the_cards_total_less_headroom_and_anchor(card: CudaDriver, headroom: str | None) -> None:
-    """As it says in `status`, with no figure configured, and with a stated headroom."""
-    memory, granule = card.memory(Location.DEVICE), card.device.granularity
+def test_the_capacity_is_the_gpus_total_less_headroom_and_anchor(gpu: CudaDriver, headroom: str | None) -> None:
+    """The capacity in `status`, with the default headroom and with a configured one."""
+    memory, granule = gpu.memory(Location.DEVICE), gpu.device.granularity
     assert memory is not None
     kept = HEADROOM if headroom is None else 10 * GIB
     text = 'driver = "cuda"' + (f'\nheadroom = "{headroom}"' if headroom else "")
@@ -133,7 +133,7 @@ def test_the_capacity_is_the_cards_total_less_headroom_and_anchor(card: CudaDriv
 
 @contextmanager
 def by_command(directory: Path, text: str, **environment: str) -> Iterator[dict[str, Any]]:
-    """Run a daemon by its command line alone, and yield what `membroker status --json` says of it."""
+    """Run a daemon by its command line alone, and yield what `membroker status --json` shows."""
     config, log = directory / "c.toml", directory / "log"
     config.write_text(f'{text}\nruntime_directory = "{directory}"\n[metrics]\nport = 0\n')
     env = {**os.environ, **environment}
@@ -153,10 +153,10 @@ def by_command(directory: Path, text: str, **environment: str) -> Iterator[dict[
         process.wait()
 
 
-def test_status_and_metrics_name_the_card(card: CudaDriver) -> None:
-    """The product, the UUID, the granularity: where a person looks, and where Prometheus does."""
-    device = card.device
-    with on_card(card) as daemon:
+def test_status_and_metrics_name_the_gpu(gpu: CudaDriver) -> None:
+    """The product, the UUID and the granularity are in `status` and in the metrics."""
+    device = gpu.device
+    with on_gpu(gpu) as daemon:
         for door in (daemon.endpoint(), daemon.admin):
             admin = ("--admin",) if door == daemon.admin else ()
             shown = run(COMMAND, "status", "--endpoint", str(door), *admin).stdout
@@ -170,19 +170,19 @@ def test_status_and_metrics_name_the_card(card: CudaDriver) -> None:
         assert 'driver="cuda"' in build
         granularity = rf'^membroker_device_granularity_bytes\{{gpu_uuid="{device.uuid}"\}} (\S+)$'
         found = re.search(granularity, scraped, re.MULTILINE)
-        assert found, "no metric has the granularity"
+        assert found, "the granularity is in no metric"
         assert float(found[1]) == device.granularity
         assert f"uuid={device.uuid}" in daemon.log()
 
 
-def test_a_second_daemon_for_the_card_names_the_first(card: CudaDriver) -> None:
-    with on_card(card) as daemon:
+def test_a_second_daemon_for_the_gpu_names_the_first(gpu: CudaDriver) -> None:
+    with on_gpu(gpu) as daemon:
         done = run(DAEMON, "--config", str(daemon.directory / "membrokerd.toml"), status=1)
         assert f"process {daemon.process.pid};" in done.stderr
 
 
-def test_the_doctor_finds_the_card(card: CudaDriver) -> None:
-    """`membroker doctor` says which card a daemon would own. Its status depends on what else it finds."""
+def test_the_doctor_finds_the_gpu(gpu: CudaDriver) -> None:
+    """`membroker doctor` says which GPU a daemon would own. Its status depends on what else it finds."""
     done = subprocess.run(
         [sys.executable, "-m", COMMAND, "doctor", "--json"],
         capture_output=True,
@@ -191,6 +191,6 @@ def test_the_doctor_finds_the_card(card: CudaDriver) -> None:
         env={**os.environ, "MEMBROKER_ENDPOINT": ""},
         check=False,
     )
-    (gpu,) = [each for each in json.loads(done.stdout) if each["name"] == "gpu"]
-    assert gpu["status"] == "ok", gpu
-    assert card.device.uuid in gpu["found"]
+    (row,) = [each for each in json.loads(done.stdout) if each["name"] == "gpu"]
+    assert row["status"] == "ok", row
+    assert gpu.device.uuid in row["found"]

@@ -1,6 +1,6 @@
-"""A real card, a real daemon and real workers: the stories of tests/system, where memory and deaths are the card's own.
+"""The stories of tests/system with a real GPU, a real daemon and real workers.
 
-Nothing else may use the card meanwhile: what is asked of its figures would be somebody else's.
+Nothing else may use the GPU meanwhile: its figures would include the other process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.gpu import (
     kill_and_time,
     milliseconds,
     near,
-    on_card,
+    on_gpu,
     states,
     still_has,
     unaccounted,
@@ -37,20 +37,20 @@ from tests.support.workers import PAGE, Worker, is_gone, worker, workers
 
 from membroker.vmm.cuda.driver import CudaDriver
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("card")]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("gpu")]
 
 State = Callable[[str, str], None]
 GATE_RESERVE = 256 * MIB
-"""What the gate keeps of a card by default."""
+"""What the gate keeps of a GPU by default."""
 DEFAULT_STOCK = {"stock": "1GiB"}
 
 
 # Sharing
 
 
-def test_a_pool_of_many_small_pages_grows_shrinks_and_is_written_across_their_seams(card: CudaDriver) -> None:
-    """512 extents of 2 MiB are one range of addresses to the card."""
-    with on_card(card) as daemon, worker() as one:
+def test_a_pool_of_many_small_pages_grows_shrinks_and_is_written_across_their_seams(gpu: CudaDriver) -> None:
+    """512 extents of 2 MiB are one range of addresses to the GPU."""
+    with on_gpu(gpu) as daemon, worker() as one:
         enter(one, daemon, page="2MiB")
         borrow(one, GIB)
         assert still_has(one, GIB)
@@ -64,14 +64,14 @@ def test_a_pool_of_many_small_pages_grows_shrinks_and_is_written_across_their_se
             True,
         ]
         one.do("pool.allocate(256 * MIB, 512 * MIB)")
-        assert one.ask("holds(driver, pool.base_address + 256 * MIB, 512 * MIB, 0)"), "it is not fresh"
+        assert one.ask("holds(driver, pool.base_address + 256 * MIB, 512 * MIB, 0)"), "the memory was not zeroed"
         one.do("client.close()")
         until_lendable(daemon)
 
 
-def test_an_interpreter_that_exits_without_close_gives_everything_back(card: CudaDriver) -> None:
-    """It says goodbye at exit, so that nothing waits for the card's word."""
-    with on_card(card) as daemon, worker() as one:
+def test_an_interpreter_that_exits_without_close_gives_everything_back(gpu: CudaDriver) -> None:
+    """It ends its session at exit, so nothing waits until the GPU shows the memory free."""
+    with on_gpu(gpu) as daemon, worker() as one:
         enter(one, daemon)
         borrow(one, GIB)
         one.do("import __main__; __main__.kept = client, pool")
@@ -101,11 +101,11 @@ def go_bare(one: Worker, daemon: Daemon, transport: str) -> None:
     one.do(f"raw = Raw({str(daemon.endpoint())!r}, {transport!r})")
 
 
-def test_a_worker_killed_at_any_step_leaves_nothing(card: CudaDriver, transport: str) -> None:
-    """Wherever it dies its descriptors go with it, those that lie in a socket too."""
-    with on_card(card) as daemon:
+def test_a_worker_killed_at_any_step_leaves_nothing(gpu: CudaDriver, transport: str) -> None:
+    """At each step its descriptors end with it, including those still in a socket's buffer."""
+    with on_gpu(gpu) as daemon:
         for last in STEPS:
-            rest = at_rest(lambda: used(card))
+            rest = at_rest(lambda: used(gpu))
             with worker() as one:
                 go_bare(one, daemon, transport)
                 for step, line in STEPS.items():
@@ -115,56 +115,56 @@ def test_a_worker_killed_at_any_step_leaves_nothing(card: CudaDriver, transport:
                 one.kill()
                 until(lambda: not daemon.sessions())
                 until_lendable(daemon)
-                until(lambda rest=rest: used(card) <= rest + 4 * MIB)
+                until(lambda rest=rest: used(gpu) <= rest + 4 * MIB)
 
 
 @pytest.mark.parametrize(
     ("page", "size"), [("2MiB", GIB), ("64MiB", CAPACITY), ("1GiB", CAPACITY)], ids=["2MiB", "64MiB", "1GiB"]
 )
-def test_a_killed_workers_bytes_are_lent_again_when_the_card_shows_them_free(
-    card: CudaDriver, state: State, page: str, size: int
+def test_a_killed_workers_bytes_are_lent_again_when_the_gpu_shows_them_free(
+    gpu: CudaDriver, state: State, page: str, size: int
 ) -> None:
-    """Three lives in a row, and then somebody else takes the whole capacity."""
+    """Three workers one after the other are killed, and then another worker borrows the whole capacity."""
     times = []
-    with on_card(card) as daemon, worker() as other:
+    with on_gpu(gpu) as daemon, worker() as other:
         enter(other, daemon, "blue")
         for _ in range(3):
             with worker() as one:
                 enter(one, daemon, page=page)
                 borrow(one, size)
-                held = at_rest(lambda: used(card))
+                held = at_rest(lambda: used(gpu))
                 times.append(kill_and_time(one, daemon))
-                assert used(card) <= held - size + SLACK, "lent again while the card shows it in use"
-        assert "proven=false" not in daemon.log(), "credited by the limit of time, not by the card"
+                assert used(gpu) <= held - size + SLACK, "lent again while the GPU shows it in use"
+        assert "proven=false" not in daemon.log(), "credited by the time limit, not because the GPU showed it free"
         borrow(other, CAPACITY)
         other.do("client.close()")
     state(f"from SIGKILL until lendable, {size >> 30} GiB in pages of {page}", milliseconds(times))
 
 
-def test_the_deaths_of_many_at_once_are_settled_by_the_card(card: CudaDriver, state: State) -> None:
+def test_the_deaths_of_many_at_once_are_settled_by_the_gpu(gpu: CudaDriver, state: State) -> None:
     """A node's engines are all killed at once."""
-    with on_card(card) as daemon, workers(3) as engines:
+    with on_gpu(gpu) as daemon, workers(3) as engines:
         for number, each in enumerate(engines):
             enter(each, daemon, ["red", "blue"][number % 2])
             borrow(each, GIB)
-        held = at_rest(lambda: used(card))
+        held = at_rest(lambda: used(gpu))
         began = time.monotonic()
         for each in engines:
             each.process.kill()
         until_lendable(daemon)
         seconds = time.monotonic() - began
-        until(lambda: used(card) <= held - 3 * GIB + SLACK)
+        until(lambda: used(gpu) <= held - 3 * GIB + SLACK)
         assert "proven=false" not in daemon.log()
     state("from SIGKILL of three workers until all of 3 GiB is lendable", milliseconds([seconds]))
 
 
-def test_workers_killed_at_any_moment_leave_nothing(card: CudaDriver) -> None:
-    """Three engines churn and are killed wherever that finds them. Some may wait for the limit of time."""
+def test_workers_killed_at_any_moment_leave_nothing(gpu: CudaDriver) -> None:
+    """Three engines allocate and free, and are killed at any point. Some memory may wait for the time limit."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     choose = random.Random(seed)
     churn = "while True:\n    pool.allocate(0, 512 * MIB)\n    pool.deallocate(0, 512 * MIB)\n"
-    with on_card(card, {"settle_seconds": 3.0, **DEFAULT_STOCK}) as daemon:
+    with on_gpu(gpu, {"settle_seconds": 3.0, **DEFAULT_STOCK}) as daemon:
         for _ in range(2):
             with workers(3) as engines:
                 for number, each in enumerate(engines):
@@ -183,17 +183,17 @@ def test_workers_killed_at_any_moment_leave_nothing(card: CudaDriver) -> None:
 # Outlived by its memory
 
 
-def test_a_forked_child_keeps_its_dead_parents_charge(card: CudaDriver, state: State) -> None:
-    """The child inherited the card's descriptors by a fork that Python never saw: it keeps the memory, and the charge.
+def test_a_forked_child_keeps_its_dead_parents_charge(gpu: CudaDriver, state: State) -> None:
+    """The child inherited the GPU's descriptors by a fork behind Python's back: the memory stays in use, and charged.
 
-    Others come and die meanwhile; their deaths are settled, and not taken for this one.
+    Other workers start and die meanwhile; their deaths are settled, and are not mistaken for this one.
     """
     size = 2 * GIB
-    with on_card(card, {"settle_seconds": 60.0}) as daemon, worker() as parent, worker() as other:
+    with on_gpu(gpu, {"settle_seconds": 60.0}) as daemon, worker() as parent, worker() as other:
         enter(parent, daemon)
         enter(other, daemon, "blue")
         borrow(parent, size)
-        held = at_rest(lambda: used(card))
+        held = at_rest(lambda: used(gpu))
         child = parent.ask("fork_unseen()")
         try:
             parent.kill()
@@ -207,7 +207,7 @@ def test_a_forked_child_keeps_its_dead_parents_charge(card: CudaDriver, state: S
                     stranger.kill()
                     until(lambda: states(daemon) == ["RELEASING", "OPEN"])
             assert daemon.books().releasing_bytes == size, "credited while a child still held it"
-            assert used(card) >= held - SLACK, "the child does not hold it: the test shows nothing"
+            assert used(gpu) >= held - SLACK, "the child does not hold it: the test shows nothing"
         finally:
             os.kill(child, signal.SIGKILL)
         began = time.monotonic()
@@ -216,16 +216,18 @@ def test_a_forked_child_keeps_its_dead_parents_charge(card: CudaDriver, state: S
             "from SIGKILL of a forked child until its parent's 2 GiB are lendable",
             milliseconds([time.monotonic() - began]),
         )
-        assert used(card) <= held - size + SLACK
+        assert used(gpu) <= held - size + SLACK
         assert "proven=false" not in daemon.log()
         borrow(other, CAPACITY)
         other.do("client.close()")
 
 
-def test_memory_that_never_comes_back_is_written_off_and_shown(card: CudaDriver) -> None:
-    """The child lives for days. Its parent's charge ends after `settle_seconds`, and the truth is in `unaccounted`."""
+def test_memory_that_never_comes_back_is_written_off_and_shown(gpu: CudaDriver) -> None:
+    """The child lives for days. Its parent's charge ends after `settle_seconds`; from then on `unaccounted` shows the
+    memory.
+    """
     size = 2 * GIB
-    with on_card(card, {"settle_seconds": 0.5}) as daemon, worker() as parent:
+    with on_gpu(gpu, {"settle_seconds": 0.5}) as daemon, worker() as parent:
         rest = at_rest(lambda: unaccounted(daemon))
         enter(parent, daemon)
         borrow(parent, size)
@@ -235,26 +237,26 @@ def test_memory_that_never_comes_back_is_written_off_and_shown(card: CudaDriver)
             until_lendable(daemon)
             until(lambda: "proven=false" in daemon.log())
             shown = at_rest(lambda: unaccounted(daemon))
-            assert shown >= rest + size, "the context of the dead comes on top"
+            assert shown >= rest + size, "the dead parent's context is counted as well"
         finally:
             os.kill(child, signal.SIGKILL)
         until(lambda: near(unaccounted(daemon), rest))
 
 
-def test_the_librarys_fork_hook_gives_the_memory_back(card: CudaDriver) -> None:
-    """A data loader is forked with Python's own fork: the child lets go, and the parent's death is enough."""
+def test_the_librarys_fork_hook_gives_the_memory_back(gpu: CudaDriver) -> None:
+    """A data loader is forked with Python's own fork: the child drops the memory, so the parent's death frees it."""
     size = 2 * GIB
-    with on_card(card) as daemon, worker() as parent:
+    with on_gpu(gpu) as daemon, worker() as parent:
         enter(parent, daemon)
         borrow(parent, size)
-        held = at_rest(lambda: used(card))
+        held = at_rest(lambda: used(gpu))
         child = parent.ask("fork_seen()")
         try:
             assert still_has(parent, size)
             parent.do("pool.grow(64 * MIB)")
             parent.kill()
             until_lendable(daemon)
-            assert used(card) <= held - size + SLACK
+            assert used(gpu) <= held - size + SLACK
             assert not is_gone(child), "the child died: the test shows nothing"
             assert "proven=false" not in daemon.log()
         finally:
@@ -265,29 +267,29 @@ def test_the_librarys_fork_hook_gives_the_memory_back(card: CudaDriver) -> None:
 
 
 @contextmanager
-def a_full_card(card: CudaDriver, left: int, call: str = "cuMemAlloc") -> Iterator[Worker]:
-    """Have a process that knows no broker take all of the card but `left` bytes."""
+def a_full_gpu(gpu: CudaDriver, left: int, call: str = "cuMemAlloc") -> Iterator[Worker]:
+    """Have a process without the broker take all of the GPU but `left` bytes."""
     with worker() as stranger:
-        stranger.do(f"from tests.support.gpu_work import *; stranger = Stranger({card.device.uuid!r}, {call!r})")
+        stranger.do(f"from tests.support.gpu_work import *; stranger = Stranger({gpu.device.uuid!r}, {call!r})")
         free = stranger.ask(f"stranger.leave({left})")
-        assert left - SLACK <= free <= left + SLACK, f"{free >> 20} MiB are left of the card, not {left >> 20}"
+        assert left - SLACK <= free <= left + SLACK, f"{free >> 20} MiB are left of the GPU, not {left >> 20}"
         yield stranger
 
 
 @pytest.mark.parametrize(("call", "transport"), [("cuMemAlloc", "handoff"), ("cudaMalloc", "grpc")])
-def test_a_stranger_that_fills_the_card_is_told_as_a_full_device(card: CudaDriver, transport: str, call: str) -> None:
-    """The books have 4 GiB and the card has 1: the gate says so, before the driver fails, and lends what there is."""
-    with on_card(card, DEFAULT_STOCK) as daemon, worker() as one:
+def test_a_stranger_that_fills_the_gpu_is_told_as_a_full_device(gpu: CudaDriver, transport: str, call: str) -> None:
+    """The books have 4 GiB and the GPU has 1: the gate refuses before the driver fails, and lends what fits."""
+    with on_gpu(gpu, DEFAULT_STOCK) as daemon, worker() as one:
         enter(one, daemon, transport=transport)
         rest = at_rest(lambda: unaccounted(daemon))
-        with a_full_card(card, GIB + GATE_RESERVE, call) as stranger:
+        with a_full_gpu(gpu, GIB + GATE_RESERVE, call) as stranger:
             for attempt in ("model.allocate('2GiB')", "pool.allocate(0, '2GiB')"):
                 refused = one.refused(attempt)
                 assert (refused.error, refused.reason) == ("OutOfMemory", "DEVICE_FULL"), refused
                 assert refused.numbers is not None
                 assert refused.numbers[:2] == ("device", 2 * GIB)
                 assert near(int(refused.metadata["device_free_bytes"]), GIB + GATE_RESERVE)
-                assert "driver_says" not in refused.metadata, "the driver was asked for what the gate knew"
+                assert "driver_says" not in refused.metadata, "the driver was asked although the gate already knew"
                 assert "unaccounted" in refused.message
                 until_lendable(daemon)
             until(lambda: unaccounted(daemon) > rest + 8 * GIB)
@@ -301,15 +303,17 @@ def test_a_stranger_that_fills_the_card_is_told_as_a_full_device(card: CudaDrive
         one.do("client.close()")
 
 
-def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(card: CudaDriver, state: State) -> None:
-    """Its bytes are free by its word, and in use on the card: unaccounted, lent to nobody, until it dies."""
+def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(gpu: CudaDriver, state: State) -> None:
+    """The worker says that the bytes are free, and the GPU shows them in use: they are unaccounted, and not lent,
+    until it dies.
+    """
     audit, size = 0.5, 2 * GIB
-    with on_card(card, {"audit_seconds": audit}) as daemon, workers(2) as (liar, other):
+    with on_gpu(gpu, {"audit_seconds": audit}) as daemon, workers(2) as (liar, other):
         enter(liar, daemon)
         enter(other, daemon, "blue")
         borrow(liar, size)
         rest = at_rest(lambda: unaccounted(daemon), 2 * audit)
-        with a_full_card(card, GIB + GATE_RESERVE):
+        with a_full_gpu(gpu, GIB + GATE_RESERVE):
             filled = at_rest(lambda: unaccounted(daemon), 2 * audit)
             began = time.monotonic()
             liar.do("client._session.transport.release(list(pool._holding.extents.values()))")
@@ -320,8 +324,8 @@ def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(card: Cu
             assert daemon.books().free_bytes == CAPACITY
             assert other.refused("pool.allocate(0, '2GiB')").reason == "DEVICE_FULL"
             borrow(other, 768 * MIB)
-            assert still_has(liar, size), "its memory was lent to somebody else"
-            suspects = dict(card.processes())
+            assert still_has(liar, size), "its memory was lent to another worker"
+            suspects = dict(gpu.processes())
             seen = f"NVML names it, with {suspects.get(liar.pid, 0) >> 20} MiB"
             state("a liar that keeps 2 GiB mapped", seen if liar.pid in suspects else f"NVML names only {suspects}")
             if liar.pid in suspects:
@@ -334,11 +338,11 @@ def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(card: Cu
 
 
 def test_a_worker_that_says_released_and_keeps_its_descriptors_is_found_out(
-    card: CudaDriver, state: State, transport: str
+    gpu: CudaDriver, state: State, transport: str
 ) -> None:
-    """It never imports, has no context, and so NVML names nobody; the card has the bytes in use all the same."""
+    """It never imports and has no context, so NVML names no process; the GPU shows the bytes in use all the same."""
     audit, count = 0.5, 64
-    with on_card(card, {"audit_seconds": audit}) as daemon, worker() as keeper:
+    with on_gpu(gpu, {"audit_seconds": audit}) as daemon, worker() as keeper:
         rest = at_rest(lambda: unaccounted(daemon), 2 * audit)
         go_bare(keeper, daemon, transport)
         keeper.do(f"raw.hello(); raw.send_allocate({count})")
@@ -350,34 +354,34 @@ def test_a_worker_that_says_released_and_keeps_its_descriptors_is_found_out(
         until(lambda: unaccounted(daemon) >= rest + count * PAGE - 4 * MIB)
         seconds = time.monotonic() - began
         assert seconds < audit + 0.5, f"found out after {seconds:.2f} s, one audit is {audit} s"
-        assert dict(card.processes()).get(keeper.pid, 0) == 0
+        assert dict(gpu.processes()).get(keeper.pid, 0) == 0
         keeper.do("[os.close(one) for one in raw.descriptors]")
         until(lambda: unaccounted(daemon) <= rest + 4 * MIB)
     state("a liar that keeps its descriptors is found out after", milliseconds([seconds]))
 
 
-def test_a_worker_that_only_keeps_descriptors_is_charged_until_it_dies(card: CudaDriver, transport: str) -> None:
-    """It hangs up and lives on: it has the memory, and pays for it."""
+def test_a_worker_that_only_keeps_descriptors_is_charged_until_it_dies(gpu: CudaDriver, transport: str) -> None:
+    """It closes the connection and lives on: it still has the memory, and stays charged."""
     count = 64
-    with on_card(card) as daemon, worker() as keeper:
-        rest = at_rest(lambda: used(card))
+    with on_gpu(gpu) as daemon, worker() as keeper:
+        rest = at_rest(lambda: used(gpu))
         go_bare(keeper, daemon, transport)
         keeper.do(f"raw.hello(); raw.send_allocate({count})")
         keeper.do("raw.read_delivery(); raw.socket.close(); raw.notices.close()")
         until(lambda: states(daemon) == ["DETACHED"])
-        until(lambda: used(card) >= rest + count * PAGE)
+        until(lambda: used(gpu) >= rest + count * PAGE)
         assert daemon.books().lent_bytes == count * PAGE
         keeper.kill()
         until_lendable(daemon)
-        assert used(card) <= rest + 4 * MIB
+        assert used(gpu) <= rest + 4 * MIB
         assert "proven=false" not in daemon.log()
 
 
 # The daemon's own death
 
 
-def test_workers_compute_on_when_the_daemon_is_killed(card: CudaDriver, state: State) -> None:
-    """Kernels run on borrowed memory before, while and after the daemon is killed; the next has the same books."""
+def test_workers_compute_on_when_the_daemon_is_killed(gpu: CudaDriver, state: State) -> None:
+    """Kernels run on borrowed memory before, during and after the daemon's death; the next one has the same books."""
     size = GIB
 
     def rounds(one: Worker) -> int:
@@ -389,7 +393,7 @@ def test_workers_compute_on_when_the_daemon_is_killed(card: CudaDriver, state: S
         goals = {each.pid: rounds(each) + more for each in engines}
         until(lambda: all(rounds(each) >= goals[each.pid] for each in engines), 60)
 
-    with on_card(card) as daemon, workers(2) as engines:
+    with on_gpu(gpu) as daemon, workers(2) as engines:
         for number, each in enumerate(engines):
             enter(each, daemon, ["red", "blue"][number])
             each.do(f"computing = Computing(model, {size})")
@@ -403,10 +407,10 @@ def test_workers_compute_on_when_the_daemon_is_killed(card: CudaDriver, state: S
         engines[0].result()
         state("a call made while no daemon ran, from the next one's start", f"{time.monotonic() - began:.2f} s")
         assert daemon.books().lent_bytes == 2 * size + 64 * MIB
-        assert near(unaccounted(daemon), contexts), "what is lent counts as unaccounted"
+        assert near(unaccounted(daemon), contexts), "lent memory was counted as unaccounted"
         go_on(engines, 3)
         done = [each.ask("computing.stop()") for each in engines]
-        how = engines[0].ask("'torch' if torch_on_the_card() else 'memset'")
+        how = engines[0].ask("'torch' if torch_on_the_gpu() else 'memset'")
         state(f"rounds of {how} on borrowed memory over the daemon's death", f"{done[0]} and {done[1]}")
         for each in engines:
             each.do("pool.close(); client.close()")
@@ -417,16 +421,16 @@ def test_workers_compute_on_when_the_daemon_is_killed(card: CudaDriver, state: S
 
 @pytest.mark.parametrize("point", ["debited", "created", "deliver", "credited", "stored", "sealed", "reconcile"])
 def test_the_daemon_dies_at_a_point(
-    card: CudaDriver, point: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpu: CudaDriver, point: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A sample of tests/system/test_crash_points.py on the card: what was in memory before is there afterwards."""
+    """A sample of tests/system/test_crash_points.py on the GPU: the bytes are the same afterwards."""
     monkeypatch.setenv(crashing_daemon.FILE, str(tmp_path / "armed"))
     calls = {
         "credited": "spare.close()",
         "stored": "segment = model.create_segment('weights', GIB)",
         "sealed": "segment = model.create_segment('weights', GIB); write_blocks(segment, 1); segment.seal()",
     }
-    with on_card(card, module="tests.support.crashing_daemon") as daemon, worker() as one:
+    with on_gpu(gpu, module="tests.support.crashing_daemon") as daemon, worker() as one:
         enter(one, daemon)
         borrow(one, GIB)
         one.do("spare = model.allocate('64MiB')")
@@ -456,9 +460,9 @@ def test_the_daemon_dies_at_a_point(
         until_lendable(daemon)
 
 
-def test_sigterm_lets_workers_go_on_as_well(card: CudaDriver) -> None:
-    """The operator stops it; it ends at once with status 0, and what was lent stays where it is."""
-    with on_card(card) as daemon, worker() as one:
+def test_sigterm_lets_workers_go_on_as_well(gpu: CudaDriver) -> None:
+    """The operator stops it: it exits at once with status 0, and workers keep their memory."""
+    with on_gpu(gpu) as daemon, worker() as one:
         enter(one, daemon)
         borrow(one, GIB)
         began = time.monotonic()
@@ -473,12 +477,14 @@ def test_sigterm_lets_workers_go_on_as_well(card: CudaDriver) -> None:
 # Sizes and places
 
 
-def test_the_books_and_the_card_agree_after_many_sizes(card: CudaDriver) -> None:
-    """Two workers, in and out; what the card has more in use at the end is the stock, which the books show."""
-    with on_card(card, DEFAULT_STOCK) as daemon, workers(2) as both:
+def test_the_books_and_the_gpu_agree_after_many_sizes(gpu: CudaDriver) -> None:
+    """Two workers borrow and release many sizes; the only memory still in use at the end is the stock, as the books
+    show.
+    """
+    with on_gpu(gpu, DEFAULT_STOCK) as daemon, workers(2) as both:
         for number, each in enumerate(both):
             enter(each, daemon, ["red", "blue"][number])
-        rest = at_rest(lambda: used(card))
+        rest = at_rest(lambda: used(gpu))
         for size in ("2MiB", "6MiB", "64MiB", "200MiB", "1GiB"):
             for each in both:
                 each.do(f"buffer = model.allocate({size!r}); fill(driver, buffer.address, buffer.size, 3)")
@@ -486,20 +492,20 @@ def test_the_books_and_the_card_agree_after_many_sizes(card: CudaDriver) -> None
                 assert each.ask("holds(driver, buffer.address, buffer.size, 3)")
                 each.do("buffer.close()")
             until_lendable(daemon)
-        until(lambda: near(used(card) - daemon.books().stock_bytes, rest))
+        until(lambda: near(used(gpu) - daemon.books().stock_bytes, rest))
         for each in both:
             each.do("client.close()")
 
 
-def test_memory_of_the_host_is_lent_beside_the_cards(card: CudaDriver) -> None:
-    """One session, two places: what it has of the host is not charged to the card, and the card does not show it."""
-    with on_card(card, {"host_capacity": "256MiB"}) as daemon, worker() as one:
+def test_memory_of_the_host_is_lent_beside_the_gpus(gpu: CudaDriver) -> None:
+    """One session borrows from both: its host memory is not charged to the GPU, and the GPU does not show it."""
+    with on_gpu(gpu, {"host_capacity": "256MiB"}) as daemon, worker() as one:
         enter(one, daemon)
-        rest = at_rest(lambda: used(card))
+        rest = at_rest(lambda: used(gpu))
         one.do("host = model.allocate('128MiB', location='host'); driver.write(host.address, b'host')")
         assert one.ask("driver.read(host.address, 4).decode()") == "host"
         assert [books.lent_bytes for books in daemon.device().locations] == [0, 128 * MIB]
-        assert used(card) <= rest + SLACK
+        assert used(gpu) <= rest + SLACK
         refused = one.refused("model.allocate('256MiB', location='host')")
         assert refused.numbers == ("capacity", 256 * MIB, 128 * MIB, 256 * MIB)
         one.do("host.close(); client.close()")

@@ -1,4 +1,4 @@
-"""A daemon for each of two GPUs under one configuration: neither is in the other's way, and segments outlive both."""
+"""A daemon for each of two GPUs under one configuration: they do not disturb each other, and segments outlive both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.workers import worker
 from membroker.vmm import DriverUnavailable
 from membroker.vmm.cuda.driver import CudaDriver
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.usefixtures("card")]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.usefixtures("gpu")]
 
 SIZE = 256 * MIB
 KEEPERS = {"default": None, "by the device's name": "keepers/{device}/fdstore.sock"}
@@ -42,7 +42,7 @@ def place() -> Iterator[Path]:
 
 
 def start(place: Path, number: int, keeper: str | None) -> Daemon:
-    """Start the daemon of a GPU by the configuration of both."""
+    """Start the daemon of one GPU with the configuration of both."""
     directory = place / f"daemon-{number}"
     directory.mkdir()
     config = {"driver": "cuda", "capacity": 4 * GIB, "runtime_directory": str(place / "run")}
@@ -65,7 +65,7 @@ def publish(daemon: Daemon, seed: int) -> str:
 
 
 def published(daemon: Daemon) -> str:
-    """Return the digest of the segment, as a process reads it that comes later."""
+    """Return the digest of the segment as a later process reads it."""
     with worker() as one:
         enter(one, daemon)
         one.do("segment = client.attach('m/weights', timeout=60)")
@@ -76,7 +76,7 @@ def published(daemon: Daemon) -> str:
 
 @pytest.mark.parametrize("keeper", KEEPERS.values(), ids=KEEPERS.keys())
 def test_segments_of_two_gpus_outlive_both_daemons(place: Path, keeper: str | None) -> None:
-    """Sealed segments on each GPU, and each daemon is killed: every byte is still there, on its own GPU."""
+    """Each GPU has sealed segments, and each daemon is killed: every byte is still there, on its own GPU."""
     daemons: list[Daemon] = []
     try:
         for number in range(2):

@@ -1,6 +1,6 @@
-"""The nouns of virtual memory on real cards: aliases, access, growth in place, and two cards in one range.
+"""`membroker.vmm` on real GPUs: aliases, access, growth in place, and two GPUs in one range.
 
-A test that fails here says that a fact has stopped being true on this card or driver. Tests of two cards need two that
+If a test fails here, a fact is no longer true on this GPU or driver. Tests of two GPUs need two that
 reach each other. Nothing is larger than 256 MiB.
 """
 
@@ -38,24 +38,24 @@ make_first, make_second = (partial(open_driver, "cuda", ordinal, context=True) f
 
 @pytest.fixture
 def worker() -> Iterator[CudaDriver]:
-    """The first card as a worker uses it."""
+    """The first GPU as a worker uses it."""
     try:
         driver = CudaDriver(0, context=True)
     except DriverUnavailable as error:
-        pytest.skip(f"no NVIDIA card to test on: {error}")
+        pytest.skip(f"no NVIDIA GPU to test on: {error}")
     yield driver
     driver.close()
 
 
 @pytest.fixture
 def neighbour(worker: CudaDriver) -> Iterator[CudaDriver]:
-    """The second card, where there are two that reach each other."""
+    """The second GPU, where there are two that reach each other."""
     import cuda.bindings.driver as cuda
 
     try:
         driver = CudaDriver(1, context=True)
     except DriverUnavailable as error:
-        pytest.skip(f"no second card to test on: {error}")
+        pytest.skip(f"no second GPU to test on: {error}")
     with ExitStack() as end:
         end.callback(driver.close)
         for one, other in ((worker, driver), (driver, worker)):
@@ -65,8 +65,8 @@ def neighbour(worker: CudaDriver) -> Iterator[CudaDriver]:
         yield driver
 
 
-def copy_on_card(driver: CudaDriver, to: int, source: int, size: int) -> None:
-    """Copy between two addresses in a card's own context, without a kernel, and wait."""
+def copy_on_gpu(driver: CudaDriver, to: int, source: int, size: int) -> None:
+    """Copy between two addresses in a GPU's own context, without a kernel, and wait."""
     import cuda.bindings.driver as cuda
 
     for call in (partial(cuda.cuCtxPushCurrent, driver._context), partial(cuda.cuMemcpyDtoD, to, source, size)):
@@ -75,11 +75,11 @@ def copy_on_card(driver: CudaDriver, to: int, source: int, size: int) -> None:
     assert not int(cuda.cuCtxPopCurrent()[0])
 
 
-# One card
+# One GPU
 
 
 def test_the_granularity_and_the_recommended_one(worker: CudaDriver, state: Callable[[str, str], None]) -> None:
-    """Both are known, and the second is a multiple of the first."""
+    """CUDA reports both granularities, and the second is a multiple of the first."""
     smallest, recommended = allocation_granularity(worker), allocation_granularity(worker, recommended=True)
     assert smallest == 2 * MIB
     assert recommended % smallest == 0
@@ -87,7 +87,7 @@ def test_the_granularity_and_the_recommended_one(worker: CudaDriver, state: Call
 
 
 def test_a_range_grows_and_shrinks_in_place(worker: CudaDriver) -> None:
-    """Resize in place: what was written through the first address is there after every step, and copies cross seams."""
+    """Resize in place: the bytes written first are there after every step, and copies cross the borders of extents."""
     size = worker.device.granularity
     with AddressRange(worker, 4 * size) as addresses, ExitStack() as pages:
         for number in range(4):
@@ -95,7 +95,7 @@ def test_a_range_grows_and_shrinks_in_place(worker: CudaDriver) -> None:
                 pages.enter_context(MappedRange(addresses, memory, offset=number * size))
             worker.write(addresses.base + number * size, PATTERN)
             assert worker.read(addresses.base, len(PATTERN)) == PATTERN
-        copy_on_card(worker, addresses.base + 2 * size - MIB // 2, addresses.base, MIB)
+        copy_on_gpu(worker, addresses.base + 2 * size - MIB // 2, addresses.base, MIB)
         assert worker.read(addresses.base + 2 * size - MIB // 2, MIB) == PATTERN
         for mapping in addresses.mappings[2:]:
             mapping.close()
@@ -103,7 +103,7 @@ def test_a_range_grows_and_shrinks_in_place(worker: CudaDriver) -> None:
 
 
 def test_a_tensor_over_a_range_stays_valid_while_it_grows(worker: CudaDriver) -> None:
-    """The promise to a framework: one address, more memory behind it, the same tensor."""
+    """A framework sees one address, more memory behind it, and the same tensor."""
     torch = pytest.importorskip("torch")
     size = worker.device.granularity
 
@@ -127,7 +127,7 @@ def test_a_tensor_over_a_range_stays_valid_while_it_grows(worker: CudaDriver) ->
         del first, both
 
 
-def test_a_manager_on_a_card(worker: CudaDriver) -> None:
+def test_a_manager_on_a_gpu(worker: CudaDriver) -> None:
     size = worker.device.granularity
     with VirtualMemoryManager(worker) as manager:
         va, phys = manager.reserve(4 * size, size), manager.alloc_physical(size)
@@ -139,16 +139,16 @@ def test_a_manager_on_a_card(worker: CudaDriver) -> None:
         assert [record.va_offset for record in manager.mappings(va)] == [0, 3 * size]
 
 
-# Two cards
+# Two GPUs
 
 
 @pytest.mark.parametrize("check", TWO_DEVICE_CHECKS, ids=lambda check: check.__name__)
-def test_two_cards_keep_their_promises(neighbour: CudaDriver, check: Callable[[MakeDriver, MakeDriver], None]) -> None:
+def test_two_gpus_keep_their_promises(neighbour: CudaDriver, check: Callable[[MakeDriver, MakeDriver], None]) -> None:
     check(make_first, make_second)
 
 
-def test_a_range_of_two_cards_is_one_run_of_bytes(worker: CudaDriver, neighbour: CudaDriver) -> None:
-    """Fact: any card's handle is mapped into one reservation, and each card's access is granted by itself."""
+def test_a_range_of_two_gpus_is_one_run_of_bytes(worker: CudaDriver, neighbour: CudaDriver) -> None:
+    """Fact: one reservation can map handles of any GPU, and each GPU's access is granted separately."""
     size = worker.device.granularity
     both = {worker: AccessFlags.READ_WRITE, neighbour: AccessFlags.READ_WRITE}
     with (
@@ -165,10 +165,10 @@ def test_a_range_of_two_cards_is_one_run_of_bytes(worker: CudaDriver, neighbour:
         assert worker.read(seam, MIB) == PATTERN[::-1]
 
 
-def test_a_copy_without_a_kernel_crosses_from_card_to_card(
+def test_a_copy_without_a_kernel_crosses_from_gpu_to_gpu(
     worker: CudaDriver, neighbour: CudaDriver, state: Callable[[str, str], None]
 ) -> None:
-    """One range, the first half here, the second there: a plain copy inside it is a copy across, in either context."""
+    """One range, half of it on each GPU: a plain copy inside it crosses GPUs, in either context."""
     size = 128 * MIB
     both = {worker: AccessFlags.READ_WRITE, neighbour: AccessFlags.READ_WRITE}
     with (
@@ -181,16 +181,16 @@ def test_a_copy_without_a_kernel_crosses_from_card_to_card(
         data = PATTERN * (size // len(PATTERN))
         checksum = zlib.crc32(data)
         worker.write(here.address, data)
-        copy_on_card(worker, there.address, here.address, size)
+        copy_on_gpu(worker, there.address, here.address, size)
         assert zlib.crc32(neighbour.read(there.address, size)) == checksum
         worker.write(here.address, bytes(size))
-        copy_on_card(neighbour, here.address, there.address, size)
+        copy_on_gpu(neighbour, here.address, there.address, size)
         assert zlib.crc32(worker.read(here.address, size)) == checksum
-        state("copied from card to card and back", f"2 x {size // MIB} MiB")
+        state("copied from GPU to GPU and back", f"2 x {size // MIB} MiB")
 
 
-def test_a_card_reads_its_neighbours_memory_at_an_address_of_its_own(worker: CudaDriver, neighbour: CudaDriver) -> None:
-    """An alias for the neighbour, read-only: the owner's address is nothing to it, and the owner writes on."""
+def test_a_gpu_reads_its_neighbours_memory_at_an_address_of_its_own(worker: CudaDriver, neighbour: CudaDriver) -> None:
+    """A read-only alias for the neighbour: it cannot use the owner's address, and the owner can still write."""
     size = worker.device.granularity
     with (
         AddressRange(worker, size) as ours,
@@ -208,8 +208,8 @@ def test_a_card_reads_its_neighbours_memory_at_an_address_of_its_own(worker: Cud
             neighbour.write(readable.address, b"x")
 
 
-def test_access_of_one_card_is_taken_back_and_the_others_stays(worker: CudaDriver, neighbour: CudaDriver) -> None:
-    """Fact: cuMemSetAccess with NONE for one card leaves what another was granted."""
+def test_access_of_one_gpu_is_taken_back_and_the_others_stays(worker: CudaDriver, neighbour: CudaDriver) -> None:
+    """Fact: cuMemSetAccess with NONE for one GPU leaves what another was granted."""
     size = worker.device.granularity
     with (
         AddressRange(worker, size) as addresses,
@@ -225,7 +225,7 @@ def test_access_of_one_card_is_taken_back_and_the_others_stays(worker: CudaDrive
         assert worker.read(mapping.address, 6) == b"unseen"
 
 
-def test_a_manager_of_two_cards(worker: CudaDriver, neighbour: CudaDriver) -> None:
+def test_a_manager_of_two_gpus(worker: CudaDriver, neighbour: CudaDriver) -> None:
     size = worker.device.granularity
     with VirtualMemoryManager(worker, neighbour) as manager:
         va = manager.reserve(2 * size, size)

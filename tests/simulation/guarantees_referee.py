@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from membrokerd.core import events as ev
@@ -26,17 +27,31 @@ class GuaranteesReferee:
     def debited(self, name: ev.ModelName, where: ev.Location, size: int) -> None:
         """The debit of `size` bytes, which is in the books, took nothing that is kept for others."""
         total = self._broker.ledger.totals[where]
-        after, before = self._needed(where), self._needed(where, name, -size)
+        after, before = self._needed(where, {}), self._needed(where, {name: -size})
         self.debits += after > total.lent
         assert after <= max(before, total.capacity - total.releasing), f"{name} was lent what is guaranteed to others"
 
-    def _may_borrow(self, name: ev.ModelName, where: ev.Location, size: int) -> bool:
-        """Say whether limits, guarantees and the capacity leave room for `size` more bytes."""
-        ledger = self._broker.ledger
-        total = ledger.totals[where]
-        after, before = self._needed(where, name, size), self._needed(where)
-        if size > total.free or after > max(before, total.capacity - total.releasing):
+    def may_borrow(
+        self, name: ev.ModelName, where: ev.Location, size: int, undone: tuple[ev.ModelName, int] | None = None
+    ) -> bool:
+        """Say whether limits, guarantees and the capacity leave room for `size` more bytes.
+
+        `undone` is a debit of another tenant's model that is in the books, and is thought away.
+        """
+        total = self._broker.ledger.totals[where]
+        without = {undone[0]: -undone[1]} if undone else {}
+        after, before = self._needed(where, {**without, name: size}), self._needed(where, without)
+        free = total.free + (undone[1] if undone else 0)
+        if size > free or after > max(before, total.capacity - total.releasing):
             return False
+        return not self.is_limited(name, where, size)
+
+    def is_limited(self, name: ev.ModelName, where: ev.Location, size: int) -> bool:
+        """Say whether a limit of the model or its tenant leaves no room for `size` more bytes."""
+        return not self._within_limits(name, where, size)
+
+    def _within_limits(self, name: ev.ModelName, where: ev.Location, size: int) -> bool:
+        ledger = self._broker.ledger
         row = ledger.models[name].charges[where]
         limits = [self._referee.set_for((*name, where)).limit, self._referee.asked[name].get(where)]
         if any(limit is not None and row.bytes + size > limit for limit in limits):
@@ -46,24 +61,42 @@ class GuaranteesReferee:
             return True
         models = {one for one in ledger.models if one.tenant == name.tenant} | self._guaranteed(name.tenant, where)
         whole = sum(ledger.models[one].charges[where].bytes for one in models if one in ledger.models)
-        others = sum(max(0, self._guarantee(one, where) - self._lent(one, where)) for one in models - {name})
-        if self._lent(name, where) + size <= self._guarantee(name, where):
+        others = sum(max(0, self.guarantee(one, where) - self.lent(one, where)) for one in models - {name})
+        if self.lent(name, where) + size <= self.guarantee(name, where):
             others = 0
         return whole + size + others <= limit
 
-    def _needed(self, where: ev.Location, name: ev.ModelName | None = None, more: int = 0) -> int:
-        """Return what guarantees and loans need together, if the model `name` had `more` bytes."""
+    def is_guaranteed(self, name: ev.ModelName, where: ev.Location, size: int, less: int = 0) -> bool:
+        """Say whether `size` more bytes, and `less` fewer before, are within the model's guarantee or its tenant's."""
+        if self.lent(name, where) - less + size <= self.guarantee(name, where):
+            return True
+        models = {one for one in self._broker.ledger.models if one.tenant == name.tenant}
+        models |= self._guaranteed(name.tenant, where)
+        lent = {one: self.lent(one, where) + (size - less if one == name else 0) for one in models}
+        whole = sum(max(self.guarantee(one, where), lent[one]) for one in models)
+        return whole <= (self._referee.set_for((name.tenant, None, where)).guarantee or 0)
+
+    def guaranteed_anywhere(self, where: ev.Location) -> set[ev.ModelName]:
+        """Return the models that have a guarantee."""
+        return {ev.ModelName(tenant, model) for tenant, model, at in self._keys() if model and at == where}
+
+    def tenants_with_guarantees(self, where: ev.Location) -> set[str]:
+        """Return the tenants that have a quota."""
+        return {tenant for tenant, _, at in self._keys() if at == where}
+
+    def _needed(self, where: ev.Location, changes: Mapping[ev.ModelName, int]) -> int:
+        """Return what guarantees and loans need together, if these models had so many more bytes."""
         ledger, needed = self._broker.ledger, 0
         tenants = {one.tenant for one in ledger.models}
         tenants |= {tenant for tenant, _, at in self._keys() if at == where}
         for tenant in tenants:
             models = {one for one in ledger.models if one.tenant == tenant} | self._guaranteed(tenant, where)
-            lent = {one: self._lent(one, where) + (more if one == name else 0) for one in models}
-            of_models = sum(max(self._guarantee(one, where), lent[one]) for one in models)
+            lent = {one: self.lent(one, where) + changes.get(one, 0) for one in models}
+            of_models = sum(max(self.guarantee(one, where), lent[one]) for one in models)
             limit, guarantee, _ = self._referee.set_for((tenant, None, where))
             term = max(of_models, guarantee or 0)
             if limit is not None:  # what a tenant may not borrow is not kept for it
-                mine = more if name and name.tenant == tenant else 0
+                mine = sum(more for name, more in changes.items() if name.tenant == tenant)
                 left = max(0, limit - ledger.tenant_charged(tenant, where) - mine)
                 term = min(term, sum(lent.values()) + left)
             needed += term
@@ -76,14 +109,14 @@ class GuaranteesReferee:
             if other == tenant and model and at == where
         }
 
-    def _guarantee(self, name: ev.ModelName, where: ev.Location) -> int:
+    def guarantee(self, name: ev.ModelName, where: ev.Location) -> int:
         """Return what a model is guaranteed: at most its limits."""
         asked = self._referee.asked.get(name, {}).get(where) if name in self._broker.ledger.models else None
         limit, guarantee, _ = self._referee.set_for((*name, where))
         sizes = (guarantee, asked, limit)
         return min(size for size in sizes if size is not None)
 
-    def _lent(self, name: ev.ModelName, where: ev.Location) -> int:
+    def lent(self, name: ev.ModelName, where: ev.Location) -> int:
         row = self._broker.ledger.models.get(name)
         return row.charges[where].bytes - row.charges[where].releasing if row else 0
 
@@ -92,7 +125,7 @@ class GuaranteesReferee:
         tenant, model = str(denied.numbers["model"]).removeprefix("tenants/").split("/models/")
         where: Any = denied.numbers["location"]
         asked, name = int(denied.numbers["requested_bytes"]), ev.ModelName(tenant, model)
-        assert not self._may_borrow(name, where, asked), f"{name} was refused what it may borrow: {denied}"
+        assert not self.may_borrow(name, where, asked), f"{name} was refused what it may borrow: {denied}"
         self.refusals += "reserved_bytes" in denied.numbers
 
     def _keys(self) -> set[Any]:

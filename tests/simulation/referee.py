@@ -19,6 +19,7 @@ from tests.simulation.guarantees_referee import GuaranteesReferee
 from tests.simulation.resuming_referee import ResumingReferee
 from tests.simulation.sharing_referee import SharingReferee
 from tests.simulation.stock_referee import StockReferee
+from tests.simulation.waiting_referee import WaitingReferee
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
@@ -70,6 +71,7 @@ class Referee:
         self.last_id = 0
         self.quotas: dict[policy.Key, Quota] = {}
         self.guarantees = GuaranteesReferee(self)
+        self.waiting = WaitingReferee(self)
         self.asked: dict[ev.ModelName, dict[ev.Location, int]] = {}
         self.owners: dict[int, int] = {}
         self.deaths: dict[int, Death] = {}
@@ -118,6 +120,7 @@ class Referee:
         if row is not None and row.session not in self.deaths:
             self._died(row)
         self.stock.before()
+        self.waiting.take_down()
         self.resuming.before(event)
         if isinstance(event, ev.Dropped):
             segment = self.world.broker.ledger.segments[event.segment]
@@ -142,7 +145,8 @@ class Referee:
             recount(ledger)
         changes = [fact for fact in step.facts if not isinstance(fact, ft.UnaccountedSeen)]
         assert ledger.revision == before + len(changes)
-        if step.facts and self._refused(event, step) and not self._replaces(event, step):
+        decided = self.waiting.decided()
+        if step.facts and self._refused(event, step) and not self._replaces(event, step) and not decided:
             raise AssertionError(f"{event} was refused and changed {step.facts}")
         assert all(size >= 0 for size in world.broker.books.making.values())
         for effect in step.effects:
@@ -160,10 +164,10 @@ class Referee:
             assert looked or not proven, "a credit is proven, and the device was not asked"
             self._judge_fact(fact)
         self._judge_wants(event, step)
-        decided = world.put_aside[event.call] if isinstance(event, ev.InputsDrained) else event
-        self.sharing.judge(decided, step)
-        self.stock.judge(decided, step)
+        self.sharing.judge(event, decided, step)
+        self.stock.judge(event, decided, step)
         self.resuming.judge(event, step)
+        self.waiting.judge(event, step)
 
     @staticmethod
     def _refused(event: ev.Event, step: Step) -> bool:
@@ -188,14 +192,19 @@ class Referee:
         But for a declaration that a newer one takes the place of, and where a session has too much put aside.
         """
         world, session = self.world, getattr(event, "session", None)
-        waiting = [call for call, one in world.put_aside.items() if call in world.unanswered and one.session == session]
+        waiting = [one for one in self.waiting.before.values() if one.event.session == session]
         full = len(waiting) >= world.broker.rules.max_calls_per_session
         for effect in step.effects:
             if isinstance(effect, fx.Answer) and isinstance(effect.result, Denied):
                 wants = effect.result.reason in (Reason.MODEL_LIMIT, Reason.TENANT_LIMIT, Reason.CAPACITY)
                 heard = isinstance(event, ev.InputsDrained) and event.call == effect.call
                 replaced = isinstance(event, ev.Declare) and event.call != effect.call
-                assert heard or replaced or not wants or full, "refused before the others were heard"
+                waiter = self.waiting.before.get(effect.call)
+                limited = effect.result.reason is not Reason.CAPACITY
+                waited = waiter and waiter.deadline and (limited or waiter.deadline <= world.now)
+                assert heard or replaced or waited or not wants or full, (
+                    f"refused before the others were heard: {effect.result} {waiter}"
+                )
                 if wants and "model" in effect.result.numbers:
                     self.guarantees.refused(effect.result)
             again = isinstance(event, ev.InputsDrained) and isinstance(effect, fx.DrainInputs)
@@ -209,7 +218,7 @@ class Referee:
 
         answered = {effect.call for effect in step.effects if isinstance(effect, fx.Answer)}
         moved = {fact.session for fact in step.facts if isinstance(fact, ft.SessionMoved)}
-        left = [one for call, one in world.put_aside.items() if call in world.unanswered.keys() - answered]
+        left = [one.event for call, one in world.broker.waiting._waiters.items() if call not in answered]
         assert moved.isdisjoint(one.session for one in left), "who has gone, or begins anew, is still to be decided"
 
     def _judge_fact(self, fact: ft.Fact) -> None:
@@ -251,7 +260,7 @@ class Referee:
                 self.asked[fact.name].update(fact.limits)
             case ft.QuotaSet():
                 key = (fact.tenant, fact.model, fact.location)
-                self.quotas[key] = Quota(fact.limit, fact.guarantee)
+                self.quotas[key] = Quota(fact.limit, fact.guarantee, fact.weight)
 
     def set_for(self, key: policy.Key) -> Quota:
         """Return what operators have set: as commanded, or else configured."""
@@ -259,6 +268,11 @@ class Referee:
         default = rules.default_limits.get(key[2]) if key[1] is None else None
         limit = rules.limits.get(key, default) if quota.limit is None else quota.limit
         return Quota(limit, rules.guarantees.get(key, 0) if quota.guarantee is None else quota.guarantee)
+
+    def weight(self, key: policy.Key) -> int:
+        """Return the weight that operators have set: as commanded, or else configured, or else 1."""
+        commanded = self.quotas.get(key, Quota()).weight
+        return self.world.broker.rules.weights.get(key, 1) if commanded is None else commanded
 
     def _within_limits(self, name: ev.ModelName, where: ev.Location, *, less: bool = False) -> None:
         """No debit takes the model, the tenant or the location above what was asked, commanded or configured."""
@@ -388,5 +402,5 @@ class Referee:
             f"{self.judged:,} steps, {self.sessions:,} sessions; credits proven {self.proven:,}, by the time limit "
             f"{self.timed_out:,}; early {self.early.total():,} ({causes}), {self.early_of_segments:,} of segments\n"
             f"{self.sharing.report()}\n{self.stock.report()}\n{self.resuming.report()}\n"
-            f"{self.guarantees.report()}"
+            f"{self.guarantees.report()}\n{self.waiting.report()}"
         )

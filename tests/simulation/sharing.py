@@ -123,10 +123,7 @@ class Sharing:
             size = world.random.choice(WRONG_SIZES_MIB if chance < 0.03 else SIZES_MIB) * MIB
             name, label = world.model(worker), world.random.choice(LABELS) if chance < 0.98 else "A"
             asked = ev.SegmentName(name.tenant, name.model, label)
-            step = world.send(ev.CreateSegment(*world.ask(worker), asked, where, size))
-            for effect in step.effects:
-                if isinstance(effect, fx.Make):
-                    self.began[effect.segment] = world.turn_number
+            world.send(ev.CreateSegment(*world.ask(worker), asked, where, size, world.wait_ns()))
             if chance < 0.08 and worker.makes and worker.process.alive:
                 world.slow_down()  # so that its death is told before its packets are made
                 world.die(worker.process, world.now)

@@ -81,10 +81,12 @@ class SharingReferee:
 
     # --- one step ---
 
-    def judge(self, event: ev.Event, step: Step) -> None:
-        """Hold one step to all that is known of segments."""
+    def judge(self, event: ev.Event, decided: Iterable[ev.Event], step: Step) -> None:
+        """Hold one step to all that is known of segments; `decided` are requests that waited until then."""
         self.touched.clear()
         self._take_down(event, step)
+        for one in decided:
+            self._take_down(one, step)
         answers = [effect for effect in step.effects if isinstance(effect, fx.Answer)]
         refused: list[tuple[Flight, Denied]] = []
         sealed = {fact.segment for fact in step.facts if isinstance(fact, ft.SegmentMoved) and fact.cause == "sealed"}
@@ -109,7 +111,7 @@ class SharingReferee:
             self._judge_effect(effect)
         for segment in self.touched:
             self._compare(segment)
-        if self.waiting or self.world.broker.deadline is not None:
+        if self.waiting or self.world.broker.segments.deadline is not None:
             self._judge_waiting(event)
 
     def _take_down(self, event: ev.Event, step: Step) -> None:
@@ -149,9 +151,9 @@ class SharingReferee:
             if result.reason == Reason.SEGMENT_EXISTS:
                 assert event.name in self.names, "a name is refused that is free"
             return
-        if result is None and not step.facts:  # it is decided when the others were heard, or its session is gone
+        began = next((one for one in step.facts if isinstance(one, ft.SegmentBegan) and self._is(one, event)), None)
+        if began is None:  # it waits, or its session is gone
             return
-        (began,) = [fact for fact in step.facts if isinstance(fact, ft.SegmentBegan)]
         assert event.name not in self.names, "a name is given twice"
         size = began.extent_bytes * (began.count - 1) + began.last_bytes
         assert size == event.size, "a segment is not as large as it was asked to be"
@@ -160,6 +162,10 @@ class SharingReferee:
         self.names[event.name] = began.segment
         self.began += 1
         self._fly(Flight(event.call, event.session, event.request_id, began.segment, attaches=False))
+
+    @staticmethod
+    def _is(began: ft.SegmentBegan, event: ev.CreateSegment) -> bool:
+        return (*began.name, began.label, began.writer) == (*event.name, event.session)
 
     def _take_down_attach(self, event: ev.AttachSegment, step: Step) -> None:
         if self._result(event.call, step) is not None:
@@ -436,7 +442,8 @@ class SharingReferee:
             late = isinstance(event, ev.Elapsed) and flight.deadline <= self.world.now
             assert not late, "an attach waits longer than it wants to"
             deadlines.append(flight.deadline)
-        assert broker.deadline == min(deadlines, default=None), "nobody will tell that an attach's time is over"
+        first = min(deadlines, default=None)
+        assert broker.segments.deadline == first, "nobody will tell that an attach's time is over"
 
     # --- the end ---
 
@@ -453,7 +460,7 @@ class SharingReferee:
         assert not any(left), f"segments are left: {left}"
         assert not self.waiting
         assert not self.seals
-        assert self.world.broker.deadline is None
+        assert self.world.broker.segments.deadline is None
         assert not sharing.store
         assert not sharing.dropping
         assert not sharing.more

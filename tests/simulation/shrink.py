@@ -130,7 +130,7 @@ def commands(world: World) -> list[str]:
         f"rules device={rules.capacities['device'] // MIB} host={rules.capacities['host'] // MIB}"
         f" settle={rules.settle_ns // SECOND} grace={rules.model_grace_ns // SECOND} sessions={rules.max_sessions}"
         f" per_process={rules.max_sessions_per_process} models={rules.max_models_per_tenant}"
-        f" calls={rules.max_calls_per_session} limits={limits}"
+        f" calls={rules.max_calls_per_session} limits={limits} guarantee_wait={rules.guarantee_wait_ns // SECOND}"
         f" segment_extent={rules.segment_extent_bytes // MIB} segments={rules.max_segments_per_tenant}"
         f" segment_extents={rules.max_segment_extents}"
         f" stock_extents={rules.stock_extents} stock={rules.stock_bytes // MIB} others=later"
@@ -149,6 +149,10 @@ def commands(world: World) -> list[str]:
         elif isinstance(event, ev.InputsDrained):
             lines.append(f"heard {' '.join(_command(asked[event.call], world.opened, names).split()[1:3])}")
         else:
+            if isinstance(event, ev.CancelWait):
+                if event.call in asked:
+                    lines.append(f"cancel {' '.join(_command(asked[event.call], world.opened, names).split()[1:3])}")
+                continue
             lines.append(event if isinstance(event, str) else _command(event, world.opened, names))
             if isinstance(event, ev.Allocate | ev.Declare | ev.CreateSegment):
                 asked[event.call] = event
@@ -163,9 +167,10 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
             return f"open {name} tenant={event.tenant} process={event.process}{observer}"
         case ev.Audit(seen):
             return f"audit{_seen(seen)}"
-        case ev.SetQuota(_, tenant, model, where, limit, guarantee):
+        case ev.SetQuota(_, tenant, model, where, limit, guarantee, weight):
             texts = ["none" if size is None else str(size // MIB) for size in (limit, guarantee)]
-            return f"quota {tenant}{'/' + model if model else ''} {texts[0]} where={where} guarantee={texts[1]}"
+            quota = f"{texts[0]} where={where} guarantee={texts[1]} weight={'none' if weight is None else weight}"
+            return f"quota {tenant}{'/' + model if model else ''} {quota}"
         case ev.Sealed(segment):
             return f"sealed {_ids([segment])}"
         case ev.NotSealed(segment, reason):
@@ -212,10 +217,10 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
             return f"detach {name} {event.request_id} {_ids([event.segment])}"
         case ev.CreateSegment():
             size = event.size // MIB
-            return f"create {name} {event.request_id} {_segment(event.name)} {size} where={event.location}"
+            own = f"{_segment(event.name)} {size} where={event.location}{_wait(event.wait_ns)}"
+            return f"create {name} {event.request_id} {own}"
         case ev.AttachSegment():
-            wait = event.wait_ns / SECOND
-            return f"attach {name} {event.request_id} {_segment(event.name)} wait={wait:.9f}"
+            return f"attach {name} {event.request_id} {_segment(event.name)}{_wait(event.wait_ns)}"
         case ev.DeleteSegment():
             return f"delete {name} {event.request_id} {_segment(event.name)}{_generation(event.generation)}"
     model = f"{name} {event.request_id} {event.name.tenant}/{event.name.model}"
@@ -226,10 +231,15 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
         case ev.UnregisterModel():
             return f"unregister {model}"
         case ev.Allocate():
-            return f"allocate {model} {event.count} x {event.extent_bytes // MIB} where={event.location}"
+            what = f"{event.count} x {event.extent_bytes // MIB} where={event.location}"
+            return f"allocate {model} {what}{_wait(event.wait_ns)}"
         case ev.Declare():
             return f"declare {model} {event.declared_bytes // MIB} where={event.location}"
     raise AssertionError(f"no command for {event}")
+
+
+def _wait(wait_ns: int | None) -> str:
+    return "" if wait_ns is None else f" wait={wait_ns / SECOND:.9f}"
 
 
 def _holds(event: ev.StateHolds) -> str:

@@ -6,6 +6,7 @@ These books are kept from the facts; the world, which has the blocks, is held to
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from membrokerd.core import effects as fx
@@ -50,11 +51,12 @@ class StockReferee:
         self._before = {where: self._bytes(where) for where in ev.LOCATIONS}
         self._charged = {where: total.charged for where, total in self.world.broker.ledger.totals.items()}
 
-    def judge(self, event: ev.Event, step: Step) -> None:
-        """Hold one step to all that is known of the stock."""
+    def judge(self, event: ev.Event, decided: Iterable[ev.Event], step: Step) -> None:
+        """Hold one step to all that is known of the stock; `decided` are requests that waited until then."""
         for fact in step.facts:
             self._take_down(fact)
-        self._judge_event(event, step)
+        for one in (event, *decided):
+            self._judge_event(one, step)
         for effect in step.effects:
             self._judge_effect(effect)
         world, rules = self.world, self.world.broker.rules

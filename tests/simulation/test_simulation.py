@@ -7,21 +7,22 @@ transcript that can be put into tests/broker/core/transcripts.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.broker.core.test_transcripts import Script
+from tests.simulation.faults import Fault, find_out
 from tests.simulation.referee import EARLY_AT_MOST
-from tests.simulation.shrink import Failed, commands, run
+from tests.simulation.shrink import commands, run
 from tests.simulation.world import World
 
-from membrokerd.core import books, hearing, ledger, lending, models, policy, segments, stock
+from membrokerd.core import books, ledger, lending, models, policy, segments, stock
 from membrokerd.core import deaths as settling
 from membrokerd.core import effects as fx
 from membrokerd.core import facts as ft
 from membrokerd.core.admission import Admission
 from membrokerd.core.denied import Reason
+from membrokerd.core.waiting import Waiting
 
 SEED = 20_260
 """Of a world without stock; that of the next one has some."""
@@ -122,7 +123,7 @@ def _forgetful_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _unanswered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending.Lending, "give_up", lambda self, row: None)
+    monkeypatch.setattr(lending.Lending, "give_up", lambda self, row, now: None)
 
 
 def _charge_per_attach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,14 +385,17 @@ def _refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _others_are_heard_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    def again(self: Any, event: Any) -> Any:
-        return self._take(event.call) if event.call in self._whose else None
+    take = Waiting.take
 
-    monkeypatch.setattr(hearing.Hearing, "inputs_drained", again)
+    def again(self: Any, call: int) -> Any:
+        event, self._deciding = take(self, call), None
+        return event
+
+    monkeypatch.setattr(Waiting, "take", again)
 
 
 def _who_is_gone_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hearing.Hearing, "give_up", lambda self, session: None)
+    monkeypatch.setattr(Waiting, "give_up", lambda self, session, now: None)
 
 
 FAULTS = (
@@ -454,19 +458,6 @@ FAULTS_OF_STOCK = (
     + [(fault, [SEED + more for more in (1, 2, 3, 5, 6, 7, 9, 10)]) for fault in FAULTS_OF_STOCK],
     ids=lambda one: "" if isinstance(one, list) else one.__name__.strip("_"),
 )
-def test_a_core_with_a_fault_is_found_out(
-    fault: Callable[[pytest.MonkeyPatch], None], seeds: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_core_with_a_fault_is_found_out(fault: Fault, seeds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """In 10,000 steps of one of a few worlds: a fault of the stock shows at its bounds only."""
-    fault(monkeypatch)
-    stories = []
-    for seed in seeds:
-        try:
-            run(seed, 10_000)
-        except Failed as failed:
-            stories.append(str(failed))
-            if failed.args[0].count("\n----") < 80:
-                break
-    assert stories, "nobody noticed"
-    print(stories[-1])
-    assert stories[-1].count("\n----") < 80, "the story is not short"
+    find_out(fault, seeds, monkeypatch)

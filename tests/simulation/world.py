@@ -47,6 +47,7 @@ RULES = policy.Rules(
     limits={("t1", None, "device"): 900 * MIB, ("t0", "m1", "device"): 500 * MIB},
     settle_ns=3 * SECOND,
     model_grace_ns=2 * SECOND,
+    guarantee_wait_ns=SECOND,
     max_sessions=14,
     max_sessions_per_process=3,
     max_models_per_tenant=3,
@@ -73,6 +74,11 @@ UNKNOWN_ID = (1 << 40) + 10_000_000
 
 def _named(sizes: Mapping[policy.Key, int]) -> str:
     return ",".join(f"{tenant}{'/' + model if model else ''}:{at // MIB}" for (tenant, model, _), at in sizes.items())
+
+
+def is_crowded(seed: int) -> bool:
+    """Say whether many ask for more than there is, in the world of this seed."""
+    return seed % 3 == 2
 
 
 class World:
@@ -115,6 +121,8 @@ class World:
         self.told: deque[Found | ev.NotDelivered | ev.InputsDrained] = deque()
         self.put_aside: dict[int, ev.Allocate | ev.Declare | ev.CreateSegment] = {}
         """By call: what is not refused before others were heard."""
+        self.declaring: dict[int, ev.Declare] = {}
+        """Declarations that have no answer yet, by call."""
         self.auditing = False
         self.audited_at = 0
         self.slow_until = 0
@@ -156,6 +164,8 @@ class World:
             self.sharing.detach: 6,
             self.sharing.delete: 3,
             self.elapse: 0.3,
+            self.cancel: 0.4,
+            self.crowd: 20 if is_crowded(seed) else 1,
             self.resuming.resume_one: 6,
             self.resuming.state_one: 8,
             self.resuming.ask_anew: 4,
@@ -230,6 +240,7 @@ class World:
             if worker.connected and self.state(worker) == "open" and worker.number % 2:
                 self.say_goodbye(worker)
         self.broker.stopping = True
+        self.elapse()
         for process in self.processes:
             if process.alive:
                 self.die(process, child_until=0)
@@ -265,10 +276,18 @@ class World:
         for effect in step.effects:
             if isinstance(effect, fx.Disconnect) and effect.session in self.workers:
                 self.lose(self.workers[effect.session])
+        for effect in step.effects:
+            if isinstance(effect, fx.Answer) and effect.call in self.declaring:
+                self.declaration_answered(self.declaring.pop(effect.call), effect.result)
         while self.sends:
             send = self.sends.popleft()
             self.hear_of_packet(send, self.sharing.copy(send) if isinstance(send, fx.Send) else None)
         return step
+
+    def declaration_answered(self, event: ev.Declare, result: fx.Result | Denied) -> None:
+        worker = self.workers.get(event.session)
+        if isinstance(result, fx.Declared) and worker is not None:
+            self.declared(worker, event.location, event.declared_bytes)
 
     def obey(self, effect: fx.Effect) -> None:
         match effect:
@@ -283,6 +302,8 @@ class World:
                 else:
                     self.jobs.append(effect)
                 self.workers[session].makes.append(effect)
+                if effect.segment:
+                    self.sharing.began.setdefault(effect.segment, self.turn_number)
             case fx.DrainInputs():
                 asked = self.events[-1][1]
                 assert isinstance(asked, ev.Allocate | ev.Declare | ev.CreateSegment)
@@ -609,7 +630,36 @@ class World:
         if worker:
             size = self.random.choice((2, 2, 2, 4, 8, 3)) * MIB
             count = self.random.choice((1, 5, 64, 65, 130, 200, 300))
-            self.send(ev.Allocate(*self.ask(worker), self.model(worker), self.where(), size, count))
+            self.send(ev.Allocate(*self.ask(worker), self.model(worker), self.where(), size, count, self.wait_ns()))
+
+    def wait_ns(self) -> int | None:
+        """Return how long somebody wants to wait for room: mostly not at all, now and then too long."""
+        if self.random.random() < 0.02:
+            return self.random.choice((-1, 25 * 3600 * SECOND))
+        return self.random.choice((None, None, None, 0, 20 * MILLISECOND, 300 * MILLISECOND, 2 * SECOND))
+
+    def crowd(self) -> None:
+        """Several ask for a little more than is free, and have time; then memory is released, or a rule changes."""
+        if self.random.random() < 0.3:
+            self.set_quota()
+        where, size = self.where(), self.random.choice((2, 10, 40)) * MIB
+        more = self.random.choice((0, 2, 40)) * MIB
+        count = max(1, min(300, (self.broker.ledger.totals[where].free + more) // size + 1))
+        for _ in range(self.random.randint(2, 6)):
+            self.salt = self.random.getrandbits(30)
+            worker = self.borrower()
+            if worker:
+                wait = self.random.choice((None, 500 * MILLISECOND, 2 * SECOND, 5 * SECOND))
+                self.send(ev.Allocate(*self.ask(worker), self.model(worker), where, size, count, wait))
+        for _ in range(self.random.choice((0, 1, 3))):
+            self.salt = self.random.getrandbits(30)
+            self.random.choice((self.release, self.release, self.release, self.set_quota, self.reload))()
+
+    def cancel(self) -> None:
+        """A caller that waits gives up; or one whose answer is on its way."""
+        waiting = sorted(self.broker.waiting._waiters)
+        call = self.random.choice(waiting) if waiting else self.calls
+        self.send(ev.CancelWait(call))
 
     def allocate_little(self) -> None:
         """What a stock is for: a few extents, of sizes that come again, one after the other, and all else is done."""
@@ -731,8 +781,8 @@ class World:
             return
         where, size = self.where(), self.random.choice((0, 10, 40, 40, -1, 3000)) * MIB
         event = ev.Declare(*self.ask(worker), self.model(worker), where, size)
-        if isinstance(self.answer(self.send(event)), fx.Declared):
-            self.declared(worker, where, size)
+        self.declaring[event.call] = event
+        self.send(event)
 
     def declared(self, worker: Worker, where: ev.Location, size: int) -> None:
         """A worker that has declared does it: what it had is gone, and something else is there, or less, or more."""
@@ -746,12 +796,8 @@ class World:
 
     def inputs_drained(self, event: ev.InputsDrained) -> None:
         """The broker has read what others said; a request that had no room before is decided."""
-        asked = self.put_aside[event.call]
-        worker = self.workers.get(asked.session)
-        answer = self.answer(self.send(event))
+        self.send(event)
         self.put_aside.pop(event.call, None)  # once admitted, an Allocate is a call in flight
-        if isinstance(asked, ev.Declare) and isinstance(answer, fx.Declared) and worker is not None:
-            self.declared(worker, asked.location, asked.declared_bytes)
 
     def lose_one(self) -> None:
         busy = self.random.random() < 0.8
@@ -859,8 +905,9 @@ class World:
         model = self.random.choice((None, "m0", "m1"))
         limit = self.random.choice((None, None, None, None, None, 0, 100, 400, 800))
         guarantee = self.random.choice((None, None, None, 0, 40, 100, 300))
-        sizes = (None if size is None else size * MIB for size in (limit, guarantee))
-        self.send(ev.SetQuota(self.call(-1), f"t{self.random.randrange(3)}", model, self.where(), *sizes))
+        sizes = [None if size is None else size * MIB for size in (limit, guarantee)]
+        weight = self.random.choice((None, None, 0, 1, 5, 1_000, 1_001))
+        self.send(ev.SetQuota(self.call(-1), f"t{self.random.randrange(3)}", model, self.where(), *sizes, weight))
 
     def reload(self) -> None:
         """An operator edits the configuration and sends SIGHUP. What is lent stays lent."""
@@ -872,11 +919,16 @@ class World:
         default = self.random.choice((None, None, 300, 900))
         defaults: dict[ev.Location, int] = {} if default is None else {"device": default * MIB}
         guarantees = {key: self.random.choice((40, 100, 200)) * MIB for key in CONFIGURED if self.random.random() < 0.3}
-        rules = dataclasses.replace(self.broker.rules, limits=limits, default_limits=defaults, guarantees=guarantees)
+        weights = {key: self.random.choice((0, 1, 3)) for key in CONFIGURED if self.random.random() < 0.3}
+        rules = dataclasses.replace(
+            self.broker.rules, limits=limits, default_limits=defaults, guarantees=guarantees, weights=weights
+        )
         if any(True for where in rules.capacities for _ in misfits({}, rules, where)):  # the daemon refuses that
             rules, guarantees = dataclasses.replace(rules, guarantees={}), {}
         self.broker.change_rules(rules)
         options = [f"limits={_named(limits)}"] * bool(limits) + [f"guarantees={_named(guarantees)}"] * bool(guarantees)
+        named = ",".join(f"{tenant}{'/' + one if one else ''}:{weight}" for (tenant, one, _), weight in weights.items())
+        options += [f"weights={named}"] * bool(named)
         options += [f"default={default}"] * (default is not None)
         self.events.append((self.now, " ".join(["reload", *options])))
         self.steps["reload"] += 1

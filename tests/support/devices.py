@@ -54,15 +54,15 @@ def cuda_driver() -> Iterator[Driver]:
 def running_on_gpu(config: Mapping[str, Any] | None = None) -> Iterator[Daemon]:
     """Run a daemon on the first GPU; at the end the GPU has as much in use as before."""
     from membroker.vmm.cuda.driver import CudaDriver
-    from tests.support.gpu import on_card
+    from tests.support.gpu import on_gpu
 
     try:
-        card = CudaDriver()
+        gpu = CudaDriver()
     except DriverUnavailable as error:
         pytest.skip(f"no NVIDIA GPU to test on: {error}")
-    with on_card(card, config) as daemon:
+    with on_gpu(gpu, config) as daemon:
         yield daemon
-    card.close()
+    gpu.close()
 
 
 DEVICES: Mapping[str, Device] = {

@@ -1,9 +1,9 @@
-/* Cards without a card: the part of libcuda and NVML that membroker calls, over memfds.
+/* GPUs without a GPU: the part of libcuda and NVML that membroker calls, over memfds.
  *
  * Built into libcuda.so.1 and libnvidia-ml.so.1 and found through LD_LIBRARY_PATH, so that the real CudaDriver
  * runs on the real cuda-bindings. Both libraries tell one truth and keep none: they look into /proc for who holds
  * a memfd named after this card, so a death in any process shows by itself (a queued packet does not). CUDA's
- * rules are refused with CUDA's numbers. It must never be kinder than a card.
+ * rules are refused with CUDA's numbers. It must never be kinder than a GPU.
  *
  * FAKE_CUDA_CARD names the card (one for each test run), FAKE_CUDA_DEVICES says how many there are (1, or 2, which reach
  * each other), FAKE_CUDA_INIT is what cuInit returns, FAKE_CUDA_LACKS a device attribute that is 0 ("89", or "89@1" for
@@ -554,7 +554,7 @@ static char the_cards[MAX_DEVICES], the_slice;
 int nvmlInitWithFlags(unsigned flags) { LOCKED((nvml_users++, OK)); }
 int nvmlShutdown(void) { LOCKED(nvml_users ? (nvml_users--, OK) : NVML_UNINITIALIZED); }
 const char *nvmlErrorString(int code) { return code == NVML_NOT_FOUND ? "Not Found" : "an error of the fake"; }
-int nvmlDeviceGetName(void *device, char *name, unsigned length) { snprintf(name, length, "Fake card"); return OK; }
+int nvmlDeviceGetName(void *device, char *name, unsigned length) { snprintf(name, length, "Fake GPU"); return OK; }
 int nvmlSystemGetDriverVersion(char *version, unsigned length) { snprintf(version, length, "1.2.3"); return OK; }
 int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(void *slice, void **device) { *device = &the_cards[0]; return OK; }
 int nvmlDeviceGetIndex(void *device, unsigned *index) { *index = 3 + ((char *)device - the_cards); return device != &the_slice ? OK : NVML_INVALID_ARGUMENT; }

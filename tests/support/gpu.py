@@ -27,9 +27,9 @@ SLACK = 64 * MIB
 CAPACITY = 4 * GIB
 
 
-def used(card: CudaDriver) -> int:
+def used(gpu: CudaDriver) -> int:
     """Bytes of the GPU in use by any process."""
-    memory = card.memory(Location.DEVICE)
+    memory = gpu.memory(Location.DEVICE)
     assert memory is not None
     return memory.used
 
@@ -50,8 +50,8 @@ def at_rest(what: Callable[[], _T], seconds: float = 0.3) -> _T:
 
 
 @contextmanager
-def on_card(
-    card: CudaDriver,
+def on_gpu(
+    gpu: CudaDriver,
     config: Mapping[str, Any] | None = None,
     *,
     back: bool = True,
@@ -61,13 +61,13 @@ def on_card(
 
     Without a stock, unless `config` has one: it changes the GPU's figure when nothing is requested.
     """
-    before = at_rest(lambda: used(card))
-    ours = {"driver": "cuda", "device": card.device.uuid, "capacity": CAPACITY, "audit_seconds": 0.1, "stock": 0}
+    before = at_rest(lambda: used(gpu))
+    ours = {"driver": "cuda", "device": gpu.device.uuid, "capacity": CAPACITY, "audit_seconds": 0.1, "stock": 0}
     with running({**ours, **(config or {})}, module=module) as daemon:
         find_root(daemon)
         yield daemon
     if back:
-        until(lambda: used(card) <= before + SLACK)
+        until(lambda: used(gpu) <= before + SLACK)
 
 
 def find_root(daemon: Daemon) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 from membroker import VirtualMemoryPool
 from membroker.vmm import Driver
-from tests.support.gpu_work import torch_on_the_card
+from tests.support.gpu_work import torch_on_the_gpu
 
-__all__ = ["bare_rates", "fill_random", "sleep_and_wake", "sum_of", "tensor_over", "torch_on_the_card"]
+__all__ = ["bare_rates", "fill_random", "sleep_and_wake", "sum_of", "tensor_over", "torch_on_the_gpu"]
 
 BLOCK = 16 << 20
 
@@ -64,4 +64,4 @@ class _Floats:
 
 def tensor_over(address: int, count: int, ordinal: int) -> Any:
     """Return a tensor that holds nothing of a pool but its addresses, as an engine that keeps raw pointers."""
-    return torch_on_the_card().as_tensor(_Floats(address, count), device=f"cuda:{ordinal}")
+    return torch_on_the_gpu().as_tensor(_Floats(address, count), device=f"cuda:{ordinal}")

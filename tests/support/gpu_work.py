@@ -27,7 +27,7 @@ __all__ = [
     "digest",
     "fill",
     "holds",
-    "torch_on_the_card",
+    "torch_on_the_gpu",
     "warm_up",
     "write_blocks",
 ]
@@ -72,7 +72,7 @@ def _check(call: str, answer: Any) -> Any:
     return values[0] if values else None
 
 
-def torch_on_the_card() -> Any:
+def torch_on_the_gpu() -> Any:
     """Return torch, or None where it is not installed or sees no GPU."""
     try:
         import torch
@@ -104,7 +104,7 @@ def write_blocks(segment: Segment, seed: int) -> None:
 
 def digest(segment: Segment, driver: Driver) -> str:
     """Return a checksum of all of a segment: the GPU's own sums where torch is there, else of a copy."""
-    torch = torch_on_the_card()
+    torch = torch_on_the_gpu()
     if torch is None:
         found = 0
         for offset in range(0, segment.size, BLOCK):
@@ -131,7 +131,7 @@ class Computing:
 
     def _run(self) -> None:
         try:
-            torch = torch_on_the_card()
+            torch = torch_on_the_gpu()
             step = self._plain() if torch is None else self._multiplying(torch)
             while not self._ended.is_set():
                 step()

@@ -343,13 +343,13 @@ def test_a_limit_that_cannot_be_kept_is_not_in_force(daemon: Daemon) -> None:
     assert "a fault of the broker" not in daemon.log()
 
 
-@pytest.mark.parametrize("card", [{}, {"host_driver_total": "512MiB"}], ids=["as-needed", "larger"])
-def test_less_capacity_than_is_lent(card: dict[str, str]) -> None:
-    """An operator lowers the capacity and restarts: what is out stays out; nothing more is lent until it is back.
+@pytest.mark.parametrize("device_size", [{}, {"host_driver_total": "512MiB"}], ids=["as-needed", "larger"])
+def test_less_capacity_than_is_lent(device_size: dict[str, str]) -> None:
+    """An operator lowers the capacity and restarts: lent memory stays lent, and no more is lent until it is released.
 
     The device is as large as the capacity needs, and shrinks with it: what is lent must have room there too.
     """
-    with running(card) as daemon, worker() as one:
+    with running(device_size) as daemon, worker() as one:
         one.connect(daemon)
         one.do("model = client.register_model('m'); buffer = model.allocate('32MiB')")
         daemon.kill()

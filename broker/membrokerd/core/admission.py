@@ -78,6 +78,10 @@ class Admission:
         others = (one for one in self._guarantees[location] if one not in tenants)
         return sum(self.tenant_guarantee(one, location) for one in others)
 
+    def has_guarantees(self, location: Location) -> bool:
+        """Say whether anything is guaranteed at a location."""
+        return bool(self._guarantees[location])
+
     def is_guaranteed(self, name: ModelName, location: Location, size: int) -> bool:
         """Say whether the model would stay within its own guarantee, or that of its tenant, with `size` more bytes."""
         own, _, slack = self._unused(name, location)
@@ -154,7 +158,9 @@ class Admission:
         if limit is not None:
             used = ledger.models[name].charges[location].bytes
             levels.append((Reason.MODEL_LIMIT, "model", used, limit, limit - used))
-        own, others, slack = self._unused(name, location)
+        own = others = slack = 0
+        if self._guarantees[location]:
+            own, others, slack = self._unused(name, location)
         limit = policy.set_limit(ledger.quotas, rules, (name.tenant, None, location))
         if limit is not None:
             used = ledger.tenant_charged(name.tenant, location)

@@ -124,6 +124,7 @@ WaitResult = Literal["granted", "refused", "cancelled"]
 class Waited:
     """A request of `size` bytes that waited for room, for `waited_ns`, waits no more."""
 
+    call: int
     name: ModelName
     location: Location
     size: int

@@ -45,7 +45,11 @@ class Lending:
     def in_flight(self, session: int, request_id: int) -> bool:
         """Say whether a request of this id waits or is unanswered, or its packets are still unacknowledged."""
         traffic = self._traffic[session]
-        return request_id in traffic.calls or request_id in traffic.unanswered or self._waiting.has(session, request_id)
+        return (
+            request_id in traffic.calls
+            or request_id in traffic.unanswered
+            or (session in self._waiting.sessions and self._waiting.has(session, request_id))
+        )
 
     def making_of(self, session: int) -> bool:
         """Say whether packets of the session are being made."""
@@ -99,7 +103,7 @@ class Lending:
     def allocate(self, event: ev.Allocate, now: int) -> None:
         """Debit the whole call, then send it out in packets."""
         denied = self._refuse_allocate(event)
-        if denied or self._waiting.is_behind(event):
+        if denied or (self._waiting.busy and self._waiting.is_behind(event)):
             self._waiting.refuse(event, denied, event.name, event.extent_bytes * event.count, now)
             return
         ids = self._books.take_ids(event.count)
@@ -129,8 +133,7 @@ class Lending:
             self.refuse_borrower(event.session, event.name)
             or self.refuse_call(event.session)
             or books.refuse_debit()
-            or policy.check_extents(books.rules, event.location, event.extent_bytes, event.count)
-            or policy.check_wait(event.wait_ns)
+            or policy.check_extents(books.rules, event.location, event.extent_bytes, event.count, event.wait_ns)
             or books.admission.admit(event.name, event.location, event.extent_bytes * event.count)
         )
 

@@ -93,7 +93,6 @@ class Broker:
             ev.NotMade: self._not_made,
             ev.NotDelivered: self._not_delivered,
             ev.Audit: self._audit,
-            ev.InputsDrained: lambda event, now: self._decide(event.call, now),
             ev.SetQuota: lambda event, _: models.set_quota(event),
             ev.CancelWait: waiting.cancel,
         }
@@ -101,25 +100,18 @@ class Broker:
     def step(self, event: ev.Event, now: int) -> Step:
         """Take one event at `now` (nanoseconds of CLOCK_BOOTTIME) and return what follows from it."""
         step = self.books.begin_step()
-        self._take(event, now)
-        while self.waiting.deadline is not None and (call := self.waiting.next(now)) is not None:
-            self._decide(call, now)
+        waiting = self.waiting
+        taken: Any = waiting.take(event.call) if isinstance(event, ev.InputsDrained) else event
+        while taken is not None:
+            denied = self._refuse_request(taken) if type(taken) in _REQUESTS else None
+            if denied:
+                self._answer_refused(taken, denied)
+            else:
+                self._handlers[type(taken)](taken, now)
+            taken = waiting.next(now) if waiting.busy else None
+        if waiting.deferred:
+            waiting.drain()
         return step
-
-    def _take(self, event: Any, now: int) -> None:
-        denied = self._refuse_request(event) if type(event) in _REQUESTS else None
-        if denied:
-            self._answer_refused(event, denied)
-        else:
-            self._handlers[type(event)](event, now)
-
-    def _decide(self, call: int, now: int) -> None:
-        """Decide a request that has waited, for good; it may have been decided before."""
-        event = self.waiting.take(call)
-        if event is not None:
-            before = self.books.recorded
-            self._take(event, now)
-            self.waiting.decided(granted=self.books.recorded > before, now=now)  # a refusal records nothing
 
     @property
     def deadline(self) -> int | None:

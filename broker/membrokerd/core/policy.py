@@ -126,8 +126,10 @@ def model_limit(ledger: Ledger, rules: Rules, name: ModelName, location: Locatio
     return min(asked, ruled)
 
 
-def check_extents(rules: Rules, location: Location, extent_bytes: int, count: int) -> Denied | None:
-    """Return what is wrong with the shape of an Allocate, before any arithmetic is done with it."""
+def check_extents(
+    rules: Rules, location: Location, extent_bytes: int, count: int, wait_ns: int | None
+) -> Denied | None:
+    """Return what is wrong with the numbers of an Allocate, before any arithmetic is done with them."""
     capacity = rules.capacities.get(location)
     if not capacity:
         return deny(Reason.LOCATION_UNAVAILABLE, location=location)
@@ -136,12 +138,12 @@ def check_extents(rules: Rules, location: Location, extent_bytes: int, count: in
         return deny(Reason.INVALID_SIZE, size_bytes=extent_bytes, least_bytes=granule, granularity_bytes=granule)
     if not 0 < count <= MAX_COUNT:
         return deny(Reason.INVALID_COUNT, count=count, max_count=MAX_COUNT)
-    return None
+    return check_wait(wait_ns) if wait_ns is not None else None
 
 
-def check_wait(wait_ns: int | None) -> Denied | None:
+def check_wait(wait_ns: int) -> Denied | None:
     """Return why a call cannot wait that long, or None."""
-    if wait_ns is None or 0 <= wait_ns <= MAX_WAIT_NS:
+    if 0 <= wait_ns <= MAX_WAIT_NS:
         return None
     return deny(Reason.INVALID_ARGUMENT, what="a wait is between 0 and 24 hours")
 

@@ -91,8 +91,7 @@ class Segments:
         return (
             self._lending.refuse_call(event.session)
             or books.refuse_debit()
-            or policy.check_extents(books.rules, event.location, event.size, 1)
-            or policy.check_wait(event.wait_ns)
+            or policy.check_extents(books.rules, event.location, event.size, 1, event.wait_ns)
             or self._refuse_one_more(event)
             or books.admission.admit(name, event.location, event.size)
         )

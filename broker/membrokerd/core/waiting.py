@@ -43,23 +43,29 @@ class Waiting:
         self._books = books
         self._waiters: dict[int, Waiter] = {}
         """By call."""
-        self._of_session: Counter[int] = Counter()
-        """How many there are of a session. Sessions without any have no entry."""
+        self.sessions: Counter[int] = Counter()
+        """How many requests of a session wait. Sessions without any have no entry."""
         self._timed: Counter[ev.Location] = Counter()
         """How many of them have a deadline at a location. A location without any has no entry."""
         self._sums: dict[tuple[ev.ModelName, ev.Location], tuple[int, int]] = {}
         """The bytes that requests with a deadline want, and how many these are. No entry is zero."""
         self._deciding: Waiter | None = None
         """The request that is decided for good."""
+        self._recorded = 0
+        """How many facts there were before it."""
+        self._divided: dict[ev.Location, dict[ev.ModelName, int]] = {}
+        """The shares that hold for all of a step's grants: what was waited for is lent then, and wanted as before."""
+        self.busy = False
+        """Whether `next` has something to do: a request waits with a deadline, or one is decided."""
         self._looked_at: object = None
         """The state of the books when nobody's turn had come."""
+        self.deferred: list[int] = []
+        """The requests of this step that wait for the inputs. `drain` asks for these."""
         self.deadline: int | None = None
         """When the first wait ends, in nanoseconds."""
 
     def has(self, session: int, request_id: int) -> bool:
         """Say whether a request with this id waits."""
-        if session not in self._of_session:
-            return False
         return any(
             one.event.session == session and one.event.request_id == request_id for one in self._waiters.values()
         )
@@ -75,14 +81,15 @@ class Waiting:
         if denied is not None and (denied.reason not in policy.WANTS_OF_ROOM or self._is_final(event)):
             self._refuse(event, denied, name, now)
             return
-        wait = 0 if denied is not None and denied.reason is not Reason.CAPACITY else self._wait_ns(event, name, size)
+        limited = denied is not None and denied.reason is not Reason.CAPACITY
+        wait = 0 if limited or size > self._books.rules.capacities[event.location] else self._wait_ns(event, name, size)
         full = self._refuse_one_more(event, name, wait)
         if full is not None:
             self._refuse(event, full if wait or denied is None else denied, name, now)
             return
         self._add(Waiter(event, name, size, now, now + wait if wait else None))
         if not wait:
-            self._books.emit(fx.DrainInputs(event.call))
+            self.deferred.append(event.call)
 
     def _is_final(self, event: Debit) -> bool:
         return self._deciding is not None and self._deciding.event is event
@@ -108,7 +115,7 @@ class Waiting:
     def _refuse_one_more(self, event: Debit, name: ev.ModelName, wait: int) -> Denied | None:
         """Return why no more requests of the session, or of the tenant, may wait."""
         rules = self._books.rules
-        if self._of_session.get(event.session, 0) >= rules.max_calls_per_session:
+        if self.sessions.get(event.session, 0) >= rules.max_calls_per_session:
             return deny(Reason.TOO_MANY_REQUESTS, limit=rules.max_calls_per_session)
         limit = rules.max_waiting_per_tenant
         if (
@@ -118,22 +125,23 @@ class Waiting:
             return deny(Reason.TOO_MANY_REQUESTS, limit=limit, whose="tenant", calls="requests that wait for memory")
         return None
 
+    def drain(self) -> None:
+        """Let the inputs be read for the requests that wait for that, unless they were granted meanwhile."""
+        for call in self.deferred:
+            if call in self._waiters:
+                self._books.emit(fx.DrainInputs(call))
+        self.deferred.clear()
+
     # --- a wait ends ---
 
     def take(self, call: int) -> Debit | None:
-        """Return a request that is decided for good now; None if it was decided before. `decided` follows."""
+        """Return a request that is decided for good now; None if it was decided before. `next` follows."""
         waiter = self._waiters.get(call)
         if waiter is None:
             return None
         self._remove(waiter)
-        self._deciding = waiter
+        self._deciding, self._recorded, self.busy = waiter, self._books.recorded, True
         return waiter.event
-
-    def decided(self, *, granted: bool, now: int) -> None:
-        """Report how the request that was taken has ended."""
-        waiter, self._deciding = self._deciding, None
-        if waiter is not None:
-            self._report(waiter, "granted" if granted else "refused", now)
 
     def take_older(self, event: ev.Declare) -> Iterator[ev.Declare]:
         """Yield the deferred declarations that `event` replaces: each must be decided before the newer one."""
@@ -148,7 +156,7 @@ class Waiting:
 
     def give_up(self, session: int, now: int) -> None:
         """Answer all requests of a session that wait: its connection is lost, or it has ended."""
-        if session in self._of_session:
+        if session in self.sessions:
             for waiter in [one for one in self._waiters.values() if one.event.session == session]:
                 self._end(waiter, now)
 
@@ -164,15 +172,16 @@ class Waiting:
         self._report(waiter, "cancelled", now)
 
     def _report(self, waiter: Waiter, result: fx.WaitResult, now: int) -> None:
-        if waiter.deadline is not None:
-            where, waited = waiter.event.location, now - waiter.since
-            self._books.emit(fx.Waited(waiter.name, where, waiter.size, waited, result))
+        where, waited = waiter.event.location, now - waiter.since
+        if waiter.deadline is not None and (waited or result != "granted"):  # its turn may have come at once
+            self._books.emit(fx.Waited(waiter.event.call, waiter.name, where, waiter.size, waited, result))
 
     def _add(self, waiter: Waiter) -> None:
         self._looked_at = None
         self._waiters[waiter.event.call] = waiter
-        self._of_session[waiter.event.session] += 1
+        self.sessions[waiter.event.session] += 1
         if waiter.deadline is not None:
+            self.busy = True
             self._timed[waiter.event.location] += 1
             self._count(waiter, 1)
             self.deadline = waiter.deadline if self.deadline is None else min(self.deadline, waiter.deadline)
@@ -180,7 +189,7 @@ class Waiting:
     def _remove(self, waiter: Waiter) -> None:
         self._looked_at = None
         del self._waiters[waiter.event.call]
-        _count_down(self._of_session, waiter.event.session)
+        _count_down(self.sessions, waiter.event.session)
         if waiter.deadline is not None:
             _count_down(self._timed, waiter.event.location)
             self._count(waiter, -1)
@@ -195,11 +204,24 @@ class Waiting:
 
     # --- whose turn it is ---
 
-    def next(self, now: int) -> int | None:
-        """Return the call that is decided next: its time is over, its turn has come, or it cannot be granted any more.
+    def next(self, now: int) -> Debit | None:
+        """Return the request that is decided for good next, because its turn has come or its wait ends; or None.
 
-        None: nothing changes for the requests that wait. Only called while some have a deadline.
+        The one before it is decided by now. A refusal records nothing.
         """
+        if self._deciding is not None:
+            granted = self._books.recorded > self._recorded
+            self._report(self._deciding, "granted" if granted else "refused", now)
+            self._deciding = None
+            if not granted:
+                self._divided.clear()
+        call = self._next_call(now) if self._timed else None
+        self.busy = bool(self._timed)
+        if call is None:
+            self._divided.clear()
+        return self.take(call) if call is not None else None
+
+    def _next_call(self, now: int) -> int | None:
         books = self._books
         if (self.deadline is not None and self.deadline <= now) or books.stopping or books.refuse_debit():
             timed = (call for call, one in self._waiters.items() if one.deadline)
@@ -216,7 +238,7 @@ class Waiting:
 
     def _next_at(self, location: ev.Location) -> Waiter | None:
         books = self._books
-        fits: dict[tuple[ev.ModelName, int], bool] = {}
+        refusals: dict[tuple[ev.ModelName, int], Denied | None] = {}
         ready = []
         for one in self._waiters.values():
             if one.event.location != location:
@@ -224,19 +246,30 @@ class Waiting:
             if one.name not in books.ledger.sessions[one.event.session].models:
                 return one
             key = (one.name, one.size)
-            if key not in fits:
-                fits[key] = books.admission.admit(one.name, location, one.size) is None
-            if fits[key]:
+            if key not in refusals:
+                refusals[key] = books.admission.admit(one.name, location, one.size)
+            denied = refusals[key]
+            if denied is None:
                 ready.append(one)
+            elif one.deadline is not None and denied.reason is not Reason.CAPACITY:
+                return one
         return self._first(ready, location) if len(ready) > 1 else next(iter(ready), None)
 
     def _first(self, ready: Sequence[Waiter], location: ev.Location) -> Waiter:
         """Return the request that goes first of those that have room: guaranteed, within its share, the oldest."""
+        admission = self._books.admission
+        if admission.has_guarantees(location):
+            for one in ready:
+                if admission.is_guaranteed(one.name, location, one.size):
+                    return one
+        if location not in self._divided:
+            self._divided[location] = self._shares(location)
+        shares = self._divided[location]
         for one in ready:
-            if self._books.admission.is_guaranteed(one.name, location, one.size):
+            if self._lent(one.name, location) + one.size <= shares[one.name]:
                 return one
-        shares = self._shares(location)
-        return next((one for one in ready if self._lent(one.name, location) + one.size <= shares[one.name]), ready[0])
+        self._divided.clear()  # a grant beyond a share changes the shares of the others
+        return ready[0]
 
     def _shares(self, location: ev.Location, name: ev.ModelName | None = None) -> dict[ev.ModelName, int]:
         """Return the share of every model; `name` is one that wants as much as there is."""

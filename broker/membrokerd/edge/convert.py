@@ -128,7 +128,11 @@ def to_event(session: int, tenant: str, request_id: int, request: Message) -> Ma
     match request:
         case bpb.AllocateExtentsRequest():
             name, location = parse_model(request.model), parse_location(request.location)
-            size, count, wait_ns = request.extent_bytes, request.count, _wait_ns(request)
+            size, count, wait_ns = (
+                request.extent_bytes,
+                request.count,
+                _wait_ns(request) if request.HasField("wait") else None,
+            )
             return lambda call: ev.Allocate(call, session, request_id, name, location, size, count, wait_ns)
         case bpb.ReleaseExtentsRequest():
             ids = tuple(request.extent_ids)

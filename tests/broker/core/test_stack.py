@@ -11,7 +11,6 @@ from tests.simulation.world import World
 
 from membrokerd.core.books import Books
 from membrokerd.core.deaths import Settling
-from membrokerd.core.waiting import Waiting
 from membrokerd.core.lending import Lending
 from membrokerd.core.machine import Broker
 from membrokerd.core.models import Models
@@ -19,6 +18,7 @@ from membrokerd.core.resuming import Resuming
 from membrokerd.core.segments import Segments
 from membrokerd.core.sessions import Sessions
 from membrokerd.core.stock import Stock
+from membrokerd.core.waiting import Waiting
 
 STACK = (Books, Stock, Waiting, Lending, Segments, Models, Sessions, Resuming, Settling, Broker)
 

@@ -27,7 +27,7 @@ from membrokerd.core.recount import recount
 
 SECOND = 1_000_000_000
 EPOCH_BITS = 40
-COUNTS = ("count", "max_count", "request_id", "extents", "sessions", "times", "change")
+COUNTS = ("count", "max_count", "request_id", "extents", "sessions", "times", "change", "weight", "waited_ms")
 IDS = ("ids", "unknown_extents", "unknown_segments")
 FILES = sorted(Path(__file__).with_name("transcripts").glob("*.txt"))
 
@@ -64,7 +64,8 @@ class Script:
     def do_rules(self, **options: str) -> None:
         """Begin anew: device= host= settle= grace= sessions= per_process= models= calls= limits=tenant[/model]:MiB.
 
-        guarantees=tenant[/model]:MiB. default= is each tenant's limit at the device where it has none of its own (MiB).
+        guarantees=tenant[/model]:MiB. weights=tenant[/model]:weight. default= is each tenant's limit at the device
+        where it has none of its own (MiB). guarantee_wait= (s). waiting= of a tenant.
         For segments: segment_extent= (MiB), segments= of a tenant, segment_extents= of all.
         For the stock: stock_extents= and stock= (MiB). others=later: `heard` says when the others were heard.
         """
@@ -87,13 +88,15 @@ class Script:
             "segment_extents": ("max_segment_extents", 1),
             "stock_extents": ("stock_extents", 1),
             "stock": ("stock_bytes", MIB),
+            "guarantee_wait": ("guarantee_wait_ns", SECOND),
+            "waiting": ("max_waiting_per_tenant", 1),
         }
         numbers = {fields[key][0]: int(value) * fields[key][1] for key, value in options.items()}
         self.rules = policy.Rules(granularity=2 * MIB, capacities=capacities, **limits, **numbers)
         self.broker = Broker(self.rules, self.epoch)
 
     def do_reload(self, **options: str) -> None:
-        """Have other limits: limits= guarantees= default=, as of `rules`. What is left out is no limit any more."""
+        """Have other limits: limits= guarantees= weights= default=, as of `rules`. What is left out is not set."""
         self.rules = dataclasses.replace(self.rules, **limits_of(options))
         self.broker.change_rules(self.rules)
 
@@ -189,12 +192,19 @@ class Script:
         return ev.UnregisterModel(call, self.session(name), int(request), self.model(name, model))
 
     def do_allocate(
-        self, name: str, request: str, model: str, count: str, times: str, size: str, where: Any = "device"
+        self,
+        name: str,
+        request: str,
+        model: str,
+        count: str,
+        times: str,
+        size: str,
+        where: Any = "device",
+        wait: str = "",
     ) -> ev.Event:
-        call = self.call(f"{request} of {name}")
-        return ev.Allocate(
-            call, self.session(name), int(request), self.model(name, model), where, mib(size), int(count)
-        )
+        """Borrow; `wait` in seconds."""
+        call, own = self.call(f"{request} of {name}"), self.model(name, model)
+        return ev.Allocate(call, self.session(name), int(request), own, where, mib(size), int(count), nanoseconds(wait))
 
     def do_release(self, name: str, request: str, ids: str) -> ev.Event:
         call = self.call(f"{request} of {name}")
@@ -221,14 +231,24 @@ class Script:
     def do_notdelivered(self, name: str, request: str, part: str) -> ev.Event:
         return ev.NotDelivered(self.sessions[name], int(request), int(part))
 
-    def do_quota(self, who: str, size: str, where: Any = "device", guarantee: str = "none") -> ev.Event:
+    def do_quota(
+        self, who: str, size: str, where: Any = "device", guarantee: str = "none", weight: str = "none"
+    ) -> ev.Event:
         tenant, _, model = who.partition("/")
-        sizes = (None if text == "none" else mib(text) for text in (size, guarantee))
-        return ev.SetQuota(self.call(f"quota {who}"), tenant, model or None, where, *sizes)
+        sizes = [None if text == "none" else mib(text) for text in (size, guarantee)]
+        number = None if weight == "none" else int(weight)
+        return ev.SetQuota(self.call(f"quota {who}"), tenant, model or None, where, *sizes, weight=number)
 
-    def do_create(self, name: str, request: str, segment: str, size: str, where: Any = "device") -> ev.Event:
-        call = self.call(f"{request} of {name}")
-        return ev.CreateSegment(call, self.session(name), int(request), self.segment(name, segment), where, mib(size))
+    def do_create(
+        self, name: str, request: str, segment: str, size: str, where: Any = "device", wait: str = ""
+    ) -> ev.Event:
+        """Create; `wait` in seconds."""
+        call, own = self.call(f"{request} of {name}"), self.segment(name, segment)
+        return ev.CreateSegment(call, self.session(name), int(request), own, where, mib(size), nanoseconds(wait))
+
+    def do_cancel(self, name: str, request: str) -> ev.Event:
+        """The caller of a request does not want its answer any more."""
+        return ev.CancelWait([number for number, what in self.calls.items() if what == f"{request} of {name}"][-1])
 
     def do_seal(self, name: str, request: str, segment: str) -> ev.Event:
         call = self.call(f"{request} of {name}")
@@ -289,7 +309,8 @@ class Script:
         changes = [fact for fact in step.facts if not isinstance(fact, ft.UnaccountedSeen)]
         assert self.broker.ledger.revision == before[0] + len(changes)
         answers = {effect.call: effect.result for effect in step.effects if isinstance(effect, fx.Answer)}
-        if isinstance(answers.get(getattr(event, "call", -1)), Denied):
+        others = any(isinstance(effect, fx.Waited) for effect in step.effects)
+        if isinstance(answers.get(getattr(event, "call", -1)), Denied) and not others:
             assert not step.facts, "a refusal changed something"
             assert self.books(self.broker.ledger) == before, "a refusal changed the ledger"
         for row in self.broker.ledger.segments.values():
@@ -344,6 +365,8 @@ class Script:
             part = f"part {effect.part} of {effect.parts}"
             what = f"{ids_text(effect.ids)} x {size_text(effect.extent_bytes)} of {ids_text([effect.segment])}"
             return f"send for {effect.request_id} of {self.names[effect.session]}, {part}: {what}"
+        if isinstance(effect, fx.Waited):
+            return f"{self.calls[effect.call]} waited {effect.waited_ns / SECOND:g}s and was {effect.result}"
         if isinstance(effect, fx.DrainInputs):
             return f"drain inputs before {self.calls[effect.call]} is refused"
         if isinstance(effect, fx.Answer):
@@ -412,6 +435,7 @@ class Script:
             for row in ledger.segments.values()
         ]
         waiting = self.broker.deadline
+        requests = sum(self.broker.waiting.of_location(where)[1] for where in ledger.totals)
         return " | ".join(
             (
                 f"= {ledger.revision}",
@@ -419,21 +443,27 @@ class Script:
                 ", ".join(models) or "no models",
                 ", ".join(sessions) or "nobody",
                 *([", ".join(segments)] if segments else []),
+                *([f"{requests} waiting"] if requests else []),
                 *([f"waits until {waiting / SECOND:g}s"] if waiting is not None else []),
             )
         )
 
 
 def limits_of(options: dict[str, str]) -> dict[str, Any]:
-    """Take limits=, guarantees= and default= out of a command's options, and return them as the rules have them."""
-    found: dict[str, dict[policy.Key, int]] = {"limits": {}, "guarantees": {}}
+    """Take limits=, guarantees=, weights= and default= out of a command's options, for the rules."""
+    found: dict[str, dict[policy.Key, int]] = {"limits": {}, "guarantees": {}, "weights": {}}
     for what, sizes in found.items():
         for item in filter(None, options.pop(what, "").split(",")):
             who, size = item.split(":")
             tenant, _, model = who.partition("/")
-            sizes[tenant, model or None, "device"] = mib(size)
+            sizes[tenant, model or None, "device"] = int(size) if what == "weights" else mib(size)
     default = options.pop("default", "")
     return {**found, "default_limits": {"device": mib(default)} if default else {}}
+
+
+def nanoseconds(text: str) -> int | None:
+    """Return a time that is given in seconds; "" is none."""
+    return int(float(text) * SECOND) if text else None
 
 
 def mib(text: str) -> int:

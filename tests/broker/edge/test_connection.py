@@ -1,6 +1,6 @@
-"""What a connection sends, and when: deliveries in order, and a call's reply in its last one, or behind it.
+"""What a connection sends, and when: deliveries in order, and a call's reply in its last delivery, or after it.
 
-The core is a lender in the test's own hand: it delivers and answers as a test says. Sockets and descriptors are real.
+The core is a fake lender: it delivers and answers as a test tells it to. Sockets and descriptors are real.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SECONDS = 10
 
 
 class Lender:
-    """Stands where the listener, the dispatcher and the loop are, and does what it is told."""
+    """Stands in for the listener, the dispatcher and the loop, and does what a test tells it to."""
 
     def __init__(self) -> None:
         self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -73,7 +73,7 @@ class Lender:
         self.listener = SimpleNamespace(
             dispatcher=self.dispatcher,
             endpoint="red",
-            device=DeviceInfo("host", "twin", "host", PAGE),
+            device=DeviceInfo("host", "host driver", "host", PAGE),
             buffer=bytearray(names.MAX_FRAME_BYTES),
             watch=SimpleNamespace(add=self._watch, look=lambda session: None),
             tenant_of=lambda peer: "red",
@@ -148,7 +148,7 @@ class Lender:
         await asyncio.wait_for(wait(), SECONDS)
 
     def fill(self) -> int:
-        """Deliver to a peer that does not read until its socket is full; return how many packets that were."""
+        """Deliver to a peer that does not read until its socket is full; return the number of packets."""
         self.ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_096)
         for count in range(1, 200):
             self.deliver(1, part=count, parts=200, extents=2)
@@ -166,7 +166,7 @@ class Lender:
 
 
 def play(story: Callable[[Lender], Awaitable[None]]) -> None:
-    """Tell a story to the end of a connection; no descriptor of a delivery stays open here."""
+    """Run a story to the end of a connection; no descriptor of a delivery stays open here."""
 
     async def main() -> None:
         before = descriptors()
@@ -176,7 +176,7 @@ def play(story: Callable[[Lender], Awaitable[None]]) -> None:
         finally:
             lender.close()
         assert lender.traffic.descriptors == 0
-        assert descriptors() == before, "a descriptor is lost"
+        assert descriptors() == before, "a descriptor has leaked"
 
     asyncio.run(main())
 
@@ -206,7 +206,7 @@ REFUSED = deny(Reason.DELIVERY_FAILED, model="tenants/red/models/m")
 
 
 def test_the_reply_comes_in_the_last_delivery() -> None:
-    """One packet for a small call instead of two: the answer is there when the memory is."""
+    """A small call takes one packet instead of two: the answer comes with the memory."""
 
     async def story(lender: Lender) -> None:
         await lender.begin(5)
@@ -235,7 +235,7 @@ def test_only_the_last_delivery_has_it() -> None:
 
 
 def test_nothing_is_sent_before_the_flush() -> None:
-    """The answer may still join what is queued; and what was flushed without it stands before it."""
+    """The answer may still join a queued delivery; what was flushed without it comes first."""
 
     async def story(lender: Lender) -> None:
         await lender.begin(5, 6)
@@ -251,7 +251,9 @@ def test_nothing_is_sent_before_the_flush() -> None:
 
 
 def test_a_refusal_after_deliveries_comes_alone() -> None:
-    """The second packet failed: the first one's memory is the session's until it gives it back, and it is told so."""
+    """The second packet failed: the first one's memory stays charged to the session until it is released, and the
+    reply says so.
+    """
 
     async def story(lender: Lender) -> None:
         await lender.begin(5, 6)
@@ -286,7 +288,9 @@ def test_a_reply_never_joins_another_calls_delivery() -> None:
 
 @pytest.mark.parametrize("first", [5, 6])
 def test_two_calls_between_each_other(first: int) -> None:
-    """Both packets of each are queued in turn: who is last may carry its reply, the other's stands behind all."""
+    """Both packets of each call are queued in turn: only the last delivery may carry its reply, the other reply comes
+    after all.
+    """
 
     async def story(lender: Lender) -> None:
         await lender.begin(5, 6)
@@ -325,7 +329,7 @@ def test_an_answer_of_the_same_number_later_is_another_calls() -> None:
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_full_socket(refused: bool) -> None:
-    """The peer does not read: what is answered meanwhile waits with its delivery, in it, and comes in order."""
+    """The peer does not read: answers wait inside their deliveries, and come in order."""
 
     async def story(lender: Lender) -> None:
         await lender.begin(1, 2, 3)
@@ -343,13 +347,15 @@ def test_a_full_socket(refused: bool) -> None:
         assert lender.traffic.descriptors == 0
         lender.deliver(1, part=199, parts=200)
         lender.flush()
-        assert kinds(await lender.receive(1)) == ["1: delivery 199"], "the socket is free, and it still waits"
+        assert kinds(await lender.receive(1)) == ["1: delivery 199"], (
+            "the socket has room, and the connection still waits"
+        )
 
     play(story)
 
 
 def test_a_full_socket_is_not_read() -> None:
-    """Who does not take his answers asks for no more; when he does, what he said meanwhile is heard."""
+    """A peer that does not read its answers is not read from; once it reads them, its waiting requests are handled."""
 
     async def story(lender: Lender) -> None:
         await lender.begin(1)
@@ -365,7 +371,7 @@ def test_a_full_socket_is_not_read() -> None:
 
 
 def test_a_connection_that_ends_with_a_reply_in_its_queue() -> None:
-    """The delivery was never sent, and the reply in it neither: the core is told, and every descriptor is closed."""
+    """Neither the delivery nor the reply in it was sent: the core gets the failure, and every descriptor is closed."""
 
     async def story(lender: Lender) -> None:
         await lender.begin(1, 2)
@@ -385,7 +391,7 @@ def test_a_connection_that_ends_with_a_reply_in_its_queue() -> None:
 
 
 def test_an_answer_that_is_no_frame_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
-    """It can never be sent, and what stands first in the queue keeps all else from being said or read."""
+    """It can never be sent, and at the head of the queue it would block everything else."""
 
     async def story(lender: Lender) -> None:
         await lender.begin(1)

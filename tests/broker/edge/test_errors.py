@@ -1,4 +1,4 @@
-"""Every refusal as a caller sees it: a code, a whole sentence, an ErrorInfo, and whether a retry can help.
+"""Every refusal as a caller sees it: a code, a full sentence, an ErrorInfo, and whether a retry can help.
 
 The numbers are those that the code passes, found by looking at each `deny(` of the daemon, so that a sentence that
 asks for another number shows as `<name>` here and not in an operator's terminal.
@@ -195,7 +195,7 @@ def sentence(reason: Reason, **numbers: int | str) -> str:
 
 
 def test_a_name_that_is_taken_comes_with_what_can_be_done() -> None:
-    """What is there can be attached; what is deleted cannot, and deleting it again helps nobody: wait."""
+    """An existing segment can be attached. A deleted one cannot, and deleting it again does not help: wait."""
     for state in ("writing", "sealed"):
         assert "attach it, or delete it" in sentence(Reason.SEGMENT_EXISTS, segment=SEGMENT, state=state)
     for state in ("ending", "releasing"):
@@ -205,7 +205,7 @@ def test_a_name_that_is_taken_comes_with_what_can_be_done() -> None:
 
 
 def test_a_segment_that_is_not_there() -> None:
-    """A misspelt name is told as one, without the wire's word for any model; a generation is no name."""
+    """The message shows the misspelt name, and neither the wire's wildcard nor a generation."""
     assert f"there is no segment {SEGMENT}, or" in sentence(Reason.SEGMENT_NOT_FOUND, segment=SEGMENT)
     anywhere = sentence(Reason.SEGMENT_NOT_FOUND, segment="tenants/red/models/-/segments/wieghts")
     assert "there is no segment wieghts in any model of tenants/red, or" in anywhere
@@ -218,7 +218,7 @@ def test_an_ambiguous_name_shows_what_to_type() -> None:
 
 
 def test_a_models_conflict_has_sizes_and_how_the_model_ends() -> None:
-    """A worker that ran with another size a moment before finds the model with other numbers, for a minute."""
+    """A worker restarts with another size and finds the model with the old numbers, for a minute."""
     gib = 1 << 30
     numbers = {"model": MODEL, "what": "device limit"}
     told = sentence(Reason.MODEL_CONFLICT, **numbers, asked=8 * gib, registered=4 * gib)

@@ -1,4 +1,4 @@
-"""Pages of listings: how long they get, and that the next one begins where they end."""
+"""Pages of listings: their length, and that the next one begins where the last one ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from membrokerd.edge import listings as views
 @pytest.mark.parametrize("long", [10, views.MAX_PAGE_BYTES // 8, views.MAX_PAGE_BYTES * 2])
 @pytest.mark.parametrize("size", [0, 1, 7, 1_000])
 def test_every_row_is_on_one_page(long: int, size: int) -> None:
-    """Also those of which one alone is longer than a page should be."""
+    """Also rows that are longer than a page on their own."""
     rows, found, token, pages = list(range(150)), [], "", 0
     while token or not pages:
         page, token = views._page(

@@ -1,4 +1,4 @@
-"""Attesting: the kernel says who is at the other end, and the facts are used only if that process still lives."""
+"""Attesting: the kernel identifies the peer, and its facts are used only if that process is still alive."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ sys.stdin.read()
 
 @pytest.fixture(params=["pidfd", "by pid"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """SO_PEERPIDFD, and the fallback for kernels that have none."""
+    """SO_PEERPIDFD, and the fallback for kernels without it."""
     if request.param == "by pid":
         monkeypatch.setattr(module, "_SO_PEERPIDFD", NO_SUCH_OPTION)
     return str(request.param)
@@ -95,7 +95,7 @@ def test_a_living_process_is_known_by_pid_uid_and_identity(listener: socket.sock
 
 
 def test_a_dead_process_is_refused_and_nothing_stays_open(listener: socket.socket, way: str) -> None:
-    """It connected and died before the broker came to it: a process that has its pid by then is another one."""
+    """It connected and died before the broker accepted it: a process that has its pid by then is another one."""
     with Process(listener) as one:
         before = descriptors()
         one.kill()
@@ -106,7 +106,7 @@ def test_a_dead_process_is_refused_and_nothing_stays_open(listener: socket.socke
 
 
 def test_a_zombie_is_dead(listener: socket.socket, way: str) -> None:
-    """Killed and not waited for: its pid is still taken, so only its pidfd tells."""
+    """Killed and not waited for: its pid still exists, so only its pidfd shows the death."""
     with Process(listener) as one:
         one.process.kill()
         os.waitid(os.P_PID, one.process.pid, os.WEXITED | os.WNOWAIT)
@@ -129,7 +129,7 @@ def test_a_uid_that_is_not_admitted_is_refused_first(way: str) -> None:
 
 
 def test_a_pid_of_another_namespace_needs_a_newer_kernel() -> None:
-    """The kernel reports pid 0 for it, which pidfd_open cannot open."""
+    """The kernel reports pid 0 for the peer, which pidfd_open cannot open."""
     with pytest.raises(Unattested) as caught:
         module._identify_by_pid(0)
     assert caught.value.denied.reason is Reason.PEER_UNKNOWN
@@ -162,7 +162,7 @@ def test_the_start_time_of_a_process_with_a_name_like_a_field() -> None:
 
 
 def test_hanging_up_lets_the_last_word_be_read() -> None:
-    """What the peer sent and nobody read would make its next read fail, in front of our answer."""
+    """Unread bytes would make the peer's next read fail before it sees our answer."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     with closing(theirs):
@@ -177,7 +177,7 @@ def test_hanging_up_lets_the_last_word_be_read() -> None:
 def test_processes_that_cannot_be_told_apart_do_not_count_as_one(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On kernels 6.5 to 6.8 every process of another pid namespace has pid 0, and a pidfd says no more."""
+    """On kernels 6.5 to 6.8 every process of another pid namespace has pid 0, and its pidfd has no inode of its own."""
     monkeypatch.setattr(process_module, "_inodes_identify", lambda: False)
     with Process(listener) as one:
         identities = set()
@@ -192,7 +192,7 @@ def test_processes_that_cannot_be_told_apart_do_not_count_as_one(
 
 
 def test_an_exec_changes_the_image_and_nothing_else_does() -> None:
-    """Equal while a program runs, another after each exec(), and unknown of a process that is not there or not seen."""
+    """The same while a program runs, different after each exec(), and unknown for a process that is gone or hidden."""
     image = "from membrokerd.process import image_of; import os; seen = image_of(os.getpid()); "
     code = f"{image}print(seen == image_of(os.getpid()), seen, flush=True); input(); os.execvp('cat', ['cat'])"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

@@ -1,4 +1,4 @@
-"""What the log says: one line an event, whatever a peer calls itself, and never a token."""
+"""The log: one line per event, whatever a peer calls itself, and never a token."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_every_fact_is_one_line_and_lifecycles_are_info(capture: Capture) -> Non
 
 
 def test_nobody_fills_the_log_by_coming_and_going(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of sessions a second: some are told, the others counted. At DEBUG all are told."""
+    """Thousands of sessions a second: some are logged, the others counted. At DEBUG all are logged."""
     seconds = 0.0
     monkeypatch.setattr(logs, "_allowance", logs.Allowance(lambda: seconds))
     out = capture("json", "info")
@@ -191,7 +191,7 @@ def test_text_is_for_people(capture: Capture) -> None:
 @pytest.mark.parametrize("format", ["text", "json"])
 @pytest.mark.parametrize("client", ["a\nERROR forged", 'q"uote', "\x1b[31mred", "a\u2028b", "k=v"])
 def test_a_client_cannot_forge_a_line(capture: Capture, format: str, client: str) -> None:
-    """What a process calls itself is a tenant's text: quoted, on its line, without terminal codes."""
+    """A process's name comes from a tenant: it is quoted, stays on its line, and has no terminal codes."""
     out = capture(format)
     logs.log_fact(dataclasses.replace(typing.cast("ft.SessionBegan", FACTS[0]), client=client))
     text = out.getvalue().rstrip("\n")
@@ -200,7 +200,7 @@ def test_a_client_cannot_forge_a_line(capture: Capture, format: str, client: str
 
 
 def test_no_token_can_be_logged(capture: Capture) -> None:
-    """No fact carries one, a refusal's numbers lose one, and a field that is named for one is a bug."""
+    """No fact has a token, a refusal's numbers lose it, and a log field with that name is a bug."""
     capture()
     for kind in typing.get_args(ft.Fact):
         assert {field.name for field in dataclasses.fields(kind) if "token" in field.name} <= {"token_hash"}
@@ -285,7 +285,9 @@ def say(writer: Writer, lines: int, text: str = "a line") -> None:
 def test_a_pipe_that_nobody_reads_stops_nobody_and_the_gap_is_told(
     pipe: tuple[int, int], opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines wait up to the bound, the rest is dropped and counted. Read again, the log goes on and names its gap."""
+    """Lines wait up to the bound, the rest is dropped and counted. Once it is read again, the log goes on and reports
+    the gap.
+    """
     monkeypatch.setattr(log_writer, "QUEUE_BYTES", 20_000)
     monkeypatch.setattr(log_writer, "FLUSH_SECONDS", 0.1)
     reader, descriptor = pipe
@@ -305,7 +307,7 @@ def test_a_pipe_that_nobody_reads_stops_nobody_and_the_gap_is_told(
 
 
 def test_lines_that_cannot_be_written_are_counted(pipe: tuple[int, int], opened: Open) -> None:
-    """The reader is gone for good: each line is dropped, and telling of it drops no more."""
+    """The reader is gone for good: each line is dropped, and reporting that drops no more."""
     reader, descriptor = pipe
     os.close(reader)
     writer = opened(descriptor)
@@ -337,7 +339,7 @@ def test_a_descriptor_that_does_not_block_is_waited_for(pipe: tuple[int, int], o
 
 
 def test_setting_the_log_up_again_leaves_no_thread(capture: Capture) -> None:
-    """A reload may do so often; what was said before is written all the same."""
+    """A reload may do so often; earlier lines are still written."""
     out = [capture() for _ in range(5)]
     logs.log("the last")
     until(lambda: [thread.name for thread in threading.enumerate()].count("log") == 1)
@@ -345,7 +347,7 @@ def test_setting_the_log_up_again_leaves_no_thread(capture: Capture) -> None:
 
 
 def test_a_real_daemon_never_writes_a_sessions_token(daemon: Daemon) -> None:
-    """Hello, calls over both ways and a goodbye, all at DEBUG: what the worker was given stays between the two."""
+    """Hello, calls over both transports and a goodbye, all at DEBUG: the worker's token never appears."""
     with membroker.connect(daemon.endpoint("red"), transport="grpc") as client:
         token = client._session.welcome.token
         model = client.register_model("llama-7b")
@@ -358,7 +360,7 @@ def test_a_real_daemon_never_writes_a_sessions_token(daemon: Daemon) -> None:
 
 
 def test_a_call_that_a_stop_cancelled_is_no_error(capture: Capture) -> None:
-    """gRPC logs it with a traceback; an operator would look for a fault. Its other errors are still there."""
+    """gRPC logs it with a traceback, which looks like a fault. Its other errors are still logged."""
     lines = capture("text")
     for error in (asyncio.CancelledError(), ValueError("a fault of gRPC")):
         try:

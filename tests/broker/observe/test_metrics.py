@@ -1,4 +1,4 @@
-"""What a scrape says: of one moment, in the books' own figures, and gone with what it spoke of."""
+"""A scrape: one moment, the figures of the books, and no series of what has ended."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def books(
         max_sessions=16,
         memory={"device": MemoryInfo(1 << 30, 1 << 29), "host": None},
         memory_descriptors_open=3,
-        device=DeviceInfo(UUID, "a card", "cuda", 2 * MIB),
+        device=DeviceInfo(UUID, "a GPU", "cuda", 2 * MIB),
         version="0.1.0",
         taken_at=1.7e9,
         headroom={"device": 2 << 30},
@@ -112,7 +112,7 @@ def values(series: Series, name: str, **labels: str) -> list[float]:
 
 
 def test_the_models_sum_is_the_devices_figure_and_one_scrape_takes_one_view() -> None:
-    """What an operator adds up is what the device says, also while a dead worker's bytes are releasing."""
+    """The sum of the series is the device's figure, also while a dead worker's bytes are releasing."""
     source = Source(books(model("acme", "a", 40 * MIB), model("acme", "b", 24 * MIB), releasing=8 * MIB))
     series = scrape(Metrics(source, UUID))
     lent = values(series, "membroker_device_lent_bytes", location="device")
@@ -123,7 +123,7 @@ def test_the_models_sum_is_the_devices_figure_and_one_scrape_takes_one_view() ->
 
 
 def test_a_models_series_begin_at_zero_and_end_with_it() -> None:
-    """A model that has borrowed nothing shows zeros; one that ended shows nothing, its counters neither."""
+    """A model that has borrowed nothing shows zeros; a model that has ended has no series, counters included."""
     source = Source(books(model("acme", "a", 0)))
     made = Metrics(source, UUID)
     before = scrape(made)
@@ -144,7 +144,7 @@ def test_a_limit_that_does_not_exist_is_no_series() -> None:
 
 @pytest.mark.parametrize(("signed", "shown"), [(-5, [0]), (7 * MIB, [7 * MIB]), (None, [])])
 def test_unaccounted_is_shown_as_at_least_zero(signed: int | None, shown: list[float]) -> None:
-    """Signed in the core; a device that cannot say shows nothing."""
+    """The figure is signed in the core; a device that cannot report it has no series."""
     series = scrape(Metrics(Source(books(unaccounted=signed)), UUID))
     assert values(series, "membroker_device_unaccounted_bytes", location="device") == shown
 
@@ -164,7 +164,7 @@ def test_sessions_are_counted_by_state_without_observers() -> None:
 
 
 def test_segments_are_part_of_what_their_model_uses() -> None:
-    """Nobody adds the two up: the bytes of segments are among the bytes used, also when they are all of them."""
+    """The bytes of segments are part of the bytes used, even where they are all of them: the two must not be added."""
     series = scrape(
         Metrics(Source(books(model("acme", "a", 40 * MIB, segments=24 * MIB), model("acme", "b", MIB))), UUID)
     )
@@ -175,7 +175,7 @@ def test_segments_are_part_of_what_their_model_uses() -> None:
 
 
 def test_segments_are_counted_by_model_and_state() -> None:
-    """A model that has any shows every state, so that one that is passed through is not missing from a graph."""
+    """A model with segments shows every state, so that a short state is not missing from a graph."""
     rows = (
         segment(1, "acme", "a", "sealed"),
         segment(2, "acme", "a", "sealed"),
@@ -239,7 +239,9 @@ def test_a_tenants_use_and_limit() -> None:
 
 
 def test_segments_of_one_name_are_one_series() -> None:
-    """A deleted segment lives on while it is attached, beside its successor: twice the same labels fail a scrape."""
+    """A deleted segment lives on while it is attached, and its successor has the same labels: a scrape fails if both
+    are shown.
+    """
     rows = tuple(
         replace(segment(1, "acme", "a", state), sessions=count) for state, count in (("ending", 2), ("sealed", 3))
     )
@@ -250,12 +252,12 @@ def test_segments_of_one_name_are_one_series() -> None:
 UNITS = re.compile(
     r"_(bytes|seconds|total|info|sessions|segments|extents|requests|observers|limit|open|draining|full|fallback|attachments)$"
 )
-RIDDLES = re.compile(r"\b(who|whoever|whom|whose|nobody|somebody|anybody|anew|beside|is none|is no)\b", re.IGNORECASE)
+RIDDLES = re.compile(r"\b(who|whose|nobody|somebody|anybody|beside|is no)\b", re.IGNORECASE)  # besides tools/prose.py
 
 
 @pytest.mark.parametrize("spec", metrics.ALL.values(), ids=lambda spec: spec.name)
 def test_names_follow_the_conventions_and_helps_are_sentences(spec: metrics.Spec) -> None:
-    """Base units at the end of a name, `_total` for counters alone, and a help that a tired reader understands."""
+    """Base units at the end of a name, `_total` for counters alone, and a help in plain English."""
     assert re.fullmatch(r"membroker_[a-z_]+", spec.name)
     assert UNITS.search(spec.name)
     assert spec.name.endswith("_total") == (spec.kind == "counter")
@@ -341,7 +343,7 @@ def test_promtool_finds_nothing_to_mend() -> None:
 
 
 class Trouble:
-    """The two states of a daemon, as a test sets them."""
+    """The two probes of a daemon, with the answers that a test sets."""
 
     def __init__(self) -> None:
         self.healthy = self.ready = (True, "ok")
@@ -377,7 +379,7 @@ def get(server: MetricsServer, path: str, accept: str = "*/*") -> tuple[int, str
 
 
 def test_metrics_are_served_as_text(server: MetricsServer) -> None:
-    """Every Prometheus reads this format, whatever it would prefer; one format is rendered once."""
+    """Every version of Prometheus reads this format, whatever it prefers, so only one format is rendered."""
     for accept in ("*/*", "application/openmetrics-text; version=1.0.0"):
         status, kind, body = get(server, "/metrics?name[]=x", accept)
         assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
@@ -395,7 +397,7 @@ def test_health_and_readiness_say_why_not(server: MetricsServer, trouble: Troubl
 
 
 def test_a_view_that_does_not_come_is_a_503(server: MetricsServer, source: Source) -> None:
-    """A daemon whose loop hangs says so; the scrape fails instead of waiting forever."""
+    """A daemon whose event loop hangs reports it; the scrape fails instead of waiting forever."""
 
     def hang() -> MetricsView:
         raise TimeoutError
@@ -405,7 +407,7 @@ def test_a_view_that_does_not_come_is_a_503(server: MetricsServer, source: Sourc
 
 
 def test_slow_clients_are_bounded_and_cut(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients that connect and drip bytes fill the table: they make room, and end when their time is over."""
+    """Clients that connect and send single bytes fill the table: they are closed to make room, or at their deadline."""
     monkeypatch.setattr(metrics_server, "DEADLINE_SECONDS", 1.0)
     before = threading.active_count()
     slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(metrics_server.MAX_CONNECTIONS)]
@@ -423,9 +425,9 @@ def test_slow_clients_are_bounded_and_cut(server: MetricsServer, monkeypatch: py
 def test_all_that_ask_at_once_share_one_scrape(
     server: MetricsServer, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many scrapers as there may be wait for one look at the books. One more is told to come again, a probe is not.
+    """As many scrapers as are allowed wait for one snapshot of the books. One more is refused; a probe is not.
 
-    Afterwards the text is kept: many that ask all the time cost as much as one.
+    Afterwards the text is cached: many constant scrapers cost as much as one.
     """
     monkeypatch.setattr(metrics, "KEPT_SECONDS", 60)
     asked, go_on, view = threading.Event(), threading.Event(), source.view
@@ -454,7 +456,7 @@ def test_all_that_ask_at_once_share_one_scrape(
 
 
 def test_scrapers_that_read_nothing_leave_the_probes_alone() -> None:
-    """A local user asks for a long answer, a hundred times, and reads none: no liveness probe may fail of it."""
+    """A local user requests a long answer a hundred times and reads nothing: no liveness probe may fail."""
     long = b"# a line\n" * 1_000_000  # more than the kernel's buffers take
     made = MetricsServer("127.0.0.1", 0, lambda: long, {"/healthz": lambda: (True, "ok")})
     made.start()
@@ -465,7 +467,7 @@ def test_scrapers_that_read_nothing_leave_the_probes_alone() -> None:
             slow[-1].sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
             assert get(made, "/healthz")[::2] == (200, "ok\n")
             most = max(most, len(made._server._connections))
-        assert most >= metrics_server.MAX_SCRAPES, "their answers did not wait for them, so this was no attack"
+        assert most >= metrics_server.MAX_SCRAPES, "no answer was waiting to be read: the test shows nothing"
     finally:
         for client in slow:
             client.close()
@@ -473,7 +475,7 @@ def test_scrapers_that_read_nothing_leave_the_probes_alone() -> None:
 
 
 def test_a_scrape_is_kept_for_its_time_and_no_longer(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So is a failure: with a loop that hangs, waiting for it once a second is enough."""
+    """A failure is cached too: while the event loop hangs, waiting for it once a second is enough."""
     monkeypatch.setattr(metrics, "KEPT_SECONDS", 0.05)
     made = Metrics(source, UUID)
     first = made.render()
@@ -504,7 +506,7 @@ def test_a_scrape_is_kept_for_its_time_and_no_longer(source: Source, monkeypatch
 def test_who_leaves_without_a_word_is_no_event(
     server: MetricsServer, said: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A load balancer looks whether somebody listens, and resets the connection: nobody may fill the log so."""
+    """A load balancer probes the port and resets the connection: that must not fill the log."""
     for _ in range(20):
         with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -525,7 +527,7 @@ def test_a_hundred_silent_clients_leave_the_probes_alone(server: MetricsServer, 
 
 
 def test_a_request_has_a_bound(server: MetricsServer) -> None:
-    """A client that sends headers without end is cut after 8 KiB, and is no event."""
+    """A client that sends endless headers is cut off after 8 KiB, and not logged."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
         client.sendall(b"GET /healthz HTTP/1.0\r\n" + b"X: y\r\n" * 100)
         with suppress(ConnectionError):
@@ -537,7 +539,7 @@ def test_a_request_has_a_bound(server: MetricsServer) -> None:
 
 
 def test_close_ends_at_once_beside_a_client_that_says_nothing(source: Source) -> None:
-    """A stop is not delayed by who is connected, and closing twice, or before the start, is fine."""
+    """Connected clients do not delay a stop. Closing twice, or before the start, is allowed."""
     made = MetricsServer("127.0.0.1", 0, Metrics(source, UUID).render, {})
     made.start()
     with socket.create_connection(("127.0.0.1", made.port), timeout=20) as silent:

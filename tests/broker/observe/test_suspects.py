@@ -1,4 +1,4 @@
-"""The driver's figures of processes are compared with the books: a process that has more than its charge is found."""
+"""The driver's figures of processes are compared with the books: a process that uses more than its charge is found."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def excesses(found: list[Process]) -> list[tuple[int, int]]:
 
 
 def test_a_stranger_and_a_liar_stand_before_the_honest() -> None:
-    """One process has no session, one gave 64 MiB back by its word, one has what it is charged, one less."""
+    """One process has no session, one only says that it released 64 MiB, one uses exactly its charge, and one less."""
     now = Books(*session(1, 11), *session(2, 12, device=32), *session(3, 13, device=32)).holders()
     found = compare([(10, 8 * MIB), (11, 64 * MIB), (12, 32 * MIB), (13, 2 * MIB)], now, now)
     assert excesses(found) == [(11, 64), (10, 8), (12, 0), (13, 0)]
@@ -64,7 +64,7 @@ def test_a_stranger_and_a_liar_stand_before_the_honest() -> None:
 
 
 def test_all_sessions_of_a_process_count_and_at_the_device_only() -> None:
-    """Two clients in one process; what one has of the host is not what the device shows."""
+    """Two clients in one process; the device does not show what one has of the host's memory."""
     now = Books(*session(1, 11, device=32, host=64), *session(2, 11, device=16), *session(3, 12, device=64)).holders()
     (only,) = compare([(11, 60 * MIB)], now, now)
     assert (only.charged, only.excess, only.sessions) == (48 * MIB, 12 * MIB, (1, 2))
@@ -86,7 +86,7 @@ def test_a_segment_that_is_held_is_no_excess() -> None:
 
 
 def test_what_moves_while_the_driver_is_asked_is_no_excess() -> None:
-    """One gives 64 MiB back and one borrows 64 MiB between the books and the driver's look at the processes."""
+    """One releases 64 MiB and one borrows 64 MiB after the books were read and before the driver lists processes."""
     moving = Books(*session(1, 11, device=64), *session(2, 12))
     before = moving.holders()
     moving.tell(ft.DeclarationSet(1, MODEL, "device", 0), ft.DeclarationSet(2, MODEL, "device", 64 * MIB))
@@ -95,7 +95,7 @@ def test_what_moves_while_the_driver_is_asked_is_no_excess() -> None:
 
 
 def test_a_process_with_thousands_of_models_is_named_with_some() -> None:
-    """A log line of all of them would be as long as a tenant likes."""
+    """A log line with all of them could be as long as a tenant likes."""
     names = [ModelName("t", f"m{number:04}") for number in range(1_000)]
     joined = [fact for name in names for fact in (ft.ModelBegan(name, None, {}), ft.ModelJoined(name, 1))]
     (only,) = compare([(11, MIB)], {}, Books(*session(1, 11), *joined).holders())

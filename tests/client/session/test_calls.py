@@ -5,16 +5,14 @@ The other end of a socket pair is in this process; frames, descriptors and the k
 
 from __future__ import annotations
 
-import os
-import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import pytest
+from tests.support.calls import Broker, Taker, allocate, attach, descriptors
 from tests.support.daemons import until
-from tests.support.fake_broker import Caller, refusal
+from tests.support.fake_broker import Caller
 
 from membroker.errors import (
     BrokerUnavailable,
@@ -26,87 +24,10 @@ from membroker.errors import (
     SegmentNotFound,
     WriterDied,
 )
-from membroker.session.call import Outcome
 from membroker.session.connection import Connection
 from membroker.session.inventory import Inventory
-from membroker.session.rpc import METHODS
-from membroker.v1 import broker_pb2, resources_pb2
-from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
 from membroker.wire import names
-
-Finish = Callable[[Outcome, int], None]
-
-
-def descriptors() -> set[str]:
-    return {name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
-
-
-class Broker:
-    """The other end. Each answer is said by the test."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.end = end
-        self.end.settimeout(30)
-        self._buffer = bytearray(names.MAX_FRAME_BYTES)
-
-    def hear(self, kind: str) -> pb.Frame:
-        """Return the next frame, which must be of this kind."""
-        frame = handoff.receive_without_descriptors(self.end, self._buffer)
-        assert frame.WhichOneof("kind") == kind, frame
-        return frame
-
-    def hear_any(self) -> pb.Frame:
-        return handoff.receive_without_descriptors(self.end, self._buffer)
-
-    def hears_nothing(self) -> bool:
-        self.end.setblocking(False)
-        try:
-            handoff.receive_without_descriptors(self.end, self._buffer)
-        except BlockingIOError:
-            return True
-        finally:
-            self.end.settimeout(30)
-        return False
-
-    def deliver(
-        self, request_id: int, *extent_ids: int, descriptors: int | None = None, part: int = 0, **more: int
-    ) -> None:
-        count = len(extent_ids) if descriptors is None else descriptors
-        made = [os.memfd_create("extent", os.MFD_CLOEXEC) for _ in range(count)]
-        frame = pb.Frame(request_id=request_id, delivery=pb.Delivery(part=part, extent_ids=extent_ids, **more))
-        handoff.send(self.end, handoff.encode(frame), made)
-        handoff.close_all(made)
-
-    def reply(self, request_id: int, count: int) -> None:
-        response = broker_pb2.AllocateExtentsResponse(count=count)
-        self.end.send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(allocate=response))))
-
-    def reply_segment(self, request_id: int, extents: int) -> None:
-        segment = resources_pb2.Segment(generation=77, extents=extents)
-        self.end.send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(segment=segment))))
-
-    def refuse(self, request_id: int, reason: str) -> None:
-        self.end.send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(error=refusal(reason)))))
-
-
-class Taker:
-    """A placement that notes what it took; `fails_at` extent it raises."""
-
-    def __init__(self, fails_at: int | None = None, failure: BaseException | None = None) -> None:
-        self.taken: list[int] = []
-        self.undone = 0
-        self._fails_at, self._failure = fails_at, failure
-
-    def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
-        assert [os.fstat(descriptor) for descriptor in descriptors]
-        if self._failure is not None and self._fails_at in extent_ids:
-            raise self._failure
-        self.taken += extent_ids
-
-    def undo(self) -> None:
-        self.undone += 1
-        self.taken.clear()
 
 
 @pytest.fixture
@@ -119,10 +40,6 @@ def pair() -> Iterator[tuple[Connection, Broker]]:
     connection.close()
     yours.close()
     assert descriptors() == before
-
-
-def allocate() -> pb.Frame:
-    return pb.Frame(allocate=broker_pb2.AllocateExtentsRequest(count=1))
 
 
 class TestCall:
@@ -307,10 +224,6 @@ class TestCall:
         assert sorted(extent_id for ids in frames for extent_id in ids) == list(range(10_000))
 
 
-def attach() -> pb.Frame:
-    return pb.Frame(attach_segment=broker_pb2.AttachSegmentRequest(name="weights"))
-
-
 class TestSegment:
     """A segment is held as a whole: whatever happens behind its first delivery, it is let go of once."""
 
@@ -474,152 +387,3 @@ class TestThreads:
         connection, broker = pair
         connection.say_goodbye(0.01)
         broker.hear("goodbye")
-
-
-class Service:
-    """The broker's gRPC. A test answers with `finish`, as `GrpcCalls` does, in a thread of its own."""
-
-    def __init__(self) -> None:
-        self.asked: queue.Queue[tuple[int, Finish]] = queue.Queue()
-
-    def start(self, frame: pb.Frame, finish: Finish, timeout: float | None) -> None:
-        self.asked.put((frame.request_id, finish))
-
-
-@pytest.fixture
-def pair_by_grpc(service: Service) -> Iterator[tuple[Connection, Broker]]:
-    """A connection of a session by gRPC, with its reader thread, and its broker."""
-    before = descriptors()
-    mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    calls: Any = service
-    connection = Connection(mine, "/test/handoff.sock", Inventory(), grpc=calls, by_grpc=METHODS)
-    connection.start_reader()
-    yield connection, Broker(yours)
-    connection.close()
-    yours.close()
-    assert descriptors() == before
-
-
-@pytest.fixture
-def service() -> Service:
-    return Service()
-
-
-class TestByGrpc:
-    """Calls by gRPC, whose descriptors come on the handoff socket."""
-
-    @pytest.fixture
-    def pair(self, pair_by_grpc: tuple[Connection, Broker]) -> tuple[Connection, Broker]:
-        return pair_by_grpc
-
-    @pytest.fixture
-    def start(self, pair: tuple[Connection, Broker], service: Service) -> Callable[..., Any]:
-        def start(taker: Taker, frame: pb.Frame | None = None) -> tuple[Caller, int, Finish]:
-            caller = Caller(lambda: pair[0].call(frame or allocate(), taker))
-            return (caller, *service.asked.get(timeout=30))
-
-        return start
-
-    @pytest.mark.parametrize("answer_first", [True, False])
-    def test_waits_for_both(
-        self, pair: tuple[Connection, Broker], start: Callable[..., Any], answer_first: bool
-    ) -> None:
-        """The answer and the descriptors come on two sockets, in either order."""
-        _, broker = pair
-        taker = Taker()
-        caller, request_id, finish = start(taker)
-        response = broker_pb2.AllocateExtentsResponse(count=3)
-        if answer_first:
-            finish(response, 3)
-        broker.deliver(request_id, 1, 2)
-        broker.hear("ack")
-        broker.deliver(request_id, 3, part=1)
-        broker.hear("ack")
-        if not answer_first:
-            finish(response, 3)
-        assert caller.end().error is None
-        assert taker.taken == [1, 2, 3]
-
-    @pytest.mark.parametrize("answer_first", [True, False])
-    def test_a_segment_waits_for_all_its_extents(
-        self, pair: tuple[Connection, Broker], start: Callable[..., Any], answer_first: bool
-    ) -> None:
-        """The answer by gRPC says how many extents the segment has; with fewer it is not attached yet."""
-        _, broker = pair
-        taker = Taker()
-        caller, request_id, finish = start(taker)
-        response = resources_pb2.Segment(generation=77, extents=3)
-        if answer_first:
-            finish(response, 3)
-        for part, ids in enumerate(((1, 2), (3,))):
-            assert caller.is_alive()
-            broker.deliver(request_id, *ids, part=part, parts=2, segment=77)
-            broker.hear("ack")
-        if not answer_first:
-            finish(response, 3)
-        assert caller.end().error is None
-        assert taker.taken == [1, 2, 3]
-        assert broker.hears_nothing()
-
-    def test_a_segment_fails_after_deliveries(self, pair: tuple[Connection, Broker], start: Callable[..., Any]) -> None:
-        """What was delivered before the refusal is still in the socket: it is read first, or no hold would end."""
-        _, broker = pair
-        caller, request_id, finish = start(Taker())
-        broker.deliver(request_id, 1, 2, parts=3, segment=77)
-        finish(OutOfMemory("the GPU filled up"), 0)
-        broker.hear("ack")
-        assert broker.hear("detach_segment").detach_segment.generation == 77
-        assert isinstance(caller.end().error, OutOfMemory)
-        assert broker.hears_nothing()
-
-    def test_refused_while_another_call_waits_for_long(
-        self, pair: tuple[Connection, Broker], start: Callable[..., Any]
-    ) -> None:
-        """One thread attaches a segment that is written for a day yet; others are refused at once."""
-        connection, broker = pair
-        waiting, waiting_id, finish_waiting = start(Taker())
-        until(lambda: connection._reader is not None)
-        for _ in range(20):
-            caller, _, finish = start(Taker())
-            finish(OutOfMemory("refused"), 0)
-            assert isinstance(caller.end().error, OutOfMemory)
-        broker.deliver(waiting_id, 1, segment=77)
-        broker.hear("ack")
-        finish_waiting(resources_pb2.Segment(extents=1), 1)
-        assert waiting.end().error is None
-
-    @pytest.mark.parametrize("refused_first", [True, False])
-    def test_fails_after_deliveries(
-        self, pair: tuple[Connection, Broker], start: Callable[..., Any], refused_first: bool
-    ) -> None:
-        """The answer is an error; what was delivered before it is released, however late it is read."""
-        _, broker = pair
-        taker = Taker()
-        caller, request_id, finish = start(taker)
-        if refused_first:
-            finish(OutOfMemory("the GPU filled up"), 0)
-            assert isinstance(caller.end().error, OutOfMemory)
-        broker.deliver(request_id, 1, 2)
-        broker.deliver(request_id, 3, part=1)
-        if not refused_first:
-            until(lambda: taker.taken == [1, 2, 3])
-            finish(OutOfMemory("the GPU filled up"), 0)
-            assert isinstance(caller.end().error, OutOfMemory)
-        acknowledged, released = [], []
-        while released != [1, 2, 3]:
-            frame = broker.hear_any()
-            acknowledged += [frame.ack.part] if frame.HasField("ack") else []
-            released += frame.release.extent_ids
-        assert acknowledged == [0, 1]
-        assert taker.undone == 1
-
-    def test_a_release_waits_for_its_answer(self, pair: tuple[Connection, Broker]) -> None:
-        """The next call goes another way, and must not overtake it: it could be refused for want of these bytes."""
-        connection, broker = pair
-        caller = Caller(lambda: connection.release([1, 2], answer_within=30))
-        frame = broker.hear("release")
-        assert (list(frame.release.extent_ids), frame.release.no_reply) == ([1, 2], False)
-        assert caller.is_alive()
-        reply = pb.Reply(release=broker_pb2.ReleaseExtentsResponse())
-        broker.end.send(handoff.encode(pb.Frame(request_id=frame.request_id, reply=reply)))
-        assert caller.end().error is None

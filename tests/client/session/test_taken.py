@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from tests.client.session.test_calls import Broker, Taker, allocate, attach
+from tests.support.calls import Broker, Taker, allocate, attach
 from tests.support.daemons import Daemon, until
 from tests.support.fake_broker import Caller
 from tests.support.processes import ends, heard, is_settled, worker

@@ -252,7 +252,7 @@ def test_the_card_is_described_and_found_by_its_uuid(run: Run) -> None:
     """Ordinals move with CUDA_VISIBLE_DEVICES; the UUID, and NVML's index, do not."""
     run(f"""
         info = CudaDriver().device
-        assert info == DeviceInfo("GPU-{FAKE_UUID}", "Fake card", "cuda", GRANULE, 3, "1.2.3", 0, 2 * GRANULE), info
+        assert info == DeviceInfo("GPU-{FAKE_UUID}", "Fake GPU", "cuda", GRANULE, 3, "1.2.3", 0, 2 * GRANULE), info
         assert CudaDriver(info.uuid).device == info
         assert CudaDriver(info.uuid.upper()).device == info
         for other in ("GPU-00000000-0000-0000-0000-000000000000", "", 7, -1):

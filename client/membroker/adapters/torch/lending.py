@@ -1,7 +1,7 @@
 """The memory lent to torch's allocator: a buffer for each of torch's segments, and which of them torch still uses.
 
-Owns the function that torch calls for memory. It must never raise into torch's C++. A call from torch must never
-wait for something that another such call could hold.
+Owns the function that torch calls for memory. It must never raise into torch's C++. A call from torch waits for
+another such call only for a limited time, because that one may run finalizers that wait for a lock of the first.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import _thread
 import ctypes
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +22,22 @@ from .package import torch
 
 logger = logging.getLogger("membroker")
 
+_ATTEMPTS = 4
+"""How often an allocation is tried. Each attempt after the first follows a release; another thread can be faster."""
+_WAIT_SECONDS = 5.0
+"""How long a refused call waits for another thread that is releasing memory."""
+
 
 @dataclass(slots=True, eq=False)
 class _Lent:
-    """One segment of torch. `span` keeps it mapped after its client is closed; `seen`: torch was seen to use it."""
+    """One segment of torch. `span` keeps it mapped after its client is closed.
+
+    `taken`: torch has finished the allocation, so the segment is torch's until torch's list lacks it.
+    """
 
     buffer: Buffer
     span: object
-    seen: bool = False
+    taken: bool = False
 
 
 class TorchLending:
@@ -37,16 +46,25 @@ class TorchLending:
     `allocate_address` and `free_address` are C functions, `void*(size_t, int, void*)` and `void(void*, size_t, int,
     void*)`. The first borrows, in Python, and torch calls it without holding a lock. torch calls the second under its
     lock, where no Python may run, so it is a function that does nothing; `collect` finds what torch has freed. `alive`
-    returns the addresses of torch's segments.
+    returns the addresses of torch's segments. `empty` makes torch free the segments that it only caches, and returns
+    False if it cannot.
     """
 
-    def __init__(self, model: Model, device: int, alive: Callable[[], set[int]]) -> None:
+    def __init__(
+        self, model: Model, device: int, alive: Callable[[], set[int]], empty: Callable[[], bool] = lambda: False
+    ) -> None:
         self.last_denial: MembrokerError | None = None
+        self.refusals = 0
+        self.reclaimed_bytes = 0
+        self.released_bytes = 0
         self._alive = alive
+        self._empty = empty
         self._model = model
         self._device = device
         self._lent: dict[int, _Lent] = {}
-        self._collecting = threading.Lock()
+        self._latest: dict[int, _Lent] = {}
+        self._calls: dict[object, float] = {}
+        self._collecting = threading.RLock()
         self._function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(
             self._allocate
         )
@@ -66,71 +84,114 @@ class TorchLending:
         """Bytes that are lent now."""
         return sum(lent.buffer.size for lent in list(self._lent.values()))
 
+    @property
+    def busy_since(self) -> float | None:
+        """When the oldest call that still runs began, by `time.monotonic`; None if no thread is borrowing."""
+        return min(list(self._calls.values()), default=None)
+
     def owns(self, address: int, size: int) -> bool:
         """Return whether [address, address + size) lies in one lent buffer."""
         return any(
             start <= address and address + size <= start + lent.buffer.size for start, lent in list(self._lent.items())
         )
 
-    def collect(self) -> int:
+    def collect(self, ended: bool = False) -> int:
         """Release the buffers that torch has freed, and return how many bytes that was.
 
-        Keeps buffers that torch was never seen to use: an allocation may be in progress.
+        Keeps a buffer that torch was never seen to use, if its thread has not allocated since: the allocation may be in
+        progress. `ended`: no allocation is in progress.
         """
         with self._collecting:
-            return self._collect()
+            self._settle()
+            return self._collect(ended)
 
-    def _collect(self) -> int:
-        # In this order: memory lent after the first line is not touched, even if it reuses an address.
-        lent = list(self._lent.items())
+    def _collect(self, ended: bool = False) -> int:
+        # In this order: memory lent or taken after the first line is not touched, even if it reuses an address.
+        lent = [(address, one, one.taken or ended) for address, one in list(self._lent.items())]
         there = self._alive()
-        given_back = 0
-        for address, one in lent:
+        released = 0
+        for address, one, taken in lent:
             if address in there:
-                one.seen = True
-            elif one.seen:
-                del self._lent[address]
-                given_back += one.buffer.size
+                one.taken = True
+            elif taken and self._lent.pop(address, None) is one:
+                released += one.buffer.size
                 one.span = None
                 one.buffer.close()
-        return given_back
+        self.released_bytes += released
+        return released
+
+    def _settle(self) -> None:
+        """Note that torch has finished this thread's last allocation, because the thread runs Python again."""
+        latest = self._latest.pop(threading.get_ident(), None)
+        if latest is not None:
+            latest.taken = True
 
     def _allocate(self, size: int, device: int, _stream: int | None) -> int:
         """Borrow for torch, and never raise: the caller is C++."""
+        call = object()
         try:
+            self._calls[call] = time.monotonic()
             return self._borrow(size, device)
         except KeyboardInterrupt:
             _thread.interrupt_main()
         except MembrokerError as error:
-            self.last_denial = error
+            self.refusals += isinstance(error, OutOfMemory)
+            self.last_denial = _without_frames(error)
         except BaseException as error:
             logger.exception("an allocation for torch failed")
             self.last_denial = MembrokerError(f"an allocation for torch failed: {error!r}")
+        finally:
+            self._calls.pop(call, None)
         return 0
 
     def _borrow(self, size: int, device: int) -> int:
+        self._settle()
         if device != self._device:
             raise InvalidRequest(f"torch requests memory of GPU {device}, and the broker lends GPU {self._device}")
-        try:
-            buffer = self._model.allocate(size)
-        except OutOfMemory:
-            if not self._collect_at_once():
-                raise
-            buffer = self._model.allocate(size)
+        buffer = self._buffer(size)
         address = buffer.address
-        self._lent[address] = _Lent(buffer, buffer.span(0, size))
+        self._lent[address] = self._latest[threading.get_ident()] = _Lent(buffer, buffer.span(0, size))
         return address
 
-    def _collect_at_once(self) -> int:
-        """Collect, unless a thread (perhaps this one) is collecting, or a graph capture forbids waiting."""
+    def _buffer(self, size: int) -> Buffer:
+        """Borrow `size` bytes. On a refusal, release what torch does not need, and try again."""
+        for _ in range(_ATTEMPTS - 1):
+            before = self.released_bytes
+            try:
+                return self._model.allocate(size)
+            except OutOfMemory as error:
+                _without_frames(error)
+                if not self._reclaim(before):
+                    raise
+        return self._model.allocate(size)
+
+    def _reclaim(self, before: int) -> bool:
+        """Release what torch has freed and what it caches; return whether that, or another thread, released anything.
+
+        Nothing is released during a graph capture: CUDA forbids the wait for the device.
+        """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return 0
-        if not self._collecting.acquire(blocking=False):
-            return 0
+            return False
+        if not self._collecting.acquire(timeout=_WAIT_SECONDS):
+            return False
         try:
-            return self._collect()
+            if self.released_bytes == before:
+                released = self._collect()
+                if self._empty():
+                    released += self._collect()
+                self.reclaimed_bytes += released
+            return self.released_bytes != before
         finally:
             self._collecting.release()
+
+
+def _without_frames(error: MembrokerError) -> MembrokerError:
+    """Drop the tracebacks of an error: they hold the frames of the program that allocates, and so its tensors."""
+    one: BaseException | None = error
+    while one is not None and one.__traceback__ is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error
 
 
 def _address_of(function: Any) -> int:

@@ -6,10 +6,10 @@ frees a tensor waits for that lock while it holds the GIL, so the two would dead
 
 from __future__ import annotations
 
-import ctypes
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from ...closing import Closing
@@ -17,6 +17,7 @@ from ...deprecated import renamed
 from ...errors import ClosedError, InvalidRequest, MembrokerError
 from ...model import Model
 from .lending import TorchLending
+from .mempool import Pool
 from .package import torch
 from .tensors import device_of
 
@@ -32,12 +33,17 @@ class TorchMemory(Closing):
     broker sees segments of 2 MiB, of 20 MiB, or of large tensors. If the broker refuses, torch raises its own
     `torch.OutOfMemoryError`. The broker's error is in `last_denial`, and in a note on the exception.
 
-    **A live MemPool releases nothing.** `torch.cuda.empty_cache()` does not release it, however much of it is free
-    (3,000 of 3,000 MiB stayed, torch 2.11). `trim` replaces the MemPool by a new one, and releases every segment
-    without a live tensor; one small tensor keeps its whole segment. Without a `trim`, nothing is released.
+    **On a refusal**, the segments that torch only caches are released, and the allocation is tried again, also while
+    other threads allocate. `reclaimed_bytes` counts what refusals released, and `refusals` the allocations that were
+    refused nevertheless. A refusal does not release a segment with a live tensor, however small the tensor is; nor a
+    tensor that was used on a second stream (`record_stream`); nor anything during a graph capture. If not even 2 MiB
+    were free at the beginning of the outermost block of `use`, a refusal releases nothing until a `trim`.
 
-    While allocations are routed, torch behaves as inside `torch.cuda.use_mem_pool`: it does not free its cache and
-    retry before it gives up, and a tensor that was used on a second stream (`record_stream`) is reused only after the
+    **Without a refusal, torch keeps its cache.** Until the first refusal or `trim` of a block,
+    `torch.cuda.empty_cache()` releases none of it (3,000 of 3,000 MiB stayed, torch 2.11). `trim` releases every
+    segment without a live tensor.
+
+    While allocations are routed, a tensor that was used on a second stream (`record_stream`) is reused only after the
     block, or after a `trim`. Capture graphs with `capture`, not with `torch.cuda.graph`.
 
     This class enables torch's setting `release_lock_on_cudamalloc` for the whole process, so torch calls the broker
@@ -53,15 +59,14 @@ class TorchMemory(Closing):
         with torch.cuda.device(self._device):
             torch.cuda.init()
             _settle_allocator()
-        self._lending = TorchLending(model, self._device.index, _segments_of_torch)
+        self._lending = TorchLending(model, self._device.index, _segments_of_torch, self._empty)
         self._allocator = _allocator_over(self._lending)
         self._users = 0
-        self._routed = (0, 0)
         self._capturing = False
         self._closed = False
-        self._pool = self._new_pool()
-        self._graph_pools: list[Any] = []
-        self._sentinel: torch.Tensor | None = None
+        self._pool: Pool | None = None
+        self._retired: list[tuple[float, Pool]] = []
+        self._graph_pools: list[Pool] = []
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +82,16 @@ class TorchMemory(Closing):
     def last_denial(self) -> MembrokerError | None:
         """Why torch was last refused memory, or None."""
         return self._lending.last_denial
+
+    @property
+    def refusals(self) -> int:
+        """How often torch was refused memory, although all that could be released was."""
+        return self._lending.refusals
+
+    @property
+    def reclaimed_bytes(self) -> int:
+        """Bytes of torch's cache that refusals have released, in total."""
+        return self._lending.reclaimed_bytes
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's bytes lie in borrowed memory."""
@@ -122,7 +137,7 @@ class TorchMemory(Closing):
         """
         with _routing:
             self._check_open()
-            self._graph_pools.append(self._new_pool())
+            self._graph_pools.append(Pool(self._device, self._allocator))
             with self._unrouted():
                 self._capturing = True
                 try:
@@ -134,14 +149,24 @@ class TorchMemory(Closing):
     def trim(self) -> int:
         """Release all segments without a live tensor, and return how many bytes that was.
 
-        Up to 4 MiB stay lent, and the workspaces of cuBLAS. Waits for the work on the device. For a moment, allocations
-        of other threads are not borrowed, so call it while they make none. Do not call it inside
-        `torch.cuda.use_mem_pool` or a graph capture that was not started by `capture`: torch aborts the process there.
-        Raises `InvalidRequest` during a `capture`, and `ClosedError`.
+        Call it while no other thread allocates. If a tensor that was used on a second stream (`record_stream`) waits to
+        be freed, allocations of other threads are not borrowed for a moment. The workspaces of cuBLAS stay lent, and
+        2 MiB; after several blocks and trims within a second, 2 MiB for each. Waits for the work on the device, so do
+        not call it during a graph capture. Raises `InvalidRequest` during a `capture`, and `ClosedError`.
         """
         with _routing:
             self._check_open()
-            return self._exchange(self._new_pool())
+            before = self._lending.released_bytes
+            self._retire_graph_pools()
+            done = False
+            if self._users and self._pool is not None and self._pool.open():
+                self._release()
+                done = not _tensors_wait()
+            if not done:
+                with self._unrouted():
+                    self._retire()
+                    self._release()
+            return self._lending.released_bytes - before
 
     def close(self) -> None:
         """Release all memory without a live tensor, and end. Idempotent: call it again when the last tensors are gone.
@@ -153,7 +178,14 @@ class TorchMemory(Closing):
             if self._users or self._capturing:
                 raise InvalidRequest("this memory is in use: close it outside of the block")
             self._closed = True
-            self._exchange(None)
+            # Nothing is routed, so no allocation can begin. One that torch is finishing has all of `_release` for it.
+            ended = self._lending.busy_since is None
+            self._retire()
+            self._retire_graph_pools()
+            if not self._graph_pools:
+                # torch never frees them itself. Not in `trim`: a graph, or a kernel of another thread, may use them.
+                torch._C._cuda_clearCublasWorkspaces()
+            self._release(ended)
 
     def __repr__(self) -> str:
         return f"<membroker TorchMemory on {self._device}, {self.lent_bytes} bytes lent{', closed' * self._closed}>"
@@ -164,53 +196,44 @@ class TorchMemory(Closing):
         if self._capturing:
             raise InvalidRequest("a graph is being captured: its memory stays as it is until the block ends")
 
+    def _empty(self) -> bool:
+        """Make torch free what it caches. Called in any thread, amid an allocation: it must not wait for `_routing`."""
+        pool = self._pool
+        if self._capturing:
+            return False
+        if pool is not None:
+            pool.open()
+        torch.cuda.empty_cache()
+        return True
+
     # The pools. `_routing` is held.
 
-    def _exchange(self, pool: Any) -> int:
-        """Replace torch's pool by `pool` (None: by nothing, at the end), and collect what torch frees."""
-        sentinel = self._new_sentinel() if pool is not None else None
-        with self._unrouted():
-            # Mark everything in the old pool as seen, so that the last `collect` notices what is gone.
-            self._lending.collect()
-            old, self._pool = [self._pool], pool
-            if old[0] is not None:
-                _drop(old.pop())
-            self._sentinel = sentinel
-            self._drop_graph_pools()
-            if pool is None and not self._graph_pools:
-                # torch never frees them itself. Not in `trim`: a graph, or a kernel of another thread, may use them.
-                torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.empty_cache()
-        return self._lending.collect()
+    def _release(self, ended: bool = False) -> None:
+        """Release the cached segments of all open pools. `ended`: no allocation is in progress."""
+        quiet_since = self._lending.busy_since or time.monotonic()
+        for one in list(self._retired):
+            if ended or one[0] < quiet_since - _GRACE_SECONDS:
+                one[1].unpin()
+                self._retired.remove(one)
+        self._lending.collect()
+        torch.cuda.empty_cache()
+        self._lending.collect(ended)
 
-    def _new_sentinel(self) -> torch.Tensor | None:
-        """Return a tensor in the old pool, so that torch keeps its table of that pool one trim longer.
+    def _retire(self) -> None:
+        """Open the pool, which is not routed to, and forget it: the next routing gets a new one.
 
-        A thread that is borrowing has released torch's lock in the middle of an allocation, and still uses that table.
-        If there is no room for this tensor, other tensors keep the table.
+        A thread may still be amid an allocation from it, so it keeps its pin for a while: see `_GRACE_SECONDS`.
         """
-        before = self._lending.last_denial
-        try:
-            with ExitStack() as stack:
-                if not self._users:
-                    stack.enter_context(torch.cuda.use_mem_pool(self._pool, self._device))
-                return torch.empty(1, dtype=torch.uint8, device=self._device)
-        except torch.OutOfMemoryError:
-            self._lending.last_denial = before
-            return None
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.retire()
+            self._retired.append((time.monotonic(), pool))
 
-    def _drop_graph_pools(self) -> None:
-        ended = [pool for pool in self._graph_pools if pool.use_count() <= 1]
+    def _retire_graph_pools(self) -> None:
+        ended = [pool for pool in self._graph_pools if not pool.in_a_graph]
         self._graph_pools = [pool for pool in self._graph_pools if pool not in ended]
-        while ended:
-            _drop(ended.pop())
-
-    def _new_pool(self) -> Any:
-        with torch.cuda.device(self._device):
-            pool = torch.cuda.MemPool(self._allocator)
-        # Destroying a pool in the garbage collector, or at interpreter exit, can abort the process: see `_drop`.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
-        return pool
+        for pool in ended:
+            pool.retire()
 
     @contextmanager
     def _unrouted(self) -> Iterator[None]:
@@ -225,31 +248,33 @@ class TorchMemory(Closing):
 
     def _route(self) -> None:
         global _in_use
-        # Not `use_mem_pool`, which routes the calling thread only: a backward pass allocates in autograd's threads.
-        torch._C._cuda_beginAllocateToPool(self._device.index, self._pool.id)
-        self._routed = self._pool.id
+        if self._pool is None or not self._pool.route():
+            self._retire()
+            self._pool = Pool(self._device, self._allocator)
+            self._pool.route()
         _in_use = self
+        before = self._lending.last_denial
+        if not self._pool.pin():
+            self._lending.last_denial = before
 
     def _unroute(self) -> None:
         global _in_use
-        torch._C._cuda_endAllocateToPool(self._device.index, self._routed)
-        torch._C._cuda_releasePool(self._device.index, self._routed)
+        assert self._pool is not None, "allocations are routed"
+        self._pool.unroute()
         _in_use = None
+        if self._pool.is_open:
+            self._retire()
+            self._release()
 
 
 _routing = threading.RLock()
 """Held while routing changes: torch has one routing table for each GPU."""
+_GRACE_SECONDS = 1.0
+"""How long a retired pool is kept for a thread amid an allocation, which may wait for the interpreter's lock before and
+for torch's lock after its call to us. The call itself is seen, and takes as long as it takes."""
 _in_use: TorchMemory | None = None
 _FOREVER: list[Any] = []
 """torch may call an allocator until the process ends."""
-
-
-def _drop(pool: Any) -> None:
-    """Destroy a MemPool. It must not be routed to: torch's destructor asserts that, and aborts the process.
-
-    The caller must keep no reference, not even in a variable.
-    """
-    ctypes.pythonapi.Py_DecRef(ctypes.py_object(pool))
 
 
 def _card_of(model: Model) -> torch.device:
@@ -296,6 +321,12 @@ def _allocator_settings() -> dict[str, Any]:
 def _segments_of_torch() -> set[int]:
     """Return the addresses of all current segments of torch's allocator."""
     return {segment["address"] for segment in torch.cuda.memory_snapshot()}
+
+
+def _tensors_wait() -> bool:
+    """Return whether torch has memory to free that it frees only while nothing is routed: see `record_stream`."""
+    states = {block["state"] for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]}
+    return not states <= {"active_allocated", "inactive"}
 
 
 def _allocator_over(lending: TorchLending) -> Any:

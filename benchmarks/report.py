@@ -1,0 +1,37 @@
+"""What both benchmarks show while they run: progress, and text of a page's width."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+Tell = Callable[[str], None]
+REFRESH_PER_SECOND = 2
+"""Showing progress takes time of the processors that are being measured."""
+
+
+@contextmanager
+def progress(scenes: int) -> Iterator[tuple[Tell, Tell]]:
+    """Yield what shows progress, and the end of each scene: a bar on a terminal, else lines."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda what: print(f"... {what}", file=sys.stderr, flush=True), lambda _: None
+        return
+    columns = (BarColumn(bar_width=20), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, refresh_per_second=REFRESH_PER_SECOND, transient=True) as bar:
+        task = bar.add_task("", total=scenes)
+        yield lambda what: bar.update(task, description=what), lambda _: bar.advance(task)
+
+
+def folded(text: str, width: int = 120) -> str:
+    """Return the text in lines of at most `width` characters."""
+    lines = [""]
+    for word in text.split():
+        if len(lines[-1]) + len(word) >= width:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines)

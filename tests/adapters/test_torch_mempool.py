@@ -1,0 +1,241 @@
+"""`TorchMemory` over the host driver, and a model of torch's pools that fails where torch's C++ asserts.
+
+The rules of the model are those of torch 2.11 and 2.13 (c10/cuda/CUDACachingAllocator.cpp). The real thing is in
+tests/gpu/test_torch_on_gpu.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.support.daemons import Daemon, until
+from tests.support.sizes import MIB
+
+import membroker
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
+memories = pytest.importorskip("membroker.adapters.torch.memory")
+mempools = pytest.importorskip("membroker.adapters.torch.mempool")
+
+
+@dataclass
+class Table:
+    """What torch has of one pool: the uses, and the size of each segment; those without a tensor are cached."""
+
+    uses: int = 1
+    segments: dict[int, int] = field(default_factory=dict)
+    cached: set[int] = field(default_factory=set)
+
+
+class Torch:
+    """The part of torch that the adapter uses."""
+
+    def __init__(self) -> None:
+        self.allocate: Any = None
+        self.tables: dict[tuple[int, int], Table] = {}
+        self.routed: list[tuple[int, int]] = []
+        self.deferred: set[int] = set()
+        self.OutOfMemoryError = torch.OutOfMemoryError
+        self._C = SimpleNamespace(
+            _cuda_beginAllocateToPool=self.begin,
+            _cuda_endAllocateToPool=lambda _, pool: self.routed.remove(pool),
+            _cuda_releasePool=self.release,
+            _cuda_clearCublasWorkspaces=lambda: None,
+        )
+        self.cuda = SimpleNamespace(
+            init=lambda: None,
+            device=lambda _: nullcontext(),
+            MemPool=self.pool,
+            caching_allocator_alloc=lambda size, _: self.malloc(size),
+            caching_allocator_delete=self.free,
+            empty_cache=self.empty_cache,
+            memory_snapshot=self.snapshot,
+        )
+
+    def pool(self, _allocator: object) -> Any:
+        name = (0, len(self.tables) + 1)
+        self.tables[name] = Table()
+        return SimpleNamespace(id=name, use_count=lambda: self.tables[name].uses)
+
+    def begin(self, _device: int, pool: tuple[int, int]) -> None:
+        assert self.tables[pool].uses > 0, "torch asserts this"
+        self.tables[pool].uses += 1
+        self.routed.append(pool)
+
+    def release(self, _device: int, pool: tuple[int, int]) -> None:
+        self.tables[pool].uses -= 1
+        assert self.tables[pool].uses >= 0, "torch asserts this"
+
+    def malloc(self, size: int) -> int:
+        table = self.tables[self.routed[-1]]
+        for address in table.cached:
+            if table.segments[address] >= size:
+                table.cached.remove(address)
+                return address
+        found = self.allocate(max(size, 2 * MIB), 0, None)
+        if found is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        assert table in self.tables.values(), "torch would use a table that it has deleted"
+        table.segments[found] = max(size, 2 * MIB)
+        return int(found)
+
+    def free(self, address: int) -> None:
+        (table,) = (table for table in self.tables.values() if address in table.segments)
+        if address not in self.deferred:
+            table.cached.add(address)
+
+    def empty_cache(self) -> None:
+        if not self.routed:
+            for address in list(self.deferred):
+                self.deferred.remove(address)
+                self.free(address)
+        for name, table in list(self.tables.items()):
+            if table.uses == 0:
+                for address in table.cached:
+                    del table.segments[address]
+                table.cached.clear()
+                if not table.segments:
+                    assert name not in self.routed, "torch asserts a table for each allocation"
+                    del self.tables[name]
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "address": address,
+                "blocks": [{"state": "active_pending_free" if address in self.deferred else "active_allocated"}],
+            }
+            for table in self.tables.values()
+            for address in table.segments
+        ]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Torch:
+    fake = Torch()
+    for module in (memories, mempools):
+        monkeypatch.setattr(module, "torch", fake)
+    monkeypatch.setattr(memories, "_card_of", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(memories, "_settle_allocator", lambda: None)
+    monkeypatch.setattr(memories, "_allocator_over", lambda _: None)
+    return fake
+
+
+@pytest.fixture
+def memory(daemon: Daemon, fake: Torch) -> Iterator[Any]:
+    """A TorchMemory with a limit of 16 MiB; at its end everything has come back."""
+    with membroker.connect(daemon.endpoint()) as client:
+        with memories.TorchMemory(client.register_model("torch", limit="16MiB")) as memory:
+            function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+            fake.allocate = function(memory._lending.allocate_address)
+            yield memory
+        assert memory.lent_bytes == 0
+        assert not fake.tables
+        until(lambda: daemon.books().lent_bytes == 0)
+
+
+def test_a_refusal_releases_the_cache(memory: Any, fake: Torch) -> None:
+    """12 MiB are cached, and 8 are needed. Afterwards the block goes on, and so does the next one."""
+    for _ in range(2):
+        before = memory.reclaimed_bytes
+        with memory.use():
+            fake.free(fake.malloc(10 * MIB))
+            address = fake.malloc(12 * MIB)
+            assert memory.reclaimed_bytes - before == 10 * MIB
+            fake.free(address)
+            assert fake.malloc(12 * MIB) == address, "from the cache"
+            fake.free(address)
+        assert memory.lent_bytes <= 6 * MIB, "this pool cannot be routed to again, so it keeps no cache"
+    assert memory.refusals == 0
+
+
+def test_without_a_refusal_the_cache_stays(memory: Any, fake: Torch) -> None:
+    """A block for each step costs nothing: the pool and its cache are the same in each."""
+    with memory.use():
+        address = fake.malloc(4 * MIB)
+        fake.free(address)
+    with memory.use():
+        assert fake.malloc(4 * MIB) == address
+        fake.empty_cache()
+        fake.free(address)
+    assert len(fake.tables) == 1
+
+
+def test_what_is_needed_is_refused(memory: Any, fake: Torch) -> None:
+    """A refusal that nothing can help reaches the program, with the broker's sentence, and is counted."""
+    addresses = []
+    with memory.use():
+        addresses.append(fake.malloc(10 * MIB))
+    with pytest.raises(torch.OutOfMemoryError) as caught, memory.use():
+        fake.malloc(8 * MIB)
+    assert "may hold 16.0 MiB" in caught.value.__notes__[0]
+    assert (memory.refusals, memory.reclaimed_bytes) == (1, 0)
+    fake.free(addresses[0])
+
+
+def test_without_room_for_the_pin(memory: Any, fake: Torch) -> None:
+    """Without its pin a pool stays closed: torch would delete the table that the routing uses. `trim` helps."""
+    neighbour = memory._lending._model.allocate("16MiB")
+    with memory.use():
+        neighbour.close()
+        fake.free(fake.malloc(14 * MIB))
+        with pytest.raises(torch.OutOfMemoryError):
+            fake.malloc(16 * MIB)
+        assert memory.trim() == 14 * MIB
+        fake.free(fake.malloc(12 * MIB))
+        fake.free(fake.malloc(14 * MIB))
+        assert memory.reclaimed_bytes == 12 * MIB
+
+
+@pytest.mark.parametrize("waiting", [False, True], ids=["the pool stays", "a new pool each time"])
+def test_trim_amid_an_allocation(memory: Any, fake: Torch, waiting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread trims, again and again, while this one is borrowing: torch still has the pool's table."""
+    monkeypatch.setattr(memories, "_GRACE_SECONDS", 600.0)
+    lend = fake.allocate
+    trimmed: list[int] = []
+
+    def allocate(*arguments: Any) -> Any:
+        fake.allocate = lend
+        for address in passed:
+            if waiting:
+                fake.deferred.add(address)
+            else:
+                fake.free(address)
+            thread = threading.Thread(target=lambda: trimmed.append(memory.trim()))
+            thread.start()
+            thread.join()
+        return lend(*arguments)
+
+    with memory.use():
+        passed = [fake.malloc(2 * MIB) for _ in range(3)]
+        fake.allocate = allocate
+        fake.free(fake.malloc(6 * MIB))
+    assert trimmed == [2 * MIB] * 3
+
+
+def test_a_retired_pool_ends(memory: Any, fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that trims in each of many blocks keeps no more than the last pool of it."""
+    monkeypatch.setattr(memories, "_GRACE_SECONDS", -1.0)
+    for _ in range(8):
+        with memory.use():
+            fake.free(fake.malloc(4 * MIB))
+            memory.trim()
+        assert memory.lent_bytes == 0
+        assert not fake.tables
+
+
+def test_trim_frees_what_a_second_stream_used(memory: Any, fake: Torch) -> None:
+    """torch frees those while nothing is routed, so `trim` stops the routing for a moment."""
+    with memory.use():
+        address = fake.malloc(12 * MIB)
+        fake.deferred.add(address)
+        with pytest.raises(torch.OutOfMemoryError):
+            fake.malloc(10 * MIB)
+        assert memory.trim() >= 12 * MIB
+        fake.free(fake.malloc(10 * MIB))

@@ -1,0 +1,76 @@
+"""Shares: the division in whole granules against its definition, and what every division keeps."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.simulation.shares import fill as fill_by_definition
+from tests.support.sizes import MIB
+
+from membrokerd.core import facts as ft
+from membrokerd.core import policy
+from membrokerd.core.admission import Admission
+from membrokerd.core.events import ModelName
+from membrokerd.core.ledger import Ledger
+from membrokerd.core.shares import Item, Shares, fill
+
+GRANULE = 2
+SIZES = st.integers(0, 500).map(lambda size: 2 * size)
+ITEMS = st.builds(
+    lambda weight, low, more: Item(weight, low, low + more), st.sampled_from([0, 1, 1, 2, 3, 1_000]), SIZES, SIZES
+)
+
+
+@given(st.integers(-100, 5_000), st.lists(ITEMS, max_size=12))
+def test_a_division_is_the_defined_one(room: int, items: list[Item]) -> None:
+    """Nothing is given twice, nothing wanted is left over, and each part is the defined one to a granule or two."""
+    sizes = fill(room, items, GRANULE)
+    exact = fill_by_definition(room, items)
+    for size, should, item in zip(sizes, exact, items, strict=True):
+        assert item.low <= size <= item.high
+        assert abs(size - should) <= 2 * GRANULE
+    least, most = sum(item.low for item in items), sum(item.high for item in items)
+    assert sum(sizes) <= max(room, least)
+    assert sum(sizes) > min(room, most) - GRANULE
+
+
+@pytest.mark.parametrize(
+    ("room", "items", "sizes"),
+    [
+        (90, [(1, 0, 100), (2, 0, 100)], [30, 60]),
+        (90, [(1, 0, 100), (1, 0, 20)], [70, 20]),
+        (90, [(1, 50, 100), (1, 0, 100)], [50, 40]),
+        (90, [(0, 0, 100), (1, 0, 60)], [30, 60]),
+        (90, [(0, 0, 100), (0, 0, 100)], [46, 44]),
+        (10, [(1, 30, 100), (1, 0, 100)], [30, 0]),
+        (10, [], []),
+    ],
+)
+def test_divisions(room: int, items: list[tuple[int, int, int]], sizes: list[int]) -> None:
+    """By weight; up to what is wanted; not below what there is; and weight 0 gets what is left."""
+    assert fill(room, [Item(*item) for item in items], GRANULE) == sizes
+
+
+def test_tenants_are_divided_before_their_models() -> None:
+    """A tenant with many models gets no more than one with one; a guarantee is out of the division."""
+    ledger = Ledger({"device": 100 * MIB})
+    rules = policy.Rules(
+        granularity=2 * MIB,
+        capacities={"device": 100 * MIB},
+        limits={("c", None, "device"): 8 * MIB},
+        guarantees={("g", "m", "device"): 12 * MIB},
+    )
+    names = [
+        ModelName("a", "m"),
+        *(ModelName("b", f"m{i}") for i in range(8)),
+        ModelName("c", "m"),
+        ModelName("g", "m"),
+    ]
+    for name in names:
+        ledger.apply(ft.ModelBegan(name, None, {}))
+    shares = Shares(ledger, rules, Admission(ledger, rules)).divide("device", dict.fromkeys(names[:-1], 60 * MIB))
+    assert shares[names[0]] == 40 * MIB
+    assert [shares[name] for name in names[1:9]] == [6 * MIB] * 4 + [4 * MIB] * 4
+    assert (shares[names[9]], shares[names[10]]) == (8 * MIB, 12 * MIB)
+    assert sum(shares.values()) == 100 * MIB

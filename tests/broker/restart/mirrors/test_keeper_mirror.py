@@ -1,0 +1,351 @@
+"""The keeper as the second process with copies of descriptors: it may be killed at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.keepers import Client, Keeper, content_of, memfd
+from tests.support.mirrors import OWNER, end, keeping, keeping_not_long, left_at, play, read, until
+
+from membroker.wire.descriptors import close_all
+from membrokerd.restart import keeper as fdstore
+from membrokerd.restart import keeper_client as mirrors
+from membrokerd.restart.descriptor_store import Kept, Store
+from membrokerd.restart.keeper_client import open_keeper
+from membrokerd.restart.keeper_connection import KeeperConnection, Owned
+
+
+def files_of(pid: int) -> set[str]:
+    """Return the targets of a process's open descriptors. Each pipe and socket has a number of its own."""
+    found = set()
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # the descriptor of this listing itself
+            found.add(os.readlink(f"/proc/{pid}/fd/{number}"))
+    return {name for name in found if not name.startswith("anon_inode:")}
+
+
+def test_a_daemon_finds_what_its_predecessor_kept(path: Path) -> None:
+    """Segments, a worker's pidfd and a driver's descriptor outlive the daemon. The next one lends and gives them up."""
+
+    async def first() -> int:
+        mirror, kept = await open_keeper(path, OWNER)
+        assert kept == Kept()
+        store = Store(mirror)
+        await keeping(store, 0x1F, {extent: b"extent %d" % extent for extent in range(1, 101)})
+        await keeping(store, 2, {200: b"other"})
+        pidfd, watch = os.pidfd_open(os.getpid()), memfd(b"watch")
+        store.keep_process(0xABC, pidfd)
+        store.keep_driver({"watch": watch})
+        close_all([pidfd, watch])
+        await keeping(store, 3, {300: b"the last"})
+        pid = mirror.pid
+        assert pid is not None
+        end(store)
+        return pid
+
+    async def second(pid: int) -> None:
+        mirror, kept = await open_keeper(path, OWNER)
+        assert mirror.pid == pid
+        store = Store(mirror)
+        store.adopt(kept)
+        assert len(store) == 102
+        assert content_of(store.lend(0x1F, [64])[0]) == b"extent 64"
+        assert not select.select([kept.processes[0xABC]], [], [], 0)[0]
+        assert content_of(kept.driver["watch"]) == b"watch"
+        close_all(store.give_up(0x1F))
+        store.forget_process(0xABC)
+        await keeping(store, 4, {400: b"new"})
+        end(store)
+
+    play(second(play(first())))
+
+    async def third() -> None:
+        kept = await left_at(path)
+        assert list(kept.driver) == ["watch"]
+        assert not kept.processes
+        assert read(kept) == {2: {200: b"other"}, 3: {300: b"the last"}, 4: {400: b"new"}}
+
+    play(third())
+
+
+def test_a_daemon_that_fails_at_its_start_leaves_all_or_nothing(path: Path) -> None:
+    """Its port is taken, so it exits before the keeper handles its put. Half of a put would stop every later start."""
+    with Keeper(path) as keeper:
+
+        async def first() -> None:
+            mirror, _ = await open_keeper(path, OWNER)
+            store = Store(mirror)
+            keeper.process.send_signal(signal.SIGSTOP)
+            os.waitpid(keeper.process.pid, os.WUNTRACED)
+            file = memfd(b"")
+            store.keep_driver({"watches": file, "table": file})
+            close_all([*store.close(), file])
+            keeper.process.send_signal(signal.SIGCONT)
+
+        async def second() -> set[str]:
+            kept = await left_at(path)
+            assert read(kept) == {}
+            return set(kept.driver)
+
+        play(first())
+        assert play(second()) in (set(), {"watches", "table"})
+
+
+def test_signals_to_the_daemon_do_not_reach_the_keeper(path: Path) -> None:
+    """Ctrl-C in the daemon's terminal, or the end of its log's reader, does not reach the keeper."""
+
+    async def story() -> None:
+        mirror, _ = await open_keeper(path, OWNER)
+        assert mirror.pid is not None
+        assert os.getsid(mirror.pid) == mirror.pid
+        shared = files_of(mirror.pid) & files_of(os.getpid())
+        assert shared <= {"/dev/null"}
+        mirror.close()
+
+    play(story())
+
+
+def test_a_keeper_is_killed_during_puts(path: Path) -> None:
+    """The keeper is stopped, then killed with 30 packets unanswered.
+
+    The next gets what was there, then those, in order.
+    """
+
+    async def story() -> None:
+        mirror, _ = await open_keeper(path, OWNER)
+        store = Store(mirror)
+        await keeping(store, 1, {extent: b"before %d" % extent for extent in range(1, 201)})
+        store.keep_process(7, store.lend(1, [1])[0])
+        first = mirror.pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)
+        order: list[int] = []
+        puts = []
+        for segment in range(2, 32):
+            put = keeping(store, segment, {segment * 100 + extent: b"%d" % segment for extent in range(5)})
+            put.add_done_callback(lambda _, segment=segment: order.append(segment))
+            puts.append(put)
+        close_all(store.give_up(1, range(1, 101)))
+        assert not any(put.done() for put in puts)
+        os.kill(first, signal.SIGKILL)
+        await asyncio.gather(*puts)
+        assert order == list(range(2, 32))
+        assert mirror.pid not in (None, first)
+        end(store)
+        kept = await left_at(path)
+        assert list(kept.processes) == [7]
+        contents = read(kept)
+        assert contents.pop(1) == {extent: b"before %d" % extent for extent in range(101, 201)}
+        assert contents == {
+            segment: {segment * 100 + extent: b"%d" % segment for extent in range(5)} for segment in range(2, 32)
+        }
+
+    play(story())
+
+
+def test_what_was_dropped_without_a_keeper_is_not_put_again(path: Path) -> None:
+    """A session begins and ends, and a segment is given up, while the keeper is dead: the next one never gets them."""
+
+    async def story() -> None:
+        mirror, _ = await open_keeper(path, OWNER)
+        store = Store(mirror)
+        await keeping(store, 1, {1: b"goes"})
+        await keeping(store, 2, {2: b"stays"})
+        assert mirror.pid is not None
+        os.kill(mirror.pid, signal.SIGSTOP)
+        store.keep_process(5, store.lend(2, [2])[0])
+        store.keep_process(6, store.lend(2, [2])[0])
+        store.forget_process(5)
+        os.kill(mirror.pid, signal.SIGKILL)
+        await until(lambda: mirror.pid is None)
+        close_all(store.give_up(1))
+        await keeping(store, 3, {3: b"later"})
+        end(store)
+        kept = await left_at(path)
+        assert list(kept.processes) == [6]
+        assert read(kept) == {2: {2: b"stays"}, 3: {3: b"later"}}
+
+    play(story())
+
+
+def test_another_daemon_took_the_connection(path: Path) -> None:
+    """The connection is lost but the keeper lives: it is filled again, and drops every other name."""
+
+    async def story() -> None:
+        mirror, _ = await open_keeper(path, OWNER)
+        store = Store(mirror)
+        await keeping(store, 1, {1: b"goes"})
+        await keeping(store, 2, {2: b"stays"})
+        pid = mirror.pid
+        with Client(path) as other:
+            assert other.ask(1, own=OWNER) == {"number": 1}
+            other.put({"segment.9.9": b"another's"})
+            close_all(store.give_up(1))
+        await keeping(store, 3, {3: b"later"})
+        assert mirror.pid == pid
+        end(store)
+        assert read(await left_at(path)) == {2: {2: b"stays"}, 3: {3: b"later"}}
+
+    play(story())
+
+
+def test_no_keeper_can_be_started(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The directory is open to others: puts fail in time and say why, retries slow down, and it recovers by itself."""
+    monkeypatch.setattr(mirrors, "MAX_PAUSE_SECONDS", 0.4)
+
+    def pauses() -> list[float]:
+        return [
+            record.fields["pause_seconds"]  # type: ignore[attr-defined]
+            for record in caplog.records
+            if record.getMessage().startswith("cannot reach or start a keeper of descriptors")
+        ]
+
+    async def story() -> None:
+        mirror, _ = await open_keeper(path, OWNER)
+        store = Store(mirror)
+        await keeping(store, 1, {1: b"stays"})
+        path.parent.chmod(0o755)
+        assert mirror.pid is not None
+        os.kill(mirror.pid, signal.SIGKILL)
+        with pytest.raises(OSError, match="no keeper can be started"):
+            await keeping_not_long(store, 2, {2: b"refused"})
+        assert len(store) == 1
+        await until(lambda: len(pauses()) >= 4)
+        assert pauses()[:4] == [0.1, 0.2, 0.4, 0.4]
+        path.parent.chmod(0o700)
+        await until(lambda: mirror.pid is not None)
+        await keeping(store, 3, {3: b"after"})
+        end(store)
+        assert read(await left_at(path)) == {1: {1: b"stays"}, 3: {3: b"after"}}
+
+    play(story())
+
+
+def test_a_keeper_that_does_not_answer(path: Path) -> None:
+    """The keeper is stopped, not dead: a put fails in time and leaves nothing behind, and the keeper serves again."""
+
+    async def story() -> None:
+        mirror, _ = await open_keeper(path, OWNER)
+        store = Store(mirror)
+        await keeping(store, 1, {1: b"stays"})
+        pid = mirror.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(TimeoutError, match="does not answer"):
+            await keeping_not_long(store, 2, dict.fromkeys(range(1000, 2000), b"refused"))
+        assert mirror.pid is None, "it would be sent the rest of the put, whose copies are closed"
+        os.kill(pid, signal.SIGCONT)
+        await until(lambda: mirror.pid is not None)
+        await keeping(store, 3, {3: b"after"})
+        assert mirror.pid == pid
+        end(store)
+        assert read(await left_at(path)) == {1: {1: b"stays"}, 3: {3: b"after"}}
+
+    play(story())
+
+
+def test_a_full_keeper_keeps_no_part_of_a_segment(path: Path) -> None:
+    """Two packets fit and the third does not: the segment is refused, and what was put of it is dropped."""
+
+    async def story() -> None:
+        mirror, _ = await open_keeper(path, OWNER)
+        store = Store(mirror)
+        await keeping(store, 1, {1: b"stays"})
+        with pytest.raises(OSError, match="it has 129 descriptors and may have 150"):
+            await keeping(store, 2, dict.fromkeys(range(1000, 1190), b"refused"))
+        assert len(store) == 1
+        await keeping(store, 3, dict.fromkeys(range(2000, 2149), b"as many as fit"))
+        close_all(store.give_up(3))
+        await keeping(store, 4, {4: b"after"})
+        end(store)
+        assert read(await left_at(path)) == {1: {1: b"stays"}, 4: {4: b"after"}}
+
+    with Keeper(path, fdstore.RESERVED + 150):
+        play(story())
+
+
+def test_names_that_no_broker_uses_are_dropped(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Names of another version, or of no version: the daemon logs them and the keeper drops them."""
+    names = ["junk", "segment.0.1", "segment.01.2", "segment.1.2.3", "segment.1.G", "process.A", "driver."]
+
+    async def story() -> None:
+        for _ in range(2):
+            assert read(await left_at(path)) == {1: {2: b"segment.1.2"}}
+
+    with Keeper(path):
+        with Client(path) as client:
+            client.put({name: name.encode() for name in [*names, "segment.1.2"]})
+        play(story())
+    said = [record.fields for record in caplog.records if "whose names no broker uses" in record.getMessage()]  # type: ignore[attr-defined]
+    assert said == [{"names": names}]
+
+
+def test_the_daemon_stops_during_puts(path: Path) -> None:
+    """The put fails exactly once, and the caller owns its descriptors again."""
+
+    async def story() -> None:
+        mirror, _ = await open_keeper(path, OWNER)
+        store = Store(mirror)
+        assert mirror.pid is not None
+        os.kill(mirror.pid, signal.SIGSTOP)
+        put = keeping(store, 1, {1: b"late"})
+        os.kill(mirror.pid, signal.SIGCONT)
+        end(store)
+        with pytest.raises(ConnectionError, match="the broker is stopping"):
+            await put
+
+    play(story())
+
+
+def test_a_keeper_of_another_device_is_refused_at_once(path: Path) -> None:
+    """Two daemons have one keeper_socket: the second is told what to do, and the first stays connected."""
+
+    async def story() -> None:
+        mirror, _ = await open_keeper(path, OWNER)
+        store = Store(mirror)
+        await keeping(store, 1, {1: b"the first one's"})
+        with pytest.raises(Owned, match=rf"keeps the descriptors of {OWNER}: give each device a keeper"):
+            await open_keeper(path, "/run/membroker/host-1")
+        await keeping(store, 2, {2: b"more"})
+        end(store)
+        with pytest.raises(Owned):
+            await open_keeper(path, "/run/membroker/host-1")
+        assert read(await left_at(path)) == {1: {1: b"the first one's"}, 2: {2: b"more"}}
+
+    play(story())
+
+
+def test_a_keeper_that_an_older_daemon_started(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper does not know owners and serves the newest connection: an upgrade finds its predecessor's segments."""
+
+    async def story() -> None:
+        with Client(path) as older:
+            older.put({"segment.1.1": b"kept"})
+        assert read(await left_at(path)) == {1: {1: b"kept"}}
+
+    with Keeper(path):
+        # An unknown request is refused with an error without an owner, as in every version.
+        line_ask = KeeperConnection.ask
+
+        def ask(line: Any, message: Any, descriptors: Any = ()) -> Any:
+            return line_ask(line, {"unknown": 1} if "own" in message else message, descriptors)
+
+        monkeypatch.setattr(KeeperConnection, "ask", ask)
+        play(story())
+
+
+def test_an_open_directory_is_an_error_of_the_daemon(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon's error includes the keeper's own complaint."""
+    monkeypatch.setattr(mirrors, "FIRST_PAUSE_SECONDS", 0.0)
+    path.parent.chmod(0o750)
+    with pytest.raises(OSError, match=r"membroker-fdstore: cannot listen at .* is not this user's alone"):
+        play(open_keeper(path, OWNER))

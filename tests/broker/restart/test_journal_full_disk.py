@@ -1,0 +1,218 @@
+"""The journal on a full disk: releases are still written, and nothing is lent that is not recorded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.journals import BEGAN, BINDING, STEPS, read, steps
+
+from membrokerd.restart.journal import Journal
+
+_FULL = """
+import os, resource, sys
+from pathlib import Path
+from membrokerd.core import facts as ft
+from membrokerd.restart.journal import RESERVE_BYTES, Binding, Journal
+
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+path = Path(sys.argv[1])
+journal = Journal(path, Binding("boot-1", "GPU-1"))
+journal.begin([])
+number = 0
+
+def append():
+    global number
+    number += 1
+    return journal.append([ft.SessionMoved(number, "x" * 1_000, 0)])
+
+def size():
+    return len(path.read_bytes().rstrip(b"\\0"))
+"""
+
+
+def child(path: Path, script: str) -> int:
+    """Run a daemon with a limit on the size of its files, and return how many steps it took."""
+    done = subprocess.run([sys.executable, "-c", _FULL + script, path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+def test_releases_are_written_on_a_full_disk(path: Path) -> None:
+    """The disk is full, the reserve is left: that is reported at once, and a megabyte of credits is still written."""
+    script = """
+limit(path.stat().st_size)
+while not journal.full:
+    assert append()
+full_at = size()
+assert journal.full and path.stat().st_size - full_at > RESERVE_BYTES * 0.99
+while size() < full_at + RESERVE_BYTES * 0.9:
+    assert append() and journal.full
+print(number, flush=True)
+os._exit(0)
+"""
+    assert read(path) == ([], [])
+    count = child(path, script)
+    assert count > 1_900
+    assert read(path) == (steps(count), [])
+
+
+def test_pending_records_are_written_when_there_is_room(path: Path) -> None:
+    """Even the reserve is used up: later steps are kept in order, and written when there is room again."""
+    script = """
+limit(path.stat().st_size)
+while append():
+    pass
+assert journal.full
+for _ in range(50):
+    assert not append() and journal.full
+assert not journal.append(()) and journal.full
+limit(resource.RLIM_INFINITY)
+assert journal.append(()) and not journal.full
+assert append() and not journal.full
+print(number, flush=True)
+os._exit(0)
+"""
+    count = child(path, script)
+    assert read(path) == (steps(count), [])
+
+
+def test_a_disk_that_fails_every_write(path: Path) -> None:
+    """There is a reserve, but no write succeeds: no debit is made. A compaction then writes everything."""
+    script = """
+assert append()
+limit(size() + 100)
+for _ in range(9):
+    assert not append() and journal.full
+limit(resource.RLIM_INFINITY)
+journal.begin([ft.SessionMoved(done, "x" * 1_000, 0) for done in range(1, number + 1)])
+assert not journal.full and append()
+print(number, flush=True)
+"""
+    assert child(path, script) == 11
+    assert read(path) == (steps(11), [])
+
+
+def test_a_daemon_that_dies_with_a_full_disk(path: Path) -> None:
+    """A partial write looks like a record that was cut short: the steps before it are read."""
+    script = """
+limit(path.stat().st_size)
+while append():
+    pass
+append()
+print(number, flush=True)
+os._exit(0)
+"""
+    count = child(path, script)
+    facts, (sentence,) = read(path)
+    assert facts == steps(count - 2)
+    assert "is incomplete" in sentence
+
+
+def test_a_compaction_without_room_leaves_the_journal(path: Path) -> None:
+    """No room for the story or for its reserve: the old file stays, and the compaction is tried again later."""
+    script = """
+journal.close()
+journal = Journal(path, Binding("boot-1", "GPU-1"), compact_bytes=10_000)
+journal.begin([])
+limit(path.stat().st_size)
+descriptors = len(os.listdir("/proc/self/fd"))
+for count in (300_000, 80_000):
+    while not journal.due:
+        assert append() and not journal.full
+    try:
+        journal.begin([ft.SessionEnded(1, 0)] * count)
+    except OSError:
+        assert not journal.due
+    else:
+        raise AssertionError("there was room")
+    assert list(path.parent.iterdir()) == [path]
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+assert append() and not journal.full
+print(number, flush=True)
+"""
+    count = child(path, script)
+    assert 20 < count < 30
+    assert read(path) == (steps(count), [])
+
+
+def test_a_new_file_without_a_reserve(path: Path) -> None:
+    """A successor on a full disk has its books, and lends nothing until there is room. The books must be complete."""
+    script = """
+journal.close()
+limit(RESERVE_BYTES)
+journal = Journal(path, Binding("boot-1", "GPU-1"))
+try:
+    journal.begin([ft.SessionEnded(1, 0)] * 300_000)
+except OSError:
+    assert journal.read(list) == ([], [])
+else:
+    raise AssertionError("there was room")
+journal.begin([])
+assert journal.full
+assert append() and journal.full
+limit(resource.RLIM_INFINITY)
+assert append() and not journal.full
+print(number, flush=True)
+"""
+    assert child(path, script) == 2
+    assert read(path) == (steps(2), [])
+
+
+def test_room_that_a_compaction_makes_is_used_at_once(path: Path) -> None:
+    """A full file that may not grow is compacted: the next request is admitted at once, without another event."""
+    script = """
+import asyncio
+from membrokerd.core import events as ev, policy
+from membrokerd.core.machine import Broker
+from membrokerd.loop import Loop
+from membrokerd.restart.descriptor_store import Store
+from membrokerd.writer import Writer
+
+async def main():
+    journal.close()
+    fresh = Journal(path, Binding("boot-1", "GPU-1"), compact_bytes=RESERVE_BYTES + 2_000)
+    fresh.begin([])
+    limit(path.stat().st_size + 100_000)
+    broker = Broker(policy.Rules(2, {"device": 64}, max_sessions_per_process=100), epoch=1)
+    loop = Loop(broker, None, Store(), 1.0, writer=Writer(broker, fresh))
+
+    def come():
+        loop.ask(lambda call: ev.OpenSession(call, "t", 1, 1, "p", False, "x" * 1_000), lambda answer: None)
+
+    def go():
+        session = next(iter(broker.ledger.sessions))
+        loop.ask(lambda call: ev.Goodbye(call, session, 1), lambda answer: None)
+
+    for _ in range(50):
+        come()
+    while not broker.cannot_write:
+        go()
+        come()
+    while fresh.full:
+        go()
+    loop.tell(ev.Elapsed())
+    print(len(broker.cannot_write))
+
+asyncio.run(main())
+"""
+    assert child(path, script) == 0
+
+
+def test_nothing_stays_open(path: Path) -> None:
+    """A journal has one descriptor, which programs that the daemon starts do not inherit."""
+    before = set(os.listdir("/proc/self/fd"))
+    journal = Journal(path, BINDING)
+    assert journal.read(list) == ([], [])
+    for _ in range(5):
+        journal.begin(BEGAN)
+        journal.append(STEPS[0])
+    (descriptor,) = [fd for fd in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{fd}") == str(path)]
+    assert not os.get_inheritable(int(descriptor))
+    journal.close()
+    journal.close()
+    assert set(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,144 @@
+"""When unaccounted memory rises, the loop asks the driver for processes and logs the suspects."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+from tests.support.loop_world import World, play
+from tests.support.sizes import MIB
+
+from membroker.v1 import admin_pb2
+from membroker.vmm import DriverError
+from membrokerd.core.denied import Reason
+from membrokerd.edge.convert import Refused
+from membrokerd.edge.rpc.admin_service import AdminService
+
+
+def named(story: Callable[[World], Awaitable[None]], caplog: pytest.LogCaptureFixture, context_bytes: int) -> list[Any]:
+    """Tell a story and return the warnings that came of it, as (event, fields)."""
+    with caplog.at_level(logging.WARNING, logger="membrokerd"):
+        play(story, context_bytes=context_bytes)
+    return [(record.getMessage(), getattr(record, "fields", {})) for record in caplog.records]
+
+
+async def rise(world: World) -> None:
+    """Somebody takes 32 MiB of the device, and the driver is asked who."""
+    await world.audit()
+    await world.audit()
+    world.driver.stranger_bytes = 32 * MIB
+    await world.until(lambda: bool(world.driver.asked_on))
+    await world.look()
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon's log comes to pytest's."""
+    monkeypatch.setattr(logging.getLogger("membrokerd"), "propagate", True)
+
+
+@pytest.mark.usefixtures("heard")
+def test_the_largest_suspects_are_named_and_no_more_than_eight(caplog: pytest.LogCaptureFixture) -> None:
+    """A machine of many processes: the log names the first of them. A process with only a context is not a suspect."""
+
+    async def story(world: World) -> None:
+        world.driver.shown = [(100 + number, number * 100 * MIB) for number in range(20)]
+        await rise(world)
+        assert world.driver.asked_on == ["membrokerd-driver"]
+
+    said = named(story, caplog, context_bytes=500 * MIB)
+    assert {event for event, _ in said} == {"a process uses more of the device than it is charged"}
+    assert [fields["pid"] for _, fields in said] == [*range(119, 111, -1)]
+    assert said[0][1] == {
+        "pid": 119,
+        "command": said[0][1]["command"],
+        "uses": "1.9 GiB",
+        "charged": "0 B",
+        "segments": "0 B",
+        "sessions": "none",
+        "models": "none",
+    }
+
+
+@pytest.mark.usefixtures("heard")
+@pytest.mark.parametrize(("uses", "lines"), [([20], 1), ([], 1), ([20, 20], 0), ([600], 0)])
+def test_a_rise_that_nobody_shows_is_said_and_one_of_contexts_is_not(
+    caplog: pytest.LogCaptureFixture, uses: list[int], lines: int
+) -> None:
+    """32 MiB more are in use. A process with only a context is not a suspect, but its context may be the reason."""
+
+    async def story(world: World) -> None:
+        world.driver.shown = [(1 << 22 | number, size * MIB) for number, size in enumerate(uses)]
+        await rise(world)
+
+    said = named(story, caplog, context_bytes=600 * MIB)
+    assert len(said) == lines
+    for event, fields in said:
+        assert "no process can be named" in event
+        assert fields == {"risen": "32.0 MiB", "unaccounted": "32.0 MiB"}
+
+
+@pytest.mark.usefixtures("heard")
+@pytest.mark.parametrize(
+    ("failure", "event"),
+    [
+        (DriverError("nvmlDeviceGetComputeRunningProcesses", "NVML_ERROR_NOT_SUPPORTED", 3), "the driver does not say"),
+        (ValueError("a defect"), "a fault of the broker"),
+    ],
+)
+def test_a_driver_that_cannot_list_processes_is_told_and_serves_on(
+    caplog: pytest.LogCaptureFixture, failure: Exception, event: str
+) -> None:
+    async def story(world: World) -> None:
+        world.driver.shown = failure
+        await rise(world)
+        session = await world.open()
+        assert (await world.allocate(session, count=8)).count == 8
+        await world.give_back(session)
+
+    ((said, fields),) = named(story, caplog, context_bytes=0)
+    assert said.startswith(event)
+    assert str(failure) in fields["error"]
+
+
+def ask_who(world: World) -> asyncio.Task[Any]:
+    """Ask as an operator does."""
+    service = AdminService(world.loop, cast(Any, None), frozenset, lambda: None, cast(Any, None))
+    return asyncio.create_task(service.ListProcesses(admin_pb2.ListProcessesRequest(), None))
+
+
+@pytest.mark.usefixtures("heard")
+def test_an_operator_is_told_why_the_driver_names_nobody() -> None:
+    """No processes and no answer are two things."""
+
+    async def story(world: World) -> None:
+        assert not (await ask_who(world)).processes
+        world.driver.shown = DriverError("scandir", "EMFILE", errno.EMFILE)
+        with pytest.raises(Refused) as refused:
+            await ask_who(world)
+        assert refused.value.denied.reason is Reason.DRIVER_FAILED
+        assert "EMFILE" in str(refused.value.denied.numbers["driver_says"])
+
+    play(story)
+
+
+def test_an_operator_that_leaves_before_the_driver_answers_harms_nothing() -> None:
+    """Ctrl-C while the driver is asked: its answer comes and is nobody's."""
+
+    async def story(world: World) -> None:
+        faults: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
+        world.driver.go_on.clear()
+        asked = ask_who(world)
+        await world.until(lambda: bool(world.driver.asked_on))
+        asked.cancel()
+        await asyncio.wait([asked])
+        world.driver.go_on.set()
+        await world.look()
+        assert faults == []
+
+    play(story)

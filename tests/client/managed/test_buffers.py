@@ -1,0 +1,243 @@
+"""Buffers of managed memory on the fake GPU, and the examples of docs/managed.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.support.daemons import running
+from tests.support.sizes import MIB
+
+from membroker.errors import InvalidRequest
+from membroker.managed.hints import (
+    UnifiedBuffer,
+)
+from membroker.vmm import Driver
+
+PAGE = Path(__file__).parents[3] / "docs" / "managed.md"
+Run = Callable[..., str]
+
+
+def test_a_buffer_is_read_and_written_by_the_processor(run: Run) -> None:
+    """The size is in bytes and as asked; an array over the view is an array over the memory."""
+    run("""
+        import numpy
+        with UnifiedBuffer(driver, "1MiB") as buffer:
+            assert (buffer.size, buffer.closed, buffer.driver) == (MIB, False, driver)
+            array = numpy.frombuffer(buffer.view(), "float32")
+            array[:] = 3.0
+            assert bytes(buffer.view()[-4:]) == numpy.float32(3).tobytes()
+            assert ctypes.string_at(buffer.address, 4) == numpy.float32(3).tobytes()
+            assert len(buffer.view()) == MIB
+            interface = buffer.__cuda_array_interface__
+            assert interface == {"shape": (MIB,), "typestr": "|u1", "data": (buffer.address, False), "version": 3}
+            del array
+    """)
+
+
+def test_close_waits_for_the_work_and_frees_once(run: Run) -> None:
+    """A kernel may still read the pages that were prefetched for it."""
+    run("""
+        buffer = UnifiedBuffer(driver, MIB)
+        assert f"at {buffer.address:#x}" in repr(buffer)
+        ManagedMemoryHints.from_unified(buffer).prefetch_to(0)
+        buffer.close()
+        buffer.close()
+        assert buffer.closed and "closed" in repr(buffer)
+        assert asked()[-3:] == [f"cuMemPrefetchAsync_v2 +0 {MIB} 0 default", "cuCtxSynchronize", "cuMemFree"]
+    """)
+
+
+def test_a_closed_buffer_refuses(run: Run) -> None:
+    """Its address may be another allocation's by now: hints that were made before the end raise as well."""
+    run("""
+        with UnifiedBuffer(driver, MIB) as buffer:
+            hints = ManagedMemoryHints.from_unified(buffer)
+        before = asked()
+        for use in (
+            lambda: buffer.address,
+            lambda: buffer.__cuda_array_interface__,
+            buffer.view,
+            lambda: ManagedMemoryHints.from_unified(buffer),
+            hints.set_read_mostly,
+            lambda: hints.prefetch_to(0),
+            lambda: hints.apply_policy(MigrationPolicy.PreferHost),
+        ):
+            with pytest.raises(ClosedError, match="closed"):
+                use()
+        assert asked() == before
+    """)
+
+
+def test_a_living_view_keeps_the_memory(run: Run) -> None:
+    """An array that leaves the block is good until it dies, in whatever thread: then the memory goes, once."""
+    run("""
+        with UnifiedBuffer(driver, MIB) as buffer:
+            kept = [buffer.view()[:4]]
+            kept[0][:] = b"left"
+        assert buffer.closed
+        assert asked().count("cuMemFree") == 0
+        assert bytes(kept[0]) == b"left"
+        thread = threading.Thread(target=kept.clear)
+        thread.start(); thread.join()
+        assert asked()[-2:] == ["cuCtxSynchronize", "cuMemFree"]
+        assert asked().count("cuMemFree") == 1
+    """)
+
+
+def test_a_call_under_way_holds_off_the_end(run: Run) -> None:
+    """One thread closes while another is about to prefetch by the address."""
+    run("""
+        buffer = UnifiedBuffer(driver, MIB)
+        entered, leave = threading.Event(), threading.Event()
+        def use():
+            with buffer.in_use():
+                entered.set()
+                leave.wait(60)
+        thread = threading.Thread(target=use)
+        thread.start()
+        assert entered.wait(60)
+        buffer.close()
+        assert asked().count("cuMemFree") == 0
+        with pytest.raises(ClosedError):
+            buffer.view()
+        assert asked().count("cuMemFree") == 0
+        leave.set(); thread.join()
+        assert asked().count("cuMemFree") == 1
+    """)
+
+
+def test_many_threads_close_and_one_frees(run: Run) -> None:
+    """Closers and users of one buffer at the same time, a hundred times: freed once each, and never in use."""
+    run("""
+        import sys
+        sys.setswitchinterval(1e-6)
+        for _ in range(100):
+            buffer = UnifiedBuffer(driver, 4096)
+            hints = ManagedMemoryHints.from_unified(buffer)
+            failures = []
+            def use():
+                try:
+                    hints.set_read_mostly()
+                except ClosedError:
+                    pass
+                except Exception as error:
+                    failures.append(error)
+            threads = [threading.Thread(target=work) for work in (use, buffer.close, use, buffer.close)]
+            [thread.start() for thread in threads]
+            [thread.join() for thread in threads]
+            assert not failures, failures
+            assert asked().count("cuMemFree") == asked().count("cuMemAllocManaged 4096")
+    """)
+
+
+def test_a_forgotten_buffer_is_freed(run: Run) -> None:
+    run("""
+        buffer = UnifiedBuffer(driver, MIB)
+        view = buffer.view()
+        del buffer
+        gc.collect()
+        assert asked().count("cuMemFree") == 0
+        del view
+        gc.collect()
+        assert asked().count("cuMemFree") == 1
+    """)
+
+
+def test_after_a_fork_the_childs_buffer_raises_and_frees_nothing(run: Run) -> None:
+    """CUDA does not survive a fork, and the pages are not inherited: even the view of them would fault."""
+    run("""
+        buffer = UnifiedBuffer(driver, MIB)
+        hints = ManagedMemoryHints.from_unified(buffer)
+        child = os.fork()
+        if child == 0:
+            try:
+                assert buffer.closed
+                for use in (buffer.view, lambda: buffer.address, hints.set_read_mostly):
+                    with pytest.raises(ClosedError, match="forked"):
+                        use()
+                buffer.close()
+                assert "cuMemFree" not in asked()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        buffer.view()[:1] = b"x"
+        buffer.close()
+    """)
+
+
+@pytest.mark.parametrize("size", [0, -1, "", "no", 1 << 63, None, 1.5, True])
+def test_a_buffer_of_no_size_is_refused(host: Driver, size: int) -> None:
+    """Before the driver is looked at: it is the program that is wrong, on any machine."""
+    with pytest.raises(InvalidRequest, match="a managed buffer"):
+        UnifiedBuffer(host, size)
+
+
+def test_a_device_without_managed_memory_says_so(run: Run) -> None:
+    code = """
+        with pytest.raises(ManagedMemoryUnavailable, match="device 0 has no managed memory"):
+            UnifiedBuffer(driver, MIB)
+        assert asked() == []
+    """
+    run(code, FAKE_CUDA_LACKS="83")
+
+
+def test_a_buffer_that_cannot_be_had_leaves_nothing(run: Run) -> None:
+    run("""
+        with pytest.raises(DeviceFailure, match="cuMemAllocManaged failed: CUDA_ERROR_OUT_OF_MEMORY"):
+            UnifiedBuffer(driver, "1TiB")
+        gc.collect()
+        assert asked() == []
+    """)
+
+
+def test_a_driver_that_is_closed_first_is_said(run: Run) -> None:
+    """The wrong order at the end of a program: the memory went with the context, and the error says what is closed."""
+    run("""
+        buffer = UnifiedBuffer(driver, MIB)
+        driver.close()
+        with pytest.raises(DeviceFailure, match="this driver is closed"):
+            buffer.close()
+    """)
+
+
+# The page
+
+
+def blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_pages_example_runs_on_a_card(run: Run) -> None:
+    """The first block, as its reader would run it where there is a GPU."""
+    assert run(blocks()[0]).splitlines() == ["b'weights' at the host", "queued 2"]
+
+
+def test_the_pages_worker_says_a_plain_sentence_on_the_host_driver() -> None:
+    """The second block is a worker at a real daemon: declared and charged first, nothing left where there is no GPU."""
+    with running() as daemon:
+        done = subprocess.run(
+            [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", "-c", blocks()[1]],
+            env={**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        charged, sentence, left = done.stdout.splitlines()
+        assert (charged, left) == (f"charged {16 * MIB}", "charged 0")
+        assert sentence.startswith("managed memory needs a GPU, and this is the host driver")
+
+
+def test_the_page_says_where_it_leads() -> None:
+    """Each link of the page leads to a file."""
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", PAGE.read_text())
+    assert links
+    assert [link for link in links if "://" not in link and not (PAGE.parent / link).exists()] == []

@@ -1,0 +1,362 @@
+"""Hints and plans for managed memory, on the real cuda-bindings over the fake GPU.
+
+The fake keeps each page's advice as a GPU does, so the tests read back what was advised. What it cannot show (pages
+that move, kernels that read them) is in tests/gpu. tests/docs/migrating_tests.md maps oxicuda-memory's tests to these.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+
+import pytest
+
+Run = Callable[..., str]
+
+_BINDINGS = {
+    12: """
+        if not hasattr(bindings, "cuMemAdvise_v2"):
+            bindings.cuMemAdvise_v2, bindings.cuMemPrefetchAsync_v2 = bindings.cuMemAdvise, bindings.cuMemPrefetchAsync
+            u64 = ctypes.c_ulonglong
+            def cuMemAdvise(address, size, advice, device):
+                return (bindings.CUresult(fake.cuMemAdvise(u64(address), u64(size), int(advice), int(device))),)
+            def cuMemPrefetchAsync(address, size, device, stream):
+                return (bindings.CUresult(fake.cuMemPrefetchAsync(u64(address), u64(size), int(device), u64(stream))),)
+            bindings.cuMemAdvise, bindings.cuMemPrefetchAsync = cuMemAdvise, cuMemPrefetchAsync
+    """,
+    13: """
+        if hasattr(bindings, "cuMemAdvise_v2"):
+            bindings.cuMemAdvise, bindings.cuMemPrefetchAsync = bindings.cuMemAdvise_v2, bindings.cuMemPrefetchAsync_v2
+            del bindings.cuMemAdvise_v2, bindings.cuMemPrefetchAsync_v2
+    """,
+}
+"""Makes the installed bindings' functions those of this version: the arguments that changed, and the names."""
+
+
+_FORMS = {
+    "13": (13, "13000", "_v2"),
+    "12": (12, "13000", "_v2"),
+    "12 on a driver of 12.1": (12, "12010", ""),
+}
+
+
+@pytest.mark.parametrize(("version", "driver", "suffix"), _FORMS.values(), ids=_FORMS.keys())
+def test_every_hint_arrives_by_every_form_of_the_calls(run: Run, version: int, driver: str, suffix: str) -> None:
+    """CUDA 12.2 changed a device's number into a location, and 13 gave the new form the old name.
+
+    A binding called with the other's arguments would advise about a device that nobody named, or crash.
+    """
+    code = f"""
+        with UnifiedBuffer(driver, MIB) as buffer:
+            hints = ManagedMemoryHints.from_unified(buffer)
+            at = buffer.address, buffer.size
+            hints.set_read_mostly()
+            hints.set_preferred_location(1)
+            hints.set_accessed_by(0)
+            hints.set_accessed_by("host")
+            assert attribute("READ_MOSTLY", *at) == 1
+            assert attribute("PREFERRED_LOCATION", *at) == 1
+            assert attribute("ACCESSED_BY", *at) == [HOST, 0]
+            hints.set_preferred_location("host")
+            assert attribute("PREFERRED_LOCATION", *at) == HOST
+            hints.unset_read_mostly()
+            hints.unset_preferred_location()
+            hints.unset_accessed_by("host")
+            assert attribute("READ_MOSTLY", *at) == 0
+            assert attribute("PREFERRED_LOCATION", *at) == NOWHERE
+            assert attribute("ACCESSED_BY", *at) == [0, NOWHERE]
+            assert attribute("LAST_PREFETCH_LOCATION", *at) == NOWHERE
+            hints.prefetch_to(1)
+            assert attribute("LAST_PREFETCH_LOCATION", *at) == 1
+            hints.prefetch_to("host")
+            assert attribute("LAST_PREFETCH_LOCATION", *at) == HOST
+        calls = [line.split()[0] for line in asked() if "Advise" in line or "Prefetch" in line]
+        assert calls == ["cuMemAdvise{suffix}"] * 8 + ["cuMemPrefetchAsync{suffix}"] * 2, calls
+    """
+    form = textwrap.dedent(_BINDINGS[version])
+    run(form + textwrap.dedent(code), FAKE_CUDA_DEVICES="2", FAKE_CUDA_VERSION=driver)
+
+
+def test_prefer_device_honours_its_ordinal(run: Run) -> None:
+    """A driver of device 0 advises for device 1: the seed preferred the device it was called with."""
+    code = """
+        with UnifiedBuffer(driver, MIB) as buffer:
+            hints = ManagedMemoryHints.from_unified(buffer)
+            for ordinal in (1, 0):
+                hints.apply_policy(MigrationPolicy.PreferDevice(ordinal))
+                assert attribute("PREFERRED_LOCATION", buffer.address, MIB) == ordinal
+            apply_migration_policy(driver, buffer.address, MIB, MigrationPolicy.PreferDevice(1))
+            assert attribute("PREFERRED_LOCATION", buffer.address, MIB) == 1
+    """
+    run(code, FAKE_CUDA_DEVICES="2")
+
+
+def test_prefer_host_means_the_host(run: Run) -> None:
+    run("""
+        with UnifiedBuffer(driver, MIB) as buffer:
+            ManagedMemoryHints.from_unified(buffer).apply_policy(MigrationPolicy.PreferHost)
+            assert attribute("PREFERRED_LOCATION", buffer.address, MIB) == HOST
+    """)
+
+
+def test_a_policy_adds_and_the_default_takes_nothing_back(run: Run) -> None:
+    run("""
+        with UnifiedBuffer(driver, MIB) as buffer:
+            hints = ManagedMemoryHints.from_unified(buffer)
+            hints.apply_policy(MigrationPolicy.ReadMostly)
+            hints.apply_policy(MigrationPolicy.PreferHost)
+            before = asked()
+            hints.apply_policy(MigrationPolicy.Default)
+            assert asked() == before
+            assert attribute("READ_MOSTLY", buffer.address, MIB) == 1
+            assert attribute("PREFERRED_LOCATION", buffer.address, MIB) == HOST
+    """)
+
+
+def test_hints_know_their_range(run: Run) -> None:
+    """An address of somebody else's is taken as it is, and nothing is asked about it before the first hint."""
+    run("""
+        hints = ManagedMemoryHints.for_buffer(driver, 0x1000, 4096)
+        assert (hints.address, hints.size) == (0x1000, 4096)
+        other = ManagedMemoryHints.for_buffer(driver, 0xDEAD, "512B")
+        assert (other.address, other.size) == (0xDEAD, 512)
+        assert asked() == []
+    """)
+
+
+def test_memory_that_is_not_managed_is_refused_with_the_drivers_word(run: Run) -> None:
+    run("""
+        hints = ManagedMemoryHints.for_buffer(driver, 0x1000, 4096)
+        for hint in (hints.set_read_mostly, lambda: hints.prefetch_to(0)):
+            with pytest.raises(DeviceFailure, match=r"cuMem.* failed: CUDA_ERROR_INVALID_VALUE"):
+                hint()
+    """)
+
+
+def test_hints_about_a_part_leave_the_rest(run: Run) -> None:
+    """A framework's managed allocation of which one tensor is to stay on the host."""
+    run("""
+        with UnifiedBuffer(driver, 4 * MIB) as buffer:
+            part = ManagedMemoryHints.for_buffer(driver, buffer.address + MIB, MIB)
+            part.set_preferred_location("host")
+            assert attribute("PREFERRED_LOCATION", buffer.address + MIB, MIB) == HOST
+            assert attribute("PREFERRED_LOCATION", buffer.address, MIB) == NOWHERE
+            assert attribute("PREFERRED_LOCATION", buffer.address + 2 * MIB, 2 * MIB) == NOWHERE
+    """)
+
+
+def test_a_part_is_prefetched(run: Run) -> None:
+    run("""
+        with UnifiedBuffer(driver, 4 * MIB) as buffer:
+            hints = ManagedMemoryHints.from_unified(buffer)
+            hints.prefetch_range("1MiB", 2 * MIB, 0)
+            hints.prefetch_range(4 * MIB - 1, 1, "host")
+            assert attribute("LAST_PREFETCH_LOCATION", buffer.address + MIB, 2 * MIB) == 0
+            assert attribute("LAST_PREFETCH_LOCATION", buffer.address, MIB) == NOWHERE
+            assert attribute("LAST_PREFETCH_LOCATION", buffer.address + 4 * MIB - 1, 1) == HOST
+    """)
+
+
+def test_no_bytes_are_not_prefetched(run: Run) -> None:
+    run("""
+        with UnifiedBuffer(driver, MIB) as buffer:
+            with pytest.raises(InvalidRequest, match="at least 1"):
+                ManagedMemoryHints.from_unified(buffer).prefetch_range(0, 0, 0)
+            assert asked() == [f"cuMemAllocManaged {MIB}"]
+    """)
+
+
+def test_a_part_outside_is_refused(run: Run) -> None:
+    """Also where the sum of both would be a small number again in 64 bits."""
+    run("""
+        with UnifiedBuffer(driver, 4096) as buffer:
+            hints = ManagedMemoryHints.from_unified(buffer)
+            high = (1 << 63) - 1
+            for offset, size in ((4000, 200), (4096, 1), (0, 4097), (high, high), (high, 2), (1, high)):
+                with pytest.raises(InvalidRequest, match="do not lie in 4096 bytes"):
+                    hints.prefetch_range(offset, size, 0)
+            for offset in (-1, 1 << 64, None, 0.5):
+                with pytest.raises(InvalidRequest):
+                    hints.prefetch_range(offset, 1, 0)
+            assert asked() == ["cuMemAllocManaged 4096"]
+    """)
+
+
+def test_a_device_that_is_not_there_is_refused(run: Run) -> None:
+    """The configuration of a machine with more cards: said with how many there are, and nothing is asked of CUDA."""
+    run("""
+        with UnifiedBuffer(driver, MIB) as buffer:
+            hints = ManagedMemoryHints.from_unified(buffer)
+            before = asked()
+            for hint in (
+                lambda: hints.set_preferred_location(1),
+                lambda: hints.set_accessed_by(1),
+                lambda: hints.unset_accessed_by(2**31 - 1),
+                lambda: hints.prefetch_to(1),
+                lambda: hints.apply_policy(MigrationPolicy.PreferDevice(1)),
+            ):
+                with pytest.raises(InvalidRequest, match="there is no device .*: this process sees 1"):
+                    hint()
+            assert asked() == before
+    """)
+
+
+def test_device_is_the_drivers_own(run: Run) -> None:
+    """`"device"` and `"host"` are the two locations of everything else here; an ordinal is needed for other cards."""
+    run("""
+        with UnifiedBuffer(driver, MIB) as buffer:
+            hints = ManagedMemoryHints.from_unified(buffer)
+            hints.set_preferred_location("device")
+            hints.prefetch_to(Location.DEVICE)
+            assert attribute("PREFERRED_LOCATION", buffer.address, MIB) == 0
+            assert attribute("LAST_PREFETCH_LOCATION", buffer.address, MIB) == 0
+    """)
+
+
+def test_a_device_without_concurrent_access_takes_no_hints(run: Run) -> None:
+    """CUDA would say `INVALID_DEVICE` of a device that is there: the sentence has the attribute's name."""
+    code = """
+        with UnifiedBuffer(driver, MIB) as buffer:
+            hints = ManagedMemoryHints.from_unified(buffer)
+            for hint in (
+                hints.set_read_mostly,
+                hints.unset_preferred_location,
+                lambda: hints.set_accessed_by(0),
+                lambda: hints.prefetch_to("host"),
+                lambda: hints.apply_policy(MigrationPolicy.PreferDevice(0)),
+            ):
+                with pytest.raises(ManagedMemoryUnavailable, match="device 0 .*CONCURRENT_MANAGED_ACCESS"):
+                    hint()
+            buffer.view()[:5] = b"bytes"
+    """
+    run(code, FAKE_CUDA_LACKS="89")
+
+
+def test_it_is_the_named_device_that_is_asked(run: Run) -> None:
+    """Of two cards one is too old: hints for the other go on."""
+    code = """
+        with UnifiedBuffer(driver, MIB) as buffer:
+            hints = ManagedMemoryHints.from_unified(buffer)
+            with pytest.raises(ManagedMemoryUnavailable, match="device 1 "):
+                hints.set_preferred_location(1)
+            hints.set_preferred_location(0)
+            assert attribute("PREFERRED_LOCATION", buffer.address, MIB) == 0
+    """
+    run(code, FAKE_CUDA_DEVICES="2", FAKE_CUDA_LACKS="89@1")
+
+
+def test_streams_as_ints_and_as_frameworks_have_them(run: Run) -> None:
+    """torch's stream has `cuda_stream`, CuPy's `ptr`; the default stream is 0."""
+    run("""
+        class Torch:
+            cuda_stream = int(driver.in_context("cuStreamCreate", 0))
+        class CuPy:
+            ptr = Torch.cuda_stream
+        class TorchDefault:
+            cuda_stream = 0
+        with UnifiedBuffer(driver, MIB) as buffer:
+            hints = ManagedMemoryHints.from_unified(buffer)
+            for stream in (0, Torch.cuda_stream, Torch(), CuPy(), TorchDefault()):
+                hints.prefetch_range(0, MIB, 0, stream)
+            PrefetchPlan().add(buffer.address, MIB, 0).execute(driver, Torch())
+            hints.prefetch_to("host", CuPy())
+            streams = [line.split()[-1] for line in asked() if "Prefetch" in line]
+            assert streams == ["default"] + ["stream"] * 3 + ["default"] + ["stream"] * 2, streams
+    """)
+
+
+def test_what_is_no_stream_is_refused(run: Run) -> None:
+    """CUDA follows a handle without looking: what can be seen to be none never gets there."""
+    run("""
+        with UnifiedBuffer(driver, MIB) as buffer:
+            hints = ManagedMemoryHints.from_unified(buffer)
+            plan = PrefetchPlan().add(buffer.address, MIB, 0)
+            for stream in (None, -1, 1 << 64, True, "0", object()):
+                with pytest.raises(InvalidRequest, match="a stream is"):
+                    hints.prefetch_to(0, stream)
+                with pytest.raises(InvalidRequest, match="a stream is"):
+                    plan.execute(driver, stream)
+            with pytest.raises(DeviceFailure, match="CUDA_ERROR_INVALID_HANDLE"):
+                hints.prefetch_to(0, 0xDEAD)
+            assert not [line for line in asked() if "Prefetch" in line]
+    """)
+
+
+def test_hints_come_from_any_thread(run: Run) -> None:
+    """A thread that has never called CUDA has no context: the driver's own is lent to it for the call."""
+    run("""
+        with UnifiedBuffer(driver, MIB) as buffer:
+            hints = ManagedMemoryHints.from_unified(buffer)
+            thread = threading.Thread(target=hints.prefetch_to, args=(0,))
+            thread.start(); thread.join()
+            assert attribute("LAST_PREFETCH_LOCATION", buffer.address, MIB) == 0
+    """)
+
+
+def test_without_a_context_the_error_says_how_to_get_one(run: Run) -> None:
+    """A broker's driver has none, and must never get one by the back door."""
+    run("""
+        broker = open_driver("cuda")
+        with pytest.raises(DeviceFailure, match="open_driver.*context=True"):
+            UnifiedBuffer(broker, MIB)
+    """)
+
+
+# Plans
+
+
+def test_a_plan_is_queued_in_order(run: Run) -> None:
+    """Layers for the card, the cache for the host; and again for the next step."""
+    code = """
+        with UnifiedBuffer(driver, 4 * MIB) as buffer:
+            plan = PrefetchPlan()
+            for index, location in enumerate([0, 1, "host", "device"]):
+                plan.add(buffer.address + index * MIB, MIB, location)
+            plan.execute(driver)
+            plan.execute(driver)
+            queued = [line.split()[1:4] for line in asked() if "Prefetch" in line]
+            expected = [["+0", "0"], ["+1048576", "1"], ["+2097152", "-1"], ["+3145728", "0"]]
+            assert [[place, device] for place, _, device in queued] == expected * 2, queued
+    """
+    run(code, FAKE_CUDA_DEVICES="2")
+
+
+def test_a_plan_that_fails_names_the_entry_and_what_is_queued(run: Run) -> None:
+    """The third of four buffers was freed by then: the caller learns which, and which two move all the same."""
+    run("""
+        with UnifiedBuffer(driver, 4 * MIB) as buffer:
+            plan = PrefetchPlan().add(buffer.address, MIB, 0).add(buffer.address + MIB, MIB, "host")
+            plan.add(0x1000, 4096, 0).add(buffer.address, MIB, 0)
+            with pytest.raises(PrefetchFailed) as caught:
+                plan.execute(driver)
+            failed = caught.value
+            assert (failed.index, failed.entry) == (2, PrefetchEntry(0x1000, 4096, 0))
+            assert failed.queued == plan.entries[:2]
+            assert "entry 2 (4096 bytes at 0x1000 to device 0) failed, with 2 queued before it" in str(failed)
+            assert "CUDA_ERROR_INVALID_VALUE" in str(failed)
+            assert failed.__cause__.name == "CUDA_ERROR_INVALID_VALUE"
+            assert len([line for line in asked() if "Prefetch" in line]) == 2
+    """)
+
+
+@pytest.mark.parametrize(("lacks", "cause"), [("0", "InvalidRequest"), ("89@1", "ManagedMemoryUnavailable")])
+def test_a_plan_with_a_wrong_device_queues_nothing(run: Run, lacks: str, cause: str) -> None:
+    """Wherever in the plan it stands: a device that is not there, or that takes no hints, is seen beforehand."""
+    ordinal, devices = (1, "2") if cause == "ManagedMemoryUnavailable" else (7, "2")
+    code = f"""
+        with UnifiedBuffer(driver, MIB) as buffer:
+            plan = PrefetchPlan().add(buffer.address, MIB, 0).add(buffer.address, MIB, {ordinal})
+            with pytest.raises(PrefetchFailed, match="entry 1 .*to device {ordinal}.* 0 queued before it") as caught:
+                plan.execute(driver)
+            assert type(caught.value.__cause__) is {cause}
+            assert caught.value.queued == ()
+            assert not [line for line in asked() if "Prefetch" in line]
+    """
+    run(code, FAKE_CUDA_DEVICES=devices, FAKE_CUDA_LACKS=lacks)
+
+
+def test_an_empty_plan_does_nothing(run: Run) -> None:
+    run("""
+        PrefetchPlan().execute(driver)
+        assert asked() == []
+    """)

@@ -1,0 +1,299 @@
+"""Offload a pool into a segment, from which another worker restores it."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.client.pool.offload.pages import digest, fill, sizes
+from tests.support.daemons import Daemon, running, until
+from tests.support.fake_lender import PAGE
+from tests.support.processes import heard, worker
+
+import membroker
+from membroker.errors import (
+    AlreadyMapped,
+    ClosedError,
+    InvalidRequest,
+    Offloaded,
+)
+
+
+def run(offset: int) -> str:
+    """The name of a run of pages in a segment's header."""
+    return f"offset-{offset:020}"
+
+
+class TestSegments:
+    @pytest.fixture
+    def daemon(self) -> Iterator[Daemon]:
+        with running({"host_capacity": "64MiB", "settle_seconds": 1.0}) as one:
+            yield one
+
+    def test_another_worker_goes_on_where_one_was_killed(self, daemon: Daemon, transport: str) -> None:
+        """What is in a segment outlives its writer: the bytes are at the same offsets of another process's pool."""
+        seed = random.randrange(1 << 32)
+        print(f"seed {seed}")
+        script = f"""
+import hashlib, random
+client = connect()
+model = client.register_model('m', virtual_capacity='1GiB')
+pool = model.pool(page_size=PAGE)
+pool.allocate(PAGE, 3 * PAGE)
+pool.allocate(10 * PAGE, 2 * PAGE)
+data = random.Random({seed}).randbytes(5 * PAGE)
+pool.view(PAGE, 3 * PAGE)[:] = data[:3 * PAGE]
+pool.view(10 * PAGE, 2 * PAGE)[:] = data[3 * PAGE:]
+segment = model.create_segment('sleeping', pool.offload_size(), 'host')
+assert pool.offload(to=segment) == 5 * PAGE
+assert not segment.writable
+say(hashlib.sha256(data).hexdigest())
+wait()
+"""
+        with worker(script, daemon, transport) as process:
+            written = heard(process)
+            process.kill()
+            process.wait()
+        until(lambda: not daemon.sessions())
+        with membroker.connect(daemon.endpoint(), transport=transport) as client:
+            pool = client.register_model("m", virtual_capacity="1GiB").pool(page_size=PAGE)
+            told: list[tuple[int, int]] = []
+            with client.attach("m/sleeping") as segment:
+                copied = pool.restore_from(segment, progress=lambda *numbers: told.append(numbers))
+                segment.delete()
+            assert copied == 5 * PAGE
+            assert told[-1] == (5 * PAGE, 5 * PAGE)
+            found = bytes(pool.view(PAGE, 3 * PAGE)) + bytes(pool.view(10 * PAGE, 2 * PAGE))
+            assert hashlib.sha256(found).hexdigest() == written
+            assert sizes(pool) == (5, 0)
+            until(lambda: not any(books.lent_bytes for books in daemon.device().locations[1:]))
+
+    def test_the_same_worker_comes_back(self, daemon: Daemon, random_bytes: Callable[[int], bytes]) -> None:
+        """A pool restores from the segment that it has offloaded to, though its owner has closed and deleted it."""
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("m")
+            pool = model.pool(page_size=PAGE)
+            pool.allocate(0, 6 * PAGE)
+            fill(pool, 0, random_bytes(6 * PAGE))
+            every = range(0, 6 * PAGE, PAGE)
+            before = digest(pool, *every)
+            segment = model.create_segment("s", pool.offload_size(), "host")
+            pool.offload(to=segment)
+            assert model.stats().books["host"].declared_bytes == 0
+            segment.delete()
+            segment.close()
+            assert pool.restore() == 6 * PAGE
+            assert digest(pool, *every) == before
+            until(lambda: not client.segments())
+
+    def test_segments_that_will_not_do(self, daemon: Daemon) -> None:
+        """Too small, of the device, sealed, or another client's: refused, and nothing has changed."""
+        with membroker.connect(daemon.endpoint()) as client, membroker.connect(daemon.endpoint()) as other:
+            model = client.register_model("m")
+            pool = model.pool(page_size=PAGE)
+            pool.allocate(0, 2 * PAGE)
+            small = model.create_segment("small", 2 * PAGE, "host")
+            with pytest.raises(InvalidRequest, match="need"):
+                pool.offload(to=small)
+            sealed = model.create_segment("sealed", pool.offload_size(), "host")
+            with pytest.raises(InvalidRequest, match="of the device"):
+                pool.offload(to=model.create_segment("wrong", pool.offload_size()))
+            sealed.seal()
+            with pytest.raises(membroker.SegmentNotWritable):
+                pool.offload(to=sealed)
+            sealed.delete()
+            theirs = other.register_model("m").create_segment("theirs", pool.offload_size(), "host")
+            with pytest.raises(InvalidRequest, match="another client's"):
+                pool.offload(to=theirs)
+            assert sizes(pool) == (2, 0)
+            closed = model.create_segment("closed", pool.offload_size(), "host")
+            closed.close()
+            with pytest.raises(ClosedError):
+                pool.offload(to=closed)
+
+    @pytest.mark.parametrize(
+        ("tensors", "words"),
+        [
+            ({"weights": ("F32", (8,))}, "no offloaded pages"),
+            ({run(0): ("I8", (PAGE,))}, "no offloaded pages"),
+            ({"offset-0": ("U8", (PAGE,))}, "no offloaded pages"),
+            ({"offset-" + "\u0661" * 20: ("U8", (PAGE,))}, "no offloaded pages"),
+            ({run(1): ("U8", (PAGE,))}, "whole pages"),
+            ({run(0): ("U8", (PAGE + 1,))}, "whole pages"),
+            ({run(10**20 - 1): ("U8", (PAGE,))}, "whole pages"),
+            ({run(2 * PAGE): ("U8", (3 * PAGE,))}, "whole pages"),
+            ({run(0): ("U8", (0,))}, "whole pages"),
+            ({run(0): ("U8", (2 * PAGE,)), run(PAGE): ("U8", (PAGE,))}, "twice"),
+        ],
+    )
+    def test_what_another_wrote_is_not_believed(
+        self, daemon: Daemon, tensors: dict[str, tuple[str, tuple[int]]], words: str
+    ) -> None:
+        """A segment of weights, or of lies, is restored by nobody."""
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("m")
+            segment = model.create_segment("s", "16MiB", "host")
+            segment.lay_out(tensors)
+            pool = model.pool(page_size=PAGE, virtual_capacity=4 * PAGE)
+            with pytest.raises(InvalidRequest, match="not sealed"):
+                pool.restore_from(segment)
+            segment.seal()
+            with pytest.raises(InvalidRequest, match=words):
+                pool.restore_from(segment)
+            assert sizes(pool) == (0, 0)
+            segment.delete()
+
+    def test_a_segment_of_nothing(self, daemon: Daemon) -> None:
+        """Sealed with no page in it: nothing comes, and it is not held on to."""
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("m")
+            with model.create_segment("s", PAGE, "host") as segment:
+                segment.lay_out({})
+                segment.seal()
+                assert model.pool(page_size=PAGE).restore_from(segment) == 0
+                segment.delete()
+            until(lambda: not client.segments())
+
+    def test_a_pool_of_nothing(self, daemon: Daemon) -> None:
+        """Who waits for the segment of a pool without pages is told that there are none, and waits for no seal."""
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("m")
+            pool = model.pool(page_size=PAGE)
+            with model.create_segment("s", pool.offload_size(), "host") as segment:
+                assert pool.offload(to=segment) == 0
+                assert not segment.writable
+                with client.attach("m/s", timeout=10) as attached:
+                    assert pool.restore_from(attached) == 0
+                with pytest.raises(membroker.SegmentNotWritable):
+                    pool.offload(to=segment)
+                segment.delete()
+            until(lambda: not client.segments())
+
+    def test_the_place_is_taken(self, daemon: Daemon) -> None:
+        """A page of the range is in use, or offloaded: nothing has changed. Then it is freed, and all comes."""
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("m")
+            pool, other = model.pool(page_size=PAGE, spare_pages=2), model.pool(page_size=PAGE)
+            other.allocate(0, 4 * PAGE)
+            fill(other, 3 * PAGE, b"last")
+            segment = model.create_segment("s", other.offload_size(), "host")
+            other.offload(to=segment)
+            pool.allocate(3 * PAGE, PAGE)
+            with pytest.raises(AlreadyMapped):
+                pool.restore_from(segment)
+            pool.offload()
+            with pytest.raises(Offloaded):
+                pool.restore_from(segment)
+            assert sizes(pool) == (0, 1)
+            pool.restore()
+            pool.deallocate(3 * PAGE, PAGE)
+            assert pool.stats().spare_pages == 1
+            assert pool.restore_from(segment) == 4 * PAGE
+            assert bytes(pool.view(3 * PAGE, 4)) == b"last"
+            segment.delete()
+
+    def test_no_room_to_come_back(self, daemon: Daemon) -> None:
+        """What has not come back is the new pool's, offloaded, and lies in the segment until there is room."""
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("m", limit="8MiB")
+            first = model.pool(page_size=PAGE)
+            first.allocate(0, 4 * PAGE)
+            fill(first, 3 * PAGE, b"last")
+            segment = model.create_segment("s", first.offload_size(), "host")
+            first.offload(to=segment)
+            segment.delete()
+            pool = model.pool(page_size=PAGE)
+            with model.allocate(PAGE):
+                with pytest.raises(membroker.OutOfMemory) as refused:
+                    pool.restore_from(segment)
+                assert refused.value.metadata["restored_bytes"] == str(2 * PAGE)
+            assert sizes(pool) == (2, 2)
+            segment.close()
+            first.close()
+            assert pool.restore() == 2 * PAGE
+            assert bytes(pool.view(3 * PAGE, 4)) == b"last"
+
+    def test_a_pool_that_is_not_offloaded_to_the_end_leaves_its_segment_unsealed(self, daemon: Daemon) -> None:
+        """Nobody else can take half of a pool for all of it; the worker itself has every byte."""
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("m")
+            pool = model.pool(page_size=PAGE)
+            pool.allocate(0, 8 * PAGE)
+            fill(pool, 7 * PAGE, b"last")
+            segment = model.create_segment("s", pool.offload_size(), "host")
+            with pytest.raises(ZeroDivisionError):
+                pool.offload(to=segment, progress=lambda *_: 1 / 0)
+            assert segment.writable
+            mapped, offloaded = sizes(pool)
+            assert mapped + offloaded == 8
+            assert offloaded
+            segment.close()
+            assert pool.restore() == offloaded * PAGE
+            assert bytes(pool.view(7 * PAGE, 4)) == b"last"
+            until(lambda: not client.segments())
+
+    def test_a_living_view_of_the_segment(self, daemon: Daemon) -> None:
+        """It would refuse the seal, when all has been copied: so it is told before. Without it the same call goes."""
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("m")
+            pool = model.pool(page_size=PAGE)
+            pool.allocate(0, 4 * PAGE)
+            fill(pool, 0, b"first")
+            segment = model.create_segment("s", pool.offload_size(), "host")
+            view = segment.view()
+            with pytest.raises(BufferError, match="view of the segment"):
+                pool.offload(to=segment)
+            assert sizes(pool) == (4, 0)
+            assert bytes(view[:8]) == bytes(8), "a header was written"
+            view.release()
+            del view
+            assert pool.offload(to=segment) == 4 * PAGE
+            assert not segment.writable
+
+    def test_a_view_that_is_taken_meanwhile(self, daemon: Daemon) -> None:
+        """The seal is refused, and everything is in the segment: who lets the view go seals it himself."""
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("m")
+            pool = model.pool(page_size=PAGE)
+            pool.allocate(0, 4 * PAGE)
+            fill(pool, 0, b"first")
+            segment = model.create_segment("s", pool.offload_size(), "host")
+            views: list[memoryview] = []
+            with pytest.raises(BufferError, match="view of the segment"):
+                pool.offload(to=segment, progress=lambda *_: views.append(segment.view()))
+            assert sizes(pool) == (0, 4)
+            views.clear()
+            segment.seal()
+            assert pool.restore() == 4 * PAGE
+            assert bytes(pool.view(0, 5)) == b"first"
+
+    def test_what_lies_in_a_segment_is_not_written_over(
+        self, daemon: Daemon, random_bytes: Callable[[int], bytes]
+    ) -> None:
+        """It stopped half way, and whoever tries again takes the same segment: its first pages are nowhere else."""
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("m")
+            pool, other = model.pool(page_size=PAGE), model.pool(page_size=PAGE)
+            other.allocate(0, PAGE)
+            pool.allocate(0, 12 * PAGE)
+            fill(pool, 0, random_bytes(12 * PAGE))
+            every = range(0, 12 * PAGE, PAGE)
+            before = digest(pool, *every)
+            segment = model.create_segment("s", pool.offload_size(), "host")
+            with pytest.raises(ZeroDivisionError):
+                pool.offload(to=segment, progress=lambda *_: 1 / 0)
+            mapped, offloaded = sizes(pool)
+            assert mapped
+            for again in (pool, other):
+                with pytest.raises(InvalidRequest, match=r"restore\(\) them first, or take another segment"):
+                    again.offload(to=segment)
+            assert (sizes(pool), sizes(other)) == ((mapped, offloaded), (1, 0))
+            pool.restore()
+            assert digest(pool, *every) == before
+            assert pool.offload(to=segment) == 12 * PAGE
+            with pytest.raises(membroker.SegmentNotWritable):
+                other.offload(to=segment)
+            pool.restore()
+            assert digest(pool, *every) == before

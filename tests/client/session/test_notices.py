@@ -1,0 +1,229 @@
+"""What a client learns without asking: notices, and a broker that starts later."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+from datetime import UTC, datetime
+
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+from tests.support.calls import Taker
+from tests.support.daemons import until
+from tests.support.fake_broker import (
+    PAGE,
+    Caller,
+    PlayedBroker,
+    buffer,
+    is_away,
+    line,
+    model,
+    playing,
+)
+
+import membroker
+from membroker.session.connection import Connection
+from membroker.session.inventory import Inventory
+from membroker.v1 import broker_pb2
+from membroker.v1 import handoff_pb2 as pb
+from membroker.wire import frames as handoff
+
+
+class TestNotices:
+    def test_a_callback_that_is_none(self, client: membroker.Client) -> None:
+        """It is refused at once, and not in a log when the first notice comes."""
+        with pytest.raises(membroker.InvalidRequest, match="on_notice takes a function"):
+            client.on_notice(3)  # type: ignore[arg-type]
+
+    def test_a_life(self, broker: PlayedBroker, client: membroker.Client, caplog: pytest.LogCaptureFixture) -> None:
+        """An operator drains the device, thinks better of it, and restarts the daemon: each is told, in order."""
+        told: list[membroker.Notice] = []
+        deadline = Timestamp()
+        deadline.FromDatetime(datetime(2030, 1, 2, 3, 4, tzinfo=UTC))
+
+        def fail(notice: membroker.Notice) -> None:
+            raise ValueError("a user's mistake")
+
+        client.on_notice(fail)
+        client.on_notice(told.append)
+        broker.notice(draining=pb.Draining(deadline=deadline))
+        broker.notice(draining=pb.Draining())
+        broker.notice(undrained=pb.Undrained())
+        broker.notice(stopping=pb.Stopping())
+        until(lambda: len(told) == 4)
+        broker.hang_up()
+        broker.resume()
+        until(lambda: len(told) == 6)
+        assert told[:5] == [
+            membroker.Draining(datetime(2030, 1, 2, 3, 4, tzinfo=UTC)),
+            membroker.Draining(None),
+            membroker.Undrained(),
+            membroker.Stopping(),
+            membroker.Disconnected(),
+        ]
+        assert isinstance(told[5], membroker.Resumed)
+        assert 0 < told[5].outage_seconds < 30
+        broker.notice(undrained=pb.Undrained())
+        until(lambda: told[6:] == [membroker.Undrained()])
+        assert "a user's mistake" in caplog.text
+
+    def test_a_drain_that_goes_on(self, broker: PlayedBroker, client: membroker.Client) -> None:
+        """The notice came between connect() and on_notice(): it is told, and after its end no more."""
+        line(client).on_notice(lambda _: None)
+        broker.notice(draining=pb.Draining())
+        until(lambda: line(client)._draining)
+        told: list[membroker.Notice] = []
+        client.on_notice(told.append)
+        until(lambda: told == [membroker.Draining(None)])
+        broker.notice(undrained=pb.Undrained())
+        until(lambda: not line(client)._draining)
+        broker.notice(draining=pb.Draining())
+        until(lambda: line(client)._draining)
+        broker.hang_up()
+        broker.resume()
+        until(lambda: not is_away(client))
+        late: list[membroker.Notice] = []
+        client.on_notice(late.append)
+        broker.notice(undrained=pb.Undrained())
+        until(lambda: membroker.Undrained() in late)
+        assert membroker.Draining(None) not in late, "a drain of the broker before"
+
+    def test_a_callback_that_exits(
+        self, broker: PlayedBroker, client: membroker.Client, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A program wants to end when its broker does, and says so in the library's thread: that goes on, and says so.
+
+        Else nothing that is garbage would ever be given back, and no other callback hear anything.
+        """
+        told: list[membroker.Notice] = []
+        client.on_notice(lambda _: sys.exit("the user's own end"))
+        client.on_notice(told.append)
+        broker.notice(stopping=pb.Stopping())
+        until(lambda: told == [membroker.Stopping()])
+        line(client).later(lambda: sys.exit("what a finalizer left"))
+        broker.notice(undrained=pb.Undrained())
+        until(lambda: told[1:] == [membroker.Undrained()])
+        assert "the user's own end" in caplog.text
+        assert "what a finalizer left" in caplog.text
+
+    def test_a_callback_may_call(self, broker: PlayedBroker, client: membroker.Client) -> None:
+        """It gives back what it can when the broker drains, and borrows when it is back: nothing stands still."""
+        one, extent_id = buffer(broker, client)
+        bought: list[membroker.Buffer] = []
+
+        def react(notice: membroker.Notice) -> None:
+            if isinstance(notice, membroker.Draining):
+                one.close()
+            if isinstance(notice, membroker.Disconnected):
+                bought.append(model(client).allocate(PAGE))
+
+        client.on_notice(react)
+        broker.notice(draining=pb.Draining())
+        assert list(broker.hear("release").release.extent_ids) == [extent_id]
+        broker.hang_up()
+        broker.resume()
+        broker.lend()
+        until(lambda: bought)
+        bought.pop().close()
+
+
+class TestConnect:
+    """Who comes first waits for the other."""
+
+    def test_a_broker_that_starts_later(self, caplog: pytest.LogCaptureFixture) -> None:
+        """A pod's worker is quicker than its daemon: no directory, then no socket, then a dead one, a stopping one."""
+        with playing() as broker, caplog.at_level(logging.INFO, "membroker"):
+            broker.die()
+            (broker.directory / "handoff.sock").unlink()
+            caller = Caller(lambda: membroker.connect(broker.directory, timeout=30))
+            until(lambda: caplog.messages)
+            broker.listen()
+            broker.accept()
+            broker.refuse(1, "STOPPING")
+            broker.hang_up()
+            broker.accept()
+            broker.hang_up()
+            broker.accept()
+            broker.welcome()
+            client = caller.value()
+            assert [message[:34] for message in caplog.messages] == ["waiting up to 30 s for a broker: /"]
+            broker.die()
+            client._session.reconnecting._outage = 0
+            client.close()
+
+    def test_no_device_yet(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nobody said which endpoint, and the runtime directory is empty: it is found when it is there."""
+        if os.path.exists("/run/membroker"):
+            pytest.skip("this machine runs a broker")
+        with playing() as broker:
+            monkeypatch.setenv("XDG_RUNTIME_DIR", str(broker.directory))
+            monkeypatch.delenv("MEMBROKER_ENDPOINT", raising=False)
+            caller = Caller(lambda: membroker.connect(timeout=30))
+            tenants = broker.directory / "membroker" / "host" / "tenants"
+            tenants.mkdir(parents=True)
+            (tenants / "default").symlink_to(broker.directory)
+            broker.accept()
+            broker.welcome()
+            client = caller.value()
+            broker.die()
+            client._session.reconnecting._outage = 0
+            client.close()
+
+    def test_for_so_long(self) -> None:
+        """Then the sentence is the one that says what is missing."""
+        with pytest.raises(membroker.BrokerUnavailable, match="does not exist"):
+            membroker.connect("/nowhere/at/all", timeout=0.2)
+
+    @pytest.mark.parametrize("reason", ["ENDPOINT_FORBIDDEN", "UNSUPPORTED_VERSION", "TOO_MANY_SESSIONS"])
+    def test_what_waiting_does_not_mend(self, broker: PlayedBroker, reason: str) -> None:
+        caller = Caller(lambda: membroker.connect(broker.directory, timeout=3600))
+        broker.accept()
+        broker.refuse(1, reason)
+        assert getattr(caller.end().error, "reason", "") == reason
+
+
+def test_the_end_is_noticed_behind_a_last_answer() -> None:
+    """A thread reads its answer, and nobody reads on: the session has to be taken up again all the same."""
+    mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = Connection(mine, "/test", Inventory())
+    request = broker_pb2.DeclareMemoryRequest()
+    caller = Caller(lambda: connection.call(pb.Frame(declare=request)))
+    until(lambda: connection._reader is not None)
+    end = Caller(connection.read_to_the_end)
+    until(lambda: connection._changed._waiting)
+    request_id = handoff.decode(yours.recv(4096)).request_id
+    yours.send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(declare={}))))
+    caller.value()
+    yours.close()
+    end.value()
+    assert connection.lost
+    connection.close()
+
+
+def test_a_connection_waits_for_its_calls() -> None:
+    """Idle is when the last call has undone what it did, whoever asks first."""
+    mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = Connection(mine, "/test", Inventory())
+    undoing, go_on = threading.Event(), threading.Event()
+
+    class Slow(Taker):
+        def undo(self) -> None:
+            undoing.set()
+            assert go_on.wait(30)
+
+    request = broker_pb2.AllocateExtentsRequest(count=1)
+    caller = Caller(lambda: connection.call(pb.Frame(allocate=request), Slow()))
+    yours.recv(4096)
+    yours.close()
+    assert undoing.wait(30)
+    assert connection.lost
+    waiting = Caller(connection.wait_until_idle)
+    until(lambda: connection._changed._waiting)
+    assert waiting.is_alive()
+    go_on.set()
+    waiting.value()
+    assert isinstance(caller.end().error, membroker.BrokerUnavailable)
+    connection.close()

@@ -1,0 +1,332 @@
+"""What a client does while there is no broker: its calls wait, it can close, or its session is lost."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+
+import pytest
+from tests.support.daemons import until
+from tests.support.fake_broker import (
+    PAGE,
+    TOKEN,
+    Caller,
+    PlayedBroker,
+    buffer,
+    is_away,
+    line,
+    model,
+)
+from tests.support.processes import ends, heard, is_waiting, mapped_extents, tell, worker
+
+import membroker
+from membroker.v1 import handoff_pb2 as pb
+
+
+class TestOutage:
+    """Calls wait, and the session tries, whatever stands in the way."""
+
+    def test_a_call_waits(self, broker: PlayedBroker, client: membroker.Client) -> None:
+        broker.die()
+        until(lambda: is_away(client))
+        callers = [Caller(lambda: model(client).allocate(PAGE)) for _ in range(3)]
+        until(lambda: len(line(client)._changed._waiting) >= 3)
+        broker.listen()
+        broker.resume()
+        broker.lend(calls=3)
+        assert [caller.value().size for caller in callers] == [PAGE] * 3
+
+    def test_a_call_waits_for_so_long(self, broker: PlayedBroker, client: membroker.Client) -> None:
+        """Then it raises, with what was tried; the session goes on when somebody is there at last."""
+        one, extent_id = buffer(broker, client)
+        line(client)._outage = 0.5
+        broker.die()
+        calls: list[Callable[[], object]] = [lambda: model(client).allocate(PAGE), lambda: model(client).declare(1)]
+        for call in calls:
+            with pytest.raises(
+                membroker.BrokerUnavailable, match=r"start it again \(`membrokerd`\).*waited 0.5 s"
+            ) as it:
+                call()
+            assert "nobody listens" in str(it.value)
+        line(client)._outage = 0.0
+        with pytest.raises(membroker.BrokerUnavailable, match="is gone: what is mapped stays valid"):
+            model(client).allocate(PAGE)
+        line(client)._outage = 30.0
+        broker.listen()
+        assert list(broker.resume().extent_ids) == [extent_id]
+        another, _ = buffer(broker, client)
+        one.close()
+        another.close()
+
+    def test_obstacles(self, broker: PlayedBroker, client: membroker.Client) -> None:
+        """A dead socket, none, a broker that hangs up, stops, is full, dies at the Holds, refuses them; one works."""
+        one, extent_id = buffer(broker, client)
+        broker.die()
+        until(lambda: is_away(client))
+        tried = lambda: line(client)._trouble  # noqa: E731 - what the last attempt met
+        until(lambda: "nobody listens" in tried())
+        (broker.directory / "handoff.sock").unlink()
+        until(lambda: "has no handoff.sock" in tried())
+        broker.listen()
+        assert broker.accept().resume_token == TOKEN
+        broker.hang_up()
+        for reason in ("STOPPING", "TOO_MANY_SESSIONS"):
+            assert broker.accept().resume_token == TOKEN
+            broker.refuse(1, reason)
+            broker.hang_up()
+        broker.greet_again()
+        broker.hang_up()
+        broker.greet_again()
+        broker.hear_holds()
+        broker.hang_up()
+        broker.greet_again()
+        broker.refuse(broker.hear_holds()[0], "JOURNAL_FULL")
+        broker.hang_up()
+        assert list(broker.resume().extent_ids) == [extent_id]
+        until(lambda: not is_away(client))
+        one.close()
+        assert list(broker.hear("release").release.extent_ids) == [extent_id]
+
+    def test_again_and_again(self, broker: PlayedBroker, client: membroker.Client) -> None:
+        """A daemon in a crash loop: a call outlives five of them."""
+        caller = Caller(lambda: model(client).allocate(PAGE))
+        ids = [broker.hear("allocate").request_id]
+        for _ in range(5):
+            broker.hang_up()
+            broker.resume()
+            ids.append(broker.hear("allocate").request_id)
+        assert ids == sorted(set(ids))
+        broker.hang_up()
+        broker.resume()
+        broker.lend()
+        assert caller.value().size == PAGE
+
+    def test_nobody_calls(
+        self, broker: PlayedBroker, client: membroker.Client, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A worker computes for hours: its session is taken up again all the same, with two lines in the log."""
+        one, extent_id = buffer(broker, client)
+        with caplog.at_level(logging.INFO, "membroker"):
+            broker.hang_up()
+            assert list(broker.resume().extent_ids) == [extent_id]
+            until(lambda: len(caplog.messages) >= 2)
+        assert [message.partition("/")[0] for message in caplog.messages] == ["the broker at "] * 2
+        assert "is gone: what is mapped stays valid, reconnecting" in caplog.messages[0]
+        assert "is back after" in caplog.messages[1]
+        one.view()[:1] = b"x"
+
+    def test_a_violation_is_not_repeated(self, broker: PlayedBroker, client: membroker.Client) -> None:
+        """The broker says that what we sent was wrong: the same again would be wrong again."""
+        caller = Caller(lambda: model(client).allocate(PAGE))
+        broker.hear("allocate")
+        broker.refuse(0, "PROTOCOL_VIOLATION")
+        broker.hang_up()
+        assert isinstance(caller.end().error, membroker.ProtocolError)
+        with pytest.raises(membroker.ProtocolError):
+            model(client).allocate(PAGE)
+        assert line(client)._state == "connected"
+
+    def test_ctrl_c_while_a_call_waits(self, broker: PlayedBroker) -> None:
+        """A person does not want to wait: the call raises, nothing stays mapped, and the session goes on later."""
+        script = """
+import logging
+logging.disable()
+from membroker.model import Model
+from membroker.v1 import resources_pb2
+client = connect()
+pool = Model(client._session, resources_pb2.Model(name="m", virtual_capacity_bytes=1 << 30)).pool(page_size=PAGE)
+say("connected")
+try:
+    pool.allocate(0, 3 * PAGE)
+    raise SystemExit("it was not interrupted")
+except KeyboardInterrupt:
+    pass
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+assert "membroker-extent" not in open("/proc/self/maps").read()
+say("interrupted")
+pool.allocate(0, PAGE)
+say("allocated")
+client.close()
+"""
+        with worker(script, broker, "handoff") as process:  # type: ignore[arg-type]
+            broker.accept()
+            broker.welcome()
+            assert heard(process) == "connected"
+            request_id = broker.hear("allocate").request_id
+            broker.deliver(request_id, 2, parts=2)
+            broker.hear("ack")
+            broker.die()
+            until(lambda: mapped_extents(process.pid) == 0)
+            until(lambda: is_waiting(process.pid))
+            process.send_signal(signal.SIGINT)
+            assert heard(process) == "interrupted"
+            broker.listen()
+            assert not broker.resume().extent_ids
+            broker.lend(1)
+            assert heard(process) == "allocated"
+            broker.hear("release")
+            broker.reply(broker.hear("goodbye").request_id, goodbye=pb.GoodbyeResponse())
+            broker.hang_up()
+            ends(process)
+
+    def test_fork_during_an_outage(self, broker: PlayedBroker) -> None:
+        """A data loader is forked while the library reconnects: it has none of it, and the parent's session goes on."""
+        script = """
+import logging
+logging.disable()
+from membroker.model import Model
+from membroker.v1 import resources_pb2
+client = connect()
+model = Model(client._session, resources_pb2.Model(name="m", virtual_capacity_bytes=1 << 30))
+buffer = model.allocate(1)
+say("lent")
+wait()
+while not client._session.connection.lost or not client._session.reconnecting._trouble: pass
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    assert threading.active_count() == 1
+    for call in (lambda: model.allocate(1), lambda: model.declare(1), buffer.view):
+        try:
+            call()
+        except membroker.ClosedError:
+            continue
+        os._exit(1)
+    buffer.close(); client.close()
+    assert "membroker-extent" not in open("/proc/self/maps").read()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+say("forked")
+another = model.allocate(1)
+say("lent again")
+client.close()
+"""
+        with worker(script, broker, "handoff") as process:  # type: ignore[arg-type]
+            broker.accept()
+            broker.welcome()
+            (extent_id,) = broker.lend()
+            assert heard(process) == "lent"
+            broker.die()
+            tell(process)
+            assert heard(process) == "forked"
+            broker.listen()
+            assert list(broker.resume().extent_ids) == [extent_id]
+            broker.lend()
+            assert heard(process) == "lent again"
+            assert {broker.hear("release").WhichOneof("kind") for _ in range(2)} == {"release"}
+            broker.reply(broker.hear("goodbye").request_id, goodbye=pb.GoodbyeResponse())
+            broker.hang_up()
+            ends(process)
+
+
+class TestClose:
+    """Whatever the broker does, closing unmaps and raises nothing."""
+
+    def test_the_broker_is_back_in_time(self, broker: PlayedBroker, client: membroker.Client) -> None:
+        """A service shuts down during an upgrade: the new daemon hears that it left."""
+        buffer(broker, client)
+        broker.die()
+        until(lambda: is_away(client))
+        caller = Caller(client.close)
+        until(lambda: mapped_extents() == 0)
+        broker.listen()
+        assert not broker.resume().extent_ids
+        broker.reply(broker.hear("goodbye").request_id, goodbye=pb.GoodbyeResponse())
+        broker.hang_up()
+        caller.value()
+
+    def test_the_broker_is_not_back(self, broker: PlayedBroker, client: membroker.Client) -> None:
+        """And a call of another thread that waits for it is told that the client is closed."""
+        one, _ = buffer(broker, client)
+        broker.die()
+        waiting = Caller(lambda: model(client).allocate(PAGE))
+        until(lambda: is_away(client) and line(client)._changed._waiting)
+        line(client)._timeout = 0.01
+        client.close()
+        assert isinstance(waiting.end().error, membroker.ClosedError)
+        assert one.closed
+        assert mapped_extents() == 0
+        with pytest.raises(membroker.ClosedError):
+            model(client).allocate(PAGE)
+
+    def test_a_view_outlives_the_outage(self, broker: PlayedBroker, client: membroker.Client) -> None:
+        """A closed client's last array lives on over a restart: the session is there to end with it."""
+        one, extent_id = buffer(broker, client)
+        view = one.view()
+        client.close()
+        broker.hang_up()
+        assert list(broker.resume().extent_ids) == [extent_id]
+        until(lambda: not is_away(client))
+        view[:1] = b"x"
+        view.release()
+        del view
+        assert list(broker.hear("release").release.extent_ids) == [extent_id]
+        broker.reply(broker.hear("goodbye").request_id, goodbye=pb.GoodbyeResponse())
+        broker.hang_up()
+
+    def test_at_exit(self, broker: PlayedBroker) -> None:
+        """A script ends while the broker is away: at once, and without a word. Its end is its goodbye."""
+        script = """
+import logging, time
+logging.disable()
+client = connect()
+say("connected")
+wait()
+while not client._session.connection.lost: pass
+"""
+        with worker(script, broker, "handoff") as process:  # type: ignore[arg-type]
+            broker.accept()
+            broker.welcome()
+            assert heard(process) == "connected"
+            broker.die()
+            tell(process)
+            assert process.wait(4) == 0, "it waited for a broker to say goodbye to"
+            ends(process)
+
+    @pytest.mark.parametrize("answered", [True, False])
+    def test_an_ordinary_end_is_no_outage(
+        self, broker: PlayedBroker, client: membroker.Client, caplog: pytest.LogCaptureFixture, answered: bool
+    ) -> None:
+        """The broker closes after a Goodbye, answered or not: nobody reconnects, and nothing is logged."""
+        caller = Caller(client.close)
+        request_id = broker.hear("goodbye").request_id
+        if answered:
+            broker.reply(request_id, goodbye=pb.GoodbyeResponse())
+        broker.hang_up()
+        caller.value()
+        assert not caplog.messages
+
+
+class TestSessionLost:
+    """The broker that is there now has never heard of the session."""
+
+    @pytest.mark.parametrize("old", [False, True])
+    def test_the_token_is_rejected(self, broker: PlayedBroker, client: membroker.Client, old: bool) -> None:
+        """Its state was wiped, or it is of a version that opens another session: calls say so, closing still works."""
+        told: list[membroker.Notice] = []
+        client.on_notice(told.append)
+        one, _ = buffer(broker, client)
+        pool = model(client).pool(page_size=PAGE)
+        caller = Caller(lambda: pool.allocate(0, PAGE))
+        broker.hear("allocate")
+        broker.hang_up()
+        assert broker.accept().resume_token == TOKEN
+        if old:
+            broker.welcome()
+        else:
+            broker.refuse(1, "TOKEN_REJECTED")
+        assert isinstance(caller.end().error, membroker.SessionLost)
+        for call in (lambda: model(client).allocate(PAGE), lambda: pool.allocate(0, 1), lambda: client.attach("m/w")):
+            with pytest.raises(membroker.SessionLost, match=r"does not know this session.*call connect\(\) again"):
+                call()
+        one.view()[:5] = b"hello"
+        until(lambda: told == [membroker.Disconnected(), membroker.Forgotten()])
+        one.close()
+        pool.close()
+        assert mapped_extents() == 0
+        client.close()
+
+    def test_it_is_an_unavailable_broker(self) -> None:
+        """Who catches that today goes on to do so."""
+        assert issubclass(membroker.SessionLost, membroker.BrokerUnavailable)

@@ -1,0 +1,101 @@
+"""A core that errs about requests that wait is found out, in worlds where many ask for more than there is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.simulation.faults import Fault, find_out
+from tests.simulation.world import is_crowded
+
+from membrokerd.core import policy
+from membrokerd.core.admission import Admission
+from membrokerd.core.waiting import Waiting
+
+SEEDS = [seed for seed in range(20_260, 20_300) if is_crowded(seed)][:6]
+
+
+def _for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    following = Waiting.next
+    monkeypatch.setattr(Waiting, "next", lambda self, now: following(self, -1))
+
+
+def _not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Waiting, "_wait_ns", lambda *_: 0)
+
+
+def _twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_ns = Waiting._wait_ns
+    monkeypatch.setattr(Waiting, "_wait_ns", lambda *of: 2 * wait_ns(*of))
+
+
+def _whatever_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Waiting, "_next_at", lambda self, location: None)
+
+
+def _until_the_next_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reload of the limits is not noticed."""
+    following = Waiting.next
+
+    def next_at(self: Any, now: int) -> Any:
+        if self._looked_at is not None:
+            self._looked_at = (self._looked_at[0], self._books.admission)
+        return following(self, now)
+
+    monkeypatch.setattr(Waiting, "next", next_at)
+
+
+def _the_newest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Waiting, "_first", lambda self, ready, location: ready[-1])
+
+
+def _without_guarantees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Admission, "is_guaranteed", lambda *_: False)
+
+
+def _without_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Waiting, "_lent", lambda *_: 0)
+
+
+def _without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "set_weight", lambda *_: 1)
+
+
+def _after_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Waiting, "give_up", lambda self, session, now: None)
+
+
+def _after_it_was_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Waiting, "cancel", lambda self, event, now: self._remove(self._waiters[event.call]))
+
+
+def _for_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Waiting, "_is_final", lambda self, event: False)
+
+
+def _and_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Waiting, "_report", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        _for_ever,
+        _not_at_all,
+        _twice_as_long,
+        _whatever_is_released,
+        _until_the_next_fact,
+        _the_newest_first,
+        _without_guarantees,
+        _without_shares,
+        _without_weights,
+        _after_the_connection,
+        _after_it_was_cancelled,
+        _for_a_limit,
+        _and_is_not_counted,
+    ],
+    ids=lambda one: one.__name__.strip("_"),
+)
+def test_a_core_with_a_fault_is_found_out(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request waits …, as the name of the fault goes on."""
+    find_out(fault, SEEDS, monkeypatch)

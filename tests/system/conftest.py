@@ -1,0 +1,30 @@
+"""A daemon that gets bad input, with an honest worker beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.support.daemons import running
+from tests.support.scene import CONFIG, Scene
+
+import membroker
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[Scene]:
+    """One daemon for all requests that are refused: none of them may leave anything behind."""
+    with running(CONFIG) as daemon, membroker.connect(str(daemon.endpoint("blue"))) as worker:
+        scene = Scene(daemon, worker, worker.register_model("honest"))
+        yield scene
+        scene.unharmed()
+
+
+@pytest.fixture
+def unmoved(scene: Scene) -> Iterator[Callable[[], None]]:
+    """Yield a function that starts the watch; afterwards the books' revision must be what it was."""
+    at: list[int] = []
+    yield lambda: at.append(scene.revision)
+    assert at
+    assert scene.revision == at[0], "a refused request changed the books"
+    scene.unharmed()

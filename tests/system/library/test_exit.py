@@ -1,0 +1,167 @@
+"""The end of a program, or of its broker: no noise, no hang, and nothing stays lent."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.processes import (
+    ends,
+    heard,
+    is_settled,
+    mapped_extents,
+    worker,
+)
+from tests.support.sizes import MIB
+
+import membroker
+from membroker.session import reconnecting
+
+PAGE = 2 * MIB
+
+
+class TestExit:
+    @pytest.mark.parametrize("keeps", ["buffer.view()", "None"])
+    def test_exit_without_close(self, daemon: Daemon, transport: str, keeps: str) -> None:
+        """A script just ends, with pools, buffers and views in its globals: no noise, no hang, nothing lent."""
+        script = f"""
+import atexit
+atexit.register(lambda: say("closed:", client.closed))  # runs after the library's own, which comes later
+client = connect()
+model = client.register_model("m")
+pool = model.pool(page_size=PAGE)
+pool.allocate(0, 4 * PAGE)
+buffer = model.allocate(1)
+view = {keeps}
+client.device()
+say("end")
+"""
+        with worker(script, daemon, transport) as process:
+            assert heard(process) == "end"
+            assert heard(process) == "closed: True"
+            ends(process)
+        until(lambda: is_settled(daemon) and not daemon.sessions())
+
+    def test_exit_with_threads_in_a_call(self, daemon: Daemon, transport: str) -> None:
+        """Daemon threads still borrow while the interpreter ends."""
+        script = """
+client = connect()
+model = client.register_model("m")
+started = threading.Barrier(4)
+def work():
+    started.wait()
+    while True:
+        try:
+            model.allocate(1).close()
+        except membroker.ClosedError:
+            return
+for _ in range(3): threading.Thread(target=work, daemon=True).start()
+started.wait()
+model.allocate(1).close()
+say("end")
+"""
+        with worker(script, daemon, transport) as process:
+            assert heard(process) == "end"
+            ends(process)
+        until(lambda: is_settled(daemon) and not daemon.sessions())
+
+    def test_killed(self, daemon: Daemon, transport: str) -> None:
+        script = """
+client = connect()
+pool = client.register_model("m").pool(page_size=PAGE)
+pool.allocate(0, 4 * PAGE)
+say("holds")
+wait()
+"""
+        with worker(script, daemon, transport) as process:
+            assert heard(process) == "holds"
+            assert daemon.books().lent_bytes == 4 * PAGE
+            process.kill()
+            until(lambda: is_settled(daemon) and not daemon.sessions())
+
+
+class TestBrokerGone:
+    def test_killed(self, daemon: Daemon, transport: str) -> None:
+        """The daemon dies for good: the worker computes on, is told when it asks for more, and closes well."""
+        client = membroker.connect(daemon.endpoint(), transport=transport, outage=0)
+        model = client.register_model("m")
+        pool = model.pool(page_size=PAGE, virtual_capacity="64MiB")
+        pool.allocate(0, 4 * PAGE)
+        buffer = model.allocate(1)
+        daemon.kill()
+        pool.view(0, 5)[:] = b"hello"
+        for call in (lambda: pool.grow(1), lambda: model.allocate(1), lambda: model.declare(1), client.device):
+            with pytest.raises(membroker.BrokerUnavailable, match="`membrokerd`"):
+                call()
+        pool.deallocate(0, PAGE)
+        assert pool.stats().mapped_pages == 3
+        assert mapped_extents() == 4
+        buffer.close()
+        pool.close()
+        assert mapped_extents() == 0
+        client.close()
+        with pytest.raises(membroker.BrokerUnavailable, match="the broker is dead"):
+            membroker.connect(daemon.endpoint(), timeout=0.01)
+
+    def test_stopped_with_a_word(self, daemon: Daemon) -> None:
+        """An upgrade: the daemon said that it stops, and the error of the next call says so too."""
+        with membroker.connect(daemon.endpoint(), outage=0) as client:
+            model = client.register_model("m")
+            assert daemon.stop() == 0
+            with pytest.raises(membroker.BrokerUnavailable):
+                model.allocate(1)
+
+    def test_silent_for_too_long(
+        self, transport: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It is stopped while memory goes back, and nobody waits for it any longer: it hears of it when it goes on."""
+        with (
+            running({"host_capacity": "64MiB"}) as daemon,
+            membroker.connect(daemon.endpoint(), transport=transport) as client,
+        ):
+            model = client.register_model("m")
+            buffer, pool = model.allocate(PAGE), model.pool(page_size=PAGE, virtual_capacity="64MiB")
+            pool.allocate(0, PAGE)
+            pool.offload(0, PAGE)
+            segment = model.create_segment("weights", PAGE)
+            segment.seal()
+            again = client.attach("m/weights")
+            monkeypatch.setattr(reconnecting, "CONTROL_SECONDS", 0.2)
+            if transport == "grpc":  # a release by gRPC waits for its answer
+                monkeypatch.setattr(client._session.reconnecting, "_answer_within", 0.2)
+            with hold_still(daemon):
+                buffer.close()
+                pool.close()
+                segment.close()
+            until(lambda: daemon.device().locations[1].lent_bytes == 0)
+            again.delete()
+            assert daemon.books().lent_bytes == PAGE
+            again.close()
+            until(lambda: daemon.books().lent_bytes == 0)
+        assert not caplog.records, "what comes late is no fault of the broker"
+
+    def test_killed_while_threads_wait(self, daemon: Daemon, transport: str) -> None:
+        """Every thread that waits for an answer is told; none hangs."""
+        client = membroker.connect(daemon.endpoint(), transport=transport, outage=0)
+        model = client.register_model("m")
+        model.allocate(1).close()
+        daemon.process.send_signal(signal.SIGSTOP)
+        errors: list[type[BaseException]] = []
+
+        def work() -> None:
+            try:
+                model.allocate(1)
+            except membroker.MembrokerError as error:
+                errors.append(type(error))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        daemon.kill()
+        for thread in threads:
+            thread.join(30)
+        assert errors == [membroker.BrokerUnavailable] * 4
+        client.close()
+        assert mapped_extents() == 0

@@ -1,0 +1,264 @@
+"""What a malformed frame gets, before a Hello and after it: a closed connection, and books that did not move."""
+
+from __future__ import annotations
+
+import random
+import select
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from google.rpc.status_pb2 import Status
+from tests.support import raw
+from tests.support.daemons import Daemon, running, until
+from tests.support.raw import Connection, Session, reason
+from tests.support.scene import CONFIG, PAGE, Scene
+
+import membroker
+from membroker.v1 import broker_pb2 as bpb
+from membroker.v1 import handoff_pb2 as pb
+from membroker.v1 import resources_pb2
+from membroker.wire import frames as handoff
+
+# --- Before a Hello ---
+
+MINE = "tenants/red/models/mine"
+TOO_LONG = raw.hello(client="x" * 70_000).SerializeToString()
+UNGREETED: dict[str, tuple[str | None, bytes]] = {
+    "garbage": ("PROTOCOL_VIOLATION", b"\xff" * 40),
+    "text": ("PROTOCOL_VIOLATION", b"GET / HTTP/1.1\r\n\r\n"),
+    "a frame cut short": ("PROTOCOL_VIOLATION", raw.hello(client="raw client").SerializeToString()[:-4]),
+    "a frame of no kind": ("PROTOCOL_VIOLATION", pb.Frame(request_id=1).SerializeToString()),
+    "a frame of a later kind": ("PROTOCOL_VIOLATION", b"\x08\x01\xa2\x06\x00"),
+    "no UTF-8": ("PROTOCOL_VIOLATION", b"\x12\x04\x1a\x02\xff\xff"),
+    "an empty packet": (None, b""),
+    "65,537 bytes": ("PROTOCOL_VIOLATION", TOO_LONG[:65_537]),
+    "200 kB": ("PROTOCOL_VIOLATION", b"\x12" * 200_000),
+    "version 0": ("UNSUPPORTED_VERSION", raw.hello(0).SerializeToString()),
+    "version 2": ("UNSUPPORTED_VERSION", raw.hello(2).SerializeToString()),
+    "version 2^32-1": ("UNSUPPORTED_VERSION", raw.hello((1 << 32) - 1).SerializeToString()),
+    "no Hello: allocate": (
+        "PROTOCOL_VIOLATION",
+        pb.Frame(request_id=1, allocate=raw.allocation(MINE, PAGE)).SerializeToString(),
+    ),
+    "no Hello: release": (
+        "PROTOCOL_VIOLATION",
+        pb.Frame(release=bpb.ReleaseExtentsRequest(no_reply=True)).SerializeToString(),
+    ),
+    "no Hello: ack": ("PROTOCOL_VIOLATION", pb.Frame(ack=pb.Ack()).SerializeToString()),
+    "no Hello: goodbye": ("PROTOCOL_VIOLATION", pb.Frame(goodbye=pb.Goodbye()).SerializeToString()),
+    "the broker's Welcome": ("PROTOCOL_VIOLATION", pb.Frame(welcome=pb.Welcome()).SerializeToString()),
+}
+
+
+@pytest.mark.parametrize("case", UNGREETED)
+def test_what_is_no_hello_ends_the_connection(scene: Scene, unmoved: Callable[[], None], case: str) -> None:
+    why, packet = UNGREETED[case]
+    unmoved()
+    with Connection(scene.daemon.endpoint()) as stranger:
+        stranger.send_bytes(packet)
+        last = stranger.last_words()
+    assert (last and reason(last)) == why
+
+
+def test_the_last_word_is_heard_whatever_was_sent_behind(scene: Scene, unmoved: Callable[[], None]) -> None:
+    """A client that did not wait for its Welcome still reads why it was turned away, not ECONNRESET."""
+    unmoved()
+    for _ in range(20):
+        with Connection(scene.daemon.endpoint()) as eager:
+            eager.send(raw.hello(7))
+            with suppress(BrokenPipeError):
+                for _ in range(5):
+                    eager.send_bytes(b"x" * 100)
+            assert reason(eager.receive().frame.reply.error) == "UNSUPPORTED_VERSION"
+
+
+def test_descriptors_unasked_are_never_installed(scene: Scene, unmoved: Callable[[], None]) -> None:
+    """A stranger cannot fill the daemon's table of descriptors, nor hand it one that wakes it up."""
+    unmoved()
+    before = scene.daemon.descriptors()
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        for _ in range(20):
+            with Connection(scene.daemon.endpoint()) as stranger:
+                stranger.send_bytes(raw.hello().SerializeToString(), [theirs.fileno()] * 64)
+                last = stranger.last_words()
+                assert last is not None
+                assert reason(last) == "PROTOCOL_VIOLATION"
+    until(lambda: scene.daemon.descriptors() <= before)
+
+
+def test_noise(scene: Scene, unmoved: Callable[[], None]) -> None:
+    """Mutations of honest frames, from a printed seed: whatever they say, the daemon stands and lends on."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    honest = [
+        raw.hello(2).SerializeToString(),
+        pb.Frame(request_id=3, allocate=raw.allocation(MINE, PAGE, 5)).SerializeToString(),
+        pb.Frame(request_id=4, release=bpb.ReleaseExtentsRequest(extent_ids=range(50))).SerializeToString(),
+        pb.Frame(request_id=5, reply=pb.Reply(error=Status(code=3, message="x"))).SerializeToString(),
+    ]
+    unmoved()
+    for _ in range(400):
+        packet = bytearray(chance.choice(honest))
+        for _ in range(chance.randrange(1, 8)):
+            packet[chance.randrange(len(packet))] = chance.randrange(256)
+        with Connection(scene.daemon.endpoint()) as stranger:
+            stranger.send_bytes(bytes(packet[: chance.randrange(1, len(packet) + 1)]))
+            # A mutation may be a Hello of version 1: hanging up then leaves a session, so it says Goodbye.
+            stranger.sock.shutdown(socket.SHUT_WR)
+            frames = []
+            try:
+                while True:
+                    frames.append(stranger.receive().frame)
+            except (handoff.EndOfConnection, ConnectionResetError):
+                pass
+            assert not any(frame.HasField("welcome") for frame in frames), "the seeds have version 2; mutate less"
+
+
+# --- After a Hello: each of these ends the connection, and the session stays charged until its process ends ---
+
+
+def _acked_twice(session: Session) -> None:
+    name = session.register("mine")
+    session.send(pb.Frame(request_id=5, allocate=raw.allocation(name, PAGE)))
+    session.answer(5)
+    session.send(pb.Frame(request_id=5, ack=pb.Ack(part=0)))
+
+
+def _acked_a_part_that_is_not(session: Session) -> None:
+    name = session.register("mine")
+    session.send(pb.Frame(request_id=5, allocate=raw.allocation(name, PAGE)))
+    session.answer(5, acknowledge=False)
+    session.send(pb.Frame(request_id=5, ack=pb.Ack(part=(1 << 32) - 1)))
+
+
+def _sends(frame: pb.Frame, *descriptors: int) -> Callable[[Session], None]:
+    return lambda session: session.send_bytes(frame.SerializeToString(), descriptors)
+
+
+VIOLATIONS: dict[str, Callable[[Session], None]] = {
+    "Hello twice": _sends(raw.hello()),
+    "a Welcome": _sends(pb.Frame(welcome=pb.Welcome(token="x"))),
+    "a Delivery": _sends(pb.Frame(delivery=pb.Delivery(parts=1, extent_ids=[1]))),
+    "a Reply": _sends(pb.Frame(reply=pb.Reply(goodbye=pb.GoodbyeResponse()))),
+    "a Notice": _sends(pb.Frame(notice=pb.Notice(stopping=pb.Stopping()))),
+    "an Ack of nothing": _sends(pb.Frame(request_id=77, ack=pb.Ack())),
+    "an Ack twice": _acked_twice,
+    "an Ack of part 2^32-1": _acked_a_part_that_is_not,
+    "descriptors": _sends(pb.Frame(request_id=1, allocate=raw.allocation(MINE, PAGE)), 0, 1, 2),
+    "garbage": lambda session: session.send_bytes(b"\xff" * 9),
+    "200 kB": lambda session: session.send_bytes(bytes(200_000)),
+    "an empty packet": lambda session: session.send_bytes(b""),
+}
+
+
+def test_violations_end_the_connection_and_nothing_else() -> None:
+    """Each ends its own connection; its session stays charged, detached; nobody else notices."""
+    with running(CONFIG) as daemon, membroker.connect(str(daemon.endpoint("blue"))) as worker:
+        scene = Scene(daemon, worker, worker.register_model("honest"))
+        for case, violate in VIOLATIONS.items():
+            session = Session(daemon.endpoint())
+            with session:
+                violate(session)
+                last = session.last_words()
+                name = session.welcome.session
+            if case != "an empty packet":
+                assert last is not None, case
+                assert reason(last) == "PROTOCOL_VIOLATION", case
+            until(lambda name=name: _state(daemon, name) == resources_pb2.Session.DETACHED)
+            answer = raw.grpc_call(daemon.endpoint(), session.token, "AllocateExtents", raw.allocation(MINE, PAGE))
+            assert isinstance(answer, Status), "a session without a connection was lent memory"
+        scene.unharmed()
+        assert daemon.books().lent_bytes == 2 * PAGE, "what was delivered to two of them"
+
+
+def _state(daemon: Daemon, name: str) -> Any:
+    return next((one.state for one in daemon.sessions() if one.name == name), None)
+
+
+def test_a_17th_call_and_an_id_that_is_in_flight(scene: Scene) -> None:
+    """A client that acknowledges nothing fills its own window and its own calls; then it is refused, and only it."""
+    with Session(scene.daemon.endpoint()) as session:
+        name = session.register("mine")
+        for request_id in range(1, 19):  # two go out, sixteen stand behind the window
+            session.send(pb.Frame(request_id=request_id, allocate=raw.allocation(name, PAGE)))
+            if request_id <= 2:
+                assert session.answer(request_id, acknowledge=False)[0].count == 1
+        before = scene.revision
+        for request_id, why in ((19, "TOO_MANY_REQUESTS"), (18, "REQUEST_ID_IN_USE"), (1, "REQUEST_ID_IN_USE")):
+            session.send(pb.Frame(request_id=request_id, allocate=raw.allocation(name, PAGE)))
+            assert reason(session.receive().frame.reply.error) == why
+        request = raw.allocation(name, PAGE)
+        for request_id, why in ((20, "TOO_MANY_REQUESTS"), (17, "REQUEST_ID_IN_USE")):
+            request.request_id = request_id
+            answer = raw.grpc_call(session.endpoint, session.token, "AllocateExtents", request)
+            assert reason(answer) == why
+        assert scene.revision == before
+        scene.unharmed()
+    assert all(model.books[0].used_bytes == 0 for model in scene.daemon.models())
+
+
+def test_a_peer_that_says_goodbye_and_does_not_read_is_cut() -> None:
+    """A full socket may not keep a connection whose session is over: nobody would count it any more.
+
+    One client finds out how many answers a socket takes; the next asks for exactly so many, reads none of them,
+    and says Goodbye.
+    """
+    refused = pb.Frame(request_id=1, release=bpb.ReleaseExtentsRequest(extent_ids=[1]))
+    with running() as daemon:
+        with Session(daemon.endpoint()) as honest, Connection(daemon.endpoint()) as probe:
+            probe.send(raw.hello())
+            probe.receive()
+            probe.sock.setblocking(False)
+            with suppress(BlockingIOError):
+                while True:
+                    probe.send(refused)
+            taken = _steady(honest, lambda: daemon.log().count("method=ReleaseExtents"))
+        # The last one found the socket full. What a packet weighs differs a little, so one more may fit.
+        assert any(_mute_goodbye(daemon, refused, taken - 1 + more) for more in range(4)), (
+            "no Goodbye met a full socket"
+        )
+
+
+def _mute_goodbye(daemon: Daemon, request: pb.Frame, count: int) -> bool:
+    """Say Goodbye behind `count` unread answers; return whether its own answer found no room, and was cut off."""
+    with Connection(daemon.endpoint()) as mute:
+        mute.send(raw.hello())
+        session = mute.receive().frame.welcome.session
+        for _ in range(count):
+            mute.send(request)
+        mute.send(pb.Frame(request_id=2, goodbye=pb.Goodbye()))
+        until(lambda: _state(daemon, session) is None)
+        hung_up = select.poll()
+        hung_up.register(mute.sock, select.POLLHUP)
+        if hung_up.poll(0):
+            return False
+        assert hung_up.poll(15_000), "the connection stays for as long as its peer likes"
+        return True
+
+
+def _steady(honest: Session, count: Callable[[], int]) -> int:
+    """Return the count once the daemon has had many turns in which it did not grow."""
+    last = -1
+    while True:
+        for _ in range(20):
+            assert reason(honest.call(declare=bpb.DeclareMemoryRequest(model="x"))) == "INVALID_NAME"
+        now = count()
+        if now == last:
+            return now
+        last = now
+
+
+def test_refusals_leave_no_descriptor_open(scene: Scene) -> None:
+    """All of the above in one heap: afterwards the daemon has as many descriptors open as before."""
+    before = scene.daemon.descriptors()
+    for packet in [packet for _, packet in UNGREETED.values()] * 5:
+        with Connection(scene.daemon.endpoint()) as stranger:
+            stranger.send_bytes(packet)
+            stranger.last_words()
+    until(lambda: scene.daemon.descriptors() <= before)
+    scene.unharmed()
