@@ -28,6 +28,7 @@ from .config.descriptor_limits import (
     sessions_for,
     trouble,
 )
+from .core import effects as fx
 from .core import events as ev
 from .core import facts as ft
 from .core.events import Location
@@ -144,6 +145,7 @@ class Daemon:
             self._turns,
         )
         self._loop.on_audit = self._metrics.count
+        self._loop.observe_wait = self._observe_wait
         self._loop.figures = executor.figures()
         self._dispatcher = Dispatcher(self._loop, self._metrics.request)
         headroom = {str(where): size for where, size in plan.headroom.items()}
@@ -388,6 +390,10 @@ class Daemon:
 
     def _observe_driver(self, call: str, seconds: float) -> None:
         self._metrics.driver_call(call).observe(seconds)
+
+    def _observe_wait(self, waited: fx.Waited) -> None:
+        self._metrics.waits[waited.result].observe(waited.waited_ns / 1e9)
+        logs.log_wait(waited)
 
     def _observe_request(self, method: str, transport: str, seconds: float) -> None:
         self._metrics.request(method, transport).observe(seconds)

@@ -79,9 +79,11 @@ def changed_rules(rules: policy.Rules, config: Config) -> policy.Rules:
         rules,
         limits={key: quota.limit for key, quota in quotas.items() if quota.limit is not None},
         guarantees={key: quota.guarantee for key, quota in quotas.items() if quota.guarantee is not None},
+        weights={key: quota.weight for key, quota in quotas.items() if quota.weight is not None},
         default_limits=_by_location(config.default_limit, config.default_host_limit),
         settle_ns=int(config.settle_seconds * 1e9),
         model_grace_ns=int(config.model_grace_seconds * 1e9),
+        guarantee_wait_ns=int(config.guarantee_wait_seconds * 1e9),
         max_sessions_per_tenant=_share(rules.max_sessions, len(config.tenants)),
         max_models_per_tenant=config.max_models_per_tenant,
     )

@@ -155,7 +155,8 @@ class Loop:
             self._send_some()
         if broker.settling.deaths:
             self._schedule_audit(RELEASING_AUDIT_SECONDS)
-        if broker.segments.deadline != self._deadline:
+        deadline = broker.segments.deadline if broker.waiting.deadline is None else broker.deadline
+        if deadline != self._deadline:
             self._schedule_deadline()
 
     def _unwritten(self, packet: fx.Make | fx.Send) -> None:

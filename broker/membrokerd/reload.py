@@ -11,10 +11,11 @@ import os
 import stat
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from .config.config import Config, ConfigError, TenantConfig
+from .config.config import QUOTA_KEYS, Config, ConfigError, TenantConfig
 from .observe import logs
 
 CHANGEABLE = frozenset(
@@ -23,12 +24,13 @@ CHANGEABLE = frozenset(
         "default_host_limit",
         "settle_seconds",
         "model_grace_seconds",
+        "guarantee_wait_seconds",
         "max_models_per_tenant",
         "tenants",
     )
 )
 """Keys that a reload changes, besides `log.level`. All others are fixed at the start."""
-_CHANGEABLE_OF_TENANT = frozenset(("limit", "host_limit", "guarantee", "host_guarantee", "uids", "models"))
+_CHANGEABLE_OF_TENANT = frozenset(("uids", "models", *chain.from_iterable(QUOTA_KEYS.values())))
 UNCHANGED = "the configuration was not reloaded and stays as it is"
 
 
@@ -65,7 +67,7 @@ def _changed(before: Any, after: Any) -> Iterator[str]:
 
 
 def _merged(before: TenantConfig | None, after: TenantConfig, name: str, fixed: list[str]) -> TenantConfig:
-    """Return the tenant with its new limits; its sockets keep their owner, group and mode."""
+    """Return the tenant with its new quotas; its sockets keep their owner, group and mode."""
     if before is None:
         return after
     fixed += [f"tenants.{name}.{key}" for key in _changed(before, after) if key not in _CHANGEABLE_OF_TENANT]

@@ -86,7 +86,8 @@ class LocationBooks:
     `headroom_bytes` is what the broker never lends. `device_total_bytes` and `device_used_bytes` are the driver's
     (NVML on a GPU). `unaccounted_bytes` are in use on the device and not in the books. The last three are None if the
     device cannot tell. `reserved_bytes` are guaranteed to tenants and models that have not borrowed them, and lent to
-    nobody else; the free memory misses `guarantee_shortfall_bytes` of them.
+    nobody else; the free memory misses `guarantee_shortfall_bytes` of them. `waiting_requests` requests of all tenants
+    wait for `waiting_bytes`.
     """
 
     location: str
@@ -101,6 +102,8 @@ class LocationBooks:
     device_used_bytes: int | None
     reserved_bytes: int = 0
     guarantee_shortfall_bytes: int = 0
+    waiting_bytes: int = 0
+    waiting_requests: int = 0
 
 
 @renamed("granularity")
@@ -134,7 +137,8 @@ class ModelBooks:
 
     `used_bytes` includes `declared_bytes`, `releasing_bytes` and `segment_bytes`; a segment is charged once, however
     many processes map it. `peak_bytes` is the largest `used_bytes` so far. `limit_bytes` is None if only the limits of
-    the tenant and the device apply. `guarantee_bytes` can be borrowed at any time. `extents` is a count.
+    the tenant and the device apply. `guarantee_bytes` can be borrowed at any time. `extents` is a count. `weight` is in
+    force among the tenant's models. `waiting_requests` requests of the model wait for `waiting_bytes`.
     """
 
     location: str
@@ -146,6 +150,9 @@ class ModelBooks:
     extents: int
     segment_bytes: int
     guarantee_bytes: int = 0
+    weight: int = 1
+    waiting_bytes: int = 0
+    waiting_requests: int = 0
 
 
 @renamed("virtual_capacity")

@@ -9,7 +9,7 @@ import asyncio
 import logging
 
 import pytest
-from tests.support.loop_world import SECONDS, World, play
+from tests.support.loop_world import MODEL, SECONDS, World, play
 from tests.support.sizes import MIB
 
 from membrokerd import deferrals
@@ -60,6 +60,31 @@ def test_waits_end_when_their_time_has_come() -> None:
         await world.until(lambda: not world.charged())
 
     play(story)
+
+
+def test_waits_for_memory_end_when_their_time_has_come() -> None:
+    """Nothing else happens meanwhile: the device is audited once an hour. The other request goes on waiting."""
+
+    async def story(world: World) -> None:
+        ended: list[fx.Waited] = []
+        world.loop.observe_wait = ended.append
+        holder, waiter = await world.open(), await world.open()
+        await world.allocate(holder, 32)
+        long, short = world.allocate(waiter, wait=SECONDS), world.allocate(waiter, 2, wait=0.02)
+        refused = await short
+        assert refused.reason is Reason.CAPACITY
+        assert refused.numbers["waited_ms"] >= 20
+        assert not long.done()
+        await world.give_back(holder)
+        assert (await long).count == 1
+        await world.give_back(waiter)
+        assert [(one.name, one.size, one.result) for one in ended] == [
+            (MODEL, 4 * MIB, "refused"),
+            (MODEL, 2 * MIB, "granted"),
+        ]
+        assert ended[0].waited_ns >= 20_000_000
+
+    play(story, audit_seconds=3_600)
 
 
 def test_an_answer_that_is_known_is_on_its_way_before_the_books_hear_of_the_packet(

@@ -140,9 +140,11 @@ class World:
         await self.ask(lambda call: ev.RegisterModel(call, session, self.request(), MODEL, None, {}, False))
         return session
 
-    def allocate(self, session: int, count: int = 1, size: int = 2 * MIB) -> asyncio.Future[Any]:
-        number = self.request()
-        return self.ask(lambda call: ev.Allocate(call, session, number, MODEL, "device", size, count))
+    def allocate(
+        self, session: int, count: int = 1, size: int = 2 * MIB, wait: float | None = None
+    ) -> asyncio.Future[Any]:
+        number, wait_ns = self.request(), None if wait is None else int(wait * 1e9)
+        return self.ask(lambda call: ev.Allocate(call, session, number, MODEL, "device", size, count, wait_ns))
 
     async def give_back(self, session: int) -> None:
         """Close all that was delivered, and release it."""
@@ -212,6 +214,7 @@ def play(
     store: Store | None = None,
     stock: int = 0,
     context_bytes: int = 0,
+    audit_seconds: float = 0.05,
 ) -> _T:
     """Tell a story in a world of 64 MiB whose segments are made of extents of 4 MiB; nothing of it stays open.
 
@@ -227,7 +230,7 @@ def play(
         rules = policy.Rules(2 * MIB, {"device": 64 * MIB}, segment_extent_bytes=4 * MIB)
         rules = dataclasses.replace(rules, stock_extents=stock, stock_bytes=64 * MIB if stock else 0)
         kept = store if store is not None else Store()
-        loop = Loop(Broker(rules, epoch=1), executor, kept, audit_seconds=0.05, context_bytes=context_bytes)
+        loop = Loop(Broker(rules, epoch=1), executor, kept, audit_seconds, context_bytes=context_bytes)
         loop.start()
         world = World(loop, driver)
         try:

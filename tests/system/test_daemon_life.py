@@ -414,7 +414,7 @@ def test_a_check_says_that_limits_by_command_cannot_be_kept(tmp_path: Path) -> N
     command = [sys.executable, "-m", "membrokerd.cli", "--config", str(path), "--check-config"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (0, f"{path}: good\n")
-    assert ran.stderr.startswith(f"{path}: state_directory: limits and guarantees by command will be refused")
+    assert ran.stderr.startswith(f"{path}: state_directory: quotas by command will be refused")
     assert f"{kept} is not a directory" in ran.stderr
 
 

@@ -23,6 +23,8 @@ from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, Strict, 
 from membroker.vmm.sizes import MIB, format_size, parse_size
 from membroker.wire.names import valid_model, valid_tenant
 
+from ..core import policy
+
 CAPACITY_STEP = 2 * MIB
 """The granularity of every GPU so far, and of the host driver: capacity is a multiple of it."""
 MAX_DEVICE = 9_999
@@ -135,6 +137,7 @@ Capacity = Annotated[int, PlainValidator(_capacity)]
 PositiveCapacity = Annotated[int, PlainValidator(_capacity), AfterValidator(_positive)]
 Seconds = Annotated[float, Strict(), Field(ge=0, le=86_400, allow_inf_nan=False)]
 Count = Annotated[int, Strict(), Field(ge=1, le=100_000)]
+Weight = Annotated[int, Strict(), Field(ge=0, le=policy.MAX_WEIGHT)]
 Device = Annotated[int | str, PlainValidator(_device)]
 """A device's number, or its UUID; the host driver's are `host`, `host-1` and so on."""
 Directory = Annotated[Path, PlainValidator(_directory)]

@@ -24,10 +24,11 @@ from ..core.rows import Quota
 from . import checks
 from .checks import Size, Table, joined, size_text
 
-QUOTA_KEYS: Mapping[Location, tuple[str, str]] = {
-    "device": ("limit", "guarantee"),
-    "host": ("host_limit", "host_guarantee"),
+QUOTA_KEYS: Mapping[Location, tuple[str, str, str]] = {
+    "device": ("limit", "guarantee", "weight"),
+    "host": ("host_limit", "host_guarantee", "host_weight"),
 }
+"""The keys of each number of a `Quota`."""
 
 
 class ConfigError(ValueError):
@@ -57,12 +58,17 @@ class LogConfig(Table):
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig(Table):
-    """The quota of a tenant's model, in bytes. `guarantee` is kept for it; `limit` None leaves it to the tenant's."""
+    """The quota of a tenant's model, in bytes. `guarantee` is kept for it; `limit` None leaves it to the tenant's.
+
+    `weight` None is 1.
+    """
 
     limit: Size | None = None
     host_limit: Size | None = None
     guarantee: Size | None = None
     host_guarantee: Size | None = None
+    weight: checks.Weight | None = None
+    host_weight: checks.Weight | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,8 @@ class TenantQuotas(Table):
     host_limit: Size | None = None
     guarantee: Size | None = None
     host_guarantee: Size | None = None
+    weight: checks.Weight | None = None
+    host_weight: checks.Weight | None = None
     models: Mapping[checks.ModelName, ModelConfig] = field(default_factory=dict)
 
 
@@ -101,7 +109,7 @@ class TenantConfig(TenantQuotas):
 
 
 def without_guarantees(tenant: TenantConfig) -> TenantConfig:
-    """Return a tenant's configuration with its limits and without its guarantees."""
+    """Return a tenant's configuration without its guarantees."""
     models = {name: replace(model, guarantee=None, host_guarantee=None) for name, model in tenant.models.items()}
     return replace(tenant, guarantee=None, host_guarantee=None, models=models)
 
@@ -126,6 +134,7 @@ class Config(Table):
     settle_seconds: checks.Seconds = 10.0
     audit_seconds: Annotated[checks.Seconds, Field(ge=0.01)] = 0.1
     model_grace_seconds: checks.Seconds = 60.0
+    guarantee_wait_seconds: checks.Seconds = 10.0
     max_sessions: checks.Count | None = None
     max_models_per_tenant: checks.Count = 256
     stock: Size | None = None
@@ -236,7 +245,7 @@ def _guarantee_misfits(config: Config) -> Iterator[tuple[str, str]]:
         default_limits={where: size for where, size in defaults.items() if size is not None},
     )
     quotas = dict(quotas_of(config.tenants))
-    for location, (_, key) in QUOTA_KEYS.items():
+    for location, (_, key, _) in QUOTA_KEYS.items():
         for one in misfits(quotas, rules, location):
             of_model = ("models", one.model) if one.model else ()
             path = ("tenants", one.tenant, *of_model, key) if one.tenant else ("tenants", "*", key)

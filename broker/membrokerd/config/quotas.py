@@ -1,4 +1,4 @@
-"""The quotas: limits and guarantees that were set by command, in a file, so that they outlive the daemon and a reboot.
+"""The quotas: limits, guarantees and weights that were set by command, in a file: they outlive the daemon and a reboot.
 
 Owns the file's place and form. People may read it, and change it while no daemon runs. It is checked as the
 configuration is, and refused as a whole if anything in it is wrong.
@@ -26,10 +26,10 @@ Quotas = Mapping[policy.Key, Quota]
 """What was set, as in the ledger."""
 
 SYSTEM = Path("/var/lib/membroker")
-_WHAT_TO_DO = "put it right, or remove the file to end all limits and guarantees that were set by command"
+_WHAT_TO_DO = "put it right, or remove the file to end all that was set by command"
 _HEAD = """\
-# Limits and guarantees that were set with `membroker quota set`. They have the keys of membrokerd.toml, and override
-# its numbers.
+# Limits, guarantees and weights that were set with `membroker quota set`. They have the keys of membrokerd.toml, and
+# override its numbers.
 # membrokerd reads this file at its start and rewrites it at each command: change it only while no membrokerd runs.
 """
 
@@ -68,7 +68,7 @@ def trouble(directory: Path) -> str:
     else:
         return ""
     return (
-        f"limits and guarantees by command will be refused, since they are kept in {directory} and {there} {why}: "
+        f"quotas by command will be refused, since they are kept in {directory} and {there} {why}: "
         "change that, or set another state_directory"
     )
 
@@ -117,14 +117,14 @@ def _text(quotas: Quotas) -> str:
         quotas.items(), key=lambda row: (row[0][0], row[0][1] or "", row[0][2])
     ):
         table = joined(("tenants", tenant) if model is None else ("tenants", tenant, "models", model))
-        sizes = zip(QUOTA_KEYS[location], quota, strict=True)
-        tables.setdefault(table, []).extend(f"{key} = {_size(size)}\n" for key, size in sizes if size is not None)
+        numbers = zip(QUOTA_KEYS[location], (_size(quota.limit), _size(quota.guarantee), quota.weight), strict=True)
+        tables.setdefault(table, []).extend(f"{key} = {text}\n" for key, text in numbers if text is not None)
     return _HEAD + "".join(f"\n[{table}]\n{''.join(lines)}" for table, lines in tables.items())
 
 
-def _size(size: int) -> str:
+def _size(size: int | None) -> str | None:
     """Return a size as TOML: as text with a unit, if that is exact."""
     for step, unit in ((GIB, "GiB"), (MIB, "MiB")):
         if size and size % step == 0:
             return f'"{size // step}{unit}"'
-    return str(size)
+    return None if size is None else str(size)

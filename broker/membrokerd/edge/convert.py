@@ -88,17 +88,19 @@ def parse_quota_name(name: str) -> tuple[str, str | None]:
 def changed_quota(quota: Quota, request: apb.SetQuotaRequest) -> Quota:
     """Return the quota with the fields that the request's mask names, or raise `Refused`."""
     named = set(request.update_mask.paths) or {"limit_bytes"}
-    if unknown := named - {"limit_bytes", "guarantee_bytes"}:
-        what = f"update_mask: {sorted(unknown)[0][:_SHOWN_NAME]!r} is not limit_bytes or guarantee_bytes"
+    if unknown := named - {"limit_bytes", "guarantee_bytes", "weight"}:
+        what = f"update_mask: {sorted(unknown)[0][:_SHOWN_NAME]!r} is not limit_bytes, guarantee_bytes or weight"
         raise Refused(deny(Reason.INVALID_ARGUMENT, what=what))
-    for field in ("limit_bytes", "guarantee_bytes"):
+    for field in ("limit_bytes", "guarantee_bytes", "weight"):
         if request.HasField(field) and field not in named:
             raise Refused(deny(Reason.INVALID_ARGUMENT, what=f"{field} is set, and update_mask does not name it"))
     limit = request.limit_bytes if request.HasField("limit_bytes") else None
     guarantee = request.guarantee_bytes if request.HasField("guarantee_bytes") else None
+    weight = request.weight if request.HasField("weight") else None
     return Quota(
         limit if "limit_bytes" in named else quota.limit,
         guarantee if "guarantee_bytes" in named else quota.guarantee,
+        weight if "weight" in named else quota.weight,
     )
 
 
@@ -257,6 +259,7 @@ def _books(row: LocationView, info: MemoryInfo | None, headroom: int) -> rpb.Loc
         headroom_bytes=headroom,
     )
     books.reserved_bytes, books.guarantee_shortfall_bytes = row.reserved, row.shortfall
+    books.waiting_bytes, books.waiting_requests = row.waiting, row.waiting_requests
     if row.unaccounted is not None:
         books.unaccounted_bytes = max(0, row.unaccounted)
     if info is not None:
@@ -323,6 +326,8 @@ def from_tenant(row: TenantView) -> apb.Tenant:
                 used_bytes=one.used,
                 limit_bytes=one.limit,
                 guarantee_bytes=one.guarantee,
+                weight=one.weight,
+                waiting_bytes=one.waiting,
             )
             for one in row.locations
         ],

@@ -20,6 +20,7 @@ from typing import Any, get_args
 from membroker.wire.names import session_name
 
 from ..config.config import LogConfig
+from ..core import effects as fx
 from ..core import facts as ft
 from ..core.denied import Denied
 from ..core.events import ModelName
@@ -132,6 +133,13 @@ def log_denied(session: int, method: str, denied: Denied) -> None:
         numbers = {name: value for name, value in denied.numbers.items() if not _SECRET.search(name)}
         fields = {"session": session_name(session), "method": method, "reason": denied.reason.value}
         _emit(logging.DEBUG, "request refused", fields | numbers)
+
+
+def log_wait(waited: fx.Waited) -> None:
+    """Log a request that waited for memory and was refused, at DEBUG as other refusals."""
+    if waited.result == "refused":
+        fields = {"model": str(waited.name), "location": waited.location, "size_bytes": waited.size}
+        _emit(logging.DEBUG, "wait refused", fields | {"waited_ms": waited.waited_ns // 1_000_000})
 
 
 def log_fact(fact: ft.Fact) -> None:

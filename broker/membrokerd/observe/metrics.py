@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,11 +19,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from membroker.vmm.driver import DeviceInfo, MemoryInfo
 
 from ..core.denied import Reason
-from ..core.effects import SegmentView
+from ..core.effects import SegmentView, WaitResult
 from ..core.events import Location
 from ..core.lifecycles import SEGMENT, SESSION
 from ..core.snapshot import LocationView, ModelView, TenantView
-from .durations import Durations
+from .durations import WAIT_BUCKETS, Durations
 
 KEPT_SECONDS = 1.0
 """How long the text of a scrape is kept and shared by all scrapers."""
@@ -69,6 +69,10 @@ MODEL_GUARANTEE = Spec(
     "gauge",
     "Bytes that the model is guaranteed; 0 if it has no guarantee.",
     _MODEL_AT,
+)
+MODEL_WAITING = Spec("membroker_model_waiting_bytes", "gauge", "Bytes that requests of the model wait for.", _MODEL_AT)
+MODEL_WAITING_REQUESTS = Spec(
+    "membroker_model_waiting_requests", "gauge", "Requests of the model that wait for memory.", _MODEL_AT
 )
 MODEL_EXTENTS = Spec("membroker_model_extents", "gauge", "Extents that the model is charged for.", _MODEL_AT)
 MODEL_SEGMENTS = Spec(
@@ -169,8 +173,14 @@ DRIVER_CALLS = Spec("membroker_driver_call_seconds", "histogram", "Time of one d
 REQUESTS = Spec(
     "membroker_request_seconds",
     "histogram",
-    "Time from a request's arrival to its answer.",
+    "Time from a request's arrival to its answer, waits included.",
     ("method", "transport"),
+)
+WAITS = Spec(
+    "membroker_wait_seconds",
+    "histogram",
+    "Time that a request waited for memory, by how its wait ended.",
+    ("result",),
 )
 STEPS = Spec("membroker_core_step_seconds", "histogram", "Time of one step of the core: books and rules.")
 LONGEST_TURN = Spec("membroker_loop_longest_turn_seconds", "gauge", "Longest turn of the event loop since the start.")
@@ -280,6 +290,8 @@ class Metrics:
         self.steps, self.journal = durations.add(STEPS.name, STEPS.help)(), durations.add(JOURNAL.name, JOURNAL.help)()
         self.driver_call = durations.add(DRIVER_CALLS.name, DRIVER_CALLS.help, *DRIVER_CALLS.labels)
         self.request = durations.add(REQUESTS.name, REQUESTS.help, *REQUESTS.labels)
+        waits = durations.add(WAITS.name, WAITS.help, *WAITS.labels, buckets=WAIT_BUCKETS)
+        self.waits = {result: waits(result) for result in get_args(WaitResult)}  # each has a series from the start
 
     def render(self) -> bytes:
         """Return the text of a scrape, at most KEPT_SECONDS old. Raises `TimeoutError` if there is no view.
@@ -411,6 +423,8 @@ def _add_model(families: _Families, model: ModelView) -> None:
         families.add(MODEL_PEAK, books.peak, *name, books.location)
         families.add(MODEL_LIMIT, books.limit, *name, books.location)
         families.add(MODEL_GUARANTEE, books.guarantee, *name, books.location)
+        families.add(MODEL_WAITING, books.waiting, *name, books.location)
+        families.add(MODEL_WAITING_REQUESTS, books.waiting_requests, *name, books.location)
         families.add(MODEL_EXTENTS, books.extents, *name, books.location)
         families.add(MODEL_SEGMENTS, books.segments, *name, books.location)
 

@@ -56,7 +56,7 @@ class Books(Protocol):
 @renamed("limit", "used")
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """A limit and a guarantee set by command. They are None if nothing is set.
+    """A limit, a guarantee and a weight set by command. They are None if nothing is set.
 
     `shortfall_bytes` is how much of all guarantees at the location cannot be kept now.
     """
@@ -67,6 +67,7 @@ class Quota:
     used_bytes: int
     guarantee_bytes: int | None = None
     shortfall_bytes: int = 0
+    weight: int | None = None
 
 
 @renamed("used", "limit")
@@ -74,13 +75,16 @@ class Quota:
 class TenantBooks:
     """What a tenant is charged at one location. `limit_bytes` is None if only the capacity applies.
 
-    `guarantee_bytes` is its own guarantee, or the sum of its models' if that is more.
+    `guarantee_bytes` is its own guarantee, or the sum of its models' if that is more. `weight` is in force among
+    tenants. Its requests wait for `waiting_bytes`.
     """
 
     location: str
     used_bytes: int
     limit_bytes: int | None
     guarantee_bytes: int = 0
+    weight: int = 1
+    waiting_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,19 +153,23 @@ class Admin:
         """End a segment of any tenant, by its resource name."""
         self._call("DeleteSegment", broker_pb2.DeleteSegmentRequest(name=name))
 
-    def set_quota(self, name: str, location: Location, sizes: Mapping[str, int | None]) -> Quota:
-        """Set `limit_bytes`, `guarantee_bytes` or both for `tenants/…` or `tenants/…/models/…`; None removes one."""
+    def set_quota(self, name: str, location: Location, numbers: Mapping[str, int | None]) -> Quota:
+        """Set numbers of a quota of `tenants/…` or `tenants/…/models/…`; None removes one.
+
+        They are `limit_bytes`, `guarantee_bytes` and `weight`.
+        """
         request = admin_pb2.SetQuotaRequest(
             name=name,
             location=messages.location_to_wire(location),
-            limit_bytes=sizes.get("limit_bytes"),
-            guarantee_bytes=sizes.get("guarantee_bytes"),
+            limit_bytes=numbers.get("limit_bytes"),
+            guarantee_bytes=numbers.get("guarantee_bytes"),
+            weight=numbers.get("weight"),
         )
-        request.update_mask.paths.extend(sizes)
+        request.update_mask.paths.extend(numbers)
         return messages.value(Quota, self._call("SetQuota", request))
 
     def quotas(self, *, configured: bool = False) -> list[Quota]:
-        """Return the limits and guarantees that were set by command; with `configured`, all that are in force."""
+        """Return the quotas that were set by command; with `configured`, all that are in force."""
         quotas = self._call("ListQuotas", admin_pb2.ListQuotasRequest(all=configured)).quotas
         return [messages.value(Quota, quota) for quota in quotas]
 

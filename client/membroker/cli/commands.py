@@ -115,6 +115,15 @@ def limit(text: str) -> tuple[int | None]:
         raise argparse.ArgumentTypeError(f"{error}, or none") from error
 
 
+def weight(text: str) -> tuple[int | None]:
+    """Return a weight, or None for `none`, in a tuple as `limit`."""
+    if text == "none":
+        return (None,)
+    if not text.isdecimal() or not text.isascii() or len(text) > 4 or int(text) > 1_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 1000, or none")
+    return (int(text),)
+
+
 def seconds(text: str) -> float:
     """Return a number of seconds, at most a day."""
     try:

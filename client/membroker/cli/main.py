@@ -39,7 +39,13 @@ them: nobody else can borrow it, even while they do not use it. A guarantee of 0
 Guarantees must fit: a model's within its limit, those of a tenant's models within the tenant's guarantee and limit, and
 all of them within the capacity; otherwise the command is refused with the numbers. Memory that is lent already stays
 lent: if it stands in the way of a guarantee, the answer says how much (shortfall), and nothing more is lent to others
-until that is released."""
+until that is released.
+
+A weight, 0 to 1000, says how the memory above the guarantees is divided while requests wait for it; it is 1 where none
+is set. The memory is divided among tenants first, then among the models of each tenant, in proportion to their weights;
+what each has borrowed already is a part of what it gets. A waiting request that stays within its model's part goes
+before those that do not. Weight 0 is for work that can wait for all others: it gets what they leave. Nothing that is
+lent is taken back, whatever the weights."""
 
 _FORGET = """
 A session is detached when its process lives and has no connection: it has been stopped since before the last restart of
@@ -192,7 +198,7 @@ def _add_books(subparsers: Commands) -> None:
         subparsers,
         "models",
         _models,
-        "how much each model is charged, its limit and its guarantee",
+        "how much each model is charged and waits for, and its quota",
         "models\nmodels --admin --watch 1\nmodels --json | jq '.[].books.device'",
         admin=True,
     ).add_argument("--watch", metavar="SECONDS", type=commands.seconds, help="show it again and again, until Ctrl-C")
@@ -211,7 +217,7 @@ def _add_operators(subparsers: Commands) -> None:
         subparsers,
         "tenants",
         listing(lambda books: books.tenants(), tables.tenants_table),
-        "how much each tenant is charged, its limit and its guarantee; at the admin endpoint",
+        "how much each tenant is charged and waits for, and its quota; at the admin endpoint",
         "tenants\ntenants --json | jq '.[] | {name, used: .books.device.used_bytes}'",
     ).set_defaults(admin=True)
     add(
@@ -251,23 +257,24 @@ def _add_operators(subparsers: Commands) -> None:
 
 
 def _add_quota(subparsers: Commands) -> None:
-    summary = "show and set limits and guarantees by command, at the admin endpoint"
+    summary = "show and set limits, guarantees and weights by command, at the admin endpoint"
     quota = add_bare(subparsers, "quota", summary, "quota list --all\nquota set acme --limit 32GiB --guarantee 8GiB")
     actions = quota.add_subparsers(metavar="ACTION", required=True)
     add(
         actions,
         "list",
         operate.quota_list,
-        "the limits and guarantees that were set by command",
+        "the limits, guarantees and weights that were set by command",
         "quota list\nquota list --all",
     ).add_argument("--all", action="store_true", help="those in the configuration, too, with the numbers in force")
     change = add(
         actions,
         "set",
         operate.quota_set,
-        "set a limit or a guarantee from now on; it is kept on disk until it is removed",
+        "set a limit, a guarantee or a weight from now on; it is kept on disk until it is removed",
         "quota set acme --limit 32GiB                a tenant\n"
         "quota set acme/llama-7b --guarantee 8GiB    one of its models: 8 GiB are kept for it\n"
+        "quota set acme --weight 2                   twice the part of a tenant with weight 1\n"
         "quota set acme --limit none                 use the configured limit again",
         _QUOTA,
     )
@@ -277,6 +284,9 @@ def _add_quota(subparsers: Commands) -> None:
     )
     change.add_argument(
         "--guarantee", metavar="SIZE|none", type=commands.limit, help="what nobody else may borrow, used or not"
+    )
+    change.add_argument(
+        "--weight", metavar="N|none", type=commands.weight, help="its part of the rest while requests wait, 0 to 1000"
     )
     commands.add_location(change)
     change.set_defaults(parser=change)

@@ -18,23 +18,26 @@ from .admin import Admin, Quota, open_admin, open_device
 
 
 def quota_list(options: argparse.Namespace) -> int:
-    """Show the limits and guarantees that were set."""
+    """Show the quotas that were set."""
     with open_admin(options.endpoint) as admin:
         quotas = admin.quotas(configured=options.all)
     return tables.answer(options.json, quotas, tables.quotas_table(quotas))
 
 
 def quota_set(options: argparse.Namespace) -> int:
-    """Set a limit or a guarantee by command, or remove it."""
-    given = {"limit_bytes": options.limit, "guarantee_bytes": options.guarantee}
-    sizes = {field: size[0] for field, size in given.items() if size is not None}
-    if not sizes:
-        options.parser.error("one of the arguments --limit --guarantee is required")
+    """Set a limit, a guarantee or a weight by command, or remove it."""
+    given = {"limit_bytes": options.limit, "guarantee_bytes": options.guarantee, "weight": options.weight}
+    numbers = {field: number[0] for field, number in given.items() if number is not None}
+    if not numbers:
+        options.parser.error("one of the arguments --limit --guarantee --weight is required")
     with open_admin(options.endpoint) as admin:
-        quota = admin.set_quota(options.name, location_of(options.location), sizes)
-        notes = [] if options.json else list(_notes_on(quota, sizes, admin))
-    numbers = f"limit {_in_words(quota.limit_bytes)}, guarantee {_in_words(quota.guarantee_bytes)}"
-    line = f"{tables.short_name(quota.name)} at the {quota.location}: {numbers}, used {format_size(quota.used_bytes)}"
+        quota = admin.set_quota(options.name, location_of(options.location), numbers)
+        notes = [] if options.json else list(_notes_on(quota, numbers, admin))
+    line = (
+        f"{tables.short_name(quota.name)} at the {quota.location}: limit {_in_words(quota.limit_bytes)}, "
+        f"guarantee {_in_words(quota.guarantee_bytes)}, "
+        f"weight {'as configured' if quota.weight is None else quota.weight}, used {format_size(quota.used_bytes)}"
+    )
     return tables.answer(options.json, quota, line, *notes)
 
 
@@ -42,9 +45,9 @@ def _in_words(size: int | None) -> str:
     return "as configured" if size is None else format_size(size)
 
 
-def _notes_on(quota: Quota, sizes: Mapping[str, int | None], admin: Admin) -> Iterator[str]:
+def _notes_on(quota: Quota, numbers: Mapping[str, int | None], admin: Admin) -> Iterator[str]:
     """Yield what may surprise an operator about the numbers that are now in force."""
-    limit, guarantee = sizes.get("limit_bytes"), sizes.get("guarantee_bytes")
+    limit, guarantee, weight = (numbers.get(field) for field in ("limit_bytes", "guarantee_bytes", "weight"))
     if limit is not None:
         if quota.used_bytes > limit:
             yield "it uses more than that: it keeps what it has, and gets nothing more until it releases some"
@@ -56,7 +59,7 @@ def _notes_on(quota: Quota, sizes: Mapping[str, int | None], admin: Admin) -> It
             f"{format_size(quota.shortfall_bytes)} of all guarantees cannot be kept yet: others have borrowed that "
             "memory. They get nothing more until they have released it (`membroker tenants`)"
         )
-    if (limit or guarantee) and quota.name not in _known(admin):
+    if (limit or guarantee or weight is not None) and quota.name not in _known(admin):
         what = "model" if "/models/" in quota.name else "tenant"
         yield f"there is no {what} of that name now: the quota waits for its first session (`membroker models --admin`)"
         if guarantee:

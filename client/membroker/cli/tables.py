@@ -43,8 +43,8 @@ class Table:
 def models_table(models: Iterable[ModelStatus]) -> Table:
     """Return a row for each model and location, except for locations that it never used and has no limit for."""
     columns = (
-        *("tenant", "model", "where", ">virtual", ">used", ">in segments", ">peak", ">guarantee", ">limit", ">extents"),
-        ">sessions",
+        *("tenant", "model", "where", ">virtual", ">used", ">in segments", ">peak", ">guarantee", ">limit", ">weight"),
+        *(">waiting", ">extents", ">sessions"),
         ">refusals",
     )
     rows = [_model_row(model, books) for model in models for books in model.books.values() if _worth_showing(books)]
@@ -68,6 +68,8 @@ def _model_row(model: ModelStatus, books: ModelBooks) -> list[str]:
         format_size(books.peak_bytes),
         _size(books.guarantee_bytes or None),
         _size(books.limit_bytes),
+        str(books.weight),
+        _waiting(books),
         str(books.extents),
         str(model.sessions),
         str(sum(model.denials_total.values())),
@@ -150,7 +152,7 @@ def device_table(device: DeviceStatus) -> Table:
 def locations_table(locations: Iterable[LocationBooks]) -> Table:
     """Return the books of each location, and the device's own figures."""
     columns = (
-        *("where", ">capacity", ">lent", ">releasing", ">free", ">reserved", ">unaccounted", ">headroom"),
+        *("where", ">capacity", ">lent", ">releasing", ">free", ">reserved", ">waiting", ">unaccounted", ">headroom"),
         ">used of total",
     )
     return Table(columns, [_location_row(books) for books in locations])
@@ -165,6 +167,7 @@ def _location_row(books: LocationBooks) -> list[str]:
         format_size(books.releasing_bytes),
         format_size(books.free_bytes),
         _reserved(books),
+        _waiting(books),
         _size(books.unaccounted_bytes),
         format_size(books.headroom_bytes),
         f"{_size(books.device_used_bytes)} of {_size(books.device_total_bytes)}" if seen else NONE,
@@ -176,9 +179,14 @@ def _reserved(books: LocationBooks) -> str:
     return format_size(books.reserved_bytes) + (f" ({format_size(missing)} not free)" if missing else "")
 
 
+def _waiting(books: LocationBooks | ModelBooks) -> str:
+    count = books.waiting_requests
+    return f"{format_size(books.waiting_bytes)} ({count} request{'s' * (count != 1)})" if count else NONE
+
+
 def tenants_table(tenants: Iterable[TenantStatus]) -> Table:
     """Return a row for each tenant and location."""
-    columns = ("tenant", "where", ">used", ">guarantee", ">limit", ">models", ">sessions")
+    columns = ("tenant", "where", ">used", ">guarantee", ">limit", ">weight", ">waiting", ">models", ">sessions")
     rows = [
         [
             short_name(tenant.name),
@@ -186,6 +194,8 @@ def tenants_table(tenants: Iterable[TenantStatus]) -> Table:
             format_size(books.used_bytes),
             _size(books.guarantee_bytes or None),
             _size(books.limit_bytes),
+            str(books.weight),
+            _size(books.waiting_bytes or None),
             str(tenant.models),
             str(tenant.sessions),
         ]
@@ -196,19 +206,20 @@ def tenants_table(tenants: Iterable[TenantStatus]) -> Table:
 
 
 def quotas_table(quotas: Iterable[Quota]) -> Table:
-    """Return a row for each limit and guarantee that was set."""
+    """Return a row for each quota that was set."""
     rows = [
         [
             short_name(quota.name),
             quota.location,
             _size(quota.guarantee_bytes),
             _size(quota.limit_bytes),
+            NONE if quota.weight is None else str(quota.weight),
             format_size(quota.used_bytes),
         ]
         for quota in quotas
     ]
-    empty = "no limit or guarantee was set by command; the configured ones are in force"
-    return Table(("name", "where", ">guarantee", ">limit", ">used"), rows, empty)
+    empty = "no quota was set by command; the configured ones are in force"
+    return Table(("name", "where", ">guarantee", ">limit", ">weight", ">used"), rows, empty)
 
 
 def processes_table(processes: Iterable[ProcessStatus]) -> Table:

@@ -91,7 +91,7 @@ global___Tenant = Tenant
 
 @typing.final
 class TenantBooks(google.protobuf.message.Message):
-    """A tenant's charge at one location. 5 to 7 are for a later version."""
+    """A tenant's charge at one location, and what it waits for."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -148,8 +148,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetQuota(self, request, context):
-        """Sets the limit and the guarantee of a model (registered or not) or of a tenant. They apply to every debit from now
-        on; what is lent already stays lent. They are kept on disk until they are changed or removed. Refused
+        """Sets the limit, the guarantee and the weight of a model (registered or not) or of a tenant. They apply to every debit
+        from now on; what is lent already stays lent. They are kept on disk until they are changed or removed. Refused
         (QUOTA_CONFLICT) if the guarantees would not fit each other, a limit or the capacity.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -157,7 +157,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListQuotas(self, request, context):
-        """The limits and guarantees that were set by command; if asked, the configured ones, too.
+        """The limits, guarantees and weights that were set by command; if asked, the configured ones, too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -65,8 +65,8 @@ class AdminServiceStub:
         membroker.v1.admin_pb2.SetQuotaRequest,
         membroker.v1.admin_pb2.Quota,
     ]
-    """Sets the limit and the guarantee of a model (registered or not) or of a tenant. They apply to every debit from now
-    on; what is lent already stays lent. They are kept on disk until they are changed or removed. Refused
+    """Sets the limit, the guarantee and the weight of a model (registered or not) or of a tenant. They apply to every debit
+    from now on; what is lent already stays lent. They are kept on disk until they are changed or removed. Refused
     (QUOTA_CONFLICT) if the guarantees would not fit each other, a limit or the capacity.
     """
 
@@ -74,7 +74,7 @@ class AdminServiceStub:
         membroker.v1.admin_pb2.ListQuotasRequest,
         membroker.v1.admin_pb2.ListQuotasResponse,
     ]
-    """The limits and guarantees that were set by command; if asked, the configured ones, too."""
+    """The limits, guarantees and weights that were set by command; if asked, the configured ones, too."""
 
     ForgetSession: grpc.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.ForgetSessionRequest,
@@ -151,8 +151,8 @@ class AdminServiceAsyncStub:
         membroker.v1.admin_pb2.SetQuotaRequest,
         membroker.v1.admin_pb2.Quota,
     ]
-    """Sets the limit and the guarantee of a model (registered or not) or of a tenant. They apply to every debit from now
-    on; what is lent already stays lent. They are kept on disk until they are changed or removed. Refused
+    """Sets the limit, the guarantee and the weight of a model (registered or not) or of a tenant. They apply to every debit
+    from now on; what is lent already stays lent. They are kept on disk until they are changed or removed. Refused
     (QUOTA_CONFLICT) if the guarantees would not fit each other, a limit or the capacity.
     """
 
@@ -160,7 +160,7 @@ class AdminServiceAsyncStub:
         membroker.v1.admin_pb2.ListQuotasRequest,
         membroker.v1.admin_pb2.ListQuotasResponse,
     ]
-    """The limits and guarantees that were set by command; if asked, the configured ones, too."""
+    """The limits, guarantees and weights that were set by command; if asked, the configured ones, too."""
 
     ForgetSession: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.ForgetSessionRequest,
@@ -251,8 +251,8 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.admin_pb2.SetQuotaRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.admin_pb2.Quota, collections.abc.Awaitable[membroker.v1.admin_pb2.Quota]]:
-        """Sets the limit and the guarantee of a model (registered or not) or of a tenant. They apply to every debit from now
-        on; what is lent already stays lent. They are kept on disk until they are changed or removed. Refused
+        """Sets the limit, the guarantee and the weight of a model (registered or not) or of a tenant. They apply to every debit
+        from now on; what is lent already stays lent. They are kept on disk until they are changed or removed. Refused
         (QUOTA_CONFLICT) if the guarantees would not fit each other, a limit or the capacity.
         """
 
@@ -262,7 +262,7 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.admin_pb2.ListQuotasRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.admin_pb2.ListQuotasResponse, collections.abc.Awaitable[membroker.v1.admin_pb2.ListQuotasResponse]]:
-        """The limits and guarantees that were set by command; if asked, the configured ones, too."""
+        """The limits, guarantees and weights that were set by command; if asked, the configured ones, too."""
 
     @abc.abstractmethod
     def ForgetSession(

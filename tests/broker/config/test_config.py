@@ -34,6 +34,7 @@ def test_no_file_at_all_is_a_broker_in_which_each_uid_is_a_tenant() -> None:
     assert found.runtime_directory == Path("/run/user/1000/membroker")
     assert (found.driver, found.device, found.capacity, found.headroom) == ("auto", 0, None, None)
     assert (found.settle_seconds, found.audit_seconds, found.model_grace_seconds) == (10.0, 0.1, 60.0)
+    assert found.guarantee_wait_seconds == 10.0
     assert found.uid_tenants
     assert (found.stock, found.stock_extents) == (None, 64)
     assert found.metrics == config.MetricsConfig(True, "127.0.0.1", None)
@@ -151,6 +152,14 @@ def test_the_command_line_wins_and_is_named_when_it_is_wrong(tmp_path: Path) -> 
         ("audit_seconds = inf", "audit_seconds: should be a finite number, not inf"),
         ("audit_seconds = 0", "audit_seconds: should be greater than or equal to 0.01, not 0"),
         ('model_grace_seconds = "60"', "model_grace_seconds: should be a valid number, not '60'"),
+        ("guarantee_wait_seconds = 86401", "guarantee_wait_seconds: should be less than or equal to 86400, not 86401"),
+        ("guarantee_wait_seconds = -1", "guarantee_wait_seconds: should be greater than or equal to 0, not -1"),
+        ("guarantee_waits = 1", "guarantee_waits: is not a known key; did you mean 'guarantee_wait_seconds'?"),
+        ("[tenants.a]\nweight = 1001", "tenants.a.weight: should be less than or equal to 1000, not 1001"),
+        ("[tenants.a]\nhost_weight = -1", "tenants.a.host_weight: should be greater than or equal to 0, not -1"),
+        ("[tenants.a.models.m]\nweight = true", "tenants.a.models.m.weight: should be a valid integer, not True"),
+        ('[tenants.a]\nweight = "2"', "tenants.a.weight: should be a valid integer, not '2'"),
+        ("[tenants.a]\nweigth = 2", "tenants.a.weigth: is not a known key; did you mean 'weight'?"),
         ("max_sessions = 0", "max_sessions: should be greater than or equal to 1, not 0"),
         ("max_models_per_tenant = 2.0", "max_models_per_tenant: should be a valid integer, not 2.0"),
         ('stock = "a lot"', "stock: cannot read 'a lot' as a size"),

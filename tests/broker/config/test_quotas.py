@@ -14,6 +14,7 @@ from tests.support.sizes import GIB
 from membrokerd.config import quotas as quotas_module
 from membrokerd.config.config import load
 from membrokerd.config.quotas import Quotas, read, state_directory, trouble, write
+from membrokerd.core import policy
 from membrokerd.core.events import LOCATIONS
 from membrokerd.core.rows import Quota
 from membrokerd.home import HomeError
@@ -21,7 +22,8 @@ from membrokerd.home import HomeError
 QUOTAS: Quotas = {
     ("acme", None, "device"): Quota(32 * GIB),
     ("acme", None, "host"): Quota(0, 0),
-    ("acme", "llama-7b.q4", "device"): Quota(1536 << 20, GIB),
+    ("acme", "llama-7b.q4", "device"): Quota(1536 << 20, GIB, 2),
+    ("acme", "llama-7b.q4", "host"): Quota(weight=0),
     ("acme", "m_1", "host"): Quota(12_345),
     ("uid-1000", "m1", "device"): Quota(guarantee=(1 << 63) - 1),
 }
@@ -52,9 +54,14 @@ def test_any_quotas_are_read_again(path: Path) -> None:
     )
     keys = st.tuples(tenants, st.none() | models, st.sampled_from(LOCATIONS))
     sizes = st.none() | st.integers(0, (1 << 63) - 1) | st.integers(0, 99).map(lambda n: n << 20)
+    weights = st.none() | st.integers(0, policy.MAX_WEIGHT)
 
     @settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(st.dictionaries(keys, st.builds(Quota, sizes, sizes).filter(lambda quota: quota != Quota()), max_size=8))
+    @given(
+        st.dictionaries(
+            keys, st.builds(Quota, sizes, sizes, weights).filter(lambda quota: quota != Quota()), max_size=8
+        )
+    )
     def again(quotas: Quotas) -> None:
         write(path, quotas)
         assert read(path) == quotas
@@ -71,7 +78,7 @@ def test_people_can_read_it(path: Path) -> None:
     assert "membroker quota set" in head
     assert body == (
         '[tenants.acme]\nlimit = "32GiB"\nhost_limit = 0\nhost_guarantee = 0\n\n'
-        '[tenants.acme.models."llama-7b.q4"]\nlimit = "1536MiB"\nguarantee = "1GiB"\n\n'
+        '[tenants.acme.models."llama-7b.q4"]\nlimit = "1536MiB"\nguarantee = "1GiB"\nweight = 2\nhost_weight = 0\n\n'
         "[tenants.acme.models.m_1]\nhost_limit = 12345\n\n"
         "[tenants.uid-1000.models.m1]\nguarantee = 9223372036854775807\n"
     )
@@ -82,7 +89,8 @@ def test_the_configuration_has_the_same_keys(path: Path) -> None:
     write(path, {key: limit for key, limit in QUOTAS.items() if key[0] == "acme" and key[1] != "m_1"})
     tenant = load(path, {}, {"XDG_RUNTIME_DIR": "/run/user/1"}, 1).tenants["acme"]
     assert (tenant.limit, tenant.host_limit) == (32 * GIB, 0)
-    assert (tenant.models["llama-7b.q4"].limit, tenant.models["llama-7b.q4"].guarantee) == (1536 << 20, GIB)
+    model = tenant.models["llama-7b.q4"]
+    assert (model.limit, model.guarantee, model.weight, model.host_weight) == (1536 << 20, GIB, 2, 0)
 
 
 WRONG = {
@@ -109,6 +117,22 @@ WRONG = {
     "less than nothing": ("[tenants.acme.models.m]\nhost_limit = -1", "tenants.acme.models.m.host_limit: a size must"),
     "too much": ("[tenants.acme]\nlimit = 9223372036854775808", "tenants.acme.limit: a size must be between"),
     "a guarantee that is no size": ("[tenants.acme]\nguarantee = []", "tenants.acme.guarantee: a size is an int"),
+    "a weight as a size": (
+        '[tenants.acme]\nweight = "1GiB"',
+        "tenants.acme.weight: should be a valid integer, not '1GiB'",
+    ),
+    "a part of a weight": (
+        "[tenants.acme.models.m]\nweight = 1.5",
+        "tenants.acme.models.m.weight: should be a valid int",
+    ),
+    "too much weight": (
+        "[tenants.acme]\nhost_weight = 1001",
+        "tenants.acme.host_weight: should be less than or equal to",
+    ),
+    "a misspelt weight": (
+        "[tenants.acme]\nwieght = 2",
+        "tenants.acme.wieght: is not a known key; did you mean 'weight'?",
+    ),
     "no size": ("[tenants.acme]\nlimit = true", "tenants.acme.limit: a size is an int"),
 }
 

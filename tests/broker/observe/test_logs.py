@@ -175,7 +175,7 @@ def test_sizes_names_and_ids_are_shown_by_one_rule(capture: Capture) -> None:
         "segment began generation=40 model=tenants/acme/models/llama-7b segment=weights location=device "
         "extent_bytes=1073741824 last_bytes=2097152 first=41 count=3 writer=sessions/1a",
         "unaccounted seen location=device unaccounted_bytes=-4096",
-        "quota set tenant=acme model=null location=device limit_bytes=null guarantee_bytes=null",
+        "quota set tenant=acme model=null location=device limit_bytes=null guarantee_bytes=null weight=null",
     ):
         assert line in lines
 

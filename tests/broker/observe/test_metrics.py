@@ -34,8 +34,10 @@ UUID = "GPU-12345678-0000-0000-0000-000000000000"
 
 
 def model(tenant: str, name: str, used: int, limit: int | None = None, segments: int = 0, **denials: int) -> ModelView:
-    at_device = ModelLocationView("device", used, used + MIB, 0, 0, segments, used // (2 * MIB), limit, MIB)
-    at_host = ModelLocationView("host", 0, 0, 0, 0, 0, 0, None, 0)
+    at_device = ModelLocationView(
+        "device", used, used + MIB, 0, 0, segments, used // (2 * MIB), limit, MIB, 1, 6 * MIB, 2
+    )
+    at_host = ModelLocationView("host", 0, 0, 0, 0, 0, 0, None, 0, 1, 0, 0)
     return ModelView(ModelName(tenant, name), 64 << 30, (at_device, at_host), 1, 7, 3, denials)
 
 
@@ -53,10 +55,10 @@ def books(
     charged = sum(each.locations[0].used for each in models)
     capacity = 256 * MIB
     device = LocationView(
-        "device", capacity, charged - releasing, releasing, 0, capacity - charged, unaccounted, 8 * MIB, MIB
+        "device", capacity, charged - releasing, releasing, 0, capacity - charged, unaccounted, 8 * MIB, MIB, 6 * MIB, 2
     )
     return MetricsView(
-        locations=(device, LocationView("host", 0, 0, 0, 0, 0, None, 0, 0)),
+        locations=(device, LocationView("host", 0, 0, 0, 0, 0, None, 0, 0, 0, 0)),
         tenants=tenants,
         models=models,
         segments=segments,
@@ -76,7 +78,7 @@ def books(
 FULL = books(
     model("acme", "a", 4 * MIB, limit=8 * MIB, segments=2 * MIB, CAPACITY=1),
     segments=(segment(1, "acme", "a", "sealed"),),
-    tenants=(TenantView("acme", (TenantLocationView("device", 4 * MIB, 16 * MIB, 2 * MIB),), 1, 1),),
+    tenants=(TenantView("acme", (TenantLocationView("device", 4 * MIB, 16 * MIB, 2 * MIB, 1, 6 * MIB),), 1, 1),),
 )
 """Books in which every metric of the books has a series."""
 
@@ -226,8 +228,8 @@ def test_refusals_exist_before_the_first_one() -> None:
 
 def test_a_tenants_use_and_limit() -> None:
     rows = (
-        TenantView("acme", (TenantLocationView("device", 4 * MIB, 16 * MIB, 2 * MIB),), 1, 1),
-        TenantView("umbra", (TenantLocationView("device", 0, None, 0),), 0, 0),
+        TenantView("acme", (TenantLocationView("device", 4 * MIB, 16 * MIB, 2 * MIB, 1, 0),), 1, 1),
+        TenantView("umbra", (TenantLocationView("device", 0, None, 0, 1, 0),), 0, 0),
     )
     series = scrape(Metrics(Source(books(tenants=rows)), UUID))
     assert values(series, "membroker_tenant_used_bytes", tenant="acme", location="device") == [4 * MIB]
@@ -248,7 +250,7 @@ def test_segments_of_one_name_are_one_series() -> None:
 
 
 UNITS = re.compile(
-    r"_(bytes|seconds|total|info|sessions|segments|extents|observers|limit|open|draining|full|fallback|attachments)$"
+    r"_(bytes|seconds|total|info|sessions|segments|extents|requests|observers|limit|open|draining|full|fallback|attachments)$"
 )
 RIDDLES = re.compile(r"\b(who|whose|nobody|somebody|anybody|beside|is no)\b", re.IGNORECASE)  # besides tools/prose.py
 
@@ -288,6 +290,26 @@ def test_histograms_count_in_buckets_up_to_a_second() -> None:
     assert buckets == {"5e-06": [2], "1.0": [3], "+Inf": [4]}
     assert values(series, "membroker_driver_call_seconds_count") == [4]
     assert values(series, "membroker_driver_call_seconds_sum") == [pytest.approx(2.300009)]
+
+
+def test_waits_are_counted_by_how_they_ended_up_to_a_minute() -> None:
+    """Each result is there before the first wait, because `increase()` does not see a step from absent to 1."""
+    made = Metrics(Source(books()), UUID)
+    for seconds in (0.02, 45.0, 61.0):
+        made.waits["refused"].observe(seconds)
+    series = scrape(made)
+    counts = {kind: values(series, "membroker_wait_seconds_count", result=kind) for kind in made.waits}
+    assert counts == {"granted": [0], "refused": [3], "cancelled": [0]}
+    found = {le: values(series, "membroker_wait_seconds_bucket", result="refused", le=le) for le in ("0.025", "60.0")}
+    assert found == {"0.025": [1], "60.0": [2]}
+
+
+def test_what_a_model_waits_for() -> None:
+    """A model without a waiting request shows zeros, so that a graph has no gaps."""
+    series = scrape(Metrics(Source(books(model("acme", "a", 0))), UUID))
+    for name, at_device in ("membroker_model_waiting_bytes", 6 * MIB), ("membroker_model_waiting_requests", 2):
+        assert values(series, name, model="a", location="device") == [at_device]
+        assert values(series, name, model="a", location="host") == [0]
 
 
 def test_histograms_lose_nothing_between_threads() -> None:

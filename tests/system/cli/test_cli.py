@@ -65,7 +65,9 @@ def test_models_are_an_aligned_table_and_plain_when_piped(daemon: Daemon) -> Non
     out = good("models", "--endpoint", str(daemon.endpoint("red")))
     header, row = rows(out)
     assert header[:9] == ["tenant", "model", "where", "virtual", "used", "in segments", "peak", "guarantee", "limit"]
-    assert row == ["red", "llama-7b", "device", "64.0 GiB", "4.0 MiB", "0 B", "4.0 MiB", "-", "8.0 MiB", "2", "1", "1"]
+    assert header[9:] == ["weight", "waiting", "extents", "sessions", "refusals"]
+    assert row[:9] == ["red", "llama-7b", "device", "64.0 GiB", "4.0 MiB", "0 B", "4.0 MiB", "-", "8.0 MiB"]
+    assert row[10:] == ["-", "2", "1", "1"]
     assert out.isascii()
     assert len({len(line) for line in out.splitlines()}) == 1, "columns line up"
 
@@ -137,16 +139,18 @@ def test_a_quota_is_set_listed_and_ended(daemon: Daemon, worker: membroker.Clien
     """A limit below what is used takes nothing away, refuses what comes, and goes as it came."""
     at = ("--endpoint", str(daemon.endpoint("red")))
     out = good("quota", "set", "red/llama-7b", "--limit", "2MiB", *at)
-    assert out.splitlines()[0] == "red/llama-7b at the device: limit 2.0 MiB, guarantee as configured, used 4.0 MiB"
+    assert out.splitlines()[0] == (
+        "red/llama-7b at the device: limit 2.0 MiB, guarantee as configured, weight as configured, used 4.0 MiB"
+    )
     assert "it keeps what it has" in out
     assert worker.models()[0].books["device"].limit_bytes == 2 * MIB
-    assert rows(good("quota", "list", *at))[1] == ["red/llama-7b", "device", "-", "2.0 MiB", "4.0 MiB"]
+    assert rows(good("quota", "list", *at))[1] == ["red/llama-7b", "device", "-", "2.0 MiB", "-", "4.0 MiB"]
     good("quota", "set", "tenants/red", "--limit", "128MiB", *at)
     names = [quota["name"] for quota in json.loads(good("quota", "list", "--json", *at))]
     assert names == ["tenants/red", "tenants/red/models/llama-7b"]
     for name in ("red", "red/llama-7b"):
         assert "limit as configured" in good("quota", "set", name, "--limit", "none", *at)
-    assert "no limit or guarantee was set by command" in good("quota", "list", *at)
+    assert "no quota was set by command" in good("quota", "list", *at)
     assert worker.models()[0].books["device"].limit_bytes == 8 * MIB
 
 
@@ -287,6 +291,9 @@ def test_a_dead_brokers_socket_is_told_from_none(daemon: Daemon) -> None:
         (("quota", "set", "acme"), "--limit"),
         (("quota", "set", "acme", "--limit", "8 gigs"), "cannot read '8 gigs' as a size"),
         (("quota", "set", "acme", "--limit=-1"), "cannot read '-1' as a size"),
+        (("quota", "set", "acme", "--weight", "1001"), "'1001' is not a whole number from 0 to 1000, or none"),
+        (("quota", "set", "acme", "--weight", "1.5"), "'1.5' is not a whole number"),
+        (("quota", "set", "acme", "--weight", "9" * 5_000), "is not a whole number"),
         (("quota", "set", "Acme", "--limit", "1GiB"), "is not TENANT or TENANT/MODEL"),
         (("quota", "set", "uid-0/-chat", "--limit", "1GiB"), "begin with a letter"),
         (("quota", "set", "uid-0/" + "m" * 97, "--limit", "1GiB"), "at most 96"),

@@ -333,15 +333,15 @@ def test_a_dead_daemon_is_not_stopped(daemon: Daemon) -> None:
 def test_tenants_with_what_they_use_and_may(daemon: Daemon, engine: Worker) -> None:
     """Configured ones without anything too; a limit by command shows at once."""
     rows = [re.split(r"\s{2,}", line) for line in good(daemon, "tenants").splitlines()]
-    assert rows[0] == ["tenant", "where", "used", "guarantee", "limit", "models", "sessions"]
+    assert rows[0] == ["tenant", "where", "used", "guarantee", "limit", "weight", "waiting", "models", "sessions"]
     assert rows[1:] == [
-        ["blue", "device", "0 B", "-", "-", "0", "0"],
-        ["red", "device", "16.0 MiB", "-", "-", "1", "1"],
+        ["blue", "device", "0 B", "-", "-", "1", "-", "0", "0"],
+        ["red", "device", "16.0 MiB", "-", "-", "1", "-", "1", "1"],
     ]
     good(daemon, "quota", "set", "red", "--limit", "64MiB")
     (red,) = [each for each in json.loads(good(daemon, "tenants", "--json")) if each["name"] == "tenants/red"]
     old = {"used": 16 * MIB, "limit": 64 * MIB}  # the spellings of the release before
-    sizes = {"used_bytes": 16 * MIB, "limit_bytes": 64 * MIB, "guarantee_bytes": 0}
+    sizes = {"used_bytes": 16 * MIB, "limit_bytes": 64 * MIB, "guarantee_bytes": 0, "weight": 1, "waiting_bytes": 0}
     assert red == {
         "name": "tenants/red",
         "books": {"device": {"location": "device", **sizes, **old}},
@@ -367,7 +367,7 @@ def test_where_each_user_is_a_tenant_the_list_begins_empty() -> None:
             kept = client.register_model("m").allocate("2MiB")
             (row,) = good(daemon, "tenants").splitlines()[1:]
             uid = f"uid-{os.geteuid()}"
-            assert re.split(r"\s{2,}", row) == [uid, "device", "2.0 MiB", "-", "32.0 MiB", "1", "1"]
+            assert re.split(r"\s{2,}", row) == [uid, "device", "2.0 MiB", "-", "32.0 MiB", "1", "-", "1", "1"]
             with pytest.raises(membroker.OutOfMemory) as caught:
                 client.register_model("m").allocate("32MiB")
             assert (caught.value.level, caught.value.limit_bytes) == ("tenant", 32 * MIB)

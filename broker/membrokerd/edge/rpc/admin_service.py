@@ -80,7 +80,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return response  # type: ignore[no-any-return]
 
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Any) -> pb.Quota:
-        """Set a limit or a guarantee, or remove one that was set."""
+        """Set a limit, a guarantee or a weight, or remove one that was set."""
         tenant, model = convert.parse_quota_name(request.name)
         location = convert.parse_location(request.location)
         before = self._loop.broker.ledger.quotas.get((tenant, model, location), Quota())
@@ -96,9 +96,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return self._quota(tenant, model, location, self._shortfalls())
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
-        """Return the limits that were set."""
+        """Return the quotas that were set."""
         broker = self._loop.broker
-        configured = {*broker.rules.limits, *broker.rules.guarantees} if request.all else set()
+        rules = broker.rules
+        configured = {*rules.limits, *rules.guarantees, *rules.weights} if request.all else set()
         rows = sorted({*broker.ledger.quotas, *configured}, key=lambda key: (key[0], key[1] or "", key[2]))
         shortfalls = self._shortfalls()
         return pb.ListQuotasResponse(quotas=[self._quota(*key, shortfalls, in_force=request.all) for key in rows])
@@ -194,6 +195,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             location=LOCATION_NUMBERS[location],
             limit_bytes=quota.limit,
             guarantee_bytes=quota.guarantee,
+            weight=quota.weight,
             used_bytes=used,
             shortfall_bytes=shortfalls.get(location, 0),
         )

@@ -1,0 +1,264 @@
+"""Weights and waits with real daemons, as an operator sets and sees them; the waiting client is a bare one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from prometheus_client.parser import text_string_to_metric_families
+from tests.support.daemons import Daemon, running, until
+from tests.support.raw import Session, admin_call, info, reason
+from tests.support.sizes import MIB
+from tests.system.test_reload import reload
+
+from membroker import MembrokerError
+from membroker.cli import main as cli
+from membroker.cli.admin import Admin, Quota
+from membroker.v1 import admin_pb2
+from membroker.v1 import broker_pb2 as bpb
+from membroker.v1 import handoff_pb2 as pb
+from membroker.vmm import Location
+
+DEVICE = Location.DEVICE
+TENANTS: dict[str, Any] = {
+    "red": {"weight": 2, "host_weight": 3, "models": {"chat": {"weight": 4}}},
+    "blue": {},
+    "green": {},
+}
+MODEL = "tenants/{}/models/chat"
+HOURS = 7_200.0
+_ids = itertools.count(1_000)
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with running({"tenants": TENANTS}) as one:  # of 256 MiB
+        yield one
+
+
+@pytest.fixture
+def admin(daemon: Daemon) -> Iterator[Admin]:
+    one = Admin(daemon.admin / "grpc.sock")
+    yield one
+    one.close()
+
+
+class Tenants:
+    """A session of each tenant, with a model `chat`."""
+
+    def __init__(self, daemon: Daemon, stack: ExitStack) -> None:
+        self.sessions = {name: stack.enter_context(Session(daemon.endpoint(name))) for name in TENANTS}
+        for session in self.sessions.values():
+            session.register("chat")
+
+    def ask(self, tenant: str, size: int, wait: float | None = None) -> int:
+        """Send a request, and return its id."""
+        request_id = next(_ids)
+        request = bpb.AllocateExtentsRequest(model=MODEL.format(tenant), extent_bytes=size, count=1)
+        if wait is not None:
+            request.wait.CopyFrom(Duration(seconds=int(wait), nanos=int(wait % 1 * 1e9)))
+        self.sessions[tenant].send(pb.Frame(request_id=request_id, allocate=request))
+        return request_id
+
+    def answer(self, tenant: str, request_id: int) -> Any:
+        """Return the answer to it: the ids that it got, or the Status that refuses it."""
+        answer, ids = self.sessions[tenant].answer(request_id)
+        return ids or answer
+
+    def borrow(self, tenant: str, size: int) -> list[int]:
+        """Return the ids of one extent."""
+        found: list[int] = self.answer(tenant, self.ask(tenant, size))
+        return found
+
+    def release(self, tenant: str, ids: list[int]) -> None:
+        """Give extents back."""
+        answer = self.sessions[tenant].call(release=bpb.ReleaseExtentsRequest(extent_ids=ids))
+        assert answer.released_bytes, answer
+
+
+@pytest.fixture
+def tenants(daemon: Daemon) -> Iterator[Tenants]:
+    with ExitStack() as stack:
+        yield Tenants(daemon, stack)
+
+
+def waiting(admin: Admin) -> tuple[int, int]:
+    """Return the bytes that all requests wait for at the device, and how many wait."""
+    books = admin.device().locations["device"]
+    return books.waiting_bytes, books.waiting_requests
+
+
+def weights(admin: Admin) -> dict[str, int]:
+    return {one.name.removeprefix("tenants/"): one.books["device"].weight for one in admin.tenants()}
+
+
+def numbers(daemon: Daemon) -> dict[tuple[str, ...], float]:
+    """Return the series about waits: by name, and by result or tenant."""
+    return {
+        (one.name.removeprefix("membroker_"), one.labels.get("result") or one.labels["tenant"]): one.value
+        for family in text_string_to_metric_families(daemon.metrics())
+        for one in family.samples
+        if "result" in one.labels or ("_waiting_" in one.name and one.labels["location"] == "device")
+    }
+
+
+def test_weights_are_configured_commanded_and_kept(daemon: Daemon, admin: Admin) -> None:
+    """A command stands before the configuration, also after a restart, until `none` ends it."""
+    assert weights(admin) == {"red": 2, "blue": 1, "green": 1}
+    assert {(one.name, one.location, one.weight) for one in admin.quotas(configured=True)} == {
+        ("tenants/red", "device", 2),
+        ("tenants/red", "host", 3),
+        ("tenants/red/models/chat", "device", 4),
+    }
+    assert admin.quotas() == []
+    assert admin.set_quota("tenants/red", DEVICE, {"weight": 5}) == Quota("tenants/red", "device", None, 0, weight=5)
+    admin.set_quota("tenants/blue", DEVICE, {"weight": 0, "limit_bytes": 64 * MIB})
+    admin.set_quota("tenants/blue/models/chat", DEVICE, {"weight": 1_000})
+    admin.close()
+    assert daemon.stop() == 0
+    text = (daemon.directory / "kept" / "host" / "quotas.toml").read_text()
+    assert '[tenants.blue]\nlimit = "64MiB"\nweight = 0\n' in text
+    daemon.start_again()
+    again = Admin(daemon.admin / "grpc.sock")
+    assert weights(again) == {"red": 5, "blue": 0, "green": 1}
+    assert {(one.name, one.weight) for one in again.quotas()} == {
+        ("tenants/red", 5),
+        ("tenants/blue", 0),
+        ("tenants/blue/models/chat", 1_000),
+    }
+    for name in ("red", "blue", "blue/models/chat"):
+        again.set_quota(f"tenants/{name}", DEVICE, {"weight": None})
+    assert again.quotas() == [Quota("tenants/blue", "device", 64 * MIB, 0)]
+    assert weights(again) == {"red": 2, "blue": 1, "green": 1}
+    again.close()
+
+
+def test_a_reload_changes_weights(daemon: Daemon, admin: Admin) -> None:
+    reload(daemon, tenants={**TENANTS, "red": {"weight": 7}, "blue": {"weight": 0}})
+    assert weights(admin) == {"red": 7, "blue": 0, "green": 1}
+
+
+@pytest.mark.parametrize(("weight", "first", "second"), [(1, "blue", "red"), (3, "red", "blue")])
+def test_the_larger_part_goes_first(admin: Admin, tenants: Tenants, weight: int, first: str, second: str) -> None:
+    """With equal weights half of the room is too little for either, so the older request goes first."""
+    admin.set_quota("tenants/red", DEVICE, {"weight": weight})
+    half = tenants.borrow("green", 128 * MIB), tenants.borrow("green", 128 * MIB)
+    asked = {}
+    for count, name in enumerate(("blue", "red"), 1):
+        asked[name] = tenants.ask(name, 96 * MIB, HOURS)
+        until(lambda: waiting(admin)[1] == count)  # noqa: B023 - it is called at once
+    tenants.release("green", half[0])
+    assert len(tenants.answer(first, asked[first])) == 1
+    assert waiting(admin) == (96 * MIB, 1)
+    tenants.release("green", half[1])
+    assert len(tenants.answer(second, asked[second])) == 1
+
+
+def test_an_operator_sees_waits_and_how_they_ended(daemon: Daemon, admin: Admin, tenants: Tenants) -> None:
+    held = tenants.borrow("green", 250 * MIB)
+    results = ("granted", "refused", "cancelled")
+    assert {result: numbers(daemon)["wait_seconds_count", result] for result in results} == dict.fromkeys(results, 0)
+    granted, _ = tenants.ask("red", 64 * MIB, HOURS), tenants.ask("blue", 32 * MIB, HOURS)
+    until(lambda: waiting(admin) == (96 * MIB, 2))
+    found = {one.name.removeprefix("tenants/"): one.books["device"].waiting_bytes for one in admin.tenants()}
+    assert found == {"red": 64 * MIB, "blue": 32 * MIB, "green": 0}
+    scrape = numbers(daemon)
+    assert [scrape["model_waiting_bytes", name] for name in TENANTS] == [64 * MIB, 32 * MIB, 0]
+    assert [scrape["model_waiting_requests", name] for name in TENANTS] == [1, 1, 0]
+
+    refused = tenants.answer("red", tenants.ask("red", 128 * MIB, 0.02))
+    assert reason(refused) == "CAPACITY"
+    assert 20 <= int(info(refused).metadata["waited_ms"]) < 60_000
+    tenants.sessions["blue"].sock.close()
+    until(lambda: waiting(admin) == (64 * MIB, 1))
+    tenants.release("green", held)
+    assert len(tenants.answer("red", granted)) == 1
+    assert waiting(admin) == (0, 0)
+    scrape = numbers(daemon)
+    assert {result: scrape["wait_seconds_count", result] for result in results} == dict.fromkeys(results, 1)
+    assert 0.02 <= scrape["wait_seconds_sum", "refused"] < 60
+    assert "wait refused model=tenants/red/models/chat location=device size_bytes=134217728 waited_ms=" in daemon.log()
+
+
+def test_a_guaranteed_request_waits_as_configured(daemon: Daemon, admin: Admin, tenants: Tenants) -> None:
+    """Nothing is said about a wait by the worker: the operator decides, and a reload changes it."""
+    held = tenants.borrow("green", 250 * MIB)
+    admin.set_quota("tenants/red/models/chat", DEVICE, {"guarantee_bytes": 64 * MIB})
+    reload(daemon, guarantee_wait_seconds=0.02)
+    assert int(info(tenants.answer("red", tenants.ask("red", 64 * MIB))).metadata["waited_ms"]) >= 20
+    reload(daemon, guarantee_wait_seconds=0)
+    assert "waited_ms" not in info(tenants.answer("red", tenants.ask("red", 64 * MIB))).metadata
+    reload(daemon, guarantee_wait_seconds=HOURS)
+    assert "waited_ms" not in info(tenants.answer("red", tenants.ask("red", 66 * MIB))).metadata, "not guaranteed"
+    asked = tenants.ask("red", 64 * MIB)
+    until(lambda: waiting(admin) == (64 * MIB, 1))
+    tenants.release("green", held)
+    assert len(tenants.answer("red", asked)) == 1
+
+
+@pytest.mark.parametrize(
+    ("weight", "mask", "said"),
+    [
+        (1_001, ["weight"], "a weight is between 0 and 1,000"),
+        (2**32 - 1, ["weight"], "a weight is between 0 and 1,000"),
+        (2, [], "weight is set, and update_mask does not name it"),
+        (2, ["limit_bytes"], "weight is set, and update_mask does not name it"),
+        (2, ["weights"], "'weights' is not limit_bytes, guarantee_bytes or weight"),
+    ],
+)
+def test_a_wrong_weight_changes_nothing(daemon: Daemon, admin: Admin, weight: int, mask: list[str], said: str) -> None:
+    request = admin_pb2.SetQuotaRequest(name="tenants/red", weight=weight)
+    request.update_mask.paths[:] = mask
+    refused = admin_call(daemon.admin, "SetQuota", request)
+    assert reason(refused) == "INVALID_ARGUMENT"
+    assert said in refused.message
+    assert admin.quotas() == []
+
+
+def test_a_weight_that_cannot_be_written_is_not_in_force(daemon: Daemon, admin: Admin) -> None:
+    kept = daemon.directory / "kept" / "host" / "quotas.toml"
+    admin.set_quota("tenants/red", DEVICE, {"weight": 5})
+    kept.with_name("quotas.toml.new").mkdir()
+    with pytest.raises(MembrokerError, match="cannot be kept in"):
+        admin.set_quota("tenants/red", DEVICE, {"weight": 6})
+    assert weights(admin)["red"] == 5
+    assert [one.weight for one in admin.quotas()] == [5]
+
+
+def test_the_command_sets_and_shows_weights_and_waits(
+    daemon: Daemon, admin: Admin, tenants: Tenants, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def say(*arguments: str) -> list[str]:
+        assert cli.main([*arguments, "--endpoint", str(daemon.admin)]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    assert say("quota", "set", "blue/chat", "--weight", "2") == [
+        "blue/chat at the device: limit as configured, guarantee as configured, weight 2, used 0 B"
+    ]
+    assert "the quota waits for its first session" in say("quota", "set", "blue/batch", "--weight", "0")[1]
+    table = [line.split() for line in say("quota", "list", "--all")]
+    assert table[0] == ["name", "where", "guarantee", "limit", "weight", "used"]
+    assert [(row[0], row[1], row[4]) for row in table[1:]] == [
+        ("blue/batch", "device", "0"),
+        ("blue/chat", "device", "2"),
+        ("red", "device", "2"),
+        ("red", "host", "3"),
+        ("red/chat", "device", "4"),
+    ]
+    say("quota", "set", "blue/batch", "--weight", "none")
+    assert [(one["name"], one["weight"]) for one in json.loads(say("quota", "list", "--json")[0])] == [
+        ("tenants/blue/models/chat", 2)
+    ]
+    held = tenants.borrow("green", 250 * MIB)
+    asked = tenants.ask("blue", 32 * MIB, HOURS)
+    until(lambda: waiting(admin) == (32 * MIB, 1))
+    assert any("32.0 MiB (1 request)" in line for line in say("status"))
+    blue = say("tenants")[1].split()
+    assert blue == ["blue", "device", "0", "B", "-", "-", "1", "32.0", "MiB", "1", "1"]
+    tenants.release("green", held)
+    assert len(tenants.answer("blue", asked)) == 1
