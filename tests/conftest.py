@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.daemons import Daemon, running
+from tests.support.daemons import Daemon, Shared, running
 from tests.support.devices import DEVICES, Device
 
 _STATED: list[str] = []
@@ -28,10 +28,25 @@ def runtime_directory() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Shared]:
+    """The daemon of a file's tests with the marker `shared_daemon`; the first of them starts it."""
+    shared = Shared()
+    yield shared
+    shared.close()
+
+
 @pytest.fixture
-def daemon() -> Iterator[Daemon]:
-    """A daemon of its own: host driver, 256 MiB, the tenants red and blue."""
-    with running() as one:
+def daemon(request: pytest.FixtureRequest, shared: Shared) -> Iterator[Daemon]:
+    """A daemon on the host driver: 256 MiB, the tenants red and blue.
+
+    Each test has its own. With the marker `shared_daemon` the tests of a file use one, as long as each leaves it
+    unused: its log, counters and revision may be older than the test, and a model ends with its last session. In such a
+    file, `shared_daemon(False)` marks a test that needs its own.
+    """
+    marker = request.node.get_closest_marker("shared_daemon")
+    share = marker is not None and marker.args != (False,)
+    with shared.borrowed() if share else running() as one:
         yield one
 
 

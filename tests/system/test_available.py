@@ -12,6 +12,8 @@ from tests.support.workers import worker, workers
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
 
+pytestmark = pytest.mark.shared_daemon
+
 
 def test_each_level_is_told_when_it_is_the_tightest(transport: str) -> None:
     """A worker plans its KV cache: its own limit, then its tenant's, the capacity and the GPU bound what it can have.

@@ -11,6 +11,8 @@ from tests.support.workers import worker
 
 from membroker.v1 import broker_pb2 as bpb
 
+pytestmark = pytest.mark.shared_daemon
+
 
 def test_a_worker_looks_up_a_model_of_its_tenant(daemon: Daemon, transport: str) -> None:
     """An autoscaler reads one model's usage, by the name that it was registered under; it has not registered it."""
@@ -31,6 +33,7 @@ def test_a_worker_looks_up_a_model_of_its_tenant(daemon: Daemon, transport: str)
         assert scaler.refused("client.model(7)").error == "InvalidRequest"
 
 
+@pytest.mark.shared_daemon(False)  # it looks at counters
 def test_stats_is_one_call(daemon: Daemon) -> None:
     """A tenant may have 256 models; a worker that reads its own figures every second asks for its own model alone."""
     with worker() as one:

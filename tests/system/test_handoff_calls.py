@@ -17,6 +17,8 @@ from membroker.v1 import handoff_pb2 as pb
 from membroker.v1 import resources_pb2 as rpb
 from membroker.wire import frames as handoff
 
+pytestmark = pytest.mark.shared_daemon
+
 PAGE = 2 * MIB
 Ask = Callable[[str, Any], Any]
 

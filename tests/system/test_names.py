@@ -17,6 +17,8 @@ from tests.system.cli.test_segments import write_file
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
 
+pytestmark = pytest.mark.shared_daemon
+
 NAME = "Qwen/Qwen3-8B"
 FULL = f"tenants/red/models/{NAME}"
 

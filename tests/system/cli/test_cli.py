@@ -27,6 +27,8 @@ from membroker.cli.admin import ProcessStatus, TenantBooks, TenantStatus, admin_
 from membroker.errors import BrokerUnavailable, InvalidRequest
 from membroker.types import ModelBooks, ModelStatus
 
+pytestmark = pytest.mark.shared_daemon
+
 COMMAND = [sys.executable, "-m", "membroker.cli.main"]
 
 

@@ -284,6 +284,7 @@ def test_a_deadline_that_is_no_time_drains_nothing(daemon: Daemon, engine: Worke
 
 @pytest.mark.parametrize("command", [("drain",), ("drain", "--exit", "--deadline", "1"), ("undrain",)])
 @pytest.mark.parametrize("by", ["option", "variable"])
+@pytest.mark.shared_daemon
 def test_a_tenants_endpoint_drains_nothing(
     daemon: Daemon, engine: Worker, command: tuple[str, ...], by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

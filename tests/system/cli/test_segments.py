@@ -27,6 +27,8 @@ from membroker.safetensors import write_index
 from membroker.segment import MAX_HEADER_BYTES
 from membroker.v1 import broker_pb2, resources_pb2
 
+pytestmark = pytest.mark.shared_daemon
+
 COMMAND = [sys.executable, "-m", "membroker.cli.main", "segments"]
 
 

@@ -8,13 +8,6 @@ import pytest
 from tests.support.daemons import Daemon, Shared
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Shared]:
-    shared = Shared()
-    yield shared
-    shared.close()
-
-
 @pytest.fixture
 def daemon(shared: Shared) -> Iterator[Daemon]:
     """A daemon that nobody uses: host driver, 256 MiB, the tenants red and blue. A model ends with its last session.

@@ -263,20 +263,29 @@ def work(pool):
         pool.deallocate(0, PAGE)
 threads = [threading.Thread(target=work, args=(pool,)) for pool in pools]
 for thread in threads: thread.start()
-for _ in range(20):
-    child = os.fork()
-    if not child:
-        signal.alarm(20)
-        for pool in pools:
-            try:
-                pool.allocate(0, 1)
-            except membroker.ClosedError:
-                continue
-            os._exit(1)
-        client.close()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-stop.set()
+import time
+def gone_well(child):
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        if (ended := os.waitpid(child, os.WNOHANG))[0]:
+            return ended[1] == 0
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)  # also where it hangs before its first line
+try:
+    for number in range(20):
+        child = os.fork()
+        if not child:
+            for pool in pools:
+                try:
+                    pool.allocate(0, 1)
+                except membroker.ClosedError:
+                    continue
+                os._exit(1)
+            client.close()
+            os._exit(0)
+        assert gone_well(child), f"child {number}"
+finally:
+    stop.set()
 for thread in threads: thread.join()
 client.close()
 say("well")
