@@ -159,7 +159,7 @@ def test_the_command_line_wins_and_is_named_when_it_is_wrong(tmp_path: Path) -> 
         ("[tenants.a]\nhost_weight = -1", "tenants.a.host_weight: should be greater than or equal to 0, not -1"),
         ("[tenants.a.models.m]\nweight = true", "tenants.a.models.m.weight: should be a valid integer, not True"),
         ('[tenants.a]\nweight = "2"', "tenants.a.weight: should be a valid integer, not '2'"),
-        ("[tenants.a]\nweigth = 2", "tenants.a.weigth: is not a known key; did you mean 'weight'?"),
+        ("[tenants.a]\nweightt = 2", "tenants.a.weightt: is not a known key; did you mean 'weight'?"),
         ("max_sessions = 0", "max_sessions: should be greater than or equal to 1, not 0"),
         ("max_models_per_tenant = 2.0", "max_models_per_tenant: should be a valid integer, not 2.0"),
         ('stock = "a lot"', "stock: cannot read 'a lot' as a size"),

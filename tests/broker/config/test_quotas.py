@@ -130,8 +130,8 @@ WRONG = {
         "tenants.acme.host_weight: should be less than or equal to",
     ),
     "a misspelt weight": (
-        "[tenants.acme]\nwieght = 2",
-        "tenants.acme.wieght: is not a known key; did you mean 'weight'?",
+        "[tenants.acme]\nweightt = 2",
+        "tenants.acme.weightt: is not a known key; did you mean 'weight'?",
     ),
     "no size": ("[tenants.acme]\nlimit = true", "tenants.acme.limit: a size is an int"),
 }
