@@ -123,7 +123,7 @@ class LibraryWorker:
 
 
 class Neighbour(LibraryWorker):
-    """A worker that borrows and gives back a hundred times a second, and works meanwhile."""
+    """A worker that borrows and releases a hundred times a second, and works meanwhile."""
 
     def once(self) -> tuple[int, ...]:
         """Allocate and close, after a pause."""

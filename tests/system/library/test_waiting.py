@@ -116,7 +116,7 @@ def test_a_refusal_comes_at_the_deadline_with_its_numbers(daemon: Daemon, asker:
             waited = int(refused.metadata.get("waited_ms", 0)) / 1000
             assert wait <= waited <= took
             assert took < wait + 10
-            # Nobody gives back what it has: a wait could bring nothing.
+            # Nobody releases memory: a wait could bring nothing.
             assert (refused.metadata["share_bytes"], refused.metadata["obtainable_bytes"]) == ("0", "0")
             assert "its share is 0 B, 0 B more than it has" in refused.message
             assert ("the request waited" in refused.message) == (wait > 0)
@@ -254,7 +254,7 @@ def test_closing_the_client_ends_its_waits(daemon: Daemon, asker: Worker, call: 
 
 
 def test_a_drain_ends_all_waits(daemon: Daemon, asker: Worker) -> None:
-    """An operator empties the device: whoever waits is told why nothing will come."""
+    """An operator empties the device: a call that waits is told why it is refused."""
     with full(daemon), daemon.admin_stub() as admin:
         asker.do(f"threads = [Thread(lambda: model.allocate(64 * MIB, wait={LONG})) for _ in range(3)]")
         until(lambda: waiting(daemon) == 3)
