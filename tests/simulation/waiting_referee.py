@@ -56,8 +56,11 @@ class WaitingReferee:
             assert one.waited_ns == world.now - gone[one.call].since
             assert (one.result == "granted") == (one.call not in answers), f"{one} and {answers.get(one.call)}"
             self.ends[one.result] += 1
-        for waiter in after.values():
-            self._judge_waiter(waiter)
+        if world.broker.waiting.left_over:
+            assert world.broker.deadline == 0, "the next step does not follow at once"
+        else:
+            for waiter in after.values():
+                self._judge_waiter(waiter)
         if isinstance(event, ev.Allocate | ev.CreateSegment) and event.call in after:
             self._judge_deadline(event, after[event.call])
         granted = [one for call, one in gone.items() if call not in answers]

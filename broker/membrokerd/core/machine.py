@@ -116,6 +116,8 @@ class Broker:
     @property
     def deadline(self) -> int | None:
         """When the core wants to hear `Elapsed`, in nanoseconds of CLOCK_BOOTTIME; None: not at all."""
+        if self.waiting.left_over:
+            return 0
         return min((at for at in (self.segments.deadline, self.waiting.deadline) if at is not None), default=None)
 
     def change_rules(self, rules: policy.Rules) -> None:

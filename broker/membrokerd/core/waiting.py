@@ -23,6 +23,8 @@ from .denied import Denied, Reason, deny
 from .shares import Shares
 
 Debit = ev.Allocate | ev.Declare | ev.CreateSegment
+MOST_AT_ONCE = 16
+"""How many requests are granted or time out in one step. The others follow in the next: see `deadline`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +65,9 @@ class Waiting:
         """The requests of this step that wait for the inputs. `drain` asks for these."""
         self.deadline: int | None = None
         """When the first wait ends, in nanoseconds."""
+        self.left_over = False
+        """Whether a step ended before every request had its turn: the next one should follow at once."""
+        self._turns = 0
 
     def has(self, session: int, request_id: int) -> bool:
         """Say whether a request with this id waits."""
@@ -118,10 +123,8 @@ class Waiting:
         if self.sessions.get(event.session, 0) >= rules.max_calls_per_session:
             return deny(Reason.TOO_MANY_REQUESTS, limit=rules.max_calls_per_session)
         limit = rules.max_waiting_per_tenant
-        if (
-            wait
-            and sum(1 for one in self._waiters.values() if one.deadline and one.name.tenant == name.tenant) >= limit
-        ):
+        waiting = sum(count for (own, _), (_, count) in self._sums.items() if own.tenant == name.tenant)
+        if wait and waiting >= limit:
             return deny(Reason.TOO_MANY_REQUESTS, limit=limit, whose="tenant", calls="requests that wait for memory")
         return None
 
@@ -217,9 +220,13 @@ class Waiting:
                 self._divided.clear()
         call = self._next_call(now) if self._timed else None
         self.busy = bool(self._timed)
-        if call is None:
+        self._turns += 1
+        self.left_over = call is not None and self._turns > MOST_AT_ONCE and not self._books.stopping
+        if call is None or self.left_over:
             self._divided.clear()
-        return self.take(call) if call is not None else None
+            self._turns = 0
+            return None
+        return self.take(call)
 
     def _next_call(self, now: int) -> int | None:
         books = self._books
@@ -287,7 +294,8 @@ class Waiting:
         books, lent = self._books, self._lent(name, location)
         more = books.admission.available(name, location, None)
         if location in self._timed:
-            more = max(more, self._shares(location, name)[name] - lent)
+            more = max(more, self._shares(location, name).get(name, 0) - lent)
+        more -= more % books.rules.granularity
         return lent + more, more
 
     def _lent(self, name: ev.ModelName, location: ev.Location) -> int:

@@ -8,11 +8,14 @@ from hypothesis import strategies as st
 from tests.simulation.shares import fill as fill_by_definition
 from tests.support.sizes import MIB
 
+from membrokerd.core import effects as fx
+from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
 from membrokerd.core.admission import Admission
 from membrokerd.core.events import ModelName
 from membrokerd.core.ledger import Ledger
+from membrokerd.core.machine import Broker
 from membrokerd.core.shares import Item, Shares, fill
 
 GRANULE = 2
@@ -74,3 +77,20 @@ def test_tenants_are_divided_before_their_models() -> None:
     assert [shares[name] for name in names[1:9]] == [6 * MIB] * 4 + [4 * MIB] * 4
     assert (shares[names[9]], shares[names[10]]) == (8 * MIB, 12 * MIB)
     assert sum(shares.values()) == 100 * MIB
+
+
+def test_what_can_be_had_is_bounded_by_the_limit() -> None:
+    """A model whose limit is 0 can have nothing, also while others wait and shares are divided."""
+    rules = policy.Rules(granularity=2 * MIB, capacities={"device": 8 * MIB}, limits={("t", "z", "device"): 0})
+    broker = Broker(rules, epoch=1)
+    opened = broker.step(ev.OpenSession(1, "t", 1, 1, "p", False, "test"), 0).effects[0]
+    assert isinstance(opened, fx.Answer)
+    assert isinstance(opened.result, fx.SessionOpened)
+    session, name, none = opened.result.session, ModelName("t", "m"), ModelName("t", "z")
+    for request, model in enumerate((name, none), 1):
+        broker.step(ev.RegisterModel(1 + request, session, request, model, None, {}, False), 0)
+    broker.step(ev.Allocate(4, session, 3, name, "device", 2 * MIB, 3), 0)
+    broker.step(ev.Allocate(5, session, 4, name, "device", 2 * MIB, 2, wait_ns=10**9), 0)
+    assert broker.waiting.of_model(name, "device") == (4 * MIB, 1)
+    assert broker.waiting.share(none, "device") == (0, 0)
+    assert broker.waiting.share(name, "device") == (8 * MIB, 2 * MIB)
