@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -260,5 +261,9 @@ def test_the_command_sets_and_shows_weights_and_waits(
     assert any("32.0 MiB (1 request)" in line for line in say("status"))
     blue = say("tenants")[1].split()
     assert blue == ["blue", "device", "0", "B", "-", "-", "1", "32.0", "MiB", "1", "1"]
+    (header, *models) = (re.split(r"\s{2,}", line) for line in say("models"))
+    shown = {(row[0], row[9], row[10]) for row in models}
+    assert header[9:11] == ["weight", "waiting"]
+    assert shown == {("red", "4", "-"), ("blue", "2", "32.0 MiB (1 request)"), ("green", "1", "-")}
     tenants.release("green", held)
     assert len(tenants.answer("blue", asked)) == 1
