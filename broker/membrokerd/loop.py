@@ -118,7 +118,8 @@ class Loop:
         self._io = asyncio.get_running_loop()
         self._audit_timer: asyncio.TimerHandle | None = None
         self._look_pending = False
-        self._deadline: int | None = None
+        self._deadlines: tuple[int | None, int | None] = (None, None)
+        """Those of attaches and of requests for memory, for which the timer was set."""
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._stock: dict[tuple[ev.Location, int], list[int]] = {}
 
@@ -155,7 +156,7 @@ class Loop:
             self._send_some()
         if broker.settling.deaths:
             self._schedule_audit(RELEASING_AUDIT_SECONDS)
-        if broker.segments.deadline != self._deadline:
+        if (broker.segments.deadline, broker.waiting.deadline) != self._deadlines:
             self._schedule_deadline()
 
     def _unwritten(self, packet: fx.Make | fx.Send) -> None:
@@ -218,13 +219,14 @@ class Loop:
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
             self._deadline_timer = None
-        self._deadline = self.broker.deadline
-        if self._deadline is not None:
-            seconds = max(0, self._deadline - clock()) / 1e9
+        self._deadlines = (self.broker.segments.deadline, self.broker.waiting.deadline)
+        deadline = self.broker.deadline
+        if deadline is not None:
+            seconds = max(0, deadline - clock()) / 1e9
             self._deadline_timer = self._io.call_later(seconds, self._elapsed)
 
     def _elapsed(self) -> None:
-        self._deadline = self._deadline_timer = None
+        self._deadlines, self._deadline_timer = (None, None), None
         self.tell(ev.Elapsed())
 
     # --- effects out ---
