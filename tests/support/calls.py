@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ Finish = Callable[[Outcome, int], None]
 
 
 def descriptors() -> set[str]:
+    """Return this process's open descriptors, after garbage of earlier tests has closed its own."""
+    gc.collect()
     return {name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
 
 
