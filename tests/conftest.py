@@ -91,9 +91,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Leave out of each later garbage collection what exists now: thousands of tests, which no test can forget.
 
-    Hundreds of tests collect garbage to see what a program forgets, and each collection took 26 ms. After a freeze Python
-    would start full collections far more often, because it counts few old objects. The threshold prevents that: garbage
-    of one test should not close its descriptors in the middle of another test.
+    Hundreds of tests collect garbage to see what a program forgets, and each collection took 26 ms. After a freeze
+    Python would start full collections far more often, because it counts few old objects. The threshold prevents that:
+    garbage of one test should not close its descriptors in the middle of another test.
     """
     gc.collect()
     gc.freeze()

@@ -16,7 +16,6 @@ from tests.support.sizes import MIB
 
 import membroker
 from membroker import LocalSource, VirtualMemoryPool, errors, types
-from membroker.adapters.torch import TorchMemory
 from membroker.cli import admin, tables
 
 PAGE = 2 * MIB
@@ -120,4 +119,7 @@ def test_errors() -> None:
 
 
 def test_torch_memory() -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
+    from membroker.adapters.torch import TorchMemory
+
     assert TorchMemory.__old_spellings__ == {"lent": "lent_bytes"}  # type: ignore[attr-defined]
