@@ -341,6 +341,31 @@ class TestLending:
         assert (lending.lent, lending.reclaimed_bytes, lending.refusals) == (4 * MIB, 6 * MIB, 0)
         assert lending.last_denial is None
 
+    def test_only_the_last_attempt_waits(
+        self, client: membroker.Client, alive: set[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As long as torch may have something to release, nothing is waited for; after that, as the broker says."""
+        waits: list[float | None] = []
+
+        def empty() -> bool:
+            if len(waits) < 3:
+                alive.clear()
+            return True
+
+        model = client.register_model("lending", limit="8MiB")
+        lending = lendings.TorchLending(model, 0, lambda: set(alive), empty)
+        allocate, lend = self.ALLOCATE(lending.allocate_address), model.allocate
+        alive.add(allocate(8 * MIB, 0, None))
+
+        def note(size: int, **options: Any) -> Any:
+            waits.append(options.get("wait"))
+            return lend(size, **options)
+
+        monkeypatch.setattr(model, "allocate", note)
+        assert allocate(16 * MIB, 0, None) is None
+        assert waits == [0, 0, None]
+        assert lending.refusals == 1
+
     @pytest.mark.parametrize("size", [4 * MIB, 16 * MIB], ids=["lent after all", "refused"])
     def test_a_denial_keeps_nothing_of_the_program(self, client: membroker.Client, alive: set[int], size: int) -> None:
         """A traceback holds the frames below it, and they the tensors of a forward pass, which would stay lent."""
@@ -419,9 +444,9 @@ class TestLending:
         assert entered.wait(60)
         lend = model.allocate
 
-        def seen_refused(size: int) -> Any:
+        def seen_refused(size: int, **options: Any) -> Any:
             try:
-                return lend(size)
+                return lend(size, **options)
             except membroker.OutOfMemory:
                 refused.set()
                 raise

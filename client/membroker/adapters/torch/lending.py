@@ -154,15 +154,18 @@ class TorchLending:
         return address
 
     def _buffer(self, size: int) -> Buffer:
-        """Borrow `size` bytes. On a refusal, release what torch does not need, and try again."""
+        """Borrow `size` bytes. On a refusal, release what torch does not need, and try again.
+
+        Only the last attempt waits as the broker says. Before it there may be something to release.
+        """
         for _ in range(_ATTEMPTS - 1):
             before = self.released_bytes
             try:
-                return self._model.allocate(size)
+                return self._model.allocate(size, wait=0)
             except OutOfMemory as error:
                 _without_frames(error)
                 if not self._reclaim(before):
-                    raise
+                    break
         return self._model.allocate(size)
 
     def _reclaim(self, before: int) -> bool:
