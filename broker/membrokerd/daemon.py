@@ -392,7 +392,7 @@ class Daemon:
         self._metrics.driver_call(call).observe(seconds)
 
     def _observe_wait(self, waited: fx.Waited) -> None:
-        self._metrics.waits[waited.result].observe(waited.waited_ns / 1e9)
+        self._metrics.waits[waited.result, waited.guaranteed].observe(waited.waited_ns / 1e9)
         logs.log_wait(waited)
 
     def _observe_request(self, method: str, transport: str, seconds: float) -> None:

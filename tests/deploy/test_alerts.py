@@ -187,6 +187,11 @@ def _guarantee_what_is_lent(daemon: Daemon, watch: Prometheus) -> None:
         request.update_mask.paths.append("guarantee_bytes")
         admin.SetQuota(request)
         watch.until_fired("MembrokerGuaranteeShortfall")
+        with worker() as owner:
+            owner.connect(daemon, "red")
+            owner.do("model = client.register_model('owner')")
+            assert owner.refused("model.allocate(128 * MIB, wait=0.05)").reason == "CAPACITY"
+            watch.until_fired("MembrokerGuaranteedRequestRefused")
         request.ClearField("guarantee_bytes")
         admin.SetQuota(request)
         one.do("pool.close(); client.close()")

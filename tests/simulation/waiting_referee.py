@@ -55,6 +55,7 @@ class WaitingReferee:
         for one in ended:
             assert one.waited_ns == world.now - gone[one.call].since
             assert (one.result == "granted") == (one.call not in answers), f"{one} and {answers.get(one.call)}"
+            assert one.guaranteed == gone[one.call].guaranteed
             self.ends[one.result] += 1
         if world.broker.waiting.left_over:
             assert world.broker.deadline == 0, "the next step does not follow at once"
@@ -82,10 +83,12 @@ class WaitingReferee:
 
     def _judge_deadline(self, event: ev.Allocate | ev.CreateSegment, waiter: Any) -> None:
         world = self._world
-        if event.wait_ns is not None:
-            wait = event.wait_ns
-        else:
-            guaranteed = self._referee.guarantees.is_guaranteed(waiter.name, event.location, waiter.size)
+        guaranteed = self._referee.guarantees.is_guaranteed(waiter.name, event.location, waiter.size)
+        assert waiter.guaranteed == guaranteed, (
+            "it is told to be within a guarantee, and is not, or the other way round"
+        )
+        wait = event.wait_ns
+        if wait is None:
             wait = world.broker.rules.guarantee_wait_ns if guaranteed else 0
         if waiter.deadline is not None:
             assert waiter.deadline == world.now + wait, "it waits for another time than it said"

@@ -104,7 +104,7 @@ def numbers(daemon: Daemon) -> dict[tuple[str, ...], float]:
         (one.name.removeprefix("membroker_"), one.labels.get("result") or one.labels["tenant"]): one.value
         for family in text_string_to_metric_families(daemon.metrics())
         for one in family.samples
-        if "result" in one.labels or ("_waiting_" in one.name and one.labels["location"] == "device")
+        if one.labels.get("guaranteed") == "false" or ("_waiting_" in one.name and one.labels["location"] == "device")
     }
 
 

@@ -122,7 +122,10 @@ WaitResult = Literal["granted", "refused", "cancelled"]
 
 @value
 class Waited:
-    """A request of `size` bytes that waited for room, for `waited_ns`, waits no more."""
+    """A request of `size` bytes that waited for room, for `waited_ns`, waits no more.
+
+    `guaranteed`: it was within its model's or tenant's guarantee when it came.
+    """
 
     call: int
     name: ModelName
@@ -130,6 +133,7 @@ class Waited:
     size: int
     waited_ns: int
     result: WaitResult
+    guaranteed: bool
 
 
 @value

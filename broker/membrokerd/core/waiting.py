@@ -36,6 +36,7 @@ class Waiter:
     size: int
     since: int
     deadline: int | None
+    guaranteed: bool
 
 
 class Waiting:
@@ -87,12 +88,14 @@ class Waiting:
             self._refuse(event, denied, name, now)
             return
         limited = denied is not None and denied.reason is not Reason.CAPACITY
-        wait = 0 if limited or size > self._books.rules.capacities[event.location] else self._wait_ns(event, name, size)
+        guaranteed = self._books.admission.is_guaranteed(name, event.location, size)
+        hopeless = limited or size > self._books.rules.capacities[event.location]
+        wait = 0 if hopeless else self._wait_ns(event, guaranteed)
         full = self._refuse_one_more(event, name, wait)
         if full is not None:
             self._refuse(event, full if wait or denied is None else denied, name, now)
             return
-        self._add(Waiter(event, name, size, now, now + wait if wait else None))
+        self._add(Waiter(event, name, size, now, now + wait if wait else None, guaranteed))
         if not wait:
             self.deferred.append(event.call)
 
@@ -108,13 +111,12 @@ class Waiting:
             numbers["waited_ms"] = (now - waiter.since) // 1_000_000
         self._books.refuse(event.call, Denied(denied.reason, numbers), event.session, name)
 
-    def _wait_ns(self, event: Debit, name: ev.ModelName, size: int) -> int:
+    def _wait_ns(self, event: Debit, guaranteed: bool) -> int:
         """Return how long a request waits for room: as it says; else by the rules, if it is guaranteed."""
         if isinstance(event, ev.Declare):
             return 0
         if event.wait_ns is not None:
             return event.wait_ns
-        guaranteed = self._books.admission.is_guaranteed(name, event.location, size)
         return self._books.rules.guarantee_wait_ns if guaranteed else 0
 
     def _refuse_one_more(self, event: Debit, name: ev.ModelName, wait: int) -> Denied | None:
@@ -175,9 +177,10 @@ class Waiting:
         self._report(waiter, "cancelled", now)
 
     def _report(self, waiter: Waiter, result: fx.WaitResult, now: int) -> None:
-        where, waited = waiter.event.location, now - waiter.since
+        event, waited = waiter.event, now - waiter.since
         if waiter.deadline is not None and (waited or result != "granted"):  # its turn may have come at once
-            self._books.emit(fx.Waited(waiter.event.call, waiter.name, where, waiter.size, waited, result))
+            told = waiter.name, event.location, waiter.size, waited, result, waiter.guaranteed
+            self._books.emit(fx.Waited(event.call, *told))
 
     def _add(self, waiter: Waiter) -> None:
         self._looked_at = None

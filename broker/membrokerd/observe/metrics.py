@@ -179,8 +179,8 @@ REQUESTS = Spec(
 WAITS = Spec(
     "membroker_wait_seconds",
     "histogram",
-    "Time that a request waited for memory, by how its wait ended.",
-    ("result",),
+    "Time that a request waited for memory, by how its wait ended, and whether it was within a guarantee.",
+    ("result", "guaranteed"),
 )
 STEPS = Spec("membroker_core_step_seconds", "histogram", "Time of one step of the core: books and rules.")
 LONGEST_TURN = Spec("membroker_loop_longest_turn_seconds", "gauge", "Longest turn of the event loop since the start.")
@@ -291,7 +291,11 @@ class Metrics:
         self.driver_call = durations.add(DRIVER_CALLS.name, DRIVER_CALLS.help, *DRIVER_CALLS.labels)
         self.request = durations.add(REQUESTS.name, REQUESTS.help, *REQUESTS.labels)
         waits = durations.add(WAITS.name, WAITS.help, *WAITS.labels, buckets=WAIT_BUCKETS)
-        self.waits = {result: waits(result) for result in get_args(WaitResult)}  # each has a series from the start
+        self.waits = {  # each has a series from the start
+            (result, guaranteed): waits(result, str(guaranteed).lower())
+            for result in get_args(WaitResult)
+            for guaranteed in (False, True)
+        }
 
     def render(self) -> bytes:
         """Return the text of a scrape, at most KEPT_SECONDS old. Raises `TimeoutError` if there is no view.

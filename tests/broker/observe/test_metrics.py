@@ -296,11 +296,13 @@ def test_waits_are_counted_by_how_they_ended_up_to_a_minute() -> None:
     """Each result is there before the first wait, because `increase()` does not see a step from absent to 1."""
     made = Metrics(Source(books()), UUID)
     for seconds in (0.02, 45.0, 61.0):
-        made.waits["refused"].observe(seconds)
+        made.waits["refused", True].observe(seconds)
     series = scrape(made)
-    counts = {kind: values(series, "membroker_wait_seconds_count", result=kind) for kind in made.waits}
-    assert counts == {"granted": [0], "refused": [3], "cancelled": [0]}
-    found = {le: values(series, "membroker_wait_seconds_bucket", result="refused", le=le) for le in ("0.025", "60.0")}
+    results = ("granted", "refused", "cancelled")
+    counts = {kind: values(series, "membroker_wait_seconds_count", result=kind) for kind in results}
+    assert counts == {"granted": [0, 0], "refused": [0, 3], "cancelled": [0, 0]}
+    kind = {"result": "refused", "guaranteed": "true"}
+    found = {le: values(series, "membroker_wait_seconds_bucket", le=le, **kind) for le in ("0.025", "60.0")}
     assert found == {"0.025": [1], "60.0": [2]}
 
 
