@@ -6,8 +6,21 @@ from collections.abc import Callable, Iterable
 
 import pytest
 from tests.simulation.shrink import Failed, run
+from tests.simulation.world import World
 
 Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def notice(fault: Fault, seeds: Iterable[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Play 10,000 steps of a few worlds: one of them fails. For faults that show only after a long story."""
+    fault(monkeypatch)
+    for seed in seeds:
+        try:
+            World(seed).play_steps(10_000)
+        except (AssertionError, KeyError) as error:
+            print(f"seed {seed}: {error}")
+            return
+    pytest.fail("nobody noticed")
 
 
 def find_out(fault: Fault, seeds: Iterable[int], monkeypatch: pytest.MonkeyPatch) -> None:

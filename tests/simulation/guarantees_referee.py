@@ -39,12 +39,11 @@ class GuaranteesReferee:
         `undone` is a debit of another tenant's model that is in the books, and is thought away.
         """
         total = self._broker.ledger.totals[where]
+        if size > total.free + (undone[1] if undone else 0) or self.is_limited(name, where, size):
+            return False
         without = {undone[0]: -undone[1]} if undone else {}
         after, before = self._needed(where, {**without, name: size}), self._needed(where, without)
-        free = total.free + (undone[1] if undone else 0)
-        if size > free or after > max(before, total.capacity - total.releasing):
-            return False
-        return not self.is_limited(name, where, size)
+        return after <= max(before, total.capacity - total.releasing)
 
     def is_limited(self, name: ev.ModelName, where: ev.Location, size: int) -> bool:
         """Say whether a limit of the model or its tenant leaves no room for `size` more bytes."""

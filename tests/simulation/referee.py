@@ -315,9 +315,8 @@ class Referee:
         self.began_at = world.now
         self.owners = {extent: row.session for row in ledger.sessions.values() for extent in row.extents}
         self.quotas = dict(ledger.quotas)
-        self.asked = {name: dict(row.limits) for name, row in ledger.models.items()} | {
-            name: limits for name, limits in self.asked.items() if name in ledger.models
-        }
+        # The last step of the dead one is on file, and was not judged.
+        self.asked = {name: {**row.limits, **self.asked.get(name, {})} for name, row in ledger.models.items()}
         self.audits.append((world.now, min(self.noted_at.values(), default=world.now)))
         for where, size in world.daemons.unmade.items():
             self.fell(where, size, "unmade", 0)

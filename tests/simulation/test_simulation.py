@@ -45,6 +45,7 @@ def test_15_000_steps(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_300_000_steps() -> None:
     """Thousands of sessions, most of which end in a way that nobody wished for."""
     world = run(SEED + 1, 300_000)

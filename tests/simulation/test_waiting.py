@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from tests.simulation.faults import Fault, find_out
+from tests.simulation.faults import Fault, notice
 from tests.simulation.world import is_crowded
 
 from membrokerd.core import policy
 from membrokerd.core.admission import Admission
 from membrokerd.core.waiting import Waiting
 
-SEEDS = [seed for seed in range(20_260, 20_300) if is_crowded(seed)][:6]
+SEEDS = [seed for seed in range(20_260, 20_310) if is_crowded(seed)][:6]
 
 
 def _for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,18 +29,6 @@ def _twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _whatever_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Waiting, "_next_at", lambda self, location: None)
-
-
-def _until_the_next_fact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reload of the limits is not noticed."""
-    following = Waiting.next
-
-    def next_at(self: Any, now: int) -> Any:
-        if self._looked_at is not None:
-            self._looked_at = (self._looked_at[0], self._books.admission)
-        return following(self, now)
-
-    monkeypatch.setattr(Waiting, "next", next_at)
 
 
 def _the_newest_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +70,6 @@ def _and_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         _not_at_all,
         _twice_as_long,
         _whatever_is_released,
-        _until_the_next_fact,
         _the_newest_first,
         _without_guarantees,
         _without_shares,
@@ -98,4 +83,4 @@ def _and_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_core_with_a_fault_is_found_out(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request waits …, as the name of the fault goes on."""
-    find_out(fault, SEEDS, monkeypatch)
+    notice(fault, SEEDS, monkeypatch)

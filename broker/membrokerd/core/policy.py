@@ -127,7 +127,7 @@ def model_limit(ledger: Ledger, rules: Rules, name: ModelName, location: Locatio
 
 
 def check_extents(
-    rules: Rules, location: Location, extent_bytes: int, count: int, wait_ns: int | None
+    rules: Rules, location: Location, extent_bytes: int, count: int, wait_ns: int | None = None
 ) -> Denied | None:
     """Return what is wrong with the numbers of an Allocate, before any arithmetic is done with them."""
     capacity = rules.capacities.get(location)
