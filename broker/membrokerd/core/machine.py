@@ -101,7 +101,9 @@ class Broker:
         """Take one event at `now` (nanoseconds of CLOCK_BOOTTIME) and return what follows from it."""
         step = self.books.begin_step()
         waiting = self.waiting
-        taken: Any = waiting.take(event.call) if isinstance(event, ev.InputsDrained) else event
+        taken: Any = event
+        if isinstance(event, ev.InputsDrained):
+            taken = waiting.take(event.call) or waiting.next(now)
         while taken is not None:
             denied = self._refuse_request(taken) if type(taken) in _REQUESTS else None
             if denied:
