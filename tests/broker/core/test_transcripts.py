@@ -462,7 +462,7 @@ def limits_of(options: dict[str, str]) -> dict[str, Any]:
 
 
 def nanoseconds(text: str) -> int | None:
-    """Return a time that is given in seconds; "" is none."""
+    """Return a time that is given in seconds; None for ""."""
     return int(float(text) * SECOND) if text else None
 
 

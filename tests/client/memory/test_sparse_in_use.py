@@ -212,7 +212,7 @@ class TestNumpy:
             one[0] = 3
 
     def test_what_numpy_refuses_changes_nothing(self, table: SparseArray, lender: Lender) -> None:
-        """Shapes that do not fit, text, indices that are none: no tile comes."""
+        """Shapes that do not fit, text, and values that are not indices: no tile comes."""
         wrong: tuple[tuple[Any, Any, type[Exception]], ...] = (
             (0, [1, 2], ValueError),
             (slice(0, 2), [[1.0] * 256] * 3, ValueError),

@@ -131,7 +131,7 @@ class TestNotices:
 
 
 class TestConnect:
-    """Who comes first waits for the other."""
+    """The first one waits for the other."""
 
     def test_a_broker_that_starts_later(self, caplog: pytest.LogCaptureFixture) -> None:
         """A pod's worker is quicker than its daemon: no directory, then no socket, then a dead one, a stopping one."""
@@ -204,7 +204,7 @@ def test_the_end_is_noticed_behind_a_last_answer() -> None:
 
 
 def test_a_connection_waits_for_its_calls() -> None:
-    """Idle is when the last call has undone what it did, whoever asks first."""
+    """Idle is when the last call has undone what it did, in whichever order threads ask."""
     mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection = Connection(mine, "/test", Inventory())
     undoing, go_on = threading.Event(), threading.Event()

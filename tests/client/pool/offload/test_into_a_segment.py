@@ -157,7 +157,7 @@ wait()
             until(lambda: not client.segments())
 
     def test_a_pool_of_nothing(self, daemon: Daemon) -> None:
-        """Who waits for the segment of a pool without pages is told that there are none, and waits for no seal."""
+        """A worker that waits for the segment of a pool without pages gets an error at once, and waits for no seal."""
         with membroker.connect(daemon.endpoint()) as client:
             model = client.register_model("m")
             pool = model.pool(page_size=PAGE)
@@ -272,7 +272,7 @@ wait()
     def test_what_lies_in_a_segment_is_not_written_over(
         self, daemon: Daemon, random_bytes: Callable[[int], bytes]
     ) -> None:
-        """It stopped half way, and whoever tries again takes the same segment: its first pages are nowhere else."""
+        """It stopped half way, and the next attempt takes the same segment: its first pages are nowhere else."""
         with membroker.connect(daemon.endpoint()) as client:
             model = client.register_model("m")
             pool, other = model.pool(page_size=PAGE), model.pool(page_size=PAGE)
