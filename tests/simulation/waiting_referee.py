@@ -35,7 +35,7 @@ class WaitingReferee:
         return self._referee.world
 
     def take_down(self) -> None:
-        """Note who waits before a step."""
+        """Note which requests wait before a step."""
         self.before = dict(self._world.broker.waiting._waiters)
 
     def decided(self) -> list[Any]:

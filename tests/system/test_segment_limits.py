@@ -119,12 +119,12 @@ def test_a_reader_cannot_make_it_writable(daemon: Daemon, transport: str) -> Non
                     change()
             with pytest.raises(PermissionError):
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-            anew = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
+            again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
             with pytest.raises(PermissionError):
-                mmap.mmap(anew, SIZE)
+                mmap.mmap(again, SIZE)
             mapping = mmap.mmap(descriptor, SIZE, mmap.MAP_SHARED, mmap.PROT_READ)
             assert mapping[:5] == b"first"
-            handoff.close_all([anew, descriptor])
+            handoff.close_all([again, descriptor])
             with pytest.raises(TypeError):
                 mapping[0] = 1
             mapping.close()
