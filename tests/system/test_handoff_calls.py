@@ -45,7 +45,7 @@ def asker(session: Session, transport: str) -> Ask:
 def test_a_model_is_registered_joined_and_left(daemon: Daemon, transport: str) -> None:
     """The answer is the model as it stands, whichever way was taken, and the session can borrow for it."""
     with Session(daemon.endpoint()) as one, Session(daemon.endpoint()) as two:
-        assert one.welcome.protocol_revision == 1
+        assert one.welcome.protocol_revision == 2
         limit = rpb.Limit(location=rpb.LOCATION_DEVICE, limit_bytes=8 * MIB)
         wanted = bpb.RegisterModelRequest(model_id="m", virtual_capacity_bytes=GIB, limits=[limit], exclusive=True)
         model = asker(one, transport)("RegisterModel", wanted)

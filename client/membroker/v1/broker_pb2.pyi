@@ -23,6 +23,7 @@ class RegisterModelRequest(google.protobuf.message.Message):
     VIRTUAL_CAPACITY_BYTES_FIELD_NUMBER: builtins.int
     LIMITS_FIELD_NUMBER: builtins.int
     EXCLUSIVE_FIELD_NUMBER: builtins.int
+    ANSWERS_RECALLS_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """Zero inside a handoff frame, which has its own id."""
     model_id: builtins.str
@@ -35,6 +36,10 @@ class RegisterModelRequest(google.protobuf.message.Message):
     """
     exclusive: builtins.bool
     """Refuse (MODEL_EXISTS) when the model is already registered."""
+    answers_recalls: builtins.bool
+    """Whether this session answers recalls of the model, from now on. Absent: as it was, at first not. Only such sessions
+    borrow what others are guaranteed and do not use. From revision 2 on.
+    """
     @property
     def limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[membroker.v1.resources_pb2.Limit]:
         """The limits that the workers ask for, at most one for each location. They can lower what the configuration allows,
@@ -49,9 +54,13 @@ class RegisterModelRequest(google.protobuf.message.Message):
         virtual_capacity_bytes: builtins.int | None = ...,
         limits: collections.abc.Iterable[membroker.v1.resources_pb2.Limit] | None = ...,
         exclusive: builtins.bool = ...,
+        answers_recalls: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_virtual_capacity_bytes", b"_virtual_capacity_bytes", "virtual_capacity_bytes", b"virtual_capacity_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_virtual_capacity_bytes", b"_virtual_capacity_bytes", "exclusive", b"exclusive", "limits", b"limits", "model_id", b"model_id", "request_id", b"request_id", "virtual_capacity_bytes", b"virtual_capacity_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_answers_recalls", b"_answers_recalls", "_virtual_capacity_bytes", b"_virtual_capacity_bytes", "answers_recalls", b"answers_recalls", "virtual_capacity_bytes", b"virtual_capacity_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_answers_recalls", b"_answers_recalls", "_virtual_capacity_bytes", b"_virtual_capacity_bytes", "answers_recalls", b"answers_recalls", "exclusive", b"exclusive", "limits", b"limits", "model_id", b"model_id", "request_id", b"request_id", "virtual_capacity_bytes", b"virtual_capacity_bytes"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_answers_recalls", b"_answers_recalls"]) -> typing.Literal["answers_recalls"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_virtual_capacity_bytes", b"_virtual_capacity_bytes"]) -> typing.Literal["virtual_capacity_bytes"] | None: ...
 
 global___RegisterModelRequest = RegisterModelRequest

@@ -6,6 +6,7 @@ isort:skip_file
 import builtins
 import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
@@ -65,6 +66,7 @@ class Frame(google.protobuf.message.Message):
     HOLDS_FIELD_NUMBER: builtins.int
     REGISTER_MODEL_FIELD_NUMBER: builtins.int
     UNREGISTER_MODEL_FIELD_NUMBER: builtins.int
+    RECALL_ANSWER_FIELD_NUMBER: builtins.int
     WELCOME_FIELD_NUMBER: builtins.int
     DELIVERY_FIELD_NUMBER: builtins.int
     REPLY_FIELD_NUMBER: builtins.int
@@ -115,6 +117,10 @@ class Frame(google.protobuf.message.Message):
         """From revision 1 on, as above."""
 
     @property
+    def recall_answer(self) -> global___RecallAnswer:
+        """From revision 2 on; an older broker ends the connection. It has no Reply."""
+
+    @property
     def welcome(self) -> global___Welcome:
         """From the broker."""
 
@@ -143,14 +149,15 @@ class Frame(google.protobuf.message.Message):
         holds: global___Holds | None = ...,
         register_model: membroker.v1.broker_pb2.RegisterModelRequest | None = ...,
         unregister_model: membroker.v1.broker_pb2.UnregisterModelRequest | None = ...,
+        recall_answer: global___RecallAnswer | None = ...,
         welcome: global___Welcome | None = ...,
         delivery: global___Delivery | None = ...,
         reply: global___Reply | None = ...,
         notice: global___Notice | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["ack", b"ack", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "notice", b"notice", "register_model", b"register_model", "release", b"release", "reply", b"reply", "seal_segment", b"seal_segment", "unregister_model", b"unregister_model", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack", b"ack", "acknowledged", b"acknowledged", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "notice", b"notice", "register_model", b"register_model", "release", b"release", "reply", b"reply", "request_id", b"request_id", "seal_segment", b"seal_segment", "unregister_model", b"unregister_model", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "allocate", "release", "declare", "ack", "goodbye", "create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment", "holds", "register_model", "unregister_model", "welcome", "delivery", "reply", "notice"] | None: ...
+    def HasField(self, field_name: typing.Literal["ack", b"ack", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "notice", b"notice", "recall_answer", b"recall_answer", "register_model", b"register_model", "release", b"release", "reply", b"reply", "seal_segment", b"seal_segment", "unregister_model", b"unregister_model", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "acknowledged", b"acknowledged", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "notice", b"notice", "recall_answer", b"recall_answer", "register_model", b"register_model", "release", b"release", "reply", b"reply", "request_id", b"request_id", "seal_segment", b"seal_segment", "unregister_model", b"unregister_model", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "allocate", "release", "declare", "ack", "goodbye", "create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment", "holds", "register_model", "unregister_model", "recall_answer", "welcome", "delivery", "reply", "notice"] | None: ...
 
 global___Frame = Frame
 
@@ -218,6 +225,7 @@ class Welcome(google.protobuf.message.Message):
     """What the broker understands beyond the first edition of its protocol version:
 
       1: Frame.acknowledged, register_model, unregister_model; and the first Delivery of a segment has its size.
+      2: recalls: RegisterModelRequest.answers_recalls, Holds.answering_models, RecallAnswer.
 
     A client must not use a later revision than this one. An older broker leaves it at 0. Old clients work with a newer
     broker: it still accepts all that it accepted before, and clients skip fields that they do not know.
@@ -254,6 +262,7 @@ class Holds(google.protobuf.message.Message):
     SEGMENTS_FIELD_NUMBER: builtins.int
     DECLARATIONS_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
+    ANSWERING_MODELS_FIELD_NUMBER: builtins.int
     last: builtins.bool
     """The last Holds: the broker now adjusts the books."""
     @property
@@ -266,6 +275,10 @@ class Holds(google.protobuf.message.Message):
     def declarations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HeldDeclaration]:
         """Each declaration that is not 0."""
 
+    @property
+    def answering_models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """tenants/{tenant}/models/{model} of each model for which the session answers recalls."""
+
     def __init__(
         self,
         *,
@@ -273,8 +286,9 @@ class Holds(google.protobuf.message.Message):
         segments: collections.abc.Iterable[global___HeldSegment] | None = ...,
         declarations: collections.abc.Iterable[global___HeldDeclaration] | None = ...,
         last: builtins.bool = ...,
+        answering_models: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["declarations", b"declarations", "extent_ids", b"extent_ids", "last", b"last", "segments", b"segments"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answering_models", b"answering_models", "declarations", b"declarations", "extent_ids", b"extent_ids", "last", b"last", "segments", b"segments"]) -> None: ...
 
 global___Holds = Holds
 
@@ -521,6 +535,7 @@ class Notice(google.protobuf.message.Message):
     STOPPING_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     UNDRAINED_FIELD_NUMBER: builtins.int
+    RECALL_FIELD_NUMBER: builtins.int
     @property
     def release_refused(self) -> google.rpc.status_pb2.Status:
         """A release or a detach with `no_reply` was refused."""
@@ -537,6 +552,10 @@ class Notice(google.protobuf.message.Message):
     def undrained(self) -> global___Undrained:
         """The daemon lends again."""
 
+    @property
+    def recall(self) -> global___Recall:
+        """The broker wants memory back."""
+
     def __init__(
         self,
         *,
@@ -544,10 +563,11 @@ class Notice(google.protobuf.message.Message):
         stopping: global___Stopping | None = ...,
         draining: global___Draining | None = ...,
         undrained: global___Undrained | None = ...,
+        recall: global___Recall | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["draining", b"draining", "kind", b"kind", "release_refused", b"release_refused", "stopping", b"stopping", "undrained", b"undrained"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["draining", b"draining", "kind", b"kind", "release_refused", b"release_refused", "stopping", b"stopping", "undrained", b"undrained"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["release_refused", "stopping", "draining", "undrained"] | None: ...
+    def HasField(self, field_name: typing.Literal["draining", b"draining", "kind", b"kind", "recall", b"recall", "release_refused", b"release_refused", "stopping", b"stopping", "undrained", b"undrained"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["draining", b"draining", "kind", b"kind", "recall", b"recall", "release_refused", b"release_refused", "stopping", b"stopping", "undrained", b"undrained"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["release_refused", "stopping", "draining", "undrained", "recall"] | None: ...
 
 global___Notice = Notice
 
@@ -590,3 +610,61 @@ class Undrained(google.protobuf.message.Message):
     ) -> None: ...
 
 global___Undrained = Undrained
+
+@typing.final
+class Recall(google.protobuf.message.Message):
+    """The broker asks a session that answers recalls of a model to release some of its extents. Each release of the session
+    for this model and location counts. An unanswered recall is repeated, with the same id: skip one that is known.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RECALL_ID_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    LOCATION_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    WITHIN_FIELD_NUMBER: builtins.int
+    recall_id: builtins.int
+    model: builtins.str
+    """tenants/{tenant}/models/{model}"""
+    location: membroker.v1.resources_pb2.Location.ValueType
+    bytes: builtins.int
+    """Any extents that are together at least this large. It need not be all: what cannot go is kept."""
+    @property
+    def within(self) -> google.protobuf.duration_pb2.Duration:
+        """The time for the answer, from now. Later, the session is late: it borrows nothing above the model's guarantee until
+        it answers, and others are asked.
+        """
+
+    def __init__(
+        self,
+        *,
+        recall_id: builtins.int = ...,
+        model: builtins.str = ...,
+        location: membroker.v1.resources_pb2.Location.ValueType = ...,
+        bytes: builtins.int = ...,
+        within: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["within", b"within"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "location", b"location", "model", b"model", "recall_id", b"recall_id", "within", b"within"]) -> None: ...
+
+global___Recall = Recall
+
+@typing.final
+class RecallAnswer(google.protobuf.message.Message):
+    """The answer to a Recall, sent after the releases. What was not released by then is kept, and is not asked for again
+    within two seconds. An unknown id is ignored; the id of the session's last late recall of a model is known.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RECALL_ID_FIELD_NUMBER: builtins.int
+    recall_id: builtins.int
+    def __init__(
+        self,
+        *,
+        recall_id: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["recall_id", b"recall_id"]) -> None: ...
+
+global___RecallAnswer = RecallAnswer

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 PROTOCOL_VERSION = 1
-PROTOCOL_REVISION = 1
+PROTOCOL_REVISION = 2
 """What is understood beyond the first edition of the version; `Welcome.protocol_revision` has the list."""
 
 # Limits
