@@ -101,12 +101,13 @@ class Admission:
 
     def not_firm(self, location: Location) -> int:
         """Return the bytes that are free or can be recalled."""
-        return self._ledger.totals[location].free + self._recallable.total(location)
+        free = self._ledger.totals[location].free
+        return free + self._recallable.total(location) if self._recallable.is_possible else free
 
     def _reserved_for(self, tenant: str, location: Location) -> int:
         """Return what is kept for a tenant: no more than its limit lets it borrow."""
         own, _, limit = self._guarantees[location][tenant]
-        recallable = self._recallable.of_tenant(tenant, location)
+        recallable = self._recallable.of_tenant(tenant, location) if self._recallable.is_possible else 0
         firm = self._ledger.tenant_lent(tenant, location) - recallable
         unused = max(self._unfirm_by_models(tenant, location), own - firm)
         if limit is None:
@@ -170,12 +171,14 @@ class Admission:
 
     def _unfirm(self, name: ModelName, location: Location) -> int:
         """Return the room that the guarantees of a model and its tenant have for bytes that cannot be recalled."""
+        if not self._recallable.is_possible:
+            own, _, slack = self._unused(name, location)
+            return own + slack
         row = self._guarantees[location].get(name.tenant)
         if row is None:
             return 0
         own = max(0, row.models.get(name, 0) - self.firm(name, location))
-        recallable = self._recallable.of_tenant(name.tenant, location)
-        firm = self._ledger.tenant_lent(name.tenant, location) - recallable
+        firm = self._ledger.tenant_lent(name.tenant, location) - self._recallable.of_tenant(name.tenant, location)
         return own + max(0, row.own - firm - self._unfirm_by_models(name.tenant, location))
 
     # --- debits ---
@@ -228,15 +231,16 @@ class Admission:
 
     def room(self, name: ModelName, location: Location, session: int | None) -> int:
         """Return how many bytes the capacity and the reserve rule allow a model's session; None: to be firm."""
-        free = self._ledger.totals[location].free - self.unlent_beside(name.tenant, location)
-        return min(free, self.bound(name, location, session))
+        room = self.bound(name, location, session)
+        free = self._ledger.totals[location].free
+        return min(room, free - self.unlent_beside(name.tenant, location) if self._rules.unlent else free)
 
     def bound(self, name: ModelName, location: Location, session: int | None) -> int:
         """Return how many bytes a session could be lent for a model if all others were recalled."""
-        if session is not None and self._recallable.is_late(session, name, location):
+        if self._recallable.recalls and self._recallable.is_late(session, name, location):
             own, _, slack = self._unused(name, location)
             return own + slack
-        if self._recallable.answers(session, name):
+        if self._recallable.is_possible and self._recallable.answers(session, name):
             return policy.MAX_BYTES
         return self._unfirm(name, location) + max(0, self.not_firm(location) - self.reserved(location))
 

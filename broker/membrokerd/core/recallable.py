@@ -45,6 +45,8 @@ class Recallable:
         self._ledger = ledger
         self._answering: dict[ModelName, set[int]] = {}
         """The sessions that answer recalls of each model. No entry is empty."""
+        self.is_possible = False
+        """Whether any session answers recalls."""
         self.recalls: dict[Borrower, Recall] = {}
         self.kept: dict[Borrower, tuple[int, int]] = {}
         """What a borrower did not release when it answered: bytes, and until when it is not asked for them."""
@@ -66,6 +68,7 @@ class Recallable:
             sessions.discard(session)
         if not sessions:
             del self._answering[name]
+        self.is_possible = bool(self._answering)
         self.changed()
 
     def leave(self, session: int, name: ModelName) -> None:
@@ -87,11 +90,6 @@ class Recallable:
         if session is None or session not in self._answering.get(name, ()):
             return False
         return self._ledger.sessions[session].state == "open"
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether any session answers recalls."""
-        return bool(self._answering)
 
     # --- how much ---
 
@@ -128,9 +126,9 @@ class Recallable:
         recall = self.recalls.get(Borrower(session, name, location))
         return recall.left if recall is not None else 0
 
-    def is_late(self, session: int, name: ModelName, location: Location) -> bool:
+    def is_late(self, session: int | None, name: ModelName, location: Location) -> bool:
         """Say whether a session owes bytes of a model since a deadline."""
-        recall = self.recalls.get(Borrower(session, name, location))
+        recall = self.recalls.get(Borrower(session, name, location)) if session is not None else None
         return recall is not None and recall.late and recall.left > 0
 
     def asked_of_model(self, name: ModelName, location: Location, *, late: bool = False) -> int:
