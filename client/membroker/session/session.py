@@ -22,6 +22,7 @@ from ..vmm.driver import Driver
 from ..wire.names import MAX_CLIENT_CHARACTERS, PROTOCOL_VERSION
 from .connection import Connection
 from .declarations import Declarations
+from .recalls import Recalls
 from .reconnecting import ReconnectingConnection
 from .rpc import CONTROL_SECONDS
 from .transport import Transport
@@ -43,7 +44,7 @@ class _Link:
         """Say goodbye and close everything, also when an interrupt ends the wait for the answer."""
         with ExitStack() as ends:
             ends.callback(self._close_driver)
-            ends.callback(self.connection.close)
+            ends.callback(self.connection.close, wait=wait)
             self.connection.say_goodbye(wait=wait)
 
     def _close_driver(self) -> None:
@@ -88,6 +89,7 @@ class Session(Holder[_Link]):
         self.welcome = self.reconnecting.welcome
         self.transport = Transport(self.reconnecting)
         self.declarations = Declarations(self.transport)
+        self.recalls = Recalls(self.reconnecting, lambda: self._holdings)
         super().__init__(_Link(self.reconnecting, driver))
 
     @property
@@ -155,6 +157,7 @@ class Session(Holder[_Link]):
             if not repeated:
                 raise
         self.reconnecting.inventory.left(name)
+        self.recalls.forget(name)
 
     # The end
 
@@ -166,5 +169,12 @@ class Session(Holder[_Link]):
         """
         self._close()
 
+    def abandon(self) -> None:
+        """In a forked child: all of it is the parent's."""
+        self.recalls.end()
+        self.recalls.lost()
+        super().abandon()
+
     def _end_waits(self, *, wait: bool) -> None:
+        self.recalls.end()
         self.reconnecting.end_waits(at_exit=not wait)
