@@ -120,6 +120,7 @@ class Client(Closing):
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._recalls = session.recalls  # the callbacks live as long as the client
 
     @property
     def session(self) -> str:

@@ -41,6 +41,7 @@ class Model:
         self._session = session
         self._registered = messages.model(registered)
         self._as_source = _ModelSource(session, registered.name)
+        self._recalls = session.recalls
 
     @property
     def resource_name(self) -> str:
@@ -218,7 +219,7 @@ class Model:
         if callback is not None and not callable(callback):
             raise InvalidRequest(f"on_recall takes a function of one recall, or None, not {callback!r}")
         self._session.check_open()
-        name, recalls = self.resource_name, self._session.recalls
+        name, recalls = self.resource_name, self._recalls
         uninterrupted(lambda: recalls.answer_for(name, self._shown, callback), self._session.interrupted)
 
     @property
@@ -228,7 +229,7 @@ class Model:
         It also needs a callback: `model.on_recall(lambda recall: membroker.DEFERRED)`. It is None while the connection
         to the broker is lost.
         """
-        pending: Recall | None = self._session.recalls.pending(self._registered.name)
+        pending: Recall | None = self._recalls.pending(self._registered.name)
         return pending
 
     def _shown(self, recall: OpenRecall) -> Recall:
@@ -240,15 +241,15 @@ class Model:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recall:
-    """The broker asks this session to release `size` bytes of `model` at `location`, in any pages or buffers.
+    """The broker asks this session to release `size` bytes of `model`, in any pages or buffers at `location`.
 
-    It need not be all: what is not released is kept, and is not asked for again within two seconds. `deadline` is when
-    the answer is due, on the clock of `time.monotonic`. Later, the session borrows nothing above the model's guarantee
-    until it answers. Only what `Model.on_recall` gives to its callback, and `Model.pending_recall`, are recalls.
+    `location` is `"device"` or `"host"`. It need not be all: what is not released is kept, and is not asked for again
+    within two seconds. `deadline` is when the answer is due, on the clock of `time.monotonic`. A session that answers
+    later borrows nothing above the model's guarantee until it has answered.
     """
 
     model: Model
-    location: Location
+    location: str
     size: int
     deadline: float
     _open: OpenRecall = field(repr=False)
@@ -286,14 +287,14 @@ class _ModelSource(SessionOwner):
                 f"({MAX_EXTENTS_PER_CALL}): take larger pages, or fewer at a time"
             )
         self._session.check_open()
-        if get_ident() == self._session.recalls.thread:
+        if get_ident() == self._session.reconnecting.callback_thread:
             raise borrows_in_a_callback()
         place = messages.location_to_wire(location)
         self._session.transport.allocate(self._name, place, extent_bytes, count, placement, until)
 
     def check_may_borrow(self) -> None:
         """Raise `InvalidRequest` in a callback of `on_recall`."""
-        if get_ident() == self._session.recalls.thread:
+        if get_ident() == self._session.reconnecting.callback_thread:
             raise borrows_in_a_callback()
 
     def charge(self, size: int, location: Location) -> None:

@@ -1,9 +1,9 @@
 """Recalls: the broker asks a session for memory back, the program's callback releases what it can, and we answer.
 
 Owns the callbacks by model, and the open recalls. For each recall, clean spare pages go first, then the callback is
-called for what remains, then the broker gets the answer. The callbacks refer to the client. So the session's threads
-must refer to this only weakly, and only while they handle a recall: a client that is garbage must be able to end. It
-must never wait for work on the device: that would end a CUDA graph capture in any thread of the process.
+called for what remains, then the broker gets the answer. The callbacks refer to the client and its pools. So only the
+objects of the user may refer to this, and not the session, its memory or its threads: a client that is garbage must be
+able to end. It must never wait for work on the device: that ends a CUDA graph capture in any thread of the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from ..errors import InvalidRequest, ModelNotFound
 from ..memory.lender import Tracked
 from ..v1 import broker_pb2, resources_pb2
 from ..v1 import handoff_pb2 as pb
-from ..vmm.driver import Location
 from .connection import Connection
 from .rpc import CONTROL_SECONDS
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("membroker")
 
-_LOCATIONS = {resources_pb2.LOCATION_DEVICE: Location.DEVICE, resources_pb2.LOCATION_HOST: Location.HOST}
+_LOCATIONS = {resources_pb2.LOCATION_DEVICE: "device", resources_pb2.LOCATION_HOST: "host"}
 
 
 class _Deferred:
@@ -80,8 +79,6 @@ class Recalls:
     """
 
     def __init__(self, line: ReconnectingConnection, memories: Callable[[], Collection[Tracked]]) -> None:
-        self.thread = 0
-        """The number of the thread that runs the callbacks; 0 before the first one."""
         self.released_bytes = line.inventory.released_bytes
         self._line = line
         self._memories = memories
@@ -89,7 +86,7 @@ class Recalls:
         self._open: dict[int, OpenRecall] = {}
         self._answered: dict[tuple[str, int], tuple[int, Connection]] = {}
         """The last recall of each model and location that was answered: the broker may have repeated it before that."""
-        line.follow_recalls(weakref.ref(self))
+        line.recalls = weakref.ref(self)
 
     # What the program does
 
@@ -108,7 +105,7 @@ class Recalls:
             for one in self._of(name):
                 one.done()
             return
-        self.thread = self._line.start_callbacks()
+        self._line.start_callbacks()
         self._answering[name] = _Answering(show, callback)
         if before is None:
             try:
@@ -153,6 +150,7 @@ class Recalls:
     def end(self) -> None:
         """Call nothing any more: the client is closed, or belongs to the parent of this process."""
         self._answering.clear()
+        self._open.clear()
 
     def _of(self, name: str) -> list[OpenRecall]:
         return [one for one in list(self._open.values()) if one.place[0] == name]

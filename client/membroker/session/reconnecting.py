@@ -13,7 +13,6 @@ import random
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -116,7 +115,10 @@ class ReconnectingConnection:
         self._attempt: Resume | None = None
         self._trouble = ""
         self._callbacks: list[Callable[[Notice], object]] = []
-        self._recalls: weakref.ref[Recalls] | None = None
+        self.recalls: Callable[[], Recalls | None] = lambda: None
+        """Returns what the broker's recalls are told to, which is kept by the user's objects."""
+        self.callback_thread = 0
+        """The number of the thread that runs callbacks of recalls; 0 before the first one."""
         self._recalling: Background | None = None
         self._draining: Draining | None = None
         handoff, notices, self.welcome = open_session(self._path, hello, timeout)
@@ -160,12 +162,8 @@ class ReconnectingConnection:
 
     # Recalls
 
-    def follow_recalls(self, recalls: weakref.ref[Recalls]) -> None:
-        """Tell `recalls` what the broker asks back, and when the connection is lost."""
-        self._recalls = recalls
-
-    def start_callbacks(self) -> int:
-        """Start the thread that runs callbacks of recalls, if it does not run; return its number."""
+    def start_callbacks(self) -> None:
+        """Start the thread that runs callbacks of recalls, if it does not run."""
         with self._changed.lock:
             if self._closing:
                 raise ClosedError("this client is closed")
@@ -174,7 +172,7 @@ class ReconnectingConnection:
                     self._recalling = Background(lambda _: None, "membroker-recall")
                 except OSError as error:
                     raise DescriptorLimit(DESCRIPTORS_SHORT) from error
-            return self._recalling.thread
+                self.callback_thread = self._recalling.thread
 
     def call_back(self, work: Callable[[], None]) -> None:
         """Do `work` in the thread for callbacks, if there is one. Without one the broker asks for nothing."""
@@ -310,13 +308,17 @@ class ReconnectingConnection:
                 self._tell(notice)
 
     def _hear_recall(self, message: pb.Recall) -> None:
-        recalls = self._recalls() if self._recalls is not None else None
         with self._changed.lock:
-            if recalls is not None and self._state == "connected" and self.connection.revision >= RECALLS_REVISION:
-                recalls.heard(message, self.connection)
+            recalls, connection = self.recalls(), self.connection
+            if self._state != "connected" or connection.revision < RECALLS_REVISION:
+                return
+            if recalls is not None:
+                recalls.heard(message, connection)
+            else:  # nobody is left who could release anything
+                self.later(partial(connection.answer_recall, message.recall_id))
 
     def _lose_recalls(self) -> None:
-        recalls = self._recalls() if self._recalls is not None else None
+        recalls = self.recalls()
         if recalls is not None:
             recalls.lost()
 

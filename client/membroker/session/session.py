@@ -89,13 +89,21 @@ class Session(Holder[_Link]):
         self.welcome = self.reconnecting.welcome
         self.transport = Transport(self.reconnecting)
         self.declarations = Declarations(self.transport)
-        self.recalls = Recalls(self.reconnecting, lambda: self._holdings)
         super().__init__(_Link(self.reconnecting, driver))
 
     @property
     def connection(self) -> Connection:
         """The present connection, or the lost one until there is another."""
         return self.reconnecting.connection
+
+    @property
+    def recalls(self) -> Recalls:
+        """The recalls of this session. The caller keeps them: a reference from here would be one from all memory.
+
+        A callback usually refers to a pool, whose memory refers to this session, and lives until the pool is garbage.
+        """
+        known = self.reconnecting.recalls()
+        return known if known is not None else Recalls(self.reconnecting, lambda: self._holdings)
 
     @property
     def driver(self) -> Driver:
@@ -157,7 +165,9 @@ class Session(Holder[_Link]):
             if not repeated:
                 raise
         self.reconnecting.inventory.left(name)
-        self.recalls.forget(name)
+        recalls = self.reconnecting.recalls()
+        if recalls is not None:
+            recalls.forget(name)
 
     # The end
 
@@ -171,10 +181,14 @@ class Session(Holder[_Link]):
 
     def abandon(self) -> None:
         """In a forked child: all of it is the parent's."""
-        self.recalls.end()
-        self.recalls.lost()
+        self._end_recalls()
         super().abandon()
 
+    def _end_recalls(self) -> None:
+        recalls = self.reconnecting.recalls()
+        if recalls is not None:
+            recalls.end()
+
     def _end_waits(self, *, wait: bool) -> None:
-        self.recalls.end()
+        self._end_recalls()
         self.reconnecting.end_waits(at_exit=not wait)
