@@ -52,6 +52,14 @@ def recall(broker: PlayedBroker, recall_id: int, size: int = PAGE, **other: Any)
     broker.notice(recall=pb.Recall(recall_id=recall_id, bytes=size, **fields))
 
 
+def until_heard(broker: PlayedBroker, client: membroker.Client) -> None:
+    """Wait until the client has read all notices until now."""
+    broker.notice(draining=pb.Draining())
+    until(lambda: line(client)._draining)
+    broker.notice(undrained=pb.Undrained())
+    until(lambda: not line(client)._draining)
+
+
 def prepared(broker: PlayedBroker, served: membroker.Model, pages: int, location: str = "device") -> Any:
     """Return a pool that has borrowed this many pages ahead."""
     pool = served.pool(page_size=PAGE, location=location)
@@ -118,12 +126,14 @@ class TestAnswers:
 
         answering(broker, served, slow)
         recall(broker, 1)
-        recall(broker, 1)
         until(lambda: called)
+        recall(broker, 1)
+        until_heard(broker, client)
         go_on.set()
         assert broker.hear("recall_answer").recall_answer.recall_id == 1
         until(lambda: not client._recalls._open)
         recall(broker, 1)
+        until_heard(broker, client)
         recall(broker, 2)
         assert broker.hear("recall_answer").recall_answer.recall_id == 2
         assert len(called) == 2
@@ -482,8 +492,7 @@ class TestHeldUp:
                 recall(broker, 1, 2 * PAGE)
             del garbage
             gc.collect()
-            broker.notice(draining=pb.Draining())
-            until(lambda: line(client)._draining)  # behind the recall
+            until_heard(broker, client)
             assert broker.hears_nothing()
             assert called == []
             assert served.pending_recall is not None
@@ -546,16 +555,22 @@ class TestHeldUp:
     def test_a_client_is_closed_in_the_block(
         self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
     ) -> None:
+        """What was held up is done in the end."""
         answering(broker, served, lambda _: None)
+        told: list[membroker.Notice] = []
+        client.on_notice(told.append)
 
         def end() -> None:
             with client.defer_recalls():
-                recall(broker, 1)
+                broker.notice(undrained=pb.Undrained())
+                until_heard(broker, client)
+                assert told == []
                 client.close()
 
         caller = Caller(end)
         broker.reply(broker.hear("goodbye").request_id, goodbye=pb.GoodbyeResponse())
         caller.value()
+        assert told[0] == membroker.Undrained()
 
 
 def test_a_client_that_is_garbage_ends_although_its_callback_refers_to_it(broker: PlayedBroker) -> None:
