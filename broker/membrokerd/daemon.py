@@ -146,6 +146,7 @@ class Daemon:
         )
         self._loop.on_audit = self._metrics.count
         self._loop.observe_wait = self._observe_wait
+        self._loop.observe_recall = self._observe_recall
         self._loop.figures = executor.figures()
         self._dispatcher = Dispatcher(self._loop, self._metrics.request)
         headroom = {str(where): size for where, size in plan.headroom.items()}
@@ -394,6 +395,10 @@ class Daemon:
     def _observe_wait(self, waited: fx.Waited) -> None:
         self._metrics.waits[waited.result, waited.guaranteed].observe(waited.waited_ns / 1e9)
         logs.log_wait(waited)
+
+    def _observe_recall(self, recalled: fx.Recalled) -> None:
+        self._metrics.recalls[recalled.result].observe(recalled.after_ns / 1e9)
+        logs.log_recall(recalled)
 
     def _observe_request(self, method: str, transport: str, seconds: float) -> None:
         self._metrics.request(method, transport).observe(seconds)

@@ -62,6 +62,10 @@ class Link(Protocol):
         """Say something on the broker's own account."""
         ...
 
+    def recall(self, recall: fx.Recall) -> None:
+        """Ask for memory."""
+        ...
+
     def disconnect(self, why: str) -> None:
         """Close the connection because its peer broke the protocol."""
         ...
@@ -97,6 +101,8 @@ class Loop:
         """Called ten times a second, or more often."""
         self.observe_wait: Callable[[fx.Waited], None] = lambda waited: None
         """Called when a request that waited for room waits no more."""
+        self.observe_recall: Callable[[fx.Recalled], None] = lambda recalled: None
+        """Called when a recall has ended, or is late."""
         self.figures: Figures = {}
         self.drain: Notice | None = None
         """The drain that goes on, as a session is told of it that begins, or goes on, in the middle of it."""
@@ -155,7 +161,8 @@ class Loop:
             self._send_some()
         if broker.settling.deaths:
             self._schedule_audit(RELEASING_AUDIT_SECONDS)
-        deadline = broker.segments.deadline if broker.waiting.deadline is None else broker.deadline
+        timed = broker.waiting.deadline is not None or broker.recalls.deadline is not None
+        deadline = broker.deadline if timed else broker.segments.deadline
         if deadline != self._deadline:
             self._schedule_deadline()
 
@@ -250,6 +257,11 @@ class Loop:
     def _drop(self, effect: fx.Drop) -> None:
         descriptors, ended = self.store.give_up(effect.segment), ev.Dropped(effect.segment)
         self.executor.close(descriptors, lambda _: self.store.settle(lambda: self.tell(ended)))
+
+    def _recall(self, effect: fx.Recall) -> None:
+        link = self.links.get(effect.session) or self.resuming.get(effect.session)
+        if link is not None:
+            link.recall(effect)
 
     def _disconnect(self, effect: fx.Disconnect) -> None:
         link = self.links.get(effect.session)
@@ -390,6 +402,8 @@ _CARRY_OUT: dict[type[fx.Effect], Callable[[Loop, Any], None]] = {
     fx.Answer: Loop._answer,
     fx.DrainInputs: lambda loop, effect: loop.deferrals.add(effect.call),
     fx.Waited: lambda loop, waited: loop.observe_wait(waited),
+    fx.Recall: Loop._recall,
+    fx.Recalled: lambda loop, recalled: loop.observe_recall(recalled),
     fx.Make: Loop._make,
     fx.Send: lambda loop, send: loop._sends.append(send),
     fx.Stock: Loop._stock_later,

@@ -25,12 +25,13 @@ CHANGEABLE = frozenset(
         "settle_seconds",
         "model_grace_seconds",
         "guarantee_wait_seconds",
+        "recall_seconds",
         "max_models_per_tenant",
         "tenants",
     )
 )
 """Keys that a reload changes, besides `log.level`. All others are fixed at the start."""
-_CHANGEABLE_OF_TENANT = frozenset(("uids", "models", *chain.from_iterable(QUOTA_KEYS.values())))
+_CHANGEABLE_OF_TENANT = frozenset(("uids", "models", "lend_unused", *chain.from_iterable(QUOTA_KEYS.values())))
 UNCHANGED = "the configuration was not reloaded and stays as it is"
 
 

@@ -85,9 +85,9 @@ class LocationBooks:
     charged until the device shows them free. `stock_bytes` are extents made ahead, part of the free ones.
     `headroom_bytes` is what the broker never lends. `device_total_bytes` and `device_used_bytes` are the driver's
     (NVML on a GPU). `unaccounted_bytes` are in use on the device and not in the books. The last three are None if the
-    device cannot tell. `reserved_bytes` are guaranteed to tenants and models that have not borrowed them, and lent to
-    nobody else; the free memory misses `guarantee_shortfall_bytes` of them. `waiting_requests` requests of all tenants
-    wait for `waiting_bytes`.
+    device cannot tell. `reserved_bytes` are guaranteed to tenants and models that have not borrowed them, and lent only
+    to sessions that answer recalls; `guarantee_shortfall_bytes` of them are neither free nor can be recalled.
+    `waiting_requests` requests of all tenants wait for `waiting_bytes`.
     """
 
     location: str
@@ -139,6 +139,8 @@ class ModelBooks:
     many processes map it. `peak_bytes` is the largest `used_bytes` so far. `limit_bytes` is None if only the limits of
     the tenant and the device apply. `guarantee_bytes` can be borrowed at any time. `extents` is a count. `weight` is in
     force among the tenant's models. `waiting_requests` requests of the model wait for `waiting_bytes`.
+    `recallable_bytes` of `used_bytes` can be recalled. `recalled_bytes` are asked for and not released yet,
+    `late_bytes` not in time.
     """
 
     location: str
@@ -153,6 +155,9 @@ class ModelBooks:
     weight: int = 1
     waiting_bytes: int = 0
     waiting_requests: int = 0
+    recallable_bytes: int = 0
+    recalled_bytes: int = 0
+    late_bytes: int = 0
 
 
 @renamed("virtual_capacity")

@@ -99,9 +99,11 @@ def quotas_of(tenants: Mapping[str, TenantQuotas]) -> Iterator[tuple[policy.Key,
 class TenantConfig(TenantQuotas):
     """A tenant and its endpoint. `owner`, `group` and `mode` are those of its sockets; None leaves the daemon's.
 
-    Only users in `uids` may open sessions; where it is empty, the sockets' mode decides.
+    Only users in `uids` may open sessions; where it is empty, the sockets' mode decides. `lend_unused`: what is
+    guaranteed to the tenant and its models and not used is lent to others that answer recalls.
     """
 
+    lend_unused: Annotated[bool, Strict()] = True
     uids: checks.Uids = frozenset()
     owner: checks.Owner | None = None
     group: checks.Group | None = None
@@ -135,6 +137,7 @@ class Config(Table):
     audit_seconds: Annotated[checks.Seconds, Field(ge=0.01)] = 0.1
     model_grace_seconds: checks.Seconds = 60.0
     guarantee_wait_seconds: checks.Seconds = 10.0
+    recall_seconds: Annotated[checks.Seconds, Field(ge=0.01)] = 1.0
     max_sessions: checks.Count | None = None
     max_models_per_tenant: checks.Count = 256
     stock: Size | None = None

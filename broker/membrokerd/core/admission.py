@@ -1,7 +1,8 @@
 """Which debits are admitted: limits, guarantees and the capacity decide.
 
-The reserve rule: what a tenant or a model is guaranteed and has not borrowed is lent to nobody else. Owns the table of
-guarantees in force. Must never change the ledger.
+The reserve rule: what a tenant or a model is guaranteed and has not borrowed is lent to nobody else, unless it can be
+recalled. Lent bytes that cannot be recalled are firm. All guarantees, and what is firm beyond them, fit in the
+capacity. Owns the table of guarantees in force. Must never change the ledger.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from . import policy
 from .denied import Denied, Reason, deny
 from .events import Location, ModelName
 from .ledger import Ledger
+from .recallable import Recallable
 from .rows import Quota, TenantCharge
 
 
@@ -31,15 +33,17 @@ _Level = tuple[Reason, str, int, int, int]
 class Admission:
     """The decision over one ledger. `refresh` after a change of quotas, of models or of their limits."""
 
-    def __init__(self, ledger: Ledger, rules: policy.Rules) -> None:
+    def __init__(self, ledger: Ledger, rules: policy.Rules, recallable: Recallable) -> None:
         self._ledger = ledger
         self._rules = rules
+        self._recallable = recallable
         self.refresh()
 
     def refresh(self) -> None:
         """Work out again which guarantees are in force."""
         ledger, rules = self._ledger, self._rules
         self._unused_sums: dict[tuple[str, Location], tuple[TenantCharge | None, int]] = {}
+        self._unfirm_sums: dict[tuple[str, Location], tuple[TenantCharge | None, int, int]] = {}
         self._guarantees = {where: _set_guarantees(ledger.quotas, rules, where) for where in ledger.totals}
         for rows in self._guarantees.values():
             for row in rows.values():
@@ -55,6 +59,7 @@ class Admission:
                 limit = policy.model_limit(self._ledger, self._rules, name, location)
                 row.models[name] = size if limit is None else min(size, limit)
                 self._unused_sums.pop((name.tenant, location), None)
+                self._unfirm_sums.pop((name.tenant, location), None)
 
     # --- guarantees ---
 
@@ -73,10 +78,9 @@ class Admission:
         """Return the guarantee of each model that has one."""
         return {name: size for row in self._guarantees[location].values() for name, size in row.models.items()}
 
-    def guaranteed_beside(self, location: Location, tenants: Collection[str]) -> int:
-        """Return what all tenants but these are guaranteed together."""
-        others = (one for one in self._guarantees[location] if one not in tenants)
-        return sum(self.tenant_guarantee(one, location) for one in others)
+    def tenants(self, location: Location) -> Collection[str]:
+        """Return the tenants to which something is guaranteed."""
+        return self._guarantees[location].keys()
 
     def has_guarantees(self, location: Location) -> bool:
         """Say whether anything is guaranteed at a location."""
@@ -88,20 +92,37 @@ class Admission:
         return size <= own + slack
 
     def reserved(self, location: Location) -> int:
-        """Return the free bytes that are kept for guarantees which are not used."""
+        """Return what is kept for guarantees that are not used: only bytes that can be recalled are lent of it."""
         return min(policy.MAX_BYTES, sum(self._reserved_for(tenant, location) for tenant in self._guarantees[location]))
 
     def shortfall(self, location: Location) -> int:
-        """Return how many bytes of the unused guarantees are not free, so that they could not be borrowed now."""
-        return max(0, self.reserved(location) - self._ledger.totals[location].free)
+        """Return how many bytes of the unused guarantees are neither free nor can be recalled."""
+        return max(0, self.reserved(location) - self.not_firm(location))
+
+    def not_firm(self, location: Location) -> int:
+        """Return the bytes that are free or can be recalled."""
+        free = self._ledger.totals[location].free
+        return free + self._recallable.total(location) if self._recallable.is_possible else free
 
     def _reserved_for(self, tenant: str, location: Location) -> int:
         """Return what is kept for a tenant: no more than its limit lets it borrow."""
         own, _, limit = self._guarantees[location][tenant]
-        unused = max(self._unused_by_models(tenant, location), own - self._ledger.tenant_lent(tenant, location))
+        recallable = self._recallable.of_tenant(tenant, location) if self._recallable.is_possible else 0
+        firm = self._ledger.tenant_lent(tenant, location) - recallable
+        unused = max(self._unfirm_by_models(tenant, location), own - firm)
         if limit is None:
             return unused
-        return min(unused, max(0, limit - self._ledger.tenant_charged(tenant, location)))
+        return min(unused, max(0, limit - self._ledger.tenant_charged(tenant, location) + recallable))
+
+    def unlent_beside(self, tenant: str | None, location: Location) -> int:
+        """Return the unused guarantees that are never lent, but for those of one tenant."""
+        return sum(self.unlent(one, location) for one in self._rules.unlent if one != tenant)
+
+    def unlent(self, tenant: str, location: Location) -> int:
+        """Return a tenant's unused guarantee, if it is never lent."""
+        if tenant not in self._rules.unlent:
+            return 0
+        return max(0, self.tenant_guarantee(tenant, location) - self._ledger.tenant_lent(tenant, location))
 
     def _unused_by_models(self, tenant: str, location: Location) -> int:
         """Return what the tenant's models have not borrowed of their guarantees.
@@ -117,10 +138,27 @@ class Admission:
             self._unused_sums[key] = known
         return known[1]
 
+    def _unfirm_by_models(self, tenant: str, location: Location) -> int:
+        """Return what of the guarantees of the tenant's models is not firm; kept like `_unused_by_models`."""
+        if not self._recallable.is_possible:
+            return self._unused_by_models(tenant, location)
+        key, revision = (tenant, location), self._recallable.revision
+        charge = self._ledger.tenants.get(key)
+        known = self._unfirm_sums.get(key)
+        if known is None or known[0] is not charge or known[1] != revision:
+            models = self._guarantees[location][tenant].models
+            known = charge, revision, sum(max(0, size - self.firm(name, location)) for name, size in models.items())
+            self._unfirm_sums[key] = known
+        return known[2]
+
     def lent(self, name: ModelName, location: Location) -> int:
         """Return what a model is charged, without what is releasing."""
         row = self._ledger.models.get(name)
         return row.charges[location].bytes - row.charges[location].releasing if row else 0
+
+    def firm(self, name: ModelName, location: Location) -> int:
+        """Return what a model is charged and cannot be recalled."""
+        return self.lent(name, location) - self._recallable.of_model(name, location)
 
     def _unused(self, name: ModelName, location: Location) -> tuple[int, int, int]:
         """Return what is not used of a model's guarantee, of its tenant's other models', and of the tenant's beyond."""
@@ -131,26 +169,43 @@ class Admission:
         unused = self._unused_by_models(name.tenant, location)
         return own, unused - own, max(0, row.own - self._ledger.tenant_lent(name.tenant, location) - unused)
 
+    def _unfirm(self, name: ModelName, location: Location) -> int:
+        """Return the room that the guarantees of a model and its tenant have for bytes that cannot be recalled."""
+        if not self._recallable.is_possible:
+            own, _, slack = self._unused(name, location)
+            return own + slack
+        row = self._guarantees[location].get(name.tenant)
+        if row is None:
+            return 0
+        own = max(0, row.models.get(name, 0) - self.firm(name, location))
+        firm = self._ledger.tenant_lent(name.tenant, location) - self._recallable.of_tenant(name.tenant, location)
+        return own + max(0, row.own - firm - self._unfirm_by_models(name.tenant, location))
+
     # --- debits ---
 
-    def admit(self, name: ModelName, location: Location, size: int) -> Denied | None:
-        """Return why a debit of `size` bytes is refused, or None: the model's limit, the tenant's, the capacity."""
-        for level in self._levels(name, location):
+    def admit(self, name: ModelName, location: Location, size: int, session: int | None = None) -> Denied | None:
+        """Return why a debit of `size` bytes is refused, or None: the model's limit, the tenant's, the capacity.
+
+        `session` is the one that borrows extents; None: the bytes cannot be recalled, whichever session has them.
+        """
+        for level in self._levels(name, location, session):
             if size > level[-1]:
                 return _over(level, name, location, size)
         return None
 
-    def available(self, name: ModelName, location: Location, device_room: int | None) -> int:
+    def available(
+        self, name: ModelName, location: Location, device_room: int | None, session: int | None = None
+    ) -> int:
         """Return the most bytes that could be lent to a model now: the tightest level's room, in whole granules.
 
         `device_room` is what the device itself could hold besides; None: it cannot say.
         """
-        rooms = [room for *_, room in self._levels(name, location)]
+        rooms = [room for *_, room in self._levels(name, location, session)]
         if device_room is not None:
             rooms.append(device_room)
         return max(0, min(rooms)) // self._rules.granularity * self._rules.granularity
 
-    def _levels(self, name: ModelName, location: Location) -> list[_Level]:
+    def _levels(self, name: ModelName, location: Location, session: int | None) -> list[_Level]:
         """Return each level that has a limit, the lowest first."""
         ledger, rules = self._ledger, self._rules
         levels: list[_Level] = []
@@ -158,20 +213,36 @@ class Admission:
         if limit is not None:
             used = ledger.models[name].charges[location].bytes
             levels.append((Reason.MODEL_LIMIT, "model", used, limit, limit - used))
-        own = others = slack = 0
+        own = others = 0
         if self._guarantees[location]:
-            own, others, slack = self._unused(name, location)
+            own, others, _ = self._unused(name, location)
         limit = policy.set_limit(ledger.quotas, rules, (name.tenant, None, location))
         if limit is not None:
             used = ledger.tenant_charged(name.tenant, location)
             room = max(limit - used - others, min(limit - used, own))
             levels.append((Reason.TENANT_LIMIT, "tenant", used, limit, room))
         total = ledger.totals[location]
-        room = free = total.capacity - total.lent - total.releasing
-        if self._guarantees[location]:
-            room = min(free, own + slack + max(0, free - self.reserved(location)))
+        free = total.capacity - total.lent - total.releasing
+        room = free
+        if self._guarantees[location] or self._recallable.recalls:
+            room = self.room(name, location, session)
         levels.append((Reason.CAPACITY, "capacity", total.capacity - free, total.capacity, room))
         return levels
+
+    def room(self, name: ModelName, location: Location, session: int | None) -> int:
+        """Return how many bytes the capacity and the reserve rule allow a model's session; None: to be firm."""
+        room = self.bound(name, location, session)
+        free = self._ledger.totals[location].free
+        return min(room, free - self.unlent_beside(name.tenant, location) if self._rules.unlent else free)
+
+    def bound(self, name: ModelName, location: Location, session: int | None) -> int:
+        """Return how many bytes a session could be lent for a model if all others were recalled."""
+        if self._recallable.recalls and self._recallable.is_late(session, name, location):
+            own, _, slack = self._unused(name, location)
+            return own + slack
+        if self._recallable.is_possible and self._recallable.answers(session, name):
+            return policy.MAX_BYTES
+        return self._unfirm(name, location) + max(0, self.not_firm(location) - self.reserved(location))
 
 
 def _over(level: _Level, name: ModelName, location: Location, size: int) -> Denied:

@@ -17,6 +17,7 @@ from . import policy
 from .admission import Admission
 from .denied import Denied, Reason, deny
 from .ledger import replay
+from .recallable import Recallable
 
 COUNTER_BITS = 40
 """The low bits of an id are a counter; those above it are the epoch."""
@@ -39,8 +40,11 @@ class Books:
     def __init__(self, rules: policy.Rules, epoch: int, story: Iterable[ft.Fact] = ()) -> None:
         assert 0 < epoch < 1 << 24
         self.ledger = replay(rules.capacities, story)
-        self.change_rules(rules)
+        self.recallable = Recallable(self.ledger)
+        self.limits_changed = False
+        """Whether a model or a tenant may have more than its limit, and nobody has been asked for it yet."""
         self.denials: dict[ev.ModelName, Counter[str]] = {}
+        self.change_rules(rules)
         self.stopping = False
         self.draining = False
         self.cannot_write = ""
@@ -53,7 +57,8 @@ class Books:
     def change_rules(self, rules: policy.Rules) -> None:
         """Decide by these rules from now on."""
         self.rules = rules
-        self.admission = Admission(self.ledger, rules)
+        self.admission = Admission(self.ledger, rules, self.recallable)
+        self.limits_changed = True
 
     def begin_step(self) -> Step:
         """Return the step that effects and facts are added to from now on."""
@@ -68,8 +73,13 @@ class Books:
         self.ledger.apply(fact)
         if isinstance(fact, ft.QuotaSet):
             self.admission.refresh()
+            self.limits_changed = True
         elif isinstance(fact, ft.ModelBegan | ft.ModelAsked | ft.ModelEnded):
             self.admission.refresh_model(fact.name)
+        elif isinstance(fact, ft.ModelLeft):
+            self.recallable.leave(fact.session, fact.name)
+        elif isinstance(fact, ft.SessionMoved):
+            self.recallable.session_moved(self.ledger.sessions[fact.session])
         self._facts.append(fact)
 
     @property

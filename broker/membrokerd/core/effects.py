@@ -137,6 +137,37 @@ class Waited:
 
 
 @value
+class Recall:
+    """Ask a session for `size` bytes of a model at a location, to be answered within `within_ns` from now on.
+
+    Emitted again with the same `recall` while a late session has not answered.
+    """
+
+    session: int
+    recall: int
+    name: ModelName
+    location: Location
+    size: int
+    within_ns: int
+
+
+RecallResult = Literal["returned", "kept", "late"]
+
+
+@value
+class Recalled:
+    """A recall of `size` bytes has ended after `after_ns`, or is late; `returned` bytes were released."""
+
+    session: int
+    name: ModelName
+    location: Location
+    size: int
+    returned: int
+    after_ns: int
+    result: RecallResult
+
+
+@value
 class Make:
     """Create, export and send one packet of extents, if the device gate allows. Outcome: Made or NotMade.
 
@@ -224,5 +255,18 @@ class Forget:
 
 
 Effect = (
-    Answer | DrainInputs | Waited | Make | Send | Stock | DropStock | Seal | Drop | NameSuspects | Disconnect | Forget
+    Answer
+    | DrainInputs
+    | Waited
+    | Recall
+    | Recalled
+    | Make
+    | Send
+    | Stock
+    | DropStock
+    | Seal
+    | Drop
+    | NameSuspects
+    | Disconnect
+    | Forget
 )

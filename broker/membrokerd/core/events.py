@@ -81,6 +81,8 @@ class ResumeSession:
 class StateHolds:
     """Everything a resuming process holds of its session: extents, holds of each segment, declared bytes.
 
+    `answering` are the models of which it answers recalls.
+
     Reported after every NotDelivered of the old connection; nothing is delivered on the new one before the answer.
     """
 
@@ -89,6 +91,7 @@ class StateHolds:
     extents: frozenset[int]
     segments: Mapping[int, int]
     declarations: Mapping[tuple[ModelName, Location], int]
+    answering: frozenset[ModelName] = frozenset()
 
 
 @value
@@ -136,7 +139,10 @@ class Goodbye:
 
 @value
 class RegisterModel:
-    """Register or join a model. Numbers that are None, or not in `limits`, are not changed."""
+    """Register or join a model. Numbers that are None, or not in `limits`, are not changed.
+
+    `answers`: whether the session answers recalls of the model from now on; None: as before, at first not.
+    """
 
     call: int
     session: int
@@ -145,6 +151,7 @@ class RegisterModel:
     virtual_capacity: int | None
     limits: Mapping[Location, int]
     exclusive: bool
+    answers: bool | None = None
 
 
 @value
@@ -373,6 +380,14 @@ class CancelWait:
 
 
 @value
+class AnswerRecall:
+    """A session has released what it can of a recall, and keeps the rest. A number that is not open says nothing."""
+
+    session: int
+    recall: int
+
+
+@value
 class SetDraining:
     """An operator stops lending, or allows it again."""
 
@@ -414,4 +429,5 @@ Event = (
     | InputsDrained
     | SetQuota
     | CancelWait
+    | AnswerRecall
 )

@@ -16,6 +16,7 @@ from . import facts as ft
 from . import policy
 from .books import Books
 from .denied import Denied, Reason, deny
+from .recalls import Recalls
 from .rows import SessionRow
 from .stock import Stock
 from .traffic import Call, Traffic
@@ -27,8 +28,9 @@ _NOT_SENT = "it acknowledged a packet that it was not sent"
 class Lending:
     """The calls of all sessions."""
 
-    def __init__(self, books: Books, stock: Stock, waiting: Waiting) -> None:
+    def __init__(self, books: Books, stock: Stock, recalls: Recalls, waiting: Waiting) -> None:
         self._books = books
+        self._recalls = recalls
         self._stock = stock
         self._waiting = waiting
         self._traffic: dict[int, Traffic] = {}
@@ -41,6 +43,10 @@ class Lending:
         """Drop what a session has in flight: it ended, or is resumed."""
         self._waiting.give_up(session, now)
         del self._traffic[session]
+
+    def resume(self, session: int, answering: frozenset[ev.ModelName]) -> None:
+        """Take the models of which a session that is connected again answers recalls."""
+        self._recalls.resumed(session, answering)
 
     def in_flight(self, session: int, request_id: int) -> bool:
         """Say whether a request of this id waits or is unanswered, or its packets are still unacknowledged."""
@@ -134,7 +140,7 @@ class Lending:
             or self.refuse_call(event.session)
             or books.refuse_debit()
             or policy.check_extents(books.rules, event.location, event.extent_bytes, event.count, event.wait_ns)
-            or books.admission.admit(event.name, event.location, event.extent_bytes * event.count)
+            or books.admission.admit(event.name, event.location, event.extent_bytes * event.count, event.session)
         )
 
     def refuse_borrower(self, session: int, name: ev.ModelName) -> Denied | None:
@@ -257,6 +263,11 @@ class Lending:
                     self._answer(traffic, row.session, call)
         self._waiting.give_up(row.session, now)
 
+    def detach(self, row: SessionRow, now: int) -> None:
+        """Give up what is in flight to a session that has lost its connection, and what it is asked for."""
+        self.give_up(row, now)
+        self._recalls.detached(row.session)
+
     def _abandon(self, session: int, call: Call) -> None:
         """Give up the packets of a call that still wait."""
         waiting = range(call.issued, len(call.states))
@@ -302,15 +313,18 @@ class Lending:
 
     # --- release and declare ---
 
-    def release(self, event: ev.Release) -> None:
+    def release(self, event: ev.Release, now: int) -> None:
         """Credit extents by the session's word: all of them, or none."""
         denied = self._refuse_release(event)
         if denied:
             self._books.answer(event.call, denied)
             return
         extents = self._books.ledger.sessions[event.session].extents
-        size = sum([extents[extent].extent_bytes for extent in event.ids])
+        loans = [extents[extent] for extent in event.ids]
+        size = sum([loan.extent_bytes for loan in loans])
         self._books.record(ft.Credited(event.session, event.ids, "released"))
+        if self._books.recallable.recalls:
+            self._recalls.released(event.session, loans, now)
         self._books.answer(event.call, fx.Released(size))
 
     def _refuse_release(self, event: ev.Release) -> Denied | None:

@@ -1,8 +1,8 @@
 """The machine: `step(event, now)` is the only way into the core. It hands each event to the part that answers for it.
 
-The parts stand in a straight stack: books, stock, waiting, lending, segments, models, sessions, resuming, settling.
-Each is given the books and the parts below it that it uses, and knows nothing above it. Where one event concerns
-several parts, the machine calls them in turn.
+The parts stand in a straight stack: books, recalls, schedule, waiting, lending, segments, models, sessions, resuming,
+settling. Each is given the books and the parts below it that it uses, and knows nothing above it. Where one event
+concerns several parts, the machine calls them in turn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from .denied import Denied, Reason, deny
 from .ledger import Ledger
 from .lending import Lending
 from .models import Models
+from .recalls import Recalls
 from .resuming import Resuming
+from .schedule import Schedule
 from .segments import Segments
 from .sessions import Sessions
 from .stock import Stock
@@ -55,10 +57,12 @@ class Broker:
     def __init__(self, rules: policy.Rules, epoch: int, story: Iterable[ft.Fact] = ()) -> None:
         books = self.books = Books(rules, epoch, story)
         stock = self.stock = Stock(books)
-        waiting = self.waiting = Waiting(books)
-        lending = self.lending = Lending(books, stock, waiting)
+        recalls = self.recalls = Recalls(books)
+        schedule = self.schedule = Schedule(books, recalls)
+        waiting = self.waiting = Waiting(books, schedule)
+        lending = self.lending = Lending(books, stock, recalls, waiting)
         segments = self.segments = Segments(books, stock, waiting, lending)
-        models = self.models = Models(books)
+        models = self.models = Models(books, recalls)
         sessions = self.sessions = Sessions(books, lending, segments)
         resuming = self.resuming = Resuming(books, lending, segments, sessions)
         settling = self.settling = Settling(books, lending, segments, sessions, resuming)
@@ -72,10 +76,10 @@ class Broker:
             ev.ConnectionLost: self._connection_lost,
             ev.ProcessDied: settling.process_died,
             ev.Goodbye: sessions.goodbye,
-            ev.RegisterModel: lambda event, _: models.register(event),
+            ev.RegisterModel: models.register,
             ev.UnregisterModel: models.unregister,
             ev.Allocate: lending.allocate,
-            ev.Release: lambda event, _: lending.release(event),
+            ev.Release: lending.release,
             ev.Declare: lending.declare,
             ev.CreateSegment: segments.create,
             ev.SealSegment: lambda event, _: segments.seal(event),
@@ -86,7 +90,8 @@ class Broker:
             ev.NotSealed: lambda event, _: segments.not_sealed(event),
             ev.Stocked: lambda event, _: stock.stocked(event),
             ev.Dropped: self._dropped,
-            ev.Elapsed: lambda _, now: segments.elapsed(now),
+            ev.Elapsed: self._elapsed,
+            ev.AnswerRecall: recalls.answer,
             ev.Acknowledge: lambda event, _: lending.acknowledge(event),
             ev.AcknowledgeUpTo: lambda event, _: lending.acknowledge_up_to(event),
             ev.Made: self._made,
@@ -111,6 +116,8 @@ class Broker:
             else:
                 self._handlers[type(taken)](taken, now)
             taken = waiting.next(now) if waiting.busy else None
+        if self.books.limits_changed:
+            self.schedule.recall_above_limits(now)
         if waiting.deferred:
             waiting.drain()
         return step
@@ -120,7 +127,8 @@ class Broker:
         """When the core wants to hear `Elapsed`, in nanoseconds of CLOCK_BOOTTIME; None: not at all."""
         if self.waiting.left_over:
             return 0
-        return min((at for at in (self.segments.deadline, self.waiting.deadline) if at is not None), default=None)
+        ends = (self.segments.deadline, self.waiting.deadline, self.recalls.deadline, self.schedule.deadline)
+        return min((at for at in ends if at is not None), default=None)
 
     def change_rules(self, rules: policy.Rules) -> None:
         """Apply other limits and times from the next step on. Memory that is lent stays lent; no books change."""
@@ -221,6 +229,11 @@ class Broker:
             self.sessions.finish_leaving(row, now)
         elif session in self.resuming.stated:
             self.resuming.proceed(session, now)
+
+    def _elapsed(self, _: ev.Elapsed, now: int) -> None:
+        self.segments.elapsed(now)
+        self.recalls.elapsed(now)
+        self.schedule.elapsed(now)
 
     def _connection_lost(self, event: ev.ConnectionLost, now: int) -> None:
         row = self.books.ledger.sessions.get(event.session)

@@ -16,16 +16,18 @@ from . import policy
 from .admission import misfits
 from .books import Books
 from .denied import Denied, Reason, deny
+from .recalls import Recalls
 from .rows import ModelRow, Quota
 
 
 class Models:
     """The beginning and the end of every model."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, recalls: Recalls) -> None:
         self._books = books
+        self._recalls = recalls
 
-    def register(self, event: ev.RegisterModel) -> None:
+    def register(self, event: ev.RegisterModel, now: int) -> None:
         """Let a session use a model, and create the model if the name is new."""
         denied = self._refuse_model(event)
         if denied:
@@ -38,6 +40,8 @@ class Models:
             self._ask(row, virtual, event.limits)
         if event.name not in self._books.ledger.sessions[event.session].models:
             self._books.record(ft.ModelJoined(event.name, event.session))
+        if event.answers is not None:
+            self._recalls.set_answers(event.session, event.name, event.answers, now)
         self._books.answer(event.call, fx.Registered(event.name))
 
     def _ask(self, row: ModelRow, virtual: int | None, limits: Mapping[ev.Location, int]) -> None:

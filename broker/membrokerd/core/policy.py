@@ -31,7 +31,9 @@ class Rules:
     """What the configuration says, in bytes, nanoseconds and counts. `limits`, `guarantees` and `weights` of a tenant
     have no model; `default_limits` are those of each tenant that has no limit of its own there.
 
-    A request within its model's guarantee waits `guarantee_wait_ns` for room, if it does not say how long.
+    A request within its model's guarantee waits `guarantee_wait_ns` for room, if it does not say how long. A session
+    has `recall_ns` to answer a recall. What the tenants of `unlent` are guaranteed and do not use is lent to no other
+    tenant, not even to sessions that answer recalls.
 
     A segment is made of extents of `segment_extent_bytes`, and one of the rest. `stock_extents` and `stock_bytes` are
     the most that is kept ready, all sizes together; 0: nothing.
@@ -43,10 +45,12 @@ class Rules:
     default_limits: Mapping[Location, int] = field(default_factory=dict)
     guarantees: Mapping[tuple[str, str | None, Location], int] = field(default_factory=dict)
     weights: Mapping[tuple[str, str | None, Location], int] = field(default_factory=dict)
+    unlent: frozenset[str] = frozenset()
     anchor_bytes: int = 0
     settle_ns: int = 10_000_000_000
     model_grace_ns: int = 60_000_000_000
     guarantee_wait_ns: int = 10_000_000_000
+    recall_ns: int = 1_000_000_000
     max_sessions: int = 128
     max_sessions_per_process: int = 16
     max_sessions_per_tenant: int | None = None
@@ -68,9 +72,11 @@ def fixed(rules: Rules) -> Rules:
         default_limits={},
         guarantees={},
         weights={},
+        unlent=frozenset(),
         settle_ns=0,
         model_grace_ns=0,
         guarantee_wait_ns=0,
+        recall_ns=0,
         max_sessions_per_tenant=None,
         max_models_per_tenant=0,
     )

@@ -102,6 +102,7 @@ class Resuming:
         )
         self._answers.append(Answer(event.call, session, result, self._ending_of(session)))
         self._answer_ready()
+        self._lending.resume(session, event.answering)
 
     def under_way(self, session: int) -> bool:
         """Say whether a resume is under way: the result of a request now would not be in the Holds."""

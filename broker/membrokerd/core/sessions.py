@@ -71,7 +71,7 @@ class Sessions:
         """Note that the session has lost its connection, and give up what is in flight to it."""
         if row.state in ("open", "leaving"):
             self._books.record(ft.SessionMoved(row.session, "connection lost", now))
-            self._lending.give_up(row, now)
+            self._lending.detach(row, now)
             self._segments.give_up(row.session)
 
     def goodbye(self, event: ev.Goodbye, now: int) -> None:

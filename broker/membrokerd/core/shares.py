@@ -2,7 +2,8 @@
 
 A model's share is what it could have now: its guarantee, what it has already, and its part of the rest, up to what it
 has and waits for. Tenants are divided first, then each tenant's models: a tenant gains nothing by more models. What is
-lent is never part of somebody else's share, because it cannot be taken back.
+lent and cannot be recalled is never part of somebody else's share, so all that a model has above its own share can be
+recalled. While sessions answer recalls, guarantees that are not used are divided too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from . import policy
 from .admission import Admission
 from .events import Location, ModelName
 from .ledger import Ledger
+from .recallable import Recallable
 
 _FRACTION = 16
 """Fraction bits of the level at which items are filled."""
@@ -91,10 +93,11 @@ class _Model(NamedTuple):
 class Shares:
     """The division over one ledger."""
 
-    def __init__(self, ledger: Ledger, rules: policy.Rules, admission: Admission) -> None:
+    def __init__(self, ledger: Ledger, rules: policy.Rules, admission: Admission, recallable: Recallable) -> None:
         self._ledger = ledger
         self._rules = rules
         self._admission = admission
+        self._recallable = recallable
 
     def divide(self, location: Location, wanted: Mapping[ModelName, int]) -> dict[ModelName, int]:
         """Return the share of each model that has a charge or a guarantee, or wants more: `wanted` bytes."""
@@ -105,9 +108,10 @@ class Shares:
             model = self._model(name, location, wanted.get(name, 0), guarantees.get(name, 0))
             if model.base or model.item.high:
                 tenants.setdefault(name.tenant, []).append(model)
-        bases = {tenant: self._admission.tenant_guarantee(tenant, location) for tenant in tenants}
+        bases = {tenant: self._tenant_base(tenant, location, models) for tenant, models in tenants.items()}
         items = [self._tenant(tenant, location, bases[tenant], models) for tenant, models in tenants.items()]
-        kept = sum(bases.values()) + self._admission.guaranteed_beside(location, tenants)
+        idle = [tenant for tenant in self._admission.tenants(location) if tenant not in tenants]
+        kept = sum(bases.values()) + sum(self._tenant_base(tenant, location, ()) for tenant in idle)
         granule = self._rules.granularity
         found: dict[ModelName, int] = {}
         parts = fill(total.capacity - total.releasing - kept, items, granule)
@@ -118,26 +122,39 @@ class Shares:
         return found
 
     def _model(self, name: ModelName, location: Location, wanted: int, guarantee: int) -> _Model:
-        """Return a model's part: its guarantee, and from what it has beyond that up to what it has and wants."""
+        """Return a model's part: its guarantee, and from what is firm beyond that up to what it has and wants."""
         ledger, rules = self._ledger, self._rules
         row = ledger.models.get(name)
         charge = row.charges[location] if row else None
         releasing = charge.releasing if charge else 0
         lent = charge.bytes - releasing if charge else 0
+        firm = lent - self._recallable.of_model(name, location)
         limit = policy.model_limit(ledger, rules, name, location)
         most = lent + wanted if limit is None else min(lent + wanted, limit - releasing)
-        low = max(0, lent - guarantee)
+        base = min(guarantee, max(firm, most)) if self._recallable.is_possible else guarantee
+        low = max(0, firm - base)
         weight = policy.set_weight(ledger.quotas, rules, (*name, location))
-        return _Model(name, guarantee, Item(weight, low, max(low, most - guarantee)))
+        return _Model(name, base, Item(weight, low, max(low, most - base)))
+
+    def _tenant_base(self, tenant: str, location: Location, models: Sequence[_Model]) -> int:
+        """Return what a tenant has before the rest is divided: its guarantee, or what its models want of that."""
+        guarantee = self._admission.tenant_guarantee(tenant, location)
+        if not self._recallable.is_possible or tenant in self._rules.unlent:
+            return guarantee
+        return min(guarantee, self._bounds(tenant, location, models)[1])
 
     def _tenant(self, tenant: str, location: Location, base: int, models: Sequence[_Model]) -> Item:
-        ledger, rules = self._ledger, self._rules
-        key = (tenant, None, location)
+        least, most = self._bounds(tenant, location, models)
+        low = max(0, least - base)
+        weight = policy.set_weight(self._ledger.quotas, self._rules, (tenant, None, location))
+        return Item(weight, low, max(low, most - base))
+
+    def _bounds(self, tenant: str, location: Location, models: Sequence[_Model]) -> tuple[int, int]:
+        """Return the least bytes that a tenant's models have together, and the most that they could use."""
         least = sum(model.base + model.item.low for model in models)
         most = sum(model.base + model.item.high for model in models)
-        limit = policy.set_limit(ledger.quotas, rules, key)
+        limit = policy.set_limit(self._ledger.quotas, self._rules, (tenant, None, location))
         if limit is not None:
-            charge = ledger.tenants.get((tenant, location))
+            charge = self._ledger.tenants.get((tenant, location))
             most = min(most, limit - (charge.releasing if charge else 0))
-        low = max(0, least - base)
-        return Item(policy.set_weight(ledger.quotas, rules, key), low, max(low, most - base))
+        return least, max(least, most)

@@ -24,7 +24,7 @@ MOST_MODELS = 64
 class LocationView:
     """One location. `unaccounted` is signed here; None where the device cannot say.
 
-    `reserved` is guaranteed and not borrowed; `shortfall` is the part of it that is not free.
+    `reserved` is guaranteed and not borrowed; `shortfall` is the part of it that is neither free nor recallable.
     """
 
     location: Location
@@ -42,7 +42,11 @@ class LocationView:
 
 @value
 class ModelLocationView:
-    """A model's charge at one location, and what its requests wait for; the quota is the one in force."""
+    """A model's charge at one location, and what its requests wait for; the quota is the one in force.
+
+    `recallable` is the part of the charge that the broker can ask for. It has asked for `recalled`, which is not
+    released yet, and for `late`, which is not released in time.
+    """
 
     location: Location
     used: int
@@ -56,6 +60,9 @@ class ModelLocationView:
     weight: int
     waiting: int
     waiting_requests: int
+    recallable: int
+    recalled: int
+    late: int
 
 
 @value
@@ -183,6 +190,9 @@ def take_model(broker: Broker, name: ModelName) -> ModelView:
                 broker.admission.model_guarantee(row.name, where),
                 policy.set_weight(broker.ledger.quotas, broker.rules, (*row.name, where)),
                 *broker.waiting.of_model(row.name, where),
+                broker.books.recallable.of_model(row.name, where),
+                broker.books.recallable.asked_of_model(row.name, where),
+                broker.books.recallable.asked_of_model(row.name, where, late=True),
             )
             for where, charge in row.charges.items()
         ),

@@ -4,15 +4,13 @@ A release has no answer, so a worker can tell another that memory is free before
 request that does not wait and has no room is therefore deferred: the daemon reads everything that had been sent until
 then, and the request is decided once more, for good.
 
-A request that waits is granted as soon as there is room for it. Of those that fit, one within its model's guarantee
-goes first, then one within its model's share, then the others, in the order of their arrival.
+A request that waits is granted as soon as there is room for it and its turn has come: `schedule` decides.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from . import effects as fx
@@ -20,30 +18,18 @@ from . import events as ev
 from . import policy
 from .books import Books
 from .denied import Denied, Reason, deny
-from .shares import Shares
+from .schedule import Debit, Schedule, Waiter
 
-Debit = ev.Allocate | ev.Declare | ev.CreateSegment
 MOST_AT_ONCE = 16
 """How many requests are granted or time out in one step. The others follow in the next: see `deadline`."""
-
-
-@dataclass(slots=True, eq=False)
-class Waiter:
-    """A request that waits. `deadline` None: until the inputs that were pending are read."""
-
-    event: Debit
-    name: ev.ModelName
-    size: int
-    since: int
-    deadline: int | None
-    guaranteed: bool
 
 
 class Waiting:
     """The requests that wait, in the order of their arrival."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, schedule: Schedule) -> None:
         self._books = books
+        self._schedule = schedule
         self._waiters: dict[int, Waiter] = {}
         """By call."""
         self.sessions: Counter[int] = Counter()
@@ -56,10 +42,10 @@ class Waiting:
         """The request that is decided for good."""
         self._recorded = 0
         """How many facts there were before it."""
-        self._divided: dict[ev.Location, dict[ev.ModelName, int]] = {}
-        """The shares that hold for all of a step's grants: what was waited for is lent then, and wanted as before."""
+        self._has_turn = False
+        """Whether that is granted because its turn has come."""
         self.busy = False
-        """Whether `next` has something to do: a request waits with a deadline, or one is decided."""
+        """Whether `next` has something to do: a request waits with a deadline, one is decided, or a hold lasts."""
         self._looked_at: object = None
         """The state of the books when nobody's turn had come."""
         self.deferred: list[int] = []
@@ -79,12 +65,18 @@ class Waiting:
     # --- a request comes ---
 
     def is_behind(self, event: Debit) -> bool:
-        """Say whether a request must wait for its turn: others wait at its location."""
-        return event.location in self._timed and not self._is_final(event)
+        """Say whether a request that has room must wait for its turn, because others want it; or must go without."""
+        waiter = self._deciding
+        if waiter is not None and waiter.event is event:
+            return not self._has_turn and waiter.size > self._schedule.leaves(waiter, self._waiters.values())
+        return event.location in self._timed or self._schedule.has_holds
 
     def refuse(self, event: Debit, denied: Denied | None, name: ev.ModelName, size: int, now: int) -> None:
         """Let a request wait for room, or refuse it. `denied` None: it has room, and waits for its turn."""
-        if denied is not None and (denied.reason not in policy.WANTS_OF_ROOM or self._is_final(event)):
+        if self._deciding is not None and self._is_final(event):
+            self._refuse(event, denied or self._yielding(self._deciding), name, now)
+            return
+        if denied is not None and denied.reason not in policy.WANTS_OF_ROOM:
             self._refuse(event, denied, name, now)
             return
         limited = denied is not None and denied.reason is not Reason.CAPACITY
@@ -102,12 +94,36 @@ class Waiting:
     def _is_final(self, event: Debit) -> bool:
         return self._deciding is not None and self._deciding.event is event
 
+    def _yielding(self, waiter: Waiter) -> Denied:
+        """Return the refusal of a request that has room, and leaves it to requests that come first."""
+        location = waiter.event.location
+        total = self._books.ledger.totals[location]
+        left = self._schedule.leaves(waiter, self._waiters.values())
+        return deny(
+            Reason.CAPACITY,
+            level="capacity",
+            model=str(waiter.name),
+            location=location,
+            requested_bytes=waiter.size,
+            used_bytes=total.charged,
+            available_bytes=left,
+            limit_bytes=total.capacity,
+            reserved_bytes=total.free - left,
+        )
+
     def _refuse(self, event: Debit, denied: Denied, name: ev.ModelName, now: int) -> None:
         numbers = dict(denied.numbers)
+        waiter = self._deciding if self._is_final(event) else None
         if denied.reason is Reason.CAPACITY:
-            numbers["share_bytes"], numbers["obtainable_bytes"] = self.share(name, event.location)
-        waiter = self._deciding
-        if waiter is not None and waiter.event is event and waiter.deadline is not None:
+            session = waiter.borrower if waiter is not None else None
+            numbers["share_bytes"], numbers["obtainable_bytes"] = self.share(name, event.location, session)
+            asked = self._books.recallable.asked_of(event.session, name, event.location)
+            if asked:
+                numbers["recalled_bytes"] = asked
+            if waiter is not None and waiter.deadline is None and not isinstance(event, ev.Declare):
+                self._schedule.refused(waiter, list(self._waiters.values()), now)
+                self.busy = self.busy or self._schedule.has_holds
+        if waiter is not None and waiter.deadline is not None:
             numbers["waited_ms"] = (now - waiter.since) // 1_000_000
         self._books.refuse(event.call, Denied(denied.reason, numbers), event.session, name)
 
@@ -144,8 +160,11 @@ class Waiting:
         waiter = self._waiters.get(call)
         if waiter is None:
             return None
+        return self._decide(waiter, has_turn=False)
+
+    def _decide(self, waiter: Waiter, *, has_turn: bool) -> Debit:
         self._remove(waiter)
-        self._deciding, self._recorded, self.busy = waiter, self._books.recorded, True
+        self._deciding, self._has_turn, self._recorded, self.busy = waiter, has_turn, self._books.recorded, True
         return waiter.event
 
     def take_older(self, event: ev.Declare) -> Iterator[ev.Declare]:
@@ -220,89 +239,54 @@ class Waiting:
             self._report(self._deciding, "granted" if granted else "refused", now)
             self._deciding = None
             if not granted:
-                self._divided.clear()
-        call = self._next_call(now) if self._timed else None
-        self.busy = bool(self._timed)
+                self._schedule.divide_again()
+        if self._schedule.has_holds:
+            self._schedule.elapsed(now)
+        found = self._next(now) if self._timed or self._schedule.has_holds else None
+        self.busy = bool(self._timed) or self._schedule.has_holds
         self._turns += 1
-        self.left_over = call is not None and self._turns > MOST_AT_ONCE and not self._books.stopping
-        if call is None or self.left_over:
-            self._divided.clear()
+        self.left_over = found is not None and self._turns > MOST_AT_ONCE and not self._books.stopping
+        if found is None or self.left_over:
+            self._schedule.divide_again()
             self._turns = 0
             return None
-        return self.take(call)
+        waiter, has_turn = found
+        return self._decide(waiter, has_turn=has_turn)
 
-    def _next_call(self, now: int) -> int | None:
+    def _next(self, now: int) -> tuple[Waiter, bool] | None:
         books = self._books
-        if (self.deadline is not None and self.deadline <= now) or books.stopping or books.refuse_debit():
-            timed = (call for call, one in self._waiters.items() if one.deadline)
-            ending = books.stopping or books.refuse_debit()
-            return next(call for call in timed if ending or (self._waiters[call].deadline or 0) <= now)
-        state = (books.ledger.revision, books.admission)
-        if state != self._looked_at:
-            for location in self._timed:
-                found = self._next_at(location)
+        ending = books.stopping or bool(books.refuse_debit())
+        if ending or (self.deadline is not None and self.deadline <= now):
+            timed = (one for one in self._waiters.values() if one.deadline)
+            over = next((one for one in timed if ending or (one.deadline or 0) <= now), None)
+            return (over, False) if over else None
+        while self._looked_at != (state := self._state()):  # again after a recall: its sessions may wait for more
+            for location in books.rules.capacities:
+                found = self._schedule.next(location, self._waiters.values(), now)
                 if found is not None:
-                    return found.event.call
+                    return found
             self._looked_at = state
         return None
 
-    def _next_at(self, location: ev.Location) -> Waiter | None:
+    def _state(self) -> object:
+        """Return what changes with everything that can give a request its turn, but for the time."""
         books = self._books
-        refusals: dict[tuple[ev.ModelName, int], Denied | None] = {}
-        ready = []
-        for one in self._waiters.values():
-            if one.event.location != location:
-                continue
-            if one.name not in books.ledger.sessions[one.event.session].models:
-                return one
-            key = (one.name, one.size)
-            if key not in refusals:
-                refusals[key] = books.admission.admit(one.name, location, one.size)
-            denied = refusals[key]
-            if denied is None:
-                ready.append(one)
-            elif one.deadline is not None and denied.reason is not Reason.CAPACITY:
-                return one
-        return self._first(ready, location) if len(ready) > 1 else next(iter(ready), None)
+        return books.ledger.revision, books.admission, books.recallable.revision, self._schedule.has_holds
 
-    def _first(self, ready: Sequence[Waiter], location: ev.Location) -> Waiter:
-        """Return the request that goes first of those that have room: guaranteed, within its share, the oldest."""
-        admission = self._books.admission
-        if admission.has_guarantees(location):
-            for one in ready:
-                if admission.is_guaranteed(one.name, location, one.size):
-                    return one
-        if location not in self._divided:
-            self._divided[location] = self._shares(location)
-        shares = self._divided[location]
-        for one in ready:
-            if self._lent(one.name, location) + one.size <= shares[one.name]:
-                return one
-        self._divided.clear()  # a grant beyond a share changes the shares of the others
-        return ready[0]
+    def share(self, name: ev.ModelName, location: ev.Location, session: int | None = None) -> tuple[int, int]:
+        """Return what a model could have if it wanted as much as there is, and how much more than now that is.
 
-    def _shares(self, location: ev.Location, name: ev.ModelName | None = None) -> dict[ev.ModelName, int]:
-        """Return the share of every model; `name` is one that wants as much as there is."""
+        `session` is the one that borrows extents; None: the bytes cannot be recalled.
+        """
         books = self._books
-        wanted: Counter[ev.ModelName] = Counter()
-        for one in self._waiters.values():
-            if one.event.location == location:
-                wanted[one.name] += one.size
-        if name is not None:
-            wanted[name] = books.rules.capacities[location]
-        return Shares(books.ledger, books.rules, books.admission).divide(location, wanted)
-
-    def share(self, name: ev.ModelName, location: ev.Location) -> tuple[int, int]:
-        """Return what a model could have if it wanted as much as there is, and how much more than now that is."""
-        books, lent = self._books, self._lent(name, location)
-        more = books.admission.available(name, location, None)
-        if location in self._timed:
-            more = max(more, self._shares(location, name).get(name, 0) - lent)
+        lent = books.admission.lent(name, location)
+        more = books.admission.available(name, location, None, session)
+        if location in self._timed or books.recallable.is_possible:
+            share = self._schedule.divide(location, self._waiters.values(), name).get(name, 0)
+            bounds = books.admission.bound(name, location, session), books.admission.not_firm(location)
+            more = max(more, min(share - lent, *bounds))
         more -= more % books.rules.granularity
         return lent + more, more
-
-    def _lent(self, name: ev.ModelName, location: ev.Location) -> int:
-        return self._books.admission.lent(name, location)
 
     # --- what is shown ---
 

@@ -187,7 +187,8 @@ def _registration(session: int, tenant: str, request_id: int, request: bpb.Regis
             raise Refused(deny(Reason.INVALID_ARGUMENT, what=f"two limits for the {location} memory"))
         limits[location] = limit.limit_bytes
     exclusive = request.exclusive
-    return lambda call: ev.RegisterModel(call, session, request_id, name, virtual, limits, exclusive)
+    answers = request.answers_recalls if request.HasField("answers_recalls") else None
+    return lambda call: ev.RegisterModel(call, session, request_id, name, virtual, limits, exclusive, answers)
 
 
 def from_result(result: fx.Result) -> tuple[str, Any]:
@@ -216,6 +217,15 @@ def from_result(result: fx.Result) -> tuple[str, Any]:
             return "unregister_model", bpb.UnregisterModelResponse()
         case _:
             raise AssertionError(f"no response for {result}")
+
+
+def from_recall(recall: fx.Recall) -> hpb.Frame:
+    """Return the notice that asks a session for memory."""
+    notice = hpb.Recall(
+        recall_id=recall.recall, model=str(recall.name), location=LOCATION_NUMBERS[recall.location], bytes=recall.size
+    )
+    notice.within.FromNanoseconds(recall.within_ns)
+    return hpb.Frame(notice=hpb.Notice(recall=notice))
 
 
 def from_device(
@@ -290,6 +300,9 @@ def from_model(row: ModelView) -> rpb.Model:
                 weight=one.weight,
                 waiting_bytes=one.waiting,
                 waiting_requests=one.waiting_requests,
+                recallable_bytes=one.recallable,
+                recalled_bytes=one.recalled,
+                late_bytes=one.late,
             )
             for one in row.locations
         ],

@@ -59,18 +59,18 @@ class Views:
             draining=self.loop.broker.draining,
         )
 
-    def get_available(self, request: pb.GetAvailableRequest, tenant: str) -> pb.Available:
-        """Return how much a tenant could borrow now for one of its models."""
+    def get_available(self, request: pb.GetAvailableRequest, tenant: str, session: int) -> pb.Available:
+        """Return how much a session could borrow now for one of its tenant's models."""
         name, location = self._find_model(request.model, tenant), convert.parse_location(request.location)
         broker = self.loop.broker
         if not broker.rules.capacities.get(location):
             raise convert.Refused(deny(Reason.LOCATION_UNAVAILABLE, location=location))
         now = 0
-        share, more = broker.waiting.share(name, location)
+        share, more = broker.waiting.share(name, location, session)
         if broker.draining:
             more = 0
         else:
-            now = broker.admission.available(name, location, self._device_room(location))
+            now = broker.admission.available(name, location, self._device_room(location), session)
         return pb.Available(
             now_bytes=now,
             obtainable_bytes=more,

@@ -142,6 +142,18 @@ def log_wait(waited: fx.Waited) -> None:
         _emit(logging.DEBUG, "wait refused", fields | {"waited_ms": waited.waited_ns // 1_000_000})
 
 
+def log_recall(recalled: fx.Recalled) -> None:
+    """Log the end of a recall: at WARNING if it is late, as far as the allowance goes, else at DEBUG."""
+    is_late = recalled.result == "late"
+    if is_late and not _allowance.take():
+        return
+    fields = {"session": session_name(recalled.session), "model": str(recalled.name), "location": recalled.location}
+    numbers = {"asked_bytes": recalled.size, "returned_bytes": recalled.returned}
+    event = "a worker does not answer a recall of memory" if is_late else "a recall of memory has ended"
+    after = {"result": recalled.result, "after_ms": recalled.after_ns // 1_000_000}
+    _emit(logging.WARNING if is_late else logging.DEBUG, event, fields | numbers | after)
+
+
 def log_fact(fact: ft.Fact) -> None:
     """Log a change in the books: lifecycles at INFO, as far as the allowance goes, the rest at DEBUG.
 

@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from membroker.vmm.driver import DeviceInfo, MemoryInfo
 
 from ..core.denied import Reason
-from ..core.effects import SegmentView, WaitResult
+from ..core.effects import RecallResult, SegmentView, WaitResult
 from ..core.events import Location
 from ..core.lifecycles import SEGMENT, SESSION
 from ..core.snapshot import LocationView, ModelView, TenantView
@@ -74,6 +74,18 @@ MODEL_WAITING = Spec("membroker_model_waiting_bytes", "gauge", "Bytes that reque
 MODEL_WAITING_REQUESTS = Spec(
     "membroker_model_waiting_requests", "gauge", "Requests of the model that wait for memory.", _MODEL_AT
 )
+MODEL_RECALLABLE = Spec(
+    "membroker_model_recallable_bytes",
+    "gauge",
+    "Bytes of the model that the broker can ask for: extents of sessions that answer recalls.",
+    _MODEL_AT,
+)
+MODEL_LATE = Spec(
+    "membroker_model_late_bytes",
+    "gauge",
+    "Bytes that the model's workers were asked for, and neither released nor answered for in time.",
+    _MODEL_AT,
+)
 MODEL_EXTENTS = Spec("membroker_model_extents", "gauge", "Extents that the model is charged for.", _MODEL_AT)
 MODEL_SEGMENTS = Spec(
     "membroker_model_segment_bytes",
@@ -119,13 +131,13 @@ DEVICE_FREE = Spec("membroker_device_free_bytes", "gauge", "Capacity that is nei
 DEVICE_RESERVED = Spec(
     "membroker_device_reserved_bytes",
     "gauge",
-    "Bytes that are guaranteed to tenants and models and not borrowed by them. Others cannot borrow these.",
+    "Bytes that are guaranteed to tenants and models and not borrowed by them. They are lent only to be recalled.",
     _AT,
 )
 DEVICE_SHORTFALL = Spec(
     "membroker_device_guarantee_shortfall_bytes",
     "gauge",
-    "Reserved bytes that are not free: so much of the guarantees cannot be kept now.",
+    "Reserved bytes that are neither free nor can be recalled: so much of the guarantees cannot be kept now.",
     _AT,
 )
 DEVICE_UNACCOUNTED = Spec(
@@ -181,6 +193,12 @@ WAITS = Spec(
     "histogram",
     "Time that a request waited for memory, by how its wait ended, and whether it was within a guarantee.",
     ("result", "guaranteed"),
+)
+RECALLS = Spec(
+    "membroker_recall_seconds",
+    "histogram",
+    "Time from a recall of memory to its end: returned, kept in part, or late. Late ones count when they become late.",
+    ("result",),
 )
 STEPS = Spec("membroker_core_step_seconds", "histogram", "Time of one step of the core: books and rules.")
 LONGEST_TURN = Spec("membroker_loop_longest_turn_seconds", "gauge", "Longest turn of the event loop since the start.")
@@ -296,6 +314,9 @@ class Metrics:
             for result in get_args(WaitResult)
             for guaranteed in (False, True)
         }
+
+        recalls = durations.add(RECALLS.name, RECALLS.help, *RECALLS.labels, buckets=WAIT_BUCKETS)
+        self.recalls = {result: recalls(result) for result in get_args(RecallResult)}
 
     def render(self) -> bytes:
         """Return the text of a scrape, at most KEPT_SECONDS old. Raises `TimeoutError` if there is no view.
@@ -429,6 +450,8 @@ def _add_model(families: _Families, model: ModelView) -> None:
         families.add(MODEL_GUARANTEE, books.guarantee, *name, books.location)
         families.add(MODEL_WAITING, books.waiting, *name, books.location)
         families.add(MODEL_WAITING_REQUESTS, books.waiting_requests, *name, books.location)
+        families.add(MODEL_RECALLABLE, books.recallable, *name, books.location)
+        families.add(MODEL_LATE, books.late, *name, books.location)
         families.add(MODEL_EXTENTS, books.extents, *name, books.location)
         families.add(MODEL_SEGMENTS, books.segments, *name, books.location)
 

@@ -44,7 +44,7 @@ def models_table(models: Iterable[ModelStatus]) -> Table:
     """Return a row for each model and location, except for locations that it never used and has no limit for."""
     columns = (
         *("tenant", "model", "where", ">virtual", ">used", ">in segments", ">peak", ">guarantee", ">limit", ">weight"),
-        *(">waiting", ">extents", ">sessions"),
+        *(">waiting", ">recallable", ">extents", ">sessions"),
         ">refusals",
     )
     rows = [_model_row(model, books) for model in models for books in model.books.values() if _worth_showing(books)]
@@ -70,6 +70,7 @@ def _model_row(model: ModelStatus, books: ModelBooks) -> list[str]:
         _size(books.limit_bytes),
         str(books.weight),
         _waiting(books),
+        _recallable(books),
         str(books.extents),
         str(model.sessions),
         str(sum(model.denials_total.values())),
@@ -176,12 +177,20 @@ def _location_row(books: LocationBooks) -> list[str]:
 
 def _reserved(books: LocationBooks) -> str:
     missing = books.guarantee_shortfall_bytes
-    return format_size(books.reserved_bytes) + (f" ({format_size(missing)} not free)" if missing else "")
+    return format_size(books.reserved_bytes) + (f" ({format_size(missing)} missing)" if missing else "")
 
 
 def _waiting(books: LocationBooks | ModelBooks) -> str:
     count = books.waiting_requests
     return f"{format_size(books.waiting_bytes)} ({count} request{'s' * (count != 1)})" if count else NONE
+
+
+def _recallable(books: ModelBooks) -> str:
+    if not (books.recallable_bytes or books.recalled_bytes or books.late_bytes):
+        return NONE
+    notes = [(books.recalled_bytes, "asked for"), (books.late_bytes, "late")]
+    told = ", ".join(f"{format_size(size)} {what}" for size, what in notes if size)
+    return format_size(books.recallable_bytes) + (f" ({told})" if told else "")
 
 
 def tenants_table(tenants: Iterable[TenantStatus]) -> Table:

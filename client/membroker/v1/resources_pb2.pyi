@@ -268,7 +268,6 @@ class ModelBooks(google.protobuf.message.Message):
     WEIGHT_FIELD_NUMBER: builtins.int
     WAITING_BYTES_FIELD_NUMBER: builtins.int
     WAITING_REQUESTS_FIELD_NUMBER: builtins.int
-    SHARE_BYTES_FIELD_NUMBER: builtins.int
     RECALLABLE_BYTES_FIELD_NUMBER: builtins.int
     RECALLED_BYTES_FIELD_NUMBER: builtins.int
     LATE_BYTES_FIELD_NUMBER: builtins.int
@@ -294,14 +293,12 @@ class ModelBooks(google.protobuf.message.Message):
     waiting_bytes: builtins.int
     """What the model's requests wait for, and how many wait."""
     waiting_requests: builtins.int
-    share_bytes: builtins.int
-    """What the model could have now: its guarantee, what nobody can take from it, and its part of the rest, by weight."""
     recallable_bytes: builtins.int
     """The part of `used_bytes` that the broker can ask for: extents of sessions that answer recalls."""
     recalled_bytes: builtins.int
-    """What its sessions are asked for and have not released."""
+    """What its sessions are asked for and have not released yet."""
     late_bytes: builtins.int
-    """What its sessions were asked for and neither released nor answered for in time."""
+    """What its sessions were asked for, and neither released nor answered for in time."""
     def __init__(
         self,
         *,
@@ -317,13 +314,12 @@ class ModelBooks(google.protobuf.message.Message):
         weight: builtins.int = ...,
         waiting_bytes: builtins.int = ...,
         waiting_requests: builtins.int = ...,
-        share_bytes: builtins.int = ...,
         recallable_bytes: builtins.int = ...,
         recalled_bytes: builtins.int = ...,
         late_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "declared_bytes", b"declared_bytes", "extents", b"extents", "guarantee_bytes", b"guarantee_bytes", "late_bytes", b"late_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "peak_bytes", b"peak_bytes", "recallable_bytes", b"recallable_bytes", "recalled_bytes", b"recalled_bytes", "releasing_bytes", b"releasing_bytes", "segment_bytes", b"segment_bytes", "share_bytes", b"share_bytes", "used_bytes", b"used_bytes", "waiting_bytes", b"waiting_bytes", "waiting_requests", b"waiting_requests", "weight", b"weight"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "declared_bytes", b"declared_bytes", "extents", b"extents", "guarantee_bytes", b"guarantee_bytes", "late_bytes", b"late_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "peak_bytes", b"peak_bytes", "recallable_bytes", b"recallable_bytes", "recalled_bytes", b"recalled_bytes", "releasing_bytes", b"releasing_bytes", "segment_bytes", b"segment_bytes", "used_bytes", b"used_bytes", "waiting_bytes", b"waiting_bytes", "waiting_requests", b"waiting_requests", "weight", b"weight"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_limit_bytes", b"_limit_bytes"]) -> typing.Literal["limit_bytes"] | None: ...
 
 global___ModelBooks = ModelBooks

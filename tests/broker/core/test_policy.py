@@ -10,6 +10,7 @@ from membrokerd.core.admission import Admission
 from membrokerd.core.denied import Denied, Reason
 from membrokerd.core.events import ModelName
 from membrokerd.core.ledger import Ledger
+from membrokerd.core.recallable import Recallable
 
 CAPACITIES: dict[str, int] = {"device": 100, "host": 0}
 MODEL = ModelName("t", "m")
@@ -27,6 +28,10 @@ def ledger_with(asked: dict[str, int] | None = None, **charged: int) -> Ledger:
         size = charged.get(f"{name.tenant}_{name.model}", 0)
         ledger.apply(ft.DeclarationSet(number, name, "device", size))
     return ledger
+
+
+def admission(ledger: Ledger, rules: policy.Rules) -> Admission:
+    return Admission(ledger, rules, Recallable(ledger))
 
 
 def rules_with(model: int | None = None, tenant: int | None = None) -> policy.Rules:
@@ -90,7 +95,7 @@ def test_a_limit_holds_for_its_location_and_its_owner_only() -> None:
 )
 def test_the_narrowest_level_is_named_first(charged: dict[str, int], size: int, reason: Reason, available: int) -> None:
     """A refusal names the model before the tenant before the device, and what was still there at that level."""
-    denied = Admission(ledger_with(**charged), rules_with(model=20, tenant=40)).admit(MODEL, "device", size)
+    denied = admission(ledger_with(**charged), rules_with(model=20, tenant=40)).admit(MODEL, "device", size)
     assert isinstance(denied, Denied)
     assert denied.reason is reason
     assert denied.numbers["available_bytes"] == available
@@ -99,13 +104,13 @@ def test_the_narrowest_level_is_named_first(charged: dict[str, int], size: int, 
 
 @pytest.mark.parametrize(("size", "granted"), [(10, True), (11, False)])
 def test_a_limit_may_be_reached_and_not_passed(size: int, granted: bool) -> None:
-    denied = Admission(ledger_with(t_m=10), rules_with(model=20)).admit(MODEL, "device", size)
+    denied = admission(ledger_with(t_m=10), rules_with(model=20)).admit(MODEL, "device", size)
     assert (denied is None) is granted
 
 
 def test_nothing_available_is_never_negative() -> None:
     """A limit that was set below what is used takes nothing back, and shows nothing available."""
-    denied = Admission(ledger_with(t_m=30), rules_with(model=20)).admit(MODEL, "device", 1)
+    denied = admission(ledger_with(t_m=30), rules_with(model=20)).admit(MODEL, "device", 1)
     assert denied is not None
     assert denied.numbers["available_bytes"] == 0
     assert denied.numbers["used_bytes"] == 30

@@ -16,6 +16,7 @@ from membrokerd.core.admission import Admission
 from membrokerd.core.events import ModelName
 from membrokerd.core.ledger import Ledger
 from membrokerd.core.machine import Broker
+from membrokerd.core.recallable import Recallable
 from membrokerd.core.shares import Item, Shares, fill
 
 GRANULE = 2
@@ -72,7 +73,9 @@ def test_tenants_are_divided_before_their_models() -> None:
     ]
     for name in names:
         ledger.apply(ft.ModelBegan(name, None, {}))
-    shares = Shares(ledger, rules, Admission(ledger, rules)).divide("device", dict.fromkeys(names[:-1], 60 * MIB))
+    recallable = Recallable(ledger)
+    admission = Admission(ledger, rules, recallable)
+    shares = Shares(ledger, rules, admission, recallable).divide("device", dict.fromkeys(names[:-1], 60 * MIB))
     assert shares[names[0]] == 40 * MIB
     assert [shares[name] for name in names[1:9]] == [6 * MIB] * 4 + [4 * MIB] * 4
     assert (shares[names[9]], shares[names[10]]) == (8 * MIB, 12 * MIB)

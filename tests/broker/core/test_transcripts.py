@@ -65,7 +65,7 @@ class Script:
         """Begin anew: device= host= settle= grace= sessions= per_process= models= calls= limits=tenant[/model]:MiB.
 
         guarantees=tenant[/model]:MiB. weights=tenant[/model]:weight. default= is each tenant's limit at the device
-        where it has none of its own (MiB). guarantee_wait= (s). waiting= of a tenant.
+        where it has none of its own (MiB). guarantee_wait= recall= (s). waiting= of a tenant. unlent=tenant,tenant.
         For segments: segment_extent= (MiB), segments= of a tenant, segment_extents= of all.
         For the stock: stock_extents= and stock= (MiB). others=later: `heard` says when the others were heard.
         """
@@ -89,10 +89,12 @@ class Script:
             "stock_extents": ("stock_extents", 1),
             "stock": ("stock_bytes", MIB),
             "guarantee_wait": ("guarantee_wait_ns", SECOND),
+            "recall": ("recall_ns", SECOND),
             "waiting": ("max_waiting_per_tenant", 1),
         }
+        unlent = frozenset(filter(None, options.pop("unlent", "").split(",")))
         numbers = {fields[key][0]: int(value) * fields[key][1] for key, value in options.items()}
-        self.rules = policy.Rules(granularity=2 * MIB, capacities=capacities, **limits, **numbers)
+        self.rules = policy.Rules(granularity=2 * MIB, capacities=capacities, unlent=unlent, **limits, **numbers)
         self.broker = Broker(self.rules, self.epoch)
 
     def do_reload(self, **options: str) -> None:
@@ -129,8 +131,13 @@ class Script:
     def do_resume(self, name: str, process: str = "") -> ev.Event:
         return ev.ResumeSession(self.call(f"resume {name}"), self.session(name), process or self.processes[name])
 
-    def do_holds(self, name: str, extents: str = "none", segments: str = "", declared: str = "") -> ev.Event:
-        """State all that is held: extents=#1..4,#9 segments=label:times,label declared=[tenant/]model:MiB[:where],…"""
+    def do_holds(
+        self, name: str, extents: str = "none", segments: str = "", declared: str = "", answers: str = ""
+    ) -> ev.Event:
+        """State all that is held: extents=#1..4,#9 segments=label:times,label declared=[tenant/]model:MiB[:where],…
+
+        answers=model,…: recalls of these are answered.
+        """
         held = (item.partition(":") for item in filter(None, segments.split(",")))
         declarations: dict[tuple[ev.ModelName, Any], int] = {}
         for item in filter(None, declared.split(",")):
@@ -142,6 +149,7 @@ class Script:
             frozenset(parse_ids(extents)),
             {self.generation(segment): int(times or 1) for segment, _, times in held},
             declarations,
+            frozenset(self.model(name, model) for model in filter(None, answers.split(","))),
         )
 
     def do_forget(self, name: str) -> ev.Event:
@@ -173,8 +181,16 @@ class Script:
         return ev.Goodbye(self.call(f"{request} of {name}"), self.session(name), int(request))
 
     def do_register(
-        self, name: str, request: str, model: str, exclusive: str = "", limit: str = "", virtual: str = ""
+        self,
+        name: str,
+        request: str,
+        model: str,
+        exclusive: str = "",
+        limit: str = "",
+        virtual: str = "",
+        answers: str = "",
     ) -> ev.Event:
+        """Register; answers=yes or no: whether the session answers recalls of the model."""
         where, _, size = limit.partition(":")
         limits: Any = {where: mib(size)} if limit else {}
         return ev.RegisterModel(
@@ -185,11 +201,16 @@ class Script:
             mib(virtual) if virtual else None,
             limits,
             bool(exclusive),
+            {"": None, "yes": True, "no": False}[answers],
         )
 
     def do_unregister(self, name: str, request: str, model: str) -> ev.Event:
         call = self.call(f"{request} of {name}")
         return ev.UnregisterModel(call, self.session(name), int(request), self.model(name, model))
+
+    def do_answer(self, name: str, recall: str) -> ev.Event:
+        """A session answers a recall: what it has not released, it keeps."""
+        return ev.AnswerRecall(self.session(name), parse_id(recall))
 
     def do_allocate(
         self,
@@ -367,6 +388,12 @@ class Script:
             return f"send for {effect.request_id} of {self.names[effect.session]}, {part}: {what}"
         if isinstance(effect, fx.Waited):
             return f"{self.calls[effect.call]} waited {effect.waited_ns / SECOND:g}s and was {effect.result}"
+        if isinstance(effect, fx.Recall):
+            asked = f"{size_text(effect.size)} of {effect.name.tenant}/{effect.name.model} at {effect.location}"
+            return f"recall {ids_text([effect.recall])} from {self.names[effect.session]}: {asked}"
+        if isinstance(effect, fx.Recalled):
+            end = f"{size_text(effect.returned)} of {size_text(effect.size)}, after {effect.after_ns / SECOND:g}s"
+            return f"a recall from {self.names[effect.session]} is {effect.result}: {end}"
         if isinstance(effect, fx.DrainInputs):
             return f"drain inputs before {self.calls[effect.call]} is refused"
         if isinstance(effect, fx.Answer):

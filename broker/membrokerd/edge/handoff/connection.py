@@ -25,7 +25,7 @@ from ...core import events as ev
 from ...core.denied import Denied, Reason, deny
 from ...failpoints import reach
 from ...observe import logs
-from ..convert import LOCATION_NUMBERS, Refused
+from ..convert import LOCATION_NUMBERS, Refused, from_recall
 from ..dispatch import Ticket, new_token
 from ..errors import to_status
 from .holds import Holds
@@ -174,6 +174,8 @@ class Connection:
         if method is None:
             if kind == "goodbye":
                 self._goodbye(request_id, session)
+            elif kind == "recall_answer":
+                self._loop.tell(ev.AnswerRecall(session, frame.recall_answer.recall_id))
             else:
                 self._violated(request_id, f"a client does not send {kind}")
             return
@@ -422,6 +424,10 @@ class Connection:
             handoff.send(self._notices, handoff.encode(frame))
         except OSError:
             self._listener.traffic.notices_dropped += 1
+
+    def recall(self, recall: fx.Recall) -> None:
+        """Ask for memory. The core asks again if the notice is dropped."""
+        self.notify(from_recall(recall))
 
     def disconnect(self, why: str) -> None:
         """End the connection because its peer broke the protocol."""

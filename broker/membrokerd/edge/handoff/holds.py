@@ -22,14 +22,16 @@ class Holds:
 
     def __init__(self, row: SessionRow) -> None:
         self._session = row.session
-        self._room = len(row.extents) + len(row.segments) + len(row.charges) + UNBOOKED
+        self._room = len(row.extents) + len(row.segments) + len(row.charges) + len(row.models) + UNBOOKED
         self._extents: set[int] = set()
         self._segments: dict[int, int] = {}
         self._declarations: dict[tuple[ev.ModelName, ev.Location], int] = {}
+        self._answering: set[ev.ModelName] = set()
 
     def take(self, frame: pb.Holds) -> None:
         """Take one frame; raises `Refused`."""
         count = len(frame.extent_ids) + len(frame.segments) + len(frame.declarations)
+        count += len(frame.answering_models)
         if count > MAX_IDS_PER_FRAME:
             raise Refused(deny(Reason.INVALID_COUNT, count=count, max_count=MAX_IDS_PER_FRAME))
         if not count and not frame.last:
@@ -41,15 +43,19 @@ class Holds:
         self._segments.update((one.generation, one.times) for one in frame.segments)
         for one in frame.declarations:
             self._declarations[parse_model(one.model), parse_location(one.location)] = one.declared_bytes
+        self._answering.update(map(parse_model, frame.answering_models))
         if self._count() < stated:
-            raise Refused(_violation("it states an extent, a segment or a declaration twice"))
+            raise Refused(_violation("it states an extent, a segment, a declaration or a model twice"))
 
     def _count(self) -> int:
-        return len(self._extents) + len(self._segments) + len(self._declarations)
+        return len(self._extents) + len(self._segments) + len(self._declarations) + len(self._answering)
 
     def to_event(self, call: int) -> ev.StateHolds:
         """Return the event for the core."""
-        return ev.StateHolds(call, self._session, frozenset(self._extents), self._segments, self._declarations)
+        answering = frozenset(self._answering)
+        return ev.StateHolds(
+            call, self._session, frozenset(self._extents), self._segments, self._declarations, answering
+        )
 
 
 def _violation(what: str) -> Denied:

@@ -41,7 +41,8 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
 
     async def GetAvailable(self, request: pb.GetAvailableRequest, context: Any) -> pb.Available:
         """Return how much could be borrowed now for a model of the tenant."""
-        return self._views.get_available(request, self._ticket(context).tenant)
+        ticket = self._ticket(context)
+        return self._views.get_available(request, ticket.tenant, ticket.session)
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> resources_pb2.Model:
         """Return one of the tenant's own models."""

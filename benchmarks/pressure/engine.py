@@ -1,0 +1,171 @@
+"""One tenant's process: it serves sequences that grow page by page, like the cache of a language model.
+
+It runs on any tree of membroker. Where the library knows recalls it waits for memory and answers recalls; else, and
+when told so, it is refused and tries again. Every page is marked when it is borrowed and looked at before it is freed.
+Prints one line of JSON at its end: counts, and times in nanoseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import membroker
+from membroker.errors import OutOfMemory
+
+from .trace import Trace
+
+STEP_SECONDS = 0.005
+WAIT_SECONDS = 1.0
+PREFILL_PAGES = 4
+MARK_BYTES = 8
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A sequence: the offsets of its pages, how many it will have, and the number that marks them."""
+
+    length: int
+    mark: int
+    pages: list[int] = field(default_factory=list)
+
+
+class Engine:
+    """The loop of one engine."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.page: int = options.page
+        self.client = membroker.connect(Path(options.endpoint))
+        self.model = self.client.register_model("llm")
+        self.pool = self.model.pool(virtual_capacity=options.capacity, page_size=self.page)
+        self.driver: Any = self.model.driver
+        self.free_slots = list(range(options.capacity // self.page - 1, -1, -1))
+        self.sequences: list[Sequence] = []
+        self.marks = itertools.count(options.seed << 32)
+        self.used = 0
+        self.counts = dict.fromkeys(("pages", "finished", "preempted", "wrong", "recalls"), 0)
+        self.refused = {"guaranteed": 0, "share": 0, "beyond": 0}
+        self.grown: list[int] = []
+        self.waited: dict[str, list[int]] = {"guaranteed": [], "share": [], "beyond": []}
+        self.answers = options.recalls and hasattr(self.model, "on_recall")
+        if self.answers:
+            self.model.on_recall(lambda _: membroker.DEFERRED)
+
+    def run(self) -> dict[str, Any]:
+        """Serve until the end of the trace, and return what happened."""
+        trace = Trace(self.options.seed, self.options.tenant, self.options.seconds, self.options.capacity // self.page)
+        step = time.monotonic()
+        while (elapsed := time.monotonic() - self.options.begin) < self.options.seconds:
+            self.answer_recall()
+            self.serve(trace, trace.wanted(elapsed))
+            step = max(step + STEP_SECONDS, time.monotonic() - STEP_SECONDS)
+            time.sleep(max(0.0, step - time.monotonic()))
+        while self.sequences:
+            self.drop(self.sequences[-1])
+        self.client.close()
+        return {**self.counts, "refused": self.refused, "grown": self.grown, "waited": self.waited}
+
+    def serve(self, trace: Trace, wanted: int) -> None:
+        """Let each sequence grow by a page, end those that are done, and begin as many as are wanted."""
+        for sequence in list(self.sequences):
+            if sequence not in self.sequences:
+                continue
+            if len(sequence.pages) >= sequence.length or self.used > wanted + 64:
+                self.drop(sequence)
+                self.counts["finished"] += 1
+            elif not self.grow(sequence, 1):
+                self.drop(self.sequences[-1])
+                self.counts["preempted"] += 1
+                return
+        if self.used + PREFILL_PAGES < wanted:
+            sequence = Sequence(trace.length(), next(self.marks))
+            self.sequences.append(sequence)
+            if not self.grow(sequence, PREFILL_PAGES):
+                self.sequences.remove(sequence)
+
+    def grow(self, sequence: Sequence, count: int) -> bool:
+        """Borrow pages for a sequence, one call for each. Return False when one is refused."""
+        for _ in range(count):
+            offset = self.free_slots.pop() * self.page
+            began = time.perf_counter_ns()
+            try:
+                if self.answers:
+                    self.pool.allocate(offset, self.page, wait=WAIT_SECONDS)
+                else:
+                    self.pool.allocate(offset, self.page)
+            except OutOfMemory:
+                self.refused[self.kind()] += 1
+                self.free_slots.append(offset // self.page)
+                self.take_back(sequence)
+                return False
+            took = time.perf_counter_ns() - began
+            self.grown.append(took)
+            self.waited[self.kind()].append(took)
+            self.used += 1
+            self.counts["pages"] += 1
+            sequence.pages.append(offset)
+            for address in self.ends(offset):
+                self.driver.write(address, sequence.mark.to_bytes(MARK_BYTES, "little"))
+        return True
+
+    def kind(self) -> str:
+        """Return what the next page is: guaranteed, within the static share of the tenant, or beyond that."""
+        after = (self.used + 1) * self.page
+        if after <= self.options.guarantee:
+            return "guaranteed"
+        return "share" if after <= self.options.share else "beyond"
+
+    def ends(self, offset: int) -> tuple[int, int]:
+        """Return the addresses of the marks of a page."""
+        address = self.pool.base_address + offset
+        return address, address + self.page - MARK_BYTES
+
+    def drop(self, sequence: Sequence) -> None:
+        """End a sequence, and release its pages."""
+        self.sequences.remove(sequence)
+        self.take_back(sequence)
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Look at the marks of a sequence's pages, and release these."""
+        for offset in sequence.pages:
+            for address in self.ends(offset):
+                self.counts["wrong"] += self.driver.read(address, MARK_BYTES) != sequence.mark.to_bytes(8, "little")
+            self.pool.deallocate(offset, self.page)
+            self.free_slots.append(offset // self.page)
+            self.used -= 1
+        sequence.pages.clear()
+
+    def answer_recall(self) -> None:
+        """End the youngest sequences until what the broker asks for is released."""
+        recall = self.model.pending_recall if self.answers else None
+        if recall is None:
+            return
+        self.counts["recalls"] += 1
+        while recall.remaining > 0 and self.sequences:
+            self.drop(self.sequences[-1])
+            self.counts["preempted"] += 1
+        recall.done()
+
+
+def main() -> None:
+    """Run one engine as the options say."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--endpoint", required=True)
+    for name in ("tenant", "seed", "page", "capacity", "guarantee", "share"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--begin", type=float, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--recalls", action="store_true")
+    print(json.dumps(Engine(parser.parse_args()).run()))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Which lent bytes can be recalled: those in extents of a session that answers recalls of their model.
+
+Owns what each session answers for, the recall that it has not answered, and what it keeps. Must never ask for anything
+itself: `recalls` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .events import Location, ModelName
+from .ledger import Ledger
+from .rows import SessionRow
+
+
+class Borrower(NamedTuple):
+    """One session, in its part of one model at one location."""
+
+    session: int
+    name: ModelName
+    location: Location
+
+
+@dataclass(slots=True)
+class Recall:
+    """A question that a borrower has not answered. `left` of its `size` bytes are not released.
+
+    `deadline` is for the answer. Once it has passed, the recall is late, and `deadline` is when to ask again.
+    """
+
+    number: int
+    size: int
+    left: int
+    since: int
+    deadline: int
+    late: bool = False
+
+
+class Recallable:
+    """What can be recalled of one ledger."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._answering: dict[ModelName, set[int]] = {}
+        """The sessions that answer recalls of each model. No entry is empty."""
+        self.is_possible = False
+        """Whether any session answers recalls."""
+        self.recalls: dict[Borrower, Recall] = {}
+        self.kept: dict[Borrower, tuple[int, int]] = {}
+        """What a borrower did not release when it answered: bytes, and until when it is not asked for them."""
+        self.revision = 0
+        """Changes with everything that can change what is recallable, but for a debit or a credit."""
+
+    def changed(self) -> None:
+        """Note that a recall, what is kept, or the state of a session has changed."""
+        self.revision += 1
+
+    # --- which sessions answer ---
+
+    def set_answers(self, session: int, name: ModelName, answers: bool) -> None:
+        """Note whether a session answers recalls of a model from now on."""
+        sessions = self._answering.setdefault(name, set())
+        if answers:
+            sessions.add(session)
+        else:
+            sessions.discard(session)
+        if not sessions:
+            del self._answering[name]
+        self.is_possible = bool(self._answering)
+        self.changed()
+
+    def leave(self, session: int, name: ModelName) -> None:
+        """Forget a session's part of a model: it has left the model, or ends."""
+        if session in self._answering.get(name, ()):
+            self.set_answers(session, name, answers=False)
+        self.recalls = {one: recall for one, recall in self.recalls.items() if one[:2] != (session, name)}
+        self.kept = {one: kept for one, kept in self.kept.items() if one[:2] != (session, name)}
+
+    def session_moved(self, row: SessionRow) -> None:
+        """Note that a session has lost its connection, is resumed, or ends."""
+        if row.state not in ("open", "detached"):
+            for name in [name for name, sessions in self._answering.items() if row.session in sessions]:
+                self.leave(row.session, name)
+        self.changed()
+
+    def answers(self, session: int | None, name: ModelName) -> bool:
+        """Say whether a session that is connected answers recalls of a model, and has not failed to."""
+        if session is None or session not in self._answering.get(name, ()):
+            return False
+        return self._ledger.sessions[session].state == "open"
+
+    # --- how much ---
+
+    def borrowers(self, name: ModelName, location: Location) -> Iterator[Borrower]:
+        """Yield the sessions that answer recalls of a model."""
+        for session in self._answering.get(name, ()):
+            if self._ledger.sessions[session].state == "open":
+                yield Borrower(session, name, location)
+
+    def bytes_of(self, one: Borrower) -> int:
+        """Return the bytes that a borrower can be asked for: its extents, without what it keeps. None if it is late."""
+        recall = self.recalls.get(one)
+        charge = self._ledger.sessions[one.session].charges.get((one.name, one.location))
+        if charge is None or (recall is not None and recall.late):
+            return 0
+        return max(0, charge.bytes - charge.declared - self.kept.get(one, (0, 0))[0])
+
+    def of_model(self, name: ModelName, location: Location) -> int:
+        """Return the bytes of a model that can be recalled."""
+        if name not in self._answering:
+            return 0
+        return sum(map(self.bytes_of, self.borrowers(name, location)))
+
+    def of_tenant(self, tenant: str, location: Location) -> int:
+        """Return the bytes of a tenant's models that can be recalled."""
+        return sum(self.of_model(name, location) for name in self._answering if name.tenant == tenant)
+
+    def total(self, location: Location) -> int:
+        """Return the bytes at a location that can be recalled."""
+        return sum(self.of_model(name, location) for name in self._answering)
+
+    def asked_of(self, session: int, name: ModelName, location: Location) -> int:
+        """Return the bytes that a session is asked for and has neither released nor answered for."""
+        recall = self.recalls.get(Borrower(session, name, location))
+        return recall.left if recall is not None else 0
+
+    def is_late(self, session: int | None, name: ModelName, location: Location) -> bool:
+        """Say whether a session owes bytes of a model since a deadline."""
+        recall = self.recalls.get(Borrower(session, name, location)) if session is not None else None
+        return recall is not None and recall.late and recall.left > 0
+
+    def asked_of_model(self, name: ModelName, location: Location, *, late: bool = False) -> int:
+        """Return what the sessions of a model are asked for and have not released: in time, or `late`."""
+        return sum(
+            recall.left
+            for one, recall in self.recalls.items()
+            if one.name == name and one.location == location and recall.late == late
+        )
+
+    def coming(self, location: Location) -> int:
+        """Return what the recalls at a location that are not late will bring."""
+        return sum(recall.left for one, recall in self.recalls.items() if one.location == location and not recall.late)

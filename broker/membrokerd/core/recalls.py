@@ -1,0 +1,133 @@
+"""Recalls: the broker asks a session for memory, and the session releases it, or says that it keeps the rest.
+
+A session that does not answer in time is late: what it has cannot be recalled any more, and it borrows nothing above
+its model's guarantee. An answer ends that, however late it comes. Until then the session is asked again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from . import effects as fx
+from . import events as ev
+from .books import Books
+from .recallable import Borrower, Recall
+from .rows import Loan
+
+KEPT_NS = 2_000_000_000
+"""How long a borrower is not asked again for what it has kept."""
+
+
+class Recalls:
+    """The questions to all sessions."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._state = books.recallable
+        self.deadline: int | None = None
+        """When `elapsed` has something to do, in nanoseconds."""
+
+    def ask(self, name: ev.ModelName, location: ev.Location, size: int, now: int) -> int:
+        """Ask the sessions of a model for `size` bytes, those with the most first. Return how many are asked for.
+
+        A session that has not answered its last recall is not asked for more.
+        """
+        state, left = self._state, size
+        borrowers = [one for one in state.borrowers(name, location) if one not in state.recalls]
+        for one in sorted(borrowers, key=lambda one: (-state.bytes_of(one), one.session)):
+            part = min(left, state.bytes_of(one))
+            if part <= 0:
+                break
+            deadline = now + self._books.rules.recall_ns
+            state.recalls[one] = recall = Recall(self._books.take_ids(1)[0], part, part, now, deadline)
+            self._say(one, recall)
+            self._set_deadline()
+            left -= part
+        return size - left
+
+    def _say(self, one: Borrower, recall: Recall) -> None:
+        within = self._books.rules.recall_ns
+        self._books.emit(fx.Recall(one.session, recall.number, one.name, one.location, recall.left, within))
+
+    def _set_deadline(self) -> None:
+        state = self._state
+        ends = [recall.deadline for recall in state.recalls.values()] + [until for _, until in state.kept.values()]
+        self.deadline = min(ends, default=None)
+        state.changed()
+
+    # --- what comes back ---
+
+    def released(self, session: int, loans: Iterable[Loan], now: int) -> None:
+        """Count extents that a session has released. A recall ends with its last byte, unless it is late."""
+        recalls = self._state.recalls
+        for loan in loans:
+            one = Borrower(session, loan.name, loan.location)
+            recall = recalls.get(one)
+            if recall is not None:
+                recall.left = max(0, recall.left - loan.extent_bytes)
+                if not recall.left and not recall.late:
+                    del recalls[one]
+                    self._report(one, recall, "returned", now)
+        self._set_deadline()
+
+    def answer(self, event: ev.AnswerRecall, now: int) -> None:
+        """End a recall: what was not released of it is kept. A number that is not open is of an older recall."""
+        for one, recall in self._state.recalls.items():
+            if (one.session, recall.number) == (event.session, event.recall):
+                break
+        else:
+            return
+        del self._state.recalls[one]
+        if recall.left:
+            self._state.kept[one] = recall.left, now + KEPT_NS
+        if not recall.late:
+            self._report(one, recall, "kept" if recall.left else "returned", now)
+        self._set_deadline()
+
+    def elapsed(self, now: int) -> None:
+        """Note which recalls are late, ask those sessions again, and end what is kept."""
+        if self.deadline is None or self.deadline > now:
+            return
+        state = self._state
+        for one, (_, until) in list(state.kept.items()):
+            if until <= now:
+                del state.kept[one]
+                self._books.limits_changed = True
+        for one, recall in state.recalls.items():
+            if recall.deadline <= now:
+                if not recall.late:
+                    self._report(one, recall, "late", now)
+                recall.late, recall.deadline = True, now + self._books.rules.recall_ns
+                self._say(one, recall)
+        self._set_deadline()
+
+    def _report(self, one: Borrower, recall: Recall, result: fx.RecallResult, now: int) -> None:
+        size = recall.size - recall.left
+        self._books.emit(
+            fx.Recalled(one.session, one.name, one.location, recall.size, size, now - recall.since, result)
+        )
+
+    # --- sessions ---
+
+    def set_answers(self, session: int, name: ev.ModelName, answers: bool, now: int) -> None:
+        """Note whether a session answers recalls of a model. One that does not any more keeps all it is asked for."""
+        if not answers:
+            for one, recall in list(self._state.recalls.items()):
+                if one[:2] == (session, name):
+                    self.answer(ev.AnswerRecall(session, recall.number), now)
+        self._state.set_answers(session, name, answers)
+
+    def detached(self, session: int) -> None:
+        """End the recalls of a session that has lost its connection, except those that are late."""
+        for one, recall in list(self._state.recalls.items()):
+            if one.session == session and not recall.late:
+                del self._state.recalls[one]
+        self._set_deadline()
+
+    def resumed(self, session: int, answering: frozenset[ev.ModelName]) -> None:
+        """Take what a session answers for from now on, and ask it again for what it owes."""
+        for name in self._books.ledger.sessions[session].models:
+            self._state.set_answers(session, name, name in answering)
+        for one, recall in self._state.recalls.items():
+            if one.session == session:
+                self._say(one, recall)

@@ -1,0 +1,299 @@
+"""Whose turn it is among the requests that wait, and which models are asked for memory on their behalf.
+
+A request within its model's guarantee goes first, then one within its model's share, then the others; among equals the
+oldest. While sessions answer recalls, a request of a lower class is granted only if no request of a higher class waits,
+and what is missing for these is recalled from the models that have more than their share. Owns the holds. Must never
+keep a request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from . import events as ev
+from . import policy
+from .books import Books
+from .denied import Denied, Reason
+from .recalls import Recalls
+from .shares import Shares
+
+Debit = ev.Allocate | ev.Declare | ev.CreateSegment
+HOLD_NS = 500_000_000
+"""How long a model's hold lasts. Longer holds cost use of the GPU; without them a growing model recalls page by page,
+and a simulation showed eight times the waits."""
+_LEAST_STEP, _MOST_STEP = 64, 8
+"""A hold grows in steps of 1/64 of the capacity, doubled with each recall, to at most 1/8."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A request that waits. `deadline` None: until the inputs that were pending are read."""
+
+    event: Debit
+    name: ev.ModelName
+    size: int
+    since: int
+    deadline: int | None
+    guaranteed: bool
+
+    @property
+    def borrower(self) -> int | None:
+        """The session, if the broker can ask for the bytes again: segments and declarations are firm."""
+        return self.event.session if isinstance(self.event, ev.Allocate) else None
+
+
+class Hold(NamedTuple):
+    """Up to `size` bytes a model will probably want, because it grows and others were asked for memory for it.
+
+    Recalls ask for as much at once, and requests beyond their share get none of it. It lends nothing.
+    """
+
+    size: int
+    step: int
+    until: int
+
+
+class Schedule:
+    """The order of the requests that wait at each location."""
+
+    def __init__(self, books: Books, recalls: Recalls) -> None:
+        self._books = books
+        self._recalls = recalls
+        self._divided: dict[ev.Location, dict[ev.ModelName, int]] = {}
+        """The shares that hold for all of a step's grants: what was waited for is lent then, and wanted as before."""
+        self._holds: dict[tuple[ev.ModelName, ev.Location], Hold] = {}
+        self._asked_for: dict[tuple[ev.ModelName, ev.Location], int] = {}
+        """Until when no more is recalled for the refused requests of a model that does not wait."""
+
+    def divide_again(self) -> None:
+        """Forget the shares: something has changed that they depend on."""
+        self._divided.clear()
+
+    @property
+    def deadline(self) -> int | None:
+        """When the first hold ends, in nanoseconds."""
+        return min((hold.until for hold in self._holds.values()), default=None)
+
+    def elapsed(self, now: int) -> None:
+        """End the holds that are over."""
+        for key in [key for key, hold in self._holds.items() if hold.until <= now]:
+            del self._holds[key]
+            self.divide_again()
+
+    @property
+    def has_holds(self) -> bool:
+        """Whether a hold is in force."""
+        return bool(self._holds)
+
+    # --- whose turn it is ---
+
+    def next(self, location: ev.Location, waiters: Iterable[Waiter], now: int) -> tuple[Waiter, bool] | None:
+        """Return the request that is decided next, and whether it is granted; None if all go on waiting."""
+        books = self._books
+        waiters = [one for one in waiters if one.event.location == location]
+        possible = books.recallable.is_possible
+        refusals: dict[tuple[ev.ModelName, int, int | None], Denied | None] = {}
+        wanting, ready = [], set()
+        for one in waiters:
+            if one.name not in books.ledger.sessions[one.event.session].models:
+                return one, False
+            key = (one.name, one.size, one.borrower if possible else None)
+            if key not in refusals:
+                refusals[key] = books.admission.admit(one.name, location, one.size, one.borrower)
+            denied = refusals[key]
+            if denied is None:
+                ready.add(one)
+            elif one.deadline is None:
+                continue
+            elif denied.reason is not Reason.CAPACITY or self._is_asked(one):
+                return one, False
+            elif not possible:
+                continue
+            wanting.append(one)
+        if len(wanting) < 2 and not possible:
+            return (wanting[0], True) if wanting else None
+        found = self._first(location, wanting, ready, waiters, now)
+        return (found, True) if found else None
+
+    def _is_asked(self, one: Waiter) -> bool:
+        """Say whether a request wants more of a model than is guaranteed while its session is asked for some of it."""
+        name, location = one.name, one.event.location
+        asked = self._books.recallable.asked_of(one.event.session, name, location)
+        return asked > 0 and not self._books.admission.is_guaranteed(name, location, one.size)
+
+    def _first(
+        self,
+        location: ev.Location,
+        wanting: Sequence[Waiter],
+        ready: Collection[Waiter],
+        waiters: Sequence[Waiter],
+        now: int,
+    ) -> Waiter | None:
+        """Return the request that goes first of those that have room; ask for memory if others come before these."""
+        guaranteed = self._guaranteed(location, wanting)
+        for one in guaranteed:
+            if one in ready:
+                return one
+        shares = self._shares(location, waiters)
+        entitled = [one for one in wanting if self._is_entitled(one, shares)]
+        oldest = next((one for one in entitled if not guaranteed), None)
+        if oldest is not None:
+            aged = now - oldest.since > 2 * self._books.rules.recall_ns
+            for one in [oldest] if aged else entitled:
+                if one in ready:
+                    return one
+        if guaranteed or entitled:
+            self._recall(location, guaranteed or entitled, waiters, now)
+            return None
+        free = self._books.ledger.totals[location].free
+        for one in wanting:
+            if one in ready and one.size <= free - self._held_beside(one, shares):
+                self.divide_again()  # a grant beyond a share changes the shares of the others
+                return one
+        return None
+
+    def _guaranteed(self, location: ev.Location, waiters: Iterable[Waiter]) -> list[Waiter]:
+        admission = self._books.admission
+        if not admission.has_guarantees(location):
+            return []
+        return [one for one in waiters if admission.is_guaranteed(one.name, location, one.size)]
+
+    def _is_entitled(self, one: Waiter, shares: Mapping[ev.ModelName, int]) -> bool:
+        """Say whether a request stays within its model's share, and only the room is missing for it."""
+        admission, location = self._books.admission, one.event.location
+        if admission.lent(one.name, location) + one.size > shares.get(one.name, 0):
+            return False
+        return one.size <= admission.bound(one.name, location, one.borrower)
+
+    def _held_beside(self, one: Waiter, shares: Mapping[ev.ModelName, int]) -> int:
+        """Return what the holds of other models keep from a request that is beyond its share."""
+        location, admission = one.event.location, self._books.admission
+        return sum(
+            max(0, min(hold.size, shares.get(name, 0)) - admission.lent(name, location))
+            for (name, at), hold in self._holds.items()
+            if at == location and name != one.name
+        )
+
+    def leaves(self, one: Waiter, waiters: Iterable[Waiter]) -> int:
+        """Return how many of the free bytes others leave to a request that is decided although its turn has not come.
+
+        It has room but for them.
+        """
+        location = one.event.location
+        free = self._books.ledger.totals[location].free
+        if not (self._books.recallable.is_possible or self._holds) or self._guaranteed(location, [one]):
+            return free
+        others = [other for other in waiters if other.deadline and other.event.location == location]
+        if self._guaranteed(location, others):
+            return 0
+        shares = self.divide(location, [*others, one])
+        if self._is_entitled(one, shares):
+            return free
+        if any(self._is_entitled(other, shares) for other in others):
+            return 0
+        return max(0, free - self._held_beside(one, shares))
+
+    # --- shares ---
+
+    def _shares(self, location: ev.Location, waiters: Iterable[Waiter]) -> dict[ev.ModelName, int]:
+        if location not in self._divided:
+            self._divided[location] = self.divide(location, waiters)
+        return self._divided[location]
+
+    def divide(
+        self, location: ev.Location, waiters: Iterable[Waiter], greedy: ev.ModelName | None = None
+    ) -> dict[ev.ModelName, int]:
+        """Return the share of every model; `greedy` is one that wants as much as there is."""
+        books = self._books
+        wanted: Counter[ev.ModelName] = Counter()
+        for one in waiters:
+            if one.event.location == location:
+                wanted[one.name] += one.size
+        for (name, at), hold in self._holds.items():
+            if at == location:
+                wanted[name] = max(wanted[name], hold.size - books.admission.lent(name, location))
+        if greedy is not None:
+            wanted[greedy] = books.rules.capacities[location]
+        return Shares(books.ledger, books.rules, books.admission, books.recallable).divide(location, wanted)
+
+    # --- recalls ---
+
+    def _recall(self, location: ev.Location, waiting: Sequence[Waiter], waiters: Sequence[Waiter], now: int) -> None:
+        """Ask the models that have more than their share for what these requests lack."""
+        if self._short(location, waiting, self._shares(location, waiters)) <= 0:
+            return
+        holds = dict(self._holds)
+        for name in {one.name for one in waiting}:
+            self._hold(name, location, sum(one.size for one in waiting if one.name == name), now)
+        self.divide_again()
+        shares = self._shares(location, waiters)
+        short = missing = self._short(location, waiting, shares)
+        excess = [(self._not_asked(name, location) - shares.get(name, 0), name) for name in self._books.ledger.models]
+        for more, name in sorted(excess, key=lambda one: (-one[0], one[1])):
+            if min(more, short) > 0:
+                short -= self._recalls.ask(name, location, min(more, short), now)
+        if short == missing:  # all that could be asked are asked already
+            self._holds = holds
+            self.divide_again()
+
+    def _short(self, location: ev.Location, waiting: Iterable[Waiter], shares: Mapping[ev.ModelName, int]) -> int:
+        """Return how many bytes are neither free nor recalled already of what requests, and the holds, want."""
+        admission = self._books.admission
+        wanted: Counter[ev.ModelName] = Counter()
+        for one in waiting:
+            wanted[one.name] += one.size
+        for (name, at), hold in self._holds.items():
+            if at == location:
+                lent = admission.lent(name, location)
+                wanted[name] = max(wanted[name], min(hold.size, shares.get(name, 0)) - lent)
+        by_tenant: defaultdict[str, int] = defaultdict(int)
+        for name, size in wanted.items():
+            by_tenant[name.tenant] += size
+        needed = sum(max(0, size - admission.unlent(tenant, location)) for tenant, size in by_tenant.items())
+        free = self._books.ledger.totals[location].free - admission.unlent_beside(None, location)
+        return needed - free - self._books.recallable.coming(location)
+
+    def _hold(self, name: ev.ModelName, location: ev.Location, wanted: int, now: int) -> None:
+        """Begin a model's hold, or raise it: others are asked for memory for it once more."""
+        capacity, granule = self._books.rules.capacities[location], self._books.rules.granularity
+        before = self._holds.get((name, location))
+        step = min(2 * before.step, capacity // _MOST_STEP) if before else capacity // _LEAST_STEP
+        size = self._books.admission.lent(name, location) + max(wanted, step // granule * granule)
+        self._holds[name, location] = Hold(max(size, before.size if before else 0), step, now + HOLD_NS)
+
+    def refused(self, one: Waiter, waiters: Sequence[Waiter], now: int) -> None:
+        """Ask for memory for a request that does not wait, so that the next one finds it: at most once in a while."""
+        key, location = (one.name, one.event.location), one.event.location
+        if not self._books.recallable.is_possible or self._asked_for.get(key, 0) > now:
+            return
+        everyone = [*waiters, one]
+        self.divide_again()
+        if self._guaranteed(location, [one]) or self._is_entitled(one, self._shares(location, everyone)):
+            self._asked_for[key] = now + self._books.rules.recall_ns
+            self._recall(location, [one], everyone, now)
+        self.divide_again()
+
+    def recall_above_limits(self, now: int) -> None:
+        """Ask for what models and tenants have above their limits: a limit was lowered, or what was kept is not."""
+        books = self._books
+        books.limits_changed = False
+        if not books.recallable.is_possible:
+            return
+        for location in books.rules.capacities:
+            above: Counter[str] = Counter()
+            for name in books.ledger.models:
+                limit = policy.model_limit(books.ledger, books.rules, name, location)
+                if limit is not None:
+                    self._recalls.ask(name, location, self._not_asked(name, location) - limit, now)
+                above[name.tenant] += self._not_asked(name, location)
+            for name in sorted(books.ledger.models, key=lambda name: -books.recallable.of_model(name, location)):
+                limit = policy.set_limit(books.ledger.quotas, books.rules, (name.tenant, None, location))
+                if limit is not None and above[name.tenant] > limit:
+                    above[name.tenant] -= self._recalls.ask(name, location, above[name.tenant] - limit, now)
+
+    def _not_asked(self, name: ev.ModelName, location: ev.Location) -> int:
+        """Return what a model is charged and not asked for."""
+        return self._books.admission.lent(name, location) - self._books.recallable.asked_of_model(name, location)
