@@ -54,9 +54,10 @@ if TYPE_CHECKING:
     from .memory.growable import GrowableBuffer
     from .memory.local_source import LocalSource
     from .memory.sparse import SparseArray
-    from .model import Model
+    from .model import Model, Recall
     from .pool.pool import VirtualMemoryPool
     from .segment import Segment
+    from .session.recalls import DEFERRED
     from .shared_pool import SharedMemoryPool
     from .types import (
         Available,
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DEFERRED",
     "AccessDenied",
     "AlreadyMapped",
     "Available",
@@ -123,6 +125,7 @@ __all__ = [
     "OutOfVirtualMemory",
     "PoolMapping",
     "ProtocolError",
+    "Recall",
     "Resumed",
     "Segment",
     "SegmentExists",
@@ -146,6 +149,7 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    "DEFERRED": "session.recalls",
     "Available": "types",
     "Buffer": "memory.buffer",
     "Client": "client",
@@ -164,6 +168,7 @@ _ELSEWHERE = {
     "Move": "types",
     "Notice": "types",
     "PoolMapping": "types",
+    "Recall": "model",
     "Resumed": "types",
     "Segment": "segment",
     "SegmentStatus": "types",

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,7 @@ class Client(Closing):
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._recalls = session.recalls  # the callbacks live as long as the client
 
     @property
     def session(self) -> str:
@@ -262,6 +264,17 @@ class Client(Closing):
             raise InvalidRequest(f"on_notice takes a function of one notice, not {callback!r}")
         self._session.check_open()
         self._session.reconnecting.on_notice(callback)
+
+    def defer_recalls(self) -> AbstractContextManager[None]:
+        """Hold up recalls, and all work of the library's own threads, during a block: for a CUDA graph capture.
+
+        In the block no callback of `Model.on_recall` and of `on_notice` runs, no spare page goes back, and memory that
+        is garbage is not released: each would wait for the device, which ends every capture in this process. All of it
+        happens after the block, so a block that is longer than the time for an answer answers late. The block begins
+        when a running callback has returned, or after 5 seconds. `TorchMemory.capture` does this by itself.
+        """
+        self._session.check_open()
+        return self._session.reconnecting.held_up()
 
     def close(self) -> None:
         """Release all that this client's pools and buffers hold, and end the session. Idempotent.

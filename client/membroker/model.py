@@ -6,21 +6,25 @@ memory: it passes the descriptors to a `Placement`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 from . import arguments
 from .deprecated import keywords_only
 from .errors import InvalidRequest
+from .interrupts import uninterrupted
 from .memory.buffer import Buffer
 from .memory.growable import DEFAULT_PAGE_SIZE as GROWABLE_PAGE_SIZE
 from .memory.growable import GrowableBuffer
-from .memory.lender import Placement, Source
+from .memory.lender import Placement
 from .memory.sparse import SparseArray
 from .pool.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
 from .segment import Segment
 from .session import messages
 from .session.owner import SessionOwner
+from .session.recalls import OpenRecall, borrows_in_a_callback
 from .session.session import Session
 from .types import Available, ModelStatus
 from .v1 import broker_pb2 as pb
@@ -36,7 +40,8 @@ class Model:
     def __init__(self, session: Session, registered: resources_pb2.Model) -> None:
         self._session = session
         self._registered = messages.model(registered)
-        self._as_source: Source = _ModelSource(session, registered.name)
+        self._as_source = _ModelSource(session, registered.name)
+        self._recalls = session.recalls
 
     @property
     def resource_name(self) -> str:
@@ -152,6 +157,7 @@ class Model:
         `BrokerUnavailable`; nothing is mapped or charged then.
         """
         self._session.check_open()
+        self._as_source.check_may_borrow()
         return Segment.create(self._session, self.resource_name, name, size, location, wait)
 
     def declare(self, size: int | str, location: Location | str = Location.DEVICE) -> None:
@@ -196,8 +202,72 @@ class Model:
         request = pb.GetAvailableRequest(model=self.resource_name, location=place)
         return messages.available(self._session.ask("GetAvailable", request))
 
+    def on_recall(self, callback: Callable[[Recall], object] | None) -> None:
+        """Call `callback` with each recall: the broker asks this session for memory of the model. None: no more.
+
+        Only sessions with a callback are lent what others are guaranteed and do not use. A session has one callback for
+        a model, whatever the location; another call replaces it. It runs in a thread of the library, one recall at a
+        time, and may deallocate, shrink, offload, trim or close, but not borrow (`InvalidRequest`). When it returns,
+        the broker is told that the rest is kept. If it returns `membroker.DEFERRED`, the program says so later, by
+        `Recall.done`. An exception is logged, and the rest is kept. Spare pages that no work on the device can use are
+        released before, and the callback is called only if they are not enough.
+
+        After a lost connection the broker asks again, if it still needs the memory. A broker of an older version never
+        asks. Leaving the model ends this. Raises `InvalidRequest` for an object that is not callable, `ModelNotFound`
+        if this session has left the model, `BrokerUnavailable`, `DescriptorLimit` and `ClosedError`.
+        """
+        if callback is not None and not callable(callback):
+            raise InvalidRequest(f"on_recall takes a function of one recall, or None, not {callback!r}")
+        self._session.check_open()
+        name, recalls = self.resource_name, self._recalls
+        uninterrupted(lambda: recalls.answer_for(name, self._shown, callback), self._session.interrupted)
+
+    @property
+    def pending_recall(self) -> Recall | None:
+        """The oldest recall of the model that has no answer yet, or None. Asks nobody: poll it as often as you like.
+
+        It also needs a callback: `model.on_recall(lambda recall: membroker.DEFERRED)`. It is None while the connection
+        to the broker is lost.
+        """
+        pending: Recall | None = self._recalls.pending(self._registered.name)
+        return pending
+
+    def _shown(self, recall: OpenRecall) -> Recall:
+        return Recall(self, recall.location, recall.size, recall.deadline, recall)
+
     def __repr__(self) -> str:
         return f"<membroker.Model {self.resource_name}>"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recall:
+    """The broker asks this session to release `size` bytes of `model`, in any pages or buffers at `location`.
+
+    `location` is `"device"` or `"host"`. It need not be all: what is not released is kept, and is not asked for again
+    within two seconds. `deadline` is when the answer is due, on the clock of `time.monotonic`. A session that answers
+    later borrows nothing above the model's guarantee until it has answered.
+    """
+
+    model: Model
+    location: str
+    size: int
+    deadline: float
+    _open: OpenRecall = field(repr=False)
+
+    @property
+    def remaining(self) -> int:
+        """The bytes that are still asked for: `size` less what this session has released of the model there since.
+
+        Releases on their way to the broker when the recall came count there, and not here.
+        """
+        return self._open.remaining
+
+    def done(self) -> None:
+        """Answer: what is not released until now is kept. May be called by any thread, and again.
+
+        Does nothing if the connection to the broker was lost since the recall: the broker asks again.
+        """
+        self._open.done()
 
 
 class _ModelSource(SessionOwner):
@@ -217,12 +287,20 @@ class _ModelSource(SessionOwner):
                 f"({MAX_EXTENTS_PER_CALL}): take larger pages, or fewer at a time"
             )
         self._session.check_open()
+        if get_ident() == self._session.reconnecting.callback_thread:
+            raise borrows_in_a_callback()
         place = messages.location_to_wire(location)
         self._session.transport.allocate(self._name, place, extent_bytes, count, placement, until)
+
+    def check_may_borrow(self) -> None:
+        """Raise `InvalidRequest` in a callback of `on_recall`."""
+        if get_ident() == self._session.reconnecting.callback_thread:
+            raise borrows_in_a_callback()
 
     def charge(self, size: int, location: Location) -> None:
         """Declare `size` bytes more."""
         self._session.check_open()
+        self.check_may_borrow()
         self._session.declarations.add(self._name, location, size)
 
     def credit(self, size: int, location: Location) -> None:

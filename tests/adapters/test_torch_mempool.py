@@ -19,6 +19,9 @@ from tests.support.daemons import Daemon, until
 from tests.support.sizes import MIB
 
 import membroker
+from membroker.session.recalls import OpenRecall
+from membroker.v1 import handoff_pb2 as pb
+from membroker.v1 import resources_pb2
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
 memories = pytest.importorskip("membroker.adapters.torch.memory")
@@ -57,6 +60,7 @@ class Torch:
             caching_allocator_delete=self.free,
             empty_cache=self.empty_cache,
             memory_snapshot=self.snapshot,
+            graph=lambda *_, **__: nullcontext(),
         )
 
     def pool(self, _allocator: object) -> Any:
@@ -239,3 +243,61 @@ def test_trim_frees_what_a_second_stream_used(memory: Any, fake: Torch) -> None:
             fake.malloc(10 * MIB)
         assert memory.trim() >= 12 * MIB
         fake.free(fake.malloc(10 * MIB))
+
+
+def recall(memory: Any, size: int, seconds: float = 30.0) -> None:
+    """Call the memory's callback in another thread, as the library does, with a recall of this many bytes."""
+    model = memory._model
+    message = pb.Recall(recall_id=1, model=model.resource_name, location=resources_pb2.LOCATION_DEVICE, bytes=size)
+    message.within.FromNanoseconds(int(seconds * 1e9))
+    asked = model._shown(OpenRecall(model._recalls, message, model._session.connection))
+    thread = threading.Thread(target=lambda: model._recalls.callback_of(model.resource_name)(asked))
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_recall_releases_what_torch_caches(memory: Any, fake: Torch) -> None:
+    """In a block and outside, beside a living tensor: the tensor stays, and torch allocates on."""
+    with memory.use():
+        tensor, cached = fake.malloc(4 * MIB), fake.malloc(6 * MIB)
+        fake.free(cached)
+        recall(memory, 6 * MIB)
+        assert memory.lent_bytes <= 6 * MIB, "the tensor, and the byte that keeps torch's table"
+        assert tensor in memory._lending._lent
+        fake.free(fake.malloc(8 * MIB))
+    fake.free(tensor)
+    recall(memory, 16 * MIB)
+    assert memory.lent_bytes <= 2 * MIB
+    assert memory.refusals == 0
+
+
+def test_a_recall_amid_a_capture_keeps_all(memory: Any, fake: Torch) -> None:
+    """It would wait for the device, which ends the capture. The library itself calls nothing in the block, either."""
+    with memory.use():
+        fake.free(fake.malloc(6 * MIB))
+        held = memory.lent_bytes
+        with memory.capture(None):
+            assert memory._model._session.reconnecting._background._held_up
+            recall(memory, 6 * MIB, 0.02)
+            assert memory.lent_bytes == held
+        assert not memory._model._session.reconnecting._background._held_up
+        recall(memory, 6 * MIB)
+        assert memory.lent_bytes < held
+
+
+def test_the_programs_own_callback_stays(daemon: Daemon, fake: Torch) -> None:
+    """TorchMemory answers where nobody else does, and no longer than it is open."""
+    with membroker.connect(daemon.endpoint()) as client:
+        model = client.register_model("torch")
+        callback_of = client._recalls.callback_of
+        with memories.TorchMemory(model) as first:
+            assert callback_of(model.resource_name) == first._give_back
+            with memories.TorchMemory(model) as second:
+                assert callback_of(model.resource_name) == second._give_back
+        assert callback_of(model.resource_name) is None
+        mine: list[object] = []
+        model.on_recall(mine.append)
+        with memories.TorchMemory(model):
+            assert callback_of(model.resource_name) == mine.append
+        assert callback_of(model.resource_name) == mine.append

@@ -43,6 +43,7 @@ class Buffer(AtAddress):
         self._extent_size = rounded_up("a buffer", self._size, device.granularity)
         self._on_host = device.driver == "host"
         lender = source_of(source)
+        self._lender = source  # keeps the callbacks of its recalls
         with device_failures():
             self._holding = MappedMemory(lender, self, self._extent_size, "buffer")
         placing = Placing(self._holding, range(0, self._extent_size, self._extent_size))

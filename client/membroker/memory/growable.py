@@ -68,6 +68,7 @@ class GrowableBuffer(AtAddress):
         self._lock = threading.Lock()
         self._on_host = source.driver.device.driver == "host"
         self._source = source_of(source)
+        self._lender = source  # keeps the callbacks of its recalls
         with device_failures():
             self._holding = MappedMemory(self._source, self, self._capacity, "growable buffer")
         with Operation(self._holding) as operation:

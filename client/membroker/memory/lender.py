@@ -23,6 +23,13 @@ class Tracked(Protocol):
         """In a forked child: mark the memory as the parent's, so that it is never touched here. Takes no lock."""
         ...
 
+    def give_spare(self, size: int, is_asked_for: Callable[[int], bool]) -> None:
+        """Release up to `size` bytes, in whole pages, of those that no work on the device can use; never wait for it.
+
+        Releases nothing if `is_asked_for` is false for their extents, which are all of one kind.
+        """
+        ...
+
 
 class Placement(Protocol):
     """Receives the extents of one borrowing as they arrive."""

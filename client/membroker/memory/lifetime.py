@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import ClassVar, Final
 
 from ..closing import Closing
@@ -56,6 +56,8 @@ class MappedMemory:
         self.views = Views(self, MappedMemory._used_less)
         self.beside: Step | None = None
         """A step that the release also runs. It runs again after a failure."""
+        self.spare: Callable[[int, Callable[[int], bool]], object] | None = None
+        """What `give_spare` does, for memory that can have spare pages."""
         self.region = Region(source.driver, size, alignment)
         self._lock = threading.Lock()
         self._calls: dict[weakref.ref[Operation], tuple[list[Step], list[Step]]] = {}
@@ -177,6 +179,12 @@ class MappedMemory:
         """In a forked child: mark the memory as the parent's, so that it is never touched here."""
         self.state = "abandoned"
 
+    def give_spare(self, size: int, is_asked_for: Callable[[int], bool]) -> None:
+        """Release spare pages, as `Tracked` says, if this memory can have some and is open."""
+        if self.spare is not None and self.state == "open" and self.region.extents:
+            with suppress(ClosedError):
+                self.spare(size, is_asked_for)
+
     def _end(self) -> None:
         if self._is_last():
             try:
@@ -212,7 +220,7 @@ class MappedMemory:
         self._unended.discard(self)
         self.source.untrack(self)
         self._move("released")
-        self.beside = None
+        self.beside = self.spare = None
         for one in list(self._unended):  # the driver works again, so retry the others
             one.source.later(one.end)
 

@@ -89,6 +89,7 @@ class SparseArray(AtAddress):
         # The offsets of tiles that are being borrowed or dropped. They count as absent, although they may be mapped.
         self._hidden: set[int] = set()
         self._source = source_of(source)
+        self._lender = source  # keeps the callbacks of its recalls
         with device_failures():
             self._holding = MappedMemory(self._source, self, self._tile_count * self._tile_size, "sparse array")
 

@@ -8,7 +8,8 @@ deadlock. The pool checks the user's requests and converts offsets to pages.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from functools import partial
 from itertools import groupby
 
 from ..arguments import Progress
@@ -45,6 +46,11 @@ class Backing:
         self._page_size = page_size
         self._location = location
         self._offloaded = OffloadedPages(self.holding, source, self._table, self._lock, location)
+        self.holding.spare = self._give_spare
+        # How often pages were kept as spare pages, and how often before the last wait for the device.
+        self._keeps = 0
+        self._clean_keeps = 0
+        self._is_never_busy = source.driver.device.driver == "host"
 
     def back(
         self, choose: Choose, asked: int | str, until: float | None, *, within: int = 0, spare: bool = False
@@ -73,7 +79,9 @@ class Backing:
             with self._lock:
                 self.holding.check_open()
                 self._table.set(pages, SPARE if spare else USED)
-                if not spare:
+                if spare:
+                    self._table.fresh.update(*missing)
+                else:
                     self._table.begins[pages.start] = within
                 operation.undo.clear()
         return pages
@@ -115,6 +123,7 @@ class Backing:
             if table.restricted and not table.restricted.keys().isdisjoint(pages):
                 return False
             table.keep_spare(pages)
+            self._keeps += 1
             return True
 
     def _take_spare(self, choose: Choose, within: int) -> range | None:
@@ -131,6 +140,23 @@ class Backing:
             for run in runs:
                 self._unbind(run, operation)
         return sum(map(len, runs))
+
+    def _give_spare(self, size: int, is_asked_for: Callable[[int], bool]) -> None:
+        """Release spare pages that no work on the device can use, the highest ones first, without waiting for it."""
+        with Operation(self.holding) as operation:
+            count = -(-size // self._page_size)
+            for run in self._claim_runs(operation, lambda: self._clean_runs(count, is_asked_for)):
+                operation.forward(partial(self._let_go, run))
+
+    def _clean_runs(self, count: int, is_asked_for: Callable[[int], bool]) -> list[range]:
+        """Return the highest `count` clean spare pages, as runs. The caller holds the lock."""
+        table = self._table
+        all_clean = self._is_never_busy or self._keeps == self._clean_keeps
+        spare = [page for run in table.spare_runs(range(table.count)) for page in run]
+        clean = [page for page in spare if all_clean or page in table.fresh][-count:]
+        if not clean or not is_asked_for(self.holding.region.extents[clean[0] * self._page_size][0]):
+            return []
+        return _as_runs(clean)
 
     def trim_all(self) -> int:
         """Free the host memory that is kept pinned, and release every spare page; return the number of pages."""
@@ -170,7 +196,9 @@ class Backing:
 
     def _unbind(self, pages: range, operation: Operation) -> None:
         """Unmap claimed pages, and release their extents."""
+        keeps = self._keeps
         self._source.driver.synchronize()
+        self._clean_keeps = max(self._clean_keeps, keeps)
         operation.forward(lambda: self._let_go(pages))
 
     def _let_go(self, pages: range) -> None:
@@ -385,6 +413,17 @@ class Backing:
 
 def _page(page: int) -> range:
     return range(page, page + 1)
+
+
+def _as_runs(pages: Iterable[int]) -> list[range]:
+    """Return ascending pages as runs."""
+    runs: list[range] = []
+    for page in pages:
+        if runs and runs[-1].stop == page:
+            runs[-1] = range(runs[-1].start, page + 1)
+        else:
+            runs.append(range(page, page + 1))
+    return runs
 
 
 def _alike(pages: range, pinned: Set[int], restricted: Mapping[int, AccessFlags]) -> Iterator[range]:

@@ -37,6 +37,7 @@ class PageTable:
 
     `spare` counts the spare pages. `restricted` has the access of each page that does not allow reads and writes.
     `begins` has the first page of each allocation, with the offset in bytes at which the allocation begins in it.
+    A spare page that is in `fresh` was never allocated since it was mapped; other pages in it mean nothing.
     """
 
     def __init__(self, count: int, page_size: int) -> None:
@@ -45,6 +46,7 @@ class PageTable:
         self.spare = 0
         self.restricted: dict[int, AccessFlags] = {}
         self.begins: dict[int, int] = {}
+        self.fresh: set[int] = set()
         # It ends at the highest page that was ever claimed, because a pool may reserve terabytes of addresses.
         self._states = bytearray()
 
@@ -210,6 +212,8 @@ class PageTable:
 
     def keep_spare(self, pages: range) -> None:
         """Make pages spare. They are used, not claimed, and readable and writable."""
+        if self.fresh:
+            self.fresh.difference_update(pages)
         if len(pages) == 1:  # as above
             self._states[pages.start] = SPARE
             self.spare += 1

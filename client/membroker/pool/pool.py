@@ -71,6 +71,7 @@ class VirtualMemoryPool(Resource):
         with device_failures():
             self._backing = Backing(source_of(source), self, count, self._page_size, where, spare_pages)
         self._holding = self._backing.holding
+        self._lender = source  # keeps the callbacks of its recalls
         self._on_host = source.driver.device.driver == "host"
 
     # What it is

@@ -1,4 +1,4 @@
-"""The background thread of a session: it reads notices, and does the work that finalizers leave to it.
+"""The threads of a session: one reads notices and does the work of finalizers, another runs the callbacks of recalls.
 
 Owns the socket of notices, a queue of work, and the wake-up for it. It must never refer to a client: one that is
 garbage must be able to end.
@@ -10,9 +10,12 @@ import logging
 import select
 import socket
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from ..interrupts import STOPPING_SECONDS, Condition
 from ..v1 import handoff_pb2 as pb
 from ..wire import frames as handoff
 from ..wire.names import MAX_FRAME_BYTES
@@ -21,13 +24,18 @@ logger = logging.getLogger("membroker")
 
 
 class Background:
-    """Hands each notice to `on_notice`, and does what `later` was given, in order."""
+    """Hands each notice to `on_notice`, and does what `later` was given, in order, one at a time."""
 
-    def __init__(self, on_notice: Callable[[pb.Notice], None]) -> None:
+    def __init__(self, on_notice: Callable[[pb.Notice], None], name: str = "membroker") -> None:
         self._on_notice = on_notice
         self._on_end: Callable[[], None] = lambda: None
         self._notices: socket.socket | None = None
         self._work: deque[Callable[[], None]] = deque()
+        self._urgent: deque[Callable[[], None]] = deque()
+        """What is done although the work is held up."""
+        self._held_up: list[object] = []
+        self._busy = False
+        self._changed = Condition()
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
         self._wake.setblocking(False)
@@ -35,12 +43,40 @@ class Background:
         self._poller.register(self._woken, select.POLLIN)
         self._buffer = bytearray(MAX_FRAME_BYTES)
         self._running = True
-        self._thread = threading.Thread(target=self._run, name="membroker", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def thread(self) -> int:
+        """The thread's number, as `threading.get_ident` returns it there."""
+        return self._thread.ident or 0
 
     def later(self, work: Callable[[], None]) -> None:
         """Do `work` soon. For finalizers: an append and a write that cannot block, no lock."""
         self._work.append(work)
+        self._wake_up()
+
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Do no work during a block, only read notices. The block begins when running work has ended.
+
+        It does not wait for that longer than `STOPPING_SECONDS`: the work may wait for a lock of the caller.
+        """
+        token, deadline = object(), time.monotonic() + STOPPING_SECONDS
+        try:
+            with self._changed.lock:
+                self._held_up.append(token)
+                while self._busy and threading.get_ident() != self.thread and (left := deadline - time.monotonic()) > 0:
+                    self._changed.wait(left)
+            yield
+        finally:
+            try:
+                if token in self._held_up:
+                    self._held_up.remove(token)
+            finally:  # also after an interrupt
+                self._wake_up()
+
+    def _wake_up(self) -> None:
         try:
             self._wake.send(b"\0")
         except OSError:
@@ -49,23 +85,30 @@ class Background:
 
     def listen(self, notices: socket.socket, on_end: Callable[[], None]) -> None:
         """Read the notices of the session's next connection from now on; `on_end` is called when they end."""
-        self.later(lambda: self._listen(notices, on_end))
+        self._urgent.append(lambda: self._listen(notices, on_end))
+        self._wake_up()
 
     def _listen(self, notices: socket.socket, on_end: Callable[[], None]) -> None:
         self._stop_reading()
         self._notices, self._on_end = notices, on_end
         self._poller.register(notices, select.POLLIN)
 
-    def stop(self) -> None:
-        """Finish the queue, end the thread and close its sockets."""
-        self.later(self._halt)
+    def stop(self, patience: float | None = None) -> None:
+        """Finish the queue, also while it is held up, end the thread and close its sockets.
+
+        Waits for that, but not longer than `patience` seconds, and not in the thread itself.
+        """
+        self._urgent.append(self._halt)
+        self._wake_up()
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(patience)
 
     def abandon(self) -> None:
         """In a forked child: close what was inherited. The thread did not come along."""
         self._running = False
+        self._changed = Condition()
         self._work.clear()
+        self._urgent.clear()
         self._close()
 
     def _halt(self) -> None:
@@ -78,7 +121,8 @@ class Background:
                 self._woken.recv(4096)
             if self._notices is not None and self._notices.fileno() in ready:
                 self._read_notice(self._notices)
-            self._work_off()
+            self._work_off(self._urgent)
+            self._work_off(self._work)
         self._close()
 
     def _stop_reading(self) -> None:
@@ -87,15 +131,22 @@ class Background:
             self._notices.close()
             self._notices = None
 
-    def _work_off(self) -> None:
-        while self._work:
-            work = self._work.popleft()
+    def _work_off(self, queue: deque[Callable[[], None]]) -> None:
+        while queue:
+            with self._changed.lock:
+                if self._held_up and self._running and queue is self._work:
+                    return
+                self._busy = True
+            work = queue.popleft()
             try:
                 work()
             except BaseException:  # sys.exit() too: the thread must go on for the rest
                 logger.exception("work in the background has failed")
             # Not kept until the next one: it may be the last reference to a client.
             del work
+            with self._changed.lock:
+                self._busy = False
+                self._changed.tell_all()
 
     def _read_notice(self, notices: socket.socket) -> None:
         try:

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from ..errors import DescriptorLimit, MembrokerError, ProtocolError, from_status
 from ..memory.lender import Placement
+from ..v1.broker_pb2 import AllocateExtentsRequest
 from ..v1.handoff_pb2 import Frame, Reply
 from ..wire import frames as handoff
 from .endpoint import DESCRIPTORS_SHORT
@@ -41,19 +42,26 @@ NOTHING = Nothing()
 class Call:
     """One call in flight: `deadline` is on the monotonic clock, `note` enters what the call did.
 
+    `request` says what it borrows, and is empty for a call that borrows no extents.
     `expected` is how many extents must arrive before it is over. Only an answer by gRPC sets it: on the handoff socket
     every delivery precedes the answer.
     """
 
     __slots__ = (
         *("by_grpc", "deadline", "expected", "extent_ids", "inbox"),
-        *("keep", "note", "outcome", "placement", "request_id", "segment", "sent"),
+        *("keep", "note", "outcome", "placement", "request", "request_id", "segment", "sent"),
     )
 
     def __init__(
-        self, request_id: int, placement: Placement, timeout: float | None, note: Callable[[], None] | None
+        self,
+        request_id: int,
+        request: AllocateExtentsRequest,
+        placement: Placement,
+        timeout: float | None,
+        note: Callable[[], None] | None,
     ) -> None:
         self.request_id = request_id
+        self.request = request
         self.placement = placement
         self.deadline = None if timeout is None else time.monotonic() + timeout
         self.note = note

@@ -97,7 +97,7 @@ class Connection:
         when the broker answers. An interrupt ends the connection instead, and the resume settles what became of the
         call. Raises the broker's refusal, `BrokerUnavailable`, `DescriptorLimit`, and what `placement` raises.
         """
-        call = Call(next(self._request_ids), placement or NOTHING, timeout, note)
+        call = Call(next(self._request_ids), frame.allocate, placement or NOTHING, timeout, note)
         frame.request_id = call.request_id
         try:
             try:
@@ -158,6 +158,13 @@ class Connection:
             self._send(frame)
         else:
             self.call(frame, timeout=answer_within)
+
+    def answer_recall(self, recall_id: int) -> None:
+        """Answer a recall, behind the releases. Does nothing if the connection has ended: the broker asks again."""
+        frame = pb.Frame()
+        frame.recall_answer.recall_id = recall_id
+        with suppress(BrokerUnavailable, ClosedError):
+            self._send(frame)
 
     # The end
 
@@ -269,7 +276,8 @@ class Connection:
         if call.segment:
             self._inventory.attached(call.request_id, call.segment)
         elif call.extent_ids:
-            self._inventory.borrowed(call.extent_ids)
+            request = call.request
+            self._inventory.borrowed(call.extent_ids, (request.model, request.location, request.extent_bytes))
         if call.note is not None:
             call.note()
 

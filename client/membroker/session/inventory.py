@@ -1,5 +1,7 @@
 """What a session holds, as a resume states it to the broker: extents, segments and declarations; and its models.
 
+It also counts what was released of each model, which tells how much of a recall remains.
+
 Owns the list, and the frames that state it. It is written at the end of each call, before the caller has the result,
 and at each release, before the broker hears of it. It must never know where anything is mapped.
 """
@@ -7,9 +9,10 @@ and at each release, before the broker hears of it. It must never know where any
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress, repeat
 from typing import TypeVar
 
 from ..v1 import broker_pb2, resources_pb2
@@ -19,19 +22,26 @@ from ..wire.names import MAX_IDS_PER_FRAME
 _T = TypeVar("_T")
 Declarations = dict[tuple[str, resources_pb2.Location.ValueType], int]
 """Bytes by the model's name and the location."""
+Kind = tuple[str, resources_pb2.Location.ValueType, int]
+"""Of an extent: the model's name, the location, and its bytes."""
 
 SEGMENTS_PER_FRAME = 1024
 DECLARATIONS_PER_FRAME = 128
+MODELS_PER_FRAME = 128
 """A frame has 65,536 bytes, and the name of a model up to 160."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldResources:
-    """What a session holds at one moment: `segments` by generation, with the number of holds; declarations in bytes."""
+    """What a session holds at one moment: `segments` by generation, with the number of holds; declarations in bytes.
+
+    `answering` are the models for which it answers recalls.
+    """
 
     extents: frozenset[int] = frozenset()
     segments: Counter[int] = field(default_factory=Counter)
     declarations: Declarations = field(default_factory=dict)
+    answering: frozenset[str] = frozenset()
 
     def minus(self, other: HeldResources) -> HeldResources:
         """Return the extents and segments that are in this and not in `other`."""
@@ -64,6 +74,8 @@ class HeldResources:
         ]
         for declarations in _portions(declared, DECLARATIONS_PER_FRAME):
             yield pb.Holds(declarations=declarations)
+        for models in _portions(sorted(self.answering), MODELS_PER_FRAME):
+            yield pb.Holds(answering_models=models)
         yield pb.Holds(last=True)
 
 
@@ -71,12 +83,18 @@ class Inventory:
     """The list of one session. Thread-safe. Part of every allocation, so no step loops over extents in Python.
 
     `models` are the names of the models that the session has registered and not left, with how many times.
+    `answering` are those of them for which it answers recalls. `released_bytes` has all that was ever released of a
+    model at a location.
     """
 
     def __init__(self) -> None:
         self.models: Counter[str] = Counter()
+        self.answering: set[str] = set()
+        self.released_bytes: defaultdict[tuple[str, int], int] = defaultdict(int)
         self._lock = threading.Lock()
-        self._extents: set[int] = set()
+        self._extents: dict[int, Kind] = {}
+        self._kinds: dict[Kind, Kind] = {}
+        """One object of each kind, which all its extents share."""
         self._segments: dict[int, int] = {}
         """The generation that each hold is of, by the request that took the hold."""
         self._declarations: Declarations = {}
@@ -98,11 +116,17 @@ class Inventory:
         """Remove a model."""
         with self._lock:
             del self.models[model]
+            self.answering.discard(model)
 
-    def borrowed(self, extent_ids: Iterable[int]) -> None:
-        """Enter extents."""
+    def answers(self, model: str, *, answers: bool) -> None:
+        """Enter whether the session answers recalls of a model."""
         with self._lock:
-            self._extents.update(extent_ids)
+            (self.answering.add if answers else self.answering.discard)(model)
+
+    def borrowed(self, extent_ids: Iterable[int], kind: Kind) -> None:
+        """Enter extents of one kind."""
+        with self._lock:
+            self._extents.update(dict.fromkeys(extent_ids, self._kinds.setdefault(kind, kind)))
 
     def attached(self, request_id: int, generation: int) -> None:
         """Enter the hold of a segment that a request took."""
@@ -119,10 +143,11 @@ class Inventory:
     def strike_extents(self, extent_ids: Sequence[int]) -> Sequence[int]:
         """Remove extents that are released. Return those that were there: the broker must be told of them."""
         with self._lock:
-            if not self._extents.issuperset(extent_ids):
-                extent_ids = [extent_id for extent_id in extent_ids if extent_id in self._extents]
-            self._extents.difference_update(extent_ids)
-        return extent_ids
+            kinds = list(map(self._extents.pop, extent_ids, repeat(None)))
+            for kind in set(kinds):
+                if kind is not None:
+                    self.released_bytes[kind[:2]] += kind[2] * kinds.count(kind)
+        return list(compress(extent_ids, kinds)) if None in kinds else extent_ids
 
     def strike_segment(self, generation: int) -> bool:
         """Remove one hold of a segment; say whether there was one."""
@@ -137,20 +162,29 @@ class Inventory:
         """Remove what a call has brought, if that was entered already."""
         with self._lock:
             self._segments.pop(request_id, None)
-            self._extents.difference_update(extent_ids)
+            self._drop(extent_ids)
 
     def forget(self, extent_ids: Iterable[int], generations: Iterable[int]) -> None:
         """Remove extents, and every hold of segments, that the broker does not know."""
         unknown = set(generations)
         with self._lock:
-            self._extents.difference_update(extent_ids)
+            self._drop(extent_ids)
             for request_id in [one for one, generation in self._segments.items() if generation in unknown]:
                 del self._segments[request_id]
 
     def held(self) -> HeldResources:
         """Return what is held now."""
         with self._lock:
-            return HeldResources(frozenset(self._extents), Counter(self._segments.values()), dict(self._declarations))
+            segments = Counter(self._segments.values())
+            answering = frozenset(self.answering)
+            return HeldResources(frozenset(self._extents), segments, dict(self._declarations), answering)
+
+    def kind_of(self, extent_id: int) -> Kind | None:
+        """Return the kind of an extent, or None if it is not held."""
+        return self._extents.get(extent_id)
+
+    def _drop(self, extent_ids: Iterable[int]) -> None:
+        deque(map(self._extents.pop, extent_ids, repeat(None)), maxlen=0)
 
 
 def _portions(entries: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:

@@ -14,11 +14,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from google.protobuf.message import Message
 
@@ -30,7 +30,7 @@ from ..errors import (
     MembrokerError,
     SessionLost,
 )
-from ..interrupts import Condition, let_through
+from ..interrupts import STOPPING_SECONDS, Condition, let_through
 from ..memory.lender import Placement
 from ..types import Disconnected, Draining, Forgotten, Notice, Resumed, Undrained
 from ..v1 import broker_pb2
@@ -42,6 +42,9 @@ from .endpoint import DESCRIPTORS_SHORT
 from .handshake import REJECTED, Resume, open_session
 from .inventory import HeldResources, Inventory
 from .rpc import CONTROL_SECONDS, METHODS, GrpcCalls
+
+if TYPE_CHECKING:
+    from .recalls import Recalls
 
 logger = logging.getLogger("membroker")
 
@@ -73,6 +76,8 @@ LIFECYCLE: Final[Mapping[str, Mapping[str, str]]] = {
 NOTICING_SECONDS = 1.0
 """How long the end of the handoff connection may follow the failure of a call by gRPC that has the same cause."""
 REMINDER_SECONDS = 60.0
+RECALLS_REVISION = 2
+"""The first revision of a broker that recalls memory."""
 _UNANSWERED = ("", "STOPPING", "DELIVERY_FAILED", REJECTED)
 """Reasons of errors after which a call is repeated on the next connection, if there is one."""
 
@@ -110,6 +115,11 @@ class ReconnectingConnection:
         self._attempt: Resume | None = None
         self._trouble = ""
         self._callbacks: list[Callable[[Notice], object]] = []
+        self.recalls: Callable[[], Recalls | None] = lambda: None
+        """Returns what the broker's recalls are told to, which is kept by the user's objects."""
+        self.callback_thread = 0
+        """The number of the thread that runs callbacks of recalls; 0 before the first one."""
+        self._recalling: Background | None = None
         self._draining: Draining | None = None
         handoff, notices, self.welcome = open_session(self._path, hello, timeout)
         self._hello = pb.Hello()
@@ -149,6 +159,33 @@ class ReconnectingConnection:
     def later(self, work: Callable[[], None]) -> None:
         """Do `work` in the background thread. For finalizers: takes no lock."""
         self._background.later(work)
+
+    # Recalls
+
+    def start_callbacks(self) -> None:
+        """Start the thread that runs callbacks of recalls, if it does not run."""
+        with self._changed.lock:
+            if self._closing:
+                raise ClosedError("this client is closed")
+            if self._recalling is None:
+                try:
+                    self._recalling = Background(lambda _: None, "membroker-recall")
+                except OSError as error:
+                    raise DescriptorLimit(DESCRIPTORS_SHORT) from error
+                self.callback_thread = self._recalling.thread
+
+    def call_back(self, work: Callable[[], None]) -> None:
+        """Do `work` in the thread for callbacks, if there is one. Without one the broker asks for nothing."""
+        if self._recalling is not None:
+            self._recalling.later(work)
+
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Run no callback, and no work of finalizers, during a block."""
+        with ExitStack() as ends:
+            for thread in filter(None, (self._background, self._recalling)):
+                ends.enter_context(thread.held_up())
+            yield
 
     # Calls
 
@@ -263,10 +300,27 @@ class ReconnectingConnection:
         elif kind == "stopping":
             self.connection.heard_stopping()
             logger.info("the broker stops; what is mapped stays valid")
+        elif kind == "recall":
+            self._hear_recall(message.recall)
         notice = messages.notice(message)
         if notice is not None:
             with self._changed.lock:
                 self._tell(notice)
+
+    def _hear_recall(self, message: pb.Recall) -> None:
+        with self._changed.lock:
+            recalls, connection = self.recalls(), self.connection
+            if self._state != "connected" or connection.revision < RECALLS_REVISION:
+                return
+            if recalls is not None:
+                recalls.heard(message, connection)
+            else:  # nobody is left who could release anything
+                self.later(partial(connection.answer_recall, message.recall_id))
+
+    def _lose_recalls(self) -> None:
+        recalls = self.recalls()
+        if recalls is not None:
+            recalls.lost()
 
     def _tell(self, notice: Notice) -> None:
         """Call the callbacks with a notice, in the background thread. The lock is held, so they come in order."""
@@ -295,6 +349,7 @@ class ReconnectingConnection:
                 return
             self._trouble = ""
             self._grpc.patient = False
+            self._lose_recalls()
             self._tell(Disconnected())
         threading.Thread(target=self._reconnect, args=(connection,), name="membroker-reconnect", daemon=True).start()
 
@@ -421,8 +476,11 @@ class ReconnectingConnection:
             self._move("goodbye")
         self.connection.say_goodbye(self._timeout)
 
-    def close(self) -> None:
-        """Close everything. Calls in flight, and later ones, raise `ClosedError`."""
+    def close(self, *, wait: bool = True) -> None:
+        """Close everything. Calls in flight, and later ones, raise `ClosedError`.
+
+        Without `wait`, a callback that still runs is left alone; otherwise this waits for it, for a limited time.
+        """
         with self._changed.lock:
             self._move("closed")
             attempt = self._attempt
@@ -431,6 +489,8 @@ class ReconnectingConnection:
         self.connection.close()
         self._grpc.close()
         self._background.stop()
+        if self._recalling is not None:
+            self._recalling.stop(STOPPING_SECONDS if wait else 0.0)
 
     def abandon(self) -> None:
         """In a forked child: close what was inherited. Takes no lock; never a shutdown, which the parent would feel."""
@@ -440,6 +500,8 @@ class ReconnectingConnection:
             self._attempt.close()
         self.connection.abandon()
         self._background.abandon()
+        if self._recalling is not None:
+            self._recalling.abandon()
         self._grpc.abandon()
 
 

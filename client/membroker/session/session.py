@@ -22,6 +22,7 @@ from ..vmm.driver import Driver
 from ..wire.names import MAX_CLIENT_CHARACTERS, PROTOCOL_VERSION
 from .connection import Connection
 from .declarations import Declarations
+from .recalls import Recalls
 from .reconnecting import ReconnectingConnection
 from .rpc import CONTROL_SECONDS
 from .transport import Transport
@@ -43,7 +44,7 @@ class _Link:
         """Say goodbye and close everything, also when an interrupt ends the wait for the answer."""
         with ExitStack() as ends:
             ends.callback(self._close_driver)
-            ends.callback(self.connection.close)
+            ends.callback(self.connection.close, wait=wait)
             self.connection.say_goodbye(wait=wait)
 
     def _close_driver(self) -> None:
@@ -94,6 +95,15 @@ class Session(Holder[_Link]):
     def connection(self) -> Connection:
         """The present connection, or the lost one until there is another."""
         return self.reconnecting.connection
+
+    @property
+    def recalls(self) -> Recalls:
+        """The recalls of this session. The caller keeps them: a reference from here would be one from all memory.
+
+        A callback usually refers to a pool, whose memory refers to this session, and lives until the pool is garbage.
+        """
+        known = self.reconnecting.recalls()
+        return known if known is not None else Recalls(self.reconnecting, lambda: self._holdings)
 
     @property
     def driver(self) -> Driver:
@@ -155,6 +165,9 @@ class Session(Holder[_Link]):
             if not repeated:
                 raise
         self.reconnecting.inventory.left(name)
+        recalls = self.reconnecting.recalls()
+        if recalls is not None:
+            recalls.forget(name)
 
     # The end
 
@@ -166,5 +179,16 @@ class Session(Holder[_Link]):
         """
         self._close()
 
+    def abandon(self) -> None:
+        """In a forked child: all of it is the parent's."""
+        self._end_recalls()
+        super().abandon()
+
+    def _end_recalls(self) -> None:
+        recalls = self.reconnecting.recalls()
+        if recalls is not None:
+            recalls.end()
+
     def _end_waits(self, *, wait: bool) -> None:
+        self._end_recalls()
         self.reconnecting.end_waits(at_exit=not wait)

@@ -25,7 +25,7 @@ from membroker.errors import (
     WriterDied,
 )
 from membroker.session.connection import Connection
-from membroker.session.inventory import Inventory
+from membroker.session.inventory import Inventory, Kind
 from membroker.wire import frames as handoff
 from membroker.wire import names
 
@@ -121,8 +121,8 @@ class TestCall:
         connection, broker = pair
         inventory = connection._inventory
 
-        def borrowed(extent_ids: Sequence[int]) -> None:
-            Inventory.borrowed(inventory, extent_ids)
+        def borrowed(extent_ids: Sequence[int], kind: Kind) -> None:
+            Inventory.borrowed(inventory, extent_ids, kind)
             raise KeyboardInterrupt
 
         monkeypatch.setattr(inventory, "borrowed", borrowed)

@@ -30,6 +30,8 @@ from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm.driver import Location
 
+KIND = (MODEL, resources_pb2.LOCATION_DEVICE, PAGE)
+
 
 class TestCallsInFlight:
     """Each ends as if it had been made once."""
@@ -319,7 +321,7 @@ client.close()
     def test_more_than_a_frame_has(self, broker: PlayedBroker, client: membroker.Client) -> None:
         """A cache of ten thousand pages, models with long names, and segments: in several frames, each a legal one."""
         inventory = line(client).inventory
-        inventory.borrowed(range(1 << 40, (1 << 40) + 10_000))
+        inventory.borrowed(range(1 << 40, (1 << 40) + 10_000), KIND)
         for generation in range(2_000):
             inventory.attached(generation, (1 << 60) + generation)
         names = [f"tenants/{'t' * 63}/models/{number:063}" for number in range(500)]
@@ -399,7 +401,19 @@ client.close()
     def test_the_inventory_of_many(self) -> None:
         """Striking what is not there returns what was, and the rest stays."""
         inventory = Inventory()
-        inventory.borrowed([1, 2, 3])
-        assert list(inventory.strike_extents([2, 3, 4])) == [2, 3]
+        inventory.borrowed([1, 2, 3], KIND)
+        inventory.borrowed([9], (MODEL, resources_pb2.LOCATION_HOST, 7 * PAGE))
+        assert list(inventory.strike_extents([2, 9, 3, 4])) == [2, 9, 3]
         assert not inventory.strike_segment(7)
         assert inventory.held() == HeldResources(frozenset({1}))
+
+    def test_what_was_released_is_counted_once_by_model_and_location(self) -> None:
+        """A release that is repeated after an interrupt, or an extent that the broker forgot, counts no second time."""
+        inventory = Inventory()
+        inventory.borrowed(range(10), KIND)
+        inventory.borrowed([20], (MODEL, resources_pb2.LOCATION_HOST, 7 * PAGE))
+        inventory.strike_call(5, [0])
+        inventory.forget([1], [])
+        for _ in range(2):
+            inventory.strike_extents([0, 1, 2, 3, 20])
+        assert inventory.released_bytes == {KIND[:2]: 2 * PAGE, (MODEL, resources_pb2.LOCATION_HOST): 7 * PAGE}

@@ -61,7 +61,10 @@ LEFT_AT_ZERO = {
     )
 } | {
     f"membroker.v1.ModelBooks.{name}"
-    for name in ("releasing_bytes", "guarantee_bytes", "waiting_bytes", "waiting_requests")
+    for name in (
+        *("releasing_bytes", "guarantee_bytes", "waiting_bytes", "waiting_requests"),
+        *("share_bytes", "recallable_bytes", "recalled_bytes", "late_bytes"),
+    )
 }
 each_vector = pytest.mark.parametrize("vector", VECTORS, ids=[vector["name"] for vector in VECTORS])
 

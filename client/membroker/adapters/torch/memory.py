@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ...closing import Closing
 from ...deprecated import renamed
 from ...errors import ClosedError, InvalidRequest, MembrokerError
-from ...model import Model
+from ...model import Model, Recall
 from .lending import TorchLending
 from .mempool import Pool
 from .package import torch
@@ -43,6 +43,9 @@ class TorchMemory(Closing):
     `torch.cuda.empty_cache()` releases none of it (3,000 of 3,000 MiB stayed, torch 2.11). `trim` releases every
     segment without a live tensor.
 
+    **On a recall** (`Model.on_recall`), the segments that torch only caches are released as on a refusal, unless the
+    program has a callback of its own for the model. It then calls `trim` between its steps.
+
     While allocations are routed, a tensor that was used on a second stream (`record_stream`) is reused only after the
     block, or after a `trim`. Capture graphs with `capture`, not with `torch.cuda.graph`.
 
@@ -51,10 +54,11 @@ class TorchMemory(Closing):
     `torch.multiprocessing`: make a segment from it (`publish_module`).
 
     Raises `InvalidRequest` without a GPU, without torch's CUDA, and if torch's `expandable_segments` or its backend
-    `cudaMallocAsync` are set; `DeviceFailure`.
+    `cudaMallocAsync` are set; `DeviceFailure`, and what `Model.on_recall` raises.
     """
 
     def __init__(self, model: Model) -> None:
+        self._model = model
         self._device = _card_of(model)
         with torch.cuda.device(self._device):
             torch.cuda.init()
@@ -67,6 +71,9 @@ class TorchMemory(Closing):
         self._pool: Pool | None = None
         self._retired: list[tuple[float, Pool]] = []
         self._graph_pools: list[Pool] = []
+        callback = model._recalls.callback_of(model.resource_name)
+        if callback is None or isinstance(getattr(callback, "__self__", None), TorchMemory):
+            model.on_recall(self._give_back)
 
     @property
     def device(self) -> torch.device:
@@ -133,9 +140,10 @@ class TorchMemory(Closing):
         """Capture a CUDA graph in this block, with borrowed memory; `options` are those of `torch.cuda.graph`.
 
         Each graph has its own memory, which `trim` releases once the graph is reset or garbage, and its tensors are
-        gone. Allocations of other threads during the block are not borrowed. Raises the errors of `use`.
+        gone. Allocations of other threads during the block are not borrowed, and recalls wait for its end
+        (`Client.defer_recalls`). Raises the errors of `use`.
         """
-        with _routing:
+        with self._model._session.reconnecting.held_up(), _routing:
             self._check_open()
             self._graph_pools.append(Pool(self._device, self._allocator))
             with self._unrouted():
@@ -186,6 +194,23 @@ class TorchMemory(Closing):
                 # torch never frees them itself. Not in `trim`: a graph, or a kernel of another thread, may use them.
                 torch._C._cuda_clearCublasWorkspaces()
             self._release(ended)
+        if self._model._recalls.callback_of(self._model.resource_name) == self._give_back:
+            with suppress(MembrokerError):
+                self._model.on_recall(None)
+
+    def _give_back(self, recall: Recall) -> None:
+        """Release what torch only caches. It waits for the device, so it must not run during a `capture` of any memory.
+
+        A capture holds `_routing`. If that takes half of the time for the answer, all is kept.
+        """
+        if recall.location != "device" or not _routing.acquire(timeout=max(0, recall.deadline - time.monotonic()) / 2):
+            return
+        try:
+            self._lending.collect()
+            if recall.remaining and self._empty():
+                self._lending.collect()
+        finally:
+            _routing.release()
 
     def __repr__(self) -> str:
         return f"<membroker TorchMemory on {self._device}, {self.lent_bytes} bytes lent{', closed' * self._closed}>"

@@ -1,0 +1,224 @@
+"""Recalls: the broker asks a session for memory back, the program's callback releases what it can, and we answer.
+
+Owns the callbacks by model, and the open recalls. For each recall, clean spare pages go first, then the callback is
+called for what remains, then the broker gets the answer. The callbacks refer to the client and its pools. So only the
+objects of the user may refer to this, and not the session, its memory or its threads: a client that is garbage must be
+able to end. It must never wait for work on the device: that ends a CUDA graph capture in any thread of the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from ..errors import InvalidRequest, ModelNotFound
+from ..memory.lender import Tracked
+from ..v1 import broker_pb2, resources_pb2
+from ..v1 import handoff_pb2 as pb
+from .connection import Connection
+from .rpc import CONTROL_SECONDS
+
+if TYPE_CHECKING:
+    from .reconnecting import ReconnectingConnection
+
+logger = logging.getLogger("membroker")
+
+_LOCATIONS = {resources_pb2.LOCATION_DEVICE: "device", resources_pb2.LOCATION_HOST: "host"}
+
+
+class _Deferred:
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "membroker.DEFERRED"
+
+
+DEFERRED: Final = _Deferred()
+"""What a callback of `Model.on_recall` returns when the program answers later, by `Recall.done`."""
+
+
+class OpenRecall:
+    """One recall that has no answer yet. `shown` is what the program gets for it."""
+
+    def __init__(self, recalls: Recalls, message: pb.Recall, connection: Connection) -> None:
+        self.recall_id = message.recall_id
+        self.place = (message.model, message.location)
+        self.location = _LOCATIONS[message.location]
+        self.size = message.bytes
+        self.deadline = time.monotonic() + max(0.0, message.within.seconds + message.within.nanos / 1e9)
+        self.connection = connection
+        self.shown: Any = None
+        self._recalls = recalls
+        self._released_before = recalls.released_bytes[self.place]
+
+    @property
+    def remaining(self) -> int:
+        """The size less what was released since, at least 0."""
+        return max(0, self.size - self._recalls.released_bytes[self.place] + self._released_before)
+
+    def done(self) -> None:
+        """Answer, unless it is answered, or the connection that brought it is lost."""
+        self._recalls.answer(self)
+
+
+class _Answering(NamedTuple):
+    """How the recalls of one model are answered: `show` makes what the callback gets."""
+
+    show: Callable[[OpenRecall], Any]
+    callback: Callable[[Any], object]
+
+
+class Recalls:
+    """The recalls of one session, whose memory `memories` returns.
+
+    Every method may be called by any thread. A dictionary's own steps are its only locks.
+    """
+
+    def __init__(self, line: ReconnectingConnection, memories: Callable[[], Collection[Tracked]]) -> None:
+        self.released_bytes = line.inventory.released_bytes
+        self._line = line
+        self._memories = memories
+        self._answering: dict[str, _Answering] = {}
+        self._open: dict[int, OpenRecall] = {}
+        self._answered: dict[tuple[str, int], tuple[int, Connection]] = {}
+        """The last recall of each model and location that was answered: the broker may have repeated it before that."""
+        line.recalls = weakref.ref(self)
+
+    # What the program does
+
+    def answer_for(
+        self, name: str, show: Callable[[OpenRecall], Any], callback: Callable[[Any], object] | None
+    ) -> None:
+        """Run `callback` for each recall of a model from now on, or answer for it no more. Tells the broker.
+
+        Raises `ModelNotFound` for a model that the session has left, and what a call raises. After that it is as it
+        was before, except that a callback that was to be removed is not called any more.
+        """
+        before = self._answering.get(name)
+        if callback is None:
+            if self._answering.pop(name, None) is not None:
+                self._register(name, answers=False)
+            for one in self._of(name):
+                one.done()
+            return
+        self._line.start_callbacks()
+        self._answering[name] = _Answering(show, callback)
+        if before is None:
+            try:
+                self._register(name, answers=True)
+            except BaseException:
+                self._answering.pop(name, None)
+                raise
+
+    def _register(self, name: str, *, answers: bool) -> None:
+        inventory = self._line.inventory
+        if not inventory.models[name]:
+            raise ModelNotFound(f"{name} was left by this session: register_model() it first")
+        request = broker_pb2.RegisterModelRequest(model_id=name.rpartition("/")[2], answers_recalls=answers)
+        note = partial(inventory.answers, name, answers=answers)
+        self._line.call(pb.Frame(register_model=request), timeout=CONTROL_SECONDS, note=note)
+
+    def callback_of(self, name: str) -> Callable[[Any], object] | None:
+        """Return the callback for a model."""
+        answering = self._answering.get(name)
+        return None if answering is None else answering.callback
+
+    def pending(self, name: str) -> Any:
+        """Return what the program was given for the oldest open recall of a model, or None."""
+        if self._open:
+            for one in self._of(name):
+                return one.shown
+        return None
+
+    def answer(self, one: OpenRecall) -> None:
+        """Send the answer behind all releases until now. A recall that is no longer open is ignored."""
+        if self._open.get(one.recall_id) is one:
+            one.connection.answer_recall(one.recall_id)
+            self._answered[one.place] = one.recall_id, one.connection
+            self._open.pop(one.recall_id, None)
+
+    def forget(self, name: str) -> None:
+        """Drop the callback and the recalls of a model that the session has left."""
+        self._answering.pop(name, None)
+        for one in self._of(name):
+            self._open.pop(one.recall_id, None)
+
+    def end(self) -> None:
+        """Call nothing any more: the client is closed, or belongs to the parent of this process."""
+        self._answering.clear()
+        self._open.clear()
+
+    def _of(self, name: str) -> list[OpenRecall]:
+        return [one for one in list(self._open.values()) if one.place[0] == name]
+
+    # What the broker does
+
+    def heard(self, message: pb.Recall, connection: Connection) -> None:
+        """Enter a recall, unless the broker repeats one that is open or was answered on this connection."""
+        place = message.model, message.location
+        if message.recall_id in self._open or self._answered.get(place) == (message.recall_id, connection):
+            return
+        answering = self._answering.get(message.model)
+        if answering is None or message.location not in _LOCATIONS or message.bytes <= 0:
+            self._line.call_back(partial(connection.answer_recall, message.recall_id))
+            return
+        for other in self._of(message.model):
+            if other.place == place:  # the broker has ended it
+                self._open.pop(other.recall_id, None)
+        one = OpenRecall(self, message, connection)
+        one.shown = answering.show(one)
+        self._open[one.recall_id] = one
+        self._line.call_back(partial(_handle, weakref.ref(self), one.recall_id))
+
+    def lost(self) -> None:
+        """Drop the open recalls: the connection is lost. The broker asks again after the resume, if it still needs."""
+        self._open.clear()
+
+    def handle(self, recall_id: int) -> None:
+        """Release what nobody uses, call the callback for the rest, and answer. Runs in the thread for callbacks."""
+        one = self._open.get(recall_id)
+        if one is None:
+            return
+        self._give_spare(one)
+        answering = self._answering.get(one.place[0])
+        if one.remaining and answering is not None:
+            try:
+                if answering.callback(one.shown) is DEFERRED:
+                    return
+            except BaseException:  # sys.exit() too: the thread must go on, and the broker gets its answer
+                logger.exception("a callback for recalls has failed at %r: what it has not released is kept", one.shown)
+        one.done()
+
+    def _give_spare(self, one: OpenRecall) -> None:
+        """Release clean spare pages of the model at the location."""
+
+        def is_asked_for(extent_id: int) -> bool:
+            kind = self._line.inventory.kind_of(extent_id)
+            return kind is not None and kind[:2] == one.place
+
+        for memory in list(self._memories()):
+            if not one.remaining:
+                return
+            try:
+                memory.give_spare(one.remaining, is_asked_for)
+            except Exception:
+                logger.exception("spare pages that the broker wants back could not be released")
+
+
+def _handle(reference: weakref.ref[Recalls], recall_id: int) -> None:
+    recalls = reference()
+    if recalls is not None:
+        recalls.handle(recall_id)
+
+
+def borrows_in_a_callback() -> InvalidRequest:
+    """Return the error for a callback that borrows."""
+    return InvalidRequest(
+        "a callback of on_recall cannot borrow memory, because the broker waits for its answer: return "
+        "membroker.DEFERRED, borrow in another thread, and call done() there. To offload, use memory that the process "
+        "has already: a segment, or pinned memory that restore(keep_pinned=True) kept"
+    )
