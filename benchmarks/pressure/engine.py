@@ -22,7 +22,8 @@ from membroker.errors import OutOfMemory
 from .trace import Trace
 
 STEP_SECONDS = 0.005
-WAIT_SECONDS = 1.0
+WAIT_SECONDS = {"guaranteed": None, "share": 1.0, "beyond": 0.0}
+"""How long a page may wait; a guaranteed one as long as the broker lets it."""
 PREFILL_PAGES = 4
 MARK_BYTES = 8
 
@@ -97,7 +98,7 @@ class Engine:
             began = time.perf_counter_ns()
             try:
                 if self.answers:
-                    self.pool.allocate(offset, self.page, wait=WAIT_SECONDS)
+                    self.pool.allocate(offset, self.page, wait=WAIT_SECONDS[self.kind()])
                 else:
                     self.pool.allocate(offset, self.page)
             except OutOfMemory:

@@ -166,7 +166,10 @@ class UnregisterModel:
 
 @value
 class Allocate:
-    """Borrow `count` extents of `extent_bytes`; wait at most `wait_ns` for room (None: as the rules say)."""
+    """Borrow `count` extents of `extent_bytes`; wait at most `wait_ns` for room (None: as the rules say).
+
+    `ahead`: before they are needed, so only if there is room and nobody waits.
+    """
 
     call: int
     session: int
@@ -176,6 +179,7 @@ class Allocate:
     extent_bytes: int
     count: int
     wait_ns: int | None = None
+    ahead: bool = False
 
 
 @value

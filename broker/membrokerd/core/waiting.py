@@ -74,7 +74,11 @@ class Waiting:
     def refuse(self, event: Debit, denied: Denied | None, name: ev.ModelName, size: int, now: int) -> None:
         """Let a request wait for room, or refuse it. `denied` None: it has room, and waits for its turn."""
         if self._deciding is not None and self._is_final(event):
-            self._refuse(event, denied or self._yielding(self._deciding), name, now)
+            left = 0 if denied else self._schedule.leaves(self._deciding, self._waiters.values())
+            self._refuse(event, denied or self._yielding(event, name, size, left), name, now)
+            return
+        if isinstance(event, ev.Allocate) and event.ahead:  # not a refusal that anybody feels: it is not counted
+            self._books.answer(event.call, denied or self._yielding(event, name, size, 0))
             return
         if denied is not None and denied.reason not in policy.WANTS_OF_ROOM:
             self._refuse(event, denied, name, now)
@@ -94,17 +98,15 @@ class Waiting:
     def _is_final(self, event: Debit) -> bool:
         return self._deciding is not None and self._deciding.event is event
 
-    def _yielding(self, waiter: Waiter) -> Denied:
-        """Return the refusal of a request that has room, and leaves it to requests that come first."""
-        location = waiter.event.location
-        total = self._books.ledger.totals[location]
-        left = self._schedule.leaves(waiter, self._waiters.values())
+    def _yielding(self, event: Debit, name: ev.ModelName, size: int, left: int) -> Denied:
+        """Return the refusal of a request that has room, and leaves all but `left` bytes to others that come first."""
+        total = self._books.ledger.totals[event.location]
         return deny(
             Reason.CAPACITY,
             level="capacity",
-            model=str(waiter.name),
-            location=location,
-            requested_bytes=waiter.size,
+            model=str(name),
+            location=event.location,
+            requested_bytes=size,
             used_bytes=total.charged,
             available_bytes=left,
             limit_bytes=total.capacity,

@@ -128,12 +128,9 @@ def to_event(session: int, tenant: str, request_id: int, request: Message) -> Ma
     match request:
         case bpb.AllocateExtentsRequest():
             name, location = parse_model(request.model), parse_location(request.location)
-            size, count, wait_ns = (
-                request.extent_bytes,
-                request.count,
-                _wait_ns(request) if request.HasField("wait") else None,
-            )
-            return lambda call: ev.Allocate(call, session, request_id, name, location, size, count, wait_ns)
+            size, count, ahead = request.extent_bytes, request.count, request.ahead
+            wait_ns = _wait_ns(request) if request.HasField("wait") else None
+            return lambda call: ev.Allocate(call, session, request_id, name, location, size, count, wait_ns, ahead)
         case bpb.ReleaseExtentsRequest():
             ids = tuple(request.extent_ids)
             return lambda call: ev.Release(call, session, request_id, ids)

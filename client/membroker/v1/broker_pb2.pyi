@@ -105,6 +105,7 @@ class AllocateExtentsRequest(google.protobuf.message.Message):
     EXTENT_BYTES_FIELD_NUMBER: builtins.int
     COUNT_FIELD_NUMBER: builtins.int
     WAIT_FIELD_NUMBER: builtins.int
+    AHEAD_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """Zero inside a handoff frame, which has its own id."""
     model: builtins.str
@@ -115,6 +116,10 @@ class AllocateExtentsRequest(google.protobuf.message.Message):
     """The size of each extent: positive, a multiple of the granularity."""
     count: builtins.int
     """The number of extents, 1 to 65,536."""
+    ahead: builtins.bool
+    """Borrowed ahead of need: refused at once unless it has room and nobody waits. It never recalls anything, and is not
+    counted among the refusals. `wait` is ignored. From revision 2 on.
+    """
     @property
     def wait(self) -> google.protobuf.duration_pb2.Duration:
         """How long the call waits for memory, 0 to 24 hours, before it is refused for want of room. Absent: the broker's
@@ -130,9 +135,10 @@ class AllocateExtentsRequest(google.protobuf.message.Message):
         extent_bytes: builtins.int = ...,
         count: builtins.int = ...,
         wait: google.protobuf.duration_pb2.Duration | None = ...,
+        ahead: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_wait", b"_wait", "wait", b"wait"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_wait", b"_wait", "count", b"count", "extent_bytes", b"extent_bytes", "location", b"location", "model", b"model", "request_id", b"request_id", "wait", b"wait"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_wait", b"_wait", "ahead", b"ahead", "count", b"count", "extent_bytes", b"extent_bytes", "location", b"location", "model", b"model", "request_id", b"request_id", "wait", b"wait"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_wait", b"_wait"]) -> typing.Literal["wait"] | None: ...
 
 global___AllocateExtentsRequest = AllocateExtentsRequest

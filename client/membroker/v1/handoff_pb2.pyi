@@ -225,7 +225,8 @@ class Welcome(google.protobuf.message.Message):
     """What the broker understands beyond the first edition of its protocol version:
 
       1: Frame.acknowledged, register_model, unregister_model; and the first Delivery of a segment has its size.
-      2: recalls: RegisterModelRequest.answers_recalls, Holds.answering_models, RecallAnswer.
+      2: recalls: RegisterModelRequest.answers_recalls, Holds.answering_models, RecallAnswer; and
+         AllocateExtentsRequest.ahead.
 
     A client must not use a later revision than this one. An older broker leaves it at 0. Old clients work with a newer
     broker: it still accepts all that it accepted before, and clients skip fields that they do not know.

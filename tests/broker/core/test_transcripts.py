@@ -222,10 +222,12 @@ class Script:
         size: str,
         where: Any = "device",
         wait: str = "",
+        ahead: str = "",
     ) -> ev.Event:
         """Borrow; `wait` in seconds."""
-        call, own = self.call(f"{request} of {name}"), self.model(name, model)
-        return ev.Allocate(call, self.session(name), int(request), own, where, mib(size), int(count), nanoseconds(wait))
+        call, own, wait_ns = self.call(f"{request} of {name}"), self.model(name, model), nanoseconds(wait)
+        session, number = self.session(name), int(request)
+        return ev.Allocate(call, session, number, own, where, mib(size), int(count), wait_ns, bool(ahead))
 
     def do_release(self, name: str, request: str, ids: str) -> ev.Event:
         call = self.call(f"{request} of {name}")
