@@ -100,7 +100,8 @@ class Recalls:
         """
         before = self._answering.get(name)
         if callback is None:
-            if self._answering.pop(name, None) is not None:
+            self._answering.pop(name, None)
+            if name in self._line.inventory.answering:
                 self._register(name, answers=False)
             for one in self._of(name):
                 one.done()
