@@ -536,7 +536,7 @@ class TestHeldUp:
         served: membroker.Model,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """The callback wants a lock that the capturing thread holds: neither waits for ever."""
+        """The callback wants a lock that the capturing thread holds: neither waits forever."""
         monkeypatch.setattr(background, "STOPPING_SECONDS", 0.1)
         lock = threading.Lock()
 
