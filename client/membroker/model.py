@@ -226,9 +226,9 @@ class Model:
 
     @property
     def pending_recall(self) -> Recall | None:
-        """The oldest recall of the model that has no answer yet, or None. Asks nobody: poll it as often as you like.
+        """The oldest recall that the callback was called for and has no answer yet, or None. Poll it: it asks nobody.
 
-        It also needs a callback: `model.on_recall(lambda recall: membroker.DEFERRED)`. It is None while the connection
+        It needs a callback: `model.on_recall(lambda recall: membroker.DEFERRED)`. It is None while the connection
         to the broker is lost.
         """
         pending: Recall | None = self._recalls.pending(self._registered.name)

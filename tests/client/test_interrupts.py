@@ -25,7 +25,7 @@ import membroker
 from membroker import interrupts
 from membroker.adapters.blocks import Lending
 from membroker.interrupts import Operation, Turns, let_through, uninterrupted
-from membroker.v1 import broker_pb2, resources_pb2
+from membroker.v1 import broker_pb2, handoff_pb2, resources_pb2
 
 PAGE = 2 << 20
 POINTS = int(os.environ.get("MEMBROKER_POINTS") or 14)
@@ -73,8 +73,19 @@ class Program:
             segment.seal()
         return segment  # type: ignore[no-any-return]
 
+    def recall(self) -> membroker.Recall:
+        """Return a recall that the program has yet to answer."""
+        self.turn += 1
+        self.model.on_recall(lambda _: membroker.DEFERRED)
+        message = handoff_pb2.Recall(
+            recall_id=self.turn, model=self.model.resource_name, location=resources_pb2.LOCATION_DEVICE, bytes=PAGE
+        )
+        self.client._recalls.heard(message, self.client._session.connection)
+        return until(lambda: self.model.pending_recall)
+
     def lost_all(self) -> None:
         """Forget everything, as a notebook does whose cells are run again."""
+        self.model.on_recall(None)
         for thing in self.kept:
             if hasattr(thing, "close"):
                 thing.close()
@@ -163,6 +174,20 @@ def prepared(program: Program, name: str) -> Call:
                         program.model.create_segment("late", "1GiB", wait=0.05)
 
             return wait
+        case "answer recalls":
+            return lambda: program.model.on_recall(lambda _: None)
+        case "answer no recalls":
+            program.model.on_recall(lambda _: None)
+            return lambda: program.model.on_recall(None)
+        case "answer one recall":
+            return program.recall().done
+        case "hold up recalls":
+
+            def hold_up() -> None:
+                with program.client.defer_recalls():
+                    pass
+
+            return hold_up
         case "lend to a framework":
             lending = program.keep(Lending(program.model, PAGE))
             return lambda: lending.allocate(1)
@@ -177,6 +202,10 @@ CALLS = [
         "close a segment",
         "wait for memory",
         "wait for a segment",
+        "answer recalls",
+        "answer no recalls",
+        "answer one recall",
+        "hold up recalls",
         "lend to a framework",
         "allocate without a broker",
         "deallocate without a broker",
@@ -219,7 +248,12 @@ def check(program: Program, name: str) -> None:
         if not pool.closed:
             until(lambda pool=pool: not any(row.state == "changing" for row in pool.mappings()))
             pool.deallocate(0, PAGE) if pool.is_mapped(0) else pool.grow(PAGE)
+    line, recalls = program.client._session.reconnecting, program.client._recalls
+    assert not line._background._held_up
+    until(lambda: recalls._answering.keys() <= line.inventory.answering)
     program.lost_all()
+    assert program.model.pending_recall is None
+    assert not line.inventory.answering
     until(lambda: program.daemon.books().lent_bytes + program.local.physical_usage_bytes == 0)
     assert (mapped_bytes(), open_extents()) == (0, 0)
     assert not program.client._session._holdings

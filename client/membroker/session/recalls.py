@@ -42,7 +42,7 @@ DEFERRED: Final = _Deferred()
 
 
 class OpenRecall:
-    """One recall that has no answer yet. `shown` is what the program gets for it."""
+    """One recall that has no answer yet. `shown` is what the program gets for it, once spare pages have gone."""
 
     def __init__(self, recalls: Recalls, message: pb.Recall, connection: Connection) -> None:
         self.recall_id = message.recall_id
@@ -100,7 +100,8 @@ class Recalls:
         """
         before = self._answering.get(name)
         if callback is None:
-            if self._answering.pop(name, None) is not None:
+            self._answering.pop(name, None)
+            if name in self._line.inventory.answering:
                 self._register(name, answers=False)
             for one in self._of(name):
                 one.done()
@@ -131,7 +132,8 @@ class Recalls:
         """Return what the program was given for the oldest open recall of a model, or None."""
         if self._open:
             for one in self._of(name):
-                return one.shown
+                if one.shown is not None:
+                    return one.shown
         return None
 
     def answer(self, one: OpenRecall) -> None:
@@ -170,7 +172,6 @@ class Recalls:
             if other.place == place:  # the broker has ended it
                 self._open.pop(other.recall_id, None)
         one = OpenRecall(self, message, connection)
-        one.shown = answering.show(one)
         self._open[one.recall_id] = one
         self._line.call_back(partial(_handle, weakref.ref(self), one.recall_id))
 
@@ -186,6 +187,7 @@ class Recalls:
         self._give_spare(one)
         answering = self._answering.get(one.place[0])
         if one.remaining and answering is not None:
+            one.shown = answering.show(one)
             try:
                 if answering.callback(one.shown) is DEFERRED:
                     return

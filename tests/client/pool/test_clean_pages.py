@@ -1,4 +1,4 @@
-"""Which spare pages a pool gives back by itself: those that no work on the device can use, without a wait for it."""
+"""Which spare pages a pool releases by itself: those that no work on the device can use, without a wait for it."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class TestDeferred:
         answering(broker, served, lambda _: membroker.DEFERRED)
         recall(broker, 9, location=HOST)
         recall(broker, 3)
-        until(lambda: len(served._recalls._open) == 2)
+        until(lambda: all(one.shown for one in served._recalls._open.values()) and len(served._recalls._open) == 2)
         for place, recall_id in (("host", 9), ("device", 3)):
             pending = served.pending_recall
             assert pending is not None
@@ -495,7 +495,7 @@ class TestHeldUp:
             until_heard(broker, client)
             assert broker.hears_nothing()
             assert called == []
-            assert served.pending_recall is not None
+            assert served.pending_recall is None
         # The garbage is the work of another thread than the recall.
         frames = [broker.hear_any() for _ in range(3)]
         assert sorted(id for frame in frames for id in frame.release.extent_ids) == [1, extent_id]
@@ -536,7 +536,7 @@ class TestHeldUp:
         served: membroker.Model,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """The callback wants a lock that the capturing thread holds: neither waits for ever."""
+        """The callback wants a lock that the capturing thread holds: neither waits forever."""
         monkeypatch.setattr(background, "STOPPING_SECONDS", 0.1)
         lock = threading.Lock()
 

@@ -32,6 +32,7 @@ from tests.support.raw import Session, admin_call, grpc_call
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
+from membroker.v1.resources_pb2 import LOCATION_DEVICE
 from membroker.wire import frames as handoff
 from membroker.wire import names
 from membrokerd.config import descriptor_limits as limits
@@ -197,6 +198,9 @@ def _check_said(
         admin_call(daemon.admin, "Drain", apb.DrainRequest(deadline=deadline))
     if "undrained" in vector["frame"].get("notice", {}):
         admin_call(daemon.admin, "Undrain", apb.UndrainRequest())
+    if "recall" in vector["frame"].get("notice", {}):
+        request = apb.SetQuotaRequest(name="tenants/red/models/pages", location=LOCATION_DEVICE, limit_bytes=6 << 20)
+        admin_call(daemon.admin, "SetQuota", request)
     packet = handoff.receive(channels[vector["connection"], vector["socket"]])
     assert len(packet.descriptors) == vector["descriptors"], vector["name"]
     frame = packet.frame
