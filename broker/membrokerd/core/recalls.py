@@ -78,8 +78,9 @@ class Recalls:
         else:
             return
         del self._state.recalls[one]
-        if recall.left:
-            self._state.kept[one] = recall.left, now + KEPT_NS
+        if recall.left:  # twice as much each time, so that a borrower that keeps all is not asked for every extent
+            before, _ = self._state.kept.get(one, (0, 0))
+            self._state.kept[one] = before + max(before, recall.left), now + KEPT_NS
         if not recall.late:
             self._report(one, recall, "kept" if recall.left else "returned", now)
         self._set_deadline()
