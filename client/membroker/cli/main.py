@@ -198,7 +198,7 @@ def _add_books(subparsers: Commands) -> None:
         subparsers,
         "models",
         _models,
-        "how much each model is charged and waits for, and its quota",
+        "how much each model is charged and waits for, its quota, and what of its memory can be recalled or is late",
         "models\nmodels --admin --watch 1\nmodels --json | jq '.[].books.device'",
         admin=True,
     ).add_argument("--watch", metavar="SECONDS", type=commands.seconds, help="show it again and again, until Ctrl-C")
