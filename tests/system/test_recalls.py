@@ -22,6 +22,7 @@ from tests.support.sizes import MIB
 from tests.support.workers import Worker, worker
 from tests.system.test_reload import reload
 
+from membroker.cli import doctor
 from membroker.cli import main as cli
 from membroker.v1 import admin_pb2
 from membroker.v1 import broker_pb2 as bpb
@@ -233,6 +234,9 @@ def test_a_silent_borrower_is_late_until_it_answers(stack: ExitStack, capsys: py
         rows = [re.split(r"\s{2,}", row) for row in capsys.readouterr().out.splitlines()]
         shown = {row[0]: row[rows[0].index("recallable")] for row in rows[1:]}
         assert shown == {"blue": "0 B (64.0 MiB late)", "red": "-", "green": "-"}
+
+        doctors = doctor.check_guarantees(str(daemon.admin), {})
+        assert (doctors.status, doctors.found) == ("warn", "blue/m owes 64.0 MiB that the broker has recalled")
 
         refused = blue.session.call(allocate=allocation(blue.model, UNIT))
         assert info(refused).metadata["recalled_bytes"] == str(4 * UNIT)
