@@ -34,18 +34,19 @@ broker runs as root. When `unaccounted` rises, the daemon's log names the proces
 context."""
 
 _QUOTA = """
-A limit is the most that a model, or all models of a tenant together, may borrow. A guarantee is memory that is kept for
-them: nobody else can borrow it, even while they do not use it. A guarantee of 0 takes the place of a configured one.
-Guarantees must fit: a model's within its limit, those of a tenant's models within the tenant's guarantee and limit, and
-all of them within the capacity; otherwise the command is refused with the numbers. Memory that is lent already stays
-lent: if it stands in the way of a guarantee, the answer says how much (shortfall), and nothing more is lent to others
-until that is released.
+A limit is the most that a model, or all models of a tenant together, may borrow. A guarantee is memory that they can
+have at any time: while they do not use it, it is lent only to programs that answer recalls. A guarantee of 0 takes the
+place of a configured one. Guarantees must fit: a model's within its limit, those of a tenant's models within the
+tenant's guarantee and limit, and all of them within the capacity; otherwise the command is refused with the numbers.
+What is above a lowered limit is recalled. Memory of programs that answer no recalls stays lent: if it stands in the way
+of a guarantee, the answer says how much (shortfall), and until that is released, only programs that answer recalls
+borrow more.
 
 A weight, 0 to 1000, says how the memory above the guarantees is divided while requests wait for it; it is 1 where none
 is set. The memory is divided among tenants first, then among the models of each tenant, in proportion to their weights;
 what each has borrowed already is a part of what it gets. A waiting request that stays within its model's part goes
-before those that do not. Weight 0 is for work that can wait for all others: it gets what they leave. Nothing that is
-lent is taken back, whatever the weights."""
+before those that do not, and memory is recalled for it. Weight 0 is for work that can wait for all others: it gets what
+they leave."""
 
 _FORGET = """
 A session is detached when its process lives and has no connection: it has been stopped since before the last restart of
@@ -198,7 +199,7 @@ def _add_books(subparsers: Commands) -> None:
         subparsers,
         "models",
         _models,
-        "how much each model is charged and waits for, and its quota",
+        "how much each model is charged and waits for, its quota, and what of its memory can be recalled or is late",
         "models\nmodels --admin --watch 1\nmodels --json | jq '.[].books.device'",
         admin=True,
     ).add_argument("--watch", metavar="SECONDS", type=commands.seconds, help="show it again and again, until Ctrl-C")

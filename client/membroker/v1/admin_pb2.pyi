@@ -195,7 +195,9 @@ class SetQuotaRequest(google.protobuf.message.Message):
     limit_bytes: builtins.int
     """Absent: the command ends, and the configured limit applies again."""
     guarantee_bytes: builtins.int
-    """Memory that is kept for the model or the tenant: nobody else can borrow it. Absent: as for the limit."""
+    """Memory that the model or the tenant can have at any time. Others borrow it only if they answer recalls. Absent: as
+    for the limit.
+    """
     weight: builtins.int
     """How memory above the guarantees is divided, 0 to 1,000; 1 without it. 0: gets only what nobody with a weight wants.
     Absent: as for the limit.

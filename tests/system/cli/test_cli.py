@@ -67,9 +67,9 @@ def test_models_are_an_aligned_table_and_plain_when_piped(daemon: Daemon) -> Non
     out = good("models", "--endpoint", str(daemon.endpoint("red")))
     header, row = rows(out)
     assert header[:9] == ["tenant", "model", "where", "virtual", "used", "in segments", "peak", "guarantee", "limit"]
-    assert header[9:] == ["weight", "waiting", "extents", "sessions", "refusals"]
+    assert header[9:] == ["weight", "waiting", "recallable", "extents", "sessions", "refusals"]
     assert row[:9] == ["red", "llama-7b", "device", "64.0 GiB", "4.0 MiB", "0 B", "4.0 MiB", "-", "8.0 MiB"]
-    assert row[10:] == ["-", "2", "1", "1"]
+    assert row[10:] == ["-", "-", "2", "1", "1"]
     assert out.isascii()
     assert len({len(line) for line in out.splitlines()}) == 1, "columns line up"
 
