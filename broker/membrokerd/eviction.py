@@ -31,6 +31,10 @@ _WHY = {
     "Kubernetes, delete its pod), or run the daemon in the host's pid namespace",
 }
 """Why a process cannot be signalled, and what to do, by the kernel's error."""
+_LOST = (
+    "the daemon has lost its handle of the process, which is in another pid namespace: end it where it runs (in "
+    "Kubernetes, delete its pod), then `membroker forget` the session"
+)
 
 
 class _Pending(NamedTuple):
@@ -99,12 +103,6 @@ class Evictions:
         """Leave the processes alone that were sent SIGTERM and still live."""
         for process in list(self._pending):
             self._end(process)
-
-
-_LOST = (
-    "the daemon has lost its handle of the process, which is in another pid namespace: end it where it runs (in "
-    "Kubernetes, delete its pod), then `membroker forget` the session"
-)
 
 
 def _deny(session: int, what: str) -> Denied:

@@ -16,7 +16,7 @@ from tests.support import raw
 from tests.support.daemons import Daemon, running, until
 from tests.support.killing_daemon import CONFINED
 from tests.support.sizes import MIB
-from tests.support.workers import Worker, is_clean, is_gone, worker
+from tests.support.workers import Worker, is_clean, is_gone, worker, workers
 
 from membroker import errors
 from membroker.v1 import admin_pb2, broker_pb2
@@ -121,6 +121,19 @@ def test_a_worker_that_does_not_end_by_sigterm_is_killed(killing: Daemon, what: 
         assert evictions(killing) == 1
 
 
+def test_a_request_that_waits_gets_the_memory(killing: Daemon) -> None:
+    """What an eviction is for: red's engine hangs with most of the device, and blue's requests wait for room."""
+    with workers(2) as (hung, other):
+        hung.connect(killing).do("kept = client.register_model('chat').allocate('192MiB')")
+        name = name_of(hung)
+        hung.send(signal.SIGSTOP)
+        other.connect(killing, "blue").do("model = client.register_model('search')")
+        other.begin("got = model.allocate('128MiB', wait=60); answer = got.size")
+        until(lambda: killing.books().waiting_requests)
+        assert evict(killing, name).name == name
+        assert other.result() == 128 * MIB
+
+
 def test_a_session_that_an_earlier_daemon_began(killing: Daemon) -> None:
     """An engine hangs while the daemon is restarted: its session is detached, and its process can still be ended."""
     with worker() as one:
@@ -205,6 +218,21 @@ def test_a_process_outside_of_the_daemons_pid_namespace(monkeypatch: pytest.Monk
         assert said.startswith("its process is in a pid namespace that the daemon cannot signal into")
         assert "delete its pod" in said
         assert one.ask("bytes(kept.view()[:4]).decode()") == "kept"
+
+
+@pytest.mark.root
+def test_a_process_whose_pidfd_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper of the descriptors ended with the daemon, as in one container, and nobody can name the process."""
+    monkeypatch.setenv(CONFINED, "in a pid namespace")
+    with running(module="tests.support.killing_daemon") as daemon, worker() as one:
+        one.connect(daemon).do(HOLD)
+        name = name_of(one)
+        one.send(signal.SIGSTOP)
+        assert daemon.stop() == 0
+        daemon.start_again()
+        said = why_not(daemon, name)
+        assert said.startswith("the daemon has lost its handle of the process, which is in another pid namespace")
+        assert said.endswith("then `membroker forget` the session")
 
 
 @pytest.mark.root

@@ -101,7 +101,7 @@ def evict(options: argparse.Namespace) -> int:
     return tables.answer(
         options.json,
         {"session": session, "sessions": sessions},
-        f"{_process_of(sessions)} was sent SIGTERM, and gets SIGKILL in 10 s if it still lives",
+        f"{_process_of(sessions)} was sent SIGTERM, and gets SIGKILL 10 s later if it still lives",
         *([tables.sessions_table(sessions)] * options.yes),
         "its memory can be lent again once the device shows it free; its sealed segments stay",
     )

@@ -92,7 +92,7 @@ def test_a_question_that_is_answered_by_yes(daemon: Daemon, victim: Victim) -> N
     status, out, _ = answer(daemon, victim.blue, b"y\n")
     assert status == 0
     assert out.splitlines() == [
-        f"process {victim.worker.pid} of blue and red was sent SIGTERM, and gets SIGKILL in 10 s if it still lives",
+        f"process {victim.worker.pid} of blue and red was sent SIGTERM, and gets SIGKILL 10 s later if it still lives",
         "its memory can be lent again once the device shows it free; its sealed segments stay",
     ]
     assert victim.worker.process.wait(5) == -signal.SIGTERM
