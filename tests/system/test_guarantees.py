@@ -214,10 +214,10 @@ def test_a_check_of_the_configuration_looks_at_guarantees(tmp_path: Path) -> Non
         f"{kept}: the guarantees of all tenants together would be 2.1 GiB of device memory, more than the capacity, "
         "2.0 GiB: lower one by `membroker quota set`",
     ]
-    kept.write_text("[tenants.red]\nguarante = 1\n")
+    kept.write_text("[tenants.red]\nguarantees = 1\n")
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (1, "")
-    assert f"{kept}: tenants.red.guarante: is not a known key" in ran.stderr
+    assert f"{kept}: tenants.red.guarantees: is not a known key" in ran.stderr
 
 
 def test_the_doctor_looks_at_guarantees(daemon: Daemon, blue: Client, admin: Admin) -> None:

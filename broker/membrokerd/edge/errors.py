@@ -84,6 +84,7 @@ _TABLE: Mapping[Reason, _Row] = {
         Code.FAILED_PRECONDITION,
         "{session} {what}: only a detached session can be forgotten (`membroker sessions --admin` shows which are)",
     ),
+    Reason.SESSION_NOT_EVICTABLE: _Row(Code.FAILED_PRECONDITION, "{session} cannot be evicted: {what}"),
     Reason.TENANT_NOT_FOUND: _Row(Code.NOT_FOUND, "there is no tenant {tenant!r} in the broker's configuration{hint}"),
     Reason.SEGMENT_NOT_FOUND: _Row(Code.NOT_FOUND, "{missing}"),
     Reason.SEGMENT_EXISTS: _Row(Code.ALREADY_EXISTS, "{segment} exists and is {state}: {advice}", retry=True),

@@ -54,6 +54,20 @@ the daemon, or has closed its connection. It stays charged, since it may reconne
 forgotten session is charged nothing, and its calls raise SessionLost. Nothing can unmap its memory, and the device may
 be too full to lend as much again while the process has it mapped. If you can end the process, do that instead."""
 
+_EVICT = """
+The daemon sends the session's process SIGTERM, and SIGKILL 10 s later if it still lives. All sessions of that process
+end with it, also those of other tenants and models. The command shows them and asks first, unless --yes is given. It
+returns when SIGTERM is sent; `membroker sessions --admin` shows when the sessions are gone. Use it for a worker that is
+late for a recall (the log names it) or hangs, so that its memory can be lent again.
+
+Segments that are sealed stay, and so do the models' quotas; a segment that the process was writing ends. Children of
+the process live on, and a child that shares its memory keeps it. An orchestrator may start the process again: to keep
+it away, end it there. If the daemon stops before the 10 s are over, a process that is still alive is left alone.
+
+Refused (status 1) if the daemon cannot signal the process: it belongs to another user and the daemon has no CAP_KILL,
+or it is in another pid namespace, as in most Kubernetes pods. Then end it where it runs; deploy/README.md says what to
+add to the daemon instead."""
+
 _DRAIN = """
 Borrowing, declaring more and attaching segments are refused (DRAINING). Every worker is told, now or when it connects:
 Client.on_notice. Memory stays lent until its worker releases it; sessions that hold some are listed. With --exit the
@@ -241,6 +255,20 @@ def _add_operators(subparsers: Commands) -> None:
     forget.add_argument(
         "name", metavar="SESSION", type=commands.session, help="as `membroker sessions --admin` shows it"
     )
+    evict = add(
+        subparsers,
+        "evict",
+        operate.evict,
+        "end the process of a session, and so free its memory; at the admin endpoint",
+        "evict sessions/1c0000000001           show the process and its sessions, and ask\n"
+        "evict sessions/1c0000000001 --yes     do not ask, as in a script",
+        _EVICT,
+    )
+    evict.add_argument(
+        "name", metavar="SESSION", type=commands.session, help="as `membroker sessions --admin` shows it"
+    )
+    evict.add_argument("--yes", action="store_true", help="do not ask")
+    evict.set_defaults(parser=evict)
     drain = add(
         subparsers,
         "drain",

@@ -145,6 +145,22 @@ class ForgetSessionRequest(google.protobuf.message.Message):
 global___ForgetSessionRequest = ForgetSessionRequest
 
 @typing.final
+class EvictSessionRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """sessions/{session}"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+
+global___EvictSessionRequest = EvictSessionRequest
+
+@typing.final
 class DrainRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -76,6 +76,7 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.MODEL_IN_USE: [{"model": MODEL, "used_bytes": 2 * MIB}],
     Reason.EXTENT_NOT_FOUND: [{"extent": (1 << 64) - 1}],
     Reason.SESSION_NOT_DETACHED: [{"session": "sessions/1c", "what": "is open, its process is connected"}],
+    Reason.SESSION_NOT_EVICTABLE: [{"session": "sessions/1c", "what": "its process is dead already"}],
     Reason.TENANT_NOT_FOUND: [{"tenant": "green"}, {"tenant": "acme", "hint": ", and each user is one here"}],
     Reason.SEGMENT_NOT_FOUND: [{"segment": SEGMENT}, {"segment": (1 << 64) - 1}],
     Reason.SEGMENT_EXISTS: [
