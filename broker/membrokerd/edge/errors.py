@@ -221,7 +221,7 @@ class _Words(dict[str, object]):
 
 
 def _fair(numbers: Mapping[str, int | str]) -> str:
-    """Say what the model could have, what its session is asked to give back, and how long the request waited."""
+    """Say what the model could have, what its session is asked to release, and how long the request waited."""
     if "share_bytes" not in numbers:
         return ""
     share, obtainable = (format_size(int(numbers[key])) for key in ("share_bytes", "obtainable_bytes"))
