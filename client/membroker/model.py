@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import Any
+from typing import Any, Literal
 
 from . import arguments
 from .deprecated import keywords_only
@@ -85,16 +85,18 @@ class Model:
         page_size: int | str = DEFAULT_PAGE_SIZE,
         location: Location | str = Location.DEVICE,
         spare_pages: int = 0,
+        ahead: int | Literal["auto"] = 0,
     ) -> VirtualMemoryPool:
         """Reserve addresses for `virtual_capacity` bytes (by default the model's) and return the pool.
 
-        No memory is borrowed yet. `spare_pages` is the number of deallocated pages that the pool may keep mapped.
+        No memory is borrowed yet. `spare_pages` is the number of deallocated pages that the pool may keep mapped, and
+        `ahead` that of pages borrowed before they are needed, or `"auto"`: see `VirtualMemoryPool`.
         Raises `InvalidPageSize` unless `page_size` is a power of two and at least the granularity, `InvalidRequest`,
         `ClosedError`, and `DeviceFailure` when the addresses cannot be reserved.
         """
         self._session.check_open()
         capacity = self.virtual_capacity if virtual_capacity is None else virtual_capacity
-        return VirtualMemoryPool(self, capacity, page_size, location, spare_pages)
+        return VirtualMemoryPool(self, capacity, page_size, location, spare_pages, ahead)
 
     def allocate(
         self, size: int | str, location: Location | str = Location.DEVICE, *, wait: float | None = None
@@ -278,7 +280,14 @@ class _ModelSource(SessionOwner):
         self._name = name
 
     def borrow(
-        self, extent_bytes: int, count: int, location: Location, placement: Placement, until: float | None
+        self,
+        extent_bytes: int,
+        count: int,
+        location: Location,
+        placement: Placement,
+        until: float | None,
+        *,
+        ahead: bool = False,
     ) -> None:
         """Borrow extents from the broker and place them in packets, as they arrive. All or nothing."""
         if count > MAX_EXTENTS_PER_CALL:
@@ -290,7 +299,7 @@ class _ModelSource(SessionOwner):
         if get_ident() == self._session.reconnecting.callback_thread:
             raise borrows_in_a_callback()
         place = messages.location_to_wire(location)
-        self._session.transport.allocate(self._name, place, extent_bytes, count, placement, until)
+        self._session.transport.allocate(self._name, place, extent_bytes, count, placement, until, ahead)
 
     def check_may_borrow(self) -> None:
         """Raise `InvalidRequest` in a callback of `on_recall`."""

@@ -245,7 +245,14 @@ class _Counted:
         self._source.later(work)
 
     def borrow(
-        self, extent_bytes: int, count: int, location: Location, placement: Placement, until: float | None
+        self,
+        extent_bytes: int,
+        count: int,
+        location: Location,
+        placement: Placement,
+        until: float | None,
+        *,
+        ahead: bool = False,
     ) -> None:
         """Debit the budgets, then borrow. Only the lender lets it wait: the budgets refuse at once."""
         key = borrowing()
@@ -253,7 +260,7 @@ class _Counted:
             for budget in self._budgets:
                 budget.debit(extent_bytes * count, key)
             counted = _CountedPlacement(placement, key, self._budgets)
-            self._source.borrow(extent_bytes, count, location, counted, until)
+            self._source.borrow(extent_bytes, count, location, counted, until, ahead=ahead)
         finally:
             for budget in self._budgets:
                 budget.credit([key])

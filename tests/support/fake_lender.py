@@ -106,7 +106,14 @@ class Lender:
             self.work.popleft()()
 
     def borrow(
-        self, extent_bytes: int, count: int, location: Location, placement: Placement, until: float | None = None
+        self,
+        extent_bytes: int,
+        count: int,
+        location: Location,
+        placement: Placement,
+        until: float | None = None,
+        *,
+        ahead: bool = False,
     ) -> None:
         self.before_borrow()
         if self.lent_bytes + extent_bytes * count > self.capacity:

@@ -79,12 +79,20 @@ class Source(Owner, Protocol):
     """An owner that lends extents."""
 
     def borrow(
-        self, extent_bytes: int, count: int, location: Location, placement: Placement, until: float | None
+        self,
+        extent_bytes: int,
+        count: int,
+        location: Location,
+        placement: Placement,
+        until: float | None,
+        *,
+        ahead: bool = False,
     ) -> None:
         """Borrow `count` extents of `extent_bytes` each, and place them in packets.
 
         A broker that has no room lets the call wait `until` then (on the monotonic clock; None: as long as its rules
-        say). A source without a broker does not wait.
+        say). A source without a broker does not wait. What is borrowed `ahead` of need never waits, and is refused if
+        anybody else waits.
 
         All or nothing: after any failure, also one of `placement`, it calls `undo`, releases everything and raises.
         """

@@ -171,7 +171,14 @@ class LocalSource(Holder["_Link"], Closing):
         return self._link.driver
 
     def borrow(
-        self, extent_bytes: int, count: int, location: Location, placement: Placement, until: float | None = None
+        self,
+        extent_bytes: int,
+        count: int,
+        location: Location,
+        placement: Placement,
+        until: float | None = None,
+        *,
+        ahead: bool = False,
     ) -> None:
         """Create `count` extents of `extent_bytes` each, and place them in packets. All or nothing. It never waits.
 

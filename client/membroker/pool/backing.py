@@ -21,6 +21,7 @@ from ..memory.local_source import add_asked
 from ..memory.views import Span
 from ..types import MemoryStats, Move, PoolMapping
 from ..vmm.driver import AccessFlags, DriverError, Location
+from .ahead import MOST_PER_CALL, Ahead
 from .offload import OffloadedPages
 from .page_store import PageStore
 from .page_table import FIXED, FREE, OFFLOADED, SPARE, USED, PageTable, next_move
@@ -32,11 +33,19 @@ Choose = Callable[[PageTable], range]
 class Backing:
     """`count` pages of `page_size` bytes of addresses, and their memory. Up to `spare_pages` stay mapped when dropped.
 
+    `ahead` says how many spare pages are borrowed before they are needed.
     Pages are numbers. A `Choose` function picks a range of them in the table, which does not change before the claim.
     """
 
     def __init__(
-        self, source: Source, pool: object, count: int, page_size: int, location: Location, spare_pages: int
+        self,
+        source: Source,
+        pool: object,
+        count: int,
+        page_size: int,
+        location: Location,
+        spare_pages: int,
+        ahead: Ahead | None,
     ) -> None:
         self.holding = MappedMemory(source, pool, count * page_size, "pool", alignment=page_size)
         self._table = PageTable(count, page_size)
@@ -51,16 +60,28 @@ class Backing:
         self._keeps = 0
         self._clean_keeps = 0
         self._is_never_busy = source.driver.device.driver == "host"
+        self._ahead = ahead
+        if ahead is not None:
+            ahead.start(self)
 
     def back(
-        self, choose: Choose, asked: int | str, until: float | None, *, within: int = 0, spare: bool = False
+        self,
+        choose: Choose,
+        asked: int | str,
+        until: float | None,
+        *,
+        within: int = 0,
+        spare: bool = False,
+        ahead: bool = False,
     ) -> range:
         """Map the missing pages of an unused range, all or nothing, and mark the range used, or spare.
 
-        `asked` is the size that the user requested. Its first byte is byte `within` of the first page. `until` is the
-        source's, here and below.
+        `asked` is the size that the user requested. Its first byte is byte `within` of the first page. `until` and
+        `ahead` are the source's, here and below.
         """
         if self._table.spare and not spare and (pages := self._take_spare(choose, within)):
+            if self._ahead is not None:
+                self._ahead.took(len(pages), self._table.spare)
             return pages
         with Operation(self.holding) as operation:
             pages = self._claim(operation, choose, self._table.check_unused)
@@ -72,7 +93,10 @@ class Backing:
                 placing = Placing(self.holding, offsets)
                 operation.undo.append(placing.take_back)
                 try:
-                    self._source.borrow(self._page_size, len(run), self._location, placing, until)
+                    if ahead:
+                        self._source.borrow(self._page_size, len(run), self._location, placing, until, ahead=True)
+                    else:
+                        self._source.borrow(self._page_size, len(run), self._location, placing, until)
                 except OutOfMemory as error:
                     add_asked(error, asked, "pages", self._page_size)
                     raise
@@ -84,6 +108,8 @@ class Backing:
                 else:
                     self._table.begins[pages.start] = within
                 operation.undo.clear()
+        if self._ahead is not None and not spare:
+            self._ahead.took(len(pages), self._table.spare)
         return pages
 
     def _restore(self, pages: range, before: bytes) -> None:
@@ -96,7 +122,8 @@ class Backing:
 
     def drop(self, choose: Choose) -> None:
         """Release used pages, or keep all of them as spare pages. Drop the bytes of offloaded pages."""
-        if self.spare_pages and self._keep_spare(choose):
+        most = self.spare_pages if self._ahead is None else max(self.spare_pages, self._ahead.target)
+        if most and self._keep_spare(choose, most):
             return
         with Operation(self.holding) as operation:
             pages = self._claim(operation, choose, self._check_droppable)
@@ -107,15 +134,15 @@ class Backing:
             if self._offloaded.size:
                 uninterrupted(lambda: self._offloaded.drop(pages))
 
-    def _keep_spare(self, choose: Choose) -> bool:
-        """Keep deallocated pages mapped as spare pages, if all of them fit; return whether they did.
+    def _keep_spare(self, choose: Choose, most: int) -> bool:
+        """Keep deallocated pages mapped as spare pages, unless there are more than `most` then; return whether it did.
 
         Protected pages are released instead: the next allocation would have to make them writable.
         """
         with self._lock:
             table = self._table
             pages = choose(table)
-            if table.spare + len(pages) > self.spare_pages:
+            if table.spare + len(pages) > most:
                 return False
             if self._offloaded.size and table.runs_of(OFFLOADED, pages):
                 return False
@@ -140,6 +167,31 @@ class Backing:
             for run in runs:
                 self._unbind(run, operation)
         return sum(map(len, runs))
+
+    def keep_ahead(self) -> bool:
+        """Borrow missing spare pages, or release those that are too many: one call. Return whether there is more to do.
+
+        Called by the thread of `Ahead`. Raises what `Source.borrow` raises, but for refusals, and `ClosedError`.
+        """
+        ahead, table = self._ahead, self._table
+        assert ahead is not None
+        self.holding.check_open()
+        target = ahead.work_out()
+        with self._lock:
+            missing, few = target - table.spare, table.next_free(min(MOST_PER_CALL, max(1, target - table.spare)))
+        if table.spare > 2 * target + self.spare_pages:
+            self._give_spare((table.spare - target) * self._page_size, lambda _: True)
+            return False
+        if missing <= 0 or not few or ahead.is_paused:
+            return False
+        try:
+            size = len(few) * self._page_size
+            self.back(lambda table: table.next_free(len(few)), size, None, spare=True, ahead=True)
+        except (OutOfMemory, AlreadyMapped):
+            ahead.refused()
+            return False
+        ahead.granted()
+        return missing > len(few)
 
     def _give_spare(self, size: int, is_asked_for: Callable[[int], bool]) -> None:
         """Release spare pages that no work on the device can use, the highest ones first, without waiting for it."""

@@ -127,6 +127,21 @@ class PageTable:
                 return range(found, found + count)
             at = aligned
 
+    def next_free(self, most: int) -> range:
+        """Return the lowest pages that are free, in one run of at most `most`; an empty range if no page is free."""
+        states = self._states
+        first = states.find(FREE)
+        if first < 0:
+            first = len(states)
+        stop = min(first + most, self.count)
+        taken = states[first:stop].lstrip(bytes((FREE,)))
+        return range(first, max(first, min(stop, len(states)) - len(taken)) if taken else max(first, stop))
+
+    def spare_fit(self, count: int) -> range | None:
+        """Return the lowest `count` contiguous pages that are spare, or None."""
+        found = self._states.find(bytes((SPARE,)) * count)
+        return range(found, found + count) if found >= 0 else None
+
     def check_unused(self, pages: range) -> None:
         """Raise `AlreadyMapped` unless all of them are free or spare, and `Offloaded` for an offloaded page."""
         taken = self._states[pages.start : pages.stop].lstrip(_AVAILABLE)

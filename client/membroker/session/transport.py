@@ -39,15 +39,19 @@ class Transport:
         count: int,
         placement: Placement,
         until: float | None,
+        ahead: bool = False,
     ) -> None:
         """Borrow `count` extents for a model, whose descriptors `placement` takes. All or nothing.
 
-        The broker lets it wait for memory `until` then, on the monotonic clock; None: as long as its rules say.
+        The broker lets it wait for memory `until` then, on the monotonic clock; None: as long as its rules say. It
+        lends `ahead` of need only what nobody waits for.
         """
         frame = Frame()
         request = frame.allocate
         request.model, request.location = model, location
         request.extent_bytes, request.count = extent_bytes, count
+        if ahead:
+            request.ahead = True
         if until is None:
             self._connection.call(frame, placement)
         else:

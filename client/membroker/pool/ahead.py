@@ -1,0 +1,115 @@
+"""Borrowing ahead: how many spare pages a pool keeps ready, and the thread that borrows them before they are needed.
+
+Owns that number and the thread. It must never wait for the device, nor take what others want: the broker refuses what
+is asked for ahead when anybody waits. The thread must not refer to the pool while it waits: one that is garbage ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from typing import Final, Protocol
+
+from ..errors import ClosedError, MembrokerError
+from ..vmm.sizes import GIB
+
+logger = logging.getLogger("membroker")
+
+MOST_BYTES: Final = GIB
+"""The most that "auto" keeps ready."""
+SLICE_SECONDS: Final = 0.02
+SLICES: Final = 500
+"""Of the last 10 seconds, the slice in which the most pages were taken decides."""
+LOOK_SECONDS: Final = 1.0
+FIRST_PAUSE, LAST_PAUSE = 1.0, 8.0
+"""After a refusal the pool borrows nothing ahead for so many seconds, doubled with each refusal in a row."""
+MOST_PER_CALL: Final = 64
+
+
+class Stocked(Protocol):
+    """A pool's pages, as far as borrowing ahead needs them. Every method is called by the thread."""
+
+    def keep_ahead(self) -> bool:
+        """Borrow or release pages once; return whether there is more to do. Raises what a call of the broker raises."""
+        ...
+
+
+class Ahead:
+    """How many spare pages of `page_size` bytes to keep: `fixed`, or, if that is None, by what was taken lately."""
+
+    def __init__(self, fixed: int | None, page_size: int) -> None:
+        self._fixed = fixed
+        self._most = max(1, MOST_BYTES // page_size)
+        self._slice = 0
+        self._taken = 0
+        self._history: dict[int, int] = {}
+        """Pages that were taken in each slice before this one."""
+        self._target = 1 if fixed is None else fixed
+        self._pause = 0.0
+        self._resume_at = 0.0
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, pool: Stocked) -> None:
+        """Keep pages ready from now on, as long as the pool lives."""
+        arguments = (weakref.ref(pool), self._wake)
+        self._thread = threading.Thread(target=_keep, args=arguments, name="membroker-ahead", daemon=True)
+        self._thread.start()
+
+    def took(self, count: int, left: int) -> None:
+        """Note that pages were taken, and `left` spare ones are there. Part of every allocation."""
+        now = int(time.monotonic() / SLICE_SECONDS)
+        if now != self._slice:
+            self._history[self._slice], self._slice, self._taken = self._taken, now, 0
+        self._taken += count
+        if left <= self._target // 2 and not self._wake.is_set():
+            self._wake.set()
+
+    @property
+    def target(self) -> int:
+        """How many spare pages are to be there, as last worked out."""
+        return self._target
+
+    def work_out(self) -> int:
+        """Work the target out again, and return it."""
+        if self._fixed is None:
+            oldest = int(time.monotonic() / SLICE_SECONDS) - SLICES
+            self._history = {at: count for at, count in list(self._history.items()) if at > oldest}
+            lately = [*self._history.values(), self._taken if self._slice > oldest else 0]
+            self._target = min(self._most, max(1, *lately))
+        return self._target
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is borrowed ahead, because the broker refused it lately."""
+        return time.monotonic() < self._resume_at
+
+    def granted(self) -> None:
+        """Note that the broker lends ahead."""
+        self._pause = 0.0
+
+    def refused(self) -> None:
+        """Note that it does not."""
+        self._pause = min(LAST_PAUSE, max(FIRST_PAUSE, 2 * self._pause))
+        self._resume_at = time.monotonic() + self._pause
+
+
+def _keep(reference: weakref.ref[Stocked], wake: threading.Event) -> None:
+    while True:
+        wake.wait(LOOK_SECONDS)
+        wake.clear()
+        pool = reference()
+        try:
+            while pool is not None and pool.keep_ahead():
+                pass
+        except ClosedError:
+            return
+        except MembrokerError as error:
+            logger.info("no pages are borrowed ahead at the moment: %s", error)
+        except Exception:
+            logger.exception("borrowing ahead has failed")
+        if pool is None:
+            return
+        del pool

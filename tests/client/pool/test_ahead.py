@@ -1,0 +1,152 @@
+"""Borrowing ahead: a pool keeps spare pages ready before they are needed, and lets go of what is too many."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from types import SimpleNamespace
+
+import pytest
+from tests.support.daemons import until
+from tests.support.fake_lender import PAGE, Lender
+
+from membroker.errors import InvalidRequest, OutOfMemory
+from membroker.pool import ahead as ahead_module
+from membroker.pool.ahead import Ahead
+from membroker.pool.pool import VirtualMemoryPool
+
+
+def threads() -> int:
+    """How many threads borrow ahead."""
+    return sum(thread.name == "membroker-ahead" for thread in threading.enumerate())
+
+
+def spare(pool: VirtualMemoryPool) -> int:
+    """How many spare pages a pool has."""
+    return pool.stats().spare_pages
+
+
+def test_pages_are_there_before_they_are_wanted(lender: Lender) -> None:
+    """Taking some lets the thread borrow as many again; the lowest free addresses come first."""
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
+        until(lambda: spare(pool) == 4)
+        assert [pool.allocate_anywhere(PAGE) - pool.base_address for _ in range(3)] == [0, PAGE, 2 * PAGE]
+        until(lambda: spare(pool) == 4)
+        assert pool.stats().mapped_pages == 7
+    until(lambda: threads() == 0)
+
+
+def test_a_run_that_is_ready_goes_before_a_lower_one_that_is_not(lender: Lender) -> None:
+    """A hole that is lower would need a call."""
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=2) as pool:
+        first = pool.allocate_anywhere(8 * PAGE)
+        until(lambda: spare(pool) == 2)
+        pool.free(first)  # more pages than it keeps
+        assert pool.allocate_anywhere(PAGE) == first + 8 * PAGE
+
+
+def test_deallocated_pages_are_kept_as_far_as_they_are_wanted(lender: Lender) -> None:
+    """They need no call to be allocated again."""
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=2) as pool:
+        pool.allocate(0, 4 * PAGE)
+        until(lambda: spare(pool) == 2)
+        pool.allocate(4 * PAGE, 2 * PAGE)
+        until(lambda: spare(pool) == 2)
+        pool.trim()
+        pool.deallocate(0, 2 * PAGE)
+        assert pool.is_mapped(4 * PAGE, 2 * PAGE)
+        assert spare(pool) == 2
+
+
+def test_after_a_refusal_it_pauses(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One second, then two, at most eight; what is granted in between ends that."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(ahead_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    ahead = Ahead(4, PAGE)
+    pauses = []
+    for _ in range(5):
+        ahead.refused()
+        began = clock.now
+        while ahead.is_paused:
+            clock.now += 0.25
+        pauses.append(clock.now - began)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 8.0]
+    ahead.granted()
+    ahead.refused()
+    clock.now += 1.0
+    assert not ahead.is_paused
+
+
+def test_a_refusal_is_felt_by_nobody(lender: Lender) -> None:
+    """Neither by the thread, which tries again later, nor by a call: that asks for itself."""
+    asked: list[bool] = []
+    borrow = lender.borrow
+
+    def refuse(*args: object, ahead: bool = False, **options: object) -> None:
+        asked.append(ahead)
+        if ahead:
+            raise OutOfMemory("others want it", "CAPACITY", {})
+        borrow(*args, **options)
+
+    lender.borrow = refuse  # type: ignore[method-assign,assignment]
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
+        until(lambda: asked == [True])
+        pool.allocate_anywhere(PAGE)
+        assert asked == [True, False]
+        assert pool._ahead is not None
+        assert pool._ahead.is_paused
+
+
+def test_auto_follows_the_busiest_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as were taken in any 20 ms of the last 10 seconds, at least one and at most 1 GiB."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(ahead_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    ahead = Ahead(None, 64 << 20)
+    assert ahead.work_out() == 1
+    for _ in range(5):
+        ahead.took(1, 9)
+    clock.now += 0.03
+    ahead.took(2, 9)
+    assert ahead.work_out() == 5
+    clock.now += 9.9
+    ahead.took(1, 9)
+    assert ahead.work_out() == 5
+    clock.now += 0.2
+    ahead.took(3, 9)
+    assert ahead.work_out() == 3
+    ahead.took(99, 9)
+    assert ahead.work_out() == 16
+    clock.now += 20
+    assert ahead.work_out() == 1
+
+
+def test_what_is_too_many_goes_back(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the busiest moment is over, without a wait for the device."""
+    monkeypatch.setattr(ahead_module, "LOOK_SECONDS", 0.02)
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead="auto") as pool:
+        assert pool._ahead is not None
+        pool._ahead.took(12, 0)
+        until(lambda: spare(pool) == 12)
+        pool._backing._is_never_busy = False
+        lender.driver.before_synchronize = lambda: pytest.fail("it waited for the device")
+        pool._ahead._history.clear()
+        pool._ahead._taken = 0
+        until(lambda: spare(pool) == 1)
+        lender.driver.before_synchronize = lambda: None
+
+
+def test_a_pool_that_is_garbage_ends(lender: Lender) -> None:
+    """The thread does not keep it."""
+    pools = [VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=2)]
+    until(lambda: spare(pools[0]) == 2)
+    pools.clear()
+    gc.collect()
+    lender.settle()
+    until(lambda: threads() == 0)
+
+
+@pytest.mark.parametrize("ahead", [-1, 1.5, "much", None])
+def test_what_is_no_number_of_pages_is_refused(lender: Lender, ahead: object) -> None:
+    """Before anything is reserved."""
+    with pytest.raises(InvalidRequest, match="ahead"):
+        VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=ahead)  # type: ignore[arg-type]
