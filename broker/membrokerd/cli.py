@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .reload import Reloader
 
 SWITCH_SECONDS = 0.0005
+GUARANTEE_STEP = 64 << 20
+"""Engines take pages of up to this size."""
 
 _EPILOG = """\
 examples:
@@ -59,6 +61,7 @@ def _run(options: dict[str, Any]) -> int:
     # A wrong configuration is reported before gRPC and a driver are imported.
     import_quietly("membrokerd.reload")
     from .config.config import ConfigError, load
+    from .home import HomeError
     from .observe import logs
     from .reload import Reloader
 
@@ -70,8 +73,12 @@ def _run(options: dict[str, Any]) -> int:
         print(error, file=sys.stderr)
         return 1
     if only_check:
-        for trouble in _troubles(config):
-            print(f"{path or 'the defaults'}: {trouble}", file=sys.stderr)
+        try:
+            for trouble in _troubles(config):
+                print(f"{path or 'the defaults'}: {trouble}", file=sys.stderr)
+        except HomeError as error:  # the daemon would not start
+            print(error, file=sys.stderr)
+            return 1
         print(f"{path or 'the defaults'}: good")
         return 0
     logs.configure(config.log)
@@ -93,6 +100,7 @@ def _troubles(config: Config) -> Iterator[str]:
         )
     ):
         yield why
+    yield from _guarantee_troubles(config)
     models = sum(1 for tenant in config.tenants.values() for model in tenant.models.values() if model.guarantee)
     headroom = CUDA_HEADROOM if config.headroom is None else config.headroom
     if config.driver != "host" and headroom < models * CONTEXT_BYTES["cuda"]:
@@ -102,6 +110,30 @@ def _troubles(config: Config) -> Iterator[str]:
         )
     if config.uid_tenants and config.default_limit is None:
         yield "there are no tenants and no default_limit: every local user may borrow the whole device"
+
+
+def _guarantee_troubles(config: Config) -> Iterator[str]:
+    """Yield what is odd about the guarantees in the file, and which quotas by command do not fit the file any more."""
+    from membroker.vmm import format_size
+
+    from .config import quotas
+    from .config.checks import joined
+    from .config.config import QUOTA_KEYS, quotas_of
+    from .core import policy
+    from .device import changed_rules, misfit_sentences
+
+    for (tenant, model, location), quota in quotas_of(config.tenants):
+        if quota.guarantee and quota.guarantee % GUARANTEE_STEP and config.driver != "host":
+            key = ("tenants", tenant, *(("models", model) if model else ()), QUOTA_KEYS[location][1])
+            yield (
+                f"{joined(key)}: {format_size(quota.guarantee)} is not a multiple of {format_size(GUARANTEE_STEP)}: "
+                "a pool with pages of that size cannot use the rest"
+            )
+    capacity = policy.MAX_BYTES if config.capacity is None else config.capacity
+    rules = policy.Rules(granularity=1, capacities={"device": capacity, "host": config.host_capacity})
+    for kept in sorted((config.state_directory or quotas.state_directory("")).glob("*/quotas.toml")):
+        for sentence in misfit_sentences(quotas.read(kept), changed_rules(rules, config)):
+            yield f"{kept}: {sentence}: lower one by `membroker quota set`"
 
 
 def _serve(config: Config, reloader: Reloader) -> int:

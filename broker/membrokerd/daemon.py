@@ -41,6 +41,7 @@ from .edge.dispatch import Dispatcher
 from .edge.handoff.outbox import Traffic
 from .edge.listings import Views
 from .edge.rpc.admin_service import AdminService
+from .eviction import Evictions
 from .executor import Executor
 from .home import Home, HomeError, clear_private
 from .lookout import Lookout
@@ -157,6 +158,8 @@ class Daemon:
         self._watch = Watch(self._store, self._loop.process_died, self._turns)
         stack.callback(self._watch.close)
         self._loop.on_forget.append(self._watch.forget)
+        self._evictions = Evictions(self._watch)
+        stack.callback(self._evictions.close)
         self._take_over(executor, kept)
         self._heartbeat = Heartbeat(asyncio.get_running_loop())
         self._start_metrics(stack)
@@ -319,6 +322,7 @@ class Daemon:
             lambda: self._config.tenants,
             lambda: quotas.write(self._quotas_path, self._loop.broker.ledger.quotas),
             self._drain,
+            self._evictions,
         )
         await self._doors.open_admin(service, stack)
 
@@ -373,7 +377,8 @@ class Daemon:
         answer: concurrent.futures.Future[MetricsView] = concurrent.futures.Future()
 
         def begin() -> None:
-            view = take_view(self._loop, self._plan, self._config.tenants, self._traffic, self._store)
+            evicted = self._evictions.count
+            view = take_view(self._loop, self._plan, self._config.tenants, self._traffic, self._store, evicted)
             in_portions(view, answer.set_result)
 
         self._loop.call_threadsafe(begin)

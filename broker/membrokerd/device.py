@@ -110,22 +110,25 @@ def _by_location(device: int | None, host: int | None) -> dict[CoreLocation, int
 
 def check_guarantees(rules: policy.Rules) -> None:
     """Raise `DeviceError` if the configured guarantees do not fit the limits and what this device can lend."""
-    problems = [_misfit(one, where) for where in rules.capacities for one in misfits({}, rules, where)]
-    if problems:
+    if problems := misfit_sentences({}, rules):
         raise DeviceError("; ".join(problems) + ": lower guarantees in the configuration")
 
 
 def warn_of_guarantees(quotas: Mapping[policy.Key, Quota], rules: policy.Rules, config: Config) -> None:
     """Log which guarantees cannot be kept because of quotas that were set by command, and which are for no tenant."""
-    for where in rules.capacities:
-        for one in misfits(quotas, rules, where):
-            logs.warn(f"{_misfit(one, where)}: see `membroker quota list --all`, and lower one by `quota set`")
+    for sentence in misfit_sentences(quotas, rules):
+        logs.warn(f"{sentence}: see `membroker quota list --all`, and lower one by `quota set`")
     kept = {tenant for (tenant, _, _), quota in quotas.items() if quota.guarantee}
     for tenant in sorted(kept - config.tenants.keys()) if config.tenants else ():
         logs.warn(
             "memory is kept for a tenant that is not configured: `membroker quota set NAME --guarantee none` ends that",
             tenant=tenant,
         )
+
+
+def misfit_sentences(quotas: Mapping[policy.Key, Quota], rules: policy.Rules) -> list[str]:
+    """Return a sentence for each guarantee that cannot be kept."""
+    return [_misfit(one, where) for where in rules.capacities for one in misfits(quotas, rules, where)]
 
 
 def _misfit(one: Misfit, where: CoreLocation) -> str:

@@ -21,7 +21,7 @@ from .turns import gather
 
 
 def take_view(
-    loop: Loop, plan: Plan, tenants: Mapping[str, TenantConfig], traffic: Traffic, store: Store
+    loop: Loop, plan: Plan, tenants: Mapping[str, TenantConfig], traffic: Traffic, store: Store, evictions: int
 ) -> Generator[None, None, MetricsView]:
     """Return the view, as work for `in_portions`. The sums are as of its last step."""
     broker = loop.broker
@@ -44,6 +44,7 @@ def take_view(
         unproven_releases=dict(broker.settling.unproven),
         refused=dict(traffic.refused),
         notices_dropped=traffic.notices_dropped,
+        evictions=evictions,
         log_lines_dropped=logs.dropped(),
         stock_changes=dict(broker.stock.changes),
         headroom=dict(plan.headroom),

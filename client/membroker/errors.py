@@ -261,6 +261,7 @@ _CLASSES: dict[str, type[MembrokerError]] = {
     "MODEL_IN_USE": ModelInUse,
     "EXTENT_NOT_FOUND": NotFound,
     "SESSION_NOT_DETACHED": NotFound,
+    "SESSION_NOT_EVICTABLE": InvalidRequest,
     "TENANT_NOT_FOUND": NotFound,
     "SEGMENT_NOT_FOUND": SegmentNotFound,
     "SEGMENT_EXISTS": SegmentExists,

@@ -149,7 +149,10 @@ def borrow(one: Worker, daemon: Daemon, tenant: str, size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_every_alert_fires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stderr: int) -> None:
-    """Limit reached, stranger, forked child, lost connection, full disk, no descriptors, unread log, dead daemon."""
+    """Limit reached, stranger, forked child, lost connection, full disk, no descriptors, unread log, dead daemon.
+
+    And guarantees that cannot be kept, and a worker that does not answer a recall.
+    """
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -159,6 +162,7 @@ def test_every_alert_fires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stde
         assert watch.firing() == {"MembrokerDriverFallback"}, "nothing else is wrong"
 
         _guarantee_what_is_lent(daemon, watch)
+        _recall_from_one_that_is_stopped(daemon, watch)
         _make_a_child_keep_memory(daemon, watch, parent)
         lost.do(f"raw = Raw({str(daemon.endpoint())!r}, 'handoff'); raw.hello(); raw.socket.shutdown(2)")
         borrow(asker, daemon, "red", 2 * MIB)
@@ -195,6 +199,20 @@ def _guarantee_what_is_lent(daemon: Daemon, watch: Prometheus) -> None:
         request.ClearField("guarantee_bytes")
         admin.SetQuota(request)
         one.do("pool.close(); client.close()")
+
+
+def _recall_from_one_that_is_stopped(daemon: Daemon, watch: Prometheus) -> None:
+    with worker() as one, daemon.admin_stub() as admin:
+        one.do("from tests.support.raw import *; from pathlib import Path")
+        one.do(f"session = Session(Path({str(daemon.endpoint('blue'))!r}))")
+        one.do("model = session.register('stopped', answers_recalls=True)")
+        one.do(f"ids = session.borrow(model, {160 * MIB})")
+        one.send(signal.SIGSTOP)
+        request = admin_pb2.SetQuotaRequest(name="tenants/blue", limit_bytes=64 * MIB)
+        admin.SetQuota(request)  # the broker asks for what is above it
+        watch.until_fired("MembrokerLateRecall")
+        request.ClearField("limit_bytes")
+        admin.SetQuota(request)
 
 
 def _make_a_child_keep_memory(daemon: Daemon, watch: Prometheus, parent: Worker) -> None:

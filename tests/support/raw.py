@@ -167,6 +167,34 @@ class Session(Connection):
         assert not isinstance(answer, Status), answer
         return str(answer.name)
 
+    def release(self, ids: Sequence[int]) -> None:
+        """Give extents back."""
+        answer = self.call(release=bpb.ReleaseExtentsRequest(extent_ids=ids))
+        assert not isinstance(answer, Status), answer
+
+    def recall(self) -> pb.Recall:
+        """Return the next Recall; other notices before it are skipped."""
+        while True:
+            notice = handoff.receive(self.notices).frame.notice
+            if notice.HasField("recall"):
+                return notice.recall
+
+    def answer_recall(self, number: int) -> None:
+        """Say that no more is released for this recall."""
+        self.send(pb.Frame(request_id=next(_ids), recall_answer=pb.RecallAnswer(recall_id=number)))
+
+    def resume(self, ids: Sequence[int] = (), answering: Sequence[str] = ()) -> Any:
+        """Connect again, state these extents and models, and return the answer."""
+        self.notices.close()
+        self.sock.close()
+        Connection.__init__(self, self.endpoint)
+        self.send(pb.Frame(request_id=next(_ids), hello=pb.Hello(protocol_version=1, resume_token=self.token)))
+        packet = handoff.receive(self.sock)
+        assert packet.frame.welcome.resumed, packet.frame
+        self.notices = socket.socket(fileno=packet.descriptors[0])
+        self.notices.settimeout(SECONDS)
+        return self.call(holds=pb.Holds(extent_ids=ids, answering_models=answering, last=True))
+
     def close(self) -> None:
         """Say Goodbye, if anybody listens, and close."""
         with suppress(OSError, handoff.EndOfConnection):

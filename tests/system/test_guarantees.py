@@ -185,6 +185,41 @@ def test_a_check_of_the_configuration_counts_contexts(tmp_path: Path) -> None:
     assert "headroom: 2 models have a guarantee" in ran.stderr
 
 
+def test_a_check_of_the_configuration_looks_at_guarantees(tmp_path: Path) -> None:
+    """One that pages do not fill, and quotas by command that were fine with the configuration of before."""
+    models = {"a": {"guarantee": "96MiB"}, "b": {"guarantee": "128MiB", "limit": "1GiB"}}
+    places = {"runtime_directory": str(tmp_path), "state_directory": str(tmp_path / "kept")}
+    keys = {"driver": "cuda", "capacity": "2GiB", "tenants": {"red": {"models": models}}}
+    path, kept = tmp_path / "membrokerd.toml", tmp_path / "kept" / "gpu-12345678" / "quotas.toml"
+    path.write_text(to_toml({**places, **keys}))
+    kept.parent.mkdir(parents=True)
+    command = [sys.executable, "-m", "membrokerd.cli", "--config", str(path), "--check-config"]
+
+    def check() -> list[str]:
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (ran.returncode, ran.stdout) == (0, f"{path}: good\n")
+        return [line.removeprefix(f"{path}: ") for line in ran.stderr.splitlines()]
+
+    odd = (
+        "tenants.red.models.a.guarantee: 96.0 MiB is not a multiple of 64.0 MiB: a pool with pages of that size cannot "
+        "use the rest"
+    )
+    kept.write_text('[tenants.red.models.b]\nguarantee = "512MiB"\n')
+    assert check() == [odd]
+    kept.write_text('[tenants.red.models.b]\nguarantee = "2GiB"\n')
+    assert check() == [
+        odd,
+        f"{kept}: the guarantee of tenants/red/models/b would be 2.0 GiB of device memory, more than its limit, "
+        "1.0 GiB: lower one by `membroker quota set`",
+        f"{kept}: the guarantees of all tenants together would be 2.1 GiB of device memory, more than the capacity, "
+        "2.0 GiB: lower one by `membroker quota set`",
+    ]
+    kept.write_text("[tenants.red]\nguarantees = 1\n")
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert f"{kept}: tenants.red.guarantees: is not a known key" in ran.stderr
+
+
 def test_the_doctor_looks_at_guarantees(daemon: Daemon, blue: Client, admin: Admin) -> None:
     def check() -> doctor.Check:
         return doctor.check_guarantees(str(daemon.admin), {})
@@ -194,7 +229,10 @@ def test_the_doctor_looks_at_guarantees(daemon: Daemon, blue: Client, admin: Adm
     assert (check().status, check().found) == ("ok", "2 set, all of them can be kept")
     with blue.register_model("batch").allocate("128MiB"):
         admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 192 * MIB})
-        assert (check().status, check().found) == ("warn", "64.0 MiB of the device guarantees are not free now")
+        assert (check().status, check().found) == (
+            "warn",
+            "64.0 MiB of the device guarantees are neither free nor recallable now",
+        )
     assert doctor.check_guarantees(str(daemon.endpoint("nobody")), {}).status == "ok", "it is not this user's to ask"
 
 

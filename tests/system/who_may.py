@@ -521,6 +521,17 @@ def drain_and_undrain(me: Party, target: Any) -> Any:
 
 
 @row(
+    "A7",
+    "AdminService, EvictSession of a session that has ended",
+    "UNIMPLEMENTED UNIMPLEMENTED UNIMPLEMENTED SESSION_NOT_EVICTABLE EACCES UNIMPLEMENTED UNIMPLEMENTED",
+    _SERVED,
+)
+def evict_ended(me: Party, target: Any) -> Any:
+    """S itself is a session of the process that runs the tests."""
+    return raw.admin_call(me.door, "EvictSession", apb.EvictSessionRequest(name="sessions/1"))
+
+
+@row(
     "A4",
     "open `admin/grpc.sock`",
     "- EACCES EACCES yes EACCES ENOENT ENOENT",

@@ -82,7 +82,9 @@ class Recallable:
         """Note that a session has lost its connection, is resumed, or ends."""
         if row.state not in ("open", "detached"):
             for name in [name for name, sessions in self._answering.items() if row.session in sessions]:
-                self.leave(row.session, name)
+                self.set_answers(row.session, name, answers=False)
+            self.recalls = {one: recall for one, recall in self.recalls.items() if one.session != row.session}
+            self.kept = {one: kept for one, kept in self.kept.items() if one.session != row.session}
         self.changed()
 
     def answers(self, session: int | None, name: ModelName) -> bool:

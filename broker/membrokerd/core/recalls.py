@@ -78,9 +78,11 @@ class Recalls:
         else:
             return
         del self._state.recalls[one]
-        if recall.left:  # besides what it has kept before: it is asked for each byte once
+        if recall.left:
             before, _ = self._state.kept.get(one, (0, 0))
-            self._state.kept[one] = before + recall.left, now + KEPT_NS
+            # Nothing came back: twice as much each time, so that one that keeps all is not asked for every extent.
+            more = max(before, recall.left) if recall.left == recall.size else recall.left
+            self._state.kept[one] = before + more, now + KEPT_NS
         if not recall.late:
             self._report(one, recall, "kept" if recall.left else "returned", now)
         self._set_deadline()

@@ -84,6 +84,7 @@ _TABLE: Mapping[Reason, _Row] = {
         Code.FAILED_PRECONDITION,
         "{session} {what}: only a detached session can be forgotten (`membroker sessions --admin` shows which are)",
     ),
+    Reason.SESSION_NOT_EVICTABLE: _Row(Code.FAILED_PRECONDITION, "{session} cannot be evicted: {what}"),
     Reason.TENANT_NOT_FOUND: _Row(Code.NOT_FOUND, "there is no tenant {tenant!r} in the broker's configuration{hint}"),
     Reason.SEGMENT_NOT_FOUND: _Row(Code.NOT_FOUND, "{missing}"),
     Reason.SEGMENT_EXISTS: _Row(Code.ALREADY_EXISTS, "{segment} exists and is {state}: {advice}", retry=True),
@@ -220,12 +221,16 @@ class _Words(dict[str, object]):
 
 
 def _fair(numbers: Mapping[str, int | str]) -> str:
-    """Say what the model could have, and how long the request waited for it."""
+    """Say what the model could have, what its session is asked to give back, and how long the request waited."""
     if "share_bytes" not in numbers:
         return ""
     share, obtainable = (format_size(int(numbers[key])) for key in ("share_bytes", "obtainable_bytes"))
     waited = f", and the request waited {int(numbers['waited_ms']) / 1000:.1f} s" if "waited_ms" in numbers else ""
-    return f"; its share is {share}, {obtainable} more than it has{waited}"
+    recalled = ""
+    if "recalled_bytes" in numbers:
+        size = format_size(int(numbers["recalled_bytes"]))
+        recalled = f", and this session has not yet answered a recall of {size} of it"
+    return f"; its share is {share}, {obtainable} more than it has{recalled}{waited}"
 
 
 def _missing(segment: int | str) -> str:

@@ -178,6 +178,9 @@ REFUSED = Spec("membroker_connections_refused_total", "counter", "Handoff connec
 NOTICES_DROPPED = Spec(
     "membroker_notices_dropped_total", "counter", "Notices dropped because a session did not read them."
 )
+EVICTIONS = Spec(
+    "membroker_evictions_total", "counter", "Processes that were sent SIGTERM because an operator evicts them."
+)
 LOG_DROPPED = Spec(
     "membroker_log_lines_dropped_total", "counter", "Log lines dropped because stderr was not read fast enough."
 )
@@ -270,6 +273,7 @@ class MetricsView:
     unproven_releases: Mapping[Location, int] = field(default_factory=Counter)
     refused: Mapping[str, int] = field(default_factory=Counter)
     notices_dropped: int = 0
+    evictions: int = 0
     log_lines_dropped: int = 0
     stock_changes: Mapping[str, int] = field(default_factory=Counter)
     headroom: Mapping[Location, int] = field(default_factory=dict)
@@ -388,6 +392,7 @@ def _add_daemon(families: _Families, view: MetricsView) -> None:
         (DRIVER_FALLBACK, view.driver_fallback),
         (DESCRIPTORS, view.memory_descriptors_open),
         (NOTICES_DROPPED, view.notices_dropped),
+        (EVICTIONS, view.evictions),
         (LOG_DROPPED, view.log_lines_dropped),
         (OBSERVERS, view.observers),
         (SESSIONS_LIMIT, view.max_sessions),

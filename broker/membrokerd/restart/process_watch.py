@@ -61,6 +61,10 @@ class Watch:
         if pidfd is not None:
             self.add(session, pidfd, pid)
 
+    def pidfd(self, session: int) -> int | None:
+        """Return the pidfd of a session's process; None if the process is dead, or was lost. It stays the watch's."""
+        return self._pidfds.get(session)
+
     def look(self, session: int) -> None:
         """Check, after EXEC_SECONDS, whether an exec() of the process ended the session's connection."""
         if session in self._images:

@@ -182,6 +182,10 @@ class Admin:
         """End a detached session, `sessions/…`, and return its last state."""
         return next(iter(messages.sessions([self._call("ForgetSession", admin_pb2.ForgetSessionRequest(name=name))])))
 
+    def evict(self, name: str) -> SessionStatus:
+        """End the process of a session, `sessions/…`, and return the session's last state."""
+        return next(iter(messages.sessions([self._call("EvictSession", admin_pb2.EvictSessionRequest(name=name))])))
+
     def drain(self, deadline: datetime | None, *, exits: bool) -> DeviceStatus:
         """Stop lending; with `exits` the daemon exits once nothing is charged, or at the deadline."""
         request = admin_pb2.DrainRequest(exit=exits)

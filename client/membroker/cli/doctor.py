@@ -289,16 +289,23 @@ def check_guarantees(endpoint: str | None, env: Mapping[str, str]) -> Check:
         with open_admin(endpoint, env) as admin:
             locations = admin.device().locations
             quotas = [quota for quota in admin.quotas(configured=True) if quota.guarantee_bytes]
+            late = {model.name: sum(books.late_bytes for books in model.books.values()) for model in admin.models()}
     except MembrokerError:
         return Check("guarantees", "ok", "not checked: that needs a broker's admin endpoint")
     for where, books in locations.items():
         if books.guarantee_shortfall_bytes:
             missing = format_size(books.guarantee_shortfall_bytes)
             advice = (
-                "others have borrowed it and keep it until they release it (`membroker models --admin`), or all "
+                "others have it and cannot be asked for it, or do not answer (`membroker models --admin`), or all "
                 "guarantees are more than the capacity (`membroker quota list --all`)"
             )
-            return Check("guarantees", "warn", f"{missing} of the {where} guarantees are not free now", advice)
+            found = f"{missing} of the {where} guarantees are neither free nor recallable now"
+            return Check("guarantees", "warn", found, advice)
+    for name, size in late.items():
+        if size:
+            found = f"{tables.short_name(name)} owes {format_size(size)} that the broker has recalled"
+            advice = "its worker is stopped or hangs: the daemon's log names the session; let it run, or restart it"
+            return Check("guarantees", "warn", found, advice)
     for quota in quotas:
         size = quota.guarantee_bytes or 0
         if size % GUARANTEE_STEP:

@@ -34,24 +34,39 @@ broker runs as root. When `unaccounted` rises, the daemon's log names the proces
 context."""
 
 _QUOTA = """
-A limit is the most that a model, or all models of a tenant together, may borrow. A guarantee is memory that is kept for
-them: nobody else can borrow it, even while they do not use it. A guarantee of 0 takes the place of a configured one.
-Guarantees must fit: a model's within its limit, those of a tenant's models within the tenant's guarantee and limit, and
-all of them within the capacity; otherwise the command is refused with the numbers. Memory that is lent already stays
-lent: if it stands in the way of a guarantee, the answer says how much (shortfall), and nothing more is lent to others
-until that is released.
+A limit is the most that a model, or all models of a tenant together, may borrow. A guarantee is memory that they can
+have at any time: while they do not use it, it is lent only to programs that answer recalls. A guarantee of 0 takes the
+place of a configured one. Guarantees must fit: a model's within its limit, those of a tenant's models within the
+tenant's guarantee and limit, and all of them within the capacity; otherwise the command is refused with the numbers.
+What is above a lowered limit is recalled. Memory of programs that answer no recalls stays lent: if it stands in the way
+of a guarantee, the answer says how much (shortfall), and until that is released, only programs that answer recalls
+borrow more.
 
 A weight, 0 to 1000, says how the memory above the guarantees is divided while requests wait for it; it is 1 where none
 is set. The memory is divided among tenants first, then among the models of each tenant, in proportion to their weights;
 what each has borrowed already is a part of what it gets. A waiting request that stays within its model's part goes
-before those that do not. Weight 0 is for work that can wait for all others: it gets what they leave. Nothing that is
-lent is taken back, whatever the weights."""
+before those that do not, and memory is recalled for it. Weight 0 is for work that can wait for all others: it gets what
+they leave."""
 
 _FORGET = """
 A session is detached when its process lives and has no connection: it has been stopped since before the last restart of
 the daemon, or has closed its connection. It stays charged, since it may reconnect to the memory that it has mapped. A
 forgotten session is charged nothing, and its calls raise SessionLost. Nothing can unmap its memory, and the device may
 be too full to lend as much again while the process has it mapped. If you can end the process, do that instead."""
+
+_EVICT = """
+The daemon sends the session's process SIGTERM, and SIGKILL 10 s later if it still lives. All sessions of that process
+end with it, also those of other tenants and models. The command shows them and asks first, unless --yes is given. It
+returns when SIGTERM is sent; `membroker sessions --admin` shows when the sessions are gone. Use it for a worker that is
+late for a recall (the log names it) or hangs, so that its memory can be lent again.
+
+Segments that are sealed stay, and so do the models' quotas; a segment that the process was writing ends. Children of
+the process live on, and a child that shares its memory keeps it. An orchestrator may start the process again: to keep
+it away, end it there. If the daemon stops before the 10 s are over, a process that is still alive is left alone.
+
+Refused (status 1) if the daemon cannot signal the process: it belongs to another user and the daemon has no CAP_KILL,
+or it is in another pid namespace, as in most Kubernetes pods. Then end it where it runs; deploy/README.md says what to
+add to the daemon instead."""
 
 _DRAIN = """
 Borrowing, declaring more and attaching segments are refused (DRAINING). Every worker is told, now or when it connects:
@@ -198,7 +213,7 @@ def _add_books(subparsers: Commands) -> None:
         subparsers,
         "models",
         _models,
-        "how much each model is charged and waits for, and its quota",
+        "how much each model is charged and waits for, its quota, and what of its memory can be recalled or is late",
         "models\nmodels --admin --watch 1\nmodels --json | jq '.[].books.device'",
         admin=True,
     ).add_argument("--watch", metavar="SECONDS", type=commands.seconds, help="show it again and again, until Ctrl-C")
@@ -240,6 +255,20 @@ def _add_operators(subparsers: Commands) -> None:
     forget.add_argument(
         "name", metavar="SESSION", type=commands.session, help="as `membroker sessions --admin` shows it"
     )
+    evict = add(
+        subparsers,
+        "evict",
+        operate.evict,
+        "end the process of a session, and so free its memory; at the admin endpoint",
+        "evict sessions/1c0000000001           show the process and its sessions, and ask\n"
+        "evict sessions/1c0000000001 --yes     do not ask, as in a script",
+        _EVICT,
+    )
+    evict.add_argument(
+        "name", metavar="SESSION", type=commands.session, help="as `membroker sessions --admin` shows it"
+    )
+    evict.add_argument("--yes", action="store_true", help="do not ask")
+    evict.set_defaults(parser=evict)
     drain = add(
         subparsers,
         "drain",

@@ -1,4 +1,4 @@
-"""Commands for operators, at the admin endpoint: set a quota, forget a session, drain the device.
+"""Commands for operators, at the admin endpoint: set a quota, forget or evict a session, drain the device.
 
 Owns what they print. The command line is in `main`, the calls are in `admin`.
 """
@@ -6,6 +6,7 @@ Owns what they print. The command line is in `main`, the calls are in `admin`.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 
@@ -84,6 +85,54 @@ def forget(options: argparse.Namespace) -> int:
         f"{session.name} of {tables.short_name(session.tenant)} is forgotten: {size} are no longer charged",
         f"memory that its {process} still has mapped counts as unaccounted until it ends; the rest can be lent again",
     )
+
+
+def evict(options: argparse.Namespace) -> int:
+    """End the process of a session, after a question unless --yes was given."""
+    if not (options.yes or _can_ask()):
+        options.parser.error("there is no terminal on which to ask before the process is ended: give --yes")
+    with open_admin(options.endpoint) as admin:
+        sessions = _of_one_process(admin.sessions(), options.name)
+        if sessions and not options.yes and not _is_confirmed(sessions):
+            print("nothing was ended", file=sys.stderr)
+            return 1
+        session = admin.evict(options.name)
+    sessions = sessions or [session]
+    return tables.answer(
+        options.json,
+        {"session": session, "sessions": sessions},
+        f"{_process_of(sessions)} was sent SIGTERM, and gets SIGKILL 10 s later if it still lives",
+        *([tables.sessions_table(sessions)] * options.yes),
+        "its memory can be lent again once the device shows it free; its sealed segments stay",
+    )
+
+
+def _of_one_process(sessions: list[SessionStatus], name: str) -> list[SessionStatus]:
+    """Return all sessions of the process that has the session `name`, that one first; none if it is unknown or dead.
+
+    A dead process's pid may be another's by now. The broker gives pid 0 to processes that it cannot see: then only the
+    session itself is known to be of the process.
+    """
+    living = [one for one in sessions if one.state != "releasing"]
+    chosen = [one for one in living if one.name == name]
+    pids = {one.pid for one in chosen if one.pid}
+    return chosen + [one for one in living if one.pid in pids and one.name != name]
+
+
+def _process_of(sessions: list[SessionStatus]) -> str:
+    tenants = sorted({tables.short_name(one.tenant) for one in sessions})
+    return f"process {sessions[0].pid or '(in another pid namespace)'} of {' and '.join(tenants)}"
+
+
+def _can_ask() -> bool:
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
+
+
+def _is_confirmed(sessions: list[SessionStatus]) -> bool:
+    table = tables.render(tables.sessions_table(sessions), sys.stderr)
+    print(f"{_process_of(sessions)} would be ended, with all its sessions:\n\n{table}", file=sys.stderr)
+    print("end it? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def drain(options: argparse.Namespace) -> int:

@@ -145,6 +145,22 @@ class ForgetSessionRequest(google.protobuf.message.Message):
 global___ForgetSessionRequest = ForgetSessionRequest
 
 @typing.final
+class EvictSessionRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """sessions/{session}"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+
+global___EvictSessionRequest = EvictSessionRequest
+
+@typing.final
 class DrainRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -195,7 +211,9 @@ class SetQuotaRequest(google.protobuf.message.Message):
     limit_bytes: builtins.int
     """Absent: the command ends, and the configured limit applies again."""
     guarantee_bytes: builtins.int
-    """Memory that is kept for the model or the tenant: nobody else can borrow it. Absent: as for the limit."""
+    """Memory that the model or the tenant can have at any time. Others borrow it only if they answer recalls. Absent: as
+    for the limit.
+    """
     weight: builtins.int
     """How memory above the guarantees is divided, 0 to 1,000; 1 without it. 0: gets only what nobody with a weight wants.
     Absent: as for the limit.

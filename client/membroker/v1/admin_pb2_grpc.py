@@ -83,6 +83,11 @@ class AdminServiceStub(object):
                 request_serializer=membroker_dot_v1_dot_admin__pb2.ForgetSessionRequest.SerializeToString,
                 response_deserializer=membroker_dot_v1_dot_resources__pb2.Session.FromString,
                 _registered_method=True)
+        self.EvictSession = channel.unary_unary(
+                '/membroker.v1.AdminService/EvictSession',
+                request_serializer=membroker_dot_v1_dot_admin__pb2.EvictSessionRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_resources__pb2.Session.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/membroker.v1.AdminService/Drain',
                 request_serializer=membroker_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -171,6 +176,15 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EvictSession(self, request, context):
+        """Ends the process of a session, with all its sessions: sends SIGTERM, and SIGKILL after 10 s if the process still
+        lives. Returns the last state of the session at once, without waiting for the process. A second call while the
+        first is under way sends nothing. Refused (SESSION_NOT_EVICTABLE) if the daemon cannot signal the process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Stops lending and tells the workers. If asked, the daemon exits once nothing is charged, or at the deadline.
         """
@@ -241,6 +255,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
             'ForgetSession': grpc.unary_unary_rpc_method_handler(
                     servicer.ForgetSession,
                     request_deserializer=membroker_dot_v1_dot_admin__pb2.ForgetSessionRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_resources__pb2.Session.SerializeToString,
+            ),
+            'EvictSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.EvictSession,
+                    request_deserializer=membroker_dot_v1_dot_admin__pb2.EvictSessionRequest.FromString,
                     response_serializer=membroker_dot_v1_dot_resources__pb2.Session.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
@@ -503,6 +522,33 @@ class AdminService(object):
             target,
             '/membroker.v1.AdminService/ForgetSession',
             membroker_dot_v1_dot_admin__pb2.ForgetSessionRequest.SerializeToString,
+            membroker_dot_v1_dot_resources__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EvictSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.AdminService/EvictSession',
+            membroker_dot_v1_dot_admin__pb2.EvictSessionRequest.SerializeToString,
             membroker_dot_v1_dot_resources__pb2.Session.FromString,
             options,
             channel_credentials,

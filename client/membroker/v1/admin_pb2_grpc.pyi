@@ -84,6 +84,15 @@ class AdminServiceStub:
     bytes are unaccounted until the process ends.
     """
 
+    EvictSession: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.EvictSessionRequest,
+        membroker.v1.resources_pb2.Session,
+    ]
+    """Ends the process of a session, with all its sessions: sends SIGTERM, and SIGKILL after 10 s if the process still
+    lives. Returns the last state of the session at once, without waiting for the process. A second call while the
+    first is under way sends nothing. Refused (SESSION_NOT_EVICTABLE) if the daemon cannot signal the process.
+    """
+
     Drain: grpc.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.DrainRequest,
         membroker.v1.resources_pb2.Device,
@@ -168,6 +177,15 @@ class AdminServiceAsyncStub:
     ]
     """Ends a detached session: what it is charged is credited at once. If its process still has the memory mapped, these
     bytes are unaccounted until the process ends.
+    """
+
+    EvictSession: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.EvictSessionRequest,
+        membroker.v1.resources_pb2.Session,
+    ]
+    """Ends the process of a session, with all its sessions: sends SIGTERM, and SIGKILL after 10 s if the process still
+    lives. Returns the last state of the session at once, without waiting for the process. A second call while the
+    first is under way sends nothing. Refused (SESSION_NOT_EVICTABLE) if the daemon cannot signal the process.
     """
 
     Drain: grpc.aio.UnaryUnaryMultiCallable[
@@ -272,6 +290,17 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[membroker.v1.resources_pb2.Session, collections.abc.Awaitable[membroker.v1.resources_pb2.Session]]:
         """Ends a detached session: what it is charged is credited at once. If its process still has the memory mapped, these
         bytes are unaccounted until the process ends.
+        """
+
+    @abc.abstractmethod
+    def EvictSession(
+        self,
+        request: membroker.v1.admin_pb2.EvictSessionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.resources_pb2.Session, collections.abc.Awaitable[membroker.v1.resources_pb2.Session]]:
+        """Ends the process of a session, with all its sessions: sends SIGTERM, and SIGKILL after 10 s if the process still
+        lives. Returns the last state of the session at once, without waiting for the process. A second call while the
+        first is under way sends nothing. Refused (SESSION_NOT_EVICTABLE) if the daemon cannot signal the process.
         """
 
     @abc.abstractmethod

@@ -76,6 +76,10 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """No extent of this id is lent to this session. The error does not tell whether another session has it."""
     ERROR_REASON_SESSION_NOT_DETACHED: _ErrorReason.ValueType  # 52
     """No such session, or it is not detached and cannot be forgotten."""
+    ERROR_REASON_SESSION_NOT_EVICTABLE: _ErrorReason.ValueType  # 53
+    """No such session, or the daemon cannot signal its process: the process is dead, another user's, or in another pid
+    namespace. The message says which, and what to do.
+    """
     ERROR_REASON_TENANT_NOT_FOUND: _ErrorReason.ValueType  # 45
     """No such tenant in the configuration."""
     ERROR_REASON_SEGMENT_NOT_FOUND: _ErrorReason.ValueType  # 46
@@ -187,6 +191,10 @@ ERROR_REASON_EXTENT_NOT_FOUND: ErrorReason.ValueType  # 44
 """No extent of this id is lent to this session. The error does not tell whether another session has it."""
 ERROR_REASON_SESSION_NOT_DETACHED: ErrorReason.ValueType  # 52
 """No such session, or it is not detached and cannot be forgotten."""
+ERROR_REASON_SESSION_NOT_EVICTABLE: ErrorReason.ValueType  # 53
+"""No such session, or the daemon cannot signal its process: the process is dead, another user's, or in another pid
+namespace. The message says which, and what to do.
+"""
 ERROR_REASON_TENANT_NOT_FOUND: ErrorReason.ValueType  # 45
 """No such tenant in the configuration."""
 ERROR_REASON_SEGMENT_NOT_FOUND: ErrorReason.ValueType  # 46

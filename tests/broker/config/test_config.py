@@ -34,7 +34,7 @@ def test_no_file_at_all_is_a_broker_in_which_each_uid_is_a_tenant() -> None:
     assert found.runtime_directory == Path("/run/user/1000/membroker")
     assert (found.driver, found.device, found.capacity, found.headroom) == ("auto", 0, None, None)
     assert (found.settle_seconds, found.audit_seconds, found.model_grace_seconds) == (10.0, 0.1, 60.0)
-    assert found.guarantee_wait_seconds == 10.0
+    assert (found.guarantee_wait_seconds, found.recall_seconds) == (10.0, 1.0)
     assert found.uid_tenants
     assert (found.stock, found.stock_extents) == (None, 64)
     assert found.metrics == config.MetricsConfig(True, "127.0.0.1", None)
@@ -155,6 +155,15 @@ def test_the_command_line_wins_and_is_named_when_it_is_wrong(tmp_path: Path) -> 
         ("guarantee_wait_seconds = 86401", "guarantee_wait_seconds: should be less than or equal to 86400, not 86401"),
         ("guarantee_wait_seconds = -1", "guarantee_wait_seconds: should be greater than or equal to 0, not -1"),
         ("guarantee_waits = 1", "guarantee_waits: is not a known key; did you mean 'guarantee_wait_seconds'?"),
+        ("recall_seconds = 0", "recall_seconds: should be greater than or equal to 0.01, not 0"),
+        ("recall_seconds = 86401", "recall_seconds: should be less than or equal to 86400, not 86401"),
+        ("recall_seconds = nan", "recall_seconds: should be a finite number, not nan"),
+        ("recall_second = 1", "recall_second: is not a known key; did you mean 'recall_seconds'?"),
+        ('[tenants.a]\nlend_unused = "no"', "tenants.a.lend_unused: should be true or false, not 'no'"),
+        ("[tenants.a]\nlend_unused = 0", "tenants.a.lend_unused: should be true or false, not 0"),
+        ("[tenants.a]\nlend_unsed = false", "tenants.a.lend_unsed: is not a known key; did you mean 'lend_unused'?"),
+        ("[tenants.a.models.m]\nlend_unused = true", "tenants.a.models.m.lend_unused: is not a known key"),
+        ("lend_unused = true", "lend_unused: is not a known key"),
         ("[tenants.a]\nweight = 1001", "tenants.a.weight: should be less than or equal to 1000, not 1001"),
         ("[tenants.a]\nhost_weight = -1", "tenants.a.host_weight: should be greater than or equal to 0, not -1"),
         ("[tenants.a.models.m]\nweight = true", "tenants.a.models.m.weight: should be a valid integer, not True"),

@@ -38,7 +38,13 @@ SAYS = {**MADE, "driver_says": "cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY (2)
 NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.MODEL_LIMIT: [LEVEL],
     Reason.TENANT_LIMIT: [LEVEL],
-    Reason.CAPACITY: [LEVEL, {**LEVEL, **SHARE}, {**LEVEL, **SHARE, "waited_ms": 1_500}],
+    Reason.CAPACITY: [
+        LEVEL,
+        {**LEVEL, **SHARE},
+        {**LEVEL, **SHARE, "waited_ms": 1_500},
+        {**LEVEL, **SHARE, "recalled_bytes": 6 * MIB},
+        {**LEVEL, "reserved_bytes": 2 * MIB},
+    ],
     Reason.DEVICE_FULL: [SAYS, {**MADE, "device_free_bytes": 5, "available_bytes": 0, "reserve_bytes": 9}],
     Reason.DRIVER_FAILED: [SAYS],
     Reason.DESCRIPTORS_EXHAUSTED: [SAYS, {"driver_says": "socketpair: Too many open files"}],
@@ -70,6 +76,7 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.MODEL_IN_USE: [{"model": MODEL, "used_bytes": 2 * MIB}],
     Reason.EXTENT_NOT_FOUND: [{"extent": (1 << 64) - 1}],
     Reason.SESSION_NOT_DETACHED: [{"session": "sessions/1c", "what": "is open, its process is connected"}],
+    Reason.SESSION_NOT_EVICTABLE: [{"session": "sessions/1c", "what": "its process is dead already"}],
     Reason.TENANT_NOT_FOUND: [{"tenant": "green"}, {"tenant": "acme", "hint": ", and each user is one here"}],
     Reason.SEGMENT_NOT_FOUND: [{"segment": SEGMENT}, {"segment": (1 << 64) - 1}],
     Reason.SEGMENT_EXISTS: [
@@ -194,6 +201,11 @@ def test_the_sentence_has_the_numbers() -> None:
 def test_a_refusal_for_want_of_room_tells_the_share() -> None:
     told = sentence(Reason.CAPACITY, **{**LEVEL, **SHARE, "waited_ms": 1_500})  # type: ignore[arg-type]
     assert told.endswith("; its share is 20.0 MiB, 12.0 MiB more than it has, and the request waited 1.5 s")
+
+
+def test_a_refusal_says_what_the_session_is_asked_for() -> None:
+    told = sentence(Reason.CAPACITY, **{**LEVEL, **SHARE, "recalled_bytes": 6 * MIB})  # type: ignore[arg-type]
+    assert told.endswith("12.0 MiB more than it has, and this session has not yet answered a recall of 6.0 MiB of it")
 
 
 def sentence(reason: Reason, **numbers: int | str) -> str:

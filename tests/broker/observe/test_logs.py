@@ -20,6 +20,7 @@ from tests.support.daemons import Daemon, until
 
 import membroker
 from membrokerd.config.config import LogConfig
+from membrokerd.core import effects as fx
 from membrokerd.core import facts as ft
 from membrokerd.core.denied import Reason, deny
 from membrokerd.core.events import ModelName
@@ -143,6 +144,36 @@ def test_nobody_fills_the_log_by_coming_and_going(capture: Capture, monkeypatch:
     out = capture("json", "debug")
     logs.log_fact(FACTS[0])
     assert len(out.getvalue().splitlines()) == 1
+
+
+def test_a_late_recall_is_a_warning_and_the_others_are_details(capture: Capture) -> None:
+    """An operator reads which worker is late, of which model, and how much is missing."""
+    out = capture("json", "debug")
+    for result in typing.get_args(fx.RecallResult):
+        logs.log_recall(fx.Recalled(26, NAME, "device", 6 << 20, 2 << 20, 1_500_000_000, result))
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    levels = {line["result"]: line["level"] for line in lines}
+    assert levels == {"returned": "debug", "kept": "debug", "late": "warning"}
+    (late,) = (line for line in lines if line["result"] == "late")
+    del late["time"], late["level"], late["result"]
+    assert late == {
+        "event": "a worker does not answer a recall of memory",
+        "session": "sessions/1a",
+        "model": "tenants/acme/models/llama-7b",
+        "location": "device",
+        "asked_bytes": 6 << 20,
+        "returned_bytes": 2 << 20,
+        "after_ms": 1_500,
+    }
+
+
+def test_late_recalls_do_not_fill_the_log(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of sessions that never answer, over and over."""
+    monkeypatch.setattr(logs, "_allowance", logs.Allowance(lambda: 0.0))
+    out = capture("json", "warning")
+    for _ in range(logs.BURST_LINES + 1_000):
+        logs.log_recall(fx.Recalled(26, NAME, "device", 6 << 20, 0, 1_000_000_000, "late"))
+    assert len(out.getvalue().splitlines()) == logs.BURST_LINES
 
 
 def test_json_has_the_data_in_fields(capture: Capture) -> None:

@@ -35,9 +35,9 @@ UUID = "GPU-12345678-0000-0000-0000-000000000000"
 
 def model(tenant: str, name: str, used: int, limit: int | None = None, segments: int = 0, **denials: int) -> ModelView:
     at_device = ModelLocationView(
-        "device", used, used + MIB, 0, 0, segments, used // (2 * MIB), limit, MIB, 1, 6 * MIB, 2
+        "device", used, used + MIB, 0, 0, segments, used // (2 * MIB), limit, MIB, 1, 6 * MIB, 2, 3 * MIB, 2 * MIB, MIB
     )
-    at_host = ModelLocationView("host", 0, 0, 0, 0, 0, 0, None, 0, 1, 0, 0)
+    at_host = ModelLocationView("host", 0, 0, 0, 0, 0, 0, None, 0, 1, 0, 0, 0, 0, 0)
     return ModelView(ModelName(tenant, name), 64 << 30, (at_device, at_host), 1, 7, 3, denials)
 
 
@@ -310,6 +310,25 @@ def test_what_a_model_waits_for() -> None:
     """A model without a waiting request shows zeros, so that a graph has no gaps."""
     series = scrape(Metrics(Source(books(model("acme", "a", 0))), UUID))
     for name, at_device in ("membroker_model_waiting_bytes", 6 * MIB), ("membroker_model_waiting_requests", 2):
+        assert values(series, name, model="a", location="device") == [at_device]
+        assert values(series, name, model="a", location="host") == [0]
+
+
+def test_recalls_are_counted_by_how_they_ended() -> None:
+    """Each result is there before the first recall, and a late one is seen by `increase()`."""
+    made = Metrics(Source(books()), UUID)
+    for seconds in (0.02, 1.0):
+        made.recalls["late"].observe(seconds)
+    series = scrape(made)
+    counts = {kind: values(series, "membroker_recall_seconds_count", result=kind) for kind in made.recalls}
+    assert counts == {"returned": [0], "kept": [0], "late": [2]}
+    found = {le: values(series, "membroker_recall_seconds_bucket", le=le, result="late") for le in ("0.025", "60.0")}
+    assert found == {"0.025": [1], "60.0": [2]}
+
+
+def test_what_can_be_recalled_of_a_model_and_what_is_late() -> None:
+    series = scrape(Metrics(Source(books(model("acme", "a", 4 * MIB))), UUID))
+    for name, at_device in ("membroker_model_recallable_bytes", 3 * MIB), ("membroker_model_late_bytes", MIB):
         assert values(series, name, model="a", location="device") == [at_device]
         assert values(series, name, model="a", location="host") == [0]
 

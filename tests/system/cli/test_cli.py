@@ -67,9 +67,9 @@ def test_models_are_an_aligned_table_and_plain_when_piped(daemon: Daemon) -> Non
     out = good("models", "--endpoint", str(daemon.endpoint("red")))
     header, row = rows(out)
     assert header[:9] == ["tenant", "model", "where", "virtual", "used", "in segments", "peak", "guarantee", "limit"]
-    assert header[9:] == ["weight", "waiting", "extents", "sessions", "refusals"]
+    assert header[9:] == ["weight", "waiting", "recallable", "extents", "sessions", "refusals"]
     assert row[:9] == ["red", "llama-7b", "device", "64.0 GiB", "4.0 MiB", "0 B", "4.0 MiB", "-", "8.0 MiB"]
-    assert row[10:] == ["-", "2", "1", "1"]
+    assert row[10:] == ["-", "-", "2", "1", "1"]
     assert out.isascii()
     assert len({len(line) for line in out.splitlines()}) == 1, "columns line up"
 
@@ -261,7 +261,13 @@ def test_a_location_that_a_model_never_used_is_no_row() -> None:
     [
         *(("status",), ("models",), ("sessions",), ("processes",), ("models", "--admin"), ("quota", "list")),
         *(("tenants",), ("segments",), ("status", "--json")),
-        *(("forget", "sessions/1"), ("drain",), ("drain", "--exit", "--json"), ("undrain",)),
+        *(
+            ("forget", "sessions/1"),
+            ("evict", "sessions/1", "--yes"),
+            ("drain",),
+            ("drain", "--exit", "--json"),
+            ("undrain",),
+        ),
     ],
 )
 def test_no_broker_is_one_sentence_and_status_1(tmp_path: Path, arguments: tuple[str, ...]) -> None:
@@ -302,6 +308,8 @@ def test_a_dead_brokers_socket_is_told_from_none(daemon: Daemon) -> None:
         (("quota", "set", "a/b/c/d", "--limit", "1GiB"), "is not TENANT or TENANT/MODEL"),
         (("quota", "set", "acme", "--limit", "1GiB", "--location", "moon"), "invalid choice"),
         (("forget",), "SESSION"),
+        (("evict",), "SESSION"),
+        (("evict", "llama-7b", "--yes"), "'llama-7b' is not a session, as in sessions/"),
         (("status", "--device", "1", "--endpoint", "/run/x"), "not allowed with argument"),
         (("forget", "llama-7b"), "'llama-7b' is not a session, as in sessions/"),
         (("drain", "--deadline", "0"), "is not a number of seconds"),
@@ -332,7 +340,7 @@ def test_a_wrong_command_line_is_status_2(
             "quota set",
             "quota list",
         ),
-        *("segments", "segments load", "segments show", "segments delete", "forget", "drain", "undrain"),
+        *("segments", "segments load", "segments show", "segments delete", "forget", "evict", "drain", "undrain"),
     ],
 )
 def test_every_help_has_an_example(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:

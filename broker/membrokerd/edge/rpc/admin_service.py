@@ -20,6 +20,7 @@ from ...core.denied import Denied, Reason, deny
 from ...core.models import only_removes
 from ...core.rows import Quota
 from ...drain import Drain
+from ...eviction import Evictions
 from ...executor import Failure
 from ...loop import Loop, clock
 from ...observe import logs
@@ -41,12 +42,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         tenants: Callable[[], Collection[str]],
         keep_quotas: Callable[[], None],
         drain: Drain,
+        evictions: Evictions,
     ) -> None:
         self._loop = loop
         self._views = views
         self._tenants = tenants
         self._keep_quotas = keep_quotas
         self._drain = drain
+        self._evictions = evictions
 
     async def GetDevice(self, request: broker_pb2.GetDeviceRequest, context: Any) -> resources_pb2.Device:
         """Return the device and its books."""
@@ -112,6 +115,15 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         await self._ask(lambda call: ev.ForgetSession(call, session))
         assert before is not None, "what is not known was forgotten"
         return convert.from_session(before, clock())
+
+    async def EvictSession(self, request: pb.EvictSessionRequest, context: Any) -> resources_pb2.Session:
+        """End the process of a session, and return the session's last state."""
+        session = convert.parse_session(request.name)
+        row = self._loop.broker.ledger.sessions.get(session)
+        if denied := self._evictions.evict(session, row):
+            raise Refused(denied)
+        assert row is not None, "an unknown session was evicted"
+        return convert.from_session(snapshot.take_session(self._loop.broker, row), clock())
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> resources_pb2.Device:
         """Lend nothing more, and tell the workers."""

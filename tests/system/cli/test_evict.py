@@ -1,0 +1,142 @@
+"""`membroker evict`, as an operator uses it: on a terminal, and in a script."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
+from tests.support.sizes import MIB
+from tests.support.workers import Worker, is_clean, worker
+
+COMMAND = [sys.executable, "-m", "membroker.cli.main", "evict"]
+
+
+class Victim(NamedTuple):
+    """A worker with a session at each of two tenants, by name: red's has 16 MiB, blue's 32."""
+
+    worker: Worker
+    red: str
+    blue: str
+
+    def lives(self) -> bool:
+        """Say whether it still does what it is told."""
+        return bytes(self.worker.ask("list(kept.view()[:4])")) == b"kept"
+
+
+@pytest.fixture
+def victim(daemon: Daemon) -> Iterator[Victim]:
+    with worker() as one:
+        one.connect(daemon)
+        one.do("model = client.register_model('chat'); kept = model.allocate('16MiB'); kept.view()[:4] = b'kept'")
+        one.do(f"other = membroker.connect({str(daemon.endpoint('blue'))!r})")
+        one.do("held = other.register_model('Qwen/Qwen3-8B').allocate('32MiB')")
+        yield Victim(one, one.ask("client.session"), one.ask("other.session"))
+
+
+def run(daemon: Daemon, *arguments: str) -> tuple[int, str, str]:
+    """Run the command without a terminal; return its exit status and what it wrote."""
+    command = [*COMMAND, *arguments, "--endpoint", str(daemon.admin)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def answer(daemon: Daemon, name: str, typed: bytes) -> tuple[int, str, str]:
+    """Run the command on a terminal, and type an answer; return its status, its output, and what the terminal shows."""
+    terminal, its = pty.openpty()
+    command = [*COMMAND, name, "--endpoint", str(daemon.admin)]
+    try:
+        with subprocess.Popen(command, stdin=its, stderr=its, stdout=subprocess.PIPE, text=True) as process:
+            os.close(its)
+            shown = b""
+            while b"[y/N]" not in shown:
+                assert select.select([terminal], [], [], DEADLINE_SECONDS)[0], shown
+                shown += os.read(terminal, 65_536)
+            os.write(terminal, typed)
+            out, _ = process.communicate(timeout=DEADLINE_SECONDS)
+            return process.returncode, out, shown.decode()
+    finally:
+        os.close(terminal)
+
+
+@pytest.mark.parametrize("typed", [b"\n", b"n\n", b"maybe\n", b"\x04"])
+def test_a_question_that_is_not_answered_by_yes_ends_nothing(daemon: Daemon, victim: Victim, typed: bytes) -> None:
+    """The operator sees that the process serves another tenant, too, and thinks better of it."""
+    status, out, shown = answer(daemon, victim.red, typed)
+    assert (status, out) == (1, "")
+    assert f"process {victim.worker.pid} of blue and red would be ended, with all its sessions:" in shown
+    rows = [re.findall(r"[^\s│]+(?: [KMG]iB)?", line) for line in shown.splitlines()]
+    (red,) = [row for row in rows if row[:1] == [victim.red.removeprefix("sessions/")]]
+    (blue,) = [row for row in rows if row[:1] == [victim.blue.removeprefix("sessions/")]]
+    assert (red[1:4], blue[1:4]) == (["red", "open", str(victim.worker.pid)], ["blue", "open", str(victim.worker.pid)])
+    assert "16.0 MiB" in red
+    assert "chat" in red
+    assert "32.0 MiB" in blue
+    assert "Qwen/Qwen3-8B" in blue
+    assert rows.index(red) < rows.index(blue)
+    assert victim.lives()
+    assert "evict" not in daemon.log()
+
+
+def test_a_question_that_is_answered_by_yes(daemon: Daemon, victim: Victim) -> None:
+    status, out, _ = answer(daemon, victim.blue, b"y\n")
+    assert status == 0
+    assert out.splitlines() == [
+        f"process {victim.worker.pid} of blue and red was sent SIGTERM, and gets SIGKILL 10 s later if it still lives",
+        "its memory can be lent again once the device shows it free; its sealed segments stay",
+    ]
+    assert victim.worker.process.wait(5) == -signal.SIGTERM
+    until(lambda: is_clean(daemon))
+
+
+def test_a_script_must_say_yes(daemon: Daemon, victim: Victim) -> None:
+    """Nobody is there to be asked: a wrong command line, and not a refusal by the broker."""
+    for options in ((), ("--json",)):
+        status, out, err = run(daemon, victim.red, *options)
+        assert (status, out) == (2, "")
+        assert "there is no terminal on which to ask before the process is ended: give --yes" in err
+    assert victim.lives()
+    assert "evict" not in daemon.log()
+
+
+def test_a_script_that_says_yes(daemon: Daemon, victim: Victim) -> None:
+    status, out, err = run(daemon, victim.red.removeprefix("sessions/"), "--yes", "--json")
+    assert (status, err) == (0, "")
+    told = json.loads(out)
+    assert told["session"]["name"] == victim.red
+    sessions = [(one["name"], one["tenant"], one["books"]["device"]["used_bytes"]) for one in told["sessions"]]
+    assert sessions == [(victim.red, "tenants/red", 16 * MIB), (victim.blue, "tenants/blue", 32 * MIB)]
+    assert victim.worker.process.wait(5) == -signal.SIGTERM
+
+
+def test_what_was_ended_is_listed_where_nobody_was_asked(daemon: Daemon, victim: Victim) -> None:
+    """The log of the script tells afterwards which tenants it hit."""
+    status, out, _ = run(daemon, victim.red, "--yes")
+    assert status == 0
+    assert re.search(rf"^{victim.red.removeprefix('sessions/')} +red +open .*16\.0 MiB.*chat", out, re.MULTILINE)
+    assert re.search(rf"^{victim.blue.removeprefix('sessions/')} +blue +open .*32\.0 MiB.*Qwen", out, re.MULTILINE)
+
+
+def test_another_process_is_not_listed_and_not_ended(daemon: Daemon, victim: Victim) -> None:
+    with worker() as bystander:
+        bystander.connect(daemon, "blue").do("kept = client.register_model('search').allocate('2MiB')")
+        _, out, _ = run(daemon, victim.red, "--yes", "--json")
+        assert bystander.ask("client.session") not in out
+        assert victim.worker.process.wait(5) == -signal.SIGTERM
+        bystander.do("client.register_model('search').allocate('2MiB').close()")
+
+
+def test_what_the_broker_refuses(daemon: Daemon) -> None:
+    status, out, err = run(daemon, "sessions/1", "--yes")
+    assert (status, out) == (1, "")
+    assert err == "membroker: sessions/1 cannot be evicted: it is not known, or has ended\n"

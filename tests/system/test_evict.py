@@ -1,0 +1,250 @@
+"""`EvictSession`, as an operator needs it: a real daemon ends real workers, and says which it cannot end."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from google.rpc.status_pb2 import Status
+from tests.support import raw
+from tests.support.daemons import Daemon, running, until
+from tests.support.killing_daemon import CONFINED
+from tests.support.sizes import MIB
+from tests.support.workers import Worker, is_clean, is_gone, worker, workers
+
+from membroker import errors
+from membroker.v1 import admin_pb2, broker_pb2
+
+USER = 60_001
+"""A user that no machine has."""
+HOLD = "model = client.register_model('chat'); kept = model.allocate('16MiB'); kept.view()[:4] = b'kept'"
+
+
+@pytest.fixture
+def killing() -> Iterator[Daemon]:
+    """A daemon that sends SIGKILL 0.3 s after SIGTERM."""
+    with running(module="tests.support.killing_daemon") as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def engine(daemon: Daemon) -> Iterator[Worker]:
+    """A worker of red that holds 16 MiB and notes each SIGTERM, and does nothing about it."""
+    with worker() as one:
+        one.connect(daemon).do(HOLD)
+        one.do("import signal; got = []; signal.signal(signal.SIGTERM, lambda *_: got.append('SIGTERM'))")
+        yield one
+
+
+def evict(daemon: Daemon, name: str) -> Any:
+    """Evict a session; return the Session, or the Status of the refusal."""
+    return raw.admin_call(daemon.admin, "EvictSession", admin_pb2.EvictSessionRequest(name=name))
+
+
+def name_of(one: Worker) -> str:
+    return str(one.ask("client.session"))
+
+
+def why_not(daemon: Daemon, name: str) -> str:
+    """Evict what cannot be evicted: return the sentence, which the library raises as InvalidRequest."""
+    refused = evict(daemon, name)
+    assert isinstance(refused, Status), refused
+    error = errors.from_status(refused)
+    assert (type(error), error.reason) == (errors.InvalidRequest, "SESSION_NOT_EVICTABLE")
+    assert evictions(daemon) == 0
+    assert "evicts" not in daemon.log()
+    return str(error).removeprefix(f"{name} cannot be evicted: ")
+
+
+def evictions(daemon: Daemon) -> int:
+    """Return how many processes the metric counts."""
+    (count,) = re.findall(r"^membroker_evictions_total\S* (\S+)$", daemon.metrics(), re.MULTILINE)
+    return int(float(count))
+
+
+# --- What ends ---
+
+
+def test_a_worker_that_ends_by_sigterm(daemon: Daemon) -> None:
+    """All its sessions end with it, those of another tenant too; what it has sealed stays."""
+    with worker() as one:
+        before = daemon.descriptors()
+        one.connect(daemon).do(HOLD)
+        one.do("segment = model.create_segment('weights', '2MiB'); segment.seal()")
+        other = f"membroker.connect({str(daemon.endpoint('blue'))!r})"
+        one.do(f"other = {other}; held = other.register_model('search').allocate('32MiB')")
+        session = evict(daemon, name_of(one))
+        assert (session.pid, session.tenant, session.models) == (one.pid, "tenants/red", ["tenants/red/models/chat"])
+        assert session.books[0].used_bytes == 16 * MIB
+        assert one.process.wait(5) == -signal.SIGTERM
+        until(lambda: not daemon.sessions() and daemon.books().lent_bytes == 2 * MIB)
+        with daemon.admin_stub() as stub:
+            (segment,) = stub.ListSegments(broker_pb2.ListSegmentsRequest()).segments
+            assert segment.name == "tenants/red/models/chat/segments/weights"
+            stub.DeleteSegment(broker_pb2.DeleteSegmentRequest(request_id=1, name=segment.name))
+        until(lambda: is_clean(daemon) and daemon.descriptors() == before, 5)  # long before SIGKILL would be due
+        assert evictions(daemon) == 1
+        said = [line for line in daemon.log().splitlines() if "evict" in line]
+        assert len(said) == 1
+        assert re.search(rf"WARNING an operator evicts a process: SIGTERM .*pid={one.pid} ", said[0])
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "signal.SIG_IGN",
+        "lambda *_: client.close()",  # and it lives on, without a session
+        "SIGSTOP",
+    ],
+)
+def test_a_worker_that_does_not_end_by_sigterm_is_killed(killing: Daemon, what: str) -> None:
+    """It ignores the signal, stops half-way, or hangs: what a session that is late for a recall may do."""
+    with worker() as one:
+        one.connect(killing).do(HOLD)
+        name = name_of(one)
+        if what == "SIGSTOP":
+            one.send(signal.SIGSTOP)
+        else:
+            one.do(f"import signal; signal.signal(signal.SIGTERM, {what})")
+        assert evict(killing, name).name == name
+        assert one.process.wait(10) == -signal.SIGKILL
+        until(lambda: is_clean(killing))
+        said = [line for line in killing.log().splitlines() if "evict" in line]
+        assert [line.rpartition(": ")[2].split()[0] for line in said] == ["SIGTERM", "SIGKILL"]
+        assert all(f"session={name} tenant=red pid={one.pid} " in line and " WARNING " in line for line in said)
+        assert evictions(killing) == 1
+
+
+def test_a_request_that_waits_gets_the_memory(killing: Daemon) -> None:
+    """What an eviction is for: red's engine hangs with most of the device, and blue's requests wait for room."""
+    with workers(2) as (hung, other):
+        hung.connect(killing).do("kept = client.register_model('chat').allocate('192MiB')")
+        name = name_of(hung)
+        hung.send(signal.SIGSTOP)
+        other.connect(killing, "blue").do("model = client.register_model('search')")
+        other.begin("got = model.allocate('128MiB', wait=60); answer = got.size")
+        until(lambda: killing.books().waiting_requests)
+        assert evict(killing, name).name == name
+        assert other.result() == 128 * MIB
+
+
+def test_a_session_that_an_earlier_daemon_began(killing: Daemon) -> None:
+    """An engine hangs while the daemon is restarted: its session is detached, and its process can still be ended."""
+    with worker() as one:
+        one.connect(killing).do(HOLD)
+        name = name_of(one)
+        one.send(signal.SIGSTOP)
+        killing.kill()
+        killing.start_again()
+        assert evict(killing, name).name == name
+        assert one.process.wait(10) == -signal.SIGKILL
+        until(lambda: is_clean(killing))
+
+
+def test_asked_twice_it_is_signalled_once(daemon: Daemon, engine: Worker) -> None:
+    """Many programs take a second SIGTERM for an order to leave without tidying up."""
+    name = name_of(engine)
+    for _ in range(2):
+        assert evict(daemon, name).name == name
+    assert engine.ask("got") == ["SIGTERM"]
+    assert evictions(daemon) == 1
+
+
+def test_a_daemon_that_stops_meanwhile_leaves_the_process_alone(daemon: Daemon, engine: Worker) -> None:
+    """Neither its end nor the next daemon kills a worker that is tidying up."""
+    assert not isinstance(evict(daemon, name_of(engine)), Status)
+    assert engine.ask("got") == ["SIGTERM"]
+    assert daemon.stop() == 0
+    assert engine.ask("bytes(kept.view()[:4]).decode()") == "kept"
+    daemon.start_again()
+    engine.do("model.allocate(PAGE).close()")
+    assert engine.ask("got") == ["SIGTERM"]
+    assert evictions(daemon) == 0
+    assert "SIGKILL" not in daemon.log()
+
+
+# --- What is refused ---
+
+
+def test_a_session_that_is_not_known(daemon: Daemon) -> None:
+    assert why_not(daemon, "sessions/1") == "it is not known, or has ended"
+
+
+def test_a_process_that_is_dead_already(daemon: Daemon) -> None:
+    """Its forked child keeps the memory: there is nothing more to end that the broker knows of."""
+    with worker() as one:
+        one.connect(daemon).do(HOLD)
+        name, child = name_of(one), int(one.ask("fork_unseen()"))
+        try:
+            one.kill()
+            until(lambda: daemon.books().releasing_bytes)
+            assert why_not(daemon, name).startswith("its process is dead already")
+            assert not is_gone(child)
+        finally:
+            subprocess.run(["kill", "-9", str(child)], check=True)
+
+
+@pytest.mark.root
+def test_another_users_process_without_cap_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under the systemd unit: root without CAP_KILL signals root's processes alone."""
+    monkeypatch.setenv(CONFINED, "without CAP_KILL")
+    tenants = {"red": {"owner": USER, "mode": "0600"}, "blue": {}}
+    with running({"tenants": tenants}, module="tests.support.killing_daemon") as daemon:
+        daemon.directory.chmod(0o755)
+        with closing(Worker(user=USER)) as theirs, worker() as roots:
+            theirs.connect(daemon).do(HOLD)
+            said = why_not(daemon, name_of(theirs))
+            assert said.startswith(f"its process has the uid {USER}, and the daemon may not signal that user's")
+            assert f"end process {theirs.pid} as root, or give the daemon CAP_KILL" in said
+            assert theirs.ask("bytes(kept.view()[:4]).decode()") == "kept"
+            roots.connect(daemon, "blue").do(HOLD)
+            assert not isinstance(evict(daemon, name_of(roots)), Status)
+            assert roots.process.wait(5) == -signal.SIGTERM
+
+
+@pytest.mark.root
+def test_a_process_outside_of_the_daemons_pid_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Kubernetes without hostPID: the daemon has a pidfd, and the kernel lets it signal nothing by it."""
+    monkeypatch.setenv(CONFINED, "in a pid namespace")
+    with running(module="tests.support.killing_daemon") as daemon, worker() as one:
+        one.connect(daemon).do(HOLD)
+        said = why_not(daemon, name_of(one))
+        assert said.startswith("its process is in a pid namespace that the daemon cannot signal into")
+        assert "delete its pod" in said
+        assert one.ask("bytes(kept.view()[:4]).decode()") == "kept"
+
+
+@pytest.mark.root
+def test_a_process_whose_pidfd_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper of the descriptors ended with the daemon, as in one container, and nobody can name the process."""
+    monkeypatch.setenv(CONFINED, "in a pid namespace")
+    with running(module="tests.support.killing_daemon") as daemon, worker() as one:
+        one.connect(daemon).do(HOLD)
+        name = name_of(one)
+        one.send(signal.SIGSTOP)
+        assert daemon.stop() == 0
+        daemon.start_again()
+        said = why_not(daemon, name)
+        assert said.startswith("the daemon has lost its handle of the process, which is in another pid namespace")
+        assert said.endswith("then `membroker forget` the session")
+
+
+@pytest.mark.root
+def test_a_containers_first_process_is_killed(killing: Daemon) -> None:
+    """A daemon in the host's pid namespace reaches into a container's; pid 1 there gets no SIGTERM that it ignores."""
+    inside = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-m", "tests.support.workers"]
+    with closing(Worker(command=inside)) as one:
+        one.connect(killing).do(HOLD)
+        assert one.ask("os.getpid()") == 1
+        (session,) = killing.sessions()
+        assert session.pid not in (0, 1, one.pid)
+        assert not isinstance(evict(killing, session.name), Status)
+        one.process.wait(10)
+        until(lambda: is_clean(killing))
+        assert "SIGKILL" in killing.log()
