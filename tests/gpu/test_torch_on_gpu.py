@@ -500,6 +500,91 @@ def test_a_graph_is_captured_and_replayed(card: Daemon) -> None:
     )
 
 
+_TWO = """
+        import os, time
+        blue = membroker.connect(os.environ["BLUE"]).register_model("sure")
+        def ask():
+            with blue.allocate("2GiB", wait=60) as found:
+                told.append(found.size)
+        told = []
+        asking = threading.Thread(target=ask)
+        model = client.register_model("gpu")
+"""
+
+
+@pytest.fixture
+def guaranteed() -> Iterator[Daemon]:
+    """As `card`, and half of it is guaranteed to the tenant blue."""
+    tenants = {"red": {}, "blue": {"guarantee": "2GiB"}}
+    with running({"driver": "cuda", "capacity": "4GiB", "tenants": tenants, "recall_seconds": 30.0}) as daemon:
+        (daemon.root,) = (daemon.directory / "run").glob("gpu-*")
+        yield daemon
+
+
+def test_a_recall_releases_what_torch_caches(guaranteed: Daemon) -> None:
+    """torch has cached what another tenant is guaranteed. The tenant gets it, and living tensors stay as they are."""
+    run(
+        guaranteed,
+        _TWO
+        + """
+        with TorchMemory(model) as memory, memory.use():
+            kept = torch.full((MIB << 6,), 3.0, device=memory.device)
+            for _ in range(2):
+                junk = torch.empty(2 << 30, dtype=torch.uint8, device=memory.device)
+                del junk
+                ask()
+            assert memory.owns(kept)
+            assert float(kept.sum()) == 3.0 * (MIB << 6)
+            assert told == [2 << 30] * 2
+            del kept
+        """,
+        {"BLUE": str(guaranteed.endpoint("blue"))},
+    )
+
+
+def test_a_capture_outlasts_recalls_and_garbage(guaranteed: Daemon) -> None:
+    """Amid a capture another tenant wants its memory, and a buffer becomes garbage: both wait for its end."""
+    run(
+        guaranteed,
+        _TWO
+        + """
+        with TorchMemory(model) as memory:
+            with memory.use():
+                junk = torch.empty(2 << 30, dtype=torch.uint8, device=memory.device)
+                del junk
+                tokens = torch.full((256, 256), 2.0, device=memory.device)
+                side = torch.cuda.Stream()
+                with torch.cuda.stream(side):
+                    tokens @ tokens
+                torch.cuda.synchronize()
+                garbage = model.allocate("2MiB")
+                spare = model.pool(page_size="2MiB", virtual_capacity="64MiB")
+                spare.prepare("4MiB")
+                graph = torch.cuda.CUDAGraph()
+                with memory.capture(graph):
+                    found = tokens @ tokens
+                    asking.start()
+                    del garbage
+                    gc.collect()
+                    while not client._recalls._open:
+                        time.sleep(0.001)
+                    assert spare.stats().spare_pages == 2
+                    found = found + 1
+                asking.join(60)
+                assert told == [2 << 30]
+                assert spare.stats().spare_pages == 0
+                graph.replay()
+                torch.cuda.synchronize()
+                assert float(found[0, 0]) == 2.0 * 2.0 * 256 + 1
+            del graph, found, tokens
+            gc.collect()
+            torch.cuda.synchronize()
+            memory.trim()
+        """,
+        {"BLUE": str(guaranteed.endpoint("blue"))},
+    )
+
+
 def test_a_graph_trains(card: Daemon) -> None:
     """A whole step, backward included, is captured and replayed, and learns as the uncaptured one does."""
     run(

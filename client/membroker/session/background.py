@@ -51,6 +51,11 @@ class Background:
         """The thread's number, as `threading.get_ident` returns it there."""
         return self._thread.ident or 0
 
+    @property
+    def backlog(self) -> int:
+        """How many pieces of work have not begun."""
+        return len(self._work)
+
     def later(self, work: Callable[[], None]) -> None:
         """Do `work` soon. For finalizers: an append and a write that cannot block, no lock."""
         self._work.append(work)

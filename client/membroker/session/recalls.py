@@ -173,7 +173,8 @@ class Recalls:
                 self._open.pop(other.recall_id, None)
         one = OpenRecall(self, message, connection)
         self._open[one.recall_id] = one
-        self._line.call_back(partial(_handle, weakref.ref(self), one.recall_id))
+        if not self._line.call_back(partial(_handle, weakref.ref(self), one.recall_id)):
+            self._open.pop(one.recall_id)  # the broker will repeat it
 
     def lost(self) -> None:
         """Drop the open recalls: the connection is lost. The broker asks again after the resume, if it still needs."""

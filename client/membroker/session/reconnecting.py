@@ -78,6 +78,8 @@ NOTICING_SECONDS = 1.0
 REMINDER_SECONDS = 60.0
 RECALLS_REVISION = 2
 """The first revision of a broker that recalls memory."""
+MOST_RECALLS = 1024
+"""How many recalls may wait for a callback. The broker has one open at a time for a model and location."""
 _UNANSWERED = ("", "STOPPING", "DELIVERY_FAILED", REJECTED)
 """Reasons of errors after which a call is repeated on the next connection, if there is one."""
 
@@ -174,10 +176,12 @@ class ReconnectingConnection:
                     raise DescriptorLimit(DESCRIPTORS_SHORT) from error
                 self.callback_thread = self._recalling.thread
 
-    def call_back(self, work: Callable[[], None]) -> None:
-        """Do `work` in the thread for callbacks, if there is one. Without one the broker asks for nothing."""
-        if self._recalling is not None:
-            self._recalling.later(work)
+    def call_back(self, work: Callable[[], None]) -> bool:
+        """Do `work` in the thread for callbacks; return False if there is none, or too much waits for it already."""
+        if self._recalling is None or self._recalling.backlog >= MOST_RECALLS:
+            return False
+        self._recalling.later(work)
+        return True
 
     @contextmanager
     def held_up(self) -> Iterator[None]:

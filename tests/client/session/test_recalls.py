@@ -182,6 +182,35 @@ class TestAnswers:
         assert broker.hear("recall_answer").recall_answer.recall_id == 1
         assert called == []
 
+    def test_more_recalls_than_a_broker_sends(
+        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A callback is slow, and the broker sends recalls without an end: few are kept, and the next one is heard."""
+        monkeypatch.setattr(reconnecting, "MOST_RECALLS", 3)
+        began, go_on = threading.Event(), threading.Event()
+
+        def slow(_: membroker.Recall) -> None:
+            began.set()
+            assert go_on.wait(30)
+
+        answering(broker, served, slow)
+        recall(broker, 1)
+        assert began.wait(30)
+        for recall_id in range(2, 30):
+            recall(broker, recall_id, location=HOST)
+            recall(broker, 100 + recall_id, model="tenants/red/models/other")
+        until_heard(broker, client)
+        recalling = line(client)._recalling
+        assert recalling is not None
+        assert recalling.backlog == 3
+        assert len(client._recalls._open) <= 2
+        go_on.set()
+        while broker.hear("recall_answer").recall_answer.recall_id != 102:
+            pass
+        until(lambda: not recalling.backlog)
+        recall(broker, 200)
+        until(lambda: broker.hear("recall_answer").recall_answer.recall_id == 200)
+
 
 class TestDeferred:
     def test_another_thread_answers(
