@@ -102,9 +102,9 @@ class RecallsReferee:
         """Say whether a session owes bytes of a model since a deadline."""
         return session is not None and self.is_asked(session, name, where) and self.asked[session, name, where].late
 
-    def left_of(self, name: ev.ModelName, where: ev.Location) -> int:
-        """Return the bytes that the sessions of a model are asked for and have not released."""
-        return sum(one.left for place, one in self.asked.items() if place[1:] == (name, where))
+    def coming_of(self, name: ev.ModelName, where: ev.Location) -> int:
+        """Return the bytes that recalls will bring of a model, if they are answered with bytes."""
+        return sum(one.left for place, one in self.asked.items() if place[1:] == (name, where) and not one.late)
 
     def coming(self, where: ev.Location) -> int:
         """Return the bytes that recalls will bring, if they are answered with bytes."""
@@ -286,7 +286,7 @@ class RecallsReferee:
         without, beside = divide(self._referee, where), divide(self._referee, where, gone)
         above = guarantees.above_limits(where)
         for name in {one.name for one in asks}:
-            lent, asked = guarantees.lent(name, where), self.left_of(name, where)
+            lent, asked = guarantees.lent(name, where), self.coming_of(name, where)
             if asked <= above.get(name, 0):
                 continue
             new = sum(one.size for one in asks if one.name == name)
