@@ -168,7 +168,7 @@ class DaemonDeaths:
             self.cut_off(worker)
         for _ in range(world.random.choice((0, 1, 3))):
             world.pass_time(world.random.choice((0, 3, 60, 400, 2000)) * MILLISECOND)
-            world.random.choice((world.die_one, world.play_the_stranger, world.come_clean, world.release))()
+            world.random.choice((world.die_one, world.play_the_stranger, world.come_clean, world.borrowing.release))()
         if world.random.random() < 0.3:
             self.lose_descriptors()
 
@@ -208,6 +208,7 @@ class DaemonDeaths:
         else:
             world.broker = Broker(rules, self.epoch)
             world.broker.books.ledger = copy.deepcopy(self.books)
+            world.broker.books.recallable._ledger = world.broker.books.ledger
             world.broker.books.change_rules(world.broker.rules)  # it decides over that ledger
         world.referee.inherit(dead, torn=bool(self.torn))
         world.resuming.inherit()

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from membrokerd.core import events as ev
-from membrokerd.core.denied import Denied
 
 if TYPE_CHECKING:
     from tests.simulation.referee import Referee
@@ -17,33 +16,87 @@ class GuaranteesReferee:
 
     def __init__(self, referee: Referee) -> None:
         self._referee = referee
-        self.debits = self.refusals = 0
-        """Debits beside a guarantee that was not used, and refusals that name one."""
+        self.debits = self.refusals = self.beside_unlent = 0
+        """Debits beside a guarantee that was not used, or is never lent, and refusals that name one."""
 
     @property
     def _broker(self) -> Any:
         return self._referee.world.broker
 
-    def debited(self, name: ev.ModelName, where: ev.Location, size: int) -> None:
-        """The debit of `size` bytes, which is in the books, took nothing that is kept for others."""
-        total = self._broker.ledger.totals[where]
-        after, before = self._needed(where, {}), self._needed(where, {name: -size})
+    def debited(self, name: ev.ModelName, where: ev.Location, size: int, session: int | None) -> None:
+        """The debit of `size` bytes, which is in the books, took nothing that is kept for others.
+
+        `session` is the one that borrows extents; None: the bytes cannot be recalled.
+        """
+        recalls, total = self._referee.recalls, self._broker.ledger.totals[where]
+        if recalls.is_late(session, name, where):
+            assert self.is_guaranteed(name, where, size, less=size), f"{name} was lent more, and is late"
+        firm = 0 if recalls.answers(session, name) else size
+        after, before = self.needed(where, {}), self.needed(where, {name: -firm})
         self.debits += after > total.lent
         assert after <= max(before, total.capacity - total.releasing), f"{name} was lent what is guaranteed to others"
+        unlent = self.unlent_beside(name.tenant, where)
+        self.beside_unlent += unlent > 0
+        assert total.free >= unlent, f"{name} was lent what is never lent to others"
 
     def may_borrow(
-        self, name: ev.ModelName, where: ev.Location, size: int, undone: tuple[ev.ModelName, int] | None = None
+        self, name: ev.ModelName, where: ev.Location, size: int, session: int | None = None, undone: Any = None
     ) -> bool:
         """Say whether limits, guarantees and the capacity leave room for `size` more bytes.
 
-        `undone` is a debit of another tenant's model that is in the books, and is thought away.
+        `undone` is the request of another tenant that was granted: its debit is in the books, and is thought away.
         """
-        total = self._broker.ledger.totals[where]
-        if size > total.free + (undone[1] if undone else 0) or self.is_limited(name, where, size):
+        free = self._broker.ledger.totals[where].free + (undone.size if undone else 0)
+        if undone and undone.name.tenant in self._broker.rules.unlent:
+            free -= undone.size  # at most so much was its own
+        if size > free - self.unlent_beside(name.tenant, where) or self.is_limited(name, where, size):
             return False
-        without = {undone[0]: -undone[1]} if undone else {}
-        after, before = self._needed(where, {**without, name: size}), self._needed(where, without)
+        return self.is_allowed(name, where, size, session, undone)
+
+    def is_allowed(
+        self, name: ev.ModelName, where: ev.Location, size: int, session: int | None = None, undone: Any = None
+    ) -> bool:
+        """Say whether all guarantees, and what is firm beyond them, still fit with `size` more bytes."""
+        recalls, total = self._referee.recalls, self._broker.ledger.totals[where]
+        if recalls.is_late(session, name, where):
+            return self.is_guaranteed(name, where, size)
+        if recalls.answers(session, name):
+            return True
+        without = {undone.name: -undone.size} if undone and not recalls.answers(borrower(undone), undone.name) else {}
+        after, before = self.needed(where, {**without, name: size}), self.needed(where, without)
         return after <= max(before, total.capacity - total.releasing)
+
+    def unlent(self, tenant: str, where: ev.Location) -> int:
+        """Return a tenant's unused guarantee, if it is never lent."""
+        if tenant not in self._broker.rules.unlent:
+            return 0
+        models = [one for one in self._broker.ledger.models if one.tenant == tenant]
+        lent = sum(self.lent(name, where) for name in models)
+        return max(0, self.tenant_guarantee(tenant, where) - lent)
+
+    def unlent_beside(self, tenant: str | None, where: ev.Location) -> int:
+        """Return the unused guarantees of all other tenants that are never lent."""
+        return sum(self.unlent(one, where) for one in self._broker.rules.unlent if one != tenant)
+
+    def tenant_guarantee(self, tenant: str, where: ev.Location) -> int:
+        """Return what a tenant is guaranteed: at least what its models are, and at most its limit."""
+        limit, guarantee, _ = self._referee.set_for((tenant, None, where))
+        whole = max(guarantee or 0, sum(self.guarantee(name, where) for name in self._guaranteed(tenant, where)))
+        return whole if limit is None else min(whole, limit)
+
+    def above_limits(self, where: ev.Location) -> dict[ev.ModelName, int]:
+        """Return how many bytes models, or their tenants, have above their limits."""
+        found: dict[ev.ModelName, int] = {}
+        models = self._broker.ledger.models
+        for name in models:
+            limits = [self._referee.set_for((*name, where)).limit, self._referee.asked[name].get(where)]
+            more = max([self.lent(name, where) - limit for limit in limits if limit is not None], default=0)
+            limit = self._referee.set_for((name.tenant, None, where)).limit
+            if limit is not None:
+                more = max(more, sum(self.lent(one, where) for one in models if one.tenant == name.tenant) - limit)
+            if more > 0:
+                found[name] = more
+        return found
 
     def is_limited(self, name: ev.ModelName, where: ev.Location, size: int) -> bool:
         """Say whether a limit of the model or its tenant leaves no room for `size` more bytes."""
@@ -83,23 +136,27 @@ class GuaranteesReferee:
         """Return the tenants that have a quota."""
         return {tenant for tenant, _, at in self._keys() if at == where}
 
-    def _needed(self, where: ev.Location, changes: Mapping[ev.ModelName, int]) -> int:
-        """Return what guarantees and loans need together, if these models had so many more bytes."""
-        ledger, needed = self._broker.ledger, 0
+    def needed(self, where: ev.Location, changes: Mapping[ev.ModelName, int]) -> int:
+        """Return what guarantees and firm bytes need together, if these models had so many more firm bytes."""
+        ledger, recalls, needed = self._broker.ledger, self._referee.recalls, 0
         tenants = {one.tenant for one in ledger.models}
         tenants |= {tenant for tenant, _, at in self._keys() if at == where}
         for tenant in tenants:
             models = {one for one in ledger.models if one.tenant == tenant} | self._guaranteed(tenant, where)
-            lent = {one: self.lent(one, where) + changes.get(one, 0) for one in models}
-            of_models = sum(max(self.guarantee(one, where), lent[one]) for one in models)
+            firm = {one: self.firm(one, where) + changes.get(one, 0) for one in models}
+            of_models = sum(max(self.guarantee(one, where), firm[one]) for one in models)
             limit, guarantee, _ = self._referee.set_for((tenant, None, where))
             term = max(of_models, guarantee or 0)
             if limit is not None:  # what a tenant may not borrow is not kept for it
                 mine = sum(more for name, more in changes.items() if name.tenant == tenant)
-                left = max(0, limit - ledger.tenant_charged(tenant, where) - mine)
-                term = min(term, sum(lent.values()) + left)
+                charged = ledger.tenant_charged(tenant, where) - recalls.of_tenant(tenant, where)
+                term = min(term, sum(firm.values()) + max(0, limit - charged - mine))
             needed += term
         return needed
+
+    def firm(self, name: ev.ModelName, where: ev.Location) -> int:
+        """Return what a model is charged and cannot be recalled."""
+        return self.lent(name, where) - self._referee.recalls.of_model(name, where)
 
     def _guaranteed(self, tenant: str, where: ev.Location) -> set[ev.ModelName]:
         return {
@@ -119,17 +176,17 @@ class GuaranteesReferee:
         row = self._broker.ledger.models.get(name)
         return row.charges[where].bytes - row.charges[where].releasing if row else 0
 
-    def refused(self, denied: Denied) -> None:
-        """What was refused for want of room had none; a guarantee that can be kept is never refused."""
-        tenant, model = str(denied.numbers["model"]).removeprefix("tenants/").split("/models/")
-        where: Any = denied.numbers["location"]
-        asked, name = int(denied.numbers["requested_bytes"]), ev.ModelName(tenant, model)
-        assert not self.may_borrow(name, where, asked), f"{name} was refused what it may borrow: {denied}"
-        self.refusals += "reserved_bytes" in denied.numbers
-
     def _keys(self) -> set[Any]:
         return {*self._referee.quotas, *self._broker.rules.guarantees}
 
     def report(self) -> str:
         """Return what happened, in a line."""
-        return f"{self.debits:,} debits beside an unused guarantee, {self.refusals:,} refusals because of one"
+        return (
+            f"{self.debits:,} debits beside an unused guarantee ({self.beside_unlent:,} beside one that is never lent), "
+            f"{self.refusals:,} refusals because of one"
+        )
+
+
+def borrower(request: Any) -> int | None:
+    """Return the session of a request for extents; None for other requests, whose bytes cannot be recalled."""
+    return request.event.session if isinstance(request.event, ev.Allocate) else None

@@ -55,6 +55,12 @@ class Worker:
     """What it has mapped of segments, by segment and the request that brought it."""
     lied: set[int] = field(default_factory=set)
     """Segments that it said it had unmapped, and has not."""
+    manner: str = "deaf"
+    """How it answers recalls: see `recalling`."""
+    answers: set[ev.ModelName] = field(default_factory=set)
+    """The models of which it answers recalls."""
+    recalls: dict[int, tuple[fx.Recall, int]] = field(default_factory=dict)
+    """By number: what it is asked for, and when it means to answer."""
     requests: int = 0
     knows_token: bool = True
     """Its session can be resumed: the daemon lived long enough to say its token."""

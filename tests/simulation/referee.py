@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tests.simulation.guarantees_referee import GuaranteesReferee
+from tests.simulation.recalls_referee import RecallsReferee
 from tests.simulation.resuming_referee import ResumingReferee
 from tests.simulation.sharing_referee import SharingReferee
 from tests.simulation.stock_referee import StockReferee
@@ -71,6 +72,7 @@ class Referee:
         self.last_id = 0
         self.quotas: dict[policy.Key, Quota] = {}
         self.guarantees = GuaranteesReferee(self)
+        self.recalls = RecallsReferee(self)
         self.waiting = WaitingReferee(self)
         self.asked: dict[ev.ModelName, dict[ev.Location, int]] = {}
         self.owners: dict[int, int] = {}
@@ -120,7 +122,8 @@ class Referee:
         if row is not None and row.session not in self.deaths:
             self._died(row)
         self.stock.before()
-        self.waiting.take_down()
+        self.waiting.take_down(event)
+        self.recalls.before(event)
         self.resuming.before(event)
         if isinstance(event, ev.Dropped):
             segment = self.world.broker.ledger.segments[event.segment]
@@ -158,6 +161,8 @@ class Referee:
                 assert all(extent in owned for extent in effect.ids), "a packet is made of what is not charged"
         for total in ledger.totals.values():
             assert 0 <= total.lent + total.releasing <= total.lent + total.releasing + total.stock <= total.capacity
+        self._follow(step)
+        self.recalls.follow(event, step)
         looked = isinstance(event, ev.ProcessDied | ev.Audit)
         for fact in step.facts:
             proven = isinstance(fact, ft.LocationSettled | ft.SegmentEnded) and fact.proven
@@ -167,6 +172,7 @@ class Referee:
         self.sharing.judge(event, decided, step)
         self.stock.judge(event, decided, step)
         self.resuming.judge(event, step)
+        self.recalls.judge(event, step)
         self.waiting.judge(event, step)
 
     @staticmethod
@@ -202,11 +208,13 @@ class Referee:
                 waiter = self.waiting.before.get(effect.call)
                 limited = effect.result.reason is not Reason.CAPACITY
                 waited = waiter and waiter.deadline and (limited or waiter.deadline <= world.now)
-                assert heard or replaced or waited or not wants or full, (
+                asked = waiter and self.recalls.is_asked(waiter.event.session, waiter.name, waiter.event.location)
+                asked = asked or getattr(event, "call", None) == effect.call and self.waiting.is_asked(event)
+                assert heard or replaced or waited or asked or not wants or full, (
                     f"refused before the others were heard: {effect.result} {waiter}"
                 )
                 if wants and "model" in effect.result.numbers:
-                    self.guarantees.refused(effect.result)
+                    self.waiting.judge_refusal(event, effect)
             again = isinstance(event, ev.InputsDrained) and isinstance(effect, fx.DrainInputs)
             assert not again, "the inputs are drained twice"
             if isinstance(effect, fx.Answer) and isinstance(effect.result, fx.Reconciled):
@@ -221,6 +229,18 @@ class Referee:
         left = [one.event for call, one in world.broker.waiting._waiters.items() if call not in answered]
         assert moved.isdisjoint(one.session for one in left), "who has gone, or begins anew, is still to be decided"
 
+    def _follow(self, step: Step) -> None:
+        """Take down what limits and quotas are from now on."""
+        for fact in step.facts:
+            match fact:
+                case ft.ModelBegan():
+                    self.asked[fact.name] = dict(fact.limits)
+                case ft.ModelAsked():
+                    self.asked[fact.name].update(fact.limits)
+                case ft.QuotaSet():
+                    key = (fact.tenant, fact.model, fact.location)
+                    self.quotas[key] = Quota(fact.limit, fact.guarantee, fact.weight)
+
     def _judge_fact(self, fact: ft.Fact) -> None:
         match fact:
             case ft.Debited():
@@ -228,7 +248,8 @@ class Referee:
                 self.last_id = fact.first + fact.count - 1
                 self.owners.update(dict.fromkeys(range(fact.first, self.last_id + 1), fact.session))
                 self._within_limits(fact.name, fact.location)
-                self.guarantees.debited(fact.name, fact.location, fact.extent_bytes * fact.count)
+                size = fact.extent_bytes * fact.count
+                self.guarantees.debited(fact.name, fact.location, size, fact.session)
             case ft.Credited():
                 for extent in fact.ids:
                     assert self.owners.pop(extent) == fact.session, "an extent has two owners"
@@ -240,7 +261,7 @@ class Referee:
                 self.last_id = fact.first + fact.count - 1
                 self._within_limits(fact.name, fact.location)
                 size = fact.extent_bytes * (fact.count - 1) + fact.last_bytes
-                self.guarantees.debited(fact.name, fact.location, size)
+                self.guarantees.debited(fact.name, fact.location, size, None)
             case ft.SegmentEnded() if fact.proven is not None:
                 self._settled(fact.segment, *self.deaths[fact.segment].charged, proven=fact.proven)
                 del self.deaths[fact.segment]
@@ -254,13 +275,6 @@ class Referee:
                 for extent in [one for one in self.deaths[fact.session].blocks[fact.location] if one > 0]:
                     self.owners.pop(extent, None)
                 self._settled(fact.session, fact.location, proven=fact.proven)
-            case ft.ModelBegan():
-                self.asked[fact.name] = dict(fact.limits)
-            case ft.ModelAsked():
-                self.asked[fact.name].update(fact.limits)
-            case ft.QuotaSet():
-                key = (fact.tenant, fact.model, fact.location)
-                self.quotas[key] = Quota(fact.limit, fact.guarantee, fact.weight)
 
     def set_for(self, key: policy.Key) -> Quota:
         """Return what operators have set: as commanded, or else configured."""
@@ -329,6 +343,7 @@ class Referee:
         self.sharing.inherit(world.daemons.torn_facts)
         self.stock.inherit()
         self.resuming.inherit()
+        self.recalls.inherit()
 
     def _inherit_deaths(self) -> None:
         """Who was dead is dead, as of now; one may have died in the last step of all."""
@@ -390,6 +405,7 @@ class Referee:
         self.sharing.at_the_end()
         self.stock.at_the_end()
         self.resuming.at_the_end()
+        self.recalls.at_the_end()
         again = replay(broker.rules.capacities, world.facts)
         for name in ("revision", "totals", "sessions", "models", "segments", "labels", "tenants", "quotas"):
             assert getattr(again, name) == getattr(broker.ledger, name), f"the facts tell other {name}"
@@ -401,5 +417,5 @@ class Referee:
             f"{self.judged:,} steps, {self.sessions:,} sessions; credits proven {self.proven:,}, by the time limit "
             f"{self.timed_out:,}; early {self.early.total():,} ({causes}), {self.early_of_segments:,} of segments\n"
             f"{self.sharing.report()}\n{self.stock.report()}\n{self.resuming.report()}\n"
-            f"{self.guarantees.report()}\n{self.waiting.report()}"
+            f"{self.guarantees.report()}\n{self.waiting.report()}\n{self.recalls.report()}"
         )

@@ -66,6 +66,7 @@ class Resuming:
         lost = {event.request_id: event for event in worker.asked.values()}
         lost |= {number: worker.flying[number] for number in unread if number in worker.flying}
         worker.undone |= lost.keys()
+        worker.recalls.clear()
         worker.lost += lost.values()
         worker.cut_names += [event.name for event in lost.values() if isinstance(event, ev.CreateSegment)]
         worker.asked.clear()
@@ -147,7 +148,8 @@ class Resuming:
         if worker.liar and world.random.random() < 0.4:
             self.claim(worker, extents, times, declared)
         worker.resuming, worker.stated_requests = "stated", requests
-        worker.stated = ev.StateHolds(world.call(worker.session), worker.session, frozenset(extents), times, declared)
+        holds = frozenset(extents), times, declared, world.recalling.state(worker)
+        worker.stated = ev.StateHolds(world.call(worker.session), worker.session, *holds)
         world.send(worker.stated)
 
     def hide(self, worker: Worker, extents: set[int], times: dict[int, int]) -> None:
@@ -167,7 +169,7 @@ class Resuming:
     def claim(self, worker: Worker, extents: set[int], times: dict[int, int], declared: dict[Declaration, int]) -> None:
         """State what others have, what nobody has, more of what one has, and less than nothing."""
         world = self.world
-        extents |= {UNKNOWN_ID, world.extent_of_another(worker)}
+        extents |= {UNKNOWN_ID, world.borrowing.extent_of_another(worker)}
         segment = world.sharing.some(lambda row: True)
         for one in (77, segment.segment if segment else 78):
             times[one] = times.get(one, 0) + 3

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from tests.simulation.guarantees_referee import borrower
 
 from membrokerd.core import events as ev
 
@@ -35,49 +38,78 @@ def fill(room: float, items: Sequence[Item]) -> list[float]:
     return found
 
 
-def divide(referee: Referee, where: ev.Location, undone: Any) -> dict[ev.ModelName, float]:
-    """Return the share of each model before the request `undone` was granted, which is in the books by now."""
+SLACK = 8 << 20
+"""Bytes by which shares in whole granules may differ from these, and a little."""
+
+
+def divide(
+    referee: Referee, where: ev.Location, beside: Iterable[Any] = (), undone: Any = None
+) -> dict[ev.ModelName, float]:
+    """Return the share of each model, if the requests `beside` waited, too.
+
+    The shares are those before the request `undone` was granted, which is in the books by now.
+    """
     broker, guarantees = referee.world.broker, referee.guarantees
     ledger, total = broker.ledger, broker.ledger.totals[where]
-    wanted: dict[ev.ModelName, int] = {undone.name: undone.size}
-    for waiter in broker.waiting._waiters.values():
-        if waiter.event.location == where:
-            wanted[waiter.name] = wanted.get(waiter.name, 0) + waiter.size
-    tenants: dict[str, list[ev.ModelName]] = {}
+    wanted: Counter[ev.ModelName] = Counter()
+    for one in [*broker.waiting._waiters.values(), *beside, *([undone] if undone else [])]:
+        if one.event.location == where:
+            wanted[one.name] += one.size
+    given = {undone.name: undone.size} if undone else {}
+    for (name, at), hold in broker.schedule._holds.items():
+        if at == where:
+            wanted[name] = max(wanted[name], hold.size - guarantees.lent(name, where) + given.get(name, 0))
+    tenants: dict[str, list[ev.ModelName]] = {tenant: [] for tenant in guarantees.tenants_with_guarantees(where)}
     for name in sorted({*ledger.models, *guarantees.guaranteed_anywhere(where), *wanted}):
         tenants.setdefault(name.tenant, []).append(name)
-    for tenant in guarantees.tenants_with_guarantees(where):
-        tenants.setdefault(tenant, [])
-    parts: dict[str, list[Item]] = {}
-    bases: dict[str, float] = {}
-    items: list[Item] = []
-    for tenant, names in tenants.items():
-        own = []
-        for name in names:
-            lent = guarantees.lent(name, where) - (undone.size if name == undone.name else 0)
-            row = ledger.models.get(name)
-            releasing = row.charges[where].releasing if row else 0
-            base = guarantees.guarantee(name, where)
-            limits = [referee.set_for((*name, where)).limit, referee.asked.get(name, {}).get(where) if row else None]
-            most = min([lent + wanted.get(name, 0), *(one - releasing for one in limits if one is not None)])
-            low = max(0, lent - base)
-            own.append((referee.weight((*name, where)), low, max(low, most - base)))
-        limit, guarantee, _ = referee.set_for((tenant, None, where))
-        models = [guarantees.guarantee(name, where) for name in names]
-        base = max(guarantee or 0, sum(models))
-        base = base if limit is None else min(base, limit)
-        least = sum(size + item[1] for size, item in zip(models, own, strict=True))
-        most = sum(size + item[2] for size, item in zip(models, own, strict=True))
-        if limit is not None:
-            charge = ledger.tenants.get((tenant, where))
-            most = min(most, limit - (charge.releasing if charge else 0))
-        low = max(0, least - base)
-        parts[tenant], bases[tenant] = own, base
-        items.append((referee.weight((tenant, None, where)), low, max(low, most - base)))
+    parts = {
+        tenant: [_part(referee, name, where, wanted[name], undone) for name in names]
+        for tenant, names in sorted(tenants.items())
+    }
+    bases, items = {}, []
+    for tenant, own in parts.items():
+        bases[tenant], item = _tenant(referee, tenant, where, own)
+        items.append(item)
     extra = fill(total.capacity - total.releasing - sum(bases.values()), items)
     shares: dict[ev.ModelName, float] = {}
-    for (tenant, names), more in zip(tenants.items(), extra, strict=True):
-        models = [guarantees.guarantee(name, where) for name in names]
-        sizes = fill(bases[tenant] + more - sum(models), parts[tenant])
-        shares.update({name: size + base for name, size, base in zip(names, sizes, models, strict=True)})
+    for (tenant, own), more in zip(parts.items(), extra, strict=True):
+        room = bases[tenant] + more - sum(base for base, _ in own)
+        sizes = fill(room, [item for _, item in own])
+        shares.update({name: size + base for name, size, (base, _) in zip(tenants[tenant], sizes, own, strict=True)})
     return shares
+
+
+def _part(referee: Referee, name: ev.ModelName, where: ev.Location, wanted: int, undone: Any) -> tuple[float, Item]:
+    """Return what a model has before the rest is divided, and its part in that."""
+    guarantees, recalls = referee.guarantees, referee.recalls
+    lent, firm = guarantees.lent(name, where), guarantees.firm(name, where)
+    if undone and name == undone.name:
+        lent -= undone.size
+        firm -= 0 if recalls.answers(borrower(undone), name) else undone.size
+    row = referee.world.broker.ledger.models.get(name)
+    releasing = row.charges[where].releasing if row else 0
+    limits = [referee.set_for((*name, where)).limit, referee.asked.get(name, {}).get(where) if row else None]
+    most = min([lent + wanted, *(one - releasing for one in limits if one is not None)])
+    demand = max(firm, most)
+    base = guarantees.guarantee(name, where)
+    if recalls.is_possible:
+        base = min(base, demand)
+    low = max(0, firm - base)
+    return base, (referee.weight((*name, where)), low, max(low, most - base))
+
+
+def _tenant(referee: Referee, tenant: str, where: ev.Location, own: Sequence[tuple[float, Item]]) -> tuple[float, Item]:
+    """Return what a tenant has before the rest is divided, and its part in that."""
+    ledger, guarantees = referee.world.broker.ledger, referee.guarantees
+    least = sum(base + low for base, (_, low, _) in own)
+    most = sum(base + high for base, (_, _, high) in own)
+    limit = referee.set_for((tenant, None, where)).limit
+    if limit is not None:
+        charge = ledger.tenants.get((tenant, where))
+        most = min(most, limit - (charge.releasing if charge else 0))
+    most = max(least, most)
+    base: float = guarantees.tenant_guarantee(tenant, where)
+    if referee.recalls.is_possible and tenant not in referee.world.broker.rules.unlent:
+        base = min(base, most)
+    low = max(0, least - base)
+    return base, (referee.weight((tenant, None, where)), low, max(low, most - base))

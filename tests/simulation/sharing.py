@@ -117,13 +117,13 @@ class Sharing:
 
     def create(self) -> None:
         world = self.world
-        worker = world.borrower()
+        worker = world.borrowing.borrower()
         if worker:
             where, chance = world.where(), world.random.random()
             size = world.random.choice(WRONG_SIZES_MIB if chance < 0.03 else SIZES_MIB) * MIB
             name, label = world.model(worker), world.random.choice(LABELS) if chance < 0.98 else "A"
             asked = ev.SegmentName(name.tenant, name.model, label)
-            world.send(ev.CreateSegment(*world.ask(worker), asked, where, size, world.wait_ns()))
+            world.send(ev.CreateSegment(*world.ask(worker), asked, where, size, world.borrowing.wait_ns()))
             if chance < 0.08 and worker.makes and worker.process.alive:
                 world.slow_down()  # so that its death is told before its packets are made
                 world.die(worker.process, world.now)

@@ -189,6 +189,8 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
     match event:
         case ev.ConnectionLost():
             return f"lost {name}"
+        case ev.AnswerRecall():
+            return f"answer {name} {_ids([event.recall])}"
         case ev.ResumeSession():
             return f"resume {name} process={event.process}"
         case ev.StateHolds():
@@ -227,7 +229,8 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
     match event:
         case ev.RegisterModel():
             limit = "".join(f" limit={where}:{size // MIB}" for where, size in event.limits.items())
-            return f"register {model}{limit}{' exclusive=1' if event.exclusive else ''}"
+            answers = "" if event.answers is None else f" answers={'yes' if event.answers else 'no'}"
+            return f"register {model}{limit}{' exclusive=1' if event.exclusive else ''}{answers}"
         case ev.UnregisterModel():
             return f"unregister {model}"
         case ev.Allocate():
@@ -248,7 +251,9 @@ def _holds(event: ev.StateHolds) -> str:
     declared = ",".join(
         f"{name.tenant}/{name.model}:{size // MIB}:{where}" for (name, where), size in event.declarations.items()
     )
-    return extents + (f" segments={segments}" if segments else "") + (f" declared={declared}" if declared else "")
+    answers = ",".join(f"{name.tenant}/{name.model}" for name in sorted(event.answering))
+    named = {"segments": segments, "declared": declared, "answers": answers}
+    return extents + "".join(f" {key}={text}" for key, text in named.items() if text)
 
 
 def _segment(name: ev.SegmentName) -> str:

@@ -114,8 +114,9 @@ class StockReferee:
         for effect in step.effects:
             if isinstance(effect, fx.Answer) and effect.call == call and isinstance(effect.result, Denied):
                 kept = int(effect.result.numbers.get("reserved_bytes", 0))  # the referee of guarantees judges these
-                fits = self._charged[where] + kept + size <= self.world.broker.rules.capacities[where]
-                assert not (fits and effect.result.reason is Reason.CAPACITY), "refused for what is free"
+                charged = max(self._charged[where], self.world.broker.ledger.totals[where].charged)
+                fits = charged + kept + size <= self.world.broker.rules.capacities[where]
+                assert not (fits and effect.result.reason is Reason.CAPACITY), f"refused for what is free: {effect.result}"
 
     def _judge_effect(self, effect: fx.Effect) -> None:
         match effect:

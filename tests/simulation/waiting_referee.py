@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation.shares import divide
+from tests.simulation.guarantees_referee import borrower
+from tests.simulation.shares import SLACK, divide
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
+from membrokerd.core import facts as ft
 from membrokerd.core.books import Step
+from membrokerd.core.denied import Denied, Reason
 
 if TYPE_CHECKING:
     from tests.simulation.referee import Referee
-
-Waiters = Mapping[int, Any]
-"""The core's waiters by call."""
 
 
 class WaitingReferee:
@@ -25,52 +26,99 @@ class WaitingReferee:
     def __init__(self, referee: Referee) -> None:
         self._referee = referee
         self.before: dict[int, Any] = {}
+        self.came: Any = None
+        """The request that the step is about, as if it waited."""
         self.ends: Counter[str] = Counter()
         """How waits ended."""
         self.compared = 0
-        """Grants while another request waited that would have fitted in its place."""
+        """Grants while another request waited that would have fitted in its place, or whose turn would be earlier."""
+        self.turns = 0
+        """Requests that waited although there was room, because others come first."""
+        self.entitled = 0
+        """Requests within a guarantee or a share that waited for a recall."""
 
     @property
     def _world(self) -> Any:
         return self._referee.world
 
-    def take_down(self) -> None:
-        """Note which requests wait before a step."""
+    def take_down(self, event: ev.Event) -> None:
+        """Note which requests wait before a step, and which one comes."""
         self.before = dict(self._world.broker.waiting._waiters)
+        self.came = None
+        if isinstance(event, ev.Allocate):
+            self.came = SimpleNamespace(event=event, name=event.name, size=event.extent_bytes * event.count)
+        elif isinstance(event, ev.CreateSegment):
+            name = ev.ModelName(event.name.tenant, event.name.model)
+            self.came = SimpleNamespace(event=event, name=name, size=event.size)
+
+    @property
+    def all_of_step(self) -> list[Any]:
+        """Return all requests that waited before the step or came with it."""
+        return [*self.before.values(), *([self.came] if self.came else [])]
 
     def decided(self) -> list[Any]:
         """Return the requests that waited before the step, and do not wait any more."""
         after = self._world.broker.waiting._waiters
         return [waiter.event for call, waiter in self.before.items() if call not in after]
 
+    def is_asked(self, event: ev.Event) -> bool:
+        """Say whether the session of a request is asked for bytes of the same model."""
+        one = self.came
+        return one is not None and self._referee.recalls.is_asked(event.session, one.name, one.event.location)  # type: ignore[union-attr]
+
     def judge(self, event: ev.Event, step: Step) -> None:
         """Hold one step to all that is promised to those that wait."""
         world, after = self._world, self._world.broker.waiting._waiters
-        gone = {call: one for call, one in self.before.items() if call not in after and one.deadline is not None}
-        ended = [effect for effect in step.effects if isinstance(effect, fx.Waited)]
+        gone = {call: one for call, one in self.before.items() if call not in after}
+        timed = {call: one for call, one in gone.items() if one.deadline is not None}
         answers = {one.call: one.result for one in step.effects if isinstance(one, fx.Answer)}
-        at_once = {call for call, one in gone.items() if one.since == world.now and call not in answers}
-        told = Counter(one.call for one in ended)
-        assert told == Counter(gone.keys() - at_once), "the end of a wait is told wrongly"
-        for one in ended:
-            assert one.waited_ns == world.now - gone[one.call].since
-            assert (one.result == "granted") == (one.call not in answers), f"{one} and {answers.get(one.call)}"
-            assert one.guaranteed == gone[one.call].guaranteed
-            self.ends[one.result] += 1
+        self._judge_told(timed, [one for one in step.effects if isinstance(one, fx.Waited)], answers)
         if world.broker.waiting.left_over:
             assert world.broker.deadline == 0, "the next step does not follow at once"
         else:
             for waiter in after.values():
                 self._judge_waiter(waiter)
+            for where in world.broker.rules.capacities:
+                waiting = [one for one in after.values() if one.event.location == where]
+                if any(one.deadline is not None for one in waiting):
+                    self._judge_turns(where, [one for one in waiting if one.deadline is not None])
         if isinstance(event, ev.Allocate | ev.CreateSegment) and event.call in after:
             self._judge_deadline(event, after[event.call])
-        granted = [one for call, one in gone.items() if call not in answers]
+        granted = [one for call, one in gone.items() if not isinstance(answers.get(call), Denied)]
+        if self.came and self.came.event.call not in after and self._is_granted(step):
+            granted.append(self.came)
         if granted:
-            self._judge_order(granted[-1], [one for one in after.values() if one.deadline is not None])
+            final = isinstance(event, ev.InputsDrained) and granted[-1].event.call == event.call
+            self._judge_order(granted[-1], [one for one in after.values() if one.deadline is not None], final=final)
+
+    def _is_granted(self, step: Step) -> bool:
+        """Say whether the request that came was granted; its answer may come later."""
+        session = self.came.event.session
+        debits = [fact for fact in step.facts if isinstance(fact, ft.Debited | ft.SegmentBegan)]
+        return any(
+            getattr(fact, "session", None) == session or getattr(fact, "writer", None) == session for fact in debits
+        )
+
+    def _judge_told(self, gone: dict[int, Any], ended: Sequence[fx.Waited], answers: dict[int, Any]) -> None:
+        """The end of every wait is told, also of one that came and was refused in one step."""
+        now, came = self._world.now, self.came.event.call if self.came else None
+        at_once = {call for call, one in gone.items() if one.since == now and call not in answers}
+        told = Counter(one.call for one in ended)
+        if came in told:
+            assert isinstance(answers[came], Denied), "its wait has ended before it began"
+            del told[came]
+        assert told == Counter(gone.keys() - at_once), "the end of a wait is told wrongly"
+        for one in ended:
+            self.ends[one.result] += 1
+            assert (one.result == "granted") == (one.call not in answers), f"{one} and {answers.get(one.call)}"
+            if one.call != came:
+                assert one.waited_ns == now - gone[one.call].since
+                assert one.guaranteed == gone[one.call].guaranteed
 
     def _judge_waiter(self, waiter: Any) -> None:
-        world = self._world
-        row = world.broker.ledger.sessions[waiter.event.session]
+        world, recalls = self._world, self._referee.recalls
+        event = waiter.event
+        row = world.broker.ledger.sessions[event.session]
         assert row.state == "open" or waiter.deadline is None, "a session waits that is not connected"
         if waiter.deadline is None:
             return
@@ -78,8 +126,94 @@ class WaitingReferee:
         in_vain = world.broker.draining or world.broker.stopping or world.broker.cannot_write
         assert not in_vain, "it waits, and nothing is lent"
         assert waiter.name in row.models, "it waits for a model that it left"
-        fits = self._referee.guarantees.may_borrow(waiter.name, waiter.event.location, waiter.size)
-        assert not fits, f"{waiter} waits, and there is room"
+        if recalls.is_asked(event.session, waiter.name, event.location):
+            guaranteed = self._referee.guarantees.is_guaranteed(waiter.name, event.location, waiter.size)
+            assert guaranteed or self._has_room(waiter), f"{waiter} waits, and its session is asked for memory"
+
+    # --- whose turn it is ---
+
+    def _has_room(self, one: Any, undone: Any = None) -> bool:
+        return self._referee.guarantees.may_borrow(one.name, one.event.location, one.size, borrower(one), undone)
+
+    def _is_guaranteed(self, one: Any, less: int = 0) -> bool:
+        return self._referee.guarantees.is_guaranteed(one.name, one.event.location, one.size, less)
+
+    def _left(self, one: Any, shares: Any, given: int = 0) -> float:
+        """Return how far below its share a request leaves its model; `given` bytes of it are in the books."""
+        return float(
+            shares[one.name] - (self._referee.guarantees.lent(one.name, one.event.location) - given) - one.size
+        )
+
+    def _is_allowed(self, one: Any) -> bool:
+        return self._referee.guarantees.is_allowed(one.name, one.event.location, one.size, borrower(one))
+
+    def _held_beside(self, one: Any, shares: Any) -> float:
+        """Return what the holds of other models keep from a request."""
+        where, guarantees = one.event.location, self._referee.guarantees
+        holds = self._world.broker.schedule._holds.items()
+        others = [(name, hold.size) for (name, at), hold in holds if at == where and name != one.name]
+        return float(
+            sum(max(0, min(size, shares.get(name, 0)) - guarantees.lent(name, where)) for name, size in others)
+        )
+
+    def _judge_turns(self, where: ev.Location, waiting: Sequence[Any]) -> None:
+        """Nobody waits whose turn it is; and for those that may have memory, it is recalled."""
+        ready = [one for one in waiting if self._has_room(one)]
+        recalls, now = self._referee.recalls, self._world.now
+        holds = [key for key in self._world.broker.schedule._holds if key[1] == where]
+        if not recalls.is_possible and not holds:
+            assert not ready, f"{ready} wait, and there is room"
+            return
+        guaranteed = [one for one in waiting if self._is_guaranteed(one)]
+        late = [one for one in ready if one in guaranteed]
+        assert not late, f"{late} wait within a guarantee, and there is room"
+        shares = divide(self._referee, where)
+        self._judge_shares(where, shares)
+        left = {one.event.call: self._left(one, shares) if self._is_allowed(one) else -SLACK for one in waiting}
+        entitled = [one for one in waiting if left[one.event.call] >= SLACK]
+        perhaps = [one for one in waiting if left[one.event.call] > -SLACK]
+        self.turns += len(ready)
+        if not guaranteed and ready:
+            aged = any(now - one.since > 2 * self._world.broker.rules.recall_ns for one in perhaps)
+            first = perhaps[:1] if aged else perhaps
+            late = [one for one in ready if one in entitled and one in first]
+            assert not late, f"{late} wait within a share, and there is room"
+            if not perhaps:
+                free = self._world.broker.ledger.totals[where].free
+                late = [one for one in ready if one.size + SLACK <= free - self._held_beside(one, shares)]
+                assert not late, f"{late} wait, and nobody comes first"
+        if recalls.is_possible and (guaranteed or entitled):
+            self.entitled += 1
+            self._judge_recalled(where, guaranteed or entitled, shares)
+
+    def _judge_shares(self, where: ev.Location, shares: dict[ev.ModelName, float]) -> None:
+        """Shares are what the definition says: none is less than what is firm, nor than what of a guarantee is used."""
+        broker, guarantees = self._world.broker, self._referee.guarantees
+        found = broker.schedule.divide(where, broker.waiting._waiters.values())
+        total = broker.ledger.totals[where]
+        room = total.capacity - total.releasing
+        for name, size in found.items():
+            assert abs(size - shares.get(name, 0)) <= SLACK, f"{name} has a share of {size}, not of {shares.get(name)}"
+            assert size >= guarantees.firm(name, where), f"{name} has a share below its firm bytes"
+        if guarantees.needed(where, {}) <= room:
+            if not guarantees.above_limits(where):  # a guarantee that a limit leaves no room for has a share, too
+                assert sum(found.values()) <= room, "there are more shares than memory"
+            for name, size in found.items():
+                own = min(guarantees.guarantee(name, where), guarantees.lent(name, where))
+                assert size >= own, f"{name} has a share of {size}, and uses {own} of its guarantee"
+
+    def _judge_recalled(self, where: ev.Location, waiting: Sequence[Any], shares: dict[ev.ModelName, float]) -> None:
+        """What they lack is recalled, as far as sessions have more than their model's share, and are not asked."""
+        recalls, guarantees = self._referee.recalls, self._referee.guarantees
+        if recalls.short(where, waiting, shares) <= SLACK:
+            return
+        for name, sessions in recalls.answering.items():
+            if name not in self._world.broker.ledger.models:
+                continue
+            more = guarantees.lent(name, where) - recalls.coming_of(name, where) - shares.get(name, 0)
+            idle = [one for one in sessions if (one, name, where) not in recalls.asked]
+            able = [one for one in idle if recalls.bytes_of((one, name, where))]
+            assert more <= SLACK or not able, f"{waiting} wait, and {name} of {able} is not asked for {more}"
 
     def _judge_deadline(self, event: ev.Allocate | ev.CreateSegment, waiter: Any) -> None:
         world = self._world
@@ -97,37 +231,83 @@ class WaitingReferee:
             limited = self._referee.guarantees.is_limited(waiter.name, event.location, waiter.size)
             assert not wait or more or limited, "it does not wait, and said so"
 
-    def _judge_order(self, last: Any, waiting: Sequence[Any]) -> None:
-        """The last one that was granted went before nobody who had a better right to as much."""
+    def _judge_order(self, last: Any, waiting: Sequence[Any], *, final: bool) -> None:
+        """The last request that was granted went before no other that had a better right to as much.
+
+        `final`: it did not wait, and was decided when others had been heard.
+        """
         where = last.event.location
-        others = [
-            one for one in waiting if one.event.location == where and one.size <= last.size and one.name != last.name
-        ]
-        others = [one for one in others if one.name.tenant != last.name.tenant]
-        guarantees = self._referee.guarantees
-        undone = last.name, last.size
-        others = [one for one in others if guarantees.may_borrow(one.name, where, one.size, undone)]
+        others = [one for one in waiting if one.event.location == where and one.name.tenant != last.name.tenant]
+        fitting = {one.event.call for one in others if one.size <= last.size and self._has_room(one, last)}
+        if not self._referee.recalls.is_possible:
+            others = [one for one in others if one.event.call in fitting]
         if not others:
             return
         self.compared += 1
-        mine = self._class(last, last)
+        mine, shares = None, None
+        if self._is_guaranteed(last, less=last.size):
+            mine = 0
+        else:
+            shares = divide(self._referee, where, undone=last)
+            mine = self._class(last, shares, given=last.size)
         for one in others:
-            theirs = self._class(one, last)
-            older = one.event.call < last.event.call
-            assert theirs is None or mine is None or (mine, older) <= (theirs, False), f"{last} went before {one}"
+            if mine == 0:
+                theirs = 0 if self._is_guaranteed(one) else 2
+            else:
+                theirs = self._class(one, shares)
+            if theirs is None or mine is None:
+                continue
+            assert mine <= theirs, f"{last} went before {one}, which has a better right"
+            held = mine == 2 and any(at == where for _, at in self._world.broker.schedule._holds)
+            if one.event.call in fitting and not final and mine == theirs and not held:
+                assert last.event.call < one.event.call, f"{last} went before {one}, which is older"
 
-    def _class(self, waiter: Any, last: Any) -> int | None:
-        """Return 0 within a guarantee, 1 within a share, 2 beyond, before `last` was granted; None: it is too close."""
-        guarantees, where = self._referee.guarantees, waiter.event.location
-        given = last.size if waiter is last else 0
-        if guarantees.is_guaranteed(waiter.name, where, waiter.size, less=given):
+    def _class(self, one: Any, shares: Any, given: int = 0) -> int | None:
+        """Return 0 within a guarantee, 1 within a share, 2 beyond, before a grant; None: it is too close."""
+        if self._is_guaranteed(one, less=given):
             return 0
-        shares = divide(self._referee, where, last)
-        granule = self._world.broker.rules.granularity
-        left = shares[waiter.name] - (guarantees.lent(waiter.name, where) - given) - waiter.size
-        return None if abs(left) < 4 * granule else 1 if left > 0 else 2
+        left = self._left(one, shares, given)
+        if abs(left) < SLACK or (not given and not self._is_allowed(one)):
+            return None
+        return 1 if left > 0 else 2
+
+    def judge_refusal(self, event: ev.Event, refused: fx.Answer) -> None:
+        """What was refused for want of room had none, or others came first."""
+        denied = refused.result
+        assert isinstance(denied, Denied)
+        one = self.before.get(refused.call)
+        if one is None and self.came is not None and self.came.event.call == refused.call:
+            one = self.came
+        if one is None:  # a declaration
+            assert isinstance(event, ev.Declare)
+            tenant, model = str(denied.numbers["model"]).removeprefix("tenants/").split("/models/")
+            one = SimpleNamespace(event=event, name=ev.ModelName(tenant, model), size=denied.numbers["requested_bytes"])
+        guarantees, where = self._referee.guarantees, one.event.location
+        guarantees.refusals += "reserved_bytes" in denied.numbers
+        if not self._has_room(one):
+            return
+        assert denied.reason is Reason.CAPACITY, f"{one} was refused what it may borrow: {denied}"
+        assert not self._is_guaranteed(one), f"{one} was refused what it is guaranteed: {denied}"
+        self._judge_yielding(one, where)
+
+    def _judge_yielding(self, one: Any, where: ev.Location) -> None:
+        """A request that has room is refused only for others that come first, or for what is held for them."""
+        broker = self._world.broker
+        others = [two for two in broker.waiting._waiters.values() if two.deadline and two.event.location == where]
+        if any(self._is_guaranteed(two) for two in others):
+            return
+        shares = divide(self._referee, where, [one])
+        assert self._left(one, shares) < SLACK or not self._is_allowed(one), f"{one} was refused within its share"
+        if not any(self._left(two, shares) > -SLACK and self._is_allowed(two) for two in others):
+            free = broker.ledger.totals[where].free
+            assert one.size + SLACK > free - self._held_beside(one, shares), (
+                f"{one} was refused, and nobody comes first"
+            )
 
     def report(self) -> str:
         """Return what happened, in a line."""
         ends = ", ".join(f"{count:,} {how}" for how, count in sorted(self.ends.items())) or "none"
-        return f"waits: {ends}; {self.compared:,} grants beside others that would have fitted"
+        return (
+            f"waits: {ends}; {self.compared:,} grants beside others that would have fitted, {self.turns:,} times not "
+            f"in turn, {self.entitled:,} times for a recall"
+        )

@@ -19,11 +19,14 @@ import dataclasses
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from tests.simulation.borrowing import Borrowing
 from tests.simulation.daemon_deaths import DaemonDeaths
+from tests.simulation.operators import Operator
 from tests.simulation.processes import Closing, Found, Job, Look, Packet, Process, Worker
+from tests.simulation.recalling import Recalling, is_deaf
 from tests.simulation.referee import Referee
 from tests.simulation.resuming import Resuming
 from tests.simulation.sharing import Dropping, Sharing, blocks_of
@@ -33,7 +36,6 @@ from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
-from membrokerd.core.admission import misfits
 from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied
 from membrokerd.core.machine import Broker
@@ -56,13 +58,6 @@ RULES = policy.Rules(
     max_segments_per_tenant=4,
     max_segment_extents=250,
 )
-CONFIGURED: tuple[tuple[str, str | None, ev.Location], ...] = (
-    ("t0", "m1", "device"),
-    ("t1", None, "device"),
-    ("t1", "m0", "device"),
-    ("t2", None, "device"),
-)
-"""Whose limits a reload may change."""
 STOCKED_RULES = dataclasses.replace(RULES, stock_extents=12, stock_bytes=40 * MIB)
 RESERVE = 60 * MIB
 """What the device gate leaves free."""
@@ -70,10 +65,6 @@ DEVICE_TOTAL = CAPACITIES["device"] + 300 * MIB
 NOTICE = 400 * MILLISECOND
 """A death is told at most so late."""
 UNKNOWN_ID = (1 << 40) + 10_000_000
-
-
-def _named(sizes: Mapping[policy.Key, int]) -> str:
-    return ",".join(f"{tenant}{'/' + model if model else ''}:{at // MIB}" for (tenant, model, _), at in sizes.items())
 
 
 def is_crowded(seed: int) -> bool:
@@ -114,6 +105,9 @@ class World:
         """Sessions of dead processes of which the broker has not heard, with the time of the death."""
         self.sharing = Sharing(self)
         self.resuming = Resuming(self)
+        self.borrowing = Borrowing(self)
+        self.recalling = Recalling(self)
+        self.operator = Operator(self)
         self.daemons = DaemonDeaths(self)
         self.jobs: list[Job] = []
         self.sends: deque[fx.Make | fx.Send] = deque()
@@ -146,16 +140,16 @@ class World:
             self.acknowledge: 20,
             self.register: 7,
             self.unregister: 1,
-            self.allocate: 20,
-            self.release: 14,
-            self.declare: 4,
+            self.borrowing.allocate: 20,
+            self.borrowing.release: 14,
+            self.borrowing.declare: 4,
             self.lose_one: 0.8,
             self.goodbye: 1.0,
             self.die_one: 1.6,
             self.notice_one: 2,
             self.come_clean: 0.5,
-            self.set_quota: 1,
-            self.reload: 0.2,
+            self.operator.set_quota: 1,
+            self.operator.reload: 0.2,
             self.play_the_stranger: 0.6,
             self.slow_down: 0.1,
             self.sharing.create: 6,
@@ -164,8 +158,10 @@ class World:
             self.sharing.detach: 6,
             self.sharing.delete: 3,
             self.elapse: 0.3,
-            self.cancel: 0.4,
-            self.crowd: 20 if is_crowded(seed) else 1,
+            self.borrowing.cancel: 0.4,
+            self.borrowing.crowd: 20 if is_crowded(seed) else 1,
+            self.recalling.answer_one: 0 if is_deaf(seed) else 20,
+            self.recalling.change: 1,
             self.resuming.resume_one: 6,
             self.resuming.state_one: 8,
             self.resuming.ask_anew: 4,
@@ -176,7 +172,7 @@ class World:
             self.daemons.strike: 0.2,
         }
         if self.stocks:
-            self.deeds |= {self.allocate_little: 20, self.rest: 0.2, self.squeeze: 0.2}
+            self.deeds |= {self.borrowing.allocate_little: 20, self.rest: 0.2, self.squeeze: 0.2}
         self._choices = list(self.deeds)
         self._weights = list(itertools.accumulate(self.deeds.values()))
 
@@ -287,7 +283,7 @@ class World:
     def declaration_answered(self, event: ev.Declare, result: fx.Result | Denied) -> None:
         worker = self.workers.get(event.session)
         if isinstance(result, fx.Declared) and worker is not None:
-            self.declared(worker, event.location, event.declared_bytes)
+            self.borrowing.declared(worker, event.location, event.declared_bytes)
 
     def obey(self, effect: fx.Effect) -> None:
         match effect:
@@ -313,6 +309,8 @@ class World:
                 self.jobs.append(effect)
             case fx.DropStock(where, size, count):
                 self.jobs.append(Closing(self.out_of_stock(where, size, count)))
+            case fx.Recall():
+                self.recalling.ask(effect)
             case fx.Send(session=session):
                 (self.sends if self.random.random() < 0.7 else self.jobs).append(effect)
                 self.workers[session].makes.append(effect)
@@ -334,8 +332,7 @@ class World:
     @staticmethod
     def answer(step: Step) -> fx.Result | Denied | None:
         """Return the answer that stands first among the effects; None: the daemon died before it."""
-        first = step.effects[0] if step.effects else None
-        return first.result if isinstance(first, fx.Answer) else None
+        return next((effect.result for effect in step.effects if isinstance(effect, fx.Answer)), None)
 
     def ask(self, worker: Worker) -> tuple[int, int, int]:
         """Return (call, session, request id) of a new request; now and then with an id that is in use."""
@@ -582,7 +579,8 @@ class World:
         tenant = f"t{self.random.randrange(3)}"
         observer, liar = self.random.random() < 0.02, self.random.random() < 0.1
         event = ev.OpenSession(self.call(-1), tenant, 1, 1, process.name, observer, "toy")
-        opened = self.begin(event, Worker(0, tenant, process, self.turn_number, liar))
+        worker = Worker(0, tenant, process, self.turn_number, liar, manner=self.recalling.manner())
+        opened = self.begin(event, worker)
         if opened and process not in self.processes:
             self.processes.append(process)
 
@@ -601,7 +599,7 @@ class World:
             asks = self.random.random() < 0.1
             limits: dict[ev.Location, int] = {self.where(): self.random.choice((60, 300, 600)) * MIB} if asks else {}
             exclusive = self.random.random() < 0.05
-            self.send(ev.RegisterModel(*self.ask(worker), self.model(worker), None, limits, exclusive))
+            self.recalling.register(worker, self.model(worker), limits, exclusive=exclusive)
 
     def unregister(self) -> None:
         worker = self.asker()
@@ -613,68 +611,6 @@ class World:
         row = self.broker.ledger.sessions.get(worker.session)
         if worker.process.alive and row and row.models:
             self.send(ev.UnregisterModel(*self.ask(worker), self.random.choice(sorted(row.models))))
-
-    def borrower(self) -> Worker | None:
-        """Return who borrows next: mostly somebody who can, with a model."""
-        worker = self.asker()
-        if worker and not worker.connected and self.random.random() < 0.8:
-            worker = self.pick(lambda one: one.connected and one.process.alive)
-        if worker:
-            row = self.broker.ledger.sessions.get(worker.session)
-            if row and not row.models and self.random.random() < 0.8:
-                self.send(ev.RegisterModel(*self.ask(worker), self.model(worker), None, {}, False))
-        return worker
-
-    def allocate(self) -> None:
-        worker = self.borrower()
-        if worker:
-            size = self.random.choice((2, 2, 2, 4, 8, 3)) * MIB
-            count = self.random.choice((1, 5, 64, 65, 130, 200, 300))
-            self.send(ev.Allocate(*self.ask(worker), self.model(worker), self.where(), size, count, self.wait_ns()))
-
-    def wait_ns(self) -> int | None:
-        """Return how long somebody wants to wait for room: mostly not at all, now and then too long."""
-        if self.random.random() < 0.02:
-            return self.random.choice((-1, 25 * 3600 * SECOND))
-        return self.random.choice((None, None, None, 0, 20 * MILLISECOND, 300 * MILLISECOND, 2 * SECOND))
-
-    def crowd(self) -> None:
-        """Several ask for a little more than is free, and have time; then memory is released, or a rule changes."""
-        if self.random.random() < 0.3:
-            self.set_quota()
-        where, size = self.where(), self.random.choice((2, 10, 40)) * MIB
-        more = self.random.choice((0, 2, 40)) * MIB
-        count = max(1, min(300, (self.broker.ledger.totals[where].free + more) // size + 1))
-        for _ in range(self.random.randint(2, 6)):
-            self.salt = self.random.getrandbits(30)
-            worker = self.borrower()
-            if worker:
-                wait = self.random.choice((None, 500 * MILLISECOND, 2 * SECOND, 5 * SECOND))
-                self.send(ev.Allocate(*self.ask(worker), self.model(worker), where, size, count, wait))
-        for _ in range(self.random.choice((0, 1, 3))):
-            self.salt = self.random.getrandbits(30)
-            self.random.choice((self.release, self.release, self.set_quota, self.reload))()
-
-    def cancel(self) -> None:
-        """A caller that waits gives up; or one whose answer is on its way."""
-        waiting = sorted(self.broker.waiting._waiters)
-        call = self.random.choice(waiting) if waiting else self.calls
-        self.send(ev.CancelWait(call))
-
-    def allocate_little(self) -> None:
-        """What a stock is for: a few extents, of sizes that come again, one after the other, and all else is done."""
-        worker = self.borrower()
-        if worker:
-            size = self.random.choice((2, 2, 4, 4, 6, 8, 10)) * MIB
-            name, where = self.model(worker), self.random.choice(ev.LOCATIONS)
-            for _ in range(self.random.choice((1, 2, 4))):
-                while any(not isinstance(job, Look | fx.Seal | Dropping) for job in self.jobs):
-                    self.execute_next()
-                while self.told:
-                    self.hear()
-                if worker.session not in self.workers or not worker.process.alive:
-                    return
-                self.send(ev.Allocate(*self.ask(worker), name, where, size, self.random.choice((1, 1, 2, 5))))
 
     def execute_next(self) -> None:
         """The driver takes the job that was asked for first, of those that are not for later."""
@@ -733,38 +669,6 @@ class World:
             worker.held.update(make.ids)
             worker.brought.setdefault(make.request_id, set()).update(make.ids)
 
-    def release(self) -> None:
-        """Unmap some extents, then say so: at once or a little later. A liar says so and keeps them."""
-        worker = self.pick(lambda one: one.process.alive and not one.resuming and (one.held or one.unmapped))
-        if not worker:
-            return
-        if worker.held:
-            held = sorted(worker.held)
-            ids = set(self.random.sample(held, self.random.randint(1, len(held))))
-            worker.held -= ids
-            worker.unmapped |= ids
-            if worker.liar and self.random.random() < 0.5:
-                worker.process.kept |= ids
-            else:
-                self.drop(ids, "word")
-            if self.random.random() < 0.05:
-                return
-        asked = sorted(worker.unmapped)
-        if self.random.random() < 0.05:
-            asked.append(self.random.choice((asked[0], UNKNOWN_ID, self.extent_of_another(worker))))
-        row = self.broker.ledger.sessions.get(worker.session)
-        extents = row.extents if row else {}  # its session has ended, and the daemon died before it said so
-        size = sum(extents[extent].extent_bytes for extent in asked if extent in extents)
-        answer = self.answer(self.send(ev.Release(*self.ask(worker), tuple(asked))))
-        if isinstance(answer, fx.Released):
-            assert answer.released_bytes == size
-            worker.unmapped.clear()
-
-    def extent_of_another(self, worker: Worker) -> int:
-        """Return an extent of anybody else, or one that nobody ever had."""
-        held = [sorted(one.held)[0] for one in self.workers.values() if one.held and one is not worker]
-        return self.random.choice(held) if held else UNKNOWN_ID
-
     def come_clean(self) -> None:
         """A process unmaps what it said it had released long ago."""
         liars = [one for one in self.processes if (one.kept or one.shared) and one.alive]
@@ -773,26 +677,6 @@ class World:
             self.drop(process.kept, "stranger")
             self.drop(process.shared, "stranger")
             process.kept, process.shared = set(), []
-
-    def declare(self) -> None:
-        """Say what one allocates oneself; some of that is true."""
-        worker = self.asker()
-        if not worker:
-            return
-        where, size = self.where(), self.random.choice((0, 10, 40, 40, -1, 3000)) * MIB
-        event = ev.Declare(*self.ask(worker), self.model(worker), where, size)
-        self.declaring[event.call] = event
-        self.send(event)
-
-    def declared(self, worker: Worker, where: ev.Location, size: int) -> None:
-        """A worker that has declared does it: what it had is gone, and something else is there, or less, or more."""
-        self.referee.fell(where, size, "declaration", 0)
-        if where in worker.own:
-            self.drop([worker.own.pop(where)], "word")
-        actual = self.random.choice((size, size, size // 2, size + 30 * MIB))
-        if actual and worker.process.alive and worker.session in self.workers:
-            worker.own[where] = self.new_block()
-            self.put(worker.own[where], where, actual)
 
     def inputs_drained(self, event: ev.InputsDrained) -> None:
         """The broker has read what others said; a request that had no room before is decided."""
@@ -900,38 +784,6 @@ class World:
         self.jobs.append(Look(worker))
         if not (worker.resuming and self.random.random() < 0.5):  # or else its connection's end is told later
             self.lose(worker)
-
-    def set_quota(self) -> None:
-        model = self.random.choice((None, "m0", "m1"))
-        limit = self.random.choice((None, None, None, None, None, 0, 100, 400, 800))
-        guarantee = self.random.choice((None, None, None, 0, 40, 100, 300))
-        sizes = [None if size is None else size * MIB for size in (limit, guarantee)]
-        weight = self.random.choice((None, None, 0, 1, 5, 1_000, 1_001))
-        self.send(ev.SetQuota(self.call(-1), f"t{self.random.randrange(3)}", model, self.where(), *sizes, weight))
-
-    def reload(self) -> None:
-        """An operator edits the configuration and sends SIGHUP. What is lent stays lent."""
-        if self.daemons.dead:
-            return
-        limits: dict[tuple[str, str | None, ev.Location], int] = {
-            key: self.random.choice((0, 100, 400, 900)) * MIB for key in CONFIGURED if self.random.random() < 0.6
-        }
-        default = self.random.choice((None, None, 300, 900))
-        defaults: dict[ev.Location, int] = {} if default is None else {"device": default * MIB}
-        guarantees = {key: self.random.choice((40, 100, 200)) * MIB for key in CONFIGURED if self.random.random() < 0.3}
-        weights = {key: self.random.choice((0, 1, 3)) for key in CONFIGURED if self.random.random() < 0.3}
-        rules = dataclasses.replace(
-            self.broker.rules, limits=limits, default_limits=defaults, guarantees=guarantees, weights=weights
-        )
-        if any(True for where in rules.capacities for _ in misfits({}, rules, where)):  # the daemon refuses that
-            rules, guarantees = dataclasses.replace(rules, guarantees={}), {}
-        self.broker.change_rules(rules)
-        options = [f"limits={_named(limits)}"] * bool(limits) + [f"guarantees={_named(guarantees)}"] * bool(guarantees)
-        named = ",".join(f"{tenant}{'/' + one if one else ''}:{weight}" for (tenant, one, _), weight in weights.items())
-        options += [f"weights={named}"] * bool(named)
-        options += [f"default={default}"] * (default is not None)
-        self.events.append((self.now, " ".join(["reload", *options])))
-        self.steps["reload"] += 1
 
     def squeeze(self) -> None:
         """The stranger takes nearly all that the device has left: the books have room, and the gate has none."""

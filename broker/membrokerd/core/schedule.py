@@ -186,10 +186,11 @@ class Schedule:
         free = self._books.ledger.totals[location].free
         if not (self._books.recallable.is_possible or self._holds) or self._guaranteed(location, [one]):
             return free
+        waiters = list(waiters)
         others = [other for other in waiters if other.deadline and other.event.location == location]
         if self._guaranteed(location, others):
             return 0
-        shares = self.divide(location, [*others, one])
+        shares = self.divide(location, [*waiters, one])
         if self._is_entitled(one, shares):
             return free
         if any(self._is_entitled(other, shares) for other in others):

@@ -273,7 +273,7 @@ class Waiting:
     def _state(self) -> object:
         """Return what changes with everything that can give a request its turn, but for the time."""
         books = self._books
-        return books.ledger.revision, books.admission, books.recallable.revision, self._schedule.has_holds
+        return books.ledger.revision, books.admission, books.recallable.revision, self._schedule.deadline
 
     def share(self, name: ev.ModelName, location: ev.Location, session: int | None = None) -> tuple[int, int]:
         """Return what a model could have if it wanted as much as there is, and how much more than now that is.

@@ -98,8 +98,13 @@ class Script:
         self.broker = Broker(self.rules, self.epoch)
 
     def do_reload(self, **options: str) -> None:
-        """Have other limits: limits= guarantees= weights= default=, as of `rules`. What is left out is not set."""
-        self.rules = dataclasses.replace(self.rules, **limits_of(options))
+        """Have other limits: limits= guarantees= weights= default= unlent= recall=, as of `rules`.
+
+        What is left out is not set, and recall= stays as it is.
+        """
+        unlent = frozenset(filter(None, options.pop("unlent", "").split(",")))
+        recall_ns = nanoseconds(options.pop("recall", "")) or self.rules.recall_ns
+        self.rules = dataclasses.replace(self.rules, unlent=unlent, recall_ns=recall_ns, **limits_of(options))
         self.broker.change_rules(self.rules)
 
     def do_at(self, seconds: str) -> None:

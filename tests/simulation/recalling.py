@@ -1,0 +1,142 @@
+"""Workers that are asked for memory: how they answer, or fail to.
+
+The manner of a worker is for life. `deaf` ones never say that they answer. `honest` ones release what they are asked
+for and answer at once, `slow` ones a little later, and `stalling` ones after 8 seconds. `partial` ones release half,
+`keeping` ones nothing. `silent` ones never answer. `broken` ones answer what they were not asked, answer twice, and
+release something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from membrokerd.core import effects as fx
+from membrokerd.core import events as ev
+
+if TYPE_CHECKING:
+    from tests.simulation.processes import Worker
+    from tests.simulation.world import World
+
+MILLISECOND = 1_000_000
+MANNERS = ("deaf",) * 5 + ("honest",) * 6 + ("slow", "slow", "stalling", "partial", "keeping", "silent", "broken")
+DELAYS = {"slow": 200 * MILLISECOND, "stalling": 8_000 * MILLISECOND}
+UNKNOWN_RECALL = 9_999_999
+
+
+def is_deaf(seed: int) -> bool:
+    """Say whether no session answers recalls in the world of this seed."""
+    return seed // 8 % 3 == 1
+
+
+class Recalling:
+    """What workers do about recalls."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def manner(self) -> str:
+        """Return how a new worker answers."""
+        return "deaf" if is_deaf(self.world.seed) else self.world.random.choice(MANNERS)
+
+    # --- which models ---
+
+    def register(
+        self, worker: Worker, name: ev.ModelName, limits: Mapping[ev.Location, int], *, exclusive: bool
+    ) -> None:
+        """Register a model; most of the workers that can answer say so at once."""
+        answers = None if worker.manner == "deaf" or self.world.random.random() < 0.2 else True
+        self._register(worker, name, limits, exclusive, answers)
+
+    def change(self) -> None:
+        """A worker answers recalls of one of its models from now on, or does not any more."""
+        worker = self.world.pick(lambda one: one.manner != "deaf" and one.process.alive and one.connected)
+        if worker:
+            self._register(worker, self.world.model(worker), {}, False, self.world.random.random() < 0.6)
+
+    def _register(
+        self,
+        worker: Worker,
+        name: ev.ModelName,
+        limits: Mapping[ev.Location, int],
+        exclusive: bool,
+        answers: bool | None,
+    ) -> None:
+        if answers is not None:
+            (worker.answers.add if answers else worker.answers.discard)(name)
+        self.world.send(ev.RegisterModel(*self.world.ask(worker), name, None, limits, exclusive, answers))
+
+    def state(self, worker: Worker) -> frozenset[ev.ModelName]:
+        """Return the models of which a worker says that it answers when it is back. Some have forgotten."""
+        if self.world.random.random() < 0.2:
+            worker.answers.clear()
+        return frozenset(worker.answers)
+
+    # --- questions and answers ---
+
+    def ask(self, recall: fx.Recall) -> None:
+        """A worker that is connected is asked for memory, or asked again."""
+        world = self.world
+        worker = world.workers.get(recall.session)
+        if worker is None or not worker.connected or not worker.process.alive:
+            return
+        due = world.now + DELAYS.get(worker.manner, 0)
+        worker.recalls[recall.recall] = recall, min(due, worker.recalls.get(recall.recall, (recall, due))[1])
+
+    def answer_one(self) -> None:
+        """A worker answers a recall; or it dies, leaves or loses its connection instead."""
+        world, chance = self.world, self.world.random.random()
+        worker = world.pick(lambda one: one.process.alive and one.connected and self._due(one))
+        if worker is None:
+            self._answer_nothing()
+        elif chance < 0.02:
+            world.lose(worker)
+        elif chance < 0.03:
+            world.say_goodbye(worker)
+        elif chance < 0.04:
+            world.die(worker.process, world.now)
+        else:
+            self.answer(worker, worker.recalls.pop(self._due(worker)[0])[0])
+
+    def _due(self, worker: Worker) -> list[int]:
+        if worker.manner == "silent":
+            return []
+        return [number for number, (_, due) in worker.recalls.items() if due <= self.world.now]
+
+    def _answer_nothing(self) -> None:
+        """A broken worker answers although it is not asked, or what another one is asked."""
+        world = self.world
+        worker = world.pick(lambda one: one.manner == "broken" and one.process.alive and one.connected)
+        others = [number for one in world.workers.values() if one is not worker for number in one.recalls]
+        if worker and world.random.random() < 0.2:
+            world.send(ev.AnswerRecall(worker.session, world.random.choice([UNKNOWN_RECALL, *sorted(others)])))
+
+    def answer(self, worker: Worker, recall: fx.Recall) -> None:
+        """Release as much as the worker's manner says, then answer. A few leave it at the release."""
+        world, chance = self.world, self.world.random.random()
+        if worker.manner == "broken" and chance < 0.3:
+            world.send(ev.AnswerRecall(worker.session, recall.recall))
+        part = {"partial": 2, "keeping": 0, "broken": world.random.choice((0, 1))}.get(worker.manner, 1)
+        self.give_back(worker, recall, recall.size // part if part else 0)
+        if chance > 0.95:
+            return
+        world.send(ev.AnswerRecall(worker.session, recall.recall))
+        if worker.manner == "broken" and chance > 0.6:
+            world.send(ev.AnswerRecall(worker.session, recall.recall))
+
+    def give_back(self, worker: Worker, recall: fx.Recall, size: int) -> None:
+        """Release at least `size` bytes of what a recall asks for, if the worker has so much."""
+        world = self.world
+        row = world.broker.ledger.sessions.get(worker.session)
+        if row is None or worker.resuming:
+            return
+        ids = set()
+        for extent in sorted(worker.held):
+            loan = row.extents.get(extent)
+            wrong = worker.manner == "broken" and world.random.random() < 0.3
+            if size > 0 and loan and (wrong or (loan.name, loan.location) == (recall.name, recall.location)):
+                ids.add(extent)
+                size -= loan.extent_bytes
+        world.borrowing.unmap(worker, ids)
+        if worker.unmapped:
+            world.borrowing.say_released(worker)

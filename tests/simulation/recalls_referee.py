@@ -1,0 +1,357 @@
+"""Judges recalls: what may be asked of a session, what its answer means, and what cannot be recalled any more.
+
+It keeps books of its own about the questions and answers, from the events, the effects and the facts alone. The core's
+are held to them, and so is what counts as firm. Shares are taken from the division in `shares`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tests.simulation.shares import SLACK, divide
+
+from membrokerd.core import effects as fx
+from membrokerd.core import events as ev
+from membrokerd.core import facts as ft
+from membrokerd.core.books import Step
+from membrokerd.core.denied import Denied
+
+if TYPE_CHECKING:
+    from tests.simulation.referee import Referee
+
+Place = tuple[int, ev.ModelName, ev.Location]
+KEPT_NS = 2_000_000_000
+HOLD_NS = 500_000_000
+"""Both stated here, not taken from the core."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """A recall that has no answer yet."""
+
+    number: int
+    size: int
+    left: int
+    since: int
+    deadline: int
+    late: bool = False
+
+
+class RecallsReferee:
+    """Follows every recall from the question to its end."""
+
+    def __init__(self, referee: Referee) -> None:
+        self._referee = referee
+        self.answering: dict[ev.ModelName, set[int]] = {}
+        self.asked: dict[Place, Asked] = {}
+        self.kept: dict[Place, tuple[int, int]] = {}
+        self.ends: Counter[str] = Counter()
+        self._stated: dict[int, ev.StateHolds] = {}
+        self._last_number = 0
+        self._sizes: list[tuple[Place, int]] = []
+        """Of the extents that a Release names."""
+        self._holds: dict[Any, Any] = {}
+        self._told: Counter[tuple[object, ...]] = Counter()
+        """The ends of recalls that this step must tell."""
+        self._again: dict[int, Asked] = {}
+        """By number: the recalls that this step must repeat."""
+
+    @property
+    def _world(self) -> Any:
+        return self._referee.world
+
+    # --- what can be recalled ---
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether any session answers recalls."""
+        return any(self.answering.values())
+
+    def answers(self, session: int | None, name: ev.ModelName) -> bool:
+        """Say whether a session is connected and answers recalls of a model."""
+        if session is None or session not in self.answering.get(name, ()):
+            return False
+        return bool(self._world.broker.ledger.sessions[session].state == "open")
+
+    def bytes_of(self, place: Place) -> int:
+        """Return the bytes of extents that a session can be asked for."""
+        session, name, where = place
+        asked = self.asked.get(place)
+        charge = self._world.broker.ledger.sessions[session].charges.get((name, where))
+        if charge is None or not self.answers(session, name) or (asked is not None and asked.late):
+            return 0
+        return max(0, charge.bytes - charge.declared - self.kept.get(place, (0, 0))[0])
+
+    def of_model(self, name: ev.ModelName, where: ev.Location) -> int:
+        """Return the bytes of a model that can be recalled."""
+        return sum(self.bytes_of((session, name, where)) for session in self.answering.get(name, ()))
+
+    def of_tenant(self, tenant: str, where: ev.Location) -> int:
+        """Return the bytes of a tenant's models that can be recalled."""
+        return sum(self.of_model(name, where) for name in self.answering if name.tenant == tenant)
+
+    def is_asked(self, session: int, name: ev.ModelName, where: ev.Location) -> bool:
+        """Say whether a session owes bytes of a model."""
+        asked = self.asked.get((session, name, where))
+        return asked is not None and asked.left > 0
+
+    def is_late(self, session: int | None, name: ev.ModelName, where: ev.Location) -> bool:
+        """Say whether a session owes bytes of a model since a deadline."""
+        return session is not None and self.is_asked(session, name, where) and self.asked[session, name, where].late
+
+    def coming_of(self, name: ev.ModelName, where: ev.Location) -> int:
+        """Return the bytes that recalls will bring of a model, if they are answered with bytes."""
+        return sum(one.left for place, one in self.asked.items() if place[1:] == (name, where) and not one.late)
+
+    def coming(self, where: ev.Location) -> int:
+        """Return the bytes that recalls will bring, if they are answered with bytes."""
+        return sum(one.left for place, one in self.asked.items() if place[2] == where and not one.late)
+
+    # --- each step ---
+
+    def before(self, event: ev.Event) -> None:
+        """Take down what a step may change."""
+        broker = self._world.broker
+        self._holds = dict(broker.schedule._holds)
+        self._sizes = []
+        if isinstance(event, ev.Release) and self.asked and event.session in broker.ledger.sessions:
+            extents = broker.ledger.sessions[event.session].extents
+            loans = [extents[one] for one in set(event.ids) if one in extents]
+            self._sizes = [((event.session, loan.name, loan.location), loan.extent_bytes) for loan in loans]
+
+    def follow(self, event: ev.Event, step: Step) -> None:
+        """Take into the books what the step says. Other referees look at these books."""
+        self._told.clear()
+        self._again.clear()
+        if isinstance(event, ev.StateHolds):
+            if not any(isinstance(one.result, Denied) for one in _answers(step, event.call)):
+                self._stated[event.session] = event
+        for fact in step.facts:
+            self._follow_fact(fact)
+        match event:
+            case ev.Elapsed():
+                self._elapsed()
+            case ev.AnswerRecall():
+                self._answered(event.session, [event.recall])
+            case ev.RegisterModel() if event.answers is not None:
+                if any(one.result == fx.Registered(event.name) for one in _answers(step, event.call)):
+                    self._set_answers(event.session, event.name, event.answers)
+        told = Counter(
+            (one.session, one.name, one.location, one.size, one.returned, one.after_ns, one.result)
+            for one in step.effects
+            if isinstance(one, fx.Recalled)
+        )
+        assert told == self._told, f"the ends of recalls are {self._told}, and {told} were told"
+        for effect in step.effects:
+            if isinstance(effect, fx.Recall):
+                self._follow_question(effect)
+        left = [one for one in self._again.values() if self._is_open(one)]
+        assert not left, f"{left} were not repeated"
+
+    def _is_open(self, asked: Asked) -> bool:
+        session = next(place[0] for place, one in self.asked.items() if one is asked)
+        return bool(self._world.broker.ledger.sessions[session].state == "open")
+
+    def _follow_fact(self, fact: ft.Fact) -> None:
+        match fact:
+            case ft.Credited(cause="released"):
+                for place, size in self._sizes:
+                    self._released(place, size)
+            case ft.ModelLeft():
+                self._forget(fact.session, [fact.name])
+            case ft.SessionMoved(session, "connection lost"):
+                self.asked = {place: one for place, one in self.asked.items() if place[0] != session or one.late}
+            case ft.SessionMoved(session, "resumed"):
+                stated = self._stated.pop(session).answering
+                for name in self._world.broker.ledger.sessions[session].models:
+                    sessions = self.answering.setdefault(name, set())
+                    (sessions.add if name in stated else sessions.discard)(session)
+                self._again |= {one.number: one for place, one in self.asked.items() if place[0] == session}
+            case ft.SessionMoved(session, "goodbye" | "process died" | "forgotten"):
+                self._forget(session, [*self.answering, *(place[1] for place in [*self.asked, *self.kept])])
+
+    def _forget(self, session: int, names: Iterable[ev.ModelName]) -> None:
+        for name in set(names):
+            self.answering.get(name, set()).discard(session)
+            for books in (self.asked, self.kept):
+                for place in [place for place in books if place[:2] == (session, name)]:
+                    del books[place]
+
+    def _released(self, place: Place, size: int) -> None:
+        asked = self.asked.get(place)
+        if asked is not None:
+            asked.left = max(0, asked.left - size)
+            if not asked.left and not asked.late:
+                self._end(place, "returned")
+
+    def _answered(self, session: int, numbers: Iterable[int]) -> None:
+        for place, one in list(self.asked.items()):
+            if place[0] == session and one.number in numbers:
+                if one.left:
+                    self.kept[place] = one.left, self._world.now + KEPT_NS
+                self._end(place, "kept" if one.left else "returned")
+
+    def _set_answers(self, session: int, name: ev.ModelName, answers: bool) -> None:
+        sessions = self.answering.setdefault(name, set())
+        if answers:
+            sessions.add(session)
+        else:
+            self._answered(session, [one.number for place, one in self.asked.items() if place[:2] == (session, name)])
+            sessions.discard(session)
+
+    def _end(self, place: Place, result: str) -> None:
+        one = self.asked.pop(place)
+        self.ends[f"{result} late" if one.late else result] += 1
+        if not one.late:
+            self._tell(place, one, result)
+
+    def _tell(self, place: Place, one: Asked, result: str) -> None:
+        self._told[(*place, one.size, one.size - one.left, self._world.now - one.since, result)] += 1
+
+    def _elapsed(self) -> None:
+        now = self._world.now
+        self.kept = {place: (size, until) for place, (size, until) in self.kept.items() if until > now}
+        for place, one in self.asked.items():
+            if one.deadline <= now:
+                if not one.late:
+                    self._tell(place, one, "late")
+                    self.ends["late"] += 1
+                one.late, one.deadline = True, now + self._world.broker.rules.recall_ns
+                self._again[one.number] = one
+
+    def _follow_question(self, effect: fx.Recall) -> None:
+        place = (effect.session, effect.name, effect.location)
+        one, rules = self.asked.get(place), self._world.broker.rules
+        assert effect.within_ns == rules.recall_ns
+        if one is not None and one.number == effect.recall:
+            assert self._again.pop(one.number, None) is one, "it is repeated, and nobody has waited for the answer"
+            assert effect.size == one.left, "another size is asked for in the repetition"
+            self.ends["repeated"] += 1
+            return
+        assert one is None, "a session is asked twice at once"
+        assert effect.recall > self._last_number, "a number is used twice"
+        assert 0 < effect.size <= self.bytes_of(place), f"{effect} asks for what cannot be recalled"
+        self._last_number, now = effect.recall, self._world.now
+        self.asked[place] = Asked(effect.recall, effect.size, effect.size, now, now + rules.recall_ns)
+        self.ends["asked"] += 1
+
+    # --- what the core has made of it ---
+
+    def judge(self, event: ev.Event, step: Step) -> None:
+        """Hold the core to the books, and each question to the shares."""
+        broker = self._world.broker
+        mine = {place: (one.number, one.size, one.left, one.late) for place, one in self.asked.items()}
+        core = {
+            tuple(one): (it.number, it.size, it.left, it.late) for one, it in broker.books.recallable.recalls.items()
+        }
+        assert core == mine, f"the core follows the recalls {core}, and they are {mine}"
+        ends = [one.deadline for one in self.asked.values()] + [until for _, until in self.kept.values()]
+        if ends:
+            assert broker.deadline is not None
+            assert broker.deadline <= min(ends), "nobody will tell that it is late"
+        self._judge_firm()
+        questions = [one for one in step.effects if isinstance(one, fx.Recall) and self._began_now(one)]
+        for where in broker.rules.capacities:
+            self._judge_questions(event, step, where, [one for one in questions if one.location == where])
+        self._judge_holds({one.location for one in questions})
+
+    def _began_now(self, effect: fx.Recall) -> bool:
+        asked = self.asked[effect.session, effect.name, effect.location]
+        return asked.since == self._world.now and not asked.late
+
+    def _judge_firm(self) -> None:
+        broker, guarantees = self._world.broker, self._referee.guarantees
+        if not (self.answering or broker.books.recallable.is_possible):
+            return
+        for where, total in broker.ledger.totals.items():
+            for name in broker.ledger.models:
+                assert broker.admission.firm(name, where) == guarantees.firm(name, where), (
+                    f"{name} has other firm bytes"
+                )
+            more = guarantees.needed(where, {}) - (total.capacity - total.releasing)
+            assert broker.admission.shortfall(where) == max(0, more), "the guarantees lack something else"
+
+    def _judge_questions(self, event: ev.Event, step: Step, where: ev.Location, asks: list[fx.Recall]) -> None:
+        """No model is asked for its guarantee, nor for its share, but for what is above a limit."""
+        if not asks:
+            return
+        guarantees, answered = (
+            self._referee.guarantees,
+            {one.call for one in step.effects if isinstance(one, fx.Answer)},
+        )
+        gone = [one for call, one in self._referee.waiting.before.items() if call in answered]
+        without, beside = divide(self._referee, where), divide(self._referee, where, gone)
+        above = guarantees.above_limits(where)
+        for name in {one.name for one in asks}:
+            lent, asked = guarantees.lent(name, where), self.coming_of(name, where)
+            if asked <= above.get(name, 0):
+                continue
+            new = sum(one.size for one in asks if one.name == name)
+            guarantee = min(guarantees.guarantee(name, where), lent)
+            assert lent - new >= guarantee, f"{name} is asked for its guarantee"
+            share = min(without[name], beside.get(name, 0))
+            assert asked <= lent - share + SLACK, f"{name} is asked for {asked} of {lent}, and its share is {share}"
+        if not above:
+            short = self.short(where, [*self._waiters(where), *gone], without)
+            assert self.coming(where) <= max(0, short + self.coming(where)) + SLACK, "more is asked for than is wanted"
+
+    def _waiters(self, where: ev.Location) -> list[Any]:
+        waiters = self._world.broker.waiting._waiters.values()
+        return [one for one in waiters if one.event.location == where]
+
+    def short(self, where: ev.Location, waiting: Iterable[Any], shares: Any) -> float:
+        """Return how many bytes are missing of what requests, and the holds, want."""
+        guarantees = self._referee.guarantees
+        wanted: Counter[ev.ModelName] = Counter()
+        for one in waiting:
+            wanted[one.name] += one.size
+        for (name, at), hold in self._world.broker.schedule._holds.items():
+            if at == where:
+                more = min(hold.size, shares.get(name, 0)) - guarantees.lent(name, where)
+                wanted[name] = max(wanted[name], more)
+        tenants = {name.tenant for name in wanted}
+        needed = sum(
+            max(
+                0,
+                sum(size for name, size in wanted.items() if name.tenant == tenant) - guarantees.unlent(tenant, where),
+            )
+            for tenant in tenants
+        )
+        free = self._world.broker.ledger.totals[where].free - guarantees.unlent_beside(None, where)
+        return float(needed - free - self.coming(where))
+
+    def _judge_holds(self, asked_at: set[ev.Location]) -> None:
+        broker, now = self._world.broker, self._world.now
+        for key, hold in broker.schedule._holds.items():
+            assert now < hold.until <= now + HOLD_NS or broker.waiting.left_over, "a hold does not end"
+            if hold == self._holds.get(key):
+                continue
+            name, where = key
+            assert where in asked_at, "a hold begins, and nobody is asked for anything"
+            assert hold.until == now + HOLD_NS
+            wanted = [one.size for one in self._referee.waiting.all_of_step if one.name == name]
+            most = self._referee.guarantees.lent(name, where) + max(broker.rules.capacities[where] // 8, sum(wanted))
+            assert hold.size <= max(most, self._holds[key].size if key in self._holds else 0), "a hold is too large"
+
+    # --- others ---
+
+    def inherit(self) -> None:
+        """A daemon begins: nobody is connected, and nothing is asked."""
+        for books in (self.answering, self.asked, self.kept, self._stated):
+            books.clear()
+
+    def at_the_end(self) -> None:
+        """Every recall has ended."""
+        assert not self.asked
+        assert not self._world.broker.books.recallable.recalls
+
+    def report(self) -> str:
+        """Return what happened, in a line."""
+        return "recalls: " + (", ".join(f"{count:,} {how}" for how, count in sorted(self.ends.items())) or "none")
+
+
+def _answers(step: Step, call: int) -> list[fx.Answer]:
+    return [one for one in step.effects if isinstance(one, fx.Answer) and one.call == call]
