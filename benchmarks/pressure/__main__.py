@@ -30,7 +30,8 @@ Each tenant is guaranteed a quarter of the capacity. The rest is shared by weigh
 _EPILOG = """\
 how to read it:
   refused        requests for one page within the guarantee, within the tenant's static share, and beyond that
-  grow           the time of a call that borrows one page, in microseconds, waits included
+  ready          calls that took less than 60 us: their pages were borrowed ahead, or kept
+  grow           the time of a call that allocates one page, in microseconds, waits included
   waited >2 ms   how many of the calls that were granted took longer, and their p99 in milliseconds
   in use         the mean part of the capacity that was lent
 
@@ -38,6 +39,8 @@ examples:
   python -m benchmarks.pressure                                       on the host driver, in a minute
   python -m benchmarks.pressure --driver cuda --capacity 24GiB --beside ../before"""
 TENANTS = 3
+READY_NS = 60_000
+"""A call of the broker takes longer than this, and a page that is ready less."""
 KINDS = ("guaranteed", "share", "beyond")
 
 
@@ -167,6 +170,8 @@ def _row(way: Way, told: Sequence[Mapping[str, Any]], lent: Sequence[float]) -> 
         "recalls": f"{sum(one['recalls'] for one in told):,}",
     }
     row |= {f"refused: {kind}": f"{refused[kind]:,}" for kind in KINDS}
+    ready = sum(time < READY_NS for time in grown)
+    row["from pages that were ready"] = f"{100 * ready / max(1, len(grown)):.1f} %"
     row |= {"grow p50": f"{_quantile(grown, 0.5) / 1e3:,.0f}", "grow p99": f"{_quantile(grown, 0.99) / 1e3:,.0f}"}
     for kind in KINDS:
         row[f"waited >2 ms: {kind}"] = f"{len(waits[kind]):,} (p99 {_quantile(waits[kind], 0.99) / 1e6:,.0f} ms)"

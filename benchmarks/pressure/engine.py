@@ -30,7 +30,7 @@ MARK_BYTES = 8
 
 @dataclass(eq=False)
 class Sequence:
-    """A sequence: the offsets of its pages, how many it will have, and the number that marks them."""
+    """A sequence: the addresses of its pages, how many it will have, and the number that marks them."""
 
     length: int
     mark: int
@@ -45,9 +45,11 @@ class Engine:
         self.page: int = options.page
         self.client = membroker.connect(Path(options.endpoint))
         self.model = self.client.register_model("llm")
-        self.pool = self.model.pool(virtual_capacity=options.capacity, page_size=self.page)
+        self.answers = options.recalls and hasattr(self.model, "on_recall")
+        ahead = {"ahead": "auto"} if self.answers else {}
+        # Twice the addresses: what is ready ahead is never short of them.
+        self.pool = self.model.pool(virtual_capacity=2 * options.capacity, page_size=self.page, **ahead)
         self.driver: Any = self.model.driver
-        self.free_slots = list(range(options.capacity // self.page - 1, -1, -1))
         self.sequences: list[Sequence] = []
         self.marks = itertools.count(options.seed << 32)
         self.used = 0
@@ -55,7 +57,6 @@ class Engine:
         self.refused = {"guaranteed": 0, "share": 0, "beyond": 0}
         self.grown: list[int] = []
         self.waited: dict[str, list[int]] = {"guaranteed": [], "share": [], "beyond": []}
-        self.answers = options.recalls and hasattr(self.model, "on_recall")
         if self.answers:
             self.model.on_recall(lambda _: membroker.DEFERRED)
 
@@ -94,16 +95,14 @@ class Engine:
     def grow(self, sequence: Sequence, count: int) -> bool:
         """Borrow pages for a sequence, one call for each. Return False when one is refused."""
         for _ in range(count):
-            offset = self.free_slots.pop() * self.page
             began = time.perf_counter_ns()
             try:
                 if self.answers:
-                    self.pool.allocate(offset, self.page, wait=WAIT_SECONDS[self.kind()])
+                    address = self.pool.allocate_anywhere(self.page, wait=WAIT_SECONDS[self.kind()])
                 else:
-                    self.pool.allocate(offset, self.page)
+                    address = self.pool.allocate_anywhere(self.page)
             except OutOfMemory:
                 self.refused[self.kind()] += 1
-                self.free_slots.append(offset // self.page)
                 self.take_back(sequence)
                 return False
             took = time.perf_counter_ns() - began
@@ -111,9 +110,9 @@ class Engine:
             self.waited[self.kind()].append(took)
             self.used += 1
             self.counts["pages"] += 1
-            sequence.pages.append(offset)
-            for address in self.ends(offset):
-                self.driver.write(address, sequence.mark.to_bytes(MARK_BYTES, "little"))
+            sequence.pages.append(address)
+            for end in self.ends(address):
+                self.driver.write(end, sequence.mark.to_bytes(MARK_BYTES, "little"))
         return True
 
     def kind(self) -> str:
@@ -123,9 +122,8 @@ class Engine:
             return "guaranteed"
         return "share" if after <= self.options.share else "beyond"
 
-    def ends(self, offset: int) -> tuple[int, int]:
+    def ends(self, address: int) -> tuple[int, int]:
         """Return the addresses of the marks of a page."""
-        address = self.pool.base_address + offset
         return address, address + self.page - MARK_BYTES
 
     def drop(self, sequence: Sequence) -> None:
@@ -135,11 +133,10 @@ class Engine:
 
     def take_back(self, sequence: Sequence) -> None:
         """Look at the marks of a sequence's pages, and release these."""
-        for offset in sequence.pages:
-            for address in self.ends(offset):
-                self.counts["wrong"] += self.driver.read(address, MARK_BYTES) != sequence.mark.to_bytes(8, "little")
-            self.pool.deallocate(offset, self.page)
-            self.free_slots.append(offset // self.page)
+        for address in sequence.pages:
+            for end in self.ends(address):
+                self.counts["wrong"] += self.driver.read(end, MARK_BYTES) != sequence.mark.to_bytes(8, "little")
+            self.pool.free(address)
             self.used -= 1
         sequence.pages.clear()
 
