@@ -61,7 +61,7 @@ def test_the_rest_is_for_everybody_and_the_guarantee_for_its_owner(
     with membroker.connect(daemon.endpoint("blue"), transport=transport) as client:
         batch = client.register_model("batch")
         assert batch.available().now_bytes == 160 * MIB
-        with pytest.raises(OutOfMemory, match=r"96\.0 MiB of the rest is kept for guarantees") as caught:
+        with pytest.raises(OutOfMemory, match=r"96\.0 MiB of the rest is kept for others") as caught:
             batch.allocate("162MiB")
         assert (caught.value.level, caught.value.available_bytes) == ("capacity", 160 * MIB)
         with batch.allocate("160MiB"):

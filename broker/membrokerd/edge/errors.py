@@ -201,7 +201,7 @@ class _Words(dict[str, object]):
         lost = numbers.get("detached")
         self["detached"] = f"; detached, and ended by `membroker forget SESSION`, are {lost}" if lost else ""
         reserved = numbers.get("reserved_bytes")
-        self["kept"] = f", and {format_size(int(reserved))} of the rest is kept for guarantees" if reserved else ""
+        self["kept"] = f", and {format_size(int(reserved))} of the rest is kept for others" if reserved else ""
         self["fair"] = _fair(numbers)
         self.setdefault("whose", "session")
         self.setdefault("calls", "allocations in flight")
