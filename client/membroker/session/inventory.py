@@ -144,7 +144,9 @@ class Inventory:
         """Remove extents that are released. Return those that were there: the broker must be told of them."""
         with self._lock:
             kinds = list(map(self._extents.pop, extent_ids, repeat(None)))
-            for kind in set(kinds):
+            # In most releases all extents are of one kind, and hashing each would take as long as all the rest.
+            are_alike = not kinds or kinds.count(kinds[0]) == len(kinds)
+            for kind in kinds[:1] if are_alike else set(kinds):
                 if kind is not None:
                     self.released_bytes[kind[:2]] += kind[2] * kinds.count(kind)
         return list(compress(extent_ids, kinds)) if None in kinds else extent_ids

@@ -416,4 +416,5 @@ client.close()
         inventory.forget([1], [])
         for _ in range(2):
             inventory.strike_extents([0, 1, 2, 3, 20])
+        assert list(inventory.strike_extents([])) == []
         assert inventory.released_bytes == {KIND[:2]: 2 * PAGE, (MODEL, resources_pb2.LOCATION_HOST): 7 * PAGE}
