@@ -78,7 +78,8 @@ class Recallable:
     def session_moved(self, row: SessionRow) -> None:
         """Note that a session has lost its connection, is resumed, or ends."""
         if row.state not in ("open", "detached"):
-            for name in [name for name, sessions in self._answering.items() if row.session in sessions]:
+            names = {name for name, sessions in self._answering.items() if row.session in sessions}
+            for name in names | {one.name for one in (*self.recalls, *self.kept) if one.session == row.session}:
                 self.leave(row.session, name)
         self.changed()
 
