@@ -114,6 +114,8 @@ class Recalling:
     def answer(self, worker: Worker, recall: fx.Recall) -> None:
         """Release as much as the worker's manner says, then answer. A few leave it at the release."""
         world, chance = self.world, self.world.random.random()
+        if worker.sent and worker.sent[0].place != "queue":
+            world.read_packets(worker, chance=1)
         if worker.manner == "broken" and chance < 0.3:
             world.send(ev.AnswerRecall(worker.session, recall.recall))
         part = {"partial": 2, "keeping": 0, "broken": world.random.choice((0, 1))}.get(worker.manner, 1)

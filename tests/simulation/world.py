@@ -653,8 +653,12 @@ class World:
         if self.random.random() < 0.01:
             self.send(ev.AcknowledgeUpTo(worker.session, worker.packets + 1))
             return
+        self.read_packets(worker, 0.8)
+
+    def read_packets(self, worker: Worker, chance: float) -> None:
+        """A worker reads one packet after the other, each with this chance, and says how many it has taken."""
         count = worker.sent[0].number - 1
-        while worker.sent and worker.sent[0].place != "queue" and self.random.random() < 0.8:
+        while worker.sent and worker.sent[0].place != "queue" and self.random.random() < chance:
             packet = worker.sent.pop(0)
             if packet.place == "socket":
                 self.take_in(worker, packet.make)
