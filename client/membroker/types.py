@@ -187,8 +187,8 @@ class Available:
     limit, or None if only the others apply. `guarantee_bytes` is what the model can be charged at any time.
 
     `share_bytes` is what the model could have if it wanted as much as there is: the capacity is divided by weight among
-    the models that hold or wait for memory, and nobody loses what it holds. `obtainable_bytes` is how much more than it
-    holds that is: what a request that waits could get.
+    the models that hold or wait for memory, and only sessions that answer recalls are asked for what they have beyond
+    their share. `obtainable_bytes` is how much more than it holds that is: what a request that waits could get.
     """
 
     now_bytes: int
