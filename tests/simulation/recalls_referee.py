@@ -191,7 +191,9 @@ class RecallsReferee:
         for place, one in list(self.asked.items()):
             if place[0] == session and one.number in numbers:
                 if one.left:
-                    self.kept[place] = one.left, self._world.now + KEPT_NS
+                    before = self.kept.get(place, (0, 0))[0]
+                    more = max(before, one.left) if one.left == one.size else one.left
+                    self.kept[place] = before + more, self._world.now + KEPT_NS
                 self._end(place, "kept" if one.left else "returned")
 
     def _set_answers(self, session: int, name: ev.ModelName, answers: bool) -> None:
