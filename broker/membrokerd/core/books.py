@@ -81,7 +81,7 @@ class Books:
         elif isinstance(fact, ft.SessionMoved):
             self.recallable.session_moved(self.ledger.sessions[fact.session])
         elif isinstance(fact, ft.Credited):
-            self.recallable.credited(fact.session)
+            self.recallable.bound_kept(fact.session)
         self._facts.append(fact)
 
     @property

@@ -94,8 +94,8 @@ class Recallable:
         """Whether any session answers recalls."""
         return bool(self._answering)
 
-    def credited(self, session: int) -> None:
-        """Note that a session has fewer extents than before: it keeps no more than it has."""
+    def bound_kept(self, session: int) -> None:
+        """Let a session keep no more than it has."""
         for one, (size, until) in self.kept.items():
             if one.session == session:
                 self.kept[one] = min(size, self._extents_of(one)), until

@@ -79,7 +79,9 @@ class Recalls:
             return
         del self._state.recalls[one]
         if recall.left:
-            self._state.kept[one] = recall.left, now + KEPT_NS
+            before, _ = self._state.kept.get(one, (0, 0))
+            self._state.kept[one] = before + recall.left, now + KEPT_NS
+            self._state.bound_kept(event.session)
         if not recall.late:
             self._report(one, recall, "kept" if recall.left else "returned", now)
         self._set_deadline()
