@@ -116,7 +116,9 @@ class StockReferee:
                 kept = int(effect.result.numbers.get("reserved_bytes", 0))  # the referee of guarantees judges these
                 charged = max(self._charged[where], self.world.broker.ledger.totals[where].charged)
                 fits = charged + kept + size <= self.world.broker.rules.capacities[where]
-                assert not (fits and effect.result.reason is Reason.CAPACITY), f"refused for what is free: {effect.result}"
+                assert not (fits and effect.result.reason is Reason.CAPACITY), (
+                    f"refused for what is free: {effect.result}"
+                )
 
     def _judge_effect(self, effect: fx.Effect) -> None:
         match effect:
