@@ -84,6 +84,19 @@ class GuaranteesReferee:
         whole = max(guarantee or 0, sum(self.guarantee(name, where) for name in self._guaranteed(tenant, where)))
         return whole if limit is None else min(whole, limit)
 
+    def fit_limits(self, where: ev.Location) -> bool:
+        """Say whether each tenant's limit has room for what is guaranteed to its models, and is firm beyond that.
+
+        A guarantee that the limit leaves no room for takes part in the division nevertheless.
+        """
+        models = {*self._broker.ledger.models, *self.guaranteed_anywhere(where)}
+        for tenant in {name.tenant for name in models}:
+            limit = self._referee.set_for((tenant, None, where)).limit
+            sizes = [max(self.guarantee(one, where), self.firm(one, where)) for one in models if one.tenant == tenant]
+            if limit is not None and sum(sizes) > limit:
+                return False
+        return True
+
     def above_limits(self, where: ev.Location) -> dict[ev.ModelName, int]:
         """Return how many bytes models, or their tenants, have above their limits."""
         found: dict[ev.ModelName, int] = {}
@@ -182,7 +195,7 @@ class GuaranteesReferee:
     def report(self) -> str:
         """Return what happened, in a line."""
         return (
-            f"{self.debits:,} debits beside an unused guarantee ({self.beside_unlent:,} beside one that is never lent), "
+            f"{self.debits:,} debits beside an unused guarantee, {self.beside_unlent:,} beside one that is never lent, "
             f"{self.refusals:,} refusals because of one"
         )
 

@@ -53,7 +53,8 @@ class RecallsReferee:
         self._last_number = 0
         self._sizes: list[tuple[Place, int]] = []
         """Of the extents that a Release names."""
-        self._holds: dict[Any, Any] = {}
+        self.holds: dict[Any, Any] = {}
+        """As they were before the step."""
         self._told: Counter[tuple[object, ...]] = Counter()
         """The ends of recalls that this step must tell."""
         self._again: dict[int, Asked] = {}
@@ -115,7 +116,7 @@ class RecallsReferee:
     def before(self, event: ev.Event) -> None:
         """Take down what a step may change."""
         broker = self._world.broker
-        self._holds = dict(broker.schedule._holds)
+        self.holds = dict(broker.schedule._holds)
         self._sizes = []
         if isinstance(event, ev.Release) and self.asked and event.session in broker.ledger.sessions:
             extents = broker.ledger.sessions[event.session].extents
@@ -126,9 +127,9 @@ class RecallsReferee:
         """Take into the books what the step says. Other referees look at these books."""
         self._told.clear()
         self._again.clear()
-        if isinstance(event, ev.StateHolds):
-            if not any(isinstance(one.result, Denied) for one in _answers(step, event.call)):
-                self._stated[event.session] = event
+        refused = any(isinstance(one.result, Denied) for one in _answers(step, getattr(event, "call", -1)))
+        if isinstance(event, ev.StateHolds) and not refused:
+            self._stated[event.session] = event
         for fact in step.facts:
             self._follow_fact(fact)
         match event:
@@ -137,8 +138,9 @@ class RecallsReferee:
             case ev.AnswerRecall():
                 self._answered(event.session, [event.recall])
             case ev.RegisterModel() if event.answers is not None:
-                if any(one.result == fx.Registered(event.name) for one in _answers(step, event.call)):
+                if not refused:
                     self._set_answers(event.session, event.name, event.answers)
+        self._bound_kept(step)
         told = Counter(
             (one.session, one.name, one.location, one.size, one.returned, one.after_ns, one.result)
             for one in step.effects
@@ -212,6 +214,18 @@ class RecallsReferee:
 
     def _tell(self, place: Place, one: Asked, result: str) -> None:
         self._told[(*place, one.size, one.size - one.left, self._world.now - one.since, result)] += 1
+
+    def _bound_kept(self, step: Step) -> None:
+        """A session keeps no more than it had when the step's question was decided, before the grants that follow."""
+        sessions = self._world.broker.ledger.sessions
+        for place, (size, until) in self.kept.items():
+            debits = [fact for fact in step.facts if isinstance(fact, ft.Debited)]
+            new = [
+                fact.extent_bytes * fact.count for fact in debits if (fact.session, fact.name, fact.location) == place
+            ]
+            charge = sessions[place[0]].charges.get(place[1:])
+            has = charge.bytes - charge.declared - sum(new) if charge else 0
+            self.kept[place] = min(size, has), until
 
     def _elapsed(self) -> None:
         now = self._world.now
@@ -329,14 +343,14 @@ class RecallsReferee:
         broker, now = self._world.broker, self._world.now
         for key, hold in broker.schedule._holds.items():
             assert now < hold.until <= now + HOLD_NS or broker.waiting.left_over, "a hold does not end"
-            if hold == self._holds.get(key):
+            if hold == self.holds.get(key):
                 continue
             name, where = key
             assert where in asked_at, "a hold begins, and nobody is asked for anything"
             assert hold.until == now + HOLD_NS
             wanted = [one.size for one in self._referee.waiting.all_of_step if one.name == name]
             most = self._referee.guarantees.lent(name, where) + max(broker.rules.capacities[where] // 8, sum(wanted))
-            assert hold.size <= max(most, self._holds[key].size if key in self._holds else 0), "a hold is too large"
+            assert hold.size <= max(most, self.holds[key].size if key in self.holds else 0), "a hold is too large"
 
     # --- others ---
 

@@ -210,7 +210,7 @@ class Referee:
                 waited = waiter and waiter.deadline and (limited or waiter.deadline <= world.now)
                 waited = waited or (limited and "waited_ms" in effect.result.numbers)  # it came with this step
                 asked = waiter and self.recalls.is_asked(waiter.event.session, waiter.name, waiter.event.location)
-                asked = asked or getattr(event, "call", None) == effect.call and self.waiting.is_asked(event)
+                asked = asked or (getattr(event, "call", None) == effect.call and self.waiting.is_asked(event))
                 assert heard or replaced or waited or asked or not wants or full, (
                     f"refused before the others were heard: {effect.result} {waiter}"
                 )

@@ -8,6 +8,7 @@ from tests.simulation.world import is_crowded
 
 from membrokerd.core import policy
 from membrokerd.core.admission import Admission
+from membrokerd.core.schedule import Schedule
 from membrokerd.core.waiting import Waiting
 
 SEEDS = [seed for seed in range(20_260, 20_310) if is_crowded(seed)][:6]
@@ -28,11 +29,12 @@ def _twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _whatever_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Waiting, "_next_at", lambda self, location: None)
+    monkeypatch.setattr(Schedule, "next", lambda *_: None)
 
 
 def _the_newest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Waiting, "_first", lambda self, ready, location: ready[-1])
+    following = Schedule.next
+    monkeypatch.setattr(Schedule, "next", lambda self, at, ones, now: following(self, at, list(ones)[::-1], now))
 
 
 def _without_guarantees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +42,7 @@ def _without_guarantees(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _without_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Waiting, "_lent", lambda *_: 0)
+    monkeypatch.setattr(Schedule, "_is_entitled", lambda *_: False)
 
 
 def _without_weights(monkeypatch: pytest.MonkeyPatch) -> None:

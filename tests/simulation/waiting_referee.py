@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -196,7 +196,7 @@ class WaitingReferee:
             assert abs(size - shares.get(name, 0)) <= SLACK, f"{name} has a share of {size}, not of {shares.get(name)}"
             assert size >= guarantees.firm(name, where), f"{name} has a share below its firm bytes"
         if guarantees.needed(where, {}) <= room:
-            if not guarantees.above_limits(where):  # a guarantee that a limit leaves no room for has a share, too
+            if guarantees.fit_limits(where):
                 assert sum(found.values()) <= room, "there are more shares than memory"
             for name, size in found.items():
                 own = min(guarantees.guarantee(name, where), guarantees.lent(name, where))
@@ -251,10 +251,7 @@ class WaitingReferee:
             shares = divide(self._referee, where, undone=last)
             mine = self._class(last, shares, given=last.size)
         for one in others:
-            if mine == 0:
-                theirs = 0 if self._is_guaranteed(one) else 2
-            else:
-                theirs = self._class(one, shares)
+            theirs = self._class(one, shares) if mine else 0 if self._is_guaranteed(one) else 2
             if theirs is None or mine is None:
                 continue
             assert mine <= theirs, f"{last} went before {one}, which has a better right"
@@ -296,6 +293,8 @@ class WaitingReferee:
         others = [two for two in broker.waiting._waiters.values() if two.deadline and two.event.location == where]
         if any(self._is_guaranteed(two) for two in others):
             return
+        if any(at == where and hold.until <= self._world.now for (_, at), hold in self._referee.recalls.holds.items()):
+            return  # it was decided before the hold ended
         shares = divide(self._referee, where, [one])
         assert self._left(one, shares) < SLACK or not self._is_allowed(one), f"{one} was refused within its share"
         if not any(self._left(two, shares) > -SLACK and self._is_allowed(two) for two in others):

@@ -80,6 +80,8 @@ class Books:
             self.recallable.leave(fact.session, fact.name)
         elif isinstance(fact, ft.SessionMoved):
             self.recallable.session_moved(self.ledger.sessions[fact.session])
+        elif isinstance(fact, ft.Credited):
+            self.recallable.bound_kept(fact.session)
         self._facts.append(fact)
 
     @property

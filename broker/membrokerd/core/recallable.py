@@ -93,7 +93,17 @@ class Recallable:
             return False
         return self._ledger.sessions[session].state == "open"
 
+    def bound_kept(self, session: int) -> None:
+        """Let a session keep no more than it has."""
+        for one, (size, until) in self.kept.items():
+            if one.session == session:
+                self.kept[one] = min(size, self._extents_of(one)), until
+
     # --- how much ---
+
+    def _extents_of(self, one: Borrower) -> int:
+        charge = self._ledger.sessions[one.session].charges.get((one.name, one.location))
+        return charge.bytes - charge.declared if charge else 0
 
     def borrowers(self, name: ModelName, location: Location) -> Iterator[Borrower]:
         """Yield the sessions that answer recalls of a model."""
@@ -104,10 +114,9 @@ class Recallable:
     def bytes_of(self, one: Borrower) -> int:
         """Return the bytes that a borrower can be asked for: its extents, without what it keeps. None if it is late."""
         recall = self.recalls.get(one)
-        charge = self._ledger.sessions[one.session].charges.get((one.name, one.location))
-        if charge is None or (recall is not None and recall.late):
+        if recall is not None and recall.late:
             return 0
-        return max(0, charge.bytes - charge.declared - self.kept.get(one, (0, 0))[0])
+        return max(0, self._extents_of(one) - self.kept.get(one, (0, 0))[0])
 
     def of_model(self, name: ModelName, location: Location) -> int:
         """Return the bytes of a model that can be recalled."""

@@ -83,6 +83,7 @@ class Recalls:
             # Nothing came back: twice as much each time, so that one that keeps all is not asked for every extent.
             more = max(before, recall.left) if recall.left == recall.size else recall.left
             self._state.kept[one] = before + more, now + KEPT_NS
+            self._state.bound_kept(event.session)
         if not recall.late:
             self._report(one, recall, "kept" if recall.left else "returned", now)
         self._set_deadline()
