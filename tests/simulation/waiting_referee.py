@@ -81,7 +81,7 @@ class WaitingReferee:
             for where in world.broker.rules.capacities:
                 waiting = [one for one in after.values() if one.event.location == where]
                 if any(one.deadline is not None for one in waiting):
-                    self._judge_turns(where, [one for one in waiting if one.deadline is not None])
+                    self._judge_turns(where, [one for one in waiting if one.deadline and not one.met_full_device])
         if isinstance(event, ev.Allocate | ev.CreateSegment) and event.call in after:
             self._judge_deadline(event, after[event.call])
         granted = [one for call, one in gone.items() if not isinstance(answers.get(call), Denied)]
@@ -89,7 +89,8 @@ class WaitingReferee:
             granted.append(self.came)
         if granted:
             final = isinstance(event, ev.InputsDrained) and granted[-1].event.call == event.call
-            self._judge_order(granted[-1], [one for one in after.values() if one.deadline is not None], final=final)
+            others = [one for one in after.values() if one.deadline is not None and not one.met_full_device]
+            self._judge_order(granted[-1], others, final=final)
 
     def _is_granted(self, step: Step) -> bool:
         """Say whether the request that came was granted; its answer may come later."""

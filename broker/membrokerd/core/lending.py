@@ -117,7 +117,13 @@ class Lending:
         self._books.record(fact)
         size = event.extent_bytes
         result = fx.Allocated(event.count, size)
-        call = Call(event.call, event.request_id, event.name, event.location, size, size, ids, result=result)
+        since = self._waiting.since(event, now)
+        call = Call(
+            *(event.call, event.request_id, event.name, event.location, size, size, ids),
+            result=result,
+            event=event,
+            since=since,
+        )
         traffic = self._traffic[event.session]
         at_once = len(call.states) == 1 and not traffic.queue and traffic.window < policy.WINDOW
         if not (at_once and self._stock.has(event.location, size, event.count)):
@@ -126,8 +132,11 @@ class Lending:
         self.begin_call(event.session, call, self._allocated)
 
     def _allocated(self, session: int, call: Call) -> None:
-        """Answer an Allocate of which every packet is decided."""
+        """Answer an Allocate of which every packet is decided, or let it wait for room on the device."""
         if call.failure:
+            full = call.failure.reason is Reason.DEVICE_FULL and not call.any_sent
+            if full and call.event is not None and self._waiting.put_back(call.event, call.since, call.failed_at):
+                return
             self._books.refuse(call.call, call.failure, session, call.name)
         else:
             assert call.result is not None
@@ -190,7 +199,7 @@ class Lending:
             self._made_or_not(call, event.part)
         self._conclude(event.session, call)
 
-    def not_made(self, event: ev.NotMade) -> None:
+    def not_made(self, event: ev.NotMade, now: int) -> None:
         """Credit a packet that could not be made, give up those after it, and fail the call with the reason."""
         traffic = self._traffic[event.session]
         call = traffic.calls[event.request_id]
@@ -199,6 +208,7 @@ class Lending:
             return
         call.move(event.part, "not made")
         traffic.window -= 1
+        call.failed_at = now
         call.failure = call.failure or Denied(Reason(event.reason), {"model": str(call.name), **event.numbers})
         self._made_or_not(call, event.part)
         ids, _ = call.packet(event.part)

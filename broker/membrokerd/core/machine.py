@@ -215,7 +215,7 @@ class Broker:
         self.stock.fill()
 
     def _not_made(self, event: ev.NotMade, now: int) -> None:
-        self.lending.not_made(event)
+        self.lending.not_made(event, now)
         self._packet_decided(event.session, now)
 
     def _not_delivered(self, event: ev.NotDelivered, now: int) -> None:
@@ -250,6 +250,7 @@ class Broker:
 
     def _audit(self, event: ev.Audit, now: int) -> None:
         self.settling.audit(event, now)
+        self.waiting.try_again()
         self.stock.forget_stale(now)
         self.models.end_idle(now)
 

@@ -38,6 +38,8 @@ class Waiter:
     since: int
     deadline: int | None
     guaranteed: bool
+    met_full_device: bool = False
+    """The books had room for it, and the device had not: it is tried again after an audit, and at its deadline."""
 
     @property
     def borrower(self) -> int | None:
@@ -98,6 +100,8 @@ class Schedule:
         refusals: dict[tuple[ev.ModelName, int, int | None], Denied | None] = {}
         wanting, ready = [], set()
         for one in waiters:
+            if one.met_full_device:
+                continue
             if one.name not in books.ledger.sessions[one.event.session].models:
                 return one, False
             key = (one.name, one.size, one.borrower if possible else None)
@@ -187,7 +191,8 @@ class Schedule:
         if not (self._books.recallable.is_possible or self._holds) or self._guaranteed(location, [one]):
             return free
         waiters = list(waiters)
-        others = [other for other in waiters if other.deadline and other.event.location == location]
+        here = (other for other in waiters if other.deadline and other.event.location == location)
+        others = [other for other in here if not other.met_full_device]
         if self._guaranteed(location, others):
             return 0
         shares = self.divide(location, [*waiters, one])

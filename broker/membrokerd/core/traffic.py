@@ -35,10 +35,14 @@ class Call:
     sends: bool = False
     result: fx.Allocated | None = None
     """The answer to an Allocate, if it succeeds."""
+    event: ev.Allocate | None = None
+    since: int = 0
+    """The Allocate, and when it came."""
     states: list[str] = field(init=False)
     stocked: set[int] = field(default_factory=set)
     issued: int = 0
     failure: Denied | None = None
+    failed_at: int = 0
     on_done: Callable[[int, Call], None] | None = None
     """Answers the call, given its session, once every packet is decided."""
 

@@ -95,6 +95,30 @@ class Waiting:
         if not wait:
             self.deferred.append(event.call)
 
+    def since(self, event: ev.Allocate, now: int) -> int:
+        """Return when a request that is granted now came."""
+        waiter = self._deciding
+        return waiter.since if waiter is not None and waiter.event is event else now
+
+    def put_back(self, event: ev.Allocate, since: int, now: int) -> bool:
+        """Let a request wait whose debit was credited again, because the device is full; False if its time is over."""
+        size = event.extent_bytes * event.count
+        guaranteed = self._books.admission.is_guaranteed(event.name, event.location, size)
+        deadline = since + self._wait_ns(event, guaranteed)
+        if deadline <= now or event.ahead or self._books.stopping or self._books.refuse_debit():
+            return False
+        self._add(Waiter(event, event.name, size, since, deadline, guaranteed, met_full_device=True))
+        return True
+
+    def try_again(self) -> None:
+        """Let the oldest request at each location that has met a full device try again: the device was looked at."""
+        tried = set()
+        for one in self._waiters.values():
+            if one.met_full_device and one.event.location not in tried:
+                tried.add(one.event.location)
+                one.met_full_device = False
+                self._looked_at = None
+
     def _is_final(self, event: Debit) -> bool:
         return self._deciding is not None and self._deciding.event is event
 
