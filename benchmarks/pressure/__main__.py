@@ -158,7 +158,8 @@ def _quantile(times: Sequence[int], part: float) -> float:
     return float(sorted(times)[min(len(times) - 1, int(part * len(times)))]) if times else 0.0
 
 
-def _row(way: Way, told: Sequence[Mapping[str, Any]], lent: Sequence[float]) -> dict[str, str]:
+def summary(way: Way, told: Sequence[Mapping[str, Any]], lent: Sequence[float]) -> dict[str, str]:
+    """Return the numbers of one way, by their names in the table."""
     grown = [time for one in told for time in one["grown"]]
     refused = {kind: sum(one["refused"][kind] for one in told) for kind in KINDS}
     waits = {kind: [time for one in told for time in one["waited"][kind] if time > 2_000_000] for kind in KINDS}
@@ -214,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="membroker-bench-") as directory:
             run = Run(Path(directory), numbers, way)
             try:
-                rows.append(_row(way, run.play(), run.lent))
+                rows.append(summary(way, run.play(), run.lent))
             finally:
                 run.close()
     for name in rows[0]:

@@ -177,7 +177,7 @@ class ReconnectingConnection:
                 self.callback_thread = self._recalling.thread
 
     def call_back(self, work: Callable[[], None]) -> bool:
-        """Do `work` in the thread for callbacks; return False if there is none, or too much waits for it already."""
+        """Do `work` in the thread for callbacks; return False without such a thread, or if too much waits for it."""
         if self._recalling is None or self._recalling.backlog >= MOST_RECALLS:
             return False
         self._recalling.later(work)
