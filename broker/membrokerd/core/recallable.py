@@ -118,6 +118,11 @@ class Recallable:
             return 0
         return max(0, self._extents_of(one) - self.kept.get(one, (0, 0))[0])
 
+    def can_ask(self, location: Location) -> bool:
+        """Say whether a session can be asked for anything: one that has answered its last recall."""
+        everyone = (one for name in self._answering for one in self.borrowers(name, location))
+        return any(one not in self.recalls and self.bytes_of(one) for one in everyone)
+
     def of_model(self, name: ModelName, location: Location) -> int:
         """Return the bytes of a model that can be recalled."""
         if name not in self._answering:

@@ -229,6 +229,8 @@ class Schedule:
 
     def _recall(self, location: ev.Location, waiting: Sequence[Waiter], waiters: Sequence[Waiter], now: int) -> None:
         """Ask the models that have more than their share for what these requests lack."""
+        if not self._books.recallable.can_ask(location):
+            return
         if self._short(location, waiting, self._shares(location, waiters)) <= 0:
             return
         holds = dict(self._holds)
