@@ -91,7 +91,7 @@ class Ahead:
         self._pause = 0.0
 
     def refused(self) -> None:
-        """Note that it does not."""
+        """Note that it does not, or has asked for pages that were ready."""
         self._pause = min(LAST_PAUSE, max(FIRST_PAUSE, 2 * self._pause))
         self._resume_at = time.monotonic() + self._pause
 

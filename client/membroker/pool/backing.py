@@ -55,7 +55,7 @@ class Backing:
         self._page_size = page_size
         self._location = location
         self._offloaded = OffloadedPages(self.holding, source, self._table, self._lock, location)
-        self.holding.spare = self._give_spare
+        self.holding.spare = self._give_asked
         # How often pages were kept as spare pages, and how often before the last wait for the device.
         self._keeps = 0
         self._clean_keeps = 0
@@ -193,12 +193,22 @@ class Backing:
         ahead.granted()
         return missing > len(few)
 
-    def _give_spare(self, size: int, is_asked_for: Callable[[int], bool]) -> None:
-        """Release spare pages that no work on the device can use, the highest ones first, without waiting for it."""
+    def _give_asked(self, size: int, is_asked_for: Callable[[int], bool]) -> None:
+        """Release spare pages that the broker asks for, and borrow none ahead for a while: others need the memory."""
+        if self._give_spare(size, is_asked_for) and self._ahead is not None:
+            self._ahead.refused()
+
+    def _give_spare(self, size: int, is_asked_for: Callable[[int], bool]) -> bool:
+        """Release spare pages that no work on the device can use, the highest ones first, without waiting for it.
+
+        Return whether there were any.
+        """
         with Operation(self.holding) as operation:
             count = -(-size // self._page_size)
-            for run in self._claim_runs(operation, lambda: self._clean_runs(count, is_asked_for)):
+            runs = self._claim_runs(operation, lambda: self._clean_runs(count, is_asked_for))
+            for run in runs:
                 operation.forward(partial(self._let_go, run))
+        return bool(runs)
 
     def _clean_runs(self, count: int, is_asked_for: Callable[[int], bool]) -> list[range]:
         """Return the highest `count` clean spare pages, as runs. The caller holds the lock."""

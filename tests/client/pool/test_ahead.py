@@ -97,6 +97,19 @@ def test_a_refusal_is_felt_by_nobody(lender: Lender) -> None:
         assert pool._ahead.is_paused
 
 
+def test_pages_that_are_asked_for_are_not_borrowed_again_at_once(lender: Lender) -> None:
+    """Others need the memory."""
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
+        until(lambda: spare(pool) == 4)
+        assert pool._ahead is not None
+        pool._holding.give_spare(PAGE, lambda _: False)
+        assert not pool._ahead.is_paused
+        pool._holding.give_spare(3 * PAGE, lambda _: True)
+        assert pool._ahead.is_paused
+        pool.allocate_anywhere(PAGE)
+        assert spare(pool) == 0
+
+
 def test_auto_follows_the_busiest_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as were taken in any 20 ms of the last 10 seconds, at least one and at most 1 GiB."""
     clock = SimpleNamespace(now=100.0)
