@@ -181,6 +181,16 @@ class Schedule:
             if at == location and name != one.name
         )
 
+    def may_go_ahead(self, event: ev.Allocate, waiters: Iterable[Waiter]) -> bool:
+        """Say whether what is borrowed ahead of need is granted although others wait, or have holds.
+
+        It is within a guarantee, and no request that waits is.
+        """
+        admission, location = self._books.admission, event.location
+        if not admission.is_guaranteed(event.name, location, event.extent_bytes * event.count):
+            return False
+        return not self._guaranteed(location, (one for one in waiters if one.event.location == location))
+
     def leaves(self, one: Waiter, waiters: Iterable[Waiter]) -> int:
         """Return how many of the free bytes others leave to a request that is decided although its turn has not come.
 

@@ -69,7 +69,11 @@ class Waiting:
         waiter = self._deciding
         if waiter is not None and waiter.event is event:
             return not self._has_turn and waiter.size > self._schedule.leaves(waiter, self._waiters.values())
-        return event.location in self._timed or self._schedule.has_holds
+        if event.location not in self._timed and not self._schedule.has_holds:
+            return False
+        if isinstance(event, ev.Allocate) and event.ahead:
+            return not self._schedule.may_go_ahead(event, self._waiters.values())
+        return True
 
     def refuse(self, event: Debit, denied: Denied | None, name: ev.ModelName, size: int, now: int) -> None:
         """Let a request wait for room, or refuse it. `denied` None: it has room, and waits for its turn."""

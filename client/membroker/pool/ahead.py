@@ -23,8 +23,9 @@ SLICE_SECONDS: Final = 0.02
 SLICES: Final = 500
 """Of the last 10 seconds, the slice in which the most pages were taken decides."""
 LOOK_SECONDS: Final = 1.0
-FIRST_PAUSE, LAST_PAUSE = 1.0, 8.0
-"""After a refusal the pool borrows nothing ahead for so many seconds, doubled with each refusal in a row."""
+FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
+"""After a refusal the pool borrows nothing ahead for so many seconds, doubled with each refusal in a row. Longer pauses
+cost more: each page that is not ready takes a call, and a refusal is cheap."""
 MOST_PER_CALL: Final = 64
 
 

@@ -52,7 +52,7 @@ class VirtualMemoryPool(Resource):
     `ahead` lets a thread of the library borrow spare pages before they are needed: so many pages, or `"auto"`, as many
     as were allocated in the busiest 20 ms of the last 10 seconds, at least one page and at most 1 GiB. An allocation
     of few pages by `allocate_anywhere`, or at the lowest free addresses, then needs no call of the broker. The broker
-    lends nothing ahead that others wait for; after a refusal the pool pauses for 1 second, then longer, up to 8.
+    lends nothing ahead that others wait for; after a refusal the pool pauses, for a second at most.
 
     The source is a `Model`, for memory that a broker lends, or a `LocalSource`, for use without a broker.
 

@@ -53,7 +53,7 @@ def test_nothing_is_borrowed_ahead_while_others_wait(daemon: Daemon, pair: tuple
         one.do("pool = client.register_model('ahead').pool(page_size=PAGE, virtual_capacity='1GiB', ahead=8)")
         two.begin("held = model.allocate(128 * MIB, wait=600)")
         until(lambda: waiting(daemon) == 1)
-        until(lambda: one.ask("pool._ahead.is_paused"))
+        until(lambda: one.ask("pool._ahead._pause"))
         holder.do("buffers.pop().close()")
         assert spare(one) == 0
         holder.do("buffers.pop().close()")
