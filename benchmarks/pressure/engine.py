@@ -95,19 +95,18 @@ class Engine:
     def grow(self, sequence: Sequence, count: int) -> bool:
         """Borrow pages for a sequence, one call for each. Return False when one is refused."""
         for _ in range(count):
+            kind = self.kind()
+            options = {"wait": WAIT_SECONDS[kind]} if self.answers else {}
             began = time.perf_counter_ns()
             try:
-                if self.answers:
-                    address = self.pool.allocate_anywhere(self.page, wait=WAIT_SECONDS[self.kind()])
-                else:
-                    address = self.pool.allocate_anywhere(self.page)
+                address = self.pool.allocate_anywhere(self.page, **options)
             except OutOfMemory:
-                self.refused[self.kind()] += 1
+                self.refused[kind] += 1
                 self.take_back(sequence)
                 return False
             took = time.perf_counter_ns() - began
             self.grown.append(took)
-            self.waited[self.kind()].append(took)
+            self.waited[kind].append(took)
             self.used += 1
             self.counts["pages"] += 1
             sequence.pages.append(address)
