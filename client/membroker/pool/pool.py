@@ -164,7 +164,7 @@ class VirtualMemoryPool(Resource):
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
         count = -(-length // self._page_size)
-        align = bytes_of("an alignment", alignment)
+        align = bytes_of("an alignment", alignment) if alignment != 0 else 0
         if align and not is_power_of_two(align):
             raise InvalidRequest(f"an alignment is a power of two, not {alignment!r}")
         base, step = self._holding.region.address, max(align, self._page_size) // self._page_size
