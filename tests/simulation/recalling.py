@@ -148,18 +148,26 @@ class Recalling:
     def come_to_rest(self) -> int:
         """Let all workers answer with bytes until nothing moves. Return how many requests waited for a recall.
 
-        First the workers that answer take all that is free, and then every worker asks for more, and has time. After
-        that nobody asks.
+        First limits are lifted, and the workers that answer take all that is free; then every worker asks for more, and
+        has time. After that nobody asks.
         """
         world, granule = self.world, self.world.rules.granularity
+        world.stranger = {"device": 0, "host": 0}
+        world.operator.lift_limits()
+        for _ in range(6):
+            world.open()
+        for worker in list(world.workers.values()):
+            if worker.process.alive and worker.connected:
+                self.register(worker, ev.ModelName(worker.tenant, f"m{world.random.randrange(3)}"), {}, exclusive=False)
         for worker in self._borrowers():
             worker.manner = "honest" if worker.manner != "deaf" else "deaf"
-            free = world.broker.ledger.totals["device"].free // 2 // granule
-            if worker.answers and free:
-                self._allocate(worker, free, 0)
+            for part in (1, 2, 4) if worker.answers else ():
+                free = world.broker.ledger.totals["device"].free // part // granule
+                if free:
+                    self._allocate(worker, free, 0)
         self._work()
         for worker in self._borrowers():
-            self._allocate(worker, world.random.choice((1, 10, 40, 100)), 60_000 * MILLISECOND)
+            self._allocate(worker, world.random.choice((10, 40, 100, 200)), 60_000 * MILLISECOND)
         waited = world.referee.recalls.ends["asked"]
         for _ in range(120):
             world.pass_time(50 * MILLISECOND)
