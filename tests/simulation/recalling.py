@@ -104,11 +104,15 @@ class Recalling:
         return [number for number, (_, due) in worker.recalls.items() if due <= self.world.now]
 
     def _answer_nothing(self) -> None:
-        """A broken worker answers although it is not asked, or what another one is asked."""
+        """A silent worker loses its connection, or a broken one answers what it or another one was not asked."""
         world = self.world
+        silent = world.pick(lambda one: one.manner == "silent" and one.recalls and one.connected)
+        if silent and world.random.random() < 0.05:
+            world.lose(silent)
+            return
         worker = world.pick(lambda one: one.manner == "broken" and one.process.alive and one.connected)
         others = [number for one in world.workers.values() if one is not worker for number in one.recalls]
-        if worker and world.random.random() < 0.2:
+        if worker and world.random.random() < 0.5:
             world.send(ev.AnswerRecall(worker.session, world.random.choice([UNKNOWN_RECALL, *sorted(others)])))
 
     def answer(self, worker: Worker, recall: fx.Recall) -> None:
