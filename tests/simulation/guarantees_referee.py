@@ -102,8 +102,8 @@ class GuaranteesReferee:
         found: dict[ev.ModelName, int] = {}
         models = self._broker.ledger.models
         for name in models:
-            limits = [self._referee.set_for((*name, where)).limit, self._referee.asked[name].get(where)]
-            more = max([self.lent(name, where) - limit for limit in limits if limit is not None], default=0)
+            limit = self.limit(name, where)
+            more = 0 if limit is None else self.lent(name, where) - limit
             limit = self._referee.set_for((name.tenant, None, where)).limit
             if limit is not None:
                 more = max(more, sum(self.lent(one, where) for one in models if one.tenant == name.tenant) - limit)
@@ -184,6 +184,11 @@ class GuaranteesReferee:
         limit, guarantee, _ = self._referee.set_for((*name, where))
         sizes = (guarantee, asked, limit)
         return min(size for size in sizes if size is not None)
+
+    def limit(self, name: ev.ModelName, where: ev.Location) -> int | None:
+        """Return a model's limit: the smaller of what operators have set, and what its workers asked for."""
+        limits = [self._referee.set_for((*name, where)).limit, self._referee.asked.get(name, {}).get(where)]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def lent(self, name: ev.ModelName, where: ev.Location) -> int:
         row = self._broker.ledger.models.get(name)

@@ -41,6 +41,14 @@ class Operator:
         weight = chance.choice((None, None, 0, 1, 5, 1_000, 1_001))
         world.send(ev.SetQuota(world.call(-1), f"t{chance.randrange(3)}", model, world.where(), *sizes, weight))
 
+    def lift_limits(self) -> None:
+        """Set no limit any more, by command or in the configuration."""
+        world = self.world
+        for (tenant, model, where), quota in list(world.broker.ledger.quotas.items()):
+            sizes = None, quota.guarantee, quota.weight
+            world.send(ev.SetQuota(world.call(-1), tenant, model, where, *sizes))
+        world.broker.change_rules(dataclasses.replace(world.broker.rules, limits={}, default_limits={}))
+
     def reload(self) -> None:
         """Edit the configuration and send SIGHUP. What is lent stays lent."""
         world, chance = self.world, self.world.random

@@ -104,11 +104,15 @@ class Recalling:
         return [number for number, (_, due) in worker.recalls.items() if due <= self.world.now]
 
     def _answer_nothing(self) -> None:
-        """A broken worker answers although it is not asked, or what another one is asked."""
+        """A silent worker loses its connection, or a broken one answers what it or another one was not asked."""
         world = self.world
+        silent = world.pick(lambda one: one.manner == "silent" and one.recalls and one.connected)
+        if silent and world.random.random() < 0.05:
+            world.lose(silent)
+            return
         worker = world.pick(lambda one: one.manner == "broken" and one.process.alive and one.connected)
         others = [number for one in world.workers.values() if one is not worker for number in one.recalls]
-        if worker and world.random.random() < 0.2:
+        if worker and world.random.random() < 0.5:
             world.send(ev.AnswerRecall(worker.session, world.random.choice([UNKNOWN_RECALL, *sorted(others)])))
 
     def answer(self, worker: Worker, recall: fx.Recall) -> None:
@@ -142,3 +146,71 @@ class Recalling:
         world.borrowing.unmap(worker, ids)
         if worker.unmapped:
             world.borrowing.say_released(worker)
+
+    # --- rest ---
+
+    def come_to_rest(self) -> int:
+        """Let all workers answer with bytes until nothing moves. Return how many requests waited for a recall.
+
+        First limits are lifted, and the workers that answer take all that is free; then every worker asks for more, and
+        has time. After that nobody asks.
+        """
+        world, granule = self.world, self.world.rules.granularity
+        world.stranger = {"device": 0, "host": 0}
+        world.operator.lift_limits()
+        for _ in range(6):
+            world.open()
+        for worker in list(world.workers.values()):
+            if worker.process.alive and worker.connected:
+                self.register(worker, ev.ModelName(worker.tenant, f"m{world.random.randrange(3)}"), {}, exclusive=False)
+        for worker in self._borrowers():
+            worker.manner = "honest" if worker.manner != "deaf" else "deaf"
+            for part in (1, 2, 4) if worker.answers else ():
+                free = world.broker.ledger.totals["device"].free // part // granule
+                if free:
+                    self._allocate(worker, free, 0)
+        self._work()
+        for worker in self._borrowers():
+            self._allocate(worker, world.random.choice((10, 40, 100, 200)), 60_000 * MILLISECOND)
+        waited = world.referee.recalls.ends["asked"]
+        for _ in range(120):
+            world.pass_time(50 * MILLISECOND)
+            for worker in list(world.workers.values()):
+                self._settle(worker)
+            self._work()
+            if world.broker.deadline is not None and world.broker.deadline <= world.now:
+                world.elapse()
+        return world.referee.recalls.ends["asked"] - waited
+
+    def _borrowers(self) -> list[Worker]:
+        workers, sessions = self.world.workers.values(), self.world.broker.ledger.sessions
+        able = [one for one in workers if one.process.alive and one.connected and one.session in sessions]
+        return [one for one in able if sessions[one.session].models]
+
+    def _allocate(self, worker: Worker, granules: int, wait_ns: int) -> None:
+        name = self.world.random.choice(sorted(self.world.broker.ledger.sessions[worker.session].models))
+        size = granules * self.world.rules.granularity
+        self.world.send(ev.Allocate(*self.world.ask(worker), name, "device", size, 1, wait_ns))
+
+    def _work(self) -> None:
+        """Do all that was asked of the driver, and hear of it."""
+        while self.world.jobs or self.world.told:
+            if self.world.jobs:
+                self.world.carry_out(self.world.jobs[0])
+            if self.world.told:
+                self.world.hear()
+
+    def _settle(self, worker: Worker) -> None:
+        """Read everything, release what is unmapped, and answer."""
+        for packet in worker.sent:
+            packet.place = "socket" if packet.place == "queue" else packet.place
+        if not worker.process.alive or not worker.connected:
+            return
+        if worker.sent:
+            self.world.read_packets(worker, chance=1)
+        if worker.unmapped:
+            self.world.borrowing.say_released(worker)
+        for number in list(worker.recalls):
+            recall, _ = worker.recalls.pop(number)
+            self.give_back(worker, recall, recall.size)
+            self.world.send(ev.AnswerRecall(worker.session, number))

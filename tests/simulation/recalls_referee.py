@@ -51,6 +51,9 @@ class RecallsReferee:
         self.ends: Counter[str] = Counter()
         self._stated: dict[int, ev.StateHolds] = {}
         self._last_number = 0
+        self._rules: Any = None
+        """Those of the step before."""
+        self._kept_ended = False
         self._sizes: list[tuple[Place, int]] = []
         """Of the extents that a Release names."""
         self.holds: dict[Any, Any] = {}
@@ -125,6 +128,7 @@ class RecallsReferee:
 
     def follow(self, event: ev.Event, step: Step) -> None:
         """Take into the books what the step says. Other referees look at these books."""
+        self._kept_ended = False
         self._told.clear()
         self._again.clear()
         refused = any(isinstance(one.result, Denied) for one in _answers(step, getattr(event, "call", -1)))
@@ -229,6 +233,7 @@ class RecallsReferee:
 
     def _elapsed(self) -> None:
         now = self._world.now
+        self._kept_ended = any(until <= now for _, until in self.kept.values())
         self.kept = {place: (size, until) for place, (size, until) in self.kept.items() if until > now}
         for place, one in self.asked.items():
             if one.deadline <= now:
@@ -272,6 +277,7 @@ class RecallsReferee:
         questions = [one for one in step.effects if isinstance(one, fx.Recall) and self._began_now(one)]
         for where in broker.rules.capacities:
             self._judge_questions(event, step, where, [one for one in questions if one.location == where])
+        self._judge_limits(step)
         self._judge_holds({one.location for one in questions})
 
     def _began_now(self, effect: fx.Recall) -> bool:
@@ -351,6 +357,28 @@ class RecallsReferee:
             wanted = [one.size for one in self._referee.waiting.all_of_step if one.name == name]
             most = self._referee.guarantees.lent(name, where) + max(broker.rules.capacities[where] // 8, sum(wanted))
             assert hold.size <= max(most, self.holds[key].size if key in self.holds else 0), "a hold is too large"
+
+    def _judge_limits(self, step: Step) -> None:
+        """After limits have changed, or what was kept is not, what is above them is recalled, as far as it can be."""
+        broker, guarantees = self._world.broker, self._referee.guarantees
+        changed = any(isinstance(fact, ft.QuotaSet) for fact in step.facts) or self._rules is not broker.rules
+        self._rules = broker.rules
+        if not (changed or self._kept_ended):
+            return
+        for where in broker.rules.capacities:
+            rest = {name: guarantees.lent(name, where) - self.coming_of(name, where) for name in broker.ledger.models}
+            idle = {name for name in rest if self.able(name, where)}
+            for name in idle:
+                limit = guarantees.limit(name, where)
+                assert limit is None or rest[name] <= limit, f"{name} is above its limit, and is not asked"
+                limit = self._referee.set_for((name.tenant, None, where)).limit
+                whole = sum(size for one, size in rest.items() if one.tenant == name.tenant)
+                assert limit is None or whole <= limit, f"{name.tenant} is above its limit, and {name} is not asked"
+
+    def able(self, name: ev.ModelName, where: ev.Location) -> list[int]:
+        """Return the sessions of a model that have no question to answer, and bytes that can be recalled."""
+        idle = [one for one in self.answering.get(name, ()) if (one, name, where) not in self.asked]
+        return [one for one in idle if self.bytes_of((one, name, where))]
 
     # --- others ---
 

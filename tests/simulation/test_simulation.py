@@ -6,6 +6,7 @@ transcript that can be put into tests/broker/core/transcripts.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -232,8 +233,8 @@ def _owners_may_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept for a tenant is kept from the tenant, too."""
     levels = Admission._levels
 
-    def strict(self: Any, name: Any, location: Any) -> Any:
-        *lower, (*capacity, room) = levels(self, name, location)
+    def strict(self: Any, name: Any, location: Any, session: Any) -> Any:
+        *lower, (*capacity, room) = levels(self, name, location, session)
         left = max(0, self._ledger.totals[location].free - self.reserved(location))
         return [*lower, (*capacity, min(room, left))]
 
@@ -274,10 +275,10 @@ def _dropped_and_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def _refused_for_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     admit = Admission.admit
 
-    def strict(self: Any, name: Any, location: Any, size: int) -> Any:
-        denied = admit(self, name, location, size)
+    def strict(self: Any, name: Any, location: Any, size: int, session: Any = None) -> Any:
+        denied = admit(self, name, location, size, session)
         kept = self._ledger.totals[location].stock
-        beside = admit(self, name, location, size + kept) if kept else None
+        beside = admit(self, name, location, size + kept, session) if kept else None
         return denied or (beside if beside and beside.reason == "CAPACITY" else None)
 
     monkeypatch.setattr(Admission, "admit", strict)
@@ -305,7 +306,8 @@ def _stock_for_segments(monkeypatch: pytest.MonkeyPatch) -> None:
         generation, call.segment = call.segment, 0
         emit(self, session, call, part)
         call.segment = generation
-        self._books._effects[-1] = lending._packet(session, call, part)
+        effects = self._books.emit.__self__
+        effects[-1] = dataclasses.replace(effects[-1], segment=generation)
 
     monkeypatch.setattr(lending.Lending, "_emit", of_anything)
 

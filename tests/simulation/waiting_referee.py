@@ -208,13 +208,24 @@ class WaitingReferee:
         recalls, guarantees = self._referee.recalls, self._referee.guarantees
         if recalls.short(where, waiting, shares) <= SLACK:
             return
-        for name, sessions in recalls.answering.items():
+        for name in recalls.answering:
             if name not in self._world.broker.ledger.models:
                 continue
             more = guarantees.lent(name, where) - recalls.coming_of(name, where) - shares.get(name, 0)
-            idle = [one for one in sessions if (one, name, where) not in recalls.asked]
-            able = [one for one in idle if recalls.bytes_of((one, name, where))]
+            able = recalls.able(name, where)
             assert more <= SLACK or not able, f"{waiting} wait, and {name} of {able} is not asked for {more}"
+
+    def judge_rest(self) -> None:
+        """When nothing moves any more, no request waits within a guarantee or a share."""
+        broker, guarantees = self._world.broker, self._referee.guarantees
+        for where, total in broker.ledger.totals.items():
+            waiters = [one for one in broker.waiting._waiters.values() if one.deadline and one.event.location == where]
+            if total.releasing or guarantees.needed(where, {}) > total.capacity or not waiters:
+                continue
+            shares = divide(self._referee, where)
+            left = [one for one in waiters if self._is_guaranteed(one)]
+            left += [one for one in waiters if self._left(one, shares) >= SLACK and self._is_allowed(one)]
+            assert not left, f"{left} wait for ever"
 
     def _judge_deadline(self, event: ev.Allocate | ev.CreateSegment, waiter: Any) -> None:
         world = self._world
@@ -242,15 +253,16 @@ class WaitingReferee:
         fitting = {one.event.call for one in others if one.size <= last.size and self._has_room(one, last)}
         if not self._referee.recalls.is_possible:
             others = [one for one in others if one.event.call in fitting]
+        mine, shares = 0, None
+        if not self._is_guaranteed(last, less=last.size) and (others or self._referee.recalls.holds):
+            shares = divide(self._referee, where, undone=last)
+            mine = self._class(last, shares, given=last.size)
+        if mine == 2 and self._referee.recalls.is_possible:
+            free = self._world.broker.ledger.totals[where].free
+            assert free + SLACK >= self._held_beside(last, shares), f"{last} was granted what is held for others"
         if not others:
             return
         self.compared += 1
-        mine, shares = None, None
-        if self._is_guaranteed(last, less=last.size):
-            mine = 0
-        else:
-            shares = divide(self._referee, where, undone=last)
-            mine = self._class(last, shares, given=last.size)
         for one in others:
             theirs = self._class(one, shares) if mine else 0 if self._is_guaranteed(one) else 2
             if theirs is None or mine is None:

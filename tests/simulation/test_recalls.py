@@ -1,0 +1,322 @@
+"""A core that errs about recalls is found out; and a world that comes to rest leaves no entitled request waiting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.simulation.faults import Fault, notice
+from tests.simulation.recalling import is_deaf
+from tests.simulation.world import World, is_crowded
+
+from membrokerd.core.admission import Admission
+from membrokerd.core.recallable import Borrower, Recallable
+from membrokerd.core.recalls import Recalls
+from membrokerd.core.schedule import Schedule
+from membrokerd.core.shares import Shares
+from membrokerd.core.waiting import Waiting
+
+SEEDS = [seed for seed in range(20_260, 20_340) if is_crowded(seed) and not is_deaf(seed)][:6]
+REST = [seed for seed in range(20_260, 20_300) if not is_deaf(seed)]
+
+
+# --- what can be recalled ---
+
+
+def _declarations_can_be_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def extents_of(self: Any, one: Borrower) -> int:
+        charge = self._ledger.sessions[one.session].charges.get((one.name, one.location))
+        return charge.bytes if charge else 0
+
+    monkeypatch.setattr(Recallable, "_extents_of", extents_of)
+
+
+def _segments_can_be_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Admission, "firm", lambda self, name, where: 0 if self._recallable.is_possible else self.lent(name, where)
+    )
+
+
+def _late_sessions_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bytes_of(self: Any, one: Borrower) -> int:
+        return max(0, self._extents_of(one) - self.kept.get(one, (0, 0))[0])
+
+    monkeypatch.setattr(Recallable, "bytes_of", bytes_of)
+
+
+def _lost_sessions_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def borrowers(self: Any, name: Any, location: Any) -> Any:
+        return iter([Borrower(session, name, location) for session in self._answering.get(name, ())])
+
+    monkeypatch.setattr(Recallable, "borrowers", borrowers)
+
+
+def _all_sessions_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recallable, "answers", lambda self, session, name: session is not None)
+
+
+def _an_answer_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recalls, "answer", lambda *_: None)
+
+
+def _silence_is_forgiven_on_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    resumed = Recalls.resumed
+
+    def forgive(self: Any, session: int, answering: Any) -> None:
+        self._state.recalls = {one: recall for one, recall in self._state.recalls.items() if one.session != session}
+        resumed(self, session, answering)
+
+    monkeypatch.setattr(Recalls, "resumed", forgive)
+
+
+def _late_sessions_borrow_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recallable, "is_late", lambda *_: False)
+
+
+# --- what is kept ---
+
+
+def _kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    elapsed = Recalls.elapsed
+
+    def keep(self: Any, now: int) -> None:
+        kept, self._state.kept = self._state.kept, {}
+        elapsed(self, now)
+        self._state.kept = kept
+
+    monkeypatch.setattr(Recalls, "elapsed", keep)
+
+
+def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = Recalls.answer
+
+    def forget(self: Any, event: Any, now: int) -> None:
+        answer(self, event, now)
+        self._state.kept.clear()
+
+    monkeypatch.setattr(Recalls, "answer", forget)
+
+
+def _more_is_kept_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recallable, "bound_kept", lambda *_: None)
+
+
+def _only_the_last_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = Recalls.answer
+
+    def overwrite(self: Any, event: Any, now: int) -> None:
+        left = {one: recall.left for one, recall in self._state.recalls.items() if recall.number == event.recall}
+        before = dict(self._state.kept)
+        answer(self, event, now)
+        for one, size in left.items():
+            if self._state.kept.get(one) != before.get(one):
+                self._state.kept[one] = size, self._state.kept[one][1]
+
+    monkeypatch.setattr(Recalls, "answer", overwrite)
+
+
+# --- questions and answers ---
+
+
+def _open_recalls_are_amended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = Recalls.ask
+
+    def amend(self: Any, name: Any, location: Any, size: int, now: int) -> int:
+        more = size - int(ask(self, name, location, size, now))
+        for one in self._state.borrowers(name, location):
+            recall = self._state.recalls.get(one)
+            if recall is not None and recall.since < now and not recall.late and more > 0:
+                recall.left += more
+                return size
+        return size - more
+
+    monkeypatch.setattr(Recalls, "ask", amend)
+
+
+def _any_release_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = Recalls.released
+
+    def count(self: Any, session: int, loans: Any, now: int) -> None:
+        name = next((one.name for one in self._state.recalls if one.session == session), None)
+        released(self, session, [loan._replace(name=name or loan.name) for loan in loans], now)
+
+    monkeypatch.setattr(Recalls, "released", count)
+
+
+def _any_session_may_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = Recalls.answer
+
+    def believe(self: Any, event: Any, now: int) -> None:
+        for one, recall in self._state.recalls.items():
+            if recall.number == event.recall:
+                answer(self, type(event)(one.session, event.recall), now)
+                return
+
+    monkeypatch.setattr(Recalls, "answer", believe)
+
+
+def _never_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    elapsed = Recalls.elapsed
+
+    def wait(self: Any, now: int) -> None:
+        recalls, self._state.recalls = self._state.recalls, {}
+        elapsed(self, now)
+        self._state.recalls = recalls
+
+    monkeypatch.setattr(Recalls, "elapsed", wait)
+
+
+def _not_woken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_deadline(self: Any) -> None:
+        self.deadline = None
+        self._state.changed()
+
+    monkeypatch.setattr(Recalls, "_set_deadline", no_deadline)
+
+
+def _not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    say = Recalls._say
+    monkeypatch.setattr(Recalls, "_say", lambda self, one, recall: None if recall.late else say(self, one, recall))
+
+
+def _lost_and_still_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recalls, "detached", lambda *_: None)
+
+
+def _asked_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recallable, "leave", lambda self, session, name: self.set_answers(session, name, answers=False))
+
+
+# --- how much, and of which models ---
+
+
+def _more_than_the_excess(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Schedule, "_not_asked", lambda self, name, where: self._books.admission.lent(name, where) + (1 << 30)
+    )
+
+
+def _what_is_coming_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recallable, "coming", lambda *_: 0)
+    monkeypatch.setattr(Recallable, "asked_of_model", lambda *_, **__: 0)
+
+
+def _limits_are_not_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Schedule, "recall_above_limits", lambda *_: None)
+
+
+def _nothing_is_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Schedule, "_recall", lambda *_: None)
+
+
+def _firm_bytes_have_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Shares._model
+
+    def without(self: Any, *of: Any) -> Any:
+        found = model(self, *of)
+        return found._replace(item=found.item._replace(low=0))
+
+    monkeypatch.setattr(Shares, "_model", without)
+
+
+def _unused_guarantees_have_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    guarantee = lambda self, tenant, where, models: self._admission.tenant_guarantee(tenant, where)  # noqa: E731
+    monkeypatch.setattr(Shares, "_tenant_base", guarantee)
+
+
+def _the_unlent_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Admission, "unlent", lambda *_: 0)
+
+
+# --- holds, and whose turn it is ---
+
+
+def _a_hold_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Schedule, "elapsed", lambda *_: None)
+
+
+def _a_hold_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Schedule, "_held_beside", lambda *_: 0)
+
+
+def _a_hold_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Schedule, "_held_beside", lambda *_: 1 << 50)
+
+
+def _beyond_its_share_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first(self: Any, location: Any, wanting: Any, ready: Any, waiters: Any, now: int) -> Any:
+        return next((one for one in wanting if one in ready), None)
+
+    monkeypatch.setattr(Schedule, "_first", first)
+
+
+def _refused_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Schedule, "leaves", lambda *_: 0)
+
+
+def _asked_and_still_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Schedule, "_is_asked", lambda *_: False)
+
+
+def _not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def state(self: Any) -> object:
+        return self._books.ledger.revision, self._books.admission, self._books.recallable.revision
+
+    monkeypatch.setattr(Waiting, "_state", state)
+
+
+FAULTS: tuple[Fault, ...] = (
+    _declarations_can_be_recalled,
+    _segments_can_be_recalled,
+    _late_sessions_can_be_asked,
+    _lost_sessions_can_be_asked,
+    _all_sessions_answer,
+    _an_answer_ends_nothing,
+    _silence_is_forgiven_on_return,
+    _late_sessions_borrow_on,
+    _kept_for_ever,
+    _nothing_is_kept,
+    _more_is_kept_than_there_is,
+    _only_the_last_is_kept,
+    _open_recalls_are_amended,
+    _any_release_counts,
+    _any_session_may_answer,
+    _never_late,
+    _not_woken_for_it,
+    _not_repeated,
+    _lost_and_still_asked,
+    _asked_after_the_end,
+    _more_than_the_excess,
+    _what_is_coming_is_forgotten,
+    _limits_are_not_recalled,
+    _nothing_is_recalled,
+    _firm_bytes_have_no_share,
+    _unused_guarantees_have_a_share,
+    _the_unlent_is_lent,
+    _a_hold_never_ends,
+    _a_hold_keeps_nothing,
+    _a_hold_keeps_everything,
+    _beyond_its_share_in_turn,
+    _refused_in_its_turn,
+    _asked_and_still_waiting,
+    _not_looked_at_again,
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda one: one.__name__.strip("_"))
+def test_a_core_with_a_fault_is_found_out(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 10,000 steps of one of a few crowded worlds."""
+    notice(fault, SEEDS, monkeypatch)
+
+
+def test_at_rest_no_entitled_request_waits() -> None:
+    """All recalls are answered with bytes, and nobody asks for more: then what is promised has been granted."""
+    asked = 0
+    for seed in REST:
+        world = World(seed)
+        for number in range(1_500):
+            world.turn(number)
+        asked += world.recalling.come_to_rest()
+        world.referee.waiting.judge_rest()
+        world.end()
+    assert asked >= 10, "hardly anything was recalled"
