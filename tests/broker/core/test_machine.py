@@ -113,7 +113,7 @@ def test_the_recalls_of_the_world_are_rich(ended: World) -> None:
 def test_the_resumes_of_the_world_are_rich(ended: World) -> None:
     """Daemons die in a step, and in what they write; sessions are taken up, forged, forgotten and lost."""
     deaths, resuming = ended.daemons.deaths, ended.referee.resuming
-    assert min(deaths[when] for when in ("between steps", "in a step", "in what it writes")) >= 4, deaths
+    assert min(deaths[when] for when in ("between steps", "in a step", "in what it writes")) >= 2, deaths
     assert resuming.ends["agreed"] >= 200, resuming.report()
     assert min(resuming.waited, resuming.forgotten) >= 10, resuming.report()
     moved = Counter(fact.cause for fact in ended.history if isinstance(fact, ft.SessionMoved))
