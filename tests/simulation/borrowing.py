@@ -35,7 +35,7 @@ class Borrowing:
             world.send(ev.Allocate(*world.ask(worker), world.model(worker), world.where(), size, count, self.wait_ns()))
 
     def wait_ns(self) -> int | None:
-        """Return how long somebody wants to wait for room: mostly not at all, now and then too long."""
+        """Return how long a request waits for room: mostly not at all, now and then too long."""
         world = self.world
         if world.random.random() < 0.02:
             return world.random.choice((-1, 25 * 3600 * SECOND))

@@ -153,7 +153,7 @@ class Recalling:
         """Let all workers answer with bytes until nothing moves. Return how many requests waited for a recall.
 
         First limits are lifted, and the workers that answer take all that is free; then every worker asks for more, and
-        has time. After that nobody asks.
+        has time. After that they ask for nothing.
         """
         world, granule = self.world, self.world.rules.granularity
         world.stranger = {"device": 0, "host": 0}

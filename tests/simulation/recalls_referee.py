@@ -248,7 +248,7 @@ class RecallsReferee:
         one, rules = self.asked.get(place), self._world.broker.rules
         assert effect.within_ns == rules.recall_ns
         if one is not None and one.number == effect.recall:
-            assert self._again.pop(one.number, None) is one, "it is repeated, and nobody has waited for the answer"
+            assert self._again.pop(one.number, None) is one, "it is repeated too early"
             assert effect.size == one.left, "another size is asked for in the repetition"
             self.ends["repeated"] += 1
             return
@@ -272,7 +272,7 @@ class RecallsReferee:
         ends = [one.deadline for one in self.asked.values()] + [until for _, until in self.kept.values()]
         if ends:
             assert broker.deadline is not None
-            assert broker.deadline <= min(ends), "nobody will tell that it is late"
+            assert broker.deadline <= min(ends), "the core is not told the time when it is late"
         self._judge_firm()
         questions = [one for one in step.effects if isinstance(one, fx.Recall) and self._began_now(one)]
         for where in broker.rules.capacities:
@@ -352,7 +352,7 @@ class RecallsReferee:
             if hold == self.holds.get(key):
                 continue
             name, where = key
-            assert where in asked_at, "a hold begins, and nobody is asked for anything"
+            assert where in asked_at, "a hold begins without a recall"
             assert hold.until == now + HOLD_NS
             wanted = [one.size for one in self._referee.waiting.all_of_step if one.name == name]
             most = self._referee.guarantees.lent(name, where) + max(broker.rules.capacities[where] // 8, sum(wanted))
@@ -383,7 +383,7 @@ class RecallsReferee:
     # --- others ---
 
     def inherit(self) -> None:
-        """A daemon begins: nobody is connected, and nothing is asked."""
+        """A daemon begins: no session is connected, and nothing is asked."""
         for books in (self.answering, self.asked, self.kept, self._stated):
             books.clear()
 

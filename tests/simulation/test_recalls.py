@@ -310,7 +310,7 @@ def test_a_core_with_a_fault_is_found_out(fault: Fault, monkeypatch: pytest.Monk
 
 
 def test_at_rest_no_entitled_request_waits() -> None:
-    """All recalls are answered with bytes, and nobody asks for more: then what is promised has been granted."""
+    """When all recalls are answered with bytes and no session asks for more, what is promised has been granted."""
     asked = 0
     for seed in REST:
         world = World(seed)

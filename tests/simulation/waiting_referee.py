@@ -158,7 +158,7 @@ class WaitingReferee:
         )
 
     def _judge_turns(self, where: ev.Location, waiting: Sequence[Any]) -> None:
-        """Nobody waits whose turn it is; and for those that may have memory, it is recalled."""
+        """A request whose turn it is does not wait, and what entitled requests lack is recalled."""
         ready = [one for one in waiting if self._has_room(one)]
         recalls, now = self._referee.recalls, self._world.now
         holds = [key for key in self._world.broker.schedule._holds if key[1] == where]
@@ -182,7 +182,7 @@ class WaitingReferee:
             if not perhaps:
                 free = self._world.broker.ledger.totals[where].free
                 late = [one for one in ready if one.size + SLACK <= free - self._held_beside(one, shares)]
-                assert not late, f"{late} wait, and nobody comes first"
+                assert not late, f"{late} wait, and no other request comes first"
         if recalls.is_possible and (guaranteed or entitled):
             self.entitled += 1
             self._judge_recalled(where, guaranteed or entitled, shares)
@@ -313,7 +313,7 @@ class WaitingReferee:
         if not any(self._left(two, shares) > -SLACK and self._is_allowed(two) for two in others):
             free = broker.ledger.totals[where].free
             assert one.size + SLACK > free - self._held_beside(one, shares), (
-                f"{one} was refused, and nobody comes first"
+                f"{one} was refused, and no other request comes first"
             )
 
     def report(self) -> str:
