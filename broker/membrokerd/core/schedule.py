@@ -100,10 +100,10 @@ class Schedule:
         refusals: dict[tuple[ev.ModelName, int, int | None], Denied | None] = {}
         wanting, ready = [], set()
         for one in waiters:
-            if one.met_full_device:
-                continue
             if one.name not in books.ledger.sessions[one.event.session].models:
                 return one, False
+            if one.met_full_device:
+                continue
             key = (one.name, one.size, one.borrower if possible else None)
             if key not in refusals:
                 refusals[key] = books.admission.admit(one.name, location, one.size, one.borrower)
