@@ -100,7 +100,8 @@ class Schedule:
         refusals: dict[tuple[ev.ModelName, int, int | None], Denied | None] = {}
         wanting, ready = [], set()
         for one in waiters:
-            if one.name not in books.ledger.sessions[one.event.session].models:
+            left = one.name not in books.ledger.sessions[one.event.session].models
+            if left or (one.met_full_device and self.is_asked(one)):
                 return one, False
             if one.met_full_device:
                 continue
@@ -112,7 +113,7 @@ class Schedule:
                 ready.add(one)
             elif one.deadline is None:
                 continue
-            elif denied.reason is not Reason.CAPACITY or self._is_asked(one):
+            elif denied.reason is not Reason.CAPACITY or self.is_asked(one):
                 return one, False
             elif not possible:
                 continue
@@ -122,7 +123,7 @@ class Schedule:
         found = self._first(location, wanting, ready, waiters, now)
         return (found, True) if found else None
 
-    def _is_asked(self, one: Waiter) -> bool:
+    def is_asked(self, one: Waiter) -> bool:
         """Say whether a request wants more of a model than is guaranteed while its session is asked for some of it."""
         name, location = one.name, one.event.location
         asked = self._books.recallable.asked_of(one.event.session, name, location)

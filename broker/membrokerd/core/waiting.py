@@ -109,9 +109,12 @@ class Waiting:
         size = event.extent_bytes * event.count
         guaranteed = self._books.admission.is_guaranteed(event.name, event.location, size)
         deadline = since + self._wait_ns(event, guaranteed)
-        if deadline <= now or event.ahead or self._books.stopping or self._books.refuse_debit():
+        waiter = Waiter(event, event.name, size, since, deadline, guaranteed, met_full_device=True)
+        if deadline <= now or event.ahead or self._schedule.is_asked(waiter):
             return False
-        self._add(Waiter(event, event.name, size, since, deadline, guaranteed, met_full_device=True))
+        if self._books.stopping or self._books.refuse_debit():
+            return False
+        self._add(waiter)
         return True
 
     def try_again(self) -> None:
