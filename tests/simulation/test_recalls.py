@@ -303,6 +303,7 @@ FAULTS: tuple[Fault, ...] = (
 )
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda one: one.__name__.strip("_"))
 def test_a_core_with_a_fault_is_found_out(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     """In 10,000 steps of one of a few crowded worlds."""
