@@ -115,9 +115,9 @@ class Broker:
                 self._answer_refused(taken, denied)
             else:
                 self._handlers[type(taken)](taken, now)
+            if self.books.limits_changed:
+                self.schedule.recall_above_limits(now)
             taken = waiting.next(now) if waiting.busy else None
-        if self.books.limits_changed:
-            self.schedule.recall_above_limits(now)
         if waiting.deferred:
             waiting.drain()
         return step
