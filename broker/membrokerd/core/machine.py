@@ -118,6 +118,8 @@ class Broker:
             if self.books.limits_changed:
                 self.schedule.recall_above_limits(now)
             taken = waiting.next(now) if waiting.busy else None
+        if self.books.limits_changed:  # by a reload, and nothing was to be decided
+            self.schedule.recall_above_limits(now)
         if waiting.deferred:
             waiting.drain()
         return step

@@ -110,7 +110,8 @@ class Waiting:
         guaranteed = self._books.admission.is_guaranteed(event.name, event.location, size)
         deadline = since + self._wait_ns(event, guaranteed)
         waiter = Waiter(event, event.name, size, since, deadline, guaranteed, met_full_device=True)
-        if deadline <= now or event.ahead or self._schedule.is_asked(waiter):
+        is_open = self._books.ledger.sessions[event.session].state == "open"
+        if not is_open or deadline <= now or event.ahead or self._schedule.is_asked(waiter):
             return False
         if self._books.stopping or self._books.refuse_debit():
             return False
