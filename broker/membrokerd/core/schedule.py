@@ -204,14 +204,13 @@ class Schedule:
         waiters = list(waiters)
         here = (other for other in waiters if other.deadline and other.event.location == location)
         others = [other for other in here if not other.met_full_device]
-        if self._guaranteed(location, others):
-            return 0
+        first = self._guaranteed(location, others)
         shares = self.divide(location, [*waiters, one])
-        if self._is_entitled(one, shares):
-            return free
-        if any(self._is_entitled(other, shares) for other in others):
-            return 0
-        return max(0, free - self._held_beside(one, shares))
+        held = 0
+        if not self._is_entitled(one, shares):
+            first += [other for other in others if other not in first and self._is_entitled(other, shares)]
+            held = self._held_beside(one, shares)
+        return max(0, free - sum(other.size for other in first) - held)
 
     # --- shares ---
 
