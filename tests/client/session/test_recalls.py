@@ -252,7 +252,7 @@ class TestDeferred:
     def test_remaining_counts_this_model_and_place_only(
         self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
     ) -> None:
-        """A release of another model, or at the host, is none of what was asked for; too much of it is no debt."""
+        """A release of another model, or at the host, does not count, nor what is released beyond the recall."""
         others = [
             (resources_pb2.Model(name="tenants/red/models/other"), "device"),
             (resources_pb2.Model(name=MODEL), "host"),
