@@ -290,6 +290,8 @@ class Schedule:
         everyone = [*waiters, one]
         self.divide_again()
         if self._guaranteed(location, [one]) or self._is_entitled(one, self._shares(location, everyone)):
+            # Models come and go: what is over is forgotten.
+            self._asked_for = {other: until for other, until in self._asked_for.items() if until > now}
             self._asked_for[key] = now + self._books.rules.recall_ns
             self._recall(location, [one], everyone, now)
         self.divide_again()
