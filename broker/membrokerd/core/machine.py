@@ -107,6 +107,8 @@ class Broker:
         step = self.books.begin_step()
         waiting = self.waiting
         taken: Any = event
+        if waiting.busy:
+            self.schedule.elapsed(now)
         if isinstance(event, ev.InputsDrained):
             taken = waiting.take(event.call) or waiting.next(now)
         while taken is not None:
@@ -235,7 +237,6 @@ class Broker:
     def _elapsed(self, _: ev.Elapsed, now: int) -> None:
         self.segments.elapsed(now)
         self.recalls.elapsed(now)
-        self.schedule.elapsed(now)
 
     def _connection_lost(self, event: ev.ConnectionLost, now: int) -> None:
         row = self.books.ledger.sessions.get(event.session)

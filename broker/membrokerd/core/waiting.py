@@ -274,8 +274,6 @@ class Waiting:
             self._deciding = None
             if not granted:
                 self._schedule.divide_again()
-        if self._schedule.has_holds:
-            self._schedule.elapsed(now)
         found = self._next(now) if self._timed or self._schedule.has_holds else None
         self.busy = bool(self._timed) or self._schedule.has_holds
         self._turns += 1
