@@ -23,6 +23,8 @@ PUBLIC_NAMES = [
     "host_limit",
     "limit",
     "name",
+    "on_recall",
+    "pending_recall",
     "pool",
     "resource_name",
     "sparse_array",

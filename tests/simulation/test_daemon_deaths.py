@@ -275,6 +275,7 @@ FAULTS = (
 )
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
 def test_a_core_with_a_fault_is_found_out(
     fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

@@ -184,7 +184,13 @@ def _lost_and_still_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _asked_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recallable, "leave", lambda self, session, name: self.set_answers(session, name, answers=False))
+    def moved(self: Any, row: Any) -> None:
+        if row.state not in ("open", "detached"):
+            for name in [name for name, sessions in self._answering.items() if row.session in sessions]:
+                self.set_answers(row.session, name, answers=False)
+        self.changed()
+
+    monkeypatch.setattr(Recallable, "session_moved", moved)
 
 
 # --- how much, and of which models ---
@@ -255,7 +261,7 @@ def _refused_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _asked_and_still_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Schedule, "_is_asked", lambda *_: False)
+    monkeypatch.setattr(Schedule, "is_asked", lambda *_: False)
 
 
 def _not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,6 +220,7 @@ class WaitingReferee:
         broker, guarantees = self._world.broker, self._referee.guarantees
         for where, total in broker.ledger.totals.items():
             waiters = [one for one in broker.waiting._waiters.values() if one.deadline and one.event.location == where]
+            waiters = [one for one in waiters if not one.met_full_device]
             if total.releasing or guarantees.needed(where, {}) > total.capacity or not waiters:
                 continue
             shares = divide(self._referee, where)

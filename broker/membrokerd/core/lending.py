@@ -117,7 +117,7 @@ class Lending:
         self._books.record(fact)
         size = event.extent_bytes
         result = fx.Allocated(event.count, size)
-        since = self._waiting.since(event, now)
+        since = self._waiting.since(event, now) if self._waiting.busy else now
         call = Call(
             *(event.call, event.request_id, event.name, event.location, size, size, ids),
             result=result,
