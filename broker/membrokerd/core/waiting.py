@@ -113,7 +113,7 @@ class Waiting:
         is_open = self._books.ledger.sessions[event.session].state == "open"
         if not is_open or deadline <= now or event.ahead or self._schedule.is_asked(waiter):
             return False
-        if self._books.stopping or self._books.refuse_debit():
+        if self._books.stopping or self._books.refuse_debit() or self._refuse_one_more(event, event.name, deadline):
             return False
         self._add(waiter)
         return True
