@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.broker.core.test_transcripts import Script
-from tests.simulation.faults import Fault, find_out, notice
+from tests.simulation.faults import Fault, find_out
 from tests.simulation.referee import EARLY_AT_MOST
 from tests.simulation.shrink import commands, run
 from tests.simulation.world import World
@@ -401,9 +401,6 @@ def _who_is_gone_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Waiting, "give_up", lambda self, session, now: None)
 
 
-LONG = ("_nothing_is_kept", "_tenants_are_not_kept_for", "_a_failure_makes_it_stay")
-"""Faults whose stories take minutes to be shortened."""
-
 FAULTS = (
     _refused_at_once,
     _others_are_heard_for_ever,
@@ -458,7 +455,7 @@ FAULTS_OF_STOCK = (
 )
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)  # a story can take minutes to be shortened
 @pytest.mark.parametrize(
     ("fault", "seeds"),
     [(fault, [SEED + more for more in range(4)]) for fault in FAULTS]
@@ -467,4 +464,4 @@ FAULTS_OF_STOCK = (
 )
 def test_a_core_with_a_fault_is_found_out(fault: Fault, seeds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """In 10,000 steps of one of a few worlds: a fault of the stock shows at its bounds only."""
-    (notice if fault.__name__ in LONG else find_out)(fault, seeds, monkeypatch)
+    find_out(fault, seeds, monkeypatch)
