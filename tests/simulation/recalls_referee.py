@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tests.simulation.once import once_a_step
 from tests.simulation.shares import SLACK, divide
 
 from membrokerd.core import effects as fx
@@ -89,10 +90,12 @@ class RecallsReferee:
             return 0
         return max(0, charge.bytes - charge.declared - self.kept.get(place, (0, 0))[0])
 
+    @once_a_step
     def of_model(self, name: ev.ModelName, where: ev.Location) -> int:
         """Return the bytes of a model that can be recalled."""
         return sum(self.bytes_of((session, name, where)) for session in self.answering.get(name, ()))
 
+    @once_a_step
     def of_tenant(self, tenant: str, where: ev.Location) -> int:
         """Return the bytes of a tenant's models that can be recalled."""
         return sum(self.of_model(name, where) for name in self.answering if name.tenant == tenant)
