@@ -248,8 +248,7 @@ class Broker:
         row = self.segments.dropped(event)
         if row.uncertain:
             self.settling.segment_dropped(row, now)
-        else:
-            self.resuming.segment_ended(row.segment)
+        self.resuming.answer_ready()
 
     def _audit(self, event: ev.Audit, now: int) -> None:
         self.settling.audit(event, now)
