@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.simulation.guarantees_referee import GuaranteesReferee
 from tests.simulation.once import once_a_step

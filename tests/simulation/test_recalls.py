@@ -226,8 +226,13 @@ def _firm_bytes_have_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _unused_guarantees_have_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    guarantee = lambda self, tenant, where, models: self._admission.tenant_guarantee(tenant, where)  # noqa: E731
-    monkeypatch.setattr(Shares, "_tenant_base", guarantee)
+    tenant_part = Shares._tenant
+
+    def whole(self: Any, tenant: str, where: Any, models: Any) -> Any:
+        found = tenant_part(self, tenant, where, models)
+        return found._replace(base=self._admission.tenant_guarantee(tenant, where))
+
+    monkeypatch.setattr(Shares, "_tenant", whole)
 
 
 def _the_unlent_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
