@@ -156,13 +156,17 @@ class GuaranteesReferee:
 
     def needed(self, where: ev.Location, changes: Mapping[ev.ModelName, int]) -> int:
         """Return what guarantees and firm bytes need together, if these models had so many more firm bytes."""
+        needed: int = self._needed(where)
+        for tenant in {name.tenant for name in changes}:
+            mine = tuple((name, more) for name, more in changes.items() if name.tenant == tenant)
+            needed += self._needed_by(tenant, where, mine) - self._needed_by(tenant, where, ())
+        return needed
+
+    @once_a_step
+    def _needed(self, where: ev.Location) -> int:
         tenants = {one.tenant for one in self._broker.ledger.models}
         tenants |= {tenant for tenant, _, at in self._keys() if at == where}
-        needed = 0
-        for tenant in tenants:
-            mine = tuple((name, more) for name, more in changes.items() if name.tenant == tenant)
-            needed += self._needed_by(tenant, where, mine)
-        return needed
+        return sum(self._needed_by(tenant, where, ()) for tenant in tenants)
 
     @once_a_step
     def _needed_by(self, tenant: str, where: ev.Location, changes: tuple[tuple[ev.ModelName, int], ...]) -> int:

@@ -13,12 +13,13 @@ def once_a_step(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def known(self: Any, *args: Any) -> Any:
-        found: dict[Any, Any] | None = getattr(self, "_referee", self).known
+        found: dict[Any, Any] | None = self._referee.known
         if found is None:
             return method(self, *args)
         key = (name, *args)
-        if key not in found:
-            found[key] = method(self, *args)
-        return found[key]
+        value = found.get(key, found)
+        if value is found:
+            found[key] = value = method(self, *args)
+        return value
 
     return known

@@ -88,6 +88,7 @@ class Referee:
         self.sessions = 0
         self.proven = 0
         self.timed_out = 0
+        self._referee = self
         self.known: dict[Any, Any] | None = None
         """While a step is judged: see `once_a_step`."""
         self.drops: dict[int, int] = {}
