@@ -1,7 +1,7 @@
 """The core in a world for many steps, and the proof that a core which errs is found out.
 
-`make sim STEPS=… SEED=…` plays any number of steps, and CI 300,000. A seed that fails prints a transcript that can be put
-into tests/broker/core/transcripts.
+`make sim STEPS=… SEED=…` plays any number of steps, and CI 300,000. A seed that fails prints a transcript, which can be
+put into tests/broker/core/transcripts.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ recalled. While sessions answer recalls, guarantees that are not used are divide
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from . import policy
@@ -87,7 +87,6 @@ def _level(room: int, items: Iterable[Item]) -> int:
 class _Part(NamedTuple):
     """What a model or a tenant has before the rest is divided, and its item in that division."""
 
-    name: Any
     base: int
     item: Item
 
@@ -109,20 +108,21 @@ class Shares:
         total = self._ledger.totals[location]
         guarantees = self._admission.guarantees_of_models(location)
         recallable = self._recallable.by_model(location)
-        models: dict[str, list[_Part]] = {tenant: [] for tenant in self._admission.tenants(location)}
+        models: dict[str, dict[ModelName, _Part]] = {tenant: {} for tenant in self._admission.tenants(location)}
         for name in sorted({*self._ledger.models, *guarantees, *wanted}):
             part = self._model(name, location, wanted.get(name, 0), guarantees.get(name, 0), recallable.get(name, 0))
             if part.base or part.item.high:
-                models.setdefault(name.tenant, []).append(part)
-        tenants = [self._tenant(tenant, location, parts) for tenant, parts in models.items()]
+                models.setdefault(name.tenant, {})[name] = part
+        tenants = [self._tenant(tenant, location, parts.values()) for tenant, parts in models.items()]
         granule = self._rules.granularity
         room = total.capacity - total.releasing - less - sum([tenant.base for tenant in tenants])
         found: dict[ModelName, int] = {}
         extras = fill(room, [tenant.item for tenant in tenants], granule)
         for tenant, parts, extra in zip(tenants, models.values(), extras, strict=True):
-            room = tenant.base + extra - sum([part.base for part in parts])
-            sizes = fill(room, [part.item for part in parts], granule)
-            found.update((part.name, part.base + size) for part, size in zip(parts, sizes, strict=True))
+            room = tenant.base + extra - sum([part.base for part in parts.values()])
+            sizes = fill(room, [part.item for part in parts.values()], granule)
+            for (name, part), size in zip(parts.items(), sizes, strict=True):
+                found[name] = part.base + size
         return found
 
     def _model(self, name: ModelName, location: Location, wanted: int, guarantee: int, recallable: int) -> _Part:
@@ -138,9 +138,9 @@ class Shares:
         base = min(guarantee, max(firm, most)) if self._recallable.is_possible else guarantee
         low = max(0, firm - base)
         weight = policy.set_weight(ledger.quotas, rules, (*name, location))
-        return _Part(name, base, Item(weight, low, max(low, most - base)))
+        return _Part(base, Item(weight, low, max(low, most - base)))
 
-    def _tenant(self, tenant: str, location: Location, models: Sequence[_Part]) -> _Part:
+    def _tenant(self, tenant: str, location: Location, models: Collection[_Part]) -> _Part:
         """Return a tenant's part: its guarantee, or what its models want of that, and what they could use besides."""
         least = sum([model.base + model.item.low for model in models])
         most = sum([model.base + model.item.high for model in models])
@@ -154,4 +154,4 @@ class Shares:
             base = min(base, most)
         low = max(0, least - base)
         weight = policy.set_weight(self._ledger.quotas, self._rules, (tenant, None, location))
-        return _Part(tenant, base, Item(weight, low, max(low, most - base)))
+        return _Part(base, Item(weight, low, max(low, most - base)))
