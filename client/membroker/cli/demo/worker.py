@@ -88,6 +88,11 @@ class Cache:
             for page in pages:
                 self._check(request, page)
 
+    def release(self, recall: membroker.Recall) -> None:
+        """Answer a recall: end requests, the youngest first, until as much is released as the broker asks for."""
+        while recall.remaining and self._requests:
+            self.finish(next(reversed(self._requests)))
+
     def finish_all(self) -> None:
         """End every request."""
         for request in list(self._requests):
@@ -205,7 +210,8 @@ def _pattern(request: int, page: int, round_: int = 0) -> bytes:
 class Engine:
     """What a worker has, and how it obeys an order."""
 
-    def __init__(self, cache: Cache, weights: Weights) -> None:
+    def __init__(self, model: membroker.Model, cache: Cache, weights: Weights) -> None:
+        self._model = model
         self._cache = cache
         self._weights = weights
         self._work: Work | None = None
@@ -228,6 +234,8 @@ class Engine:
                 cache.admit(order["request"], order["pages"])
             case "finish":
                 cache.finish(order["request"])
+            case "answer recalls":
+                self._model.on_recall(cache.release)
             case "check":
                 cache.check_all()
             case "finish all":
@@ -254,7 +262,7 @@ def main() -> None:
     with membroker.connect(client=f"demo worker of {name}") as client:
         model = client.register_model(name, virtual_capacity=virtual, limit=limit or None)
         with model.pool(page_size=PAGE) as pool:
-            engine = Engine(Cache(pool), Weights(client, model))
+            engine = Engine(model, Cache(pool), Weights(client, model))
             _say(ready=True)
             for line in sys.stdin:
                 try:
