@@ -56,7 +56,7 @@ def test_it_proves_what_it_says() -> None:
     assert "Mapped, that is 128.0 MiB; charged, and in use on the device: 64.0 MiB." in out
     titles = ("Sharing:", "Trade:", "Burst:", "Refusal:", "Death: a broker", "Death: a SIGKILL")
     assert sorted(titles, key=out.index) == list(titles)
-    burst = re.search(r"red has 64.0 MiB after (\d+) ms\. No request was refused\.", out)
+    burst = re.search(r"red has waited (\d+) ms for 64.0 MiB\. No request was refused\.", out)
     assert burst is not None, out
     assert f"a lent guarantee of 64.0 MiB back in {burst[1]} ms without a refusal" in out
     said = re.search(r"For (\d+) ms there was none: red computed (\d+) rounds, blue (\d+)\..* and (\d+) ms after", out)
