@@ -51,7 +51,7 @@ collector stays on. No figure is a pass or a failure; compare with a run of the 
 table has the figures that have a target, which holds for a machine that does nothing else.
 
 examples:
-  make bench                                     all of it, in two or three minutes; writes nothing
+  make bench                                     all of it, in three or four minutes; writes nothing
   make bench OPTIONS='--json before.json'        the same, kept for later
   make bench OPTIONS='--before ../old'           also one extent in the core of another tree, in turns
   python -m benchmarks.load --quick              every row in some seconds, with numbers that mean little"""

@@ -1,8 +1,8 @@
 """What the core alone costs, without a daemon and without I/O, in CPU time of its thread.
 
-`python -m benchmarks.load.core` prints the times of one extent as JSON, so that the core of another tree can be
-measured by the same lines, in a process of its own. It must use nothing that an older core lacks, except where it
-measures guarantees and waits.
+`python -m benchmarks.load.core COUNT [guaranteed]` prints the times of one extent as JSON, so that the core of another
+tree can be measured by the same lines, in a process of its own. Without `guaranteed` it must use nothing that an older
+core lacks.
 """
 
 from __future__ import annotations
@@ -123,4 +123,4 @@ def schedule_times(count: int) -> array[int]:
 
 if __name__ == "__main__":
     extent_times(1_000)
-    print(json.dumps(list(extent_times(int(sys.argv[1])))))
+    print(json.dumps(list(extent_times(int(sys.argv[1]), guaranteed="guaranteed" in sys.argv))))

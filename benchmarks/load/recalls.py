@@ -52,14 +52,14 @@ def recalls(scale: Scale, tell: Tell) -> Section:
             ]
             with working(jobs) as borrowers, working([partial(Claimant, daemon.endpoint(TENANTS[0]))]) as claimant:
                 borrowers.begin()
-                samples = claimant.run(scale.busy_seconds)
+                samples = claimant.run(2 * scale.busy_seconds)  # a few waits a second
                 borrowers.end()
         section.timings.append(timing(key, name, samples, "wait"))
     return section
 
 
 def the_core(scale: Scale, tell: Tell, before: Path | None = None) -> Section:
-    """Measure steps of the core in this process; those of the tree `before` in another, in turns."""
+    """Measure steps of the core, in turns with that of the tree `before`. One extent: in a process for each turn."""
     section = Section(
         "The core alone",
         "No daemon and no I/O. Times are CPU times, so others at work on the machine matter less than in the other "
@@ -68,8 +68,8 @@ def the_core(scale: Scale, tell: Tell, before: Path | None = None) -> Section:
     )
     count = int(5_000 * scale.seconds)
     works: dict[str, Callable[[], Sequence[int]]] = {
-        "plain": partial(core.extent_times, count),
-        "guaranteed": partial(core.extent_times, count, guaranteed=True),
+        "plain": partial(_extent_times_of, core.ROOT, count),
+        "guaranteed": partial(_extent_times_of, core.ROOT, count, "guaranteed"),
         "schedule": partial(core.schedule_times, max(3, int(10 * scale.seconds))),
     }
     if before is not None:
@@ -95,9 +95,9 @@ def the_core(scale: Scale, tell: Tell, before: Path | None = None) -> Section:
     return section
 
 
-def _extent_times_of(tree: Path, count: int) -> list[int]:
+def _extent_times_of(tree: Path, count: int, *options: str) -> list[int]:
     paths = f"{tree}/client", f"{tree}/broker", str(core.ROOT)
-    command = [sys.executable, "-m", "benchmarks.load.core", str(count)]
+    command = [sys.executable, "-m", "benchmarks.load.core", str(count), *options]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     times: list[int] = json.loads(done.stdout)
