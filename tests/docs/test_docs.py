@@ -21,6 +21,7 @@ from tests.support.daemons import DEADLINE_SECONDS, running, until
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODEL = re.compile(r'register_model\("([^"]+)"')
+TOML = re.compile(r"^```toml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```python run\b([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -81,6 +82,18 @@ def test_a_reader_goes_on_to_the_next_page(tmp_path: Path) -> None:
                 check=False,
             )
             assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_configuration_in_a_page_is_accepted(tmp_path: Path) -> None:
+    """An operator copies it from docs/sharing.md. The daemon checks it without a GPU, and starts nothing."""
+    blocks = [block for page in sorted(DOCS.glob("*.md")) for block in TOML.findall(page.read_text())]
+    assert blocks
+    for number, block in enumerate(blocks):
+        path = tmp_path / f"{number}.toml"
+        path.write_text(block)
+        command = [sys.executable, "-m", "membrokerd.cli", "--config", str(path), "--check-config"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
+        assert done.returncode == 0, done.stderr + block
 
 
 def test_every_block_of_readme_runs() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import grpc
 
-from ...v1 import admin_pb2_grpc, broker_pb2
+from ...v1 import admin_pb2, admin_pb2_grpc, broker_pb2
 
 START_SECONDS = 30.0
 SOON_SECONDS = 5.0
@@ -209,6 +209,16 @@ class Broker:
     def used(self, model: str) -> int:
         """Return the bytes that a model is charged."""
         return int(self.models()[model].books[0].used_bytes)
+
+    def recalled(self, model: str) -> int:
+        """Return the bytes that a model is asked for and has not answered yet."""
+        return int(self.models()[model].books[0].recalled_bytes)
+
+    def guarantee(self, tenant: str, size: int) -> None:
+        """Guarantee a tenant so many bytes, as `membroker quota set` does. 0: nothing."""
+        request = admin_pb2.SetQuotaRequest(name=f"tenants/{tenant}", guarantee_bytes=size)
+        request.update_mask.paths.append("guarantee_bytes")
+        self._admin.SetQuota(request)
 
     def segments(self) -> list[Any]:
         """Return every segment."""
