@@ -9,8 +9,6 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import tomllib
@@ -23,6 +21,7 @@ from typing import Any, TypeVar
 import grpc
 
 from membroker.v1 import admin_pb2_grpc, broker_pb2, resources_pb2
+from tests.support.template import PythonProcess
 
 _T = TypeVar("_T")
 DEADLINE_SECONDS = 30.0
@@ -86,15 +85,15 @@ class Daemon:
             address = self.directory / "notify"
             address.unlink(missing_ok=True)
             notified.bind(str(address))
-            command = [sys.executable, "-m", self.module, "--config", str(path), "--log-level", "debug"]
+            arguments = ["-m", self.module, "--config", str(path), "--log-level", "debug"]
             if self.device_number:
-                command += ["--device", str(self.device_number)]
+                arguments += ["--device", str(self.device_number)]
             if descriptors is not None:
                 limit = f"import resource,sys,os;resource.setrlimit(resource.RLIMIT_NOFILE,({descriptors},)*2)"
-                command = [sys.executable, "-c", f"{limit};os.execv(sys.argv[1],sys.argv[1:])", *command]
+                arguments = ["-c", f"{limit};os.execv(sys.executable,[sys.executable,*sys.argv[1:]])", *arguments]
             with self.log_path.open("ab") as log:
                 environment = {**os.environ, "NOTIFY_SOCKET": str(address)}
-                self.process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)
+                self.process = PythonProcess(arguments, stderr=log, stdout=log, env=environment)
             self._wait_until_ready(notified, may_end)
 
     def _wait_until_ready(self, notified: socket.socket, may_end: bool) -> None:

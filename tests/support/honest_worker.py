@@ -12,9 +12,9 @@ import re
 import resource
 import select
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,11 +140,11 @@ def unprivileged(config: Mapping[str, Any], descriptors: int) -> Iterator[Daemon
         pytest.skip(f"needs a limit of {descriptors} descriptors, and this one is {hard}: raise it (ulimit -Hn)")
     user = other_user()
 
-    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([*as_user(user), *command], **options)
+    def start(arguments: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*as_user(user), sys.executable, *arguments], **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(daemons, "subprocess", SimpleNamespace(Popen=start))
+        patch.setattr(daemons, "PythonProcess", start)
         with running(config, descriptors) as daemon:
             until(lambda: " limits descriptors=" in daemon.log())
             assert f" limits descriptors={descriptors} " in daemon.log(), "the daemon helped itself to more"
