@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -20,6 +21,7 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,13 +31,19 @@ CLONE_PARENT = 0x8000
 CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 """The number of the system call. Its arguments after the flags are zeros, so their order does not matter."""
 MAX_REQUEST = 1 << 20
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+"""NumPy must not start threads when it is imported: a fork would be without them."""
 _THREADS = Path("/proc/self/task")
 
 
 class PythonProcess(subprocess.Popen[Any]):
-    """As `subprocess.Popen([sys.executable, *arguments])`; the first arguments are `-m MODULE` or `-c CODE`."""
+    """As `subprocess.Popen([sys.executable, *arguments])`; the first arguments are `-m MODULE`, `-c CODE` or a script.
 
-    def __init__(self, arguments: Sequence[str], **options: Any) -> None:
+    With `torch` it is a fork of a template that has imported PyTorch, too, which takes an interpreter 1.6 s.
+    """
+
+    def __init__(self, arguments: Sequence[str], *, torch: bool = False, **options: Any) -> None:
+        self._imported = ("torch",) if torch else ()
         super().__init__([sys.executable, *arguments], **options)
 
     def _execute_child(self, args: list[str], *rest: Any) -> None:  # type: ignore[override]
@@ -46,13 +54,13 @@ class PythonProcess(subprocess.Popen[Any]):
             return
         stdin, _, _, stdout, _, stderr = streams
         inherited = [number if given == -1 else given for number, given in enumerate((stdin, stdout, stderr))]
-        self.pid = _template().fork(args[1:], environment, cwd or os.getcwd(), inherited)
+        self.pid = _template(self._imported).fork(args[1:], environment, cwd or os.getcwd(), inherited)
         self._child_created = True
         self._close_pipe_fds(*streams)  # type: ignore[attr-defined]
 
 
 def run(arguments: Sequence[str], timeout: float = 100.0, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a `PythonProcess` to its end, and return what it wrote and its status."""
+    """Run a `PythonProcess` to its end, and return its status and what it wrote."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with PythonProcess(arguments, text=True, **{**pipes, **options}) as process:
         try:
@@ -72,13 +80,13 @@ def _needs_exec(environment: Mapping[str, str]) -> bool:
 class _Template:
     """The test's side of a template, which ends with this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._forking = threading.Lock()
         self._owner = os.getpid()
         with other:
-            command = [sys.executable, "-c", "from tests.support.template import serve; serve()"]
-            self._process = subprocess.Popen(command, stdin=other, cwd=ROOT)
+            command = [sys.executable, "-c", "from tests.support.template import serve; serve()", *modules]
+            self._process = subprocess.Popen(command, stdin=other, cwd=ROOT, env={**os.environ, **ONE_THREAD})
         atexit.register(self._end)
 
     def fork(self, arguments: list[str], environment: Mapping[str, str], cwd: str | Path, streams: list[int]) -> int:
@@ -96,23 +104,19 @@ class _Template:
             self._process.wait(30)
 
 
-_templates: list[_Template] = []
-
-
-def _template() -> _Template:
-    if not _templates:
-        _templates.append(_Template())
-    return _templates[0]
+@functools.cache
+def _template(modules: tuple[str, ...]) -> _Template:
+    return _Template(modules)
 
 
 # --- The template's side ---
 
 
 def serve() -> None:
-    """Import what most processes need, and fork for each request until nobody can send one."""
+    """Import what most processes need, and the modules on the command line; then fork for each request."""
     import membroker
 
-    for module in ("membrokerd.daemon", "membroker.cli.commands", "tests.support.daemons"):
+    for module in (*sys.argv[1:], "membrokerd.daemon", "membroker.cli.commands", "tests.support.daemons"):
         importlib.import_module(module)
     for name in membroker.__all__:
         getattr(membroker, name)
@@ -160,12 +164,22 @@ def _become(streams: list[int], arguments: list[str], environment: dict[str, str
         setattr(sys, name, fresh)
         setattr(sys, f"__{name}__", fresh)
     os.chdir(cwd)
+    if arguments[0] == "-W":
+        warnings._setoption(arguments[1])  # type: ignore[attr-defined]
+        arguments = arguments[2:]
+    kind = arguments[0]
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[:1] = [cwd if kind == "-m" else "" if kind == "-c" else os.path.dirname(kind)]
     sys.path[1:1] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
-    kind, what, *rest = arguments
-    sys.argv[:] = [kind, *rest]
+    main = vars(sys.modules["__main__"])
     if kind == "-m":
-        runpy._run_module_as_main(what)  # type: ignore[attr-defined]
+        sys.argv[:] = [kind, *arguments[2:]]
+        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
+    elif kind == "-c":
+        sys.argv[:] = [kind, *arguments[2:]]
+        exec(compile(arguments[1], "<string>", "exec"), main)
     else:
-        exec(compile(what, "<string>", "exec"), vars(sys.modules["__main__"]))
+        sys.argv[:] = arguments
+        main["__file__"] = kind
+        exec(compile(Path(kind).read_bytes(), kind, "exec"), main)
