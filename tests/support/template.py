@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+OPTIONS = {"stdin", "stdout", "stderr", "cwd", "env", "text"}
 CLONE_PARENT = 0x8000
 CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 """The number of the system call. Its arguments after the flags are zeros, so their order does not matter."""
@@ -43,6 +44,7 @@ class PythonProcess(subprocess.Popen[Any]):
     """
 
     def __init__(self, arguments: Sequence[str], *, torch: bool = False, **options: Any) -> None:
+        assert options.keys() <= OPTIONS, "start an interpreter with subprocess.Popen"
         self._imported = ("torch",) if torch else ()
         super().__init__([sys.executable, *arguments], **options)
 
