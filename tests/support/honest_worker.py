@@ -29,7 +29,7 @@ NOBODY = 20_000 + os.getpid() % 40_000
 """A user that nobody else is, not even another run of these tests: what is in flight is counted for each user."""
 LOOSE_P99_SECONDS = 2.0
 """What an attack may cost others on a busy machine: those that these tests were written for cost 10 s and more."""
-CYCLES = 500
+CYCLES = 200
 """Turns of the honest worker at least, alone and beside each."""
 
 TURN_SECONDS = 0.05
