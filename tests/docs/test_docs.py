@@ -44,7 +44,8 @@ def run_page(script: Path, daemon: Daemon) -> subprocess.CompletedProcess[str]:
     """Run the blocks of a page, in a process that has imported PyTorch before if they do."""
     environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
     command = ["-W", "error::ResourceWarning", str(script)]
-    return run_python(command, 2 * DEADLINE_SECONDS, torch="import torch" in script.read_text(), env=environment)
+    imports = ["torch"] if "import torch" in script.read_text() else []
+    return run_python(command, 2 * DEADLINE_SECONDS, imports=imports, env=environment)
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)

@@ -24,7 +24,9 @@ def refused(name: str, *arguments: str, endpoint: Path | str = "/nowhere") -> tu
     if importlib.util.find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed here")
     environment = {**os.environ, "MEMBROKER_ENDPOINT": str(endpoint)}
-    done = run_python([str(EXAMPLES / name), *arguments], torch=needed == "torch", env=environment)
+    done = run_python(
+        [str(EXAMPLES / name), *arguments], imports=["torch"] if needed == "torch" else [], env=environment
+    )
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stderr
 

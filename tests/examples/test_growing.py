@@ -18,7 +18,7 @@ def run(daemon: Daemon, name: str) -> list[str]:
     """Run an example, and return the lines that it wrote; it ends well, without a complaint, and holds nothing."""
     environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
     command = ["-W", "error::ResourceWarning", str(EXAMPLES / name)]
-    done = run_python(command, torch="torch" in name, env=environment)
+    done = run_python(command, imports=["torch"] if "torch" in name else [], env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     until(lambda: not daemon.sessions() and daemon.books().lent_bytes == 0)
     return done.stdout.splitlines()

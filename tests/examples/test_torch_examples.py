@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "frameworks.md"
 def run(daemon: Daemon, name: str, *arguments: str) -> list[str]:
     """Run an example, and return the lines that it wrote; it ends well and without a complaint."""
     environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
-    done = run_python([str(EXAMPLES / name), *arguments], torch=True, env=environment)
+    done = run_python([str(EXAMPLES / name), *arguments], imports=["torch"], env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     until(lambda: not daemon.sessions() and daemon.books().lent_bytes == 0)
     return done.stdout.splitlines()

@@ -40,12 +40,12 @@ _THREADS = Path("/proc/self/task")
 class PythonProcess(subprocess.Popen[Any]):
     """As `subprocess.Popen([sys.executable, *arguments])`; the first arguments are `-m MODULE`, `-c CODE` or a script.
 
-    With `torch` it is a fork of a template that has imported PyTorch, too, which takes an interpreter 1.6 s.
+    It is a fork of a template that has imported `imports`, too: PyTorch takes an interpreter 1.6 s.
     """
 
-    def __init__(self, arguments: Sequence[str], *, torch: bool = False, **options: Any) -> None:
+    def __init__(self, arguments: Sequence[str], *, imports: Sequence[str] = (), **options: Any) -> None:
         assert options.keys() <= OPTIONS, "start an interpreter with subprocess.Popen"
-        self._imported = ("torch",) if torch else ()
+        self._imported = tuple(imports)
         super().__init__([sys.executable, *arguments], **options)
 
     def _execute_child(self, args: list[str], *rest: Any) -> None:  # type: ignore[override]
@@ -56,7 +56,8 @@ class PythonProcess(subprocess.Popen[Any]):
             return
         stdin, _, _, stdout, _, stderr = streams
         inherited = [number if given == -1 else given for number, given in enumerate((stdin, stdout, stderr))]
-        self.pid = _template(self._imported).fork(args[1:], environment, cwd or os.getcwd(), inherited)
+        linked = tuple(sorted(item for item in environment.items() if item[0].startswith("LD_")))
+        self.pid = _template(self._imported, linked).fork(args[1:], environment, cwd or os.getcwd(), inherited)
         self._child_created = True
         self._close_pipe_fds(*streams)  # type: ignore[attr-defined]
 
@@ -74,21 +75,23 @@ def run(arguments: Sequence[str], timeout: float = 100.0, **options: Any) -> sub
 
 
 def _needs_exec(environment: Mapping[str, str]) -> bool:
-    """Say whether these variables tell the interpreter or the linker something that a fork would hear too late."""
-    names = {name for name in (*environment, *os.environ) if name.startswith(("LD_", "PYTHON"))} - {"PYTHONPATH"}
+    """Say whether these variables tell the interpreter something that a fork would hear too late."""
+    names = {name for name in (*environment, *os.environ) if name.startswith("PYTHON")} - {"PYTHONPATH"}
     return any(environment.get(name) != os.environ.get(name) for name in names)
 
 
 class _Template:
     """The test's side of a template, which ends with this process."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self, modules: Sequence[str], linked: Sequence[tuple[str, str]]) -> None:
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._forking = threading.Lock()
         self._owner = os.getpid()
         with other:
             command = [sys.executable, "-c", "from tests.support.template import serve; serve()", *modules]
-            self._process = subprocess.Popen(command, stdin=other, cwd=ROOT, env={**os.environ, **ONE_THREAD})
+            self._process = subprocess.Popen(
+                command, stdin=other, cwd=ROOT, env={**os.environ, **ONE_THREAD, **dict(linked)}
+            )
         atexit.register(self._end)
 
     def fork(self, arguments: list[str], environment: Mapping[str, str], cwd: str | Path, streams: list[int]) -> int:
@@ -107,8 +110,9 @@ class _Template:
 
 
 @functools.cache
-def _template(modules: tuple[str, ...]) -> _Template:
-    return _Template(modules)
+def _template(modules: tuple[str, ...], linked: tuple[tuple[str, str], ...]) -> _Template:
+    """Return the template with these modules, to which the linker was told this."""
+    return _Template(modules, linked)
 
 
 # --- The template's side ---
