@@ -27,6 +27,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed here: pip 
 memories = pytest.importorskip("membroker.adapters.torch.memory")
 mempools = pytest.importorskip("membroker.adapters.torch.mempool")
 
+pytestmark = pytest.mark.shared_daemon
+
 
 @dataclass
 class Table:
