@@ -12,7 +12,7 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 STEPS = 10_000
 SHORT_STORY = 80
 """Commands of a transcript."""
-TOLD = 2_000
+TOLD = 900
 """Steps: what shows later has a story that takes minutes to be shortened. `make sim` would do it."""
 
 
