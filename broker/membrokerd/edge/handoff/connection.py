@@ -33,7 +33,7 @@ from .outbox import Outbox
 from .peer import Peer, hang_up
 
 if TYPE_CHECKING:
-    from ...loop import Link
+    from ...link import Link
     from .listener import Listener
 
 FRAMES_PER_TURN = 8

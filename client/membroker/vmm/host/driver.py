@@ -94,12 +94,22 @@ class HostDriver:
 
         Raises `DriverOutOfMemory` if the location has less than `size` left, as a GPU does.
         """
+        made: list[int] = []
         with ExitStack() as undo:
-            [descriptor] = self.lend(size, 1, location, sealable=sealable)
-            undo.callback(os.close, descriptor)
-            handle = self._book(descriptor, size, location, imported=False)
+            undo.callback(close_each, made)
+            self._create(made, size, location, sealable=sealable)
+            handle = self._book(made[0], size, location, imported=False)
             undo.pop_all()
         return handle
+
+    def _create(self, made: list[int], size: int, location: Location, *, sealable: bool) -> None:
+        """Append the descriptor of a new extent to `made`, which the watch counts from now on."""
+        self._check_usable("memfd_create")
+        _check_granules(size, "memfd_create")
+        extents.make(made, size, location, sealable=sealable)
+        with self._birth_lock:
+            self._check_room(size, location)
+            self._watch.add(made[-1], size, location)
 
     def export(self, handle: Handle) -> int:
         """Return a new descriptor of the extent. An imported extent cannot be exported again, as with CUDA."""
@@ -112,15 +122,10 @@ class HostDriver:
 
     def lend(self, size: int, count: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> list[int]:
         """Create `count` memfds of `size` bytes and return their descriptors."""
-        self._check_usable("memfd_create")
-        _check_granules(size, "memfd_create")
         made: list[int] = []
         try:
             for _ in range(count):
-                extents.make(made, size, location, sealable=sealable)
-                with self._birth_lock:
-                    self._check_room(size, location)
-                    self._watch.add(made[-1], size, location)
+                self._create(made, size, location, sealable=sealable)
         except BaseException:
             close_each(made)
             raise
