@@ -38,7 +38,7 @@ class _Link:
 
     def later(self, work: Callable[[], None]) -> None:
         """Do `work` in the background thread."""
-        self.connection.later(work)
+        self.connection.notices.later(work)
 
     def end(self, *, wait: bool = True) -> None:
         """Say goodbye and close everything, also when an interrupt ends the wait for the answer."""
@@ -102,7 +102,7 @@ class Session(Holder[_Link]):
 
         A callback usually refers to a pool, whose memory refers to this session, and lives until the pool is garbage.
         """
-        known = self.reconnecting.recalls()
+        known = self.reconnecting.notices.recalls
         return known if known is not None else Recalls(self.reconnecting, lambda: self._holdings)
 
     @property
@@ -165,7 +165,7 @@ class Session(Holder[_Link]):
             if not repeated:
                 raise
         self.reconnecting.inventory.left(name)
-        recalls = self.reconnecting.recalls()
+        recalls = self.reconnecting.notices.recalls
         if recalls is not None:
             recalls.forget(name)
 
@@ -185,7 +185,7 @@ class Session(Holder[_Link]):
         super().abandon()
 
     def _end_recalls(self) -> None:
-        recalls = self.reconnecting.recalls()
+        recalls = self.reconnecting.notices.recalls
         if recalls is not None:
             recalls.end()
 

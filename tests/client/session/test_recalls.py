@@ -16,7 +16,7 @@ from tests.support.daemons import until
 from tests.support.fake_broker import MODEL, PAGE, Caller, PlayedBroker, buffer, drop_all, is_away, line, model
 
 import membroker
-from membroker.session import background, reconnecting
+from membroker.session import background, notices
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1 import resources_pb2
 
@@ -55,9 +55,9 @@ def recall(broker: PlayedBroker, recall_id: int, size: int = PAGE, **other: Any)
 def until_heard(broker: PlayedBroker, client: membroker.Client) -> None:
     """Wait until the client has read all notices until now."""
     broker.notice(draining=pb.Draining())
-    until(lambda: line(client)._draining)
+    until(lambda: line(client).notices.draining)
     broker.notice(undrained=pb.Undrained())
-    until(lambda: not line(client)._draining)
+    until(lambda: not line(client).notices.draining)
 
 
 def prepared(broker: PlayedBroker, served: membroker.Model, pages: int, location: str = "device") -> Any:
@@ -186,7 +186,7 @@ class TestAnswers:
         self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A callback is slow, and the broker sends recalls without an end: few are kept, and the next one is heard."""
-        monkeypatch.setattr(reconnecting, "MOST_RECALLS", 3)
+        monkeypatch.setattr(notices, "MOST_RECALLS", 3)
         began, go_on = threading.Event(), threading.Event()
 
         def slow(_: membroker.Recall) -> None:
@@ -200,7 +200,7 @@ class TestAnswers:
             recall(broker, recall_id, location=HOST)
             recall(broker, 100 + recall_id, model="tenants/red/models/other")
         until_heard(broker, client)
-        recalling = line(client)._recalling
+        recalling = line(client).notices._recalling
         assert recalling is not None
         assert recalling.backlog == 3
         assert len(client._recalls._open) <= 2
@@ -224,7 +224,7 @@ class TestDeferred:
         until(lambda: served.pending_recall)
         pending = served.pending_recall
         assert pending is not None
-        until(lambda: not line(client)._recalling._busy)  # type: ignore[union-attr]
+        until(lambda: not line(client).notices._recalling._busy)  # type: ignore[union-attr]
         assert broker.hears_nothing()
         assert (pending.size, pending.remaining) == (PAGE, PAGE)
         page.close()
@@ -333,7 +333,7 @@ class TestInTheCallback:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """A callback hangs. The program closes its client all the same."""
-        monkeypatch.setattr(reconnecting, "STOPPING_SECONDS", 0.1)
+        monkeypatch.setattr(notices, "STOPPING_SECONDS", 0.1)
         began, go_on = threading.Event(), threading.Event()
 
         def hang(_: membroker.Recall) -> None:
@@ -460,7 +460,7 @@ class TestOutages:
         until(lambda: not is_away(client))
         recall(broker, 1)
         broker.notice(draining=pb.Draining())
-        until(lambda: line(client)._draining)
+        until(lambda: line(client).notices.draining)
         assert called == []
         assert broker.hears_nothing()
 
@@ -550,7 +550,7 @@ class TestHeldUp:
                 inside.set()
 
         caller = Caller(capture)
-        recalling = line(client)._recalling
+        recalling = line(client).notices._recalling
         assert recalling is not None
         until(lambda: recalling._changed._waiting)
         assert not inside.is_set()
@@ -576,7 +576,7 @@ class TestHeldUp:
         answering(broker, served, locked)
         with lock:
             recall(broker, 1)
-            until(lambda: line(client)._recalling._busy)  # type: ignore[union-attr]
+            until(lambda: line(client).notices._recalling._busy)  # type: ignore[union-attr]
             with client.defer_recalls():
                 assert broker.hears_nothing()
         broker.hear("recall_answer")
