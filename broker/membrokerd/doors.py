@@ -18,6 +18,7 @@ from membroker.vmm import DeviceInfo
 
 from .config.config import TenantConfig
 from .edge.dispatch import Dispatcher
+from .edge.handoff.entrance import Entrance
 from .edge.handoff.listener import Listener
 from .edge.handoff.outbox import Traffic
 from .edge.listings import Views
@@ -84,9 +85,8 @@ class Doors:
                 lambda server: broker_pb2_grpc.add_BrokerServiceServicer_to_server(service, server),
             )
             sock = self._home.listen(directory / "handoff.sock", ownership)
-            listener = Listener(
-                sock, name, tenant, config.uids, self._dispatcher, self._device, self._traffic, self._watch
-            )
+            entrance = Entrance(name, tenant, self._dispatcher, self._device, self._traffic, self._watch)
+            listener = Listener(sock, entrance, config.uids)
             stack.callback(listener.close)
             self._open[name] = _Door(listener, stack.pop_all())
         logs.log("endpoint open", tenant=tenant or "each uid", directory=str(directory))
