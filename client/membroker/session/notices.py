@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..errors import DescriptorLimit
 from ..interrupts import STOPPING_SECONDS
@@ -23,15 +23,24 @@ from .background import Background
 from .connection import Connection
 from .endpoint import DESCRIPTORS_SHORT
 
-if TYPE_CHECKING:
-    from .recalls import Recalls
-
 logger = logging.getLogger("membroker")
 
 RECALLS_REVISION = 2
 """The first revision of a broker that recalls memory."""
 MOST_RECALLS = 1024
 """How many recalls may wait for a callback. The broker has one open at a time for a model and location."""
+
+
+class RecallListener(Protocol):
+    """What the broker's recalls are told to."""
+
+    def heard(self, message: pb.Recall, connection: Connection) -> None:
+        """Take a recall. The lock is held."""
+        ...
+
+    def lost(self) -> None:
+        """Drop the open recalls: the connection is lost."""
+        ...
 
 
 class Notices:
@@ -44,7 +53,8 @@ class Notices:
         self._lock = lock
         self._connected = connected
         self._callbacks: list[Callable[[Notice], object]] = []
-        self._recalls: Callable[[], Recalls | None] = lambda: None
+        self.recalls: Callable[[], RecallListener | None] = lambda: None
+        """Returns what the broker's recalls are told to, which is kept by the user's objects."""
         self._recalling: Background | None = None
         self.callback_thread = 0
         """The number of the thread that runs callbacks of recalls; 0 before the first one."""
@@ -93,18 +103,9 @@ class Notices:
 
     # Recalls
 
-    @property
-    def recalls(self) -> Recalls | None:
-        """What the broker's recalls are told to. The user's objects keep it."""
-        return self._recalls()
-
-    def tell_recalls_to(self, recalls: Callable[[], Recalls | None]) -> None:
-        """Set what returns the `Recalls`, or None once nobody keeps it."""
-        self._recalls = recalls
-
     def _hear_recall(self, message: pb.Recall) -> None:
         with self._lock:
-            recalls, connection = self.recalls, self._connected()
+            recalls, connection = self.recalls(), self._connected()
             if connection is None or connection.revision < RECALLS_REVISION:
                 return
             if recalls is not None:

@@ -86,7 +86,7 @@ class Recalls:
         self._open: dict[int, OpenRecall] = {}
         self._answered: dict[tuple[str, int], tuple[int, Connection]] = {}
         """The last recall of each model and location that was answered: the broker may have repeated it before that."""
-        line.notices.tell_recalls_to(weakref.ref(self))
+        line.notices.recalls = weakref.ref(self)
 
     # What the program does
 

@@ -244,7 +244,7 @@ class ReconnectingConnection:
                 return
             self._trouble = ""
             self._grpc.patient = False
-            if (recalls := self.notices.recalls) is not None:
+            if (recalls := self.notices.recalls()) is not None:
                 recalls.lost()
             self.notices.tell(Disconnected())
         threading.Thread(target=self._reconnect, args=(connection,), name="membroker-reconnect", daemon=True).start()

@@ -6,6 +6,7 @@ client that is garbage ends by itself.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -89,6 +90,7 @@ class Session(Holder[_Link]):
         self.welcome = self.reconnecting.welcome
         self.transport = Transport(self.reconnecting)
         self.declarations = Declarations(self.transport)
+        self._recalls: Callable[[], Recalls | None] = lambda: None
         super().__init__(_Link(self.reconnecting, driver))
 
     @property
@@ -102,8 +104,11 @@ class Session(Holder[_Link]):
 
         A callback usually refers to a pool, whose memory refers to this session, and lives until the pool is garbage.
         """
-        known = self.reconnecting.notices.recalls
-        return known if known is not None else Recalls(self.reconnecting, lambda: self._holdings)
+        known = self._recalls()
+        if known is None:
+            known = Recalls(self.reconnecting, lambda: self._holdings)
+            self._recalls = weakref.ref(known)
+        return known
 
     @property
     def driver(self) -> Driver:
@@ -165,8 +170,7 @@ class Session(Holder[_Link]):
             if not repeated:
                 raise
         self.reconnecting.inventory.left(name)
-        recalls = self.reconnecting.notices.recalls
-        if recalls is not None:
+        if (recalls := self._recalls()) is not None:
             recalls.forget(name)
 
     # The end
@@ -185,8 +189,7 @@ class Session(Holder[_Link]):
         super().abandon()
 
     def _end_recalls(self) -> None:
-        recalls = self.reconnecting.notices.recalls
-        if recalls is not None:
+        if (recalls := self._recalls()) is not None:
             recalls.end()
 
     def _end_waits(self, *, wait: bool) -> None:
