@@ -277,15 +277,8 @@ class Daemon:
         self._views.metrics_url = f"http://{_authority(metrics.address, server.port)}/metrics"
 
     async def _open_endpoints(self, stack: AsyncExitStack) -> None:
-        self._doors = Doors(
-            self._home,
-            self._dispatcher,
-            self._views,
-            self._plan.driver.device,
-            self._traffic,
-            self._watch,
-            self._observe_request,
-        )
+        device = self._plan.driver.device
+        self._doors = Doors(self._home, self._dispatcher, self._views, device, self._traffic, self._watch)
         stack.push_async_callback(self._doors.close)
         if self._config.uid_tenants:
             mode = 0o666 if os.geteuid() == 0 else 0o660
@@ -380,9 +373,6 @@ class Daemon:
     def _observe_recall(self, recalled: fx.Recalled) -> None:
         self._metrics.recalls[recalled.result].observe(recalled.after_ns / 1e9)
         logs.log_recall(recalled)
-
-    def _observe_request(self, method: str, transport: str, seconds: float) -> None:
-        self._metrics.request(method, transport).observe(seconds)
 
 
 def _authority(address: str, port: int) -> str:

@@ -40,7 +40,7 @@ class _Door:
 
 
 class Doors:
-    """The endpoints that are open. `observe` is told of each gRPC call: its method, its transport, and its seconds."""
+    """The endpoints that are open."""
 
     def __init__(
         self,
@@ -50,7 +50,6 @@ class Doors:
         device: DeviceInfo,
         traffic: Traffic,
         watch: Watch,
-        observe: Callable[[str, str, float], None],
     ) -> None:
         self._home = home
         self._dispatcher = dispatcher
@@ -58,7 +57,6 @@ class Doors:
         self._device = device
         self._traffic = traffic
         self._watch = watch
-        self._observe = observe
         self._open: dict[str, _Door] = {}
         self._calls = Calls(lambda: len(self._open) + 1)  # the operator's endpoint is not among the doors
 
@@ -118,7 +116,7 @@ class Doors:
             ownership,
             service,
             register,
-            self._observe,
+            self._dispatcher.times_of,
             loop.broker.rules.max_sessions,
             loop.turns,
             self._calls,

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from membroker.v1.handoff_pb2 import Frame, Notice
-from membroker.vmm import MemoryInfo
 
 from .core import effects as fx
 from .core import events as ev
@@ -236,8 +235,4 @@ clock = partial(time.clock_gettime_ns, time.CLOCK_BOOTTIME)
 
 def seen(figures: Figures) -> dict[ev.Location, int | None]:
     """Return what the core wants to know of the device's figures: bytes in use."""
-    return {where: _used(figures.get(where)) for where in ev.LOCATIONS}
-
-
-def _used(info: MemoryInfo | None) -> int | None:
-    return info.used if info else None
+    return {where: info.used if (info := figures.get(where)) else None for where in ev.LOCATIONS}

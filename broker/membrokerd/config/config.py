@@ -58,9 +58,9 @@ class LogConfig(Table):
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig(Table):
-    """The quota of a model or a tenant, in bytes. `guarantee` is kept for it; `limit` None leaves it to the level above.
+    """The quota of a model or a tenant, in bytes. `guarantee` is kept for it.
 
-    `weight` None is 1.
+    `limit` None leaves it to the level above, and `weight` None is 1.
     """
 
     limit: Size | None = None
