@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from types import TracebackType
 
 from ..arguments import Progress
 from ..interrupts import let_through
@@ -57,9 +56,7 @@ class Copying:
     def __enter__(self) -> Copying:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             while self._under_way:
                 self._finish_one()
