@@ -95,10 +95,7 @@ MODEL_DENIALS = Spec(
 DEVICE_CAPACITY = Spec("membroker_device_capacity_bytes", "gauge", "Bytes that the broker may lend.", _AT)
 DEVICE_LENT = Spec("membroker_device_lent_bytes", "gauge", "Bytes lent to live processes.", _AT)
 DEVICE_RELEASING = Spec(
-    "membroker_device_releasing_bytes",
-    "gauge",
-    "Bytes of dead processes that the device does not yet show free.",
-    _AT,
+    "membroker_device_releasing_bytes", "gauge", "Bytes of dead processes that the device does not yet show free.", _AT
 )
 DEVICE_UNPROVEN = Spec(
     "membroker_device_unproven_releases_total",
@@ -211,9 +208,7 @@ BUILD_INFO = Spec(
     ("version", "driver", "product"),
 )
 SCRAPE_TIME = Spec(
-    "membroker_scrape_time_seconds",
-    "gauge",
-    "Unix time of these figures; scrapes within a second share them.",
+    "membroker_scrape_time_seconds", "gauge", "Unix time of these figures; scrapes within a second share them."
 )
 
 ALL: Mapping[str, Spec] = {spec.name: spec for spec in globals().values() if isinstance(spec, Spec)}
