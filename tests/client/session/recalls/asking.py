@@ -33,9 +33,9 @@ def recall(broker: PlayedBroker, recall_id: int, size: int = PAGE, **other: Any)
 def until_heard(broker: PlayedBroker, client: membroker.Client) -> None:
     """Wait until the client has read all notices until now."""
     broker.notice(draining=pb.Draining())
-    until(lambda: line(client)._draining)
+    until(lambda: line(client).notices.draining)
     broker.notice(undrained=pb.Undrained())
-    until(lambda: not line(client)._draining)
+    until(lambda: not line(client).notices.draining)
 
 
 def prepared(broker: PlayedBroker, served: membroker.Model, pages: int, location: str = "device") -> Any:

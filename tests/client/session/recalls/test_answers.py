@@ -13,7 +13,7 @@ from tests.support.daemons import until
 from tests.support.fake_broker import MODEL, PAGE, Caller, PlayedBroker, buffer, line
 
 import membroker
-from membroker.session import reconnecting
+from membroker.session import notices
 from membroker.v1 import resources_pb2
 
 
@@ -134,7 +134,7 @@ class TestAnswers:
         self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A callback is slow, and the broker sends recalls without an end: few are kept, and the next one is heard."""
-        monkeypatch.setattr(reconnecting, "MOST_RECALLS", 3)
+        monkeypatch.setattr(notices, "MOST_RECALLS", 3)
         began, go_on = threading.Event(), threading.Event()
 
         def slow(_: membroker.Recall) -> None:
@@ -148,7 +148,7 @@ class TestAnswers:
             recall(broker, recall_id, location=HOST)
             recall(broker, 100 + recall_id, model="tenants/red/models/other")
         until_heard(broker, client)
-        recalling = line(client)._recalling
+        recalling = line(client).notices._recalling
         assert recalling is not None
         assert recalling.backlog == 3
         assert len(client._recalls._open) <= 2
@@ -172,7 +172,7 @@ class TestDeferred:
         until(lambda: served.pending_recall)
         pending = served.pending_recall
         assert pending is not None
-        until(lambda: not line(client)._recalling._busy)  # type: ignore[union-attr]
+        until(lambda: not line(client).notices._recalling._busy)  # type: ignore[union-attr]
         assert broker.hears_nothing()
         assert (pending.size, pending.remaining) == (PAGE, PAGE)
         page.close()

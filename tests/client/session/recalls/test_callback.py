@@ -14,7 +14,7 @@ from tests.support.daemons import until
 from tests.support.fake_broker import MODEL, PAGE, Caller, PlayedBroker, buffer, line, model
 
 import membroker
-from membroker.session import background, reconnecting
+from membroker.session import background, notices
 from membroker.v1 import handoff_pb2 as pb
 
 
@@ -72,7 +72,7 @@ class TestInTheCallback:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """A callback hangs. The program closes its client all the same."""
-        monkeypatch.setattr(reconnecting, "STOPPING_SECONDS", 0.1)
+        monkeypatch.setattr(notices, "STOPPING_SECONDS", 0.1)
         began, go_on = threading.Event(), threading.Event()
 
         def hang(_: membroker.Recall) -> None:
@@ -131,7 +131,7 @@ class TestHeldUp:
                 inside.set()
 
         caller = Caller(capture)
-        recalling = line(client)._recalling
+        recalling = line(client).notices._recalling
         assert recalling is not None
         until(lambda: recalling._changed._waiting)
         assert not inside.is_set()
@@ -157,7 +157,7 @@ class TestHeldUp:
         answering(broker, served, locked)
         with lock:
             recall(broker, 1)
-            until(lambda: line(client)._recalling._busy)  # type: ignore[union-attr]
+            until(lambda: line(client).notices._recalling._busy)  # type: ignore[union-attr]
             with client.defer_recalls():
                 assert broker.hears_nothing()
         broker.hear("recall_answer")

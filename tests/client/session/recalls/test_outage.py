@@ -62,7 +62,7 @@ class TestOutages:
         until(lambda: not is_away(client))
         recall(broker, 1)
         broker.notice(draining=pb.Draining())
-        until(lambda: line(client)._draining)
+        until(lambda: line(client).notices.draining)
         assert called == []
         assert broker.hears_nothing()
 
