@@ -6,19 +6,28 @@ block is free, and answers the verbs of `membroker.kv.Engine`. `look` is called 
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+
+from membroker.kv import Strided
 
 
 @dataclass(eq=False)
 class Request:
-    """`blocks_left` more blocks are to be written. `prefix` names cached contents that other requests share."""
+    """`blocks_left` more blocks are to be written. `prefix` names cached contents that other requests share.
+
+    `mark` is what the request leaves in its blocks. It is another one after each preemption.
+    """
 
     blocks_left: int
     prefix: int = 0
     blocks: list[int] = field(default_factory=list)
     decode_left: int = 4
+    mark: int = field(default_factory=partial(next, itertools.count(1)))
 
 
 class Fence:
@@ -50,6 +59,8 @@ class ToyEngine:
         self.contents: dict[int, tuple[int, float]] = {}
         """Of a free block: the prefix that is cached there, and when it was last used."""
         self.clock = 0.0
+        self.growth = 0.3
+        """How likely a running request writes one more block in a step."""
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.finished = 0
@@ -111,7 +122,7 @@ class ToyEngine:
             request.decode_left -= 1
             if request.decode_left <= 0:
                 self._finish(request)
-            elif self.rng.random() < 0.3:
+            elif self.rng.random() < self.growth:
                 while not self.free and self.running[-1] is not request:
                     self._preempt(self.running[-1])
                 if self.free:
@@ -146,6 +157,27 @@ class ToyEngine:
 
     def _preempt(self, request: Request) -> None:
         self._give(request)
-        request.blocks_left, request.blocks = len(request.blocks), []
+        request.blocks_left, request.blocks = request.blocks_left + len(request.blocks), []
+        request.mark = Request(0).mark
         self.waiting.insert(0, request)
         self.preempted += 1
+
+
+class Memory:
+    """The bytes of the blocks: each request leaves its mark in its blocks, and finds it there again."""
+
+    def __init__(self, tensors: Sequence[Strided], engine: ToyEngine) -> None:
+        self._tensors, self._engine = tensors, engine
+        self.marks: dict[int, int] = {}
+        engine.look = self.look
+
+    def look(self, block: int) -> None:
+        mark = self._engine.used[block].mark
+        for one in self._tensors:
+            at = one.address + block * one.stride
+            for address in (at, at + one.size - 4):
+                word = ctypes.c_uint32.from_address(address)
+                if self.marks.get(block) == mark:
+                    assert word.value == mark, f"block {block} lost its bytes"
+                word.value = mark
+        self.marks[block] = mark

@@ -1,8 +1,10 @@
-"""An elastic KV cache for inference engines: block tables over a pool whose pages come and go. See docs/kv.md.
+"""An elastic KV cache for inference engines: a block table over a pool whose pages come and go. See docs/kv.md.
 
-This module only lists the public names. `membroker.kv.capture` needs PyTorch and is imported by itself.
+This module only lists the public names. `membroker.kv.capture` needs PyTorch, and is imported by itself.
 """
 
+from .cache import CacheStats, ElasticCache
+from .engine import Engine, Fence
 from .layout import Layout, Strided
 
-__all__ = ["Layout", "Strided"]
+__all__ = ["CacheStats", "ElasticCache", "Engine", "Fence", "Layout", "Strided"]

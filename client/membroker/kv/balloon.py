@@ -100,6 +100,11 @@ class Balloon:
         """Bytes with memory, those included that are being borrowed."""
         return self._charged[ASKED] + self.staying_bytes + self.going_bytes
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether any group waits for requests to end."""
+        return bool(self._charged[DRAINING])
+
     def state(self, group: int) -> int:
         """Return the state of a group."""
         return self._states[group]
@@ -115,19 +120,18 @@ class Balloon:
     # Growing
 
     def next_to_map(self, want: int) -> tuple[int, bool] | None:
-        """Return the group to borrow next, and whether the engine lacks it now; None if nothing is to be borrowed.
+        """Return the group to borrow next, and whether it is needed now; None if nothing is to be borrowed.
 
-        `want` is how many blocks the engine wants in all. The lowest group comes first, so that what is mapped stays
+        `want` is how many blocks the engine wants in all. What it lacks is needed, and the floor is; what is ahead is
+        not. The lowest group comes first, so that what is mapped stays
         packed, and only its last block straddles into a page without memory.
         """
         group = self._states.find(HELD)
         if group < 0 or (self.ceiling is not None and self.charged_bytes + self._bytes[group] > self.ceiling):
             return None
-        if self.available < want:
+        if self.available < want or self.staying_bytes + self._charged[ASKED] < self.floor:
             return group, True
-        if self.available < want + self.ahead or self.staying_bytes + self._charged[ASKED] < self.floor:
-            return group, False
-        return None
+        return (group, False) if self.available < want + self.ahead else None
 
     def asked(self, group: int) -> None:
         """Note that a group is being borrowed."""

@@ -55,10 +55,10 @@ class Layout:
             raise InvalidRequest(f"a cache has 1 to {MAX_BLOCKS} blocks, not {blocks}")
         if block_tokens < 1:
             raise InvalidRequest(f"a block has at least one token, not {block_tokens}")
+        self.base = base
         self.page_size = page_size
         self.blocks = blocks
         self.block_tokens = block_tokens
-        self._base = base
         joined = _joined(base, blocks, tensors)
         self.block_bytes = sum(one.size for one in joined)
         """Bytes of one block in all tensors together."""

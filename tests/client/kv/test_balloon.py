@@ -56,11 +56,11 @@ def test_a_straddling_block_comes_with_its_second_page() -> None:
 
 
 def test_what_is_mapped_next() -> None:
-    """What the engine lacks is needed; the floor and what is ahead are not; and nothing goes above the ceiling."""
+    """What the engine lacks is needed, and so is the floor. What is ahead is not. Nothing goes above the ceiling."""
     balloon = Balloon(block_major(MIB, 20), floor=2 * PAGE, ahead=PAGE, ceiling=4 * PAGE)
     assert with_memory(balloon, 1) == [1]
     assert balloon.next_to_map(3) == (1, True)
-    assert balloon.next_to_map(1) == (1, False), "below the floor"
+    assert balloon.next_to_map(1) == (1, True), "below the floor"
     with_memory_of(balloon, 1)
     assert balloon.next_to_map(2) is None
     assert balloon.next_to_map(3) == (2, False), "2 blocks ahead"

@@ -1,0 +1,500 @@
+"""The elastic cache on the host driver: real pages and threads, an engine that writes to its blocks, played recalls.
+
+A block that is used without memory ends the test process, as a GPU would end the context.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+from tests.support.daemons import until
+from tests.support.fake_lender import PAGE, Lender
+from tests.support.sizes import KIB, MIB
+from tests.support.toy_engine import Fence, Memory, Request, ToyEngine
+
+from membroker.errors import ClosedError, InvalidRequest, OutOfMemory
+from membroker.kv import ElasticCache, Layout, Strided
+from membroker.kv.cache import LINGER_SECONDS
+from membroker.pool.pool import VirtualMemoryPool
+from membroker.session.recalls import DEFERRED
+from membroker.vmm.driver import DriverError
+
+BLOCKS = 64
+
+
+class Recall:
+    """A recall of `size` bytes, as the library shows it. `answers` counts the calls of `done`."""
+
+    location = "device"
+
+    def __init__(self, lender: Recalled, size: int, seconds: float = 30.0) -> None:
+        self.size, self.deadline = size, time.monotonic() + seconds
+        self._lender, self._before = lender, lender.released_bytes
+        self.answers = 0
+        self.answered_at = 0.0
+
+    @property
+    def remaining(self) -> int:
+        return max(0, self.size + self._before - self._lender.released_bytes)
+
+    def done(self) -> None:
+        self.answers += 1
+        self.answered_at = time.monotonic()
+
+
+class Recalled(Lender):
+    """A lender that asks for memory back, as the model of a broker."""
+
+    resource_name = "tenants/red/models/m"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.callback: Callable[[object], object] | None = None
+        self.released_bytes = 0
+        self._recalls = self
+
+    def give_back(self, extent_ids: Sequence[int]) -> None:
+        self.released_bytes += sum(self.lent.get(extent_id, 0) for extent_id in extent_ids)
+        super().give_back(extent_ids)
+
+    def on_recall(self, callback: Callable[[object], object] | None) -> None:
+        self.callback = callback
+
+    def callback_of(self, name: str) -> object:
+        assert name == self.resource_name
+        return self.callback
+
+    def recall(self, size: int, seconds: float = 30.0) -> Recall:
+        one = Recall(self, size, seconds)
+        assert self.callback(one) is DEFERRED
+        return one
+
+
+@pytest.fixture
+def lender() -> Iterator[Recalled]:
+    lender = Recalled()
+    yield lender
+    until(lambda: not [one for one in threading.enumerate() if one.name.startswith("membroker-kv")])
+    lender.settle()
+    assert (lender.lent, lender.used_bytes, lender.callback) == ({}, 0, None)
+    lender.driver.close()
+    lender.device.close()
+
+
+@contextmanager
+def serving(
+    lender: Lender, engine: ToyEngine, *, block: int = 768 * KIB, layers: int = 1, **bounds: object
+) -> Iterator[ElasticCache]:
+    """Serve `engine` from a new pool: block-major, or with a tensor for each layer."""
+    step = -(-block * BLOCKS // PAGE) * PAGE
+    with VirtualMemoryPool(lender, layers * step, PAGE) as pool:
+        tensors = [Strided(pool.base_address + n * step, block, block) for n in range(layers)]
+        Memory(tensors, engine)
+        with ElasticCache(pool, Layout(pool.base_address, PAGE, BLOCKS, tensors), **bounds) as cache:
+            cache.attach(engine)
+            yield cache
+
+
+def an_engine(*, growth: float = 0.0, **kind: bool) -> ToyEngine:
+    engine = ToyEngine(BLOCKS, random.Random(1), **kind)
+    engine.growth = growth
+    return engine
+
+
+def step(cache: ElasticCache, engine: ToyEngine) -> None:
+    cache.grow()
+    engine.step()
+    cache.turn()
+
+
+def steps(cache: ElasticCache, engine: ToyEngine, state: Callable[[], object]) -> None:
+    """Step until it is so."""
+
+    def look() -> bool:
+        step(cache, engine)
+        return bool(state())
+
+    until(look)
+
+
+def test_it_grows_and_shrinks(lender: Recalled) -> None:
+    """Ten blocks are needed: they come, and after the request all but the first page goes, without a wait."""
+    waits: list[None] = []
+    lender.driver.before_synchronize = lambda: waits.append(None)
+    engine = an_engine()
+    with serving(lender, engine) as cache:
+        assert lender.lent_bytes == PAGE
+        engine.add(Request(10))
+        steps(cache, engine, lambda: engine.finished)
+        assert cache.stats().grants >= 4
+        steps(cache, engine, lambda: lender.lent_bytes == PAGE)
+        assert cache.stats().charged_bytes == PAGE
+        assert sum(fence.waits for fence in engine.fences)
+        assert waits == [], "it waited for all work on the device"
+
+
+def test_the_scheduler_never_waits_for_the_broker(lender: Recalled) -> None:
+    """The broker is silent. The engine serves on in what it has, and gets the rest when the broker answers."""
+    answer, asked = threading.Event(), threading.Event()
+
+    def silent() -> None:
+        asked.set()
+        assert answer.wait(30)
+
+    engine = an_engine()
+    with serving(lender, engine) as cache:
+        engine.add(Request(1))
+        steps(cache, engine, lambda: engine.finished)
+        lender.before_borrow = silent
+        engine.add(Request(30))
+        steps(cache, engine, asked.is_set)
+        for _ in range(100):
+            step(cache, engine)
+        assert (engine.finished, len(engine.waiting)) == (1, 1)
+        answer.set()
+        steps(cache, engine, lambda: engine.finished == 2)
+
+
+def test_nothing_goes_before_its_fence(lender: Recalled) -> None:
+    """Work that was queued before may still use the pages. What is wanted meanwhile comes back without a request."""
+    engine = an_engine()
+    engine.make_fence = lambda: Fence(passed=False)
+    with serving(lender, engine) as cache:
+        engine.add(Request(20, decode_left=1))
+        steps(cache, engine, lambda: engine.finished)
+        lent = lender.lent_bytes
+        steps(cache, engine, lambda: cache.stats().going_bytes)
+        time.sleep(0.05)  # the thread looks at the fence all the time
+        assert lender.lent_bytes == lent
+        grants = cache.stats().grants
+        engine.add(Request(20, decode_left=1))
+        steps(cache, engine, lambda: engine.finished == 2)
+        assert cache.stats().grants == grants
+        engine.make_fence = Fence
+        for fence in engine.fences:
+            fence.passed = True
+        steps(cache, engine, lambda: lender.lent_bytes == PAGE)
+
+
+def test_a_refusal_is_not_asked_again_at_once(lender: Recalled) -> None:
+    """There are four pages. Requests beyond them wait in the engine, and the broker is not asked at each step."""
+    lender.capacity = 4 * PAGE
+    engine = an_engine()
+    with serving(lender, engine) as cache:
+        engine.add(Request(BLOCKS - 2))
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            step(cache, engine)
+        assert 1 <= cache.stats().refusals <= 10
+        assert engine.finished == 0
+        lender.capacity = 1 << 40
+        steps(cache, engine, lambda: engine.finished)
+
+
+def test_a_group_comes_whole_or_not_at_all(lender: Recalled) -> None:
+    """Four tensors, so a group is four pages. There is room for seven: one group, and nothing of a second."""
+    lender.capacity = 7 * PAGE
+    engine = an_engine()
+    with serving(lender, engine, block=64 * KIB, layers=4, keep=0) as cache:
+        engine.add(Request(40))
+        steps(cache, engine, lambda: cache.stats().refusals)
+        assert lender.lent_bytes == 4 * PAGE
+        lender.capacity = 8 * PAGE
+        steps(cache, engine, lambda: engine.finished)
+
+
+def test_ahead_is_mapped_before_it_is_needed(lender: Recalled) -> None:
+    engine = an_engine()
+    with serving(lender, engine, block=MIB, ahead=6 * MIB) as cache:
+        until(lambda: lender.lent_bytes == 4 * PAGE)
+        engine.add(Request(5, decode_left=1))
+        step(cache, engine)
+        assert engine.finished, "the request had to wait for memory"
+
+
+def test_what_is_not_lent_ahead(lender: Recalled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others wait for memory, so nothing is lent ahead. It is asked for once a second, and what is needed comes."""
+    borrow, refused = lender.borrow, []
+
+    def as_the_broker(*arguments: object, ahead: bool = False) -> None:
+        if ahead:
+            refused.append(arguments)
+            raise OutOfMemory("others wait")
+        borrow(*arguments)
+
+    monkeypatch.setattr(lender, "borrow", as_the_broker)
+    engine = an_engine()
+    before = time.monotonic()
+    with serving(lender, engine, block=MIB, ahead=6 * MIB) as cache:
+        engine.add(Request(20, decode_left=100))
+        steps(cache, engine, lambda: engine.finished)
+        assert 1 <= len(refused) <= 2 + time.monotonic() - before
+
+
+def test_an_engine_at_rest_shrinks_within_a_second(lender: Recalled) -> None:
+    engine = an_engine()
+    with serving(lender, engine) as cache:
+        engine.add(Request(40))
+        steps(cache, engine, lambda: engine.finished)
+        before = time.monotonic()
+        cache.rest()
+        until(lambda: lender.lent_bytes == PAGE)
+        assert time.monotonic() - before < 1 + 4 * LINGER_SECONDS
+        cache.wake()
+        engine.add(Request(40))
+        steps(cache, engine, lambda: engine.finished == 2)
+
+
+def test_bounds(lender: Recalled) -> None:
+    """The floor is there from the beginning and stays; the ceiling is not passed, whatever is needed."""
+    engine = an_engine()
+    with serving(lender, engine, block=MIB, floor=3 * PAGE, ceiling=5 * PAGE) as cache:
+        until(lambda: lender.lent_bytes == 3 * PAGE)
+        engine.add(Request(7, decode_left=300))
+        engine.add(Request(7))
+        steps(cache, engine, lambda: lender.lent_bytes == 5 * PAGE)
+        assert len(engine.running) == 1
+        engine.running[0].decode_left = 1
+        steps(cache, engine, lambda: engine.finished == 2)
+        cache.rest()
+        until(lambda: lender.lent_bytes == 3 * PAGE)
+
+
+class TestRecall:
+    def test_free_pages_go_first(self, lender: Recalled) -> None:
+        """Prefixes stay cached as long as free pages are enough, then the coldest goes."""
+        engine = an_engine(caches=True)
+        with serving(lender, engine, block=MIB, ahead=8 * PAGE) as cache:
+            until(lambda: lender.lent_bytes >= 9 * PAGE)
+            engine.add(Request(5, prefix=1, decode_left=1))
+            steps(cache, engine, lambda: engine.finished)
+            lender.capacity = 0
+            recall = lender.recall(6 * PAGE)
+            steps(cache, engine, lambda: recall.answers)
+            assert (recall.remaining, len(engine.contents)) == (0, 5)
+            recall = lender.recall(lender.lent_bytes - PAGE)
+            steps(cache, engine, lambda: recall.answers)
+            assert (recall.remaining, lender.lent_bytes) == (0, PAGE)
+            assert len(engine.contents) == 1, "the block that shares a page with block 0"
+
+    def test_requests_are_preempted_and_finish_later(self, lender: Recalled) -> None:
+        engine = an_engine()
+        with serving(lender, engine, block=MIB) as cache:
+            for _ in range(4):
+                engine.add(Request(6, decode_left=10_000))
+            steps(cache, engine, lambda: len(engine.running) == 4)
+            recall = lender.recall(8 * PAGE)
+            step(cache, engine)
+            until(lambda: recall.answers)
+            assert recall.remaining == 0
+            assert 1 <= engine.preempted < 4
+            assert engine.running, "one request has its memory still"
+            for request in engine.running + engine.waiting:
+                request.decode_left = 2
+            steps(cache, engine, lambda: engine.finished == 4)
+
+    def test_without_preemption_it_is_answered_in_time(self, lender: Recalled) -> None:
+        """The pages stay busy. The answer comes before the deadline, and the rest is kept."""
+        engine = an_engine(preempts=False)
+        with serving(lender, engine, block=MIB) as cache:
+            engine.add(Request(20, decode_left=1 << 60))
+            steps(cache, engine, lambda: engine.running)
+            lent = lender.lent_bytes
+            recall = lender.recall(8 * PAGE, seconds=1.0)
+            steps(cache, engine, lambda: recall.answers)
+            assert recall.answered_at < recall.deadline
+            assert lender.lent_bytes >= lent - PAGE
+            engine.running[0].decode_left = 1
+            steps(cache, engine, lambda: engine.finished)
+
+    def test_an_engine_at_rest(self, lender: Recalled) -> None:
+        engine = an_engine(caches=True)
+        with serving(lender, engine, block=MIB) as cache:
+            engine.add(Request(20, prefix=1))
+            steps(cache, engine, lambda: engine.finished)
+            cache.rest()
+            recall = lender.recall(6 * PAGE)
+            until(lambda: recall.answers)
+            assert recall.remaining == 0
+
+    def test_an_engine_that_makes_no_step(self, lender: Recalled) -> None:
+        """It hangs in a step. The recall is answered before the deadline, with nothing released."""
+        engine = an_engine()
+        with serving(lender, engine, block=MIB) as cache:
+            engine.add(Request(20, decode_left=1 << 60))
+            steps(cache, engine, lambda: engine.running)
+            recall = lender.recall(6 * PAGE, seconds=1.0)
+            until(lambda: recall.answers)
+            assert recall.answered_at < recall.deadline
+            assert recall.remaining == 6 * PAGE
+
+    def test_nothing_is_borrowed_meanwhile(self, lender: Recalled) -> None:
+        engine = an_engine(preempts=False)
+        with serving(lender, engine, block=MIB) as cache:
+            engine.add(Request(10, decode_left=1 << 60))
+            steps(cache, engine, lambda: engine.running)
+            recall = lender.recall(6 * PAGE)
+            step(cache, engine)
+            grants = cache.stats().grants
+            engine.add(Request(20))
+            for _ in range(50):
+                step(cache, engine)
+            assert (cache.stats().grants, recall.answers) == (grants, 0)
+            engine.running[0].decode_left = 1
+            steps(cache, engine, lambda: engine.finished == 2)
+            assert recall.answers == 1
+
+    def test_host_memory_is_not_the_caches(self, lender: Recalled) -> None:
+        with serving(lender, an_engine()):
+            recall = Recall(lender, PAGE)
+            recall.location = "host"
+            assert lender.callback(recall) is None
+
+
+def test_shrink(lender: Recalled) -> None:
+    """An engine is told to sleep: all but the first page goes, whatever its requests want."""
+    engine = an_engine()
+    with serving(lender, engine, block=MIB) as cache:
+        for _ in range(3):
+            engine.add(Request(6, decode_left=10_000))
+        steps(cache, engine, lambda: len(engine.running) == 3)
+        cache.shrink("1GiB")
+        until(lambda: cache.turn() or lender.lent_bytes == PAGE)
+        assert engine.preempted == 3
+
+
+def test_prepare_and_attach(lender: Recalled) -> None:
+    """A warm-up writes to the lowest blocks before the engine has a scheduler; what is too much goes after it."""
+    engine = an_engine()
+    with VirtualMemoryPool(lender, BLOCKS * MIB, PAGE) as pool:
+        tensor = Strided(pool.base_address, MIB, MIB)
+        with ElasticCache(pool, Layout(pool.base_address, PAGE, BLOCKS, [tensor])) as cache:
+            assert cache.prepare(20)
+            pool.view(0, 20 * MIB)[:] = bytes(20 * MIB)
+            lender.capacity = lender.lent_bytes
+            assert not cache.prepare(30, wait=0.1)
+            for call in (cache.grow, cache.turn, cache.rest, lambda: cache.shrink(1)):
+                with pytest.raises(InvalidRequest, match="attach"):
+                    call()
+            cache.attach(engine)
+            assert sorted(engine.free) == list(range(1, 20))
+            with pytest.raises(InvalidRequest, match="already"):
+                cache.attach(engine)
+            steps(cache, engine, lambda: lender.lent_bytes == PAGE)
+        for call in (cache.grow, lambda: cache.want(1), lambda: cache.prepare(1), cache.stats):
+            with pytest.raises(ClosedError):
+                call()
+        cache.close()
+
+
+def test_no_event_is_looked_at_during_a_capture(lender: Recalled) -> None:
+    engine, looks = an_engine(), []
+
+    class Watched(Fence):
+        def query(self) -> bool:
+            looks.append(self)
+            return super().query()
+
+    engine.make_fence = lambda: Watched(passed=False)
+    with serving(lender, engine) as cache:
+        engine.add(Request(10, decode_left=1))
+        steps(cache, engine, lambda: looks)
+        with cache.capturing():
+            count = len(looks)
+            for _ in range(20):
+                step(cache, engine)
+                time.sleep(0.002)
+            assert len(looks) == count
+        until(lambda: len(looks) > count)
+
+
+def test_the_driver_fails_to_unmap(lender: Recalled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory is held, and is tried again a second later."""
+    failures = [3]
+    unmap = lender.driver.unmap
+
+    def flaky(address: int, size: int) -> None:
+        if failures[0]:
+            failures[0] -= 1
+            raise DriverError("cuMemUnmap", "CUDA_ERROR_UNKNOWN", 999)
+        unmap(address, size)
+
+    engine = an_engine()
+    with serving(lender, engine) as cache:
+        engine.add(Request(10))
+        steps(cache, engine, lambda: engine.finished)
+        monkeypatch.setattr(lender.driver, "unmap", flaky)
+        steps(cache, engine, lambda: lender.lent_bytes == PAGE)
+        assert failures == [0]
+
+
+def test_what_is_refused(lender: Recalled) -> None:
+    with VirtualMemoryPool(lender, BLOCKS * MIB, PAGE) as pool:
+        tensor = Strided(pool.base_address, MIB, MIB)
+        layout = Layout(pool.base_address, PAGE, BLOCKS, [tensor])
+        with pytest.raises(InvalidRequest, match="not one of this pool"):
+            ElasticCache(pool, Layout(pool.base_address, PAGE // 2, BLOCKS, [tensor]))
+        with pytest.raises(InvalidRequest, match="ceiling"):
+            ElasticCache(pool, layout, floor="4MiB", ceiling="2MiB")
+        with pytest.raises(InvalidRequest, match="the floor"):
+            ElasticCache(pool, layout, floor=-1)
+        lender.capacity = 0
+        with pytest.raises(OutOfMemory):
+            ElasticCache(pool, layout)
+    assert lender.callback is None
+
+
+def test_a_closed_pool_ends_its_threads(lender: Recalled) -> None:
+    """A client that closes takes the pool along: the cache's threads end by themselves."""
+    engine = an_engine()
+    with serving(lender, engine) as cache:
+        cache._pool.close()
+        until(lambda: not any(thread.is_alive() for thread in cache._threads))
+        with pytest.raises(ClosedError):
+            cache.turn()
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_random_traffic(lender: Recalled, number: int) -> None:
+    """Requests, refusals, recalls and rests in any order: blocks keep their bytes, and all requests finish.
+
+    The time that a step of the scheduler takes is printed.
+    """
+    seed = int(os.environ.get("MEMBROKER_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
+    print(f"MEMBROKER_SEED={seed} and the case {number}")
+    rng = random.Random(seed + number)
+    engine = ToyEngine(BLOCKS, rng, caches=rng.random() < 0.5, preempts=rng.random() < 0.7)
+    kind = rng.choice([{"block": 768 * KIB}, {"block": 3000 * KIB}, {"block": 96 * KIB, "layers": 5}])
+    took = []
+    with serving(lender, engine, **kind, keep=rng.choice([0, 4 * PAGE]), ahead=rng.choice([0, 2 * PAGE])) as cache:
+        recalls: list[Recall] = []
+        for _ in range(400):
+            if rng.random() < 0.3:
+                cache.wake()
+                engine.add(Request(rng.randrange(1, 9), rng.randrange(3), decode_left=rng.randrange(1, 30)))
+            if rng.random() < 0.05:
+                lender.capacity = rng.choice([3, 10, 1000]) * 5 * PAGE
+            if rng.random() < 0.03 and all(recall.answers for recall in recalls):
+                recalls.append(lender.recall(rng.randrange(1, 10) * PAGE, seconds=0.3))
+            began = time.perf_counter()
+            step(cache, engine)
+            took.append(time.perf_counter() - began)
+            if not (engine.waiting or engine.running):
+                cache.rest()
+            with cache._lock:
+                cache._balloon.check()
+        lender.capacity = 1 << 40
+        steps(cache, engine, lambda: not (engine.waiting or engine.running))
+        until(lambda: all(recall.answers for recall in recalls))
+        assert all(recall.answers == 1 for recall in recalls)
+        cache.rest()
+        until(lambda: cache.stats().going_bytes == 0)
+    took.sort()
+    print(f"{len(recalls)} recalls, {engine.finished} requests, {engine.preempted} preempted; a step takes")
+    print(f"{1e6 * took[len(took) // 2]:.0f} us p50, {1e3 * took[-1]:.1f} ms at most")
