@@ -111,7 +111,7 @@ def lent(server: Server) -> int:
 
 
 def test_two_engines_trade_memory(daemon: Daemon, seed: int) -> None:
-    """The first takes nearly all; when it rests, the second does, and back. Each burst ends with all requests served."""
+    """The first takes nearly all; when it rests, the second does, and back. Each burst ends with all requests done."""
     with serving(daemon, "red", seed) as red, serving(daemon, "blue", seed + 1) as blue:
         for turn in range(3):
             for server, other in ((red, blue), (blue, red)):
