@@ -20,7 +20,7 @@ from tests.support.toy_engine import Fence, Memory, Request, ToyEngine
 
 from membroker.errors import ClosedError, InvalidRequest, OutOfMemory
 from membroker.kv import ElasticCache, Layout, Strided
-from membroker.kv.cache import LINGER_SECONDS
+from membroker.kv.state import LINGER_SECONDS
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.session.recalls import DEFERRED
 from membroker.vmm.driver import DriverError
@@ -487,7 +487,7 @@ def test_random_traffic(lender: Recalled, number: int) -> None:
             took.append(time.perf_counter() - began)
             if not (engine.waiting or engine.running):
                 cache.rest()
-            with cache._lock:
+            with cache._state._lock:
                 cache._balloon.check()
         lender.capacity = 1 << 40
         steps(cache, engine, lambda: not (engine.waiting or engine.running))
