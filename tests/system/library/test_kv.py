@@ -23,6 +23,8 @@ from tests.support.workers import worker
 import membroker
 from membroker.kv import ElasticCache, Layout, Strided
 
+pytestmark = pytest.mark.slow
+
 PAGE = 4 * MIB
 BLOCK = 7 * MIB // 4
 BLOCKS = 256
