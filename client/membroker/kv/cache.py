@@ -48,10 +48,10 @@ class ElasticCache(Closing):
     memory from here on, and the engine has them from the beginning: a null block, or blocks for padding.
 
     While this is open, it answers the recalls of the pool's model, in place of any callback that was set before. A
-    callback that is set later can pass them on, to `answer`.
+    callback that is set later can pass them on, to `answer`: one that has more to release, or two caches of one model.
 
-    Raises `InvalidRequest` for a layout of other pages, or bounds that contradict each other; and what
-    `VirtualMemoryPool.allocate` and `Model.on_recall` raise.
+    Raises `InvalidRequest` for a layout of other pages, a pool with spare pages, or bounds that contradict each other;
+    and what `VirtualMemoryPool.allocate` and `Model.on_recall` raise.
     """
 
     def __init__(
@@ -69,6 +69,8 @@ class ElasticCache(Closing):
             raise InvalidRequest(
                 f"{layout!r} is not one of this pool: make it with the pool's base_address and page_size"
             )
+        if pool._backing.spare_pages or pool._ahead is not None:
+            raise InvalidRequest("the pool of an elastic cache has no spare pages and borrows nothing ahead by itself")
         self._pool = pool
         self._layout = layout
         self._balloon = Balloon(

@@ -254,6 +254,11 @@ def test_what_is_refused(lender: Recalled) -> None:
             ElasticCache(pool, layout, floor="4MiB", ceiling="2MiB")
         with pytest.raises(InvalidRequest, match="the floor"):
             ElasticCache(pool, layout, floor=-1)
+        for more in ({"spare_pages": 1}, {"ahead": 1}):
+            with VirtualMemoryPool(lender, BLOCKS * MIB, PAGE, **more) as other:
+                start = other.base_address
+                with pytest.raises(InvalidRequest, match="no spare pages"):
+                    ElasticCache(other, Layout(start, PAGE, BLOCKS, [Strided(start, MIB, MIB)]))
         lender.capacity = 0
         with pytest.raises(OutOfMemory):
             ElasticCache(pool, layout)
