@@ -71,8 +71,10 @@ def test_nothing_goes_before_its_fence(lender: Recalled) -> None:
         steps(cache, engine, lambda: engine.finished)
         lent = lender.lent_bytes
         steps(cache, engine, lambda: cache.stats().going_bytes)
-        time.sleep(0.05)  # the thread looks at the fence all the time
+        looks = engine.fences[-1].looks
+        steps(cache, engine, lambda: engine.fences[-1].looks > looks + 10)
         assert lender.lent_bytes == lent
+        assert not any(fence.early_waits for fence in engine.fences)
         grants = cache.stats().grants
         engine.add(Request(20, decode_left=1))
         steps(cache, engine, lambda: engine.finished == 2)
