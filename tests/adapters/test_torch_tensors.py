@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -220,3 +221,41 @@ def test_tensors_at_the_end_of_the_process(daemon: Daemon) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     until(lambda: daemon.books().lent_bytes == 0)
+
+
+class TestAddressTensor:
+    """A tensor over addresses of a pool, as an engine's KV cache: pages come and go beneath it."""
+
+    def test_pages_come_and_go(self, model: membroker.Model) -> None:
+        with model.pool(page_size="2MiB") as pool:
+            cache = adapter.address_tensor(pool, "bfloat16", (2, 64, 1 << 16), 4 * MIB)
+            assert cache.shape == (2, 64, 1 << 16)
+            assert cache.data_ptr() == pool.base_address + 4 * MIB
+            assert pool.physical_usage_bytes == 0
+            pool.allocate(4 * MIB + (9 << 17), "2MiB")  # rows of 128 KiB
+            cache[0, 9] = 1.5
+            assert cache[0, 9].sum() == 1.5 * (1 << 16)
+            assert cache[0, 10].sum() == 0
+            pool.deallocate(4 * MIB + (9 << 17), "2MiB")
+            assert pool.physical_usage_bytes == 0
+            pool.allocate(4 * MIB + (9 << 17), "2MiB")
+            assert cache[0, 9].sum() == 0, "a page that is new has no bytes of before"
+
+    def test_it_keeps_the_addresses(self, model: membroker.Model) -> None:
+        pool = model.pool(page_size="2MiB")
+        cache = adapter.address_tensor(pool, "uint8", (1 << 20,))
+        holding = weakref.ref(pool._holding)
+        pool.close()
+        assert holding().state == "ending"
+        del cache
+        gc.collect()
+        until(lambda: holding() is None or holding().state == "ended")
+
+    def test_what_is_refused(self, model: membroker.Model) -> None:
+        with model.pool(page_size="2MiB", virtual_capacity="4MiB") as pool:
+            with pytest.raises(membroker.InvalidOffset):
+                adapter.address_tensor(pool, "uint8", (4 * MIB + 1,))
+            with pytest.raises(membroker.InvalidRequest, match="begins at a multiple"):
+                adapter.address_tensor(pool, "float32", (4,), 2)
+        with pytest.raises(membroker.ClosedError):
+            adapter.address_tensor(pool, "uint8", (1,))

@@ -6,9 +6,10 @@ user's requests and converts offsets to pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import groupby
+from typing import Protocol, overload
 
 from ..arguments import Progress
 from ..errors import AlreadyMapped, InvalidRequest, OutOfMemory
@@ -27,6 +28,14 @@ from .page_store import PageStore
 from .page_table import FREE, OFFLOADED, SPARE, USED, PageTable
 
 _STATES = {SPARE: "spare", OFFLOADED: "offloaded"}
+
+
+class Fence(Protocol):
+    """The end of work that uses some pages: `torch.cuda.Event`, or any other object that can wait."""
+
+    def synchronize(self) -> object:
+        """Return when the work is over. What it raises is raised by the call that waits."""
+        ...
 
 
 class Backing:
@@ -70,69 +79,83 @@ class Backing:
         asked: int | str,
         until: float | None,
         *,
-        within: int = 0,
+        within: Sequence[int] = (0,),
         spare: bool = False,
         ahead: bool = False,
-    ) -> range:
-        """Map the missing pages of an unused range, all or nothing, and mark the range used, or spare.
+    ) -> Sequence[range]:
+        """Map the missing pages of unused runs by one request to the source, all or nothing; mark them used, or spare.
 
-        `asked` is the size that the user requested. Its first byte is byte `within` of the first page. `until` and
-        `ahead` are the source's, here and below.
+        `asked` is the size that the user requested. The user's part of each run begins at byte `within` of its first
+        page. `until` and `ahead` are the source's.
         """
-        if self._table.spare and not spare and (pages := self._take_spare(choose, within)):
+        if self._table.spare and not spare and (pages := self._take_spare(choose, within[0])):
             if self._ahead is not None:
                 self._ahead.took(len(pages), self._table.spare)
-            return pages
+            return [pages]
+        size = self._page_size
         with Operation(self.holding) as operation:
-            pages = self._claims.claim(operation, choose, self._table.check_unused)
+            runs = self._claims.claim(operation, choose, self._table.check_unused)
             with self._lock:
-                missing, before = self._table.unbacked(pages), self._table.picture(pages)
-            operation.undo.append(lambda: self._restore(pages, before))
-            for run in missing:
-                offsets = range(run.start * self._page_size, run.stop * self._page_size, self._page_size)
+                missing, before = [], []
+                for pages in runs:
+                    missing += self._table.unbacked(pages)
+                    before.append((pages, self._table.picture(pages)))
+            operation.undo.append(lambda: self._restore(before))
+            if missing:
+                offsets: Sequence[int] = range(missing[0].start * size, missing[0].stop * size, size)
+                if len(missing) > 1:
+                    offsets = _Offsets(missing, size)
                 placing = Placing(self.holding, offsets)
                 operation.undo.append(placing.take_back)
                 try:
                     if ahead:
-                        self._source.borrow(self._page_size, len(run), self._location, placing, until, ahead=True)
+                        self._source.borrow(size, len(offsets), self._location, placing, until, ahead=True)
                     else:
-                        self._source.borrow(self._page_size, len(run), self._location, placing, until)
+                        self._source.borrow(size, len(offsets), self._location, placing, until)
                 except OutOfMemory as error:
-                    add_asked(error, asked, "pages", self._page_size)
+                    add_asked(error, asked, "pages", size)
                     raise
             with self._lock:
                 self.holding.check_open()
-                self._table.set(pages, SPARE if spare else USED)
+                for pages, offset in zip(runs, within, strict=True):
+                    self._table.set(pages, SPARE if spare else USED)
+                    if not spare:
+                        self._table.begins[pages.start] = offset
                 if spare:
                     self._table.fresh.update(*missing)
-                else:
-                    self._table.begins[pages.start] = within
                 operation.undo.clear()
         if self._ahead is not None and not spare:
-            self._ahead.took(len(pages), self._table.spare)
-        return pages
+            self._ahead.took(sum(map(len, runs)), self._table.spare)
+        return runs
 
-    def _restore(self, pages: range, before: bytes) -> None:
+    def _restore(self, before: Iterable[tuple[range, bytes]]) -> None:
         """Reset claimed pages to their states in `before`. Pages that the driver failed to unmap become spare."""
         with self._lock:
-            self._table.restore(pages, before)
-            for page in pages:
-                if page * self._page_size in self.holding.region.extents:
-                    self._table.set(range(page, page + 1), SPARE)
+            for pages, states in before:
+                self._table.restore(pages, states)
+                for page in pages:
+                    if page * self._page_size in self.holding.region.extents:
+                        self._table.set(range(page, page + 1), SPARE)
 
-    def drop(self, choose: Choose) -> None:
-        """Release used pages, or keep all of them as spare pages. Drop the bytes of offloaded pages."""
+    def drop(self, choose: Choose, after: Fence | None = None) -> None:
+        """Release used pages, or keep all of them as spare pages. Drop the bytes of offloaded pages.
+
+        It waits once, for `after`, or for all work on the device if that is None.
+        """
         most = self.spare_pages if self._ahead is None else max(self.spare_pages, self._ahead.target)
         if most and self._keep_spare(choose, most):
             return
         with Operation(self.holding) as operation:
-            pages = self._claims.claim(operation, choose, self._claims.check_droppable)
+            runs = self._claims.claim(operation, choose, self._claims.check_droppable)
+            used = []
             with self._lock:
-                used = self._table.claimed_runs(USED, pages)
-            for run in used:
-                self._unbind(run, operation)
+                for pages in runs:
+                    used += self._table.claimed_runs(USED, pages)
+            if used:
+                self._unbind(used, operation, after)
             if self._offloaded.size:
-                uninterrupted(lambda: self._offloaded.drop(pages))
+                for pages in runs:
+                    uninterrupted(partial(self._offloaded.drop, pages))
 
     def _keep_spare(self, choose: Choose, most: int) -> bool:
         """Keep deallocated pages mapped as spare pages, unless there are more than `most` then; return whether it did.
@@ -141,31 +164,33 @@ class Backing:
         """
         with self._lock:
             table = self._table
-            pages = choose(table)
-            if table.spare + len(pages) > most:
+            runs = choose(table)
+            if table.spare + sum(map(len, runs)) > most:
                 return False
-            if self._offloaded.size and table.runs_of(OFFLOADED, pages):
-                return False
-            self._claims.check_idle(pages)
-            if table.restricted and not table.restricted.keys().isdisjoint(pages):
-                return False
-            table.keep_spare(pages)
+            for pages in runs:
+                if self._offloaded.size and table.runs_of(OFFLOADED, pages):
+                    return False
+                self._claims.check_idle(pages)
+                if table.restricted and not table.restricted.keys().isdisjoint(pages):
+                    return False
             self._keeps += 1
+            for pages in runs:
+                table.keep_spare(pages)
             return True
 
     def _take_spare(self, choose: Choose, within: int) -> range | None:
-        """Allocate pages if all of them are spare, and return them; otherwise return None."""
+        """Allocate pages if they are one run and all of them are spare, and return them; otherwise return None."""
         with self._lock:
-            pages = choose(self._table)
-            return pages if self._table.take_spare(pages, within) else None
+            pages, *others = choose(self._table)
+            return pages if not others and self._table.take_spare(pages, within) else None
 
     def trim(self, pages: range | None = None) -> int:
         """Release every spare page of `pages`, or of the pool, that no other call has claimed; return their number."""
         wanted = range(self._table.count) if pages is None else pages
         with Operation(self.holding) as operation:
-            runs = self._claims.claim_runs(operation, lambda: self._table.spare_runs(wanted))
-            for run in runs:
-                self._unbind(run, operation)
+            runs = self._claims.claim(operation, lambda table: table.spare_runs(wanted))
+            if runs:
+                self._unbind(runs, operation)
         return sum(map(len, runs))
 
     def keep_ahead(self) -> bool:
@@ -186,7 +211,7 @@ class Backing:
             return False
         try:
             size = len(few) * self._page_size
-            self.back(lambda table: table.next_free(len(few)), size, None, spare=True, ahead=True)
+            self.back(lambda table: [table.next_free(len(few))], size, None, spare=True, ahead=True)
         except (OutOfMemory, AlreadyMapped):
             ahead.refused()
             return False
@@ -205,9 +230,9 @@ class Backing:
         """
         with Operation(self.holding) as operation:
             count = -(-size // self._page_size)
-            runs = self._claims.claim_runs(operation, lambda: self._clean_runs(count, is_asked_for))
-            for run in runs:
-                operation.forward(partial(self._let_go, run))
+            runs = self._claims.claim(operation, lambda _: self._clean_runs(count, is_asked_for))
+            if runs:
+                operation.forward(lambda: self._let_go(runs))
         return bool(runs)
 
     def _clean_runs(self, count: int, is_asked_for: Callable[[int], bool]) -> list[range]:
@@ -229,7 +254,7 @@ class Backing:
     def offload(self, pages: range, segment: PageStore | None, progress: Progress | None) -> int:
         """Copy the used ones of `pages` to the host, release the spare ones, and return the number of bytes copied."""
         with Operation(self.holding) as operation:
-            runs = self._claims.claim_runs(operation, lambda: self._table.runs_of(USED, pages), self._claims.check_idle)
+            runs = self._claims.claim(operation, lambda table: table.runs_of(USED, pages), self._claims.check_idle)
             if runs:
                 self._source.driver.synchronize()
             copied = self._offloaded.offload(runs, segment, progress)
@@ -239,7 +264,7 @@ class Backing:
     def restore(self, pages: range, progress: Progress | None, until: float | None, *, keep_pinned: bool) -> int:
         """Restore the offloaded ones of `pages`, and return the number of bytes copied."""
         with Operation(self.holding) as operation:
-            runs = self._claims.claim_runs(operation, lambda: self._table.runs_of(OFFLOADED, pages))
+            runs = self._claims.claim(operation, lambda table: table.runs_of(OFFLOADED, pages))
             return self._offloaded.restore(runs, progress, until, keep_pinned=keep_pinned)
 
     def restore_from(
@@ -249,31 +274,39 @@ class Backing:
         for run in found:
             self.trim(run)
         with Operation(self.holding) as operation:
-            runs = self._claims.claim_runs(operation, lambda: list(found), self._claims.check_free)
+            runs = self._claims.claim(operation, lambda _: list(found), self._claims.check_free)
             if runs:
                 self._offloaded.adopt(segment, found)
                 with self._lock:
                     self._table.begins.update((run.start, 0) for run in runs)
             return self._offloaded.restore(runs, progress, until)
 
-    def _unbind(self, pages: range, operation: Operation) -> None:
-        """Unmap claimed pages, and release their extents."""
-        keeps = self._keeps
-        self._source.driver.synchronize()
-        self._clean_keeps = max(self._clean_keeps, keeps)
-        operation.forward(lambda: self._let_go(pages))
+    def _unbind(self, runs: Sequence[range], operation: Operation, after: Fence | None = None) -> None:
+        """Wait once, unmap claimed pages, and release their extents."""
+        if after is None:
+            keeps = self._keeps
+            self._source.driver.synchronize()
+            self._clean_keeps = max(self._clean_keeps, keeps)
+        else:
+            after.synchronize()
+        operation.forward(lambda: self._let_go(runs))
 
-    def _let_go(self, pages: range) -> None:
-        self.holding.remove([self._bytes(pages)])
-        with self._lock:
-            self._table.set(pages, FREE)
+    def _let_go(self, runs: Sequence[range]) -> None:
+        """Unmap and release claimed pages. If the driver fails, those that it has unmapped are free."""
+        try:
+            self.holding.remove(map(self._bytes, runs))
+        finally:
+            with self._lock:
+                for pages in runs:
+                    if pages.start * self._page_size not in self.holding.region.extents:
+                        self._table.set(pages, FREE)
 
     def protect(self, pages: range, access: AccessFlags) -> None:
         """Set the access of used pages. A reduction waits for the work on the device."""
         lowered = access is not AccessFlags.READ_WRITE
         check = self._claims.check_idle if lowered else self._table.check_used
         with Operation(self.holding) as operation:
-            self._claims.claim(operation, lambda _: pages, check)
+            self._claims.claim(operation, lambda _: [pages], check)
             if lowered:
                 self._source.driver.synchronize()
             self.holding.region.protect(access, *self._bytes(pages))
@@ -316,7 +349,7 @@ class Backing:
     def mappings(self, *, by_page: bool) -> list[PoolMapping]:
         """Return a row for each run of equal pages, or for each page, by offset."""
         with self._lock:
-            runs, pins = list(self._table.runs()), self._claims.pinned()
+            runs, pins = list(self._table.runs()), self._claims.pinned(pages_only=True)
             extents, restricted = self.holding.extents, self._table.restricted.copy()
         # The lock is released here: the rest takes long with many pages, and allocations go on meanwhile.
         pinned = {page for pages in pins for page in pages}
@@ -360,6 +393,30 @@ class Backing:
 
     def _bytes(self, pages: range) -> tuple[int, int]:
         return pages.start * self._page_size, len(pages) * self._page_size
+
+
+class _Offsets(Sequence[int]):
+    """The offsets of the pages of some runs, without a list: a request may be far larger than the device."""
+
+    def __init__(self, runs: Sequence[range], page_size: int) -> None:
+        self._runs = [range(run.start * page_size, run.stop * page_size, page_size) for run in runs]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._runs))
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, int):
+            return self[index : index + 1][0]
+        first, stop, _ = index.indices(len(self))
+        found: list[int] = []
+        for run in self._runs:
+            found += run[max(0, first) : max(0, stop)]
+            first, stop = first - len(run), stop - len(run)
+        return found
 
 
 def _page(page: int) -> range:

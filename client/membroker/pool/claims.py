@@ -7,15 +7,15 @@ or the driver: two borrowers that wait for each other would deadlock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..errors import AlreadyMapped
 from ..interrupts import Operation
 from ..memory.lifetime import MappedMemory
 from .page_table import USED, PageTable
 
-Choose = Callable[[PageTable], range]
-"""Picks pages in the table, which does not change before they are claimed."""
+Choose = Callable[[PageTable], Sequence[range]]
+"""Picks runs of pages in the table, which does not change before they are claimed."""
 
 
 class Claims:
@@ -26,24 +26,14 @@ class Claims:
         self._table = table
         self._holding = holding
 
-    def claim(self, operation: Operation, choose: Choose, check: Callable[[range], None]) -> range:
-        """Claim the chosen pages until the operation ends, unless `check` raises."""
+    def claim(
+        self, operation: Operation, choose: Choose, check: Callable[[range], None] | None = None
+    ) -> Sequence[range]:
+        """Claim the chosen runs of pages until the operation ends: all of them, or none if `check` raises."""
         claimed: list[range] = []
         operation.ends.append(lambda: self.release(claimed))
         with self.lock:
-            pages = choose(self._table)
-            check(pages)
-            self._table.claim(pages, claimed)
-        return pages
-
-    def claim_runs(
-        self, operation: Operation, choose: Callable[[], list[range]], check: Callable[[range], None] | None = None
-    ) -> list[range]:
-        """Claim several runs of pages, as `claim` does: all of them, or none."""
-        claimed: list[range] = []
-        operation.ends.append(lambda: self.release(claimed))
-        with self.lock:
-            runs = choose()
+            runs = choose(self._table)
             if check is not None:
                 for pages in runs:
                     check(pages)
@@ -82,8 +72,11 @@ class Claims:
                 f"the page at offset {spare.start * self._table.page_size} is spare: trim() releases it"
             )
 
-    def pinned(self) -> list[range]:
-        """Return the pages of each living view and span. No new one can be made while the caller holds the lock."""
+    def pinned(self, *, pages_only: bool = False) -> list[range]:
+        """Return the pages of each living view and span, or only of those that keep the memory of the pages.
+
+        No new one can be made while the caller holds the lock.
+        """
         start, size = self._holding.region.address, self._table.page_size
-        ranges = self._holding.views.ranges()
+        ranges = self._holding.views.ranges(pages_only=pages_only)
         return [range((first - start) // size, (max(first, last - 1) - start) // size + 1) for first, last in ranges]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ...types import DeviceStatus, LocationBooks, ModelStatus, SegmentStatus
+from ...vmm.driver import Location
 from ..admin import Admin
 
 START_SECONDS = 30.0
@@ -212,7 +213,7 @@ class Broker:
 
     def guarantee(self, tenant: str, size: int) -> None:
         """Guarantee a tenant so many bytes, as `membroker quota set` does. 0: nothing."""
-        self.admin.set_quota(f"tenants/{tenant}", "device", {"guarantee_bytes": size})
+        self.admin.set_quota(f"tenants/{tenant}", Location.DEVICE, {"guarantee_bytes": size})
 
     def segments(self) -> list[SegmentStatus]:
         """Return every segment."""
