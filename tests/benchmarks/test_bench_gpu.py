@@ -147,15 +147,11 @@ def test_markdown_of_one_scene_on_the_fake_card(tmp_path: Path) -> None:
     if libraries is None:
         pytest.skip("no C compiler (gcc or cc) to build the fake libcuda with")
     own = {"LD_LIBRARY_PATH": str(libraries), "FAKE_CUDA_CARD": uuid.uuid4().hex[:12]}
-    done = bench("--quick", "--markdown", "--only", "attach", "--only", "offload", **own)
+    done = bench("--quick", "--markdown", "--only", "attach", **own)
     assert done.returncode == 0, done.stderr
     assert "| device | Fake GPU |" in done.stdout
     assert "64.0 GiB did not fit here" in done.stdout.replace("\n", " ")
-    for start in (
-        "| 1.0 GiB | 2 ms | driver in process |",
-        "| 64.0 MiB by 64.0 MiB | none | pool, kept pinned |",
-    ):
-        assert f"\n{start}" in done.stdout
+    assert "\n| 1.0 GiB | 2 ms | driver in process |" in done.stdout
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

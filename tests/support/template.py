@@ -40,7 +40,8 @@ _THREADS = Path("/proc/self/task")
 class PythonProcess(subprocess.Popen[Any]):
     """As `subprocess.Popen([sys.executable, *arguments])`; the first arguments are `-m MODULE`, `-c CODE` or a script.
 
-    It is a fork of a template that has imported `imports`, too: PyTorch takes an interpreter 1.6 s.
+    It is a fork of a template that has imported `imports`, too: PyTorch takes an interpreter 1.6 s. `subprocess` starts
+    a process in a method of its own, with the same arguments since Python 3.11; all else is as it is there.
     """
 
     def __init__(self, arguments: Sequence[str], *, imports: Sequence[str] = (), **options: Any) -> None:
