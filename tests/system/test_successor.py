@@ -57,7 +57,7 @@ def test_a_pool_computes_on_and_grows_after_each_of_three_daemons(daemon: Daemon
         )
         for round_ in range(1, 4):
             one.begin(
-                f"for _ in range(200):\n    pool.allocate({round_ * 32} * MIB, 32 * MIB)\n"
+                f"for _ in range(60):\n    pool.allocate({round_ * 32} * MIB, 32 * MIB)\n"
                 f"    pool.deallocate({round_ * 32} * MIB, 32 * MIB)\n"
                 f"pool.allocate({round_ * 32} * MIB, 8 * MIB)"
             )

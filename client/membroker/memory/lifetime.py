@@ -146,13 +146,14 @@ class MappedMemory:
         finally:
             self.finish(use)
 
-    def span(self, keeper: object, offset: int, size: int, *, writable: bool = True) -> Span:
+    def span(self, keeper: object, offset: int, size: int, *, writable: bool = True, keeps_memory: bool = True) -> Span:
         """Delay the end while the result lives. The result keeps `keeper` alive. Raises `ClosedError`."""
         self.check_open()
         with self._lock:
             self.check_open()
             address = self.region.address + offset
-            return self.views.count(Span(keeper, address, size, self.source.driver.device, writable))
+            span = Span(keeper, address, size, self.source.driver.device, writable)
+            return self.views.count(span, keeps_memory=keeps_memory)
 
     def view(self, keeper: object, offset: int, size: int) -> memoryview:
         """Return bytes as a memoryview that keeps `keeper` alive and delays the end. Raises `ClosedError`."""

@@ -62,17 +62,19 @@ class Region:
     def bind_descriptors(
         self, offsets: Sequence[int], ids: Sequence[int], descriptors: Sequence[int], size: int
     ) -> None:
-        """Map the extents of `descriptors`, `size` bytes each, at `offsets`. A range must be contiguous.
+        """Map the extents of `descriptors`, `size` bytes each, at ascending `offsets`: neighbours by one driver call.
 
         Raises `DriverError`. The caller unmaps and forgets the extents that were mapped until then.
         """
         assert self.extents.keys().isdisjoint(offsets), "an extent is mapped there"
         self.extents.update(zip(offsets, zip(ids, repeat(size))))  # noqa: B905 - strict, it would be slower
-        if isinstance(offsets, range):
-            self._driver.map_descriptors(self.address + offsets.start, descriptors, size)
-            return
-        for offset, descriptor in zip(offsets, descriptors, strict=True):
-            self._driver.map_descriptors(self.address + offset, [descriptor], size)
+        first, count = 0, len(descriptors)
+        while first < count:
+            end = count if isinstance(offsets, range) else first + 1
+            while end < count and offsets[end] == offsets[end - 1] + size:
+                end += 1
+            self._driver.map_descriptors(self.address + offsets[first], descriptors[first:end], size)
+            first = end
 
     def protect(self, access: AccessFlags, offset: int = 0, size: int | None = None) -> None:
         """Set the access of all mapped extents, or of the whole extents that fill [offset, offset + size)."""

@@ -24,6 +24,8 @@ _T = TypeVar("_T")
 class Span:
     """`size` bytes at `address` that stay mapped while this object lives. It gives no access to the bytes themselves.
 
+    A span of addresses (`VirtualMemoryPool.addresses`) keeps only the addresses: their memory comes and goes.
+
     `device` has the memory, and `writable` says whether it is mapped writable. `keeper` is the memory's owner.
     """
 
@@ -45,33 +47,37 @@ class Views:
         self._holding = weakref.ref(holding)
         self._lost_one: Callable[[Any], None] = lost_one
         self._numbers = itertools.count()
-        self._living: dict[int, tuple[weakref.ref[Any], int, int]] = {}
+        self._living: dict[int, tuple[weakref.ref[Any], int, int, bool]] = {}
 
     def make(self, keeper: object, address: int, size: int) -> memoryview:
         """Return the bytes [address, address + size), writable. It keeps `keeper` alive."""
         array: Any = (ctypes.c_ubyte * size).from_address(address)
         array.keeper = keeper
-        self._watch(array, address, size)
+        self._watch(array, address, size, keeps_memory=True)
         return memoryview(array).cast("B")
 
-    def count(self, span: Span) -> Span:
+    def count(self, span: Span, *, keeps_memory: bool = True) -> Span:
         """Add a span to the living ones, and return it."""
-        self._watch(span, span.address, span.size)
+        self._watch(span, span.address, span.size, keeps_memory=keeps_memory)
         return span
 
-    def _watch(self, living: Any, address: int, size: int) -> None:
+    def _watch(self, living: Any, address: int, size: int, *, keeps_memory: bool) -> None:
         number = next(self._numbers)
         reference = weakref.ref(living, partial(self._forget, number))
-        self._living[number] = (reference, address, address + size)
+        self._living[number] = (reference, address, address + size, keeps_memory)
 
     def any_in(self, address: int, size: int) -> bool:
-        """Return whether a living view or span overlaps [address, address + size)."""
+        """Return whether a living view or span keeps memory in [address, address + size)."""
         # The list is copied in one step, because a view that dies meanwhile changes the table.
-        return any(start < address + size and address < end for _, start, end in list(self._living.values()))
+        living = list(self._living.values())
+        return any(start < address + size and address < end and keeps for _, start, end, keeps in living)
 
-    def ranges(self) -> list[tuple[int, int]]:
-        """Return (first address, address after the last byte) of each living view and span."""
-        return [(start, end) for _, start, end in list(self._living.values())]
+    def ranges(self, *, pages_only: bool = False) -> list[tuple[int, int]]:
+        """Return (first address, address after the last byte) of each living view and span.
+
+        With `pages_only`, those that keep only addresses are left out.
+        """
+        return [(start, end) for _, start, end, keeps in list(self._living.values()) if keeps or not pages_only]
 
     def any(self) -> bool:
         """Return whether any view or span is alive."""

@@ -6,8 +6,9 @@ knows a `Source`, never a broker, and must never map or unmap memory itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Literal
 
 from ..arguments import (
@@ -31,7 +32,7 @@ from ..types import MemoryStats, Move, PoolMapping
 from ..vmm.driver import AccessFlags, Location
 from ..vmm.sizes import MIB, format_size, is_power_of_two
 from .ahead import Ahead
-from .backing import Backing
+from .backing import Backing, Fence
 from .page_store import PageStore, check_segment, runs_in, size_in_segment
 from .page_table import PageTable
 
@@ -149,8 +150,25 @@ class VirtualMemoryPool(Resource):
         self._holding.check_open()
         offset = whole_number("an offset", offset, InvalidOffset)
         pages, within = self._touched(offset, size), offset % self._page_size
-        self._backing.back(lambda _: pages, size, until, within=within)
+        self._backing.back(lambda _: [pages], size, until, within=(within,))
         return self._holding.region.address + offset
+
+    def allocate_ranges(
+        self, ranges: Iterable[tuple[int, int | str]], *, wait: float | None = None, ahead: bool = False
+    ) -> None:
+        """Back every page that any of the ranges touches, by one request: all of them, or none.
+
+        A range is an offset and a size, as for `allocate`, and no two may touch one page. `wait` is that of `allocate`.
+        What is requested `ahead` of need is lent only while nobody waits for memory, and does not wait. Raises what
+        `allocate` raises, and `InvalidRequest` for ranges that share a page.
+        """
+        until = deadline_of(wait)
+        self._holding.check_open()
+        offsets, runs = self._touched_by(ranges)
+        if runs:
+            within = [offset % self._page_size for offset in offsets]
+            size = sum(map(len, runs)) * self._page_size
+            self._backing.back(lambda _: runs, size, until, within=within, ahead=ahead)
 
     def allocate_anywhere(self, size: int | str, alignment: int | str = 0, *, wait: float | None = None) -> int:
         """Back `size` bytes in the lowest free run of pages that holds them, and return its address.
@@ -170,11 +188,11 @@ class VirtualMemoryPool(Resource):
         base, step = self._holding.region.address, max(align, self._page_size) // self._page_size
         first = -(base // self._page_size) % step
 
-        def choose(table: PageTable) -> range:
+        def choose(table: PageTable) -> list[range]:
             ready = table.spare_fit(count) if self._ahead and step == 1 else None
-            return ready or table.first_fit(count, step, first)
+            return [ready or table.first_fit(count, step, first)]
 
-        pages = self._backing.back(choose, length, until)
+        (pages,) = self._backing.back(choose, length, until)
         return base + pages.start * self._page_size
 
     def grow(self, size: int | str, *, wait: float | None = None) -> int:
@@ -187,7 +205,7 @@ class VirtualMemoryPool(Resource):
         until = deadline_of(wait)
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        pages = self._backing.back(lambda table: table.above(length), length, until)
+        (pages,) = self._backing.back(lambda table: [table.above(length)], length, until)
         return self._holding.region.address + pages.start * self._page_size
 
     def shrink(self, size: int | str) -> None:
@@ -198,7 +216,7 @@ class VirtualMemoryPool(Resource):
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        self._backing.drop(lambda table: table.below(length))
+        self._backing.drop(lambda table: [table.below(length)])
 
     def prepare(self, size: int | str, *, wait: float | None = None) -> None:
         """Back the next `size` bytes after the highest allocated page ahead of need, as spare pages.
@@ -209,7 +227,7 @@ class VirtualMemoryPool(Resource):
         until = deadline_of(wait)
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        self._backing.back(lambda table: table.above(length), length, until, spare=True)
+        self._backing.back(lambda table: [table.above(length)], length, until, spare=True)
 
     def trim(self) -> int:
         """Release every spare page, and return the number of bytes released. Waits as `deallocate` does.
@@ -219,20 +237,38 @@ class VirtualMemoryPool(Resource):
         self._holding.check_open()
         return self._backing.trim_all() * self._page_size
 
-    def deallocate(self, offset: int, size: int | str) -> None:
+    def deallocate(self, offset: int, size: int | str, *, after: Fence | None = None) -> None:
         """Release every page that [offset, offset + size) touches. The pool keeps the addresses.
 
         The bytes of offloaded pages are dropped, and freed on the host.
 
-        Waits once for the work that this process has submitted to the device, because unmapping does not wait. It does
-        not wait for the broker: the broker reads the release before this session's next request, and before it refuses
-        any session for lack of memory. Raises `NotMapped` when a page is not backed, `BufferError` while a view of the
-        range is alive, `InvalidOffset`, `InvalidRequest` and `ClosedError`; nothing has changed then. Raises
-        `DeviceFailure`. The memory is also released while the broker is unreachable.
+        Waits once for the work that this process has submitted to the device, because unmapping does not wait. With
+        `after`, such as a `torch.cuda.Event`, it calls `after.synchronize()` instead: record the event behind the last
+        work that may use the range. Neither may be done during a CUDA graph capture.
+
+        It does not wait for the broker: the broker reads the release before this session's next request, and before it
+        refuses any session for lack of memory. Raises `NotMapped` when a page is not backed, `BufferError` while a view
+        of the range is alive, `InvalidOffset`, `InvalidRequest`, `ClosedError`, and what `after.synchronize` raises;
+        nothing has changed then. Raises `DeviceFailure`. The memory is also released while the broker is unreachable.
         """
         self._holding.check_open()
+        if after is not None:
+            _check_fence(after)
         pages = self._touched(offset, size)
-        self._backing.drop(lambda _: pages)
+        self._backing.drop(lambda _: [pages], after)
+
+    def deallocate_ranges(self, ranges: Iterable[tuple[int, int | str]], *, after: Fence | None = None) -> None:
+        """Release every page that any of the ranges touches, after one wait.
+
+        `ranges` are those of `allocate_ranges`, and `after` is that of `deallocate`. Raises what `deallocate` raises,
+        and nothing has changed then, except after a `DeviceFailure`: ranges that were unmapped before it are released.
+        """
+        self._holding.check_open()
+        if after is not None:
+            _check_fence(after)
+        _, runs = self._touched_by(ranges)
+        if runs:
+            self._backing.drop(lambda _: runs, after)
 
     def free(self, address: int) -> None:
         """Release the allocation at `address`, which `allocate`, `allocate_anywhere` or `grow` has returned.
@@ -242,7 +278,7 @@ class VirtualMemoryPool(Resource):
         """
         self._holding.check_open()
         wanted = whole_number("an address", address, InvalidOffset)
-        self._backing.drop(lambda table: self._begun_at(table, wanted))
+        self._backing.drop(lambda table: [self._begun_at(table, wanted)])
 
     def protect(self, offset: int, size: int | str, access: AccessFlags | str) -> None:
         """Set the access of every page that [offset, offset + size) touches: `"read"`, `"none"` or `"read_write"`.
@@ -281,7 +317,7 @@ class VirtualMemoryPool(Resource):
         if on_move is not None and not callable(on_move):
             raise InvalidRequest(f"on_move is a function that is called with each move, not {on_move!r}")
         if dry_run:
-            return self._backing.plan()
+            return self._backing.compaction.plan()
         tell = on_move or (lambda move: None)
         return uninterrupted(lambda: self._backing.compact(tell), self._holding.interrupted)
 
@@ -403,6 +439,19 @@ class VirtualMemoryPool(Resource):
         pages = self._touched(offset, length or 1)
         return self._backing.span(self, pages, offset, length)
 
+    def addresses(self, offset: int, size: int | str) -> Span:
+        """Keep the addresses [offset, offset + size) reserved while the result lives, whatever memory is there.
+
+        Pages of the range can be allocated, deallocated and offloaded meanwhile, but `compact` moves nothing from or
+        into it. A closed pool keeps its memory until the result is gone, so deallocate before. The caller makes sure
+        that nothing uses an address while it has no memory: that ends the process on the host, and its CUDA context on
+        a GPU. Raises `InvalidOffset`, `InvalidRequest` and `ClosedError`.
+        """
+        self._holding.check_open()
+        offset, length = whole_number("an offset", offset, InvalidOffset), bytes_of("a size", size)
+        self._touched(offset, length or 1)
+        return self._holding.span(self, offset, length, keeps_memory=False)
+
     @contextmanager
     def pin(self, offset: int, size: int | str) -> Iterator[int]:
         """Keep [offset, offset + size) at its address during a block, which gets the address.
@@ -433,6 +482,20 @@ class VirtualMemoryPool(Resource):
             )
         return range(offset // self._page_size, (offset + length - 1) // self._page_size + 1)
 
+    def _touched_by(self, ranges: Iterable[tuple[int, int | str]]) -> tuple[list[int], list[range]]:
+        """Return the offsets of ranges and the pages that each touches, both by address, after checking them."""
+        found: list[tuple[int, range]] = []
+        for one in ranges:
+            if not isinstance(one, tuple) or len(one) != 2:
+                raise InvalidRequest(f"a range is an offset and a size, not {one!r}")
+            pages = self._touched(*one)
+            found.append((whole_number("an offset", one[0], InvalidOffset), pages))
+        found.sort(key=lambda one: one[0])
+        for (_, before), (offset, pages) in pairwise(found):
+            if pages.start < before.stop:
+                raise InvalidRequest(f"two of the ranges touch the page of offset {offset}")
+        return [offset for offset, _ in found], [pages for _, pages in found]
+
     def _touched_or_all(self, offset: int, size: int | str | None) -> range:
         """Return the pages of a range. Without a size the range ends at the end of the pool."""
         pages = self._touched(offset, 1 if size is None else size)
@@ -447,6 +510,12 @@ class VirtualMemoryPool(Resource):
         if table.begins.get(page) != within:
             raise NotMapped(f"no allocation begins at the address {address:#x}: deallocate() takes any offset and size")
         return table.allocation(page)
+
+
+def _check_fence(after: object) -> None:
+    """Raise `InvalidRequest` for an object that cannot wait."""
+    if not callable(getattr(after, "synchronize", None)):
+        raise InvalidRequest(f"a fence has a method synchronize(), as torch.cuda.Event has, and {after!r} has none")
 
 
 def _ahead_of(ahead: int | str, page_size: int) -> Ahead | None:

@@ -5,6 +5,6 @@ This module only lists the public names. Without PyTorch, the import raises `Imp
 
 from .memory import TorchMemory
 from .modules import attach_module, publish_module, without_weights
-from .tensors import device_of, tensor
+from .tensors import address_tensor, device_of, tensor
 
-__all__ = ["TorchMemory", "attach_module", "device_of", "publish_module", "tensor", "without_weights"]
+__all__ = ["TorchMemory", "address_tensor", "attach_module", "device_of", "publish_module", "tensor", "without_weights"]

@@ -11,6 +11,8 @@ from typing import Any
 from ...dtypes import word_of
 from ...errors import InvalidRequest
 from ...memory.dlpack import Source, export, size_of
+from ...memory.views import Span
+from ...pool.pool import VirtualMemoryPool
 from ...vmm.driver import DeviceInfo
 from .package import torch
 
@@ -54,6 +56,34 @@ def tensor(source: Source, dtype: Any, shape: Sequence[int], offset: int = 0) ->
     Raises `InvalidRequest` for a range outside the source, an offset that is not a multiple of the element size, an
     invalid shape or an unknown dtype; `NotMapped` if a page or a tile has no memory; and `ClosedError`.
     """
+    return _over(source, dtype, shape, offset)
+
+
+def address_tensor(pool: VirtualMemoryPool, dtype: Any, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
+    """Return a tensor over addresses of a pool, from byte `offset` on, whether pages there have memory or not.
+
+    It keeps the addresses, and not the pages: these can be allocated and deallocated while it lives, as the pages of a
+    KV cache are. Only elements whose pages are allocated may be used. Any other access ends the process on the host,
+    and its CUDA context on a GPU; so does a kernel that still runs when a page is deallocated. The device and `dtype`
+    are as for `tensor`. The bytes of a page are zero when it has been allocated.
+
+    A closed pool keeps its memory until the tensor is gone: deallocate before. Raises what `tensor` raises, except
+    `NotMapped`.
+    """
+    return _over(_Addresses(pool), dtype, shape, offset)
+
+
+class _Addresses:
+    """A pool as a source of spans that keep addresses only."""
+
+    def __init__(self, pool: VirtualMemoryPool) -> None:
+        self._pool = pool
+
+    def span(self, offset: int, size: int, /) -> Span:
+        return self._pool.addresses(offset, size)
+
+
+def _over(source: Source, dtype: Any, shape: Sequence[int], offset: int) -> torch.Tensor:
     dtype = _torch_dtype(dtype)
     size = size_of("U8", shape) * dtype.itemsize
     # No version of DLPack has all of torch's dtypes: export bytes, and let torch reinterpret them.

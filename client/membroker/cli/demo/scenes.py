@@ -16,13 +16,13 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
-import grpc
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from ...errors import MembrokerError
+from ...types import SegmentStatus
 from ...vmm.sizes import MIB, format_size
 from .processes import Broker, Disproved, Worker, claim, claim_soon
 
@@ -68,8 +68,8 @@ class Stage:
         """Return the books of the models as a table."""
         table = Table("tenant", "model", "used", "segments", "peak", "limit", "refusals")
         for name, row in self.broker.models().items():
-            books = row.books[0]
-            limit = format_size(books.limit_bytes) if books.HasField("limit_bytes") else "-"
+            books = row.books["device"]
+            limit = "-" if books.limit_bytes is None else format_size(books.limit_bytes)
             sizes = [format_size(size) for size in (books.used_bytes, books.segment_bytes, books.peak_bytes)]
             table.add_row(row.name.split("/")[1], name, *sizes, limit, str(sum(row.denials_total.values())))
         return table
@@ -89,7 +89,7 @@ def main() -> int:
                 proof = _play(broker, workers)
             claim(broker.starts == 2, "a daemon ended by itself")
             claim(broker.stop() == 0, "the daemon did not stop cleanly")
-    except (Disproved, grpc.RpcError, OSError) as error:
+    except (Disproved, MembrokerError, OSError) as error:
         print(f"\nthe demo failed: {error}", file=sys.stderr)
         return 1
     finally:
@@ -142,7 +142,7 @@ def _sharing(stage: Stage, writer: Worker, reader: Worker) -> None:
         stage.show_moment()
         (segment,), chat = stage.broker.segments(), stage.broker.models()["chat"]
         claim((segment.size_bytes, segment.sessions) == (WEIGHTS, 2), "the two workers do not hold one segment")
-        used = chat.books[0].used_bytes
+        used = chat.books["device"].used_bytes
         claim(used == WEIGHTS, f"weights of {format_size(WEIGHTS)} are charged {format_size(used)}")
         claim(stage.broker.memory().lent_bytes == WEIGHTS, "the weights are lent more than once")
         in_use = "the device holds the weights more than once"
@@ -186,7 +186,7 @@ def _trade(stage: Stage, red: Worker, blue: Worker) -> int:
         checked = sum(worker.tell("finish all")["checked"] for worker in (red, blue))
     # A worker does not wait for the broker to read its release.
     claim_soon(lambda: not stage.broker.memory().lent_bytes, "something was not released")
-    peaks: int = sum(row.books[0].peak_bytes for row in stage.broker.models().values())
+    peaks: int = sum(row.books["device"].peak_bytes for row in stage.broker.models().values())
     claim(peaks > CAPACITY, f"the peaks add up to {format_size(peaks)}, which proves no trade")
     stage.say(f"{checked} pages were checked. Their peaks add up to {format_size(peaks)}, on {format_size(CAPACITY)}.")
     return peaks
@@ -317,7 +317,7 @@ def _claim_agreement(broker: Broker, model: str, held: int) -> None:
     claim_soon(lambda: broker.used(model) == held, f"{model} holds {held} bytes, and is not charged just that")
 
 
-def _claim_segment_survived(broker: Broker, red: Worker, segment: Any, written: int) -> None:
+def _claim_segment_survived(broker: Broker, red: Worker, segment: SegmentStatus, written: int) -> None:
     """Attach the weights in a worker that knows only the new broker; then end them."""
     claim([one.generation for one in broker.segments()] == [segment.generation], "the weights are another segment")
     claim(red.tell("sum")["sum"] == written, "the weights changed with their broker")

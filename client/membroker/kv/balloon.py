@@ -1,0 +1,346 @@
+"""`Balloon`: which groups of a KV cache have memory, which blocks the engine has, and which groups come and go next.
+
+Owns the state of each group and of each block. It decides, and does nothing: it must never call a broker, a driver or
+an engine, nor take a lock or look at a clock. Its caller asks the engine what is in use, and passes the answer in.
+
+An engine is told the number of all blocks once. Those without memory are held out of its free list, so its own count of
+free blocks is right at any time. To grow is to map a group and hand its blocks out; to shrink is to hold blocks again,
+wait for a fence, and unmap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from ..errors import InvalidRequest
+from .layout import MAX_BLOCKS, Layout
+
+HELD, ASKED, MAPPED, DRAINING, RETIRING, LEAVING = range(6)
+"""Without memory / being borrowed and mapped / with memory / to go, and blocks of it are still in use / to go, and the
+work that may use it has not passed the fence / being unmapped."""
+
+LIFECYCLE: Final[Mapping[int, Mapping[str, int]]] = {
+    HELD: {"asked": ASKED},
+    ASKED: {"mapped": MAPPED, "refused": HELD},
+    MAPPED: {"chosen": DRAINING},
+    DRAINING: {"all held": RETIRING, "wanted": MAPPED},
+    RETIRING: {"fence passed": LEAVING, "wanted": MAPPED},
+    LEAVING: {"unmapped": HELD, "failed": RETIRING},
+}
+"""`LIFECYCLE[state][cause]` is the next state of a group."""
+
+
+class Balloon:
+    """The groups and blocks of `layout`. All sizes are in bytes.
+
+    `floor` is never released. `ahead` is mapped beyond what the engine wants, so that growth finds it ready. `keep`
+    is the most that cached prefixes may occupy in groups that no request uses. `ceiling` is the most that has memory at
+    a time (None: the whole cache). The engine has the blocks of `always` from the beginning, such as a null block, and
+    their groups never go. The caller maps `first` before the engine begins.
+
+    Raises `InvalidRequest` for an unknown block, and for a ceiling below the floor or below the groups of `always`.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        floor: int = 0,
+        ahead: int = 0,
+        keep: int = 0,
+        ceiling: int | None = None,
+        always: Collection[int] = (0,),
+    ) -> None:
+        for block in always:
+            if not 0 <= block < layout.blocks:
+                raise InvalidRequest(f"block {block} is not one of the cache's {layout.blocks}")
+        self.layout = layout
+        self.floor = floor
+        self.keep = keep
+        self.ahead = -(-ahead // layout.block_bytes)
+        """Blocks."""
+        self.ceiling = ceiling
+        self._bytes = [layout.bytes_of(group) for group in range(layout.groups)]
+        self._states = bytearray([HELD]) * layout.groups
+        self._charged = [0] * len(LIFECYCLE)
+        self._charged[HELD] = sum(self._bytes)
+        # For each block: how many of its groups are not mapped, and whether the engine has it.
+        self._missing = [len(layout.touched(block)) for block in range(layout.blocks)]
+        self._out = bytearray(layout.blocks)
+        self._ready: set[int] = set()
+        self._cached: dict[int, float] = {}
+        """The warmth of groups that had nothing but cached contents when they were last looked at."""
+        self._next = layout.groups
+        """A sweep goes on below this group."""
+        self._always = frozenset(always)
+        self.first = sorted({group for block in always for group in layout.touched(block)})
+        """The groups of `always`."""
+        if ceiling is not None and ceiling < max(floor, sum(self._bytes[group] for group in self.first)):
+            raise InvalidRequest(f"a ceiling of {ceiling} bytes is below the floor, or below what always has memory")
+        for block in always:
+            self._out[block] = 1
+        self._count = len(self._always)
+
+    # Figures
+
+    @property
+    def available(self) -> int:
+        """How many blocks the engine has, or gets with the next `take`."""
+        return self._count + len(self._ready)
+
+    @property
+    def staying_bytes(self) -> int:
+        """Bytes with memory, less those that are going."""
+        return self._charged[MAPPED]
+
+    @property
+    def going_bytes(self) -> int:
+        """Bytes with memory that are draining, retiring or being unmapped."""
+        return self._charged[DRAINING] + self._charged[RETIRING] + self._charged[LEAVING]
+
+    @property
+    def charged_bytes(self) -> int:
+        """Bytes with memory, those included that are being borrowed."""
+        return self._charged[ASKED] + self.staying_bytes + self.going_bytes
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether any group waits for requests to end."""
+        return bool(self._charged[DRAINING])
+
+    def state(self, group: int) -> int:
+        """Return the state of a group."""
+        return self._states[group]
+
+    def groups_in(self, state: int) -> list[int]:
+        """Return the groups in a state, in ascending order."""
+        return [group for group, found in enumerate(self._states) if found == state]
+
+    def is_out(self, block: int) -> bool:
+        """Return whether the engine has a block."""
+        return bool(self._out[block])
+
+    # Growing
+
+    def next_to_map(self, want: int) -> tuple[int, bool] | None:
+        """Return the group to borrow next, and whether it is needed now; None if nothing is to be borrowed.
+
+        `want` is how many blocks the engine wants in all. What it lacks is needed, and the floor is; what is ahead is
+        not. The lowest group comes first, so that what is mapped stays
+        packed, and only its last block straddles into a page without memory.
+        """
+        group = self._states.find(HELD)
+        if group < 0 or (self.ceiling is not None and self.charged_bytes + self._bytes[group] > self.ceiling):
+            return None
+        if self.available < want or self.staying_bytes + self._charged[ASKED] < self.floor:
+            return group, True
+        return (group, False) if self.available < want + self.ahead else None
+
+    def asked(self, group: int) -> None:
+        """Note that a group is being borrowed."""
+        self._move(group, "asked")
+
+    def refused(self, group: int) -> None:
+        """Note that it was not lent."""
+        self._move(group, "refused")
+
+    def mapped(self, group: int) -> None:
+        """Note that it has memory now. Blocks that have all of their groups are ready."""
+        self._move(group, "mapped")
+
+    def take(self) -> list[int]:
+        """Return the blocks that have become usable, in ascending order. The engine has them from now on."""
+        blocks = sorted(self._ready)
+        for block in blocks:
+            self._out[block] = 1
+        self._count += len(blocks)
+        self._ready.clear()
+        return blocks
+
+    # Shrinking
+
+    def choose(
+        self,
+        want: int,
+        size: int,
+        unused: Callable[[Sequence[int]], Collection[int]],
+        warmth: Callable[[Sequence[int]], float],
+        *,
+        most: int = MAX_BLOCKS,
+    ) -> list[int]:
+        """Choose groups to release, begin to drain them, and return them. Nothing goes below the floor.
+
+        `size` is what others want back in bytes, what is going already included. Until so many bytes go, all groups are
+        looked at: free ones go first, the highest first; then the coldest cached ones; then busy ones, those with the
+        fewest used blocks first, whatever the engine wants.
+
+        Otherwise groups go that the engine does not want: free ones, sparse ones, and the coldest cached ones beyond
+        `keep`. One call looks at about `most` blocks, and the next one goes on from there: see `is_sweeping`.
+
+        `unused(blocks)` returns those of the engine's blocks that no request uses, `warmth(blocks)` when their
+        cached contents were last of use (a larger number is later), or 0 without any.
+        """
+        ask = _Ask(unused, warmth)
+        return self._choose_asked(size, ask) if size > self.going_bytes else self._choose_spare(want, ask, most)
+
+    @property
+    def is_sweeping(self) -> bool:
+        """Whether the last `choose` has not looked at all groups, and the next one goes on."""
+        return self._next < self.layout.groups
+
+    def _choose_asked(self, size: int, ask: _Ask) -> list[int]:
+        chosen = []
+        looks = [self._look(group, ask) for group in self.groups_in(MAPPED) if group not in self.first]
+        for look in sorted(looks, key=lambda look: (look.used, look.warmth, -look.group)):
+            if self.going_bytes >= size:
+                break
+            if self.staying_bytes - self._bytes[look.group] >= self.floor:
+                self._move(look.group, "chosen")
+                chosen.append(look.group)
+        return chosen
+
+    def _choose_spare(self, want: int, ask: _Ask, most: int) -> list[int]:
+        left, chosen = self.available - want - self.ahead, list[int]()
+        if left < 0:
+            self._next = self.layout.groups
+            return chosen
+
+        def spare(look: _Look) -> None:
+            nonlocal left
+            if look.loss <= left and self.staying_bytes - self._bytes[look.group] >= self.floor:
+                left -= look.loss
+                self._move(look.group, "chosen")
+                chosen.append(look.group)
+
+        for group in self._next_groups(most):
+            look = self._look(group, ask)
+            if not look.warmth and 2 * look.used <= len(self.layout.members(group)):
+                spare(look)
+        cached = sum(self._bytes[group] for group in self._cached)
+        for group in sorted(self._cached, key=self._cached.__getitem__):
+            if cached <= self.keep:
+                break
+            look = self._look(group, ask)  # it may be busy by now
+            cached -= self._bytes[group]
+            if not look.used:
+                spare(look)
+        return chosen
+
+    def _next_groups(self, most: int) -> list[int]:
+        """Return the next mapped groups of a sweep from the highest to the lowest, with about `most` blocks."""
+        found, blocks = [], 0
+        while self._next and blocks < most:
+            self._next -= 1
+            if self._states[self._next] == MAPPED and self._next not in self.first:
+                found.append(self._next)
+                blocks += len(self.layout.members(self._next))
+        if not self._next:
+            self._next = self.layout.groups
+        return found
+
+    def _look(self, group: int, ask: _Ask) -> _Look:
+        """Look at a group, and note whether it has nothing but cached contents."""
+        members = self.layout.members(group)
+        with_engine = [block for block in members if self._out[block]]
+        free = ask.unused(with_engine)
+        used, warmth = len(with_engine) - len(free), ask.warmth(list(free)) if free else 0.0
+        if warmth and not used:
+            self._cached[group] = warmth
+        else:
+            self._cached.pop(group, None)
+        ready = 0 if len(with_engine) == len(members) else sum(block in self._ready for block in members)
+        return _Look(group, used, warmth, ready + sum(not self._missing[block] for block in free))
+
+    def draining_blocks(self) -> list[int]:
+        """Return the engine's blocks that are to be held as soon as no request uses them."""
+        members = {block for group in self.groups_in(DRAINING) for block in self.layout.members(group)}
+        return sorted(block for block in members if self._out[block])
+
+    def held(self, blocks: Iterable[int]) -> None:
+        """Note that the engine has given blocks up: they are out of its free list, and no request uses them."""
+        for block in blocks:
+            assert self._out[block], f"the engine does not have block {block}"
+            assert block not in self._always, f"the engine keeps block {block}"
+            assert self._missing[block], f"all memory of block {block} stays"
+            self._out[block] = 0
+            self._count -= 1
+
+    def retire(self) -> list[int]:
+        """Return the draining groups of which the engine has no block any more. They wait for a fence from now on."""
+        ended = [g for g in self.groups_in(DRAINING) if not any(map(self._out.__getitem__, self.layout.members(g)))]
+        for group in ended:
+            self._move(group, "all held")
+        return ended
+
+    def revive(self, want: int) -> list[int]:
+        """Stop releasing what the engine wants again, the lowest groups first; return them. Nothing is borrowed."""
+        revived = []
+        for group in sorted(self.groups_in(DRAINING) + self.groups_in(RETIRING)):
+            if self.available >= want:
+                break
+            self._move(group, "wanted")
+            revived.append(group)
+        return revived
+
+    def leaving(self, group: int) -> None:
+        """Note that a retiring group has passed its fence, and is being unmapped: it cannot be revived now."""
+        self._move(group, "fence passed")
+
+    def unmapped(self, group: int) -> None:
+        """Note that it has no memory any more."""
+        self._move(group, "unmapped")
+
+    def failed(self, group: int) -> None:
+        """Note that it could not be unmapped: it still has memory."""
+        self._move(group, "failed")
+
+    def check(self) -> None:
+        """Assert what always holds. For tests: it looks at every block."""
+        layout = self.layout
+        for block in range(layout.blocks):
+            states = [self._states[group] for group in layout.touched(block)]
+            assert self._missing[block] == sum(state != MAPPED for state in states)
+            assert not self._out[block] or all(state in (MAPPED, DRAINING) for state in states) or block in self._always
+            assert (block in self._ready) == (not self._missing[block] and not self._out[block])
+        assert self._count == self._out.count(1)
+        for state in LIFECYCLE:
+            assert self._charged[state] == sum(self._bytes[group] for group in self.groups_in(state))
+        assert self.ceiling is None or self.charged_bytes <= self.ceiling
+
+    def _move(self, group: int, cause: str) -> None:
+        before = self._states[group]
+        after = LIFECYCLE[before].get(cause)
+        assert after is not None, f"group {group} in state {before} cannot be {cause!r}"
+        self._states[group] = after
+        self._charged[before] -= self._bytes[group]
+        self._charged[after] += self._bytes[group]
+        change = (before == MAPPED) - (after == MAPPED)
+        if change:
+            self._cached.pop(group, None)
+            for block in self.layout.members(group):
+                self._missing[block] += change
+                if not self._missing[block] and not self._out[block]:
+                    self._ready.add(block)
+                else:
+                    self._ready.discard(block)
+
+
+class _Ask(NamedTuple):
+    """The questions to the engine."""
+
+    unused: Callable[[Sequence[int]], Collection[int]]
+    warmth: Callable[[Sequence[int]], float]
+
+
+class _Look(NamedTuple):
+    """What is in a group.
+
+    `used` blocks are used by requests, `warmth` is that of the others, and `loss` is how many blocks the engine would
+    miss at once without the group.
+    """
+
+    group: int
+    used: int
+    warmth: float
+    loss: int

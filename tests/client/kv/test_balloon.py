@@ -1,0 +1,335 @@
+"""The balloon alone: a simulated engine, broker and GPU drive it through random traces, and every rule is checked."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Collection, Sequence
+
+import pytest
+from tests.support.sizes import MIB
+from tests.support.toy_engine import Request, ToyEngine
+
+from membroker.errors import InvalidRequest
+from membroker.kv.balloon import ASKED, DRAINING, HELD, LEAVING, MAPPED, RETIRING, Balloon
+from membroker.kv.layout import Layout, Strided
+
+BASE = 1 << 40
+PAGE = 2 * MIB
+
+
+def block_major(block: int, blocks: int) -> Layout:
+    return Layout(BASE, PAGE, blocks, [Strided(BASE, block, block)])
+
+
+def layer_major(layers: int, block: int, blocks: int) -> Layout:
+    step = -(-block * blocks // PAGE) * PAGE
+    return Layout(BASE, PAGE, blocks, [Strided(BASE + n * step, block, block) for n in range(layers)])
+
+
+def with_memory(balloon: Balloon, groups: int) -> list[int]:
+    """Map the lowest groups, and return the blocks that this makes usable."""
+    for group in range(groups):
+        balloon.asked(group)
+        balloon.mapped(group)
+    return balloon.take()
+
+
+def all_unused(blocks: Sequence[int]) -> Collection[int]:
+    return blocks
+
+
+def cold(blocks: Sequence[int]) -> float:
+    return 0.0
+
+
+def test_a_straddling_block_comes_with_its_second_page() -> None:
+    """Blocks of 768 KiB: block 2 has bytes in the pages 0 and 1, and is usable once both are mapped."""
+    balloon = Balloon(block_major(768 << 10, 20), always=())
+    assert with_memory(balloon, 1) == [0, 1]
+    assert balloon.next_to_map(3) == (1, True)
+    balloon.asked(1)
+    assert balloon.state(1) == ASKED
+    balloon.mapped(1)
+    assert balloon.take() == [2, 3, 4]
+    assert balloon.take() == []
+
+
+def test_what_is_mapped_next() -> None:
+    """What the engine lacks is needed, and so is the floor. What is ahead is not. Nothing goes above the ceiling."""
+    balloon = Balloon(block_major(MIB, 20), floor=2 * PAGE, ahead=PAGE, ceiling=4 * PAGE)
+    assert with_memory(balloon, 1) == [1]
+    assert balloon.next_to_map(3) == (1, True)
+    assert balloon.next_to_map(1) == (1, True), "below the floor"
+    with_memory_of(balloon, 1)
+    assert balloon.next_to_map(2) is None
+    assert balloon.next_to_map(3) == (2, False), "2 blocks ahead"
+    with_memory_of(balloon, 2)
+    with_memory_of(balloon, 3)
+    assert balloon.next_to_map(100) is None, "the ceiling"
+    balloon.check()
+
+
+def with_memory_of(balloon: Balloon, group: int) -> None:
+    balloon.asked(group)
+    balloon.mapped(group)
+    balloon.take()
+
+
+def test_a_refusal_changes_nothing() -> None:
+    balloon = Balloon(block_major(MIB, 20), always=())
+    balloon.asked(0)
+    assert balloon.charged_bytes == PAGE
+    balloon.refused(0)
+    assert (balloon.charged_bytes, balloon.state(0), balloon.next_to_map(1)) == (0, HELD, (0, True))
+    balloon.check()
+
+
+def test_free_groups_go_first_and_the_highest_of_them() -> None:
+    """Five groups: 1 is busy, 2 and 4 have cached prefixes, 0 always has memory. 3 goes, then the colder of 2 and 4."""
+    balloon = Balloon(block_major(MIB, 10), keep=PAGE)
+    with_memory(balloon, 5)
+    used, warm = {2, 3}, {4: 7.0, 9: 3.0}
+
+    def unused(blocks: Sequence[int]) -> list[int]:
+        return [block for block in blocks if block not in used]
+
+    def warmth(blocks: Sequence[int]) -> float:
+        return max((warm.get(block, 0.0) for block in blocks), default=0.0)
+
+    assert balloon.choose(3, 0, unused, warmth) == [3, 4], "one cached page is kept"
+    assert balloon.choose(3, 4 * PAGE, unused, warmth) == [2, 1], "a recall takes that too, and what is busy last"
+    assert balloon.choose(3, 9 * PAGE, unused, warmth) == [], "never the group of block 0"
+
+
+def test_what_the_engine_wants_stays_but_for_a_recall() -> None:
+    balloon = Balloon(block_major(MIB, 10), ahead=PAGE, floor=2 * PAGE)
+    with_memory(balloon, 5)
+    assert balloon.choose(8, 0, all_unused, cold) == []
+    assert balloon.choose(5, 0, all_unused, cold) == [4], "7 of 10 blocks are wanted, or ahead"
+    assert balloon.choose(8, 9 * PAGE, all_unused, cold) == [3, 2], "and the floor stays"
+
+
+def test_a_sweep_looks_at_few_groups_at_a_time() -> None:
+    """A scheduler has no time for thousands of blocks in a step: each call goes on where the last one ended."""
+    balloon = Balloon(block_major(MIB, 20))
+    with_memory(balloon, 10)
+    asked: list[int] = []
+
+    def unused(blocks: Sequence[int]) -> list[int]:
+        asked.extend(blocks)
+        return []
+
+    looks = []
+    for _ in range(3):
+        balloon.choose(1, 0, unused, cold, most=6)
+        looks.append((asked[:], balloon.is_sweeping))
+        asked.clear()
+    assert looks == [
+        ([18, 19, 16, 17, 14, 15], True),
+        ([12, 13, 10, 11, 8, 9], True),
+        ([6, 7, 4, 5, 2, 3], True),
+    ]
+    balloon.choose(1, 0, unused, cold, most=6)
+    assert (asked, balloon.is_sweeping) == ([], False), "block 0 is always there"
+    balloon.choose(1, 0, unused, cold, most=1)
+    assert asked == [18, 19]
+    balloon.choose(20, 0, unused, cold)
+    assert not balloon.is_sweeping, "there is nothing to spare now"
+
+
+def test_a_busy_group_goes_when_its_last_request_ends() -> None:
+    """The free blocks of a sparse group are held, so no new request goes there. It retires with its last block."""
+    balloon = Balloon(block_major(512 << 10, 16))
+    with_memory(balloon, 4)
+    used = {8}
+
+    def unused(blocks: Sequence[int]) -> list[int]:
+        return [block for block in blocks if block not in used]
+
+    assert balloon.choose(10, 0, unused, cold) == [3], "a request of 10 blocks more would miss those of the group 2"
+    balloon.held([12, 13, 14, 15])
+    assert balloon.retire() == [3]
+    assert balloon.choose(9, 0, unused, cold) == [2]
+    assert balloon.draining_blocks() == [8, 9, 10, 11]
+    balloon.held([9, 10, 11])
+    assert (balloon.retire(), balloon.draining_blocks(), balloon.take()) == ([], [8], [])
+    balloon.check()
+    balloon.held([8])
+    assert balloon.retire() == [2]
+    for group in (2, 3):
+        balloon.leaving(group)
+        assert balloon.state(group) == LEAVING
+        balloon.unmapped(group)
+    assert (balloon.charged_bytes, balloon.available) == (2 * PAGE, 8)
+
+
+def test_what_is_wanted_again_comes_back_without_a_request() -> None:
+    balloon = Balloon(block_major(MIB, 10))
+    with_memory(balloon, 5)
+    assert balloon.choose(2, 0, all_unused, cold) == [4, 3, 2, 1]
+    balloon.held([2, 3, 4, 5, 6, 7])
+    assert balloon.retire() == [1, 2, 3]
+    balloon.leaving(1)
+    assert balloon.revive(6) == [2]
+    assert balloon.take() == [4, 5]
+    assert balloon.revive(7) == [3], "group 4 was draining, and the engine has its blocks still"
+    assert [balloon.state(group) for group in range(5)] == [MAPPED, LEAVING, MAPPED, MAPPED, DRAINING]
+    balloon.failed(1)
+    assert balloon.state(1) == RETIRING
+    balloon.check()
+
+
+def test_what_is_refused() -> None:
+    layout = block_major(MIB, 10)
+    with pytest.raises(InvalidRequest, match="block 10"):
+        Balloon(layout, always=(10,))
+    with pytest.raises(InvalidRequest, match="below the floor"):
+        Balloon(layout, floor=4 * PAGE, ceiling=3 * PAGE)
+    with pytest.raises(InvalidRequest, match="always has memory"):
+        Balloon(layout, ceiling=PAGE - 1)
+
+
+class Machine:
+    """A balloon with an engine, a broker that lends up to `room` groups, and work on a GPU that takes some steps."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        blocks = rng.randrange(20, 120)
+        if rng.random() < 0.5:
+            layout = block_major(rng.choice([384, 512, 768, 1792, 3000, 5120]) << 10, blocks)
+        else:
+            layout = layer_major(rng.randrange(1, 5), rng.choice([64, 72, 128]) << 10, blocks)
+        largest = max(layout.bytes_of(group) for group in range(layout.groups))
+        total = sum(layout.bytes_of(group) for group in range(layout.groups))
+        self.balloon = Balloon(
+            layout,
+            floor=rng.choice([0, 0, largest, 3 * largest]),
+            ahead=rng.choice([0, largest, 2 * largest]),
+            keep=rng.choice([0, largest, total]),
+            ceiling=rng.choice([None, max(4 * largest, total // 2)]),
+        )
+        self.room = total
+        self.engine = ToyEngine(blocks, rng, caches=rng.random() < 0.5, preempts=rng.random() < 0.7)
+        self.engine.look = self.look
+        self.engine.hold(list(range(1, blocks)))
+        self.fences: dict[int, int] = {}
+        """The step in which the work that may use a retiring group ends."""
+        self.step_number = 0
+        self.last_use = [0] * blocks
+        self.recalled = 0
+        self.quiet_steps = 0
+        for group in self.balloon.first:
+            self.balloon.asked(group)
+            self.balloon.mapped(group)
+
+    def look(self, block: int) -> None:
+        """A kernel uses a block."""
+        states = [self.balloon.state(group) for group in self.balloon.layout.touched(block)]
+        assert set(states) <= {MAPPED, DRAINING}, f"block {block} is used, and its groups are in the states {states}"
+        self.last_use[block] = self.step_number
+
+    def step(self) -> None:
+        self.step_number += 1
+        rng, balloon, engine = self.rng, self.balloon, self.engine
+        if rng.random() < 0.4:
+            engine.add(Request(rng.randrange(1, 8), rng.randrange(0, 3), decode_left=rng.randrange(1, 20)))
+        want = min(engine.need(), balloon.layout.blocks)
+        if not self.recalled:
+            balloon.revive(want)
+        if rng.random() < 0.8:
+            engine.release(balloon.take())
+        engine.step()
+        self.give_back(engine.need())
+        self.unmap()
+        self.borrow(want)
+        if rng.random() < 0.05:
+            self.recalled = rng.randrange(1, balloon.charged_bytes + 2)
+        elif self.recalled and rng.random() < 0.2:
+            self.recalled = 0
+        balloon.check()
+
+    def is_sweeping(self) -> bool:
+        """Some groups were not looked at since all was quiet."""
+        self.quiet_steps += 1
+        return self.quiet_steps < 2 * self.balloon.layout.groups
+
+    def give_back(self, want: int) -> None:
+        balloon, engine = self.balloon, self.engine
+        before = balloon.staying_bytes
+        most = self.rng.choice([1, 20, 1000])
+        chosen = balloon.choose(want, self.recalled, engine.unused, engine.warmth, most=most)
+        assert set(chosen).isdisjoint(balloon.first)
+        assert not chosen or balloon.staying_bytes >= balloon.floor, f"{before} bytes are below the floor now"
+        blocks = engine.unused(balloon.draining_blocks())
+        engine.hold(blocks)
+        balloon.held(blocks)
+        if self.recalled and engine.preempt(balloon.draining_blocks()):
+            blocks = engine.unused(balloon.draining_blocks())
+            engine.hold(blocks)
+            balloon.held(blocks)
+            assert not balloon.draining_blocks()
+        for group in balloon.retire():
+            self.fences[group] = self.step_number + self.rng.randrange(1, 4)
+
+    def unmap(self) -> None:
+        for group in self.balloon.groups_in(RETIRING):
+            if self.step_number >= self.fences[group]:
+                members = self.balloon.layout.members(group)
+                assert not any(self.balloon.is_out(block) or block in self.engine.used for block in members)
+                assert all(self.last_use[block] < self.step_number for block in members), "used in this very step"
+                self.balloon.leaving(group)
+                if self.rng.random() < 0.05:
+                    self.balloon.failed(group)
+                else:
+                    self.balloon.unmapped(group)
+
+    def borrow(self, want: int) -> None:
+        while not self.recalled and (found := self.balloon.next_to_map(want)):
+            group, _ = found
+            self.balloon.asked(group)
+            if self.balloon.charged_bytes > self.room or self.rng.random() < 0.1:
+                self.balloon.refused(group)
+                return
+            self.balloon.mapped(group)
+
+    def drain(self) -> None:
+        """No more requests come, all memory is there: everything ends, and only what must stay stays."""
+        self.recalled, self.room = 0, 1 << 60
+        for _ in range(3000):
+            self.step_number += 1
+            want = min(self.engine.need(), self.balloon.layout.blocks)
+            self.balloon.revive(want)
+            self.engine.release(self.balloon.take())
+            self.engine.step()
+            self.give_back(self.engine.need())
+            self.unmap()
+            self.borrow(want)
+            self.balloon.check()
+            if not (self.engine.waiting or self.engine.running or self.balloon.going_bytes or self.is_sweeping()):
+                return
+        raise AssertionError(f"{len(self.engine.waiting)} requests never end, of {self.engine.need()} blocks")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(40))
+def test_random_traces(number: int) -> None:
+    """Requests come and go, the broker refuses and recalls, fences are late: no block is lost or used without memory.
+
+    At the end all requests finish, and no group stays that nobody wants.
+    """
+    seed = int(os.environ.get("MEMBROKER_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
+    print(f"MEMBROKER_SEED={seed} and the case {number}")
+    machine = Machine(seed + number)
+    for _ in range(250):
+        machine.step()
+    ceiling = machine.balloon.ceiling
+    fits = ceiling is None or ceiling >= sum(map(machine.balloon.layout.bytes_of, range(machine.balloon.layout.groups)))
+    if fits:
+        machine.drain()
+        balloon = machine.balloon
+        assert machine.engine.finished
+        largest = max(map(balloon.layout.bytes_of, range(balloon.layout.groups)))
+        stays = sum(map(balloon.layout.bytes_of, balloon.first)) + balloon.floor + 2 * largest
+        ahead = balloon.ahead * balloon.layout.block_bytes
+        assert balloon.charged_bytes <= stays + ahead + (balloon.keep if machine.engine.caches else 0) + largest

@@ -1,0 +1,318 @@
+"""The elastic cache on the host driver: real pages and threads, an engine that writes to its blocks, played recalls.
+
+A block that is used without memory ends the test process, as a GPU would end the context.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+
+import pytest
+from tests.support.daemons import until
+from tests.support.fake_lender import PAGE
+from tests.support.sizes import KIB, MIB
+from tests.support.toy_engine import Fence, Request, ToyEngine
+from tests.support.toy_serving import BLOCKS, Recall, Recalled, an_engine, serving, step, steps
+
+from membroker.errors import ClosedError, InvalidRequest, OutOfMemory
+from membroker.kv import ElasticCache, Layout, Strided
+from membroker.kv.state import LINGER_SECONDS
+from membroker.pool.pool import VirtualMemoryPool
+from membroker.vmm.driver import DriverError
+
+
+def test_it_grows_and_shrinks(lender: Recalled) -> None:
+    """Ten blocks are needed: they come, and after the request all but the first page goes, without a wait."""
+    waits: list[None] = []
+    lender.driver.before_synchronize = lambda: waits.append(None)
+    engine = an_engine()
+    with serving(lender, engine) as cache:
+        assert lender.lent_bytes == PAGE
+        engine.add(Request(10))
+        steps(cache, engine, lambda: engine.finished)
+        assert cache.stats().grants >= 4
+        steps(cache, engine, lambda: lender.lent_bytes == PAGE)
+        assert cache.stats().charged_bytes == PAGE
+        assert sum(fence.waits for fence in engine.fences)
+        assert waits == [], "it waited for all work on the device"
+
+
+def test_the_scheduler_never_waits_for_the_broker(lender: Recalled) -> None:
+    """The broker is silent. The engine serves on in what it has, and gets the rest when the broker answers."""
+    answer, asked = threading.Event(), threading.Event()
+
+    def silent() -> None:
+        asked.set()
+        assert answer.wait(30)
+
+    engine = an_engine()
+    with serving(lender, engine) as cache:
+        engine.add(Request(1))
+        steps(cache, engine, lambda: engine.finished)
+        lender.before_borrow = silent
+        engine.add(Request(30))
+        steps(cache, engine, asked.is_set)
+        for _ in range(100):
+            step(cache, engine)
+        assert (engine.finished, len(engine.waiting)) == (1, 1)
+        answer.set()
+        steps(cache, engine, lambda: engine.finished == 2)
+
+
+def test_nothing_goes_before_its_fence(lender: Recalled) -> None:
+    """Work that was queued before may still use the pages. What is wanted meanwhile comes back without a request."""
+    engine = an_engine()
+    engine.make_fence = lambda: Fence(passed=False)
+    with serving(lender, engine) as cache:
+        engine.add(Request(20, decode_left=1))
+        steps(cache, engine, lambda: engine.finished)
+        lent = lender.lent_bytes
+        steps(cache, engine, lambda: cache.stats().going_bytes)
+        looks = engine.fences[-1].looks
+        steps(cache, engine, lambda: engine.fences[-1].looks > looks + 10)
+        assert lender.lent_bytes == lent
+        assert not any(fence.early_waits for fence in engine.fences)
+        grants = cache.stats().grants
+        engine.add(Request(20, decode_left=1))
+        steps(cache, engine, lambda: engine.finished == 2)
+        assert cache.stats().grants == grants
+        engine.make_fence = Fence
+        for fence in engine.fences:
+            fence.passed = True
+        steps(cache, engine, lambda: lender.lent_bytes == PAGE)
+
+
+def test_a_refusal_is_not_asked_again_at_once(lender: Recalled) -> None:
+    """There are four pages. Requests beyond them wait in the engine, and the broker is not asked at each step."""
+    lender.capacity = 4 * PAGE
+    engine = an_engine()
+    with serving(lender, engine) as cache:
+        engine.add(Request(BLOCKS - 2))
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            step(cache, engine)
+        assert 1 <= cache.stats().refusals <= 10
+        assert engine.finished == 0
+        lender.capacity = 1 << 40
+        steps(cache, engine, lambda: engine.finished)
+
+
+def test_a_group_comes_whole_or_not_at_all(lender: Recalled) -> None:
+    """Four tensors, so a group is four pages. There is room for seven: one group, and nothing of a second."""
+    lender.capacity = 7 * PAGE
+    engine = an_engine()
+    with serving(lender, engine, block=64 * KIB, layers=4, keep=0) as cache:
+        engine.add(Request(40))
+        steps(cache, engine, lambda: cache.stats().refusals)
+        assert lender.lent_bytes == 4 * PAGE
+        lender.capacity = 8 * PAGE
+        steps(cache, engine, lambda: engine.finished)
+
+
+def test_ahead_is_mapped_before_it_is_needed(lender: Recalled) -> None:
+    engine = an_engine()
+    with serving(lender, engine, block=MIB, ahead=6 * MIB) as cache:
+        until(lambda: lender.lent_bytes == 4 * PAGE)
+        engine.add(Request(5, decode_left=1))
+        step(cache, engine)
+        assert engine.finished, "the request had to wait for memory"
+
+
+def test_what_is_not_lent_ahead(lender: Recalled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others wait for memory, so nothing is lent ahead. It is asked for once a second, and what is needed comes."""
+    borrow, refused = lender.borrow, []
+
+    def as_the_broker(*arguments: object, ahead: bool = False) -> None:
+        if ahead:
+            refused.append(arguments)
+            raise OutOfMemory("others wait")
+        borrow(*arguments)
+
+    monkeypatch.setattr(lender, "borrow", as_the_broker)
+    engine = an_engine()
+    before = time.monotonic()
+    with serving(lender, engine, block=MIB, ahead=6 * MIB) as cache:
+        engine.add(Request(20, decode_left=100))
+        steps(cache, engine, lambda: engine.finished)
+        assert 1 <= len(refused) <= 2 + time.monotonic() - before
+
+
+def test_an_engine_at_rest_shrinks_within_a_second(lender: Recalled) -> None:
+    engine = an_engine()
+    with serving(lender, engine) as cache:
+        engine.add(Request(40))
+        steps(cache, engine, lambda: engine.finished)
+        before = time.monotonic()
+        cache.rest()
+        until(lambda: lender.lent_bytes == PAGE)
+        assert time.monotonic() - before < 1 + 4 * LINGER_SECONDS
+        cache.wake()
+        engine.add(Request(40))
+        steps(cache, engine, lambda: engine.finished == 2)
+
+
+def test_bounds(lender: Recalled) -> None:
+    """The floor is there from the beginning and stays; the ceiling is not passed, whatever is needed."""
+    engine = an_engine()
+    with serving(lender, engine, block=MIB, floor=3 * PAGE, ceiling=5 * PAGE) as cache:
+        until(lambda: lender.lent_bytes == 3 * PAGE)
+        engine.add(Request(7, decode_left=300))
+        engine.add(Request(7))
+        steps(cache, engine, lambda: lender.lent_bytes == 5 * PAGE)
+        assert len(engine.running) == 1
+        engine.running[0].decode_left = 1
+        steps(cache, engine, lambda: engine.finished == 2)
+        cache.rest()
+        until(lambda: lender.lent_bytes == 3 * PAGE)
+
+
+def test_shrink(lender: Recalled) -> None:
+    """An engine is told to sleep: all but the first page goes, whatever its requests want."""
+    engine = an_engine()
+    with serving(lender, engine, block=MIB) as cache:
+        for _ in range(3):
+            engine.add(Request(6, decode_left=10_000))
+        steps(cache, engine, lambda: len(engine.running) == 3)
+        cache.shrink("1GiB")
+        until(lambda: cache.turn() or lender.lent_bytes == PAGE)
+        assert engine.preempted == 3
+
+
+def test_prepare_and_attach(lender: Recalled) -> None:
+    """A warm-up writes to the lowest blocks before the engine has a scheduler; what is too much goes after it."""
+    engine = an_engine()
+    with VirtualMemoryPool(lender, BLOCKS * MIB, PAGE) as pool:
+        tensor = Strided(pool.base_address, MIB, MIB)
+        with ElasticCache(pool, Layout(pool.base_address, PAGE, BLOCKS, [tensor])) as cache:
+            assert cache.prepare(20)
+            pool.view(0, 20 * MIB)[:] = bytes(20 * MIB)
+            lender.capacity = lender.lent_bytes
+            assert not cache.prepare(30, wait=0.1)
+            for call in (cache.grow, cache.turn, cache.rest, lambda: cache.shrink(1)):
+                with pytest.raises(InvalidRequest, match="attach"):
+                    call()
+            cache.attach(engine)
+            assert sorted(engine.free) == list(range(1, 20))
+            with pytest.raises(InvalidRequest, match="already"):
+                cache.attach(engine)
+            steps(cache, engine, lambda: lender.lent_bytes == PAGE)
+        for call in (cache.grow, lambda: cache.want(1), lambda: cache.prepare(1), cache.stats):
+            with pytest.raises(ClosedError):
+                call()
+        cache.close()
+
+
+def test_no_event_is_looked_at_during_a_capture(lender: Recalled) -> None:
+    engine, looks = an_engine(), []
+
+    class Watched(Fence):
+        def query(self) -> bool:
+            looks.append(self)
+            return super().query()
+
+    engine.make_fence = lambda: Watched(passed=False)
+    with serving(lender, engine) as cache:
+        engine.add(Request(10, decode_left=1))
+        steps(cache, engine, lambda: looks)
+        with cache.capturing():
+            count = len(looks)
+            for _ in range(20):
+                step(cache, engine)
+                time.sleep(0.002)
+            assert len(looks) == count
+        until(lambda: len(looks) > count)
+
+
+def test_the_driver_fails_to_unmap(lender: Recalled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory is held, and is tried again a second later."""
+    failures = [3]
+    unmap = lender.driver.unmap
+
+    def flaky(address: int, size: int) -> None:
+        if failures[0]:
+            failures[0] -= 1
+            raise DriverError("cuMemUnmap", "CUDA_ERROR_UNKNOWN", 999)
+        unmap(address, size)
+
+    engine = an_engine()
+    with serving(lender, engine) as cache:
+        engine.add(Request(10))
+        steps(cache, engine, lambda: engine.finished)
+        monkeypatch.setattr(lender.driver, "unmap", flaky)
+        steps(cache, engine, lambda: lender.lent_bytes == PAGE)
+        assert failures == [0]
+
+
+def test_what_is_refused(lender: Recalled) -> None:
+    with VirtualMemoryPool(lender, BLOCKS * MIB, PAGE) as pool:
+        tensor = Strided(pool.base_address, MIB, MIB)
+        layout = Layout(pool.base_address, PAGE, BLOCKS, [tensor])
+        with pytest.raises(InvalidRequest, match="not one of this pool"):
+            ElasticCache(pool, Layout(pool.base_address, PAGE // 2, BLOCKS, [tensor]))
+        with pytest.raises(InvalidRequest, match="ceiling"):
+            ElasticCache(pool, layout, floor="4MiB", ceiling="2MiB")
+        with pytest.raises(InvalidRequest, match="the floor"):
+            ElasticCache(pool, layout, floor=-1)
+        for more in ({"spare_pages": 1}, {"ahead": 1}):
+            with VirtualMemoryPool(lender, BLOCKS * MIB, PAGE, **more) as other:
+                start = other.base_address
+                with pytest.raises(InvalidRequest, match="no spare pages"):
+                    ElasticCache(other, Layout(start, PAGE, BLOCKS, [Strided(start, MIB, MIB)]))
+        lender.capacity = 0
+        with pytest.raises(OutOfMemory):
+            ElasticCache(pool, layout)
+    assert lender.callback is None
+
+
+def test_a_closed_pool_ends_its_threads(lender: Recalled) -> None:
+    """A client that closes takes the pool along: the cache's threads end by themselves."""
+    engine = an_engine()
+    with serving(lender, engine) as cache:
+        cache._pool.close()
+        until(lambda: not any(thread.is_alive() for thread in cache._threads))
+        with pytest.raises(ClosedError):
+            cache.turn()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(6))
+def test_random_traffic(lender: Recalled, number: int) -> None:
+    """Requests, refusals, recalls and rests in any order: blocks keep their bytes, and all requests finish.
+
+    The time that a step of the scheduler takes is printed.
+    """
+    seed = int(os.environ.get("MEMBROKER_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
+    print(f"MEMBROKER_SEED={seed} and the case {number}")
+    rng = random.Random(seed + number)
+    engine = ToyEngine(BLOCKS, rng, caches=rng.random() < 0.5, preempts=rng.random() < 0.7)
+    kind = rng.choice([{"block": 768 * KIB}, {"block": 3000 * KIB}, {"block": 96 * KIB, "layers": 5}])
+    took = []
+    with serving(lender, engine, **kind, keep=rng.choice([0, 4 * PAGE]), ahead=rng.choice([0, 2 * PAGE])) as cache:
+        recalls: list[Recall] = []
+        for _ in range(400):
+            if rng.random() < 0.3:
+                cache.wake()
+                engine.add(Request(rng.randrange(1, 9), rng.randrange(3), decode_left=rng.randrange(1, 30)))
+            if rng.random() < 0.05:
+                lender.capacity = rng.choice([3, 10, 1000]) * 5 * PAGE
+            if rng.random() < 0.03 and all(recall.answers for recall in recalls):
+                recalls.append(lender.recall(rng.randrange(1, 10) * PAGE, seconds=0.3))
+            began = time.perf_counter()
+            step(cache, engine)
+            took.append(time.perf_counter() - began)
+            if not (engine.waiting or engine.running):
+                cache.rest()
+            with cache._state._lock:
+                cache._balloon.check()
+        lender.capacity = 1 << 40
+        steps(cache, engine, lambda: not (engine.waiting or engine.running))
+        until(lambda: all(recall.answers for recall in recalls))
+        assert all(recall.answers == 1 for recall in recalls)
+        cache.rest()
+        until(lambda: cache.stats().going_bytes == 0)
+    took.sort()
+    print(f"{len(recalls)} recalls, {engine.finished} requests, {engine.preempted} preempted; a step takes")
+    print(f"{1e6 * took[len(took) // 2]:.0f} us p50, {1e3 * took[-1]:.1f} ms at most")

@@ -1,0 +1,181 @@
+"""Two engines with elastic caches over one real daemon: what one does not need, the other gets, and no token is wrong.
+
+The engines compute nothing, but each request writes to its blocks and finds its own bytes there. A block without memory
+ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from tests.support.daemons import Daemon, running, until
+from tests.support.sizes import MIB
+from tests.support.toy_engine import Memory, Request, ToyEngine
+from tests.support.workers import worker
+
+import membroker
+from membroker.kv import ElasticCache, Layout, Strided
+
+pytestmark = pytest.mark.slow
+
+PAGE = 4 * MIB
+BLOCK = 7 * MIB // 4
+BLOCKS = 256
+"""448 MiB of addresses, and the daemon lends 256 MiB."""
+GUARANTEES: dict[str, Any] = {
+    "tenants": {"red": {"models": {"m": {"guarantee": "96MiB"}}}, "blue": {"models": {"m": {"guarantee": "96MiB"}}}}
+}
+
+
+class Server:
+    """An engine in a thread of its own, as a server has it. It rests while it has no request."""
+
+    def __init__(self, cache: ElasticCache, engine: ToyEngine) -> None:
+        self.cache, self.engine = cache, engine
+        self._arrived: list[Request] = []
+        self._changed = threading.Event()
+        self._ended = False
+        self.error: BaseException | None = None
+        self.longest = 0.0
+        """Seconds of the longest call of the cache."""
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def add(self, request: Request) -> None:
+        self._arrived.append(request)
+        self._changed.set()
+
+    def _serve(self) -> None:
+        try:
+            self.cache.attach(self.engine)
+            while not self._ended:
+                self._changed.clear()
+                while self._arrived:
+                    self.cache.wake()
+                    self.engine.add(self._arrived.pop(0))
+                if self.engine.waiting or self.engine.running:
+                    self._timed(self.cache.grow)
+                    self.engine.step()
+                    self._timed(self.cache.turn)
+                    time.sleep(0.001)  # the GPU computes
+                else:
+                    self.cache.rest()
+                    self._changed.wait()
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def _timed(self, call: Callable[[], object]) -> None:
+        began = time.thread_time()
+        call()
+        self.longest = max(self.longest, time.thread_time() - began)
+
+    def end(self) -> None:
+        self._ended = True
+        self._changed.set()
+        self._thread.join()
+        assert self.error is None
+
+
+@contextmanager
+def serving(daemon: Daemon, tenant: str, seed: int, **bounds: Any) -> Iterator[Server]:
+    with membroker.connect(daemon.endpoint(tenant)) as client:
+        model = client.register_model("m", virtual_capacity=BLOCKS * BLOCK + PAGE)
+        with model.pool(page_size=PAGE) as pool:
+            engine = ToyEngine(BLOCKS, random.Random(seed))
+            tensor = Strided(pool.base_address, BLOCK, BLOCK)
+            Memory([tensor], engine)
+            layout = Layout(pool.base_address, PAGE, BLOCKS, [tensor])
+            with ElasticCache(pool, layout, **bounds) as cache:
+                server = Server(cache, engine)
+                try:
+                    yield server
+                finally:
+                    server.end()
+
+
+@pytest.fixture
+def seed() -> int:
+    seed = int(os.environ.get("MEMBROKER_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
+    print(f"MEMBROKER_SEED={seed}")
+    return seed
+
+
+def lent(server: Server) -> int:
+    return server.cache.stats().charged_bytes
+
+
+def test_two_engines_trade_memory(daemon: Daemon, seed: int) -> None:
+    """The first takes nearly all; when it rests, the second does, and back. Each burst ends with all requests done."""
+    with serving(daemon, "red", seed) as red, serving(daemon, "blue", seed + 1) as blue:
+        for turn in range(3):
+            for server, other in ((red, blue), (blue, red)):
+                before = server.engine.finished
+                for _ in range(4):
+                    server.add(Request(30, decode_left=40))
+                until(lambda server=server: lent(server) > 160 * MIB)
+                until(lambda server=server, before=before: server.engine.finished == before + 4)
+                until(lambda server=server: lent(server) == PAGE)
+                assert other.engine.finished == 4 * (turn + (server is blue))
+        assert daemon.books().lent_bytes == 2 * PAGE
+
+
+def test_a_busy_engine_gives_way_to_a_guarantee(seed: int) -> None:
+    """Red has nearly all of the memory and work without end. Blue comes, and has its guarantee within the recall.
+
+    Red's youngest requests are preempted and go on later. Neither engine's scheduler was held up.
+    """
+    with running(GUARANTEES) as daemon, serving(daemon, "red", seed) as red, serving(daemon, "blue", seed + 1) as blue:
+        red.engine.growth = 0.0
+        work = [Request(12, decode_left=1 << 60) for _ in range(12)]
+        for request in work:
+            red.add(request)
+        until(lambda: lent(red) > 200 * MIB and len(red.engine.running) == 11)
+        assert red.engine.preempted == 0
+        began = time.monotonic()
+        for _ in range(2):
+            blue.add(Request(24, decode_left=50))
+        until(lambda: blue.engine.finished == 2)
+        took = time.monotonic() - began
+        assert red.engine.preempted
+        for request in work:
+            request.decode_left = 2
+        until(lambda: red.engine.finished == 12)
+        assert red.engine.held.isdisjoint(red.engine.used)
+        print(f"blue was served after {took:.2f} s; the longest call of the cache took")
+        print(f"{1e3 * red.longest:.1f} ms of the scheduler's time in red, and {1e3 * blue.longest:.1f} ms in blue")
+        assert took < 10
+        assert max(red.longest, blue.longest) < 0.25
+
+
+def test_the_broker_dies_and_comes_back(seed: int) -> None:
+    """Killed amid a burst. The engine serves on in what it has; it grows when a daemon is there again."""
+    with running() as daemon, serving(daemon, "red", seed) as red:
+        red.add(Request(30, decode_left=1_000_000))
+        until(lambda: red.engine.running)
+        daemon.kill()
+        red.add(Request(60, decode_left=2))
+        steps = red.engine.clock
+        until(lambda: red.engine.clock > steps + 50)
+        daemon.start_again()
+        until(lambda: red.engine.finished == 1)
+        red.engine.running[0].decode_left = 1
+        until(lambda: red.engine.finished == 2)
+
+
+def test_an_engine_is_killed(daemon: Daemon, seed: int) -> None:
+    """It had half of the memory, and dies with SIGKILL. The other one takes that, and serves on."""
+    with worker() as dying, serving(daemon, "red", seed) as red:
+        dying.connect(daemon, "blue")
+        dying.do(f"model = client.register_model('m'); held = model.allocate({160 * MIB})")
+        red.add(Request(100, decode_left=4))
+        until(lambda: red.cache.stats().refusals)
+        dying.kill()
+        until(lambda: red.engine.finished == 1)
