@@ -53,7 +53,7 @@ table has the figures that have a target, which holds for a machine that does no
 examples:
   make bench                                     all of it, in three or four minutes; writes nothing
   make bench OPTIONS='--json before.json'        the same, kept for later
-  make bench OPTIONS='--before ../old'           also one extent in the core of another tree, in turns
+  make bench OPTIONS='--before ../old'           also what one extent costs there, in turns
   python -m benchmarks.load --quick              every row in some seconds, with numbers that mean little"""
 
 
@@ -81,7 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(scale: scenes.Scale, before: Path | None) -> list[Section]:
     sections = []
-    played = (*scenes.SCENES, recalls.recalls, partial(recalls.the_core, before=before))
+    played = [*scenes.SCENES, recalls.recalls, partial(recalls.the_core, before=before)]
+    if before is not None:
+        played.append(partial(recalls.beside, before=before))
     with progress(len(played)) as (tell, done):
         busy_before = machine.busy_percent(scale.look_seconds)
         for scene in played:
@@ -103,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--quick", action="store_true", help="a smoke run of some seconds, with small numbers")
-    parser.add_argument("--before", type=Path, metavar="TREE", help="a checkout whose core is measured beside this one")
+    parser.add_argument("--before", type=Path, metavar="TREE", help="a checkout that is measured beside this one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too, times in nanoseconds")
     return parser
 

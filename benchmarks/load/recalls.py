@@ -1,4 +1,4 @@
-"""Two more scenes: what a request waits for memory that others must release, and what all of it costs the core.
+"""More scenes: what a request waits for memory that others must release, and what all of it costs.
 
 Owns their rows, as `scenes` those of the others.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from ..report import Tell
-from . import core
+from . import core, walk
 from .crew import working
 from .daemon import running
 from .figures import WHOLE, Samples, Section, joined, timing
@@ -92,6 +93,22 @@ def the_core(scale: Scale, tell: Tell, before: Path | None = None) -> Section:
         timing("core.schedule", "one look at all that wait", rows["schedule"]),
     ]
     section.figure("core.divisions", "shares computed for 1,000 extents, nobody waits", core.divisions(1_000), "")
+    return section
+
+
+def beside(scale: Scale, tell: Tell, before: Path) -> Section:
+    """Compare what one extent costs the daemon with the daemon of another tree."""
+    section = Section(
+        f"One extent, beside {before.name}",
+        "The CPU time of the daemon, the kernel's included, for a page of 2 MiB that a client borrows and releases, "
+        "in turns with the daemon of the other tree.",
+    )
+    tell(f"one extent, here and with {before.name}")
+    callers = walk.walked({"old": before, "new": None}, 2 + int(10 * scale.seconds))
+    old, new = (statistics.median(callers[name].cpu[1:]) * 1e6 for name in ("old", "new"))
+    section.figure("beside.old", f"the daemon's CPU, {before.name}", old, "us")
+    section.figure("beside.new", "the daemon's CPU, this tree", new, "us")
+    section.figure("beside.ratio", f"the daemon's CPU for one extent, to {before.name}", new / old, "x")
     return section
 
 

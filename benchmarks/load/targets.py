@@ -9,9 +9,8 @@ from .figures import Section
 
 P50_MS = {"recalled.spare": 5.0, "core.schedule": 1.0}
 P99_MS = {"refused.among": 3.0, "recalled.guaranteed": 100.0, "recalled.share": 100.0}
-RATIOS = {"core.extent": 1.03}
-"""To the tree that was given with --before."""
-FIGURES = {"core.divisions": 0.0}
+FIGURES = {"core.divisions": 0.0, "beside.ratio": 1.03}
+"""The ratio is to the tree that was given with --before."""
 
 
 def goals(sections: Sequence[Section]) -> list[Goal]:
@@ -23,7 +22,7 @@ def goals(sections: Sequence[Section]) -> list[Goal]:
                 found.append(Goal(f"{row.name}: p50", row.p50_ns / 1e6, P50_MS[row.key], "ms"))
             if row.key in P99_MS:
                 found.append(Goal(f"{row.name}: p99", row.p99_ns / 1e6, P99_MS[row.key], "ms"))
-            if row.key in RATIOS and row.ratio is not None:
-                found.append(Goal(f"{row.name}, to {row.beside}", row.ratio, RATIOS[row.key], "x"))
-        found += [Goal(row.name, row.value, FIGURES[row.key], "") for row in section.figures if row.key in FIGURES]
+        found += [
+            Goal(row.name, row.value, FIGURES[row.key], row.unit) for row in section.figures if row.key in FIGURES
+        ]
     return found
